@@ -1,0 +1,1 @@
+"""splittime: an LLM inference server that accounts for every nanosecond of every request."""

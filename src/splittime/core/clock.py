@@ -1,0 +1,31 @@
+"""Where time comes from. Only the engine's loop and the two edges (receive, send) hold a clock; the rest is told `now_ns`.
+
+`SystemClock` is `CLOCK_MONOTONIC`, which all processes of one Linux host share, so a server and its engine may
+compare readings. `VirtualClock` is moved by hand: the simulator and the law tests run the real loop under it.
+"""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now_ns(self) -> int:
+        """Nanoseconds on a monotonic clock."""
+        ...
+
+
+class SystemClock:
+    now_ns = staticmethod(time.monotonic_ns)
+
+
+class VirtualClock:
+    def __init__(self, start_ns: int = 0) -> None:
+        self._now_ns = start_ns
+
+    def now_ns(self) -> int:
+        return self._now_ns
+
+    def advance(self, delta_ns: int) -> None:
+        if delta_ns < 0:
+            raise ValueError(f"time cannot go back: delta_ns={delta_ns}")
+        self._now_ns += delta_ns

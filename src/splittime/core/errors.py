@@ -1,0 +1,141 @@
+"""Errors, grouped by whose fault they are. This tree is the whole list.
+
+    SplittimeError
+      RequestError        4xx  the request cannot be served as asked; what, value, limit and hint say why
+        NotFound          404  no such model, request or page
+        Conflict          409  the request id is already in flight
+        DeadlineExceeded  504  the request's own deadline passed before it was done
+      Overloaded          429/503  the server is full (429: try again) or not serving (503); carries Retry-After
+      EngineError         500  our fault; the engine stops admitting, drains and restarts
+      ConfigError         -    a setting is unknown or out of range; raised before anything starts
+
+`to_body()` is the OpenAI-compatible JSON body of each; `ErrorInfo` is the same as plain data, to cross a process.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An error as data: what an engine sends to its client, and what a ledger keeps."""
+
+    kind: str
+    message: str
+    code: str
+    status: int
+    param: str | None = None
+    value: Any = None
+    limit: Any = None
+    hint: str | None = None
+    retry_after_s: float | None = None
+
+
+class SplittimeError(Exception):
+    status = 500
+    kind = "server_error"
+    code = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        status: int | None = None,
+        param: str | None = None,
+        value: Any = None,
+        limit: Any = None,
+        hint: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.info = ErrorInfo(
+            kind=self.kind,
+            message=message,
+            code=code or self.code,
+            status=status or self.status,
+            param=param,
+            value=value,
+            limit=limit,
+            hint=hint,
+            retry_after_s=retry_after_s,
+        )
+
+    def to_body(self) -> dict[str, Any]:
+        return error_body(self.info)
+
+
+class RequestError(SplittimeError):
+    status = 400
+    kind = "invalid_request_error"
+    code = "invalid_value"
+
+
+class NotFound(RequestError):
+    status = 404
+    kind = "not_found_error"
+    code = "not_found"
+
+
+class Conflict(RequestError):
+    status = 409
+    kind = "conflict_error"
+    code = "request_id_in_flight"
+
+
+class DeadlineExceeded(RequestError):
+    status = 504
+    kind = "deadline_exceeded_error"
+    code = "deadline_exceeded"
+
+
+class Overloaded(SplittimeError):
+    status = 429
+    kind = "overloaded_error"
+    code = "overloaded"
+
+
+class EngineError(SplittimeError):
+    status = 500
+    kind = "engine_error"
+    code = "engine_error"
+
+
+class ConfigError(SplittimeError):
+    kind = "config_error"
+    code = "invalid_config"
+
+
+ERROR_CLASSES: tuple[type[SplittimeError], ...] = (
+    RequestError,
+    NotFound,
+    Conflict,
+    DeadlineExceeded,
+    Overloaded,
+    EngineError,
+    ConfigError,
+)
+
+
+def error_body(info: ErrorInfo) -> dict[str, Any]:
+    """The JSON body of an error, as OpenAI clients read it (`type`, `code`, `param`) with our value, limit and hint."""
+    fields = {
+        "message": info.message,
+        "type": info.kind,
+        "param": info.param,
+        "code": info.code,
+        "value": info.value,
+        "limit": info.limit,
+        "hint": info.hint,
+        "retry_after_s": info.retry_after_s,
+    }
+    always = ("message", "type", "param", "code")
+    return {"error": {key: value for key, value in fields.items() if key in always or value is not None}}
+
+
+def raise_from_info(info: ErrorInfo) -> None:
+    """Raise the error that `info` describes, in this process."""
+    by_kind = {cls.kind: cls for cls in ERROR_CLASSES}
+    error = by_kind.get(info.kind, EngineError)(info.message)
+    error.info = info
+    raise error

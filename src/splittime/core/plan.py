@@ -1,0 +1,97 @@
+"""The one contract between scheduling and computing: `StepPlan` in, `StepResult` out, `Runner` in between.
+
+Both records hold ints, strings and tuples only, so they cross a process or a file unchanged and a recorded plan can be
+replayed. A row says "compute tokens [start, start + len(token_ids)) of this request"; prefill, a chunk of it, and
+decode are all rows. The KV cache of tokens [0, start) is already in the request's blocks when a row runs.
+
+    blocks of a request:   [ 7 ][ 3 ][ 12 ]          block_size = 4
+    token positions:        0..3 4..7 8..11          position p lives in block_ids[p // block_size], slot p % block_size
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from splittime.core.sampling import SamplingParams
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True):
+    """A request the runner must know from this step on (first admission, or again after a preemption).
+
+    token_ids: all tokens known so far, prompt then outputs; the last `num_output_tokens` are outputs
+    (penalties count them apart). `sampling.seed` is never None here.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_output_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]  # end-of-sequence and stop ids together; masked until min_tokens are out
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One request's part of a step.
+
+    start: position of `token_ids[0]`.
+    token_ids: tokens whose KV this row writes; the last one's logits are sampled if `samples`.
+    new_block_ids: appended to the request's block table before the row runs; the table is empty at admission.
+    """
+
+    request_id: str
+    start: int
+    token_ids: tuple[int, ...]
+    new_block_ids: tuple[int, ...]
+    samples: bool
+    draft_token_ids: tuple[int, ...] = ()
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """What one step computes. `released` requests are forgotten first, then `admitted` are learnt, `copies` of whole
+    blocks (source, target) are made, then the rows run. Each request has at most one row."""
+
+    step_id: int
+    rows: tuple[Row, ...]
+    admitted: tuple[Admitted, ...] = ()
+    released: tuple[str, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of a token under the model (before temperature and filters), its rank (1 is the most likely),
+    and the most likely alternatives as (token_id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class RowResult(msgspec.Struct, frozen=True, array_like=True):
+    """What came of a row: the accepted tokens (none for a chunk that does not sample), in the order of the plan's rows.
+
+    prompt_logprobs: for requests with `sampling.prompt_logprobs`, one entry for each row token but the last of the
+    prompt: the entry at i is the log-probability of the *next* prompt token, at position start + i + 1.
+    error: this row alone failed (say, its logits are not finite); its request ends, the others go on.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    draft_token_ids: tuple[int, ...] = ()
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """`device_ns` is the model's forward pass, `sample_ns` choosing tokens; what else `run` took is launch."""
+
+    step_id: int
+    rows: tuple[RowResult, ...]
+    device_ns: int = 0
+    sample_ns: int = 0
+
+
+class Runner(Protocol):
+    """What carries out a step: torch, a fake with declared delays, or the simulator's cost model."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...

@@ -1,0 +1,41 @@
+"""A request: one generation asked of the engine. This is what was *asked*, a frozen value.
+
+What has become of it since (computed tokens, blocks, account) is `scheduler.state.RequestState`, which the scheduler
+alone owns. A request ends in exactly one terminal event, which carries its `FinishReason`.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from splittime.core.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"  # the client asked, or went away
+    DEADLINE = "deadline"  # the request's own deadline passed
+    ERROR = "error"  # the request could not be carried out; `RequestOutput.error` says why
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation. Times are `time.monotonic_ns()` of this host.
+
+    prompt_token_ids: at least one token.
+    sampling: already validated; `seed` and `max_tokens` are set (not None).
+    eos_token_ids: ids that end the request unless `sampling.ignore_eos`.
+    submitted_ns: when the client handed it to the engine; the `handoff` stage begins here.
+    priority: lower goes first (as in vLLM); used by the `priority` policy.
+    deadline_ns: absolute, or None. Passing it while queued or running ends the request with `DEADLINE`.
+    cache_salt: requests share cached prefixes only with the same salt.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    submitted_ns: int
+    priority: int = 0
+    deadline_ns: int | None = None
+    cache_salt: str = ""

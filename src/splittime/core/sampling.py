@@ -1,0 +1,91 @@
+"""How a request's tokens are chosen, and when it stops. A value: checked once where it enters, then only read."""
+
+import msgspec
+
+from splittime.core.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters, with the meanings that OpenAI's and vLLM's APIs give them.
+
+    `temperature` 0 is greedy. `top_k` 0 is off. `seed` None lets the engine draw one; with a seed the tokens do not
+    depend on what else is in the batch. `logprobs` is the number of alternatives beside the chosen token (0: only the
+    chosen one; None: none at all). `min_tokens` holds back end-of-sequence and stop ids until so many are out.
+    `stop` strings are cut from the text; `stop_token_ids` end a request like end-of-sequence does.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}  # noqa: RUF012  (a msgspec default is copied for each instance)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def validate(self) -> None:
+        """Raise `RequestError` naming the first parameter out of range, its value and the range."""
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:  # a NaN fails this too
+                raise RequestError(
+                    f"{name} is {value}, outside {low} to {high}", param=name, value=str(value), limit=[low, high]
+                )
+        if self.top_p == 0.0:
+            raise RequestError("top_p is 0, must be above 0", param="top_p", value=0, limit=[0, 1])
+        if self.repetition_penalty == 0.0:
+            raise RequestError("repetition_penalty is 0, must be above 0", param="repetition_penalty", value=0)
+        _check_count("stop", len(self.stop), MAX_STOP_STRINGS)
+        _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        if "" in self.stop:
+            raise RequestError("stop contains an empty string", param="stop", value="")
+        for token_id, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise RequestError(
+                    f"logit_bias of token {token_id} is {bias}, outside -100 to 100",
+                    param="logit_bias",
+                    value=str(bias),
+                    limit=[-100, 100],
+                )
+
+
+_INT64 = 2**63 - 1
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 1, _INT64),
+    ("min_tokens", 0, _INT64),
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("top_k", 0, _INT64),
+    ("min_p", 0.0, 1.0),
+    ("seed", -(2**63), _INT64),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, 10.0),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+
+
+def _check_count(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise RequestError(f"{name} has {count} entries, more than {limit}", param=name, value=count, limit=limit)

@@ -1,0 +1,44 @@
+"""What the rest of the world may ask of an engine. `engine.process.ProcessClient` is the one the server uses.
+
+A stream yields `(step_id, ready_ns, RequestOutput)` until the output with a `finish_reason`, which always comes: if the
+engine process dies it is made here, with finish reason `error`.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple, Protocol
+
+from splittime.core.request import Request
+from splittime.engine.messages import EngineStats, RequestOutput
+
+
+class StreamItem(NamedTuple):
+    step_id: int
+    ready_ns: int
+    output: RequestOutput
+
+
+class EngineClient(Protocol):
+    @property
+    def is_ready(self) -> bool:
+        """The engine process is up and warmed; false from its death until its successor is ready."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Hand a request to the engine. Raises `Overloaded` (503) if no engine is up, `Conflict` for an id in flight."""
+        ...
+
+    def stream(self, request_id: str) -> AsyncIterator[StreamItem]:
+        """The outputs of a submitted request, to be read by one reader, ending with the terminal one."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Ask for its end. Its stream still ends with a terminal output (finish reason `abort`, or whatever was first)."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """The latest gauges, without asking the engine."""
+        ...
+
+    async def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Change knobs of the live engine; returns all knobs as they are now. Raises `RequestError` on a bad one."""
+        ...

@@ -1,0 +1,117 @@
+"""What crosses between a client and the engine. Values only (msgspec), in both directions.
+
+Client to engine: `Submit`, `Abort`, `Configure`. Engine to client: `Ready` once, then one `StepOutput` for each step
+(and for each change while idle), `ConfigureDone`, `Fatal` as the last word before it dies.
+"""
+
+from typing import Any
+
+import msgspec
+
+from splittime.core.errors import ErrorInfo
+from splittime.core.plan import TokenLogprob
+from splittime.core.request import FinishReason, Request
+from splittime.ledger.account import Mark
+from splittime.ledger.steps import StepRecord
+
+
+class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """News of one request. The one with a `finish_reason` is its terminal event; none follows.
+
+    marks: the account's marks since the previous output of this request (the engine's part begins with `handoff` at
+    `Request.submitted_ns`). The terminal event's last mark is `deliver`, at the moment the engine was done with it.
+    num_cached_tokens: prompt tokens found in the prefix cache at first admission; None until then.
+    freed_ns: terminal event only: when its blocks were free again.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    freed_ns: int | None = None
+    stop_token_id: int | None = None  # the end-of-sequence or stop id that ended it (also the last of token_ids)
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges and counters of the engine at one instant."""
+
+    now_ns: int
+    num_waiting: int = 0
+    num_running: int = 0
+    waiting_prompt_tokens: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    blocks_cached: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    is_paused: bool = False
+    gc_pause_ns: int = 0
+    gc_collections: int = 0
+    knobs: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag="step"):
+    """All that one step (or one change while idle: then `record` is None) has to tell.
+
+    step_id, ready_ns: the step whose tokens these are, and the instant they were ready (after commit).
+    """
+
+    step_id: int
+    ready_ns: int
+    outputs: tuple[RequestOutput, ...]
+    stats: EngineStats
+    record: StepRecord | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine can serve. `resolved` is what the machine decided (blocks, backend, dtype, ...); `timeline` is
+    (phase, begin_ns, end_ns) of its start-up."""
+
+    resolved: dict[str, Any]
+    timeline: tuple[tuple[str, int, int], ...]
+    stats: EngineStats
+
+
+class ConfigureDone(msgspec.Struct, frozen=True, tag="configured"):
+    call_id: int
+    knobs: dict[str, Any] = {}  # noqa: RUF012
+    error: ErrorInfo | None = None
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine cannot go on; `trace` is for the log."""
+
+    message: str
+    trace: str = ""
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_id: str
+
+
+class Configure(msgspec.Struct, frozen=True, tag="configure"):
+    """Change knobs of the live engine; unknown names or bad values change nothing and come back as an error."""
+
+    call_id: int
+    knobs: dict[str, Any]
+
+
+ToEngine = Submit | Abort | Configure
+FromEngine = StepOutput | Ready | ConfigureDone | Fatal

@@ -1,0 +1,140 @@
+"""An account: one request's book of (stage, cause, begin_ns), from arrival to last byte. It owns no clock.
+
+It promises that the intervals are contiguous and that their sum is end - start exactly: entering a stage closes the
+last one at the same integer nanosecond, so the sum telescopes. A mark out of order is refused, never repaired.
+`verify()` checks a closed account.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from splittime.core.errors import ErrorInfo
+from splittime.ledger.stages import Cause, Stage
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """From `begin_ns` on, the request is in `stage` because of `cause`."""
+
+    stage: Stage
+    cause: Cause | None
+    begin_ns: int
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A stage with both its ends, in ns of the host's monotonic clock."""
+
+    stage: Stage
+    cause: Cause | None
+    begin_ns: int
+    end_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.begin_ns
+
+
+class Account:
+    """The open book of one request."""
+
+    __slots__ = ("end_ns", "marks", "request_id", "start_ns")
+
+    def __init__(self, request_id: str, start_ns: int, stage: Stage) -> None:
+        self.request_id = request_id
+        self.start_ns = start_ns
+        self.marks: list[Mark] = [Mark(stage, None, start_ns)]
+        self.end_ns: int | None = None
+
+    @property
+    def stage(self) -> Stage:
+        return self.marks[-1].stage
+
+    def enter(self, stage: Stage, now_ns: int, cause: Cause | None = None) -> None:
+        """Close the current stage at `now_ns` and open `stage`; nothing happens if that is the current one."""
+        last = self.marks[-1]
+        if last.stage is stage and last.cause is cause:
+            return
+        if self.end_ns is not None:
+            raise ValueError(f"account {self.request_id} is closed; cannot enter {stage}")
+        if now_ns < last.begin_ns:
+            raise ValueError(
+                f"account {self.request_id}: {stage} at {now_ns} is before {last.stage} at {last.begin_ns}"
+            )
+        self.marks.append(Mark(stage, cause, now_ns))
+
+    def extend(self, marks: Iterable[Mark]) -> None:
+        """Take over marks made elsewhere (the engine's part of the book), in order."""
+        for mark in marks:
+            self.enter(mark.stage, mark.begin_ns, mark.cause)
+
+    def close(self, now_ns: int) -> None:
+        """Close the book. Closing twice or before the last mark is refused."""
+        if self.end_ns is not None:
+            raise ValueError(f"account {self.request_id} is already closed")
+        if now_ns < self.marks[-1].begin_ns:
+            raise ValueError(f"account {self.request_id}: end {now_ns} is before its last mark")
+        self.end_ns = now_ns
+
+    def intervals(self, until_ns: int | None = None) -> list[Interval]:
+        """The stages so far, contiguous, the last one ending at `until_ns` (default: the account's end)."""
+        end_ns = until_ns if until_ns is not None else self.end_ns
+        if end_ns is None:
+            raise ValueError(f"account {self.request_id} is open: say until when")
+        ends = [mark.begin_ns for mark in self.marks[1:]] + [end_ns]
+        return [Interval(m.stage, m.cause, m.begin_ns, e) for m, e in zip(self.marks, ends, strict=True)]
+
+    def verify(self) -> None:
+        """Raise ValueError unless the account is closed, contiguous, and sums to its wall time exactly."""
+        verify_intervals(self.intervals(), self.start_ns, self.end_ns)
+
+
+def verify_intervals(intervals: list[Interval], start_ns: int, end_ns: int | None) -> None:
+    """The ledger's first law on plain intervals: contiguous from start to end, none negative, sum exact."""
+    expected_ns = start_ns
+    for interval in intervals:
+        if interval.begin_ns != expected_ns or interval.end_ns < interval.begin_ns:
+            raise ValueError(
+                f"{interval.stage} runs {interval.begin_ns}..{interval.end_ns}, expected from {expected_ns}"
+            )
+        expected_ns = interval.end_ns
+    if end_ns is None or expected_ns != end_ns:
+        raise ValueError(f"intervals end at {expected_ns}, account at {end_ns}")
+    if sum(interval.duration_ns for interval in intervals) != end_ns - start_ns:
+        raise ValueError("stages do not sum to the wall time")
+
+
+class ClosedAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """A closed book with the facts of its request; all times in ns of the host's monotonic clock.
+
+    started_at_unix_ns: wall-clock time of `start_ns`, for display only; never subtracted from anything.
+    token_steps, token_ready_ns: for each output token, the step that made it and the instant it was ready.
+    token_written_ns: for each output token, the instant the chunk that holds it had been given to the socket;
+        shorter than `token_steps` if the client went away.
+    first_chunk_tokens: output tokens in the first chunk written (TPOT's divisor leaves them out).
+    cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
+    """
+
+    request_id: str
+    group_id: str  # what the client saw as the response's id; n > 1 or several prompts share it
+    model: str
+    endpoint: str
+    started_at_unix_ns: int
+    start_ns: int
+    end_ns: int
+    intervals: tuple[Interval, ...]
+    finish_reason: str
+    error: ErrorInfo | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    num_preemptions: int = 0
+    first_chunk_tokens: int = 0
+    token_steps: tuple[int, ...] = ()
+    token_ready_ns: tuple[int, ...] = ()
+    token_written_ns: tuple[int, ...] = ()
+    cancelled_ns: int | None = None
+    freed_ns: int | None = None
+
+    def verify(self) -> None:
+        """Raise ValueError if the ledger's first law does not hold for this account."""
+        verify_intervals(list(self.intervals), self.start_ns, self.end_ns)

@@ -1,0 +1,64 @@
+"""The stages of a request's life and the causes of its waits. Each sentence here is printed in the documentation."""
+
+from enum import StrEnum
+
+
+class Stage(StrEnum):
+    """A part of a request's life. An account is always in exactly one."""
+
+    RECEIVE = "receive"
+    TOKENIZE = "tokenize"
+    ADMIT = "admit"
+    HANDOFF = "handoff"
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    PREFILL_STALL = "prefill_stall"
+    DECODE = "decode"
+    DECODE_STALL = "decode_stall"
+    PREEMPTED = "preempted"
+    RECOMPUTE = "recompute"
+    DELIVER = "deliver"
+    CLIENT_WAIT = "client_wait"
+    UNATTRIBUTED = "unattributed"
+
+
+class Cause(StrEnum):
+    """Why a request waits, stated by the scheduler at the moment it makes it wait."""
+
+    BATCH_SLOTS = "batch_slots"
+    KV_BLOCKS = "kv_blocks"
+    TOKEN_BUDGET = "token_budget"
+    POLICY = "policy"
+    GRAMMAR = "grammar"
+    PAUSED = "paused"
+    STEP_IN_FLIGHT = "step_in_flight"
+    ENGINE_DIED = "engine_died"
+
+
+STAGE_MEANING: dict[Stage, str] = {
+    Stage.RECEIVE: "The server reads and checks the request's body.",
+    Stage.TOKENIZE: "The prompt is rendered (chat template) and turned into token ids.",
+    Stage.ADMIT: "The server decides whether there is room for it.",
+    Stage.HANDOFF: "On its way from the server process to the engine process.",
+    Stage.QUEUE: "The engine has it and no step computes it yet; the cause says why.",
+    Stage.PREFILL: "Steps compute its prompt, up to the first token.",
+    Stage.PREFILL_STALL: "Its prompt is half computed, and a step went by without a row for it.",
+    Stage.DECODE: "Steps compute its next tokens; each step it is in is charged whole.",
+    Stage.DECODE_STALL: "It is decoding, and a step went by without a row for it.",
+    Stage.PREEMPTED: "Its blocks were taken back; it waits to be admitted again.",
+    Stage.RECOMPUTE: "What the preemption threw away is computed again.",
+    Stage.DELIVER: "All tokens are ready; the rest of the answer is on its way to the socket.",
+    Stage.CLIENT_WAIT: "All tokens are ready; the client does not read.",
+    Stage.UNATTRIBUTED: "Time nobody can explain. Zero, except after the engine died with the account open.",
+}
+
+CAUSE_MEANING: dict[Cause, str] = {
+    Cause.BATCH_SLOTS: "as many requests run as max_num_seqs allows",
+    Cause.KV_BLOCKS: "not enough free KV cache blocks",
+    Cause.TOKEN_BUDGET: "the step's token budget (max_num_batched_tokens) is spent",
+    Cause.POLICY: "the policy lets another request go first",
+    Cause.GRAMMAR: "its grammar is still being compiled",
+    Cause.PAUSED: "the engine is paused",
+    Cause.STEP_IN_FLIGHT: "it arrived while a step was running",
+    Cause.ENGINE_DIED: "the engine process died",
+}
