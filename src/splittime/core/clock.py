@@ -1,4 +1,4 @@
-"""Where time comes from. Only the engine's loop and the two edges (receive, send) hold a clock; the rest is told `now_ns`.
+"""Where time comes from. Only the loop and the two edges (receive, send) hold a clock; the rest is told `now_ns`.
 
 `SystemClock` is `CLOCK_MONOTONIC`, which all processes of one Linux host share, so a server and its engine may
 compare readings. `VirtualClock` is moved by hand: the simulator and the law tests run the real loop under it.

@@ -24,7 +24,7 @@ class EngineClient(Protocol):
         ...
 
     def submit(self, request: Request) -> None:
-        """Hand a request to the engine. Raises `Overloaded` (503) if no engine is up, `Conflict` for an id in flight."""
+        """Hand a request over. Raises `Overloaded` (503) if no engine is up, `Conflict` for an id in flight."""
         ...
 
     def stream(self, request_id: str) -> AsyncIterator[StreamItem]:
@@ -32,7 +32,7 @@ class EngineClient(Protocol):
         ...
 
     def abort(self, request_id: str) -> None:
-        """Ask for its end. Its stream still ends with a terminal output (finish reason `abort`, or whatever was first)."""
+        """Ask for its end. Its stream still ends with a terminal output (`abort`, or whatever came first)."""
         ...
 
     def stats(self) -> EngineStats:

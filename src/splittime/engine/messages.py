@@ -9,32 +9,9 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ErrorInfo
-from splittime.core.plan import TokenLogprob
-from splittime.core.request import FinishReason, Request
-from splittime.ledger.account import Mark
+from splittime.core.request import Request
 from splittime.ledger.steps import StepRecord
-
-
-class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """News of one request. The one with a `finish_reason` is its terminal event; none follows.
-
-    marks: the account's marks since the previous output of this request (the engine's part begins with `handoff` at
-    `Request.submitted_ns`). The terminal event's last mark is `deliver`, at the moment the engine was done with it.
-    num_cached_tokens: prompt tokens found in the prefix cache at first admission; None until then.
-    freed_ns: terminal event only: when its blocks were free again.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    marks: tuple[Mark, ...] = ()
-    finish_reason: FinishReason | None = None
-    error: ErrorInfo | None = None
-    num_cached_tokens: int | None = None
-    num_preemptions: int = 0
-    freed_ns: int | None = None
-    stop_token_id: int | None = None  # the end-of-sequence or stop id that ended it (also the last of token_ids)
+from splittime.scheduler.events import RequestOutput
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -56,7 +33,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     is_paused: bool = False
     gc_pause_ns: int = 0
     gc_collections: int = 0
-    knobs: dict[str, Any] = {}  # noqa: RUF012
+    knobs: dict[str, Any] = {}
 
     @property
     def kv_cache_usage(self) -> float:
@@ -87,7 +64,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 class ConfigureDone(msgspec.Struct, frozen=True, tag="configured"):
     call_id: int
-    knobs: dict[str, Any] = {}  # noqa: RUF012
+    knobs: dict[str, Any] = {}
     error: ErrorInfo | None = None
 
 

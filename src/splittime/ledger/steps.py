@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -44,7 +45,7 @@ def verify_steps(records: Sequence[StepRecord]) -> None:
     for record in records:
         if record.parts_ns != record.end_ns - record.begin_ns:
             raise ValueError(f"step {record.step_id}: parts {record.parts_ns} != {record.end_ns - record.begin_ns} ns")
-    for before, after in zip(records, records[1:], strict=False):
+    for before, after in pairwise(records):
         gap_ns = after.begin_ns - before.end_ns
         if after.step_id == before.step_id + 1 and after.host_gap_ns + after.idle_ns != gap_ns:
             raise ValueError(f"step {after.step_id}: gap {gap_ns} ns is not host_gap + idle")

@@ -1,0 +1,164 @@
+"""The engine: one scheduler, one runner, one clock. `step` is the whole of it: plan -> run -> commit, with its record.
+
+Owns the step's own split and the gap before it; between two steps the gap is `host_gap` while there was work, `idle`
+while there was none. The caller (the loop in a process, `LLM.generate` in yours) owns waiting for work.
+"""
+
+from typing import Any
+
+from splittime.core.clock import Clock
+from splittime.core.errors import RequestError
+from splittime.core.plan import Runner, StepPlan, StepResult
+from splittime.core.request import FinishReason, Request
+from splittime.engine.gc_pauses import GcPauses
+from splittime.engine.messages import EngineStats, StepOutput
+from splittime.ledger.account import Account
+from splittime.ledger.stages import Stage
+from splittime.ledger.steps import StepRecord
+from splittime.scheduler.events import RequestOutput
+from splittime.scheduler.scheduler import Scheduler
+
+
+class Engine:
+    """Not thread-safe. Every submitted request ends in exactly one output with a finish reason."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._gc_pauses = GcPauses(clock)
+        self._pending: list[RequestOutput] = []  # news made between steps
+        self._previous_end_ns: int | None = None
+        self._idle_since_ns: int | None = None
+        self._idle_ns = 0
+        self._num_steps = 0
+
+    def submit(self, request: Request, received_ns: int) -> None:
+        """Take a request in; one that can never be served ends at once with `error`."""
+        self._stop_idling(self._clock.now_ns())
+        try:
+            self.scheduler.submit(request, received_ns)
+        except RequestError as error:
+            self._pending.append(_refusal(request, max(received_ns, request.submitted_ns), error))
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is still here. Its blocks are free when this returns."""
+        output = self.scheduler.abort(request_id, self._clock.now_ns())
+        if output is not None:
+            self._pending.append(output)
+
+    def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Change live knobs; returns them all. Raises ConfigError with nothing changed."""
+        return self.scheduler.configure(knobs)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def has_work(self) -> bool:
+        """A step would have something to do (or to say)."""
+        return self.has_news or (self.scheduler.has_requests and not self.scheduler.config.paused)
+
+    def step(self) -> StepOutput | None:
+        """One step. None if there was nothing to do and nothing to say."""
+        begin_ns = self._clock.now_ns()
+        self._pending.extend(self.scheduler.expire(begin_ns))
+        plan = self.scheduler.plan(begin_ns)
+        if plan is None:
+            self._start_idling(begin_ns)
+            return self._take_news(begin_ns)
+        self._stop_idling(begin_ns)
+        planned_ns = self._clock.now_ns()
+        result = self._runner.run(plan)
+        ready_ns = self._clock.now_ns()
+        self._pending.extend(self.scheduler.commit(plan, result, ready_ns))
+        end_ns = self._clock.now_ns()
+        record = self._record(plan, result, (begin_ns, planned_ns, ready_ns, end_ns))
+        self._previous_end_ns, self._idle_ns = end_ns, 0
+        self._num_steps += 1
+        if not self.scheduler.has_requests:
+            self._start_idling(end_ns)
+        outputs, self._pending = tuple(self._pending), []
+        return StepOutput(plan.step_id, ready_ns, outputs, self.stats(end_ns), record)
+
+    def stats(self, now_ns: int | None = None) -> EngineStats:
+        """Gauges and counters as of now."""
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        return EngineStats(
+            now_ns=self._clock.now_ns() if now_ns is None else now_ns,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            waiting_prompt_tokens=scheduler.queue.num_tokens,
+            blocks_used=cache.num_used,
+            blocks_total=cache.num_blocks,
+            blocks_cached=cache.num_cached,
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prompt_tokens=scheduler.prompt_tokens,
+            output_tokens=scheduler.output_tokens,
+            is_paused=scheduler.config.paused,
+            gc_pause_ns=self._gc_pauses.total_ns,
+            gc_collections=self._gc_pauses.num_collections,
+            knobs=scheduler.config.knobs(),
+        )
+
+    def _take_news(self, now_ns: int) -> StepOutput | None:
+        """News without a step: refusals, aborts, expired deadlines."""
+        if not self._pending:
+            return None
+        outputs, self._pending = tuple(self._pending), []
+        return StepOutput(0, now_ns, outputs, self.stats(now_ns))
+
+    def _record(self, plan: StepPlan, result: StepResult, instants_ns: tuple[int, int, int, int]) -> StepRecord:
+        begin_ns, planned_ns, ready_ns, end_ns = instants_ns
+        gap_ns = 0 if self._previous_end_ns is None else begin_ns - self._previous_end_ns
+        idle_ns = min(self._idle_ns, gap_ns)
+        rows = tuple((row.request_id, row.start, len(row.token_ids)) for row in plan.rows)
+        num_tokens = sum(row[2] for row in rows)
+        decode_tokens = sum(1 for row in plan.rows if row.samples and len(row.token_ids) == 1)
+        scheduler = self.scheduler
+        return StepRecord(
+            step_id=plan.step_id,
+            begin_ns=begin_ns,
+            end_ns=end_ns,
+            plan_ns=planned_ns - begin_ns,
+            launch_ns=ready_ns - planned_ns - result.device_ns - result.sample_ns,
+            device_ns=result.device_ns,
+            sample_ns=result.sample_ns,
+            commit_ns=end_ns - ready_ns,
+            host_gap_ns=gap_ns - idle_ns,
+            idle_ns=idle_ns,
+            rows=rows,
+            prefill_tokens=num_tokens - decode_tokens,
+            decode_tokens=decode_tokens,
+            kv_tokens_read=sum(start + count for _, start, count in rows),
+            blocks_used=scheduler.cache.num_used,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            victims=tuple(scheduler.victims),
+        )
+
+    def _start_idling(self, now_ns: int) -> None:
+        if self._idle_since_ns is None:
+            self._idle_since_ns = now_ns
+
+    def _stop_idling(self, now_ns: int) -> None:
+        if self._idle_since_ns is not None:
+            self._idle_ns += now_ns - self._idle_since_ns
+            self._idle_since_ns = None
+
+
+def _refusal(request: Request, now_ns: int, error: RequestError) -> RequestOutput:
+    """The terminal event of a request that the scheduler would not take."""
+    account = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)
+    account.enter(Stage.DELIVER, now_ns)
+    return RequestOutput(
+        request_id=request.request_id,
+        marks=tuple(account.marks),
+        finish_reason=FinishReason.ERROR,
+        error=error.info,
+        freed_ns=now_ns,
+    )

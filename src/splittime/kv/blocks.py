@@ -1,0 +1,78 @@
+"""The pool of KV cache blocks: reference counts, a free list, and an LRU of evictable blocks.
+
+A block is in exactly one of three states; `BlockPool.check` verifies that nothing leaks or doubles:
+
+    held       reference count > 0; one or more leases use it
+    evictable  count 0, but its content is in the prefix index: reusable until evicted, least recently used first
+    free       count 0 and no content worth keeping
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+
+class BlockPool:
+    """Blocks 0..num_blocks-1. `on_evict(block_id)` is told before an evictable block is given away."""
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self._num_refs = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `take` can still give: free and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    def take(self) -> int:
+        """A block with count 1 and no content. The caller has made sure that `num_free` > 0."""
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, _ = self._evictable.popitem(last=False)
+            self._on_evict(block_id)
+        self._num_refs[block_id] = 1
+        return block_id
+
+    def share(self, block_id: int) -> None:
+        """One more holder for a held or evictable block."""
+        if self._num_refs[block_id] == 0:
+            del self._evictable[block_id]
+        self._num_refs[block_id] += 1
+
+    def release(self, block_id: int, is_indexed: bool) -> None:
+        """One holder less. The last one leaves it evictable if its content is in the prefix index, else free."""
+        self._num_refs[block_id] -= 1
+        if self._num_refs[block_id]:
+            return
+        if is_indexed:
+            self._evictable[block_id] = None
+        else:
+            self._free.append(block_id)
+
+    def discard_evictable(self) -> None:
+        """Turn all evictable blocks into free ones; `on_evict` is told of each."""
+        while self._evictable:
+            block_id, _ = self._evictable.popitem(last=False)
+            self._on_evict(block_id)
+            self._free.append(block_id)
+
+    def check(self, num_holders: dict[int, int]) -> None:
+        """Raise AssertionError unless the counts equal `num_holders` (block_id -> leases that hold it)."""
+        for block_id, count in enumerate(self._num_refs):
+            assert count == num_holders.get(block_id, 0), (
+                f"block {block_id}: count {count}, {num_holders.get(block_id)}"
+            )
+        idle = [*self._free, *self._evictable]
+        held = [block_id for block_id, count in enumerate(self._num_refs) if count]
+        assert sorted(idle + held) == list(range(self.num_blocks)), "a block is lost or in two states"

@@ -1,0 +1,235 @@
+"""The ledger on `/metrics`: histograms fed by subscription, gauges read from the engine at each scrape.
+
+A histogram here is a list of counts found by bisection (prometheus_client's own searches its bounds one by one and takes
+a lock for each sample); prometheus_client only writes the text. All histograms share one set of edges, 10 us to 100 s,
+six to a decade (1, 1.5, 2, 3, 5, 7). `METRICS` is the whole list, and `docs/reference/metrics.md` is made from it.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from splittime.ledger import derive
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.steps import StepRecord
+from splittime.ledger.store import Ledger
+
+EDGES_NS = (*(m * 10**e // 10 for e in range(4, 11) for m in (10, 15, 20, 30, 50, 70)), 10**11)
+_EDGE_LABELS = [*(str(edge_ns / 1e9) for edge_ns in EDGES_NS), "+Inf"]
+STEP_PARTS = ("plan", "launch", "device", "sample", "commit", "host_gap", "idle")
+
+
+class Gauges(Protocol):
+    """What of `engine.messages.EngineStats` is exported (the ledger cannot import the engine)."""
+
+    num_waiting: int
+    num_running: int
+    waiting_prompt_tokens: int
+    blocks_used: int
+    blocks_total: int
+    blocks_cached: int
+    num_steps: int
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    is_paused: bool
+    gc_pause_ns: int
+    gc_collections: int
+
+    @property
+    def kv_cache_usage(self) -> float: ...
+
+
+class MetricSpec(NamedTuple):
+    name: str
+    kind: str  # histogram, counter, gauge
+    labels: tuple[str, ...]
+    help: str
+
+
+METRICS = (
+    MetricSpec("splittime_stage_seconds", "histogram", ("stage", "cause"), "Time of a request in a stage, by cause"),
+    MetricSpec(
+        "splittime_time_to_first_token_seconds", "histogram", ("prompt_tokens",), "Arrival to first token written"
+    ),
+    MetricSpec("splittime_time_per_output_token_seconds", "histogram", ("prompt_tokens",), "TPOT, once a request"),
+    MetricSpec(
+        "splittime_inter_token_latency_seconds", "histogram", ("prompt_tokens",), "Gap between tokens, each gap"
+    ),
+    MetricSpec("splittime_e2e_seconds", "histogram", ("prompt_tokens",), "Arrival to the end of the account"),
+    MetricSpec(
+        "splittime_max_stall_seconds", "histogram", ("prompt_tokens",), "Longest gap of a request, once a request"
+    ),
+    MetricSpec("splittime_step_seconds", "histogram", ("part",), "A step's own split, and the gaps before it"),
+    MetricSpec("splittime_send_lag_seconds", "histogram", (), "Token ready to bytes given to the socket"),
+    MetricSpec("splittime_cancel_to_freed_seconds", "histogram", (), "Client gone to blocks free"),
+    MetricSpec("splittime_requests_total", "counter", ("finish_reason",), "Requests ended"),
+    MetricSpec("splittime_tokens_total", "counter", ("kind",), "Tokens of ended requests: prompt, cached, output"),
+    MetricSpec("splittime_refusals_total", "counter", ("reason",), "Requests refused before the engine"),
+    MetricSpec("splittime_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
+    MetricSpec("splittime_ledger_drops_total", "counter", ("reason",), "Records missing in the file: queue_full, disk"),
+    MetricSpec("splittime_steps_total", "counter", (), "Steps"),
+    MetricSpec("splittime_preemptions_total", "counter", (), "Requests whose blocks were taken back"),
+    MetricSpec("splittime_prefix_query_tokens_total", "counter", (), "Prompt tokens looked up in the prefix cache"),
+    MetricSpec("splittime_prefix_hit_tokens_total", "counter", (), "Prompt tokens found there"),
+    MetricSpec("splittime_gc_pause_seconds_total", "counter", (), "Time the engine spent in garbage collection"),
+    MetricSpec("splittime_gc_collections_total", "counter", (), "Garbage collections of the engine"),
+    MetricSpec("splittime_requests_waiting", "gauge", (), "Requests in the engine's queue"),
+    MetricSpec("splittime_requests_running", "gauge", (), "Requests that hold blocks and are computed"),
+    MetricSpec("splittime_waiting_prompt_tokens", "gauge", (), "Prompt tokens in the engine's queue"),
+    MetricSpec("splittime_blocks_used", "gauge", (), "KV cache blocks held by requests"),
+    MetricSpec("splittime_blocks_cached", "gauge", (), "KV cache blocks kept for their prefix, free to be evicted"),
+    MetricSpec("splittime_blocks_total", "gauge", (), "KV cache blocks there are"),
+    MetricSpec("splittime_paused", "gauge", (), "1 while the engine is paused"),
+    MetricSpec("vllm:num_requests_waiting", "gauge", (), "Same as splittime_requests_waiting, for routers"),
+    MetricSpec("vllm:num_requests_running", "gauge", (), "Same as splittime_requests_running, for routers"),
+    MetricSpec("vllm:kv_cache_usage_perc", "gauge", (), "Used share of the KV cache, 0 to 1, for routers"),
+)
+
+
+class Histogram:
+    """Counts by label values over `EDGES_NS`; a sample equal to an edge is within it."""
+
+    def __init__(self) -> None:
+        self.series: dict[tuple[str, ...], list[int]] = {}
+        self.sums_ns: dict[tuple[str, ...], int] = {}
+
+    def observe(self, labels: tuple[str, ...], duration_ns: float) -> None:
+        counts = self.series.get(labels)
+        if counts is None:
+            counts = self.series[labels] = [0] * (len(EDGES_NS) + 1)
+            self.sums_ns[labels] = 0
+        counts[bisect_left(EDGES_NS, duration_ns)] += 1
+        self.sums_ns[labels] += int(duration_ns)
+
+    def buckets(self, labels: tuple[str, ...]) -> list[tuple[str, float]]:
+        total, cumulative = 0, []
+        for label, count in zip(_EDGE_LABELS, list(self.series[labels]), strict=True):
+            total += count
+            cumulative.append((label, float(total)))
+        return cumulative
+
+
+class PrometheusExporter(Collector):
+    """Subscribes to a ledger; `render()` is the body of `/metrics`."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, ledger: Ledger, stats: Callable[[], Gauges]) -> None:
+        self._ledger, self._stats = ledger, stats
+        self._histograms = {spec.name: Histogram() for spec in METRICS if spec.kind == "histogram"}
+        self._counters: dict[str, dict[tuple[str, ...], int]] = {s.name: {} for s in METRICS if s.kind == "counter"}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ledger.subscribe(self._on_record)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def count_refusal(self, reason: str) -> None:
+        self._count("splittime_refusals_total", reason)
+
+    def observe_send_lag(self, lag_ns: int) -> None:
+        self._histograms["splittime_send_lag_seconds"].observe((), lag_ns)
+
+    def observe_cancel_to_freed(self, duration_ns: int) -> None:
+        self._histograms["splittime_cancel_to_freed_seconds"].observe((), duration_ns)
+
+    def collect(self) -> Iterator[Metric]:
+        stats, counts = self._stats(), self._ledger.counts()
+        totals = _totals(stats)
+        totals["splittime_invalid_accounts_total"] = counts.invalid_accounts
+        values: dict[str, Any] = {**self._counters, **{name: {(): value} for name, value in totals.items()}}
+        values["splittime_ledger_drops_total"] = {("queue_full",): counts.dropped, ("disk",): counts.unwritten}
+        values.update((name, {(): value}) for name, value in _gauges(stats).items())
+        for spec in METRICS:
+            if spec.kind == "histogram":
+                yield self._histogram_family(spec)
+            else:
+                yield _family(spec, values[spec.name])
+
+    def _on_record(self, record: ClosedAccount | StepRecord) -> None:
+        if isinstance(record, StepRecord):
+            step = self._histograms["splittime_step_seconds"]
+            for part, name in _STEP_FIELDS:
+                step.observe(part, getattr(record, name))
+        else:
+            self._on_account(record)
+
+    def _on_account(self, account: ClosedAccount) -> None:
+        stage_histogram = self._histograms["splittime_stage_seconds"]
+        for (stage, cause), duration_ns in derive.stage_totals_ns(account).items():
+            stage_histogram.observe((stage, cause or ""), duration_ns)
+        self._count("splittime_requests_total", account.finish_reason)
+        self._count("splittime_tokens_total", "prompt", account.prompt_tokens)
+        self._count("splittime_tokens_total", "cached", account.cached_tokens)
+        self._count("splittime_tokens_total", "output", account.output_tokens)
+        self._observe_latencies(account)
+
+    def _observe_latencies(self, account: ClosedAccount) -> None:
+        bucket, gaps_ns = (derive.prompt_bucket(account.prompt_tokens),), derive.itl_ns(account)
+        observations = (
+            ("splittime_time_to_first_token_seconds", derive.ttft_ns(account)),
+            ("splittime_time_per_output_token_seconds", derive.tpot_ns(account)),
+            ("splittime_e2e_seconds", derive.e2e_ns(account)),
+            ("splittime_max_stall_seconds", max(gaps_ns, default=None)),
+        )
+        for name, duration_ns in observations:
+            if duration_ns is not None:
+                self._histograms[name].observe(bucket, duration_ns)
+        itl = self._histograms["splittime_inter_token_latency_seconds"]
+        for gap_ns in gaps_ns:
+            itl.observe(bucket, gap_ns)
+
+    def _count(self, name: str, label: str, amount: int = 1) -> None:
+        series = self._counters[name]
+        series[(label,)] = series.get((label,), 0) + amount
+
+    def _histogram_family(self, spec: MetricSpec) -> Metric:
+        family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
+        histogram = self._histograms[spec.name]
+        for labels in list(histogram.series):
+            family.add_metric(labels, histogram.buckets(labels), histogram.sums_ns[labels] / 1e9)
+        return family
+
+
+_STEP_FIELDS = tuple(((part,), f"{part}_ns") for part in STEP_PARTS)
+
+
+def _totals(stats: Gauges) -> dict[str, float]:
+    return {
+        "splittime_steps_total": stats.num_steps,
+        "splittime_preemptions_total": stats.num_preemptions,
+        "splittime_prefix_query_tokens_total": stats.prefix_query_tokens,
+        "splittime_prefix_hit_tokens_total": stats.prefix_hit_tokens,
+        "splittime_gc_pause_seconds_total": stats.gc_pause_ns / 1e9,
+        "splittime_gc_collections_total": stats.gc_collections,
+    }
+
+
+def _gauges(stats: Gauges) -> dict[str, float]:
+    return {
+        "splittime_requests_waiting": stats.num_waiting,
+        "splittime_requests_running": stats.num_running,
+        "splittime_waiting_prompt_tokens": stats.waiting_prompt_tokens,
+        "splittime_blocks_used": stats.blocks_used,
+        "splittime_blocks_cached": stats.blocks_cached,
+        "splittime_blocks_total": stats.blocks_total,
+        "splittime_paused": int(stats.is_paused),
+        "vllm:num_requests_waiting": stats.num_waiting,
+        "vllm:num_requests_running": stats.num_running,
+        "vllm:kv_cache_usage_perc": stats.kv_cache_usage,
+    }
+
+
+def _family(spec: MetricSpec, series: dict[tuple[str, ...], float]) -> Metric:
+    make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    family = make(spec.name, spec.help, labels=spec.labels)
+    for labels, value in list(series.items()):
+        family.add_metric(labels, value)
+    return family

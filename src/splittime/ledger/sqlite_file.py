@@ -1,0 +1,189 @@
+"""The ledger on disk: SQLite in WAL mode, written by a thread of its own from a bounded queue, in batches.
+
+Promises: `put` never waits and never raises (a full queue drops the record and counts it); the file is readable at any
+moment, also after kill -9, and then lacks at most the last batch; rows beyond the bound are deleted, oldest first.
+A path that cannot be written is a `ConfigError` at once; a disk that fails later costs records (`num_unwritten`), logged
+once for each outage, and serving goes on.
+
+    accounts(seq, request_id, group_id, e2e_ns, body)      body is the record as JSON, so that other tools can read it
+    steps(seq, step_id, body)
+"""
+
+import logging
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+
+from splittime.core.errors import ConfigError, NotFound
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.steps import StepRecord
+
+log = logging.getLogger("splittime.ledger")
+
+SCHEMA_VERSION = 1
+BATCH_INTERVAL_S = 0.1
+MAX_BATCH_RECORDS = 2_000
+MAX_QUEUED_RECORDS = 50_000
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS accounts(
+  seq INTEGER PRIMARY KEY, request_id TEXT NOT NULL, group_id TEXT NOT NULL, e2e_ns INTEGER NOT NULL, body TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS accounts_request_id ON accounts(request_id);
+CREATE INDEX IF NOT EXISTS accounts_group_id ON accounts(group_id);
+CREATE TABLE IF NOT EXISTS steps(seq INTEGER PRIMARY KEY, step_id INTEGER NOT NULL, body TEXT NOT NULL);
+"""
+
+
+class FileWriter:
+    """The only writer of a ledger file."""
+
+    def __init__(
+        self, path: Path, max_accounts: int, max_steps: int, max_queued_records: int = MAX_QUEUED_RECORDS
+    ) -> None:
+        self._path = path
+        self._max_rows = {"accounts": max_accounts, "steps": max_steps}
+        self._queue: deque[ClosedAccount | StepRecord] = deque()
+        self._max_queued_records = max_queued_records
+        self.num_dropped = self.num_unwritten = 0
+        self._num_put = self._num_done = 0
+        self._is_failing = False
+        self._reader: LedgerFile | None = None
+        self._connection = _create(path)
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ledger-file", daemon=True)
+        self._thread.start()
+
+    def put(self, record: ClosedAccount | StepRecord) -> None:
+        if len(self._queue) >= self._max_queued_records:
+            self.num_dropped += 1
+            return
+        self._num_put += 1
+        self._queue.append(record)
+
+    def reader(self) -> "LedgerFile":
+        if self._reader is None:
+            self._reader = LedgerFile(self._path)
+        return self._reader
+
+    def flush(self, timeout_s: float) -> bool:
+        target, deadline_s = self._num_put, monotonic() + timeout_s
+        while self._num_done < target and monotonic() < deadline_s and self._thread.is_alive():
+            self._wake.set()
+            self._stop.wait(0.002)
+        return self._num_done >= target
+
+    def close(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        self._thread.join()
+        if self._reader is not None:
+            self._reader.close()
+
+    def _run(self) -> None:
+        while not (self._stop.is_set() and not self._queue):
+            self._wake.wait(BATCH_INTERVAL_S)
+            self._wake.clear()
+            while self._queue:
+                self._write_batch()
+        self._connection.close()  # the last connection to close also folds the WAL into the file
+
+    def _write_batch(self) -> None:
+        batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH_RECORDS))]
+        try:
+            with self._connection:  # one transaction: committed whole, or rolled back whole
+                self._insert(batch)
+                self._delete_oldest()
+            self._is_failing = False
+        except sqlite3.Error as error:
+            self.num_unwritten += len(batch)
+            if not self._is_failing:
+                log.error("ledger file %s: %s; records are lost until it can be written again", self._path, error)
+            self._is_failing = True
+        self._num_done += len(batch)
+
+    def _insert(self, batch: list[ClosedAccount | StepRecord]) -> None:
+        accounts = [
+            (r.request_id, r.group_id, r.end_ns - r.start_ns, _to_json(r))
+            for r in batch
+            if isinstance(r, ClosedAccount)
+        ]
+        steps = [(r.step_id, _to_json(r)) for r in batch if isinstance(r, StepRecord)]
+        insert = "INSERT INTO accounts(request_id, group_id, e2e_ns, body) VALUES(?, ?, ?, ?)"
+        self._connection.executemany(insert, accounts)
+        self._connection.executemany("INSERT INTO steps(step_id, body) VALUES(?, ?)", steps)
+
+    def _delete_oldest(self) -> None:
+        for table, max_rows in self._max_rows.items():
+            self._connection.execute(
+                f"DELETE FROM {table} WHERE seq <= (SELECT max(seq) FROM {table}) - ?", (max_rows,)
+            )
+
+
+class LedgerFile:
+    """A ledger file for reading. Same questions as `Ledger`, same order of answers."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise NotFound(f"no ledger file at {path}", param="ledger", value=str(path))
+        try:
+            self._connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+            self._connection.execute("SELECT seq FROM accounts LIMIT 1")
+        except sqlite3.Error as error:
+            raise ConfigError(f"{path} is not a readable ledger file: {error}", param="ledger") from error
+
+    def account(self, names: str | Iterable[str]) -> list[ClosedAccount]:
+        names = list(_spellings(names) if isinstance(names, str) else names)
+        marks = ", ".join("?" * len(names))
+        query = f"SELECT body FROM accounts WHERE request_id IN ({marks}) OR group_id IN ({marks}) ORDER BY seq"
+        return [_to_account(body) for (body,) in self._connection.execute(query, (*names, *names))]
+
+    def accounts(self, slower_than_ms: float | None = None, limit: int = 100) -> list[ClosedAccount]:
+        slower_than_ns = -1 if slower_than_ms is None else int(slower_than_ms * 1e6)
+        query = "SELECT body FROM accounts WHERE e2e_ns > ? ORDER BY seq DESC LIMIT ?"
+        return [_to_account(body) for (body,) in self._connection.execute(query, (slower_than_ns, limit))][::-1]
+
+    def steps(self, limit: int = 100) -> list[StepRecord]:
+        query = "SELECT body FROM steps ORDER BY seq DESC LIMIT ?"
+        return [_to_step(body) for (body,) in self._connection.execute(query, (limit,))][::-1]
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _spellings(request_id: str) -> list[str]:
+    return [request_id, f"cmpl-{request_id}", f"chatcmpl-{request_id}"]
+
+
+def _create(path: Path) -> sqlite3.Connection:
+    """Open for writing, making the tables if they are not there. Raises `ConfigError` with the way out."""
+    try:
+        connection = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")  # survives kill -9; a power cut may cost the last batches
+        connection.executescript(_SCHEMA)
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        connection.commit()
+    except sqlite3.Error as error:
+        hint = "Name a file in a folder that exists and can be written, on a local disk with room."
+        raise ConfigError(f"cannot write the ledger file {path}: {error}", param="ledger_file", hint=hint) from error
+    if version not in (0, SCHEMA_VERSION):
+        raise ConfigError(f"ledger file {path} has format {version}, this splittime writes {SCHEMA_VERSION}")
+    return connection
+
+
+def _to_json(record: ClosedAccount | StepRecord) -> str:
+    return msgspec.json.encode(record).decode()
+
+
+def _to_account(body: str) -> ClosedAccount:
+    return msgspec.json.decode(body, type=ClosedAccount)
+
+
+def _to_step(body: str) -> StepRecord:
+    return msgspec.json.decode(body, type=StepRecord)

@@ -1,0 +1,148 @@
+"""The ledger: a bounded ring of closed accounts and step records in memory, and, if asked, a file behind it.
+
+Owns: the ring, its index, the list of subscribers. `add_account` and `add_step` are called on the serving path and only
+append: they never wait for the disk (see `sqlite_file`), and nothing that a subscriber or the disk does wrong reaches
+the caller. What goes wrong is counted in `counts()` and logged. An account that does not verify is kept: it is evidence.
+
+Reads return the latest `limit`, oldest first. Safe to read from other threads while one adds.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.sqlite_file import FileWriter, LedgerFile
+from splittime.ledger.steps import StepRecord
+
+log = logging.getLogger("splittime.ledger")
+
+Subscriber = Callable[[ClosedAccount | StepRecord], None]
+ID_PREFIXES = ("cmpl-", "chatcmpl-")
+
+
+class LedgerCounts(msgspec.Struct, frozen=True):
+    """Since start. `dropped` records found the file's queue full, `unwritten` ones met an error while being written."""
+
+    accounts: int = 0
+    steps: int = 0
+    invalid_accounts: int = 0
+    subscriber_errors: int = 0
+    dropped: int = 0
+    unwritten: int = 0
+
+
+class Ledger:
+    """All closed accounts and step records of this process, the latest in memory and optionally more in a file."""
+
+    def __init__(
+        self,
+        path: Path | str | None = None,
+        *,
+        max_accounts: int = 4096,
+        max_steps: int = 16384,
+        max_file_accounts: int = 100_000,
+        max_file_steps: int = 1_000_000,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._accounts: deque[ClosedAccount] = deque()
+        self._max_accounts = max_accounts
+        self._by_id: dict[str, list[ClosedAccount]] = {}
+        self._steps: deque[StepRecord] = deque(maxlen=max_steps)
+        self._subscribers: list[Subscriber] = []
+        self._num_accounts = self._num_steps = self._num_invalid = self._num_subscriber_errors = 0
+        self._file = FileWriter(Path(path), max_file_accounts, max_file_steps) if path is not None else None
+
+    def add_account(self, account: ClosedAccount) -> None:
+        try:
+            account.verify()
+        except ValueError as error:
+            self._num_invalid += 1
+            log.error("account %s does not verify: %s", account.request_id, error)
+        with self._lock:
+            self._num_accounts += 1
+            self._remember(account)
+        self._pass_on(account)
+
+    def add_step(self, record: StepRecord) -> None:
+        with self._lock:
+            self._num_steps += 1
+            self._steps.append(record)
+        self._pass_on(record)
+
+    def account(self, request_id: str) -> list[ClosedAccount]:
+        """The accounts of a request id, a response id (all its choices), or a response id without its prefix."""
+        names = (request_id, *(prefix + request_id for prefix in ID_PREFIXES))
+        with self._lock:
+            found = next((list(self._by_id[name]) for name in names if name in self._by_id), [])
+        if not found and self._file is not None:
+            found = self._file.reader().account(names)
+        return found
+
+    def accounts(self, slower_than_ms: float | None = None, limit: int = 100) -> list[ClosedAccount]:
+        """The latest accounts, of those whose E2E is more than `slower_than_ms`."""
+        slower_than_ns = -1 if slower_than_ms is None else slower_than_ms * 1e6
+        with self._lock:
+            latest = reversed(self._accounts)
+            slow = (account for account in latest if account.end_ns - account.start_ns > slower_than_ns)
+            return list(islice(slow, limit))[::-1]
+
+    def steps(self, limit: int = 100) -> list[StepRecord]:
+        with self._lock:
+            return list(islice(reversed(self._steps), limit))[::-1]
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call `subscriber` with each account and step from now on, on the adding thread: it must be quick."""
+        self._subscribers.append(subscriber)
+
+    def counts(self) -> LedgerCounts:
+        return LedgerCounts(
+            accounts=self._num_accounts,
+            steps=self._num_steps,
+            invalid_accounts=self._num_invalid,
+            subscriber_errors=self._num_subscriber_errors,
+            dropped=self._file.num_dropped if self._file else 0,
+            unwritten=self._file.num_unwritten if self._file else 0,
+        )
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until the file holds all that was added so far; False if that took longer than `timeout_s`."""
+        return self._file.flush(timeout_s) if self._file is not None else True
+
+    def close(self) -> None:
+        """Write what is queued and close the file. The memory stays readable."""
+        if self._file is not None:
+            self._file.close()
+
+    def _remember(self, account: ClosedAccount) -> None:
+        if len(self._accounts) >= self._max_accounts:
+            self._forget(self._accounts.popleft())
+        self._accounts.append(account)
+        for name in {account.request_id, account.group_id}:
+            self._by_id.setdefault(name, []).append(account)
+
+    def _forget(self, account: ClosedAccount) -> None:
+        for name in {account.request_id, account.group_id}:
+            left = [other for other in self._by_id.pop(name) if other is not account]
+            if left:
+                self._by_id[name] = left
+
+    def _pass_on(self, record: ClosedAccount | StepRecord) -> None:
+        if self._file is not None:
+            self._file.put(record)
+        for subscriber in self._subscribers:
+            try:
+                subscriber(record)
+            except Exception:  # a subscriber's fault is not the request's
+                self._num_subscriber_errors += 1
+                log.exception("a ledger subscriber failed")
+
+
+def open_readonly(path: Path | str) -> LedgerFile:
+    """A ledger file, for reading, while it is being written or after its writer was killed."""
+    return LedgerFile(Path(path))

@@ -1,0 +1,85 @@
+"""The scheduler's settings. All of `LIVE_KNOBS` can be changed while requests run."""
+
+import difflib
+from typing import Any, Literal
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+
+LIVE_KNOBS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "policy",
+    "batching",
+    "starvation_bound_ms",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "paused",
+)
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """max_num_seqs: requests that run at once.
+    max_num_batched_tokens: tokens one step may compute, over all rows.
+    max_model_len: longest prompt plus output, in tokens.
+    block_size, num_blocks: the KV cache; it must hold at least one request of max_model_len.
+    policy: who goes first; see `scheduler.policy`.
+    batching: 'continuous' admits at every step; 'static' fills a batch and runs it to its end (the usual baseline).
+    starvation_bound_ms: a request that has waited longer goes first under every policy.
+    enable_prefix_caching: reuse the KV of equal prefixes.
+    enable_chunked_prefill: cut long prompts to fit the token budget; without it a prompt is computed whole in one step.
+    paused: admit and compute nothing until it is false again.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 2048
+    block_size: int = 16
+    num_blocks: int = 1024
+    policy: Literal["fcfs", "priority", "shortest_prefill", "deadline"] = "fcfs"
+    batching: Literal["continuous", "static"] = "continuous"
+    starvation_bound_ms: float = 10_000.0
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    paused: bool = False
+
+    def validate(self) -> "SchedulerConfig":
+        """Returns itself; raises ConfigError naming the first setting out of range."""
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.starvation_bound_ms >= 0, "starvation_bound_ms", self.starvation_bound_ms, "at least 0")
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"at least max_num_seqs ({self.max_num_seqs}), so that every running request can decode in each step",
+        )
+        _require(
+            self.num_blocks * self.block_size >= self.max_model_len,
+            "num_blocks",
+            self.num_blocks,
+            f"room for one request of max_model_len ({self.max_model_len} tokens) at block_size {self.block_size}",
+        )
+        return self
+
+    def with_knobs(self, knobs: dict[str, Any]) -> "SchedulerConfig":
+        """A copy with live knobs changed. Raises ConfigError for an unknown knob or a bad value."""
+        for name in knobs:
+            if name not in LIVE_KNOBS:
+                close = difflib.get_close_matches(name, LIVE_KNOBS, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"knobs: {', '.join(LIVE_KNOBS)}"
+                raise ConfigError(f"{name!r} is not a live knob", param=name, hint=hint)
+        try:
+            changed = msgspec.convert({**msgspec.to_builtins(self), **knobs}, SchedulerConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"bad knob value: {error}", value=str(knobs)) from None
+        return changed.validate()
+
+    def knobs(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in LIVE_KNOBS}
+
+
+def _require(holds: bool, name: str, value: Any, limit: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} is {value}; it must be {limit}", param=name, value=value, limit=limit)

@@ -1,0 +1,141 @@
+"""The queue of waiting requests: best rank first, but the longest waiting first once it is overdue.
+
+It also writes down why they wait without touching each of 10,000 waiting requests at each step. All but the first wait
+for one and the same cause, so each change of it goes into a log, (since when, cause), and a request copies its part of
+the log into its account when it leaves. The first can have a cause of its own (`kv_blocks`: it is this one that does
+not fit) and is marked directly for as long as it is first.
+
+    log           token_budget@10   batch_slots@25   token_budget@90
+    a request     pushed @12 ........joins @25 (next plan).......... leaves @95: batch_slots 25..90, token_budget 90..95
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler.policy import overdue_rank
+from splittime.scheduler.state import Rank, RequestState
+
+
+class CauseLog:
+    """What the waiting wait for, as (since_ns, cause), and up to where each of them has copied it."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[int, Cause]] = deque()
+        self._num_dropped = 0
+        self._readers: deque[tuple[int, RequestState]] = deque()  # by the entry each will read next
+
+    @property
+    def _end(self) -> int:
+        return self._num_dropped + len(self._entries)
+
+    def state_cause(self, now_ns: int, cause: Cause) -> None:
+        if not self._entries or self._entries[-1][1] is not cause:
+            self._entries.append((now_ns, cause))
+
+    def join(self, state: RequestState, now_ns: int) -> None:
+        """From `now_ns` on, `state` waits for the log's last cause and whatever follows it."""
+        state.account.enter(waiting_stage(state), now_ns, self._entries[-1][1])
+        state.next_cause = self._end
+        self._readers.append((self._end, state))
+
+    def leave(self, state: RequestState) -> None:
+        """Copy what the log says since `state` joined into its account; it reads no further."""
+        if state.next_cause is None:
+            return
+        for i in range(state.next_cause - self._num_dropped, len(self._entries)):
+            since_ns, cause = self._entries[i]
+            state.account.enter(waiting_stage(state), since_ns, cause)
+        state.next_cause = None
+        self._forget_read_entries()
+
+    def _forget_read_entries(self) -> None:
+        while self._readers and self._readers[0][1].next_cause != self._readers[0][0]:
+            self._readers.popleft()
+        keep_from = self._readers[0][0] if self._readers else self._end
+        while self._num_dropped < keep_from - 1 and len(self._entries) > 1:  # the last entry is the current cause
+            self._entries.popleft()
+            self._num_dropped += 1
+
+
+class WaitingQueue:
+    """All operations are O(log n); removal leaves a dead heap entry behind, skipped when it surfaces."""
+
+    def __init__(self) -> None:
+        self._by_rank: list[tuple[Rank, int, RequestState]] = []
+        self._by_age: list[tuple[int, int, RequestState]] = []
+        self._num_pushes = 0
+        self._length = 0
+        self._fresh: list[RequestState] = []  # pushed since the last plan
+        self._log = CauseLog()
+        self._first: RequestState | None = None
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return (state for _, pushed, state in self._by_rank if state.pushed == pushed)
+
+    def push(self, state: RequestState, now_ns: int) -> None:
+        """Its account is in `queue` or `preempted` already; from the next plan on `wait` says why."""
+        self._num_pushes += 1
+        state.pushed = self._num_pushes
+        heapq.heappush(self._by_rank, (state.rank, state.pushed, state))
+        heapq.heappush(self._by_age, (now_ns, state.pushed, state))
+        self._fresh.append(state)
+        self._length += 1
+        self.num_tokens += state.num_pending
+
+    def peek(self, now_ns: int, starvation_bound_ns: float) -> RequestState | None:
+        """Who goes first. An overdue request gets the overdue rank, and keeps it."""
+        _skip_dead(self._by_rank)
+        if not self._by_rank:
+            return None
+        _skip_dead(self._by_age)
+        since_ns, _, oldest = self._by_age[0]
+        if now_ns - since_ns <= starvation_bound_ns:
+            return self._by_rank[0][2]
+        oldest.rank = overdue_rank(oldest.arrival)
+        return oldest
+
+    def remove(self, state: RequestState) -> None:
+        """It leaves (admitted, aborted, expired); its account learns why it waited."""
+        self._log.leave(state)
+        if state is self._first:
+            self._first = None
+        state.pushed = 0
+        self._length -= 1
+        self.num_tokens -= state.num_pending
+
+    def wait(self, now_ns: int, first: RequestState, first_cause: Cause, rest_cause: Cause) -> None:
+        """State why everybody still here waits from `now_ns` on: `first` for its own cause, the rest for theirs."""
+        if first is not self._first:
+            self._log.leave(first)
+        self._log.state_cause(now_ns, rest_cause)
+        if self._first is not None and first is not self._first:
+            self._log.join(self._first, now_ns)
+        for state in self._fresh:
+            if state.pushed and state is not first and state.next_cause is None:
+                self._log.join(state, now_ns)
+        self._fresh.clear()
+        self._first = first
+        first.account.enter(waiting_stage(first), now_ns, first_cause)
+
+    def rerank(self, new_rank: Callable[[RequestState], Rank]) -> None:
+        """Rank everybody anew: the policy has changed."""
+        alive = list(self)
+        for state in alive:
+            state.rank = new_rank(state)
+        self._by_rank = [(state.rank, state.pushed, state) for state in alive]
+        heapq.heapify(self._by_rank)
+
+
+def waiting_stage(state: RequestState) -> Stage:
+    return Stage.PREEMPTED if state.num_preemptions else Stage.QUEUE
+
+
+def _skip_dead(heap: list) -> None:
+    while heap and heap[0][2].pushed != heap[0][1]:
+        heapq.heappop(heap)

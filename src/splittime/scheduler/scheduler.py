@@ -1,0 +1,432 @@
+"""The scheduler: owner of every request in the engine. `plan` says what a step computes, `commit` what came of it.
+
+There is no prefill phase and no decode phase: a request has known tokens and computed tokens, and a row lets it catch
+up. A plan is made in three passes over one token budget:
+
+    1. decode      running requests with one pending token, best rank first; prefills cannot hold them up.
+                   A request that needs a block and finds none preempts the worst-ranked running request (itself, if it
+                   is the worst), which gives all its blocks back and waits to be admitted again.
+    2. prefill     running requests with more pending tokens, in chunks of what the budget leaves.
+    3. admission   from the queue, while there are slots, budget, and blocks for all its known tokens (so a prefill is
+                   never stopped half-way for want of blocks). The first that does not fit ends the admission: nobody
+                   overtakes it, so nobody starves.
+
+Every request that waits, and every running one that gets no row, gets its cause at this moment. The scheduler reads no
+clock: `now_ns` is told to it. `check` verifies its books against the cache's.
+"""
+
+import bisect
+import heapq
+from typing import Any
+
+from splittime.core.errors import Conflict, DeadlineExceeded, EngineError, ErrorInfo, RequestError
+from splittime.core.plan import Admitted, Row, RowResult, StepPlan, StepResult
+from splittime.core.request import FinishReason, Request
+from splittime.kv.cache import KVCache
+from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler.budget import StepBudget
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.events import RequestOutput
+from splittime.scheduler.policy import rank
+from splittime.scheduler.queue import WaitingQueue
+from splittime.scheduler.state import RequestState
+
+
+def _rank_of(state: RequestState) -> Any:
+    return state.rank
+
+
+class Scheduler:
+    """See the module's docstring. Not thread-safe: the loop that owns it is the only caller."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config.validate()
+        self.cache = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.queue = WaitingQueue()
+        self.running: list[RequestState] = []  # best rank first
+        self._states: dict[str, RequestState] = {}
+        self._deadlines: list[tuple[int, int, str]] = []
+        self._released: list[str] = []
+        self._num_arrived = 0
+        self._step_id = 0
+        self._last_commit_ns = 0
+        self.victims: list[str] = []  # preempted by the latest plan
+        self.num_preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+
+    # ---- requests come and go -------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, received_ns: int) -> None:
+        """Take a request in. Raises RequestError, with nothing changed, if it can never be served."""
+        self._check_servable(request)
+        self._num_arrived += 1
+        arrival = self._num_arrived
+        state = RequestState(request, arrival, rank(self.config.policy, request, arrival), self.config.max_model_len)
+        cause = Cause.STEP_IN_FLIGHT if received_ns < self._last_commit_ns else None
+        queued_ns = max(received_ns, request.submitted_ns)
+        state.account.enter(Stage.QUEUE, queued_ns, cause)
+        self._states[request.request_id] = state
+        self.queue.push(state, queued_ns)
+        if request.deadline_ns is not None:
+            heapq.heappush(self._deadlines, (request.deadline_ns, arrival, request.request_id))
+
+    def abort(self, request_id: str, now_ns: int) -> RequestOutput | None:
+        """End a request; its blocks are free on return. None if it is not here (it has ended already)."""
+        state = self._states.get(request_id)
+        return None if state is None else self._finish(state, FinishReason.ABORT, now_ns)
+
+    def expire(self, now_ns: int) -> list[RequestOutput]:
+        """End the requests whose deadline has passed."""
+        outputs = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            deadline_ns, arrival, request_id = heapq.heappop(self._deadlines)
+            state = self._states.get(request_id)
+            if state is not None and state.arrival == arrival:
+                error = _deadline_error(state, now_ns - deadline_ns)
+                outputs.append(self._finish(state, FinishReason.DEADLINE, now_ns, error))
+        return outputs
+
+    def next_deadline_ns(self) -> int | None:
+        """When `expire` has something to do at the earliest."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._states)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Change live knobs; returns all of them. Raises ConfigError with nothing changed."""
+        self.config = self.config.with_knobs(knobs)
+        if "enable_prefix_caching" in knobs:
+            self.cache.set_prefix_caching(self.config.enable_prefix_caching)
+        if "policy" in knobs:
+            self.queue.rerank(self._rank)
+            for state in self.running:
+                state.rank = self._rank(state)
+            self.running.sort(key=_rank_of)
+        return self.config.knobs()
+
+    # ---- plan -----------------------------------------------------------------------------------------------------
+
+    def plan(self, now_ns: int) -> StepPlan | None:
+        """What to compute now, or None if there is nothing to do."""
+        self.victims = []
+        if self.config.paused:
+            self._stand_still(now_ns)
+            return None
+        may_admit = self.config.batching == "continuous" or not self.running
+        rows: list[Row] = []
+        self._plan_decodes(rows, now_ns)
+        budget = StepBudget(max(self.config.max_num_batched_tokens - len(rows), 0), self.config.enable_chunked_prefill)
+        self._plan_prefills(rows, budget, now_ns)
+        admitted = self._plan_admissions(rows, budget, may_admit, now_ns)
+        if not rows:
+            return None
+        self._step_id += 1
+        released, self._released = tuple(self._released), []
+        return StepPlan(self._step_id, tuple(rows), admitted, released)
+
+    def _plan_decodes(self, rows: list[Row], now_ns: int) -> None:
+        """A row for each running request with one pending token. Only at a block's edge does it need a new block."""
+        running, block_size = self.running, self.config.block_size
+        position = 0
+        while position < len(running):
+            state = running[position]
+            num_computed = state.num_computed
+            if len(state.token_ids) - num_computed == 1:
+                lease = state.lease
+                if num_computed == len(lease.block_ids) * block_size and not self._reserve_or_preempt(state, now_ns):
+                    continue  # preempted itself; `position` is the next request, or the end
+                new_block_ids = lease.unsent() if lease.num_sent < len(lease.block_ids) else ()
+                if state.account.stage is Stage.DECODE_STALL:
+                    state.account.enter(Stage.DECODE, now_ns)
+                rows.append(Row(state.request_id, num_computed, (state.token_ids[-1],), new_block_ids, True))
+            position += 1
+
+    def _reserve_or_preempt(self, state: RequestState, now_ns: int) -> bool:
+        """A block for the next token, at the cost of the worst-ranked; False if that is `state` itself.
+
+        The victim never has a row in this plan yet: decodes are planned best rank first, prefills after them."""
+        while not self.cache.reserve(state.lease, len(state.token_ids)):
+            victim = self.running[-1]
+            self._preempt(victim, now_ns)
+            if victim is state:
+                return False
+        return True
+
+    def _preempt(self, victim: RequestState, now_ns: int) -> None:
+        """Take its blocks back; what it had computed is computed again, but for what the prefix cache still has."""
+        self.running.remove(victim)
+        self._take_back(victim)
+        victim.recompute_until = max(victim.recompute_until, victim.num_computed)
+        victim.num_computed = 0
+        victim.num_preemptions += 1
+        victim.account.enter(Stage.PREEMPTED, now_ns, Cause.KV_BLOCKS)
+        self.queue.push(victim, now_ns)
+        self.victims.append(victim.request_id)
+        self.num_preemptions += 1
+
+    def _plan_prefills(self, rows: list[Row], budget: StepBudget, now_ns: int) -> None:
+        """Chunks for the running requests that have more than one token to catch up."""
+        for state in self.running:
+            num_pending = len(state.token_ids) - state.num_computed
+            if num_pending == 1:
+                continue
+            num_tokens = budget.chunk(num_pending)
+            if num_tokens == 0:
+                _stall(state, Cause.TOKEN_BUDGET, now_ns)
+                continue
+            state.account.enter(_computing_stage(state), now_ns)
+            rows.append(_row(state, num_tokens))
+            budget.spend(num_tokens)
+
+    def _plan_admissions(
+        self, rows: list[Row], budget: StepBudget, may_admit: bool, now_ns: int
+    ) -> tuple[Admitted, ...]:
+        """Admit until something is missing, and say to all who stay what it was."""
+        admitted: list[Admitted] = []
+        bound_ns = self.config.starvation_bound_ms * 1e6
+        while (state := self.queue.peek(now_ns, bound_ns)) is not None:
+            cause = self._obstacle(budget, may_admit) or self._lease_blocks(state, budget)
+            if cause is not None:
+                rest_cause = Cause.POLICY if cause is Cause.KV_BLOCKS else cause
+                self.queue.wait(now_ns, state, cause, rest_cause)
+                break
+            admitted.append(self._admit(state))
+            self._plan_first_row(state, rows, budget, now_ns)
+        return tuple(admitted)
+
+    def _obstacle(self, budget: StepBudget, may_admit: bool) -> Cause | None:
+        """What keeps any request from being admitted now."""
+        if not may_admit:
+            return Cause.POLICY
+        if len(self.running) >= self.config.max_num_seqs:
+            return Cause.BATCH_SLOTS
+        if budget.tokens == 0 and self.config.batching == "continuous":
+            return Cause.TOKEN_BUDGET
+        return None
+
+    def _lease_blocks(self, state: RequestState, budget: StepBudget) -> Cause | None:
+        """Blocks for all its known tokens, the cached prefix first; or why not, with nothing changed."""
+        keep_free = max(1, self.config.num_blocks // 100) if self.running else 0
+        if state.request.sampling.prompt_logprobs is None:  # else every position must be computed
+            state.num_computed = self.cache.match(state.lease, state.token_ids)
+        cause = None
+        if not self.cache.reserve(state.lease, len(state.token_ids), keep_free):
+            cause = Cause.KV_BLOCKS
+        elif self.config.batching == "continuous" and budget.chunk(state.num_pending) == 0:
+            cause = Cause.TOKEN_BUDGET
+        if cause is not None:
+            self.cache.free(state.lease)
+            state.num_computed = 0
+        return cause
+
+    def _admit(self, state: RequestState) -> Admitted:
+        """From the queue to the running, with its blocks already leased."""
+        num_cached_tokens, state.num_computed = state.num_computed, 0  # the queue counts pending tokens from scratch
+        self.queue.remove(state)
+        state.num_computed = num_cached_tokens
+        bisect.insort(self.running, state, key=_rank_of)
+        if state.num_cached_tokens is None:
+            state.num_cached_tokens = num_cached_tokens
+            self.prefix_query_tokens += state.num_prompt
+            self.prefix_hit_tokens += num_cached_tokens
+            self.prompt_tokens += state.num_prompt
+        state.is_known_to_runner = True
+        sampling = state.request.sampling
+        return Admitted(state.request_id, tuple(state.token_ids), state.num_output, sampling, tuple(state.stop_ids))
+
+    def _plan_first_row(self, state: RequestState, rows: list[Row], budget: StepBudget, now_ns: int) -> None:
+        """Its row in the step that admits it. Only a static batch may be admitted without one."""
+        num_tokens = budget.chunk(state.num_pending)
+        state.account.enter(_computing_stage(state), now_ns)
+        if num_tokens == 0:
+            _stall(state, Cause.TOKEN_BUDGET, now_ns)
+            return
+        rows.append(_row(state, num_tokens))
+        budget.spend(num_tokens)
+
+    def _stand_still(self, now_ns: int) -> None:
+        """Paused: say so to everybody."""
+        first = self.queue.peek(now_ns, float("inf"))
+        if first is not None:
+            self.queue.wait(now_ns, first, Cause.PAUSED, Cause.PAUSED)
+        for state in self.running:
+            _stall(state, Cause.PAUSED, now_ns)
+
+    # ---- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[RequestOutput]:
+        """Take the step's tokens over; returns the news of each request that has any."""
+        self._last_commit_ns = now_ns
+        outputs: list[RequestOutput] = []
+        for row, row_result in zip(plan.rows, result.rows, strict=True):
+            state = self._states[row.request_id]
+            if row_result.error is not None:
+                error = EngineError(f"request {row.request_id} failed: {row_result.error}", code="row_failed").info
+                outputs.append(self._finish(state, FinishReason.ERROR, now_ns, error))
+                continue
+            state.num_computed += len(row.token_ids)
+            if state.num_computed // self.config.block_size > state.lease.num_indexed:
+                self.cache.commit(state.lease, state.token_ids, state.num_computed)
+            output = self._take_tokens(state, row, row_result, now_ns)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _take_tokens(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> RequestOutput | None:
+        """Append a row's tokens up to the one that ends the request; returns its news, if there are any."""
+        if not row.samples:
+            if state.account.stage is Stage.RECOMPUTE and not _is_recomputing(state):
+                state.account.enter(Stage.PREFILL, now_ns)
+            return self._chunk_news(state, row_result)
+        reason = None
+        num_accepted = 0
+        for token_id in row_result.token_ids:
+            state.token_ids.append(token_id)
+            num_accepted += 1
+            reason = self._reason_to_stop(state, token_id)
+            if reason is not None:
+                break
+        self.output_tokens += num_accepted
+        token_ids = row_result.token_ids[:num_accepted]
+        logprobs = row_result.logprobs[:num_accepted]
+        if reason is not None:
+            return self._finish(state, reason, now_ns, None, token_ids, logprobs, row_result)
+        if state.account.stage is not Stage.DECODE:
+            state.account.enter(Stage.DECODE, now_ns)
+            return _news(state, token_ids, logprobs, row_result)
+        return RequestOutput(state.request_id, token_ids, logprobs)
+
+    def _chunk_news(self, state: RequestState, row_result: RowResult) -> RequestOutput | None:
+        if row_result.prompt_logprobs or state.num_marks_sent < len(state.account.marks):
+            return _news(state, (), (), row_result)
+        return None
+
+    def _reason_to_stop(self, state: RequestState, token_id: int) -> FinishReason | None:
+        num_tokens = len(state.token_ids)
+        if token_id in state.stop_ids and state.num_output >= state.request.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= state.max_num_tokens else None
+
+    def _finish(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        now_ns: int,
+        error: ErrorInfo | None = None,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple = (),
+        row_result: RowResult | None = None,
+    ) -> RequestOutput:
+        """The one way out: blocks freed, account closed, runner told, terminal event made."""
+        if state.pushed:
+            self.queue.remove(state)
+        else:
+            self.running.remove(state)
+        self._take_back(state)
+        del self._states[state.request_id]
+        state.account.enter(Stage.DELIVER, now_ns)
+        state.account.close(now_ns)
+        is_stop_id = reason is FinishReason.STOP
+        return RequestOutput(
+            request_id=state.request_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=row_result.prompt_logprobs if row_result else (),
+            marks=state.new_marks(),
+            finish_reason=reason,
+            error=error,
+            num_cached_tokens=state.num_cached_tokens,
+            num_preemptions=state.num_preemptions,
+            freed_ns=now_ns,
+            stop_token_id=token_ids[-1] if is_stop_id else None,
+        )
+
+    def _take_back(self, state: RequestState) -> None:
+        """Its blocks return to the pool, and the runner is told to forget it with the next plan."""
+        self.cache.free(state.lease)
+        if state.is_known_to_runner:
+            self._released.append(state.request_id)
+            state.is_known_to_runner = False
+
+    # ---- small print ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise AssertionError if the books disagree. Tests call it after every step."""
+        waiting = list(self.queue)
+        assert len(waiting) == len(self.queue)
+        assert {state.request_id for state in [*waiting, *self.running]} == set(self._states)
+        assert len(waiting) + len(self.running) == len(self._states)
+        assert self.running == sorted(self.running, key=_rank_of)
+        assert self.queue.num_tokens == sum(state.num_pending for state in waiting)
+        self.cache.check(state.lease for state in self._states.values())
+
+    def _rank(self, state: RequestState) -> Any:
+        return rank(self.config.policy, state.request, state.arrival)
+
+    def _check_servable(self, request: Request) -> None:
+        num_prompt, limit = len(request.prompt_token_ids), self.config.max_model_len
+        if request.request_id in self._states:
+            raise Conflict(f"request id {request.request_id!r} is in flight", param="request_id")
+        if num_prompt == 0:
+            raise RequestError("the prompt has no tokens", param="prompt", value=0, limit=1)
+        if num_prompt >= limit:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; the model takes at most {limit - 1} and one of output",
+                code="context_length_exceeded",
+                param="prompt",
+                value=num_prompt,
+                limit=limit - 1,
+            )
+
+
+def _row(state: RequestState, num_tokens: int) -> Row:
+    start, end = state.num_computed, state.num_computed + num_tokens
+    tokens = tuple(state.token_ids[start:end])
+    return Row(state.request_id, start, tokens, state.lease.unsent(), samples=end == len(state.token_ids))
+
+
+def _is_recomputing(state: RequestState) -> bool:
+    return state.num_computed < state.recompute_until
+
+
+def _computing_stage(state: RequestState) -> Stage:
+    return Stage.RECOMPUTE if _is_recomputing(state) else Stage.PREFILL
+
+
+def _stall(state: RequestState, cause: Cause, now_ns: int) -> None:
+    """It is running and gets no row. A recomputation that stalls is a stall of what it interrupted."""
+    stage = Stage.DECODE_STALL if state.num_output else Stage.PREFILL_STALL
+    state.account.enter(stage, now_ns, cause)
+
+
+def _news(state: RequestState, token_ids: tuple[int, ...], logprobs: tuple, row_result: RowResult) -> RequestOutput:
+    return RequestOutput(
+        request_id=state.request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=row_result.prompt_logprobs,
+        marks=state.new_marks(),
+        num_cached_tokens=state.num_cached_tokens,
+        num_preemptions=state.num_preemptions,
+    )
+
+
+def _deadline_error(state: RequestState, late_ns: int) -> ErrorInfo:
+    where = "while it ran" if state.pushed == 0 else "while it waited"
+    return DeadlineExceeded(
+        f"the request's deadline passed {where} (noticed {late_ns / 1e6:.1f} ms later)",
+        hint="ask for fewer tokens, allow more time (X-Request-Deadline-Ms), or retry when the server is less busy",
+    ).info

@@ -1,0 +1,79 @@
+"""What has become of a request since it was asked. Only the scheduler holds and changes these."""
+
+from splittime.core.request import Request
+from splittime.kv.cache import Lease
+from splittime.ledger.account import Account, Mark
+from splittime.ledger.stages import Stage
+
+Rank = tuple[int, float, int]  # (0 once overdue else 1, the policy's key, order of arrival): lower goes first
+
+
+class RequestState:
+    """A request in the engine: waiting (in the queue), or running (holds blocks, gets rows).
+
+    token_ids: prompt, then outputs. The KV of the first `num_computed` is in the lease's blocks.
+    recompute_until: after a preemption, tokens [0, recompute_until) had been computed before.
+    """
+
+    __slots__ = (
+        "account",
+        "arrival",
+        "is_known_to_runner",
+        "lease",
+        "max_num_tokens",
+        "next_cause",
+        "num_cached_tokens",
+        "num_computed",
+        "num_marks_sent",
+        "num_preemptions",
+        "num_prompt",
+        "pushed",
+        "rank",
+        "recompute_until",
+        "request",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, arrival: int, rank: Rank, max_model_len: int) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.arrival = arrival
+        self.rank = rank
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt = len(self.token_ids)
+        self.max_num_tokens = min(self.num_prompt + (sampling.max_tokens or max_model_len), max_model_len)
+        eos_ids = () if sampling.ignore_eos else request.eos_token_ids
+        self.stop_ids = frozenset(eos_ids) | frozenset(sampling.stop_token_ids)
+        self.num_computed = 0
+        self.recompute_until = 0
+        self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None
+        self.is_known_to_runner = False
+        self.lease = Lease(request.cache_salt)
+        self.account = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)
+        self.num_marks_sent = 0
+        self.next_cause: int | None = None  # the entry of the queue's cause log to read next; None: not reading it
+        self.pushed = 0  # which push into the queue is the valid one; 0: not queued
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens whose KV is not computed; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    def new_marks(self) -> tuple[Mark, ...]:
+        """The account's marks since the last call."""
+        marks = self.account.marks
+        if self.num_marks_sent == len(marks):
+            return ()
+        new = tuple(marks[self.num_marks_sent :])
+        self.num_marks_sent = len(marks)
+        return new

@@ -1,0 +1,82 @@
+"""What the server may be told, and what it learns of the model. Both are values; nothing here is read twice."""
+
+import ipaddress
+from dataclasses import dataclass
+
+from splittime.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Settings of the HTTP server. `validate()` refuses what cannot be meant."""
+
+    host: str = "127.0.0.1"  # address to bind; any other than loopback needs `api_key`
+    port: int = 8000  # TCP port; 0 lets the system choose
+    api_key: str | None = None  # asked for as `Authorization: Bearer KEY` on everything but /health and /ready
+    served_model_name: str | None = None  # name in the API; default: the model's own
+    max_body_bytes: int = 4 * 2**20  # a longer request body is refused with 413
+    max_queued_requests: int = 256  # generations that may wait for their first step; one more is refused with 429
+    max_queued_prompt_tokens: int = 262_144  # prompt tokens that may wait; more is refused with 429
+    max_n: int = 16  # largest `n`
+    max_choices: int = 128  # largest prompts x n of one HTTP request
+    inline_tokenize_bytes: int = 1024  # longer prompts are tokenised off the event loop (1 kB takes about 1 ms)
+    tokenize_threads: int = 2  # threads that do so
+    slow_reader_buffer_bytes: int = 256 * 1024  # undelivered output of one stream; beyond it the client is dropped
+    slow_reader_s: float = 20.0  # seconds that a stream may make no progress; beyond it the client is dropped
+    send_buffer_bytes: int = 256 * 1024  # the system's buffer of each connection (SO_SNDBUF); 0 leaves it alone
+    body_timeout_s: float = 60.0  # seconds for a client to send its body; beyond it the request ends with 408
+    grace_s: float = 30.0  # seconds that open requests get to finish after SIGTERM
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for an unprotected public address or a bound that lets nothing through."""
+        if not _is_loopback(self.host) and not self.api_key:
+            raise ConfigError(
+                f"host {self.host} can be reached from other machines and no api_key is set",
+                param="host",
+                value=self.host,
+                hint="set an API key, or bind to 127.0.0.1",
+            )
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0", param=name, value=getattr(self, name))
+
+
+_POSITIVE = (
+    "max_body_bytes",
+    "max_queued_requests",
+    "max_queued_prompt_tokens",
+    "max_n",
+    "max_choices",
+    "tokenize_threads",
+    "slow_reader_buffer_bytes",
+    "slow_reader_s",
+    "body_timeout_s",
+)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model being served, as the API shows it and as requests are checked against it.
+
+    names: the first is what responses say; the others are accepted too.
+    eos_token_ids: end a generation unless it asks otherwise.
+    """
+
+    names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    created_unix_s: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.names[0]

@@ -1,0 +1,211 @@
+"""From a body to an `Ask`: what is wanted, checked against every limit that can be checked before tokenising.
+
+`Ask` is the one form that the rest of the server knows; completions and chats differ only in how they get here and in
+how their answers are written (`answer.py`).
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from splittime.core.errors import NotFound, RequestError
+from splittime.core.sampling import SamplingParams
+from splittime.server.config import ModelInfo, ServerConfig
+from splittime.server.schema import MAX_STOP_CHARS, ChatBody, CompletionBody, GenerationBody
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_CACHE_SALT_CHARS = 256
+MAX_PRIORITY = 2**31 - 1
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One HTTP request for generations.
+
+    prompts: texts or token ids; a chat has none yet, its prompt is rendered from `messages`.
+    sampling: validated; `max_tokens` None means "to the end of the context"; `seed` is set.
+    echo_only: the prompt is all that was wanted (max_tokens 0); the engine's one token is dropped.
+    """
+
+    endpoint: str
+    model: str
+    prompts: tuple[Prompt, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    sampling: SamplingParams
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    include_timing: bool = False
+    return_token_ids: bool = False
+    echo: bool = False
+    echo_only: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint == "chat"
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * max(1, len(self.prompts))
+
+    def sampling_of(self, sample: int, max_tokens: int) -> SamplingParams:
+        """Parameters of the `sample`-th answer to a prompt: each has a seed of its own."""
+        seed = self.sampling.seed or 0
+        wrapped = (seed + sample + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self.sampling, seed=wrapped, max_tokens=max_tokens)
+
+
+def ask_completion(body: CompletionBody, model: ModelInfo, config: ServerConfig, timing: bool) -> Ask:
+    prompts = _prompts(body.prompt, model)
+    _require(body.best_of in (None, body.n or 1), "best_of", body.best_of, "must equal n: no extra answers are drawn")
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    echo_only = max_tokens == 0 and bool(body.echo)
+    _require(max_tokens != 0 or echo_only, "max_tokens", 0, "0 needs echo: nothing else would be answered")
+    ask = _ask("completions", body, model, config, timing)
+    ask = replace(
+        ask,
+        prompts=prompts,
+        echo=bool(body.echo),
+        echo_only=echo_only,
+        sampling=_sampling(body, max_tokens=max(1, max_tokens), logprobs=body.logprobs, echo=bool(body.echo)),
+    )
+    return _check_against_model(ask, model, config)
+
+
+def ask_chat(body: ChatBody, model: ModelInfo, config: ServerConfig, timing: bool) -> Ask:
+    both = body.max_tokens is not None and body.max_completion_tokens is not None
+    _require(not both, "max_tokens", body.max_tokens, "give max_tokens or max_completion_tokens, not both")
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    _require(body.top_logprobs is None or bool(body.logprobs), "top_logprobs", body.top_logprobs, "needs logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    ask = _ask("chat", body, model, config, timing)
+    ask = replace(
+        ask,
+        messages=tuple(message.to_template() for message in body.messages),
+        sampling=_sampling(body, max_tokens=max_tokens, logprobs=logprobs, echo=False),
+    )
+    return _check_against_model(ask, model, config)
+
+
+def _check_against_model(ask: Ask, model: ModelInfo, config: ServerConfig) -> Ask:
+    """What concerns the whole ask: number of choices, and token ids that the model has."""
+    count, limit = ask.num_choices, config.max_choices
+    _require(count <= limit, "n" if ask.n > 1 else "prompt", count, "asks for too many choices (prompts x n)", limit)
+    check_token_ids(ask.sampling.stop_token_ids, model.vocab_size, "stop_token_ids")
+    check_token_ids(tuple(ask.sampling.logit_bias), model.vocab_size, "logit_bias")
+    return ask
+
+
+def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, config: ServerConfig, timing: bool) -> Ask:
+    """The fields that both kinds share; `sampling` is filled in by the caller."""
+    check_model(body.model, model)
+    stream = bool(body.stream)
+    _require(stream or body.stream_options is None, "stream_options", None, "needs stream")
+    _require(not body.store, "store", body.store, "answers are not stored")
+    options = body.stream_options
+    n = 1 if body.n is None else body.n
+    _require(1 <= n <= config.max_n, "n", n, f"must be 1 to {config.max_n}", [1, config.max_n])
+    priority = body.priority or 0
+    _require(abs(priority) <= MAX_PRIORITY, "priority", str(priority), "out of range", [-MAX_PRIORITY, MAX_PRIORITY])
+    salt = body.cache_salt or ""
+    _require(len(salt) <= MAX_CACHE_SALT_CHARS, "cache_salt", len(salt), "is too long", MAX_CACHE_SALT_CHARS)
+    return Ask(
+        endpoint=endpoint,
+        model=body.model or model.name,
+        sampling=SamplingParams(),
+        n=n,
+        stream=stream,
+        include_usage=options is not None and options.include_usage,
+        include_timing=timing or (options is not None and options.include_timing),
+        return_token_ids=bool(body.return_token_ids),
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None, echo: bool) -> SamplingParams:
+    """Sampling parameters with every absent field at its default, validated."""
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    for text in stop:
+        _require(len(text) <= MAX_STOP_CHARS, "stop", len(text), "has a string that is too long", MAX_STOP_CHARS)
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        top_k=0 if body.top_k in (None, -1) else body.top_k,
+        seed=secrets.randbits(62) if body.seed is None else body.seed,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        **given,
+    )
+    sampling.validate()
+    wrong = max_tokens is not None and sampling.min_tokens > max_tokens
+    _require(not wrong, "min_tokens", sampling.min_tokens, "is above max_tokens", max_tokens)
+    return sampling
+
+
+_SAME_NAME = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        _require(key.isascii() and key.isdigit() and len(key) <= 10, "logit_bias", key, "has a key that is no token id")
+        bias[int(key)] = value
+    return bias
+
+
+def check_model(name: str | None, model: ModelInfo) -> None:
+    if name is not None and name not in model.names:
+        raise NotFound(
+            f"no model {name!r} here",
+            code="model_not_found",
+            param="model",
+            value=name,
+            hint=f"served: {', '.join(model.names)}",
+        )
+
+
+def _prompts(prompt: str | Sequence[str | int | list[int]], model: ModelInfo) -> tuple[Prompt, ...]:
+    """One entry for each prompt. A list is all texts, all token ids (one prompt), or all lists of token ids."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    _require(bool(prompt), "prompt", None, "is an empty list")
+    kinds = {type(entry) for entry in prompt}
+    _require(len(kinds) == 1, "prompt", None, "mixes texts and token ids")
+    if kinds == {str}:
+        return tuple(prompt)  # type: ignore[arg-type]
+    lists = [prompt] if kinds == {int} else prompt
+    return tuple(check_token_ids(ids, model.vocab_size, "prompt") for ids in lists)  # type: ignore[arg-type]
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> tuple[int, ...]:
+    """The ids, if all are of the vocabulary."""
+    if ids:
+        worst = min(ids) if min(ids) < 0 else max(ids)
+        inside = 0 <= worst < vocab_size
+        _require(inside, param, str(worst), "has a token id outside the vocabulary", [0, vocab_size - 1])
+    return tuple(ids)
+
+
+def _require(holds: bool, param: str, value: Any, why: str, limit: Any = None) -> None:
+    if not holds:
+        raise RequestError(f"{param} {why}", param=param, value=value, limit=limit)

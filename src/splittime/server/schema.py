@@ -1,0 +1,205 @@
+"""The bodies that the API accepts, and nothing else: an unknown field is refused, never skipped.
+
+A field of OpenAI's API that has no effect here is declared with the only value that is true without effect (`null`, an
+empty list, `{"type": "text"}`), so that any other value is refused by name, with the reason in `UNSUPPORTED`.
+`openapi.py` draws the documentation from these classes. What needs the model's limits is checked in `params.py`.
+"""
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from splittime.core.errors import RequestError
+
+MAX_STOP_CHARS = 1024
+
+
+def _number(description: str, **bounds: float) -> Meta:
+    """A documented range that `SamplingParams.validate` checks, so that its error can say value and limit."""
+    return Meta(description=description, extra_json_schema=bounds)
+
+
+_PROMPT_FORMS = {
+    "description": "A text, texts, token ids, or lists of token ids.",
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}, "minItems": 1},
+    ],
+}
+
+Body = TypeVar("Body", bound="_Strict")
+
+
+class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A body in which every field means something."""
+
+
+class StreamOptions(_Strict, kw_only=True):
+    include_usage: bool = False
+    include_timing: Annotated[bool, Meta(description="The last chunk carries the request's account.")] = False
+
+
+class TextFormat(_Strict, kw_only=True):
+    type: Literal["text"]
+
+
+class GenerationBody(_Strict, kw_only=True):
+    """What both generation endpoints take."""
+
+    model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int | None, _number("Most output tokens.", minimum=0)] = None
+    min_tokens: Annotated[int | None, _number("End and stop ids are held back until so many.", minimum=0)] = None
+    temperature: Annotated[float | None, _number("0 is greedy.", minimum=0, maximum=100)] = None
+    top_p: Annotated[float | None, _number("Nucleus.", exclusiveMinimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, _number("0 or -1 is off.", minimum=-1)] = None
+    min_p: Annotated[float | None, _number("Relative to the likeliest token.", minimum=0, maximum=1)] = None
+    seed: Annotated[int | None, _number("Same seed, same tokens, whatever the batch.")] = None
+    presence_penalty: Annotated[float | None, _number("", minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, _number("", minimum=-2, maximum=2)] = None
+    repetition_penalty: Annotated[float | None, _number("1 is off.", exclusiveMinimum=0, maximum=10)] = None
+    logit_bias: Annotated[dict[str, float] | None, Meta(description="Token id to bias, -100 to 100.")] = None
+    n: Annotated[int | None, _number("Answers to each prompt.", minimum=1)] = None
+    stop: Annotated[str | list[str] | None, Meta(description="Cut from the text where first found.")] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int | None, Meta(description="Lower goes first, under the priority policy.")] = None
+    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
+    return_token_ids: Annotated[bool | None, Meta(description="Adds token_ids to each choice.")] = None
+    user: Annotated[str | None, Meta(description="Accepted; it changes nothing.")] = None
+    store: Annotated[bool | None, Meta(description="Only false: answers are not stored.")] = None
+    metadata: None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: Annotated[str | list[str | int | list[int]], Meta(extra_json_schema=_PROMPT_FORMS)]
+    echo: bool | None = None
+    logprobs: Annotated[int | None, _number("Alternatives listed beside each token.", minimum=0, maximum=20)] = None
+    best_of: Annotated[int | None, Meta(description="Accepted if it equals n.")] = None
+    suffix: None = None
+
+
+class TextPart(_Strict, kw_only=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict, kw_only=True):
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    tool_calls: None = None
+    tool_call_id: None = None
+    function_call: None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """As templates read it: text parts joined by line breaks, absent fields absent."""
+        content = self.content if self.content is not None else ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        plain = {"role": self.role, "content": text}
+        return plain if self.name is None else {**plain, "name": self.name}
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int | None, _number("The newer name of max_tokens.", minimum=0)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, _number("Needs logprobs.", minimum=0, maximum=20)] = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+
+class TokenizeBody(_Strict, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Default: true for prompt, false for messages.")] = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(_Strict, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+UNSUPPORTED = {
+    "metadata": "metadata is not stored",
+    "service_tier": "there is one tier",
+    "suffix": "infilling is not supported",
+    "refusal": "refusals are not supported",
+    "annotations": "annotations are not supported",
+    "audio": "audio is not supported",
+    "tool_calls": "tool calls are not supported",
+    "tool_call_id": "tool calls are not supported",
+    "function_call": "tool calls are not supported",
+    "functions": "tool calls are not supported",
+    "tools": "tool calls are not supported",
+    "tool_choice": "tool calls are not supported",
+    "response_format": "only {'type': 'text'} is supported",
+    "modalities": "only text is supported",
+    "prediction": "predicted outputs are not supported",
+    "reasoning_effort": "reasoning effort is not supported",
+    "verbosity": "verbosity is not supported",
+    "web_search_options": "web search is not supported",
+}
+
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
+_MISSING_FIELD = re.compile(r"missing required field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
+_AT_PATH = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+
+
+def decode_body(body: bytes, kind: type[Body]) -> Body:
+    """The body as a value, or a `RequestError` that names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), kind) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def _refusal(message: str, kind: type[_Strict]) -> RequestError:
+    """Say which field, and whether it is unknown, unsupported, missing or of a wrong type."""
+    unknown = _UNKNOWN_FIELD.search(message)
+    if unknown:
+        param = _join(unknown[2], unknown[1])
+        known = ", ".join(kind.__struct_fields__)
+        hint = None if unknown[2] else f"known fields: {known}"
+        return RequestError(f"{param}: no such field, or not supported", code="unknown_field", param=param, hint=hint)
+    missing = _MISSING_FIELD.search(message)
+    if missing:
+        param = _join(missing[2], missing[1])
+        return RequestError(f"{param} is missing", code="missing_field", param=param)
+    located = _AT_PATH.match(message)
+    param = located[2] if located else None
+    for name in re.findall(r"[a-z_]+", param or ""):
+        if name in UNSUPPORTED:
+            reason = UNSUPPORTED[name]
+            return RequestError(f"{param}: {reason}", code="unsupported_field", param=param, hint="leave it out")
+    what = located[1] if located else message
+    return RequestError(f"{param}: {what}" if param else what, code="invalid_type", param=param)
+
+
+def _join(path: str | None, name: str) -> str:
+    return f"{path.lstrip('.')}.{name}" if path else name

@@ -1,0 +1,91 @@
+"""A runner with declared delays and predictable tokens: for tests, simulations, and benchmarks of everything else.
+
+A step takes `step_ns + token_ns * tokens` by the clock it is given: a `VirtualClock` is advanced, a real one slept. The
+next token is a hash of all tokens before it, *as read back from the blocks*: what the fake keeps in a KV slot is the
+token itself. So the output equals `expected_tokens` however a request is batched, chunked, preempted or served from the
+prefix cache, unless a plan reads a slot that was never written or belongs to somebody else by now.
+"""
+
+import time
+from array import array
+from collections.abc import Sequence
+from zlib import crc32
+
+from splittime.core.clock import Clock, SystemClock, VirtualClock
+from splittime.core.plan import Admitted, Row, RowResult, StepPlan, StepResult
+
+
+class FakeRunner:
+    """block_size: of the KV cache. vocab_size: tokens are 1..vocab_size - 1; 0 is end-of-sequence if `eos_every` > 0:
+    a token is 0 when its hash divides by `eos_every`."""
+
+    def __init__(
+        self,
+        block_size: int = 16,
+        vocab_size: int = 1000,
+        eos_every: int = 0,
+        step_ns: int = 0,
+        token_ns: int = 0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._eos_every = eos_every
+        self._step_ns = step_ns
+        self._token_ns = token_ns
+        self._clock = clock or SystemClock()
+        self._known: dict[str, Admitted] = {}
+        self._blocks: dict[str, list[int]] = {}
+        self._kv: dict[int, array] = {}  # block -> token id in each slot
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for request_id in plan.released:
+            del self._known[request_id], self._blocks[request_id]
+        for admitted in plan.admitted:
+            assert admitted.request_id not in self._known, f"{admitted.request_id} is known already"
+            self._known[admitted.request_id] = admitted
+            self._blocks[admitted.request_id] = []
+        for source, target in plan.copies:
+            self._kv[target] = array("I", self._kv[source])
+        rows = tuple(self._run_row(row) for row in plan.rows)
+        device_ns = self._step_ns + self._token_ns * sum(len(row.token_ids) for row in plan.rows)
+        self._pass(device_ns)
+        return StepResult(plan.step_id, rows, device_ns)
+
+    def _run_row(self, row: Row) -> RowResult:
+        blocks = self._blocks[row.request_id]
+        blocks.extend(row.new_block_ids)
+        for position, token_id in enumerate(row.token_ids, row.start):
+            block = self._kv.setdefault(blocks[position // self._block_size], array("I", bytes(4 * self._block_size)))
+            block[position % self._block_size] = token_id
+        if not row.samples:
+            return RowResult(row.request_id)
+        return RowResult(row.request_id, (self._next_token(self._read(blocks, row.start + len(row.token_ids))),))
+
+    def _read(self, blocks: list[int], num_tokens: int) -> bytes:
+        """The first `num_tokens` tokens, as the blocks hold them."""
+        num_blocks = -(-num_tokens // self._block_size)
+        return b"".join(self._kv[block].tobytes() for block in blocks[:num_blocks])[: 4 * num_tokens]
+
+    def _next_token(self, tokens: bytes) -> int:
+        mixed = crc32(tokens)
+        if self._eos_every and mixed % self._eos_every == 0:
+            return 0
+        return 1 + mixed % (self._vocab_size - 1)
+
+    def _pass(self, delay_ns: int) -> None:
+        if isinstance(self._clock, VirtualClock):
+            self._clock.advance(delay_ns)
+        elif delay_ns:
+            time.sleep(delay_ns / 1e9)
+
+
+def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int = 1000, eos_every: int = 0) -> list[int]:
+    """What a FakeRunner must generate for a prompt, worked out with no cache at all."""
+    runner = FakeRunner(vocab_size=vocab_size, eos_every=eos_every)
+    tokens = array("I", prompt)
+    for _ in range(count):
+        tokens.append(runner._next_token(tokens.tobytes()))
+        if tokens[-1] == 0 and eos_every:
+            break
+    return list(tokens[len(prompt) :])

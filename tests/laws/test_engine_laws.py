@@ -1,0 +1,186 @@
+"""The laws that hold whatever happens: random arrivals, aborts, deadlines, tiny caches, preemptions, changed knobs.
+
+After every step the scheduler's books are checked against the cache's. At the end: each submitted request has had
+exactly one terminal event; its account sums to its wall time; nothing is unattributed; blocks in use are zero; and what
+was generated is what an undisturbed request alone would have got (chunked = whole, preempted = undisturbed, prefix hit
+= cold, batched = alone).
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splittime.core.clock import VirtualClock
+from splittime.core.request import FinishReason, Request
+from splittime.core.sampling import SamplingParams
+from splittime.engine.engine import Engine
+from splittime.ledger.account import Account
+from splittime.ledger.stages import Stage
+from splittime.ledger.steps import StepRecord, verify_steps
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.fake import FakeRunner, expected_tokens
+
+MAX_MODEL_LEN = 40
+EOS_EVERY = 23
+
+
+@dataclass
+class World:
+    """An engine on a fake runner under a virtual clock, and everything that came out of it."""
+
+    config: SchedulerConfig
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    requests: dict[str, Request] = field(default_factory=dict)
+    accounts: dict[str, Account] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, list[FinishReason]] = field(default_factory=dict)
+    records: list[StepRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        runner = FakeRunner(self.config.block_size, 50, EOS_EVERY, step_ns=1000, token_ns=10, clock=self.clock)
+        self.scheduler = Scheduler(self.config)
+        self.engine = Engine(self.scheduler, runner, self.clock)
+
+    def submit(self, prompt: list[int], max_tokens: int, deadline_ns: int | None, priority: int) -> None:
+        request = Request(
+            request_id=f"r{len(self.requests)}",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+            eos_token_ids=(0,),
+            submitted_ns=self.clock.now_ns(),
+            priority=priority,
+            deadline_ns=None if deadline_ns is None else self.clock.now_ns() + deadline_ns,
+            cache_salt="even" if priority % 2 == 0 else "odd",
+        )
+        self.requests[request.request_id] = request
+        self.accounts[request.request_id] = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)
+        self.tokens[request.request_id] = []
+        self.ends[request.request_id] = []
+        self.clock.advance(7)
+        self.engine.submit(request, self.clock.now_ns())
+
+    def step(self) -> None:
+        output = self.engine.step()
+        self.scheduler.check()
+        self.clock.advance(3)
+        if output is None:
+            return
+        if output.record is not None:
+            self.records.append(output.record)
+        for news in output.outputs:
+            self.accounts[news.request_id].extend(news.marks)
+            self.tokens[news.request_id] += news.token_ids
+            if news.finish_reason is not None:
+                assert news.freed_ns is not None
+                self.ends[news.request_id].append(news.finish_reason)
+                self.accounts[news.request_id].close(news.freed_ns)
+
+    def run_dry(self) -> None:
+        steps = 0
+        while self.engine.has_work:
+            self.step()
+            steps += 1
+            assert steps < 20_000, "the engine makes no progress"
+
+    def verify(self) -> None:
+        for request_id, request in self.requests.items():
+            assert len(self.ends[request_id]) == 1, f"{request_id} ended {self.ends[request_id]}"
+            account = self.accounts[request_id]
+            account.verify()
+            assert all(interval.stage is not Stage.UNATTRIBUTED for interval in account.intervals())
+            self.verify_tokens(request, self.ends[request_id][0], self.tokens[request_id])
+        assert self.scheduler.cache.num_used == 0
+        assert not self.scheduler.has_requests
+        verify_steps(self.records)
+
+    def verify_tokens(self, request: Request, end: FinishReason, tokens: list[int]) -> None:
+        limit = min(request.sampling.max_tokens or 0, MAX_MODEL_LEN - len(request.prompt_token_ids))
+        alone = expected_tokens(request.prompt_token_ids, limit, 50, EOS_EVERY)
+        assert tokens == alone[: len(tokens)]
+        if end in (FinishReason.STOP, FinishReason.LENGTH):
+            assert tokens == alone
+
+
+configs = st.builds(
+    SchedulerConfig,
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(6, 50),
+    max_model_len=st.just(MAX_MODEL_LEN),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    num_blocks=st.integers(40, 60),
+    policy=st.sampled_from(["fcfs", "priority", "shortest_prefill", "deadline"]),
+    batching=st.sampled_from(["continuous", "continuous", "static"]),
+    starvation_bound_ms=st.sampled_from([0.0, 0.005, 10_000.0]),
+    enable_prefix_caching=st.booleans(),
+    enable_chunked_prefill=st.booleans(),
+)
+
+
+def shrink_cache(config: SchedulerConfig) -> SchedulerConfig:
+    """A cache that holds just one to one and a half of the longest requests, whatever the block size."""
+    import msgspec
+
+    num_blocks = -(-MAX_MODEL_LEN // config.block_size) * config.num_blocks // 40
+    return msgspec.structs.replace(config, num_blocks=num_blocks)
+
+
+submits = st.tuples(
+    st.just("submit"),
+    st.lists(st.integers(1, 3), min_size=1, max_size=38),
+    st.integers(1, 40),
+    st.one_of(st.none(), st.integers(0, 60_000)),
+    st.integers(-2, 2),
+)
+events = st.one_of(
+    submits,
+    submits,
+    st.tuples(st.just("steps"), st.integers(1, 12)),
+    st.tuples(st.just("abort"), st.integers(0, 30)),
+    st.tuples(st.just("wait"), st.integers(0, 50_000)),
+    st.tuples(
+        st.just("knobs"),
+        st.sampled_from(
+            [
+                {"paused": True},
+                {"paused": False},
+                {"policy": "priority"},
+                {"policy": "fcfs"},
+                {"max_num_seqs": 1},
+                {"max_num_seqs": 6},
+                {"enable_prefix_caching": False},
+                {"enable_prefix_caching": True},
+                {"enable_chunked_prefill": False},
+                {"batching": "static"},
+                {"batching": "continuous"},
+            ]
+        ),
+    ),
+)
+
+
+def play(world: World, event: tuple) -> None:
+    match event:
+        case ("submit", prompt, max_tokens, deadline_ns, priority):
+            world.submit(prompt, max_tokens, deadline_ns, priority)
+        case ("steps", count):
+            for _ in range(count):
+                world.step()
+        case ("abort", number):
+            world.engine.abort(f"r{number}")
+        case ("wait", delay_ns):
+            world.clock.advance(delay_ns)
+        case ("knobs", knobs):
+            world.engine.configure(knobs)
+
+
+@settings(max_examples=400, deadline=None)
+@given(configs.map(shrink_cache), st.lists(events, max_size=40))
+def test_laws_hold_under_anything(config: SchedulerConfig, script: list[tuple]) -> None:
+    world = World(config)
+    for event in script:
+        play(world, event)
+    world.engine.configure({"paused": False})
+    world.run_dry()
+    world.verify()

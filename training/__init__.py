@@ -1,0 +1,1 @@
+"""Training of the packaged code model: corpus, tokenizer, model, optimiser, export, evaluation. See README.md."""

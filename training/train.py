@@ -1,0 +1,284 @@
+"""Train the packaged code model, or its draft, from random weights on this machine's Python standard library.
+
+Owns the run: which tokens come when, the budget, the checkpoints and the log. Promises:
+
+* the budget is wall-clock minutes, tokens, or both; the cosine schedule ends exactly where the budget ends, however
+  fast or busy the machine is (the price: two runs under a wall-clock budget do not give equal weights; a token budget
+  alone fixes everything but the order in which the two workers' gradients are added);
+* a killed run, started again with the same command, continues from its last checkpoint and its remaining budget;
+* the checkpoint with the lowest validation loss is the one exported, and an export is never seen half-written.
+
+Two worker threads each compute whole micro-batches on one core. On a small CPU this beats splitting every matrix
+product over two cores, and a core that is busy with something else delays a micro-batch, not every operation.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from training.corpus import Document, load_corpus
+from training.export import PACKAGED, REPOSITORY, export_folder, replace_file
+from training.model import SHAPES, Llama, parameter_count
+from training.optimizer import Optimizer, learning_rate_scale
+from training.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
+
+# (share of the budget from which it holds, context in tokens): short windows are cheapest to learn the syntax from,
+# and the last stage teaches the positions up to the model's limit.
+STAGES = ((0.0, 256), (0.35, 512), (0.85, 2048))
+STEP_TOKENS = 4096
+MICRO_BATCH_TOKENS = 1024
+VALIDATION_WINDOWS = 96
+VALIDATION_CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run, as the command line gives it."""
+
+    model: str
+    minutes: float | None
+    tokens: int | None
+    work: Path
+    export: Path | None
+    optimizer: str
+    matrix_rate: float
+    other_rate: float
+    workers: int
+    seed: int
+    eval_minutes: float
+
+
+@dataclass
+class State:
+    """How far the run is; saved with every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    windows: int = 0
+    best_loss: float = math.inf
+
+    def progress(self, options: Options) -> float:
+        """Share of the budget that is spent; the scarcer of the two budgets counts."""
+        by_time = self.seconds / (options.minutes * 60) if options.minutes else 0.0
+        by_tokens = self.tokens / options.tokens if options.tokens else 0.0
+        return max(by_time, by_tokens)
+
+
+class Windows:
+    """Windows of context + 1 tokens, each token once per pass, from a fresh offset and in a fresh order every pass."""
+
+    def __init__(self, tokens: np.ndarray, seed: int) -> None:
+        self.tokens, self.seed = tokens, seed
+
+    def starts(self, context: int, epoch: int) -> np.ndarray:
+        """Where the windows of one pass begin."""
+        random = np.random.default_rng((self.seed, context, epoch))
+        offset = int(random.integers(context))
+        count = (len(self.tokens) - offset - 1) // context
+        return random.permutation(count) * context + offset
+
+    def batch(self, context: int, first: int, count: int) -> Tensor:
+        """Windows number `first` and on, [count, context + 1]; the numbering runs on over the passes."""
+        per_pass = (len(self.tokens) - context - 1) // context
+        rows = []
+        for number in range(first, first + count):
+            start = self.starts_cached(context, number // per_pass)[number % per_pass]
+            rows.append(self.tokens[start : start + context + 1].astype(np.int64))
+        return torch.from_numpy(np.stack(rows))
+
+    def starts_cached(self, context: int, epoch: int) -> np.ndarray:
+        """`starts`, remembered for the pass in use."""
+        if getattr(self, "_key", None) != (context, epoch):
+            self._key, self._starts = (context, epoch), self.starts(context, epoch)
+        return self._starts
+
+
+def context_at(progress: float) -> int:
+    """Context length of the stage that `progress` is in."""
+    return max(context for start, context in STAGES if progress >= start)
+
+
+def encode(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
+    """One stream of token ids: every document followed by the end-of-text token."""
+    encoded = tokenizer.encode_batch([document.text for document in documents])
+    return np.concatenate([np.array([*e.ids, END_OF_TEXT_ID], dtype=np.uint16) for e in encoded])
+
+
+def prepare(work: Path) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
+    """The tokenizer and the token streams of `train` and `validation`, made once and kept in the work folder."""
+    paths = [work / name for name in ("tokenizer.json", "train.npy", "validation.npy")]
+    if not all(path.exists() for path in paths):
+        work.mkdir(parents=True, exist_ok=True)
+        corpus = load_corpus()
+        tokenizer = train_tokenizer(document.text for document in corpus.train)
+        np.save(paths[1], encode(tokenizer, corpus.train))
+        np.save(paths[2], encode(tokenizer, corpus.validation))
+        (work / "corpus.json").write_text(json.dumps(corpus.summary() | {"skipped": corpus.skipped}))
+        tokenizer.save(str(paths[0]))
+    return load_tokenizer(work), np.load(paths[1]), np.load(paths[2])
+
+
+def gradients(model: Llama, windows: Tensor) -> tuple[float, tuple[Tensor, ...]]:
+    """Mean loss in nats and its gradients over windows [count, context + 1]."""
+    loss = model.loss(windows[:, :-1], windows[:, 1:])
+    return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def accumulate(model: Llama, windows: Tensor, workers: Executor) -> float:
+    """Leave the mean gradient over all windows in `.grad`, the micro-batches shared among the workers."""
+    size = max(1, MICRO_BATCH_TOKENS // (windows.shape[1] - 1))
+    results = list(workers.map(lambda part: gradients(model, part), windows.split(size)))
+    for weight, *parts in zip(model.parameters(), *(part for _, part in results), strict=True):
+        weight.grad = torch.stack(parts).mean(0)
+    return sum(loss for loss, _ in results) / len(results)
+
+
+@torch.no_grad()
+def validation_loss(model: Llama, tokens: np.ndarray, workers: Executor) -> float:
+    """Mean loss in nats per token over windows spread evenly over the validation stream."""
+    starts = np.linspace(0, len(tokens) - VALIDATION_CONTEXT - 2, VALIDATION_WINDOWS).astype(int)
+    rows = np.stack([tokens[s : s + VALIDATION_CONTEXT + 1] for s in starts]).astype(np.int64)
+    losses = workers.map(lambda part: model.loss(part[:, :-1], part[:, 1:]).item(), torch.from_numpy(rows).split(2))
+    return float(np.mean(list(losses)))
+
+
+class Run:
+    """A training run: the model, its optimiser, and where it stands."""
+
+    def __init__(self, options: Options) -> None:
+        torch.manual_seed(options.seed)
+        self.options, self.state, self.shape = options, State(), SHAPES[options.model]
+        self.folder = options.work / options.model
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer, train, self.validation = prepare(options.work)
+        self.windows = Windows(train, options.seed)
+        self.model = Llama(self.shape)
+        self.optimizer = Optimizer(self.model, options.optimizer, options.matrix_rate, options.other_rate)
+        self.workers = ThreadPoolExecutor(options.workers, initializer=torch.set_num_threads, initargs=(1,))
+        self.resume()
+
+    def resume(self) -> None:
+        """Continue from the last checkpoint, if there is one."""
+        path = self.folder / "last.pt"
+        if path.exists():
+            saved = torch.load(path, weights_only=True)
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.state = State(**saved["state"])
+
+    def save(self) -> None:
+        """Write the checkpoint that `resume` reads."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "state": vars(self.state)}
+        replace_file(self.folder / "last.pt", lambda path: torch.save(state, path))
+
+    def step(self) -> dict[str, float]:
+        """One update; returns what the log says of it."""
+        began = time.monotonic()
+        progress = self.state.progress(self.options)
+        context = context_at(progress)
+        count = STEP_TOKENS // context
+        # The window number is counted in tokens, so that a longer context goes on where the shorter one stopped.
+        batch = self.windows.batch(context, self.state.tokens // context, count)
+        loss = accumulate(self.model, batch, self.workers)
+        scale = learning_rate_scale(progress)
+        norm = self.optimizer.step(scale, self.workers)
+        self.state.step += 1
+        self.state.tokens += count * context
+        self.state.seconds += time.monotonic() - began
+        return {"loss": loss, "gradient_norm": norm, "scale": scale, "context": context, "progress": progress}
+
+    def evaluate(self) -> float:
+        """Validation loss; the best weights so far are kept, and exported where the run exports."""
+        began = time.monotonic()
+        loss = validation_loss(self.model, self.validation, self.workers)
+        if loss < self.state.best_loss:
+            self.state.best_loss = loss
+            weights = self.model.state_dict()
+            replace_file(self.folder / "best.pt", lambda path: torch.save(weights, path))
+            if self.options.export:
+                export_folder(self.options.export, self.shape, weights, self.tokenizer)
+        self.save()
+        self.state.seconds += time.monotonic() - began
+        return loss
+
+    def log(self, **values: float) -> None:
+        """Append one JSON line to the log."""
+        record = {**vars(self.state), **values}
+        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({name: round(value, 5) for name, value in record.items()}) + "\n")
+
+    def train(self, progress: Progress) -> None:
+        """Run until the budget is spent; evaluate every few minutes and at the end."""
+        bar = progress.add_task(self.options.model, total=1.0)
+        next_evaluation = self.state.seconds + self.options.eval_minutes * 60
+        while self.state.progress(self.options) < 1.0:
+            measured = self.step()
+            speed = self.state.tokens / self.state.seconds
+            text = f"{self.options.model} loss {measured['loss']:.3f} best {self.state.best_loss:.3f} {speed:.0f} tok/s"
+            progress.update(bar, completed=measured["progress"], description=text)
+            if self.state.step % 10 == 0:
+                self.log(**measured)
+            if self.state.seconds >= next_evaluation:
+                self.log(validation_loss=self.evaluate())
+                next_evaluation = self.state.seconds + self.options.eval_minutes * 60
+        self.log(validation_loss=self.evaluate(), finished=1)
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training.train",
+        description="Train a packaged model on this machine's Python standard library.",
+        epilog="examples:\n"
+        "  python -m training.train --model code --minutes 40 --export        retrain the packaged model\n"
+        "  python -m training.train --model code-draft --minutes 9 --export   retrain its draft\n"
+        "  python -m training.train --model code --tokens 2000000 --optimizer adamw --work out/adamw   a comparison\n"
+        "A run that was stopped continues when the same command is given again; remove its folder to start over.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+    chosen = parser.parse_args(arguments)
+    if not chosen.minutes and not chosen.tokens:
+        parser.error("give a budget: --minutes, --tokens or both")
+    chosen.export = PACKAGED / chosen.model if chosen.export else None
+    return Options(**vars(chosen))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command line."""
+    parser.add_argument("--model", choices=sorted(SHAPES), default="code", help="which shape to train")
+    parser.add_argument("--minutes", type=float, help="budget of wall-clock time, evaluations included")
+    parser.add_argument("--tokens", type=int, help="budget of training tokens")
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "out" / "training", help="checkpoints and log")
+    parser.add_argument("--export", action="store_true", help="replace the packaged folder at each new best checkpoint")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="what updates the matrices")
+    parser.add_argument("--matrix-rate", type=float, default=0.02, help="peak learning rate of Muon")
+    parser.add_argument("--other-rate", type=float, default=0.004, help="peak learning rate of AdamW")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads, one core each")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the order of the windows")
+    parser.add_argument("--eval-minutes", type=float, default=3.0, help="minutes between validations")
+
+
+def main() -> None:
+    """Entry point."""
+    run = Run(parse())
+    print(f"{run.options.model}: {parameter_count(run.model):,} parameters, {len(run.windows.tokens):,} training tokens")
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.1f} %"), TimeElapsedColumn())
+    with Progress(*columns) as progress:
+        run.train(progress)
+
+
+if __name__ == "__main__":
+    main()
