@@ -77,7 +77,10 @@ class State:
 
 
 class Windows:
-    """Windows of context + 1 tokens, each token once per pass, from a fresh offset and in a fresh order every pass."""
+    """Windows of context + 1 tokens, each token once per pass, from a fresh offset and in a fresh order every pass.
+
+    A pass is over windows of one context; the stages of a run draw their orders independently of each other.
+    """
 
     def __init__(self, tokens: np.ndarray, seed: int) -> None:
         self.tokens, self.seed = tokens, seed
@@ -274,9 +277,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     """Entry point."""
     run = Run(parse())
-    print(f"{run.options.model}: {parameter_count(run.model):,} parameters, {len(run.windows.tokens):,} training tokens")
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.1f} %"), TimeElapsedColumn())
-    with Progress(*columns) as progress:
+    size, tokens = parameter_count(run.model), len(run.windows.tokens)
+    print(f"{run.options.model}: {size:,} parameters, {tokens:,} training tokens")
+    description, done = TextColumn("{task.description}"), TextColumn("{task.percentage:.1f} %")
+    with Progress(description, BarColumn(), done, TimeElapsedColumn()) as progress:
         run.train(progress)
 
 

@@ -1,0 +1,1 @@
+"""The command line: one file a command, each a thin shell over a Python call. Here the two columns meet."""

@@ -5,7 +5,7 @@ Pure functions of closed books; nothing here reads a clock. With n output tokens
     E2E        = end - start
     TTFT       = instant the first token was written - start         includes the queue; None if none was written
     TPOT       = (E2E - TTFT) / (n - tokens in the first chunk)      None if the first chunk held them all
-    ITL        = gaps between tokens by the server's clock           ready to ready; tokens of one step share an instant: 0
+    ITL        = gaps between tokens by the server's clock           ready to ready; 0 within one step
     max stall  = the longest ITL
     send lag   = instant a token was written - instant it was ready  its own distribution, part of no sum
 
@@ -17,6 +17,7 @@ The device book is the machine's view of the same time. What it promises, in int
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from math import ceil
 
 import msgspec
@@ -46,8 +47,7 @@ def tpot_ns(account: ClosedAccount) -> float | None:
 
 
 def itl_ns(account: ClosedAccount) -> list[int]:
-    ready_ns = account.token_ready_ns
-    return [after - before for before, after in zip(ready_ns, ready_ns[1:], strict=False)]
+    return [after - before for before, after in pairwise(account.token_ready_ns)]
 
 
 def send_lag_ns(account: ClosedAccount) -> list[int]:
@@ -178,7 +178,7 @@ def apportion(total: int, weights: Mapping[str, int]) -> dict[str, int]:
 def verify_device_book(book: DeviceBook, records: Sequence[StepRecord]) -> None:
     """Raise ValueError unless the steps are consecutive and the book accounts for all of their wall time exactly."""
     verify_steps(records)
-    for before, after in zip(records, records[1:], strict=False):
+    for before, after in pairwise(records):
         if after.step_id != before.step_id + 1:
             raise ValueError(f"step {after.step_id} follows {before.step_id}: the device book needs consecutive steps")
     booked_ns = sum(book.share_ns.values()) + book.host_gap_ns + book.idle_ns

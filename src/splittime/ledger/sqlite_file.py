@@ -2,11 +2,11 @@
 
 Promises: `put` never waits and never raises (a full queue drops the record and counts it); the file is readable at any
 moment, also after kill -9, and then lacks at most the last batch; rows beyond the bound are deleted, oldest first.
-A path that cannot be written is a `ConfigError` at once; a disk that fails later costs records (`num_unwritten`), logged
-once for each outage, and serving goes on.
+A path that cannot be written is a `ConfigError` at once; a disk that fails later costs records (`num_unwritten`),
+logged once for each outage, and serving goes on.
 
     accounts(seq, request_id, group_id, e2e_ns, body)      body is the record as JSON, so that other tools can read it
-    steps(seq, step_id, body)
+    steps(seq, begin_ns, body)
 """
 
 import logging
@@ -32,10 +32,12 @@ MAX_QUEUED_RECORDS = 50_000
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS accounts(
-  seq INTEGER PRIMARY KEY, request_id TEXT NOT NULL, group_id TEXT NOT NULL, e2e_ns INTEGER NOT NULL, body TEXT NOT NULL);
+  seq INTEGER PRIMARY KEY, request_id TEXT NOT NULL, group_id TEXT NOT NULL, e2e_ns INTEGER NOT NULL,
+  body TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS accounts_request_id ON accounts(request_id);
 CREATE INDEX IF NOT EXISTS accounts_group_id ON accounts(group_id);
-CREATE TABLE IF NOT EXISTS steps(seq INTEGER PRIMARY KEY, step_id INTEGER NOT NULL, body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS steps(seq INTEGER PRIMARY KEY, begin_ns INTEGER NOT NULL, body TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS steps_begin_ns ON steps(begin_ns);
 """
 
 
@@ -112,10 +114,10 @@ class FileWriter:
             for r in batch
             if isinstance(r, ClosedAccount)
         ]
-        steps = [(r.step_id, _to_json(r)) for r in batch if isinstance(r, StepRecord)]
+        steps = [(r.begin_ns, _to_json(r)) for r in batch if isinstance(r, StepRecord)]
         insert = "INSERT INTO accounts(request_id, group_id, e2e_ns, body) VALUES(?, ?, ?, ?)"
         self._connection.executemany(insert, accounts)
-        self._connection.executemany("INSERT INTO steps(step_id, body) VALUES(?, ?)", steps)
+        self._connection.executemany("INSERT INTO steps(begin_ns, body) VALUES(?, ?)", steps)
 
     def _delete_oldest(self) -> None:
         for table, max_rows in self._max_rows.items():
@@ -150,6 +152,11 @@ class LedgerFile:
     def steps(self, limit: int = 100) -> list[StepRecord]:
         query = "SELECT body FROM steps ORDER BY seq DESC LIMIT ?"
         return [_to_step(body) for (body,) in self._connection.execute(query, (limit,))][::-1]
+
+    def steps_between(self, begin_ns: int, end_ns: int) -> list[StepRecord]:
+        """The steps that began in this span of the host's monotonic clock."""
+        query = "SELECT body FROM steps WHERE begin_ns BETWEEN ? AND ? ORDER BY seq"
+        return [_to_step(body) for (body,) in self._connection.execute(query, (begin_ns, end_ns))]
 
     def close(self) -> None:
         self._connection.close()

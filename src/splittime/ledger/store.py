@@ -2,7 +2,7 @@
 
 Owns: the ring, its index, the list of subscribers. `add_account` and `add_step` are called on the serving path and only
 append: they never wait for the disk (see `sqlite_file`), and nothing that a subscriber or the disk does wrong reaches
-the caller. What goes wrong is counted in `counts()` and logged. An account that does not verify is kept: it is evidence.
+the caller. What goes wrong is counted in `counts()` and logged. An account that does not verify is kept as evidence.
 
 Reads return the latest `limit`, oldest first. Safe to read from other threads while one adds.
 """

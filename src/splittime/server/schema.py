@@ -197,7 +197,7 @@ def _refusal(message: str, kind: type[_Strict]) -> RequestError:
         if name in UNSUPPORTED:
             reason = UNSUPPORTED[name]
             return RequestError(f"{param}: {reason}", code="unsupported_field", param=param, hint="leave it out")
-    what = located[1] if located else message
+    what: str = located[1] if located else message
     return RequestError(f"{param}: {what}" if param else what, code="invalid_type", param=param)
 
 

@@ -1,5 +1,4 @@
-"""What leaves the ledger: JSON, Prometheus, Perfetto, Server-Timing. Leaves: they read or subscribe, nothing imports them
-but the edges."""
+"""What leaves the ledger: JSON, Prometheus, Perfetto, Server-Timing. They read or subscribe; only edges import them."""
 
 from splittime.ledger.export.account_json import account_from_json, account_json, stages_json
 

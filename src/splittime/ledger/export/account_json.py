@@ -1,6 +1,6 @@
 """A closed account as JSON: what `GET /ledger/requests/ID` answers and `explain` reads back.
 
-Times inside are relative to `start_ns`, so that a person can read them; `start_ns` itself is the host's monotonic clock.
+Times inside are relative to `start_ns`, for people to read; `start_ns` itself is of the host's monotonic clock.
 `stages` are contiguous and end at `end_ns - start_ns`. `derived` holds the figures of `ledger.derive`, nothing else.
 `account_from_json(account_json(a)) == a`.
 """

@@ -1,8 +1,8 @@
 """The ledger on `/metrics`: histograms fed by subscription, gauges read from the engine at each scrape.
 
-A histogram here is a list of counts found by bisection (prometheus_client's own searches its bounds one by one and takes
-a lock for each sample); prometheus_client only writes the text. All histograms share one set of edges, 10 us to 100 s,
-six to a decade (1, 1.5, 2, 3, 5, 7). `METRICS` is the whole list, and `docs/reference/metrics.md` is made from it.
+A histogram here is a list of counts found by bisection (prometheus_client's own searches its bounds one by one and
+takes a lock for each sample); prometheus_client only writes the text. All share one set of edges, 10 us to 100 s, six
+to a decade (1, 1.5, 2, 3, 5, 7). `METRICS` is the whole list, and `docs/reference/metrics.md` is made from it.
 """
 
 from bisect import bisect_left

@@ -1,0 +1,45 @@
+"""`splittime config show`: every setting, its value, and where the value came from."""
+
+import sys
+
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from splittime.cli.options import JsonFlag, ModelArgument, with_settings
+from splittime.cli.settings import Settings
+
+app = typer.Typer(help="The settings and where they come from.", no_args_is_help=True)
+
+_EXAMPLES = """[bold]Examples[/bold]
+
+  splittime config show
+
+  SPLITTIME_PORT=9000 splittime config show --policy deadline --json
+"""
+
+
+@app.callback()
+def _group() -> None:
+    """The settings and where they come from."""
+
+
+@app.command(epilog=_EXAMPLES)
+@with_settings("runner", "scheduler", "server", "ledger")
+def show(settings: Settings, model: ModelArgument = None, json: JsonFlag = False) -> None:
+    """Print each setting with its origin: default, file and line, environment variable, or flag."""
+    if json:
+        sys.stdout.write(orjson.dumps({"settings": settings.shown()}, option=orjson.OPT_INDENT_2).decode() + "\n")
+        return
+    table = Table("setting", "value", "origin", box=None, pad_edge=False)
+    for entry in settings.shown():
+        style = "dim" if entry["origin"] == "default" else "bold"
+        table.add_row(entry["name"], _plain(entry["value"]), entry["origin"], style=style)
+    Console(highlight=False).print(table)
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else str(value)

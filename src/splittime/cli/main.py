@@ -1,0 +1,30 @@
+"""The `splittime` command. Nothing heavy is imported before a command needs it: `--help` must answer at once."""
+
+import typer
+
+from splittime.cli.config import app as config_app
+from splittime.cli.explain import explain
+from splittime.cli.generate import generate
+from splittime.cli.serve import serve
+
+app = typer.Typer(
+    name="splittime",
+    help="An LLM inference server that accounts for every nanosecond of every request.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(name="serve")(serve)
+app.command(name="generate")(generate)
+app.command(name="explain")(explain)
+app.add_typer(config_app, name="config")
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

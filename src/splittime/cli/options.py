@@ -1,0 +1,111 @@
+"""Command-line flags made from the table of settings, and what all commands share: `--json`, `--config`, exit codes.
+
+Exit codes: 0 done, 1 failed, 2 a usage or settings error. Data goes to standard output, talk to standard error.
+"""
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from splittime.cli import settings as settings_module
+from splittime.cli.settings import Settings
+from splittime.cli.settings_table import SETTINGS, Setting
+from splittime.core.errors import ConfigError, NotFound, SplittimeError
+
+_TYPES: dict[str, Any] = {"text": str, "whole": int, "number": float, "switch": bool, "bytes": str}
+_PANELS = {"runner": "Engine", "scheduler": "Engine", "server": "Server", "ledger": "Ledger"}
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="Folder or Hugging Face id. Default: the model in the package.")
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+ConfigFlag = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Settings file. Default: splittime.toml, if there.")
+]
+
+
+def talk() -> Console:
+    """Where everything that is not data goes."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def with_settings(*parts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of these parts; it gets them, with file and environment, as `settings`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        chosen = [setting for setting in SETTINGS if set(setting.parts) & set(parts)]
+        names = {setting.name for setting in chosen} | {"model"}
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
+        shown = [*own, *(_parameter(setting) for setting in chosen), _CONFIG_PARAMETER]
+
+        @functools.wraps(command)
+        def with_values(**arguments: Any) -> None:
+            flags = {name: arguments.pop(name) for name in names if name in arguments}
+            with_model = {"model": flags["model"]} if "model" in flags else {}
+            settings = settings_module.load(flags, arguments.pop("config"))
+            own_arguments = {**arguments, **{name: settings[name] for name in with_model}}
+            command(settings=settings, **own_arguments)
+
+        with_values.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        with_values.__annotations__ = {p.name: p.annotation for p in shown}
+        return fails_clearly(with_values)
+
+    return decorate
+
+
+def fails_clearly(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn our errors into a message on standard error and an exit code."""
+
+    @functools.wraps(command)
+    def guarded(**arguments: Any) -> None:
+        try:
+            command(**arguments)
+        except SplittimeError as error:
+            say_error(error)
+            raise typer.Exit(2 if isinstance(error, ConfigError | NotFound) else 1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # the reader of our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+    return guarded
+
+
+def say_error(error: SplittimeError) -> None:
+    console = talk()
+    console.print(f"error: {error.info.message}", style="red", markup=False)
+    if error.info.hint:
+        console.print(f"hint:  {error.info.hint}", markup=False)
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    names: Iterable[str] = (setting.flag,)
+    if setting.kind == "switch":
+        names = (f"{setting.flag}/--no-{setting.flag[2:]}",)
+    help_text = f"{setting.help} [{'|'.join(setting.choices)}]" if setting.choices else setting.help
+    option = typer.Option(
+        *names,
+        help=help_text,
+        show_default=_shown_default(setting),
+        rich_help_panel=_PANELS[setting.parts[0]],
+        metavar="SIZE" if setting.kind == "bytes" else None,
+    )
+    annotation = Annotated[_TYPES[setting.kind] | None, option]
+    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _shown_default(setting: Setting) -> str | bool:
+    if setting.default is None:
+        return False
+    return str(setting.default).lower() if setting.kind == "switch" else str(setting.default)
+
+
+_CONFIG_PARAMETER = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFlag)

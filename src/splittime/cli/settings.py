@@ -1,0 +1,181 @@
+"""Settings with their origins: default < splittime.toml < environment < flag. The only reader of the three.
+
+A key that is in no table is a `ConfigError` with "did you mean", whichever way it came; a value of the wrong type or
+out of range too, and it says where it was written. `config show` prints what `Settings` holds.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from splittime.cli.settings_table import BY_NAME, ENV_PREFIX, SETTINGS, Setting
+from splittime.core.errors import ConfigError
+
+DEFAULT_FILE = "splittime.toml"
+_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9}
+_SWITCH_WORDS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+# Kubernetes adds these to every pod beside a service that is called "splittime"
+_SERVICE_LINK = re.compile(rf"{ENV_PREFIX}(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
+
+
+class Value(NamedTuple):
+    value: Any
+    origin: str
+
+
+class Settings:
+    """Every setting's value and where it came from."""
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self.values = dict(values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name].value
+
+    def part(self, part: str) -> dict[str, Any]:
+        """The fields of one component's config."""
+        return {setting.name: self[setting.name] for setting in SETTINGS if part in setting.parts}
+
+    def shown(self) -> list[dict[str, Any]]:
+        """`[{name, value, origin}]`, secrets masked."""
+        return [
+            {"name": s.name, "value": _mask(s, self[s.name]), "origin": self.values[s.name].origin} for s in SETTINGS
+        ]
+
+
+def load(flags: Mapping[str, Any], config: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """All settings of a command. Flags that were not given are None."""
+    values = {setting.name: Value(setting.default, "default") for setting in SETTINGS}
+    values |= _from_file(config)
+    values |= _from_environment(os.environ if environ is None else environ)
+    given = {name: value for name, value in flags.items() if value is not None}
+    values |= {name: _checked(name, value, _flag_origin(name, value)) for name, value in given.items()}
+    return Settings(values)
+
+
+def from_arguments(arguments: Mapping[str, Any]) -> Settings:
+    """Settings of `LLM(...)`: arguments over defaults; no file, no environment."""
+    values = {setting.name: Value(setting.default, "default") for setting in SETTINGS}
+    values |= {name: _checked(name, value, "argument") for name, value in arguments.items() if value is not None}
+    return Settings(values)
+
+
+def _from_file(config: Path | None) -> dict[str, Value]:
+    path = config or Path(DEFAULT_FILE)
+    if config is None and not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read settings from {path}: {error}", param="config", value=str(path)) from error
+    return dict(_file_value(path, text, key, value) for key, value in table.items())
+
+
+def _file_value(path: Path, text: str, key: str, value: Any) -> tuple[str, Value]:
+    line = next(
+        (n for n, row in enumerate(text.splitlines(), 1) if re.match(rf'\s*"?{re.escape(key)}"?\s*=', row)), None
+    )
+    name = key.replace("-", "_")
+    return name, _checked(name, value, f"{path}:{line}" if line else str(path))
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Value]:
+    names = sorted(name for name in environ if name.startswith(ENV_PREFIX) and not _SERVICE_LINK.fullmatch(name))
+    return {
+        (key := name.removeprefix(ENV_PREFIX).lower()): _checked(key, environ[name], f"env {name}") for name in names
+    }
+
+
+def _flag_origin(name: str, value: Any) -> str:
+    if name == "model":
+        return "argument MODEL"
+    setting = BY_NAME.get(name)
+    return f"flag {setting.flag if value is not False else '--no-' + setting.flag[2:]}" if setting else "flag"
+
+
+def _checked(name: str, value: Any, origin: str) -> Value:
+    """The value, typed and within its range, or a `ConfigError` that says where it was written."""
+    setting = BY_NAME.get(name)
+    if setting is None:
+        raise ConfigError(f"unknown setting {name!r} ({origin})", param=name, hint=did_you_mean(name, BY_NAME))
+    try:
+        typed = _typed(setting, value)
+    except (ValueError, TypeError, KeyError):
+        shown = _mask(setting, value)
+        raise _bad(setting, shown, f"is not {_KIND_WORDS[setting.kind]}", origin) from None
+    if setting.choices and typed not in setting.choices:
+        raise _bad(setting, typed, f"is none of {', '.join(setting.choices)}", origin, list(setting.choices))
+    low, high = setting.minimum, setting.maximum
+    if (low is not None and not typed >= low) or (high is not None and not typed <= high):
+        limit = f"at least {low}" if high is None else f"{low} to {high}"
+        raise _bad(setting, typed, f"must be {limit}", origin, [low, high])
+    return Value(typed, origin)
+
+
+def _bad(setting: Setting, value: Any, why: str, origin: str, limit: Any = None) -> ConfigError:
+    return ConfigError(
+        f"{setting.name} = {value!r} {why} ({origin})", param=setting.name, value=value, limit=limit, hint=setting.help
+    )
+
+
+_KIND_WORDS = {
+    "text": "text",
+    "whole": "a whole number",
+    "number": "a number",
+    "switch": "true or false",
+    "bytes": "a size like 1048576, 512MiB or 4GiB",
+}
+
+
+def _typed(setting: Setting, value: Any) -> Any:
+    if setting.kind == "switch":
+        return value if isinstance(value, bool) else _SWITCH_WORDS[_text(value).lower()]
+    if isinstance(value, bool):
+        raise ValueError("a switch where none is")
+    if setting.kind == "bytes":
+        return value if isinstance(value, int) else parse_bytes(value)
+    if setting.kind == "whole":
+        return int(value) if isinstance(value, int | str) else _refuse()
+    if setting.kind == "number":
+        return float(value)
+    return _text(value)
+
+
+def parse_bytes(text: str) -> int:
+    """`512MiB`, `4g`, `1048576`. Powers of two, but for kB, MB, GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(text)
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else "`splittime config show` lists all settings"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else _refuse()
+
+
+def _refuse() -> Any:
+    raise ValueError
+
+
+def _mask(setting: Setting, value: Any) -> Any:
+    return "***" if setting.is_secret and value is not None else value

@@ -1,0 +1,91 @@
+"""Every setting, once: its key in splittime.toml, its `--flag`, its `SPLITTIME_` variable, type, default, range and help.
+
+Flags, the settings file, `config show`, `LLM(...)` and `docs/reference/settings.md` are all made from `SETTINGS`.
+`parts` names the components' configs that the value goes to; a test holds their defaults to be the ones written here.
+None as a default means that the machine or the model decides; what it decided is printed at start.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["text", "whole", "number", "switch", "bytes"]
+
+ENV_PREFIX = "SPLITTIME_"
+
+
+class Setting(NamedTuple):
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    parts: tuple[str, ...]
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    is_secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+_DTYPES = ("auto", "float32", "bfloat16")
+_POLICIES = ("fcfs", "priority", "shortest_prefill", "deadline")
+_BOTH = ("runner", "scheduler")
+
+SETTINGS = (
+    Setting("model", "text", None, "Folder or Hugging Face id; without it, the model in the package.", ()),
+    Setting("dtype", "text", "auto", "Weights and arithmetic.", ("runner",), choices=_DTYPES),
+    Setting("kv_cache_dtype", "text", "auto", "KV cache; auto is as dtype.", ("runner",), choices=_DTYPES),
+    Setting(
+        "max_model_len", "whole", None, "Longest prompt plus output, in tokens; default: the model's.", ("runner",), 1
+    ),
+    Setting("kv_cache_memory_bytes", "bytes", None, "Memory for the KV cache: 512MiB, 4GiB, ...", ("runner",), 1),
+    Setting("block_size", "whole", 16, "Tokens in a block of KV cache.", _BOTH, 1, 1024),
+    Setting("num_threads", "whole", None, "CPU threads of the runner; default: the cores.", ("runner",), 1),
+    Setting("max_num_seqs", "whole", 64, "Requests that run at once.", _BOTH, 1, 65536),
+    Setting("max_num_batched_tokens", "whole", 512, "Tokens that one step may compute, over all rows.", _BOTH, 1),
+    Setting("policy", "text", "fcfs", "Who goes first.", ("scheduler",), choices=_POLICIES),
+    Setting(
+        "batching",
+        "text",
+        "continuous",
+        "continuous admits at every step; static fills a batch and runs it to its end.",
+        ("scheduler",),
+        choices=("continuous", "static"),
+    ),
+    Setting(
+        "starvation_bound_ms",
+        "number",
+        10_000.0,
+        "A request that has waited longer goes first under every policy.",
+        ("scheduler",),
+        0,
+    ),
+    Setting("enable_prefix_caching", "switch", True, "Reuse the KV cache of equal prefixes.", ("scheduler",)),
+    Setting("enable_chunked_prefill", "switch", True, "Cut long prompts to fit the token budget.", ("scheduler",)),
+    Setting("host", "text", "127.0.0.1", "Address to bind; any but loopback needs api_key.", ("server",)),
+    Setting("port", "whole", 8000, "TCP port; 0 lets the system choose.", ("server",), 0, 65535),
+    Setting("api_key", "text", None, "Asked for as `Authorization: Bearer KEY`.", ("server",), is_secret=True),
+    Setting("served_model_name", "text", None, "Name in the API; default: the model's own.", ("server",)),
+    Setting("max_body_bytes", "bytes", 4 * 2**20, "A longer request body is refused (413).", ("server",), 1),
+    Setting("max_queued_requests", "whole", 256, "Requests that may wait; one more is refused (429).", ("server",), 1),
+    Setting("max_queued_prompt_tokens", "whole", 262_144, "Prompt tokens that may wait; more is 429.", ("server",), 1),
+    Setting("max_n", "whole", 16, "Largest n.", ("server",), 1, 128),
+    Setting(
+        "slow_reader_buffer_bytes", "bytes", 256 * 1024, "Unread output at which a client is dropped.", ("server",), 1
+    ),
+    Setting(
+        "slow_reader_s", "number", 20.0, "Seconds without progress at which a client is dropped.", ("server",), 0.001
+    ),
+    Setting("body_timeout_s", "number", 60.0, "Seconds for a client to send its body (408).", ("server",), 0.001),
+    Setting("grace_s", "number", 30.0, "Seconds that open requests get after SIGTERM.", ("server",), 0),
+    Setting("ledger_file", "text", None, "SQLite file for all accounts and steps; default: memory only.", ("ledger",)),
+    Setting("max_file_accounts", "whole", 100_000, "Accounts kept in the ledger file.", ("ledger",), 1),
+    Setting("max_file_steps", "whole", 1_000_000, "Steps kept in the ledger file.", ("ledger",), 1),
+)
+BY_NAME = {setting.name: setting for setting in SETTINGS}
+ENGINE_PARTS = ("runner", "scheduler")

@@ -1,0 +1,166 @@
+"""One request's life as text: where each millisecond went, and why. Reads a closed account and step records only.
+
+    explain(account, steps)     a waterfall, one line for each (stage, cause), then what its tokens had to wait for
+    bar(account)                the same in one line
+
+Plain text first: it fits 80 columns and says the same without colour. A line's marks stand where in the request's time
+the stage was: `#` for most of that column's time, `.` for some of it.
+"""
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from splittime.ledger import derive
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
+from splittime.ledger.steps import StepRecord
+
+TIMELINE_COLUMNS = 32
+BAR_COLUMNS = 60
+MAX_NEIGHBOURS = 5
+STYLES: dict[Stage, str] = {
+    Stage.RECEIVE: "cyan",
+    Stage.TOKENIZE: "cyan",
+    Stage.ADMIT: "cyan",
+    Stage.HANDOFF: "cyan",
+    Stage.QUEUE: "red",
+    Stage.PREFILL: "blue",
+    Stage.PREFILL_STALL: "red",
+    Stage.DECODE: "green",
+    Stage.DECODE_STALL: "red",
+    Stage.PREEMPTED: "red",
+    Stage.RECOMPUTE: "magenta",
+    Stage.DELIVER: "yellow",
+    Stage.CLIENT_WAIT: "yellow",
+    Stage.UNATTRIBUTED: "bold red",
+}
+LETTERS: dict[Stage, str] = {
+    Stage.RECEIVE: "r",
+    Stage.TOKENIZE: "t",
+    Stage.ADMIT: "a",
+    Stage.HANDOFF: "h",
+    Stage.QUEUE: "q",
+    Stage.PREFILL: "P",
+    Stage.PREFILL_STALL: "p",
+    Stage.DECODE: "D",
+    Stage.DECODE_STALL: "d",
+    Stage.PREEMPTED: "x",
+    Stage.RECOMPUTE: "R",
+    Stage.DELIVER: "v",
+    Stage.CLIENT_WAIT: "c",
+    Stage.UNATTRIBUTED: "?",
+}
+WAITS = (Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED, Stage.CLIENT_WAIT, Stage.UNATTRIBUTED)
+
+Key = tuple[Stage, Cause | None]
+
+
+def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
+    """The whole story of one request."""
+    totals_ns = derive.stage_totals_ns(account)
+    text = _heading(account)
+    for key, total_ns in totals_ns.items():
+        text.append_text(_stage_line(account, key, total_ns))
+    text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{_ms(sum(totals_ns.values())):>10}  100.0\n")
+    text.append_text(_waits(account, totals_ns))
+    text.append_text(_tokens(account, steps))
+    return text
+
+
+def bar(account: ClosedAccount) -> Text:
+    """The account as one stacked bar, a letter for each stage, and a legend with milliseconds."""
+    by_stage = {stage: ns for stage, ns in derive.stage_ns(account).items() if ns > 0}
+    cells = derive.apportion(BAR_COLUMNS, {stage.value: ns for stage, ns in by_stage.items()})
+    text = Text("|")
+    for stage in by_stage:
+        text.append(LETTERS[stage] * cells[stage.value], style=STYLES[stage])
+    text.append(f"| {_ms(derive.e2e_ns(account))} ms\n")
+    for stage, duration_ns in by_stage.items():
+        text.append(f"  {LETTERS[stage]} ", style=STYLES[stage])
+        text.append(f"{stage.value} {_ms(duration_ns)}")
+    return text
+
+
+def _heading(account: ClosedAccount) -> Text:
+    text = Text()
+    text.append(account.request_id, style="bold")
+    text.append(f"  {account.endpoint}  {account.model}  {account.finish_reason}\n")
+    cached = f" ({account.cached_tokens} cached)" if account.cached_tokens else ""
+    preempted = f", {account.num_preemptions} preemptions" if account.num_preemptions else ""
+    text.append(f"{account.prompt_tokens} prompt tokens{cached}, {account.output_tokens} output tokens{preempted}, ")
+    text.append(f"{_ms(derive.e2e_ns(account))} ms from first byte to last\n")
+    if account.error is not None:
+        text.append(f"{account.error.message}\n", style="red")
+    return text.append(f"\n{'stage: cause':<29}{'from 0 to end':<{TIMELINE_COLUMNS + 2}}{'ms':>10}{'%':>7}\n", "dim")
+
+
+def _stage_line(account: ClosedAccount, key: Key, total_ns: int) -> Text:
+    stage, cause = key
+    name = f"{stage.value}: {cause.value}" if cause is not None else stage.value
+    percent = 100 * total_ns / max(1, derive.e2e_ns(account))
+    text = Text(f"{name:<29}|")
+    text.append(_timeline(account, key), style=STYLES[stage])
+    return text.append(f"|{_ms(total_ns):>10}{percent:>7.1f}\n")
+
+
+def _timeline(account: ClosedAccount, key: Key) -> str:
+    """One mark for each column of time: how much of it this stage and cause took."""
+    wall_ns = max(1, derive.e2e_ns(account))
+    covered = [0.0] * TIMELINE_COLUMNS
+    for interval in account.intervals:
+        if (interval.stage, interval.cause) == key:
+            begin = (interval.begin_ns - account.start_ns) * TIMELINE_COLUMNS / wall_ns
+            end = (interval.end_ns - account.start_ns) * TIMELINE_COLUMNS / wall_ns
+            for column in range(int(begin), min(int(end) + 1, TIMELINE_COLUMNS)):
+                covered[column] += max(0.0, min(end, column + 1) - max(begin, column))
+    return "".join("#" if share >= 0.5 else "." if share > 0 else " " for share in covered)
+
+
+def _waits(account: ClosedAccount, totals_ns: dict[Key, int]) -> Text:
+    """A sentence for each kind of wait, the longest first."""
+    waits = [(ns, key) for key, ns in totals_ns.items() if key[0] in WAITS and ns > 0]
+    text = Text("\n" if waits else "")
+    for duration_ns, (stage, cause) in sorted(waits, key=lambda wait: -wait[0]):
+        why = f" Why: {CAUSE_MEANING[cause]}." if cause is not None else ""
+        text.append(f"{stage.value}", style=STYLES[stage])
+        text.append(f" {_ms(duration_ns)} ms. {STAGE_MEANING[stage]}{why}\n")
+    return text
+
+
+def _tokens(account: ClosedAccount, steps: Sequence[StepRecord]) -> Text:
+    ttft_ns, tpot_ns, stall = derive.ttft_ns(account), derive.tpot_ns(account), derive.max_stall(account)
+    if ttft_ns is None:
+        return Text("\nNo token was written.\n")
+    text = Text(f"\nTTFT {_ms(ttft_ns)} ms")
+    if tpot_ns is not None:
+        text.append(f", TPOT {_ms(tpot_ns)} ms")
+    if stall is None:
+        return text.append("\n")
+    gaps = derive.percentiles(derive.itl_ns(account), (50, 99))
+    text.append(f", ITL p50 {_ms(gaps['p50'])} p99 {_ms(gaps['p99'])} ms\n")
+    text.append(f"Longest gap {_ms(stall.duration_ns)} ms, before token {stall.token_index}, ")
+    text.append(f"which step {stall.step_id} made.\n")
+    return text.append_text(_steps_of_stall(account, stall, steps))
+
+
+def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence[StepRecord]) -> Text:
+    """The steps that ran during the longest gap, and who else was in them."""
+    before_id = account.token_steps[stall.token_index - 1]
+    during = [step for step in steps if before_id < step.step_id <= stall.step_id]
+    if not during:
+        return Text("The records of its steps are no longer kept.\n")
+    longest = max(during, key=lambda step: step.end_ns - step.begin_ns)
+    others = [row for row in longest.rows if row[0] != account.request_id]
+    text = Text(f"{len(during)} step(s) ran meanwhile, the longest was {longest.step_id}: ")
+    text.append(f"{_ms(longest.end_ns - longest.begin_ns)} ms (device {_ms(longest.device_ns)}), ")
+    text.append(f"{longest.prefill_tokens} prefill and {longest.decode_tokens} decode tokens.\n")
+    for request_id, start, num_tokens in sorted(others, key=lambda row: -row[2])[:MAX_NEIGHBOURS]:
+        text.append(f"  with it: {request_id}, {num_tokens} token(s) from position {start}\n")
+    if len(others) > MAX_NEIGHBOURS:
+        text.append(f"  and {len(others) - MAX_NEIGHBOURS} more\n")
+    return text
+
+
+def _ms(duration_ns: float) -> str:
+    return f"{duration_ns / 1e6:.3f}" if duration_ns < 1e9 else f"{duration_ns / 1e6:.1f}"

@@ -1,0 +1,76 @@
+"""The loop of an engine process: take what came in, step, send what came of it. The only place that waits for work.
+
+A thread receives, so that a message has its arrival time even while a step runs: what it waits after that is queueing
+(`step_in_flight`), not hand-off. The loop itself is single-threaded and owns the engine.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from splittime.core.clock import Clock
+from splittime.core.errors import ConfigError
+from splittime.engine.engine import Engine
+from splittime.engine.messages import Abort, Configure, ConfigureDone, StepOutput, Submit, ToEngine
+
+Send = Callable[[StepOutput | ConfigureDone], None]
+
+
+class Inbox:
+    """Messages with their arrival times, from one receiving thread to the loop."""
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[ToEngine, int]] = deque()
+        self._arrived = threading.Event()
+        self.is_closed = False
+
+    def put(self, message: ToEngine, received_ns: int) -> None:
+        self._messages.append((message, received_ns))
+        self._arrived.set()
+
+    def close(self) -> None:
+        """The loop ends after what it is doing now."""
+        self.is_closed = True
+        self._arrived.set()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Return when something has arrived, or after the timeout."""
+        self._arrived.wait(timeout_s)
+
+    def take_all(self) -> list[tuple[ToEngine, int]]:
+        self._arrived.clear()
+        taken = []
+        while self._messages:
+            taken.append(self._messages.popleft())
+        return taken
+
+
+def run_loop(engine: Engine, inbox: Inbox, send: Send, clock: Clock) -> None:
+    """Run until the inbox is closed. An exception of the runner or the scheduler goes to the caller: the engine's state
+    is not to be trusted after it."""
+    while not inbox.is_closed:
+        if not engine.has_work:
+            inbox.wait(_seconds_to_deadline(engine, clock))
+        for message, received_ns in inbox.take_all():
+            _handle(engine, message, received_ns, send)
+        output = engine.step()
+        if output is not None:
+            send(output)
+
+
+def _handle(engine: Engine, message: ToEngine, received_ns: int, send: Send) -> None:
+    match message:
+        case Submit(request):
+            engine.submit(request, received_ns)
+        case Abort(request_id):
+            engine.abort(request_id)
+        case Configure(call_id, knobs):
+            try:
+                send(ConfigureDone(call_id, engine.configure(knobs)))
+            except ConfigError as error:
+                send(ConfigureDone(call_id, error=error.info))
+
+
+def _seconds_to_deadline(engine: Engine, clock: Clock) -> float | None:
+    deadline_ns = engine.scheduler.next_deadline_ns()
+    return None if deadline_ns is None else max(deadline_ns - clock.now_ns(), 0) / 1e9

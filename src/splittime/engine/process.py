@@ -1,0 +1,321 @@
+"""The client's side of the process boundary: an engine in a process of its own, restarted when it dies.
+
+Owns the process, the two sockets of its generation, and one queue for each request in flight. Promises that every
+stream ends: when the process dies, each request in flight gets a terminal output with `engine_died`, `is_ready` turns
+false, the cause is logged, and a successor is started (not if it never got ready even once: the same would happen
+again). Messages of a dead generation cannot be read by its successor: each has sockets of its own.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from splittime.core.errors import Conflict, EngineError, ErrorInfo, Overloaded, raise_from_info
+from splittime.core.request import FinishReason, Request
+from splittime.engine.client import StreamItem
+from splittime.engine.messages import (
+    Abort,
+    Configure,
+    ConfigureDone,
+    EngineStats,
+    Fatal,
+    FromEngine,
+    Ready,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
+from splittime.ledger.account import Mark
+from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler.events import RequestOutput
+
+log = logging.getLogger("splittime.engine")
+
+RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)  # after deaths in a row; a minute of health starts over
+HEALTHY_AFTER_S = 60.0
+OnStep = Callable[[StepOutput], None]
+
+
+class Generation:
+    """One engine process and its sockets."""
+
+    def __init__(self, command: list[str], settings: bytes) -> None:
+        self.folder = tempfile.mkdtemp(prefix="splittime-")
+        inbound, outbound = f"ipc://{self.folder}/to-engine", f"ipc://{self.folder}/from-engine"
+        self.started_ns = time.monotonic_ns()
+        self.process = subprocess.Popen([*command, inbound, outbound], stdin=subprocess.PIPE)
+        assert self.process.stdin is not None
+        self.process.stdin.write(settings + b"\n")
+        self.process.stdin.flush()
+        self._endpoints = inbound, outbound
+
+    def connect(self, context: zmq.asyncio.Context) -> None:
+        inbound, outbound = self._endpoints
+        self.push = context.socket(zmq.PUSH)
+        self.pull = context.socket(zmq.PULL)
+        for socket in (self.push, self.pull):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+        self.push.bind(inbound)
+        self.pull.bind(outbound)
+
+    def close(self) -> None:
+        """Also of a process that still runs: its standard input ends, so it leaves."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.push.close()
+        self.pull.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class InFlight:
+    """A request whose terminal output has not been read yet."""
+
+    __slots__ = ("items", "last_news_ns")
+
+    def __init__(self, submitted_ns: int) -> None:
+        self.items: asyncio.Queue[StreamItem] = asyncio.Queue()
+        self.last_news_ns = submitted_ns
+
+    def put(self, item: StreamItem) -> None:
+        self.last_news_ns = item.ready_ns
+        self.items.put_nowait(item)
+
+
+class ProcessClient:
+    """An `EngineClient`. `spawn` may be called before there is an event loop, to win time; `start` awaits readiness.
+
+    command: starts a worker; the two endpoints are appended to it. settings: one line of JSON for its standard input.
+    on_step: called with every step's output, in the event loop's thread, before the streams see it.
+    """
+
+    def __init__(self, command: list[str] | None, settings: bytes, on_step: OnStep | None = None) -> None:
+        self._command = command or [sys.executable, "-m", "splittime.cli.worker"]
+        self._settings = settings
+        self._on_step = on_step or (lambda output: None)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._streams: dict[str, InFlight] = {}
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._call_ids = itertools.count()
+        self._stats = EngineStats(now_ns=time.monotonic_ns())
+        self._generation: Generation | None = None
+        self._last_words: Fatal | None = None
+        self._num_deaths_in_row = 0
+        self._is_stopping = False
+        self._was_ever_ready = False
+        self.num_restarts = 0
+        self.is_ready = False
+        self.ready_info: Ready | None = None
+        self.failure: EngineError | None = None
+
+    def spawn(self) -> None:
+        """Start the process now; `start` does it otherwise."""
+        self._generation = Generation(self._command, self._settings)
+
+    async def start(self) -> Ready:
+        """Start if need be, and return when the engine can serve. Raises EngineError if it cannot start at all."""
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context()
+        self._became_ready = asyncio.Event()
+        if self._generation is None:
+            self.spawn()
+        self._attend()
+        await self._became_ready.wait()
+        if self.failure is not None:
+            raise self.failure
+        assert self.ready_info is not None
+        return self.ready_info
+
+    async def stop(self) -> None:
+        """End the process; requests still in flight get a terminal output."""
+        self._is_stopping = True
+        self.is_ready = False
+        if self._generation is not None:
+            self._end_streams("the server is shutting down")
+            generation, self._generation = self._generation, None
+            self._reader.cancel()
+            generation.close()
+            await asyncio.to_thread(_wait_or_kill, generation.process)
+        self._context.term()
+
+    # ---- the client's calls ---------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        if not self.is_ready:
+            raise Overloaded("the engine is not running", status=503, code="engine_not_ready", retry_after_s=2.0)
+        if request.request_id in self._streams:
+            raise Conflict(f"request id {request.request_id!r} is in flight", param="request_id")
+        self._streams[request.request_id] = InFlight(request.submitted_ns)
+        self._send(Submit(request))
+
+    async def stream(self, request_id: str) -> AsyncIterator[StreamItem]:
+        stream = self._streams[request_id]
+        try:
+            while True:
+                item = await stream.items.get()
+                yield item
+                if item.output.finish_reason is not None:
+                    return
+        finally:
+            self._streams.pop(request_id, None)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._streams and self.is_ready:
+            self._send(Abort(request_id))
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    async def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        if not self.is_ready:
+            raise Overloaded("the engine is not running", status=503, code="engine_not_ready", retry_after_s=2.0)
+        call_id = next(self._call_ids)
+        self._calls[call_id] = self._loop.create_future()
+        self._send(Configure(call_id, knobs))
+        try:
+            return await self._calls[call_id]
+        finally:
+            del self._calls[call_id]
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._streams)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._generation is None else self._generation.process.pid
+
+    def _send(self, message: ToEngine) -> None:
+        assert self._generation is not None
+        self._generation.push.send(self._encoder.encode(message))  # queued in here until it can go
+
+    # ---- what the engine says -------------------------------------------------------------------------------------
+
+    def _attend(self) -> None:
+        """Read what this generation sends, and watch for its death."""
+        generation = self._generation
+        assert generation is not None
+        generation.connect(self._context)
+        self._reader = self._loop.create_task(self._read(generation))
+        threading.Thread(target=self._watch, args=(generation,), name="engine-watch", daemon=True).start()
+
+    async def _read(self, generation: Generation) -> None:
+        while True:
+            self._handle(self._decoder.decode(await generation.pull.recv()))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case StepOutput():
+                self._take_step(message)
+            case Ready():
+                self.ready_info, self._stats = message, message.stats
+                self.is_ready = self._was_ever_ready = True
+                self._became_ready.set()
+            case ConfigureDone():
+                self._take_answer(message)
+            case Fatal():
+                self._last_words = message
+
+    def _take_step(self, output: StepOutput) -> None:
+        self._stats = output.stats
+        self._on_step(output)
+        for news in output.outputs:
+            stream = self._streams.get(news.request_id)
+            if stream is not None:
+                stream.put(StreamItem(output.step_id, output.ready_ns, news))
+
+    def _take_answer(self, answer: ConfigureDone) -> None:
+        future = self._calls.get(answer.call_id)
+        if future is None or future.done():
+            return
+        if answer.error is None:
+            future.set_result(answer.knobs)
+            return
+        try:
+            raise_from_info(answer.error)
+        except Exception as error:
+            future.set_exception(error)
+
+    # ---- death and succession -------------------------------------------------------------------------------------
+
+    def _watch(self, generation: Generation) -> None:
+        """In a thread: wait for the process to end, and tell the event loop."""
+        status = generation.process.wait()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_death, generation, status)
+
+    def _on_death(self, generation: Generation, status: int) -> None:
+        if generation is not self._generation or self._is_stopping:
+            return
+        self._loop.create_task(self._bury(generation, status))
+
+    async def _bury(self, generation: Generation, status: int) -> None:
+        self.is_ready = False
+        await asyncio.sleep(0.02)  # its last words may still be in the socket
+        self._reader.cancel()
+        cause = self._cause_of_death(status)
+        log.error("engine process %d died: %s", generation.process.pid, cause)
+        self._end_streams(f"the engine process died: {cause}")
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineError("the engine process died", hint="try again when /ready says so"))
+        generation.close()
+        self._stats = EngineStats(now_ns=time.monotonic_ns())
+        if self._was_ever_ready:
+            await self._restart(generation)
+        else:
+            self.failure = EngineError(cause)
+            self._became_ready.set()
+
+    async def _restart(self, dead: Generation) -> None:
+        if time.monotonic_ns() - dead.started_ns > HEALTHY_AFTER_S * 1e9:
+            self._num_deaths_in_row = 0
+        delay_s = RESTART_DELAYS_S[min(self._num_deaths_in_row, len(RESTART_DELAYS_S) - 1)]
+        self._num_deaths_in_row += 1
+        self.num_restarts += 1
+        log.warning("starting a new engine process in %.0f s (restart %d)", delay_s, self.num_restarts)
+        await asyncio.sleep(delay_s)
+        if not self._is_stopping:
+            self.spawn()
+            self._attend()
+
+    def _cause_of_death(self, status: int) -> str:
+        words, self._last_words = self._last_words, None
+        if words is None:
+            return f"killed by signal {-status}" if status < 0 else f"exit status {status}, no last words"
+        if words.trace:
+            log.error("%s", words.trace.rstrip())
+        return words.message
+
+    def _end_streams(self, why: str) -> None:
+        """A terminal output for every request in flight, made here because nobody else can. What the engine did with
+        it after its last news is not known: from there on it is unattributed."""
+        now_ns = time.monotonic_ns()
+        error = ErrorInfo(kind=EngineError.kind, message=why, code="engine_died", status=500, retry_after_s=2.0)
+        for request_id, stream in self._streams.items():
+            unknown = Mark(Stage.UNATTRIBUTED, Cause.ENGINE_DIED, stream.last_news_ns)
+            marks = (unknown, Mark(Stage.DELIVER, None, now_ns))
+            output = RequestOutput(request_id, marks=marks, finish_reason=FinishReason.ERROR, error=error)
+            stream.put(StreamItem(0, now_ns, output))
+
+
+def _wait_or_kill(process: subprocess.Popen, patience_s: float = 5.0) -> None:
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        os.kill(process.pid, 9)
+        process.wait()

@@ -1,0 +1,200 @@
+"""How an answer is written: OpenAI's two forms, whole and in chunks.
+
+A chunk without extras (no logprobs, no token ids) is a few preformatted bytes around the text: that is the hot path.
+Everything else goes through a dict. Each entry of logprobs stands for one output token, also for the stop token.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from splittime.core.plan import TokenLogprob
+from splittime.core.request import FinishReason
+from splittime.engine.output import token_text
+from splittime.engine.tokenizer import Tokenizer
+from splittime.server.choice import Choice, Delta, Scored
+from splittime.server.params import Ask
+
+DONE = b"data: [DONE]\n\n"
+MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity
+
+Timing = dict[str, Any]
+
+
+class Form(Protocol):
+    """What differs between completions and chats."""
+
+    object_whole: str
+    object_chunk: str
+
+    def whole(self, choice: Choice, delta: Delta) -> dict[str, Any]: ...
+    def piece(self, choice: Choice, delta: Delta) -> dict[str, Any]: ...
+    def opening(self, choice: Choice) -> dict[str, Any] | None: ...
+
+
+class Answer:
+    """The response of one HTTP request, whole or in server-sent events."""
+
+    def __init__(self, ask: Ask, group_id: str, tokenizer: Tokenizer) -> None:
+        self.ask = ask
+        self._form: Form = ChatForm(ask, tokenizer) if ask.is_chat else CompletionForm(ask, tokenizer)
+        self._head: dict[str, Any] = {"id": group_id, "created": int(time.time()), "model": ask.model}
+        self._is_plain = not ask.return_token_ids and ask.sampling.logprobs is None
+        self._usage_field: dict[str, Any] = {"usage": None} if ask.include_usage else {}
+        self._opened: set[int] = set()
+        self._plain_parts = self._preformat()
+
+    def _preformat(self) -> tuple[bytes, bytes, bytes]:
+        """The bytes before the index, between index and text, and after the text of a plain chunk."""
+        marker = Delta("\x00", (), ())
+        probe = orjson.dumps(self._chunk([{"index": -1, **self._form.piece(None, marker), "finish_reason": None}]))  # type: ignore[arg-type]
+        before, rest = probe.split(b'"index":-1', 1)
+        between, after = rest.split(b'"\\u0000"', 1)
+        return b"data: " + before + b'"index":', between, after + b"\n\n"
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {"object": self._form.object_chunk, **self._head, "choices": choices, **self._usage_field, **more}
+
+    # ---- streamed
+
+    def event(self, choice: Choice) -> bytes:
+        """A chunk with all that is new of a choice that goes on."""
+        delta = choice.take()
+        if self._is_plain and choice.index in self._opened:
+            before, between, after = self._plain_parts
+            return b"%b%d%b%b%b" % (before, choice.index, between, orjson.dumps(delta.text), after)
+        piece = {**self._piece(choice, delta), "finish_reason": None}
+        return self._opening(choice) + self._event(piece)
+
+    def last_event(self, choice: Choice, timing: Timing | None = None, **more: Any) -> bytes:
+        """The chunk that says why a choice ended; `more` goes beside the choices."""
+        piece = {**self._piece(choice, choice.take()), "finish_reason": finish_word(choice)}
+        if timing is not None:
+            piece["timing"] = timing
+        return self._opening(choice) + self._event(piece, **more)
+
+    def usage_event(self, choices: Sequence[Choice], **more: Any) -> bytes:
+        return b"data: " + orjson.dumps({**self._chunk([]), "usage": usage(choices, self.ask.n), **more}) + b"\n\n"
+
+    def _opening(self, choice: Choice) -> bytes:
+        """Chats begin with a chunk that names the role."""
+        if choice.index in self._opened:
+            return b""
+        self._opened.add(choice.index)
+        opening = self._form.opening(choice)
+        return self._event({"index": choice.index, **opening, "finish_reason": None}) if opening else b""
+
+    def _piece(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        piece = {"index": choice.index, **self._form.piece(choice, delta)}
+        if self.ask.return_token_ids:
+            piece["token_ids"] = list(delta.token_ids)
+            if choice.index not in self._opened:
+                piece["prompt_token_ids"] = list(choice.request.prompt_token_ids)
+        return piece
+
+    def _event(self, piece: dict[str, Any], **more: Any) -> bytes:
+        return b"data: " + orjson.dumps(self._chunk([piece], **more)) + b"\n\n"
+
+    # ---- whole
+
+    def body(self, choices: Sequence[Choice], timings: Sequence[Timing | None], **more: Any) -> bytes:
+        written = [self._whole(choice, timing) for choice, timing in zip(choices, timings, strict=True)]
+        head = {"object": self._form.object_whole, **self._head}
+        return orjson.dumps({**head, "choices": written, "usage": usage(choices, self.ask.n), **more})
+
+    def _whole(self, choice: Choice, timing: Timing | None) -> dict[str, Any]:
+        delta = choice.take()
+        written = {"index": choice.index, **self._form.whole(choice, delta), "finish_reason": finish_word(choice)}
+        if self.ask.return_token_ids:
+            written["token_ids"] = list(delta.token_ids)
+            written["prompt_token_ids"] = list(choice.request.prompt_token_ids)
+        if timing is not None:
+            written["timing"] = timing
+        return written
+
+
+def finish_word(choice: Choice) -> str:
+    return "stop" if choice.finish_reason is FinishReason.STOP else "length"
+
+
+def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+    """Each prompt counts once, however many answers it got (choices are in the order of the prompts)."""
+    prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in choices[::n])
+    completion_tokens = sum(choice.num_output_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in choices[::n])},
+    }
+
+
+class CompletionForm:
+    object_whole = object_chunk = "text_completion"
+
+    def __init__(self, ask: Ask, tokenizer: Tokenizer) -> None:
+        self._has_logprobs = ask.sampling.logprobs is not None
+        self._num_top = ask.sampling.logprobs or 0
+        self._tokenizer = tokenizer
+
+    def opening(self, choice: Choice) -> None:
+        return None
+
+    def whole(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        return self.piece(choice, delta)
+
+    def piece(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        return {"text": delta.text, "logprobs": self._logprobs(delta.scored) if self._has_logprobs else None}
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
+        return {
+            "tokens": [token_text(self._tokenizer, entry.token_id) for entry in scored],
+            "token_logprobs": [None if e.logprob is None else _finite(e.logprob.logprob) for e in scored],
+            "top_logprobs": [None if e.logprob is None else self._top(e.logprob) for e in scored],
+            "text_offset": [entry.text_offset for entry in scored],
+        }
+
+    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
+        """The likeliest, and the chosen one if it is not among them."""
+        pairs = [*logprob.top[: self._num_top], (logprob.token_id, logprob.logprob)]
+        return {token_text(self._tokenizer, token_id): _finite(value) for token_id, value in pairs}
+
+
+class ChatForm:
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+
+    def __init__(self, ask: Ask, tokenizer: Tokenizer) -> None:
+        self._has_logprobs = ask.sampling.logprobs is not None
+        self._num_top = ask.sampling.logprobs or 0
+        self._tokenizer = tokenizer
+
+    def opening(self, choice: Choice) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def whole(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(delta.scored)}
+
+    def piece(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        return {"delta": {"content": delta.text}, "logprobs": self._logprobs(delta.scored)}
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        return {"content": [self._entry(e) for e in scored if e.logprob is not None], "refusal": None}
+
+    def _entry(self, entry: Scored) -> dict[str, Any]:
+        assert entry.logprob is not None
+        top = [self._token(token_id, value) for token_id, value in entry.logprob.top[: self._num_top]]
+        return {**self._token(entry.token_id, entry.logprob.logprob), "top_logprobs": top}
+
+    def _token(self, token_id: int, value: float) -> dict[str, Any]:
+        spelled = self._tokenizer.token_bytes(token_id)
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": _finite(value), "bytes": list(spelled)}
+
+
+def _finite(value: float) -> float:
+    return value if value >= MIN_LOGPROB else MIN_LOGPROB  # a NaN becomes MIN_LOGPROB too

@@ -1,0 +1,200 @@
+"""Server-sent events: from choices with news to bytes given to the socket, as soon as the socket takes them.
+
+The path of a token: the follower calls `touch`, which asks the event loop for one flush at the end of this turn. The
+flush renders what is new of every touched choice and starts the send. If the socket takes it, which is the rule, that is
+all: no task, no queue. If it does not, the send goes on in a task; news gather in the choices meanwhile, and go out as
+one larger chunk when the socket is free again.
+
+A client that does not read is dropped once `slow_reader_buffer_bytes` have gathered or `slow_reader_s` have passed
+without progress. A blocked send after the last token is the client's time (`client_wait`), not the server's.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from types import coroutine
+from typing import Any
+
+from splittime.server.answer import DONE, Answer
+from splittime.server.choice import Choice
+from splittime.server.config import ServerConfig
+
+Message = dict[str, Any]
+Send = Callable[[Message], Coroutine[Any, Any, None]]
+Headers = list[tuple[bytes, bytes]]
+
+now_ns = time.monotonic_ns
+
+
+class EventStream:
+    """Writes one response. `on_slow` is called once, when the client has to be dropped; `on_ended` for each choice
+    whose last chunk has been given to the socket."""
+
+    def __init__(
+        self,
+        send: Send,
+        answer: Answer,
+        choices: Sequence[Choice],
+        config: ServerConfig,
+        headers: Callable[[], Headers],
+        on_slow: Callable[[str], None],
+        on_ended: Callable[[Choice, int], None],
+    ) -> None:
+        self._send, self._answer, self._choices, self._config = send, answer, choices, config
+        self._headers, self._on_slow, self._on_ended = headers, on_slow, on_ended
+        self._loop = asyncio.get_running_loop()
+        self._touched: dict[int, Choice] = {}
+        self._pending_bytes = 0
+        self._flush_handle: asyncio.Handle | None = None
+        self._blocked: asyncio.Task[None] | None = None
+        self._blocked_since_ns = 0
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._in_write: list[tuple[Choice, int]] = []
+        self.has_begun = False
+        self.is_dropped = False
+        self.finish_timing: Callable[[Choice], dict[str, Any] | None] = lambda choice: None
+
+    # ---- while tokens come
+
+    def touch(self, choice: Choice, num_bytes: int) -> None:
+        """A choice has news."""
+        self._touched[choice.index] = choice
+        if self._blocked is not None:
+            self._pending_bytes += num_bytes
+            if self._pending_bytes > self._config.slow_reader_buffer_bytes:
+                self._drop("slow_reader_buffer_bytes")
+        elif self._flush_handle is None:
+            self._flush_handle = self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_handle = None
+        if self._blocked is not None or self.is_dropped or self._is_last_of_all():
+            return
+        written = [self._render(choice) for choice in self._touched.values()]
+        self._touched.clear()
+        body = b"".join(written)
+        if body:
+            self._write(body)
+
+    def _is_last_of_all(self) -> bool:
+        """Every choice is done: `finish` writes the rest, so that the last chunk can say all."""
+        return all(choice.is_done for choice in self._choices)
+
+    def _render(self, choice: Choice) -> bytes:
+        """What is new of a choice; nothing while all its new tokens make no character yet."""
+        num_tokens = choice.num_untaken
+        if choice.is_done:
+            if choice.error is not None:
+                return b""
+            self._in_write.append((choice, num_tokens))
+            return self._answer.last_event(choice, self.finish_timing(choice))
+        if self._answer.is_plain and not choice.has_new_text:
+            return b""
+        self._in_write.append((choice, num_tokens))
+        return self._answer.event(choice)
+
+    # ---- the socket
+
+    def _write(self, body: bytes, more_body: bool = True) -> None:
+        """Give bytes to the socket; if it does not take them now, a task goes on."""
+        self._blocked = start(self._send_all(body, more_body), self._loop)
+        if self._blocked is None:
+            self._note_written(now_ns())
+            return
+        self._blocked_since_ns = now_ns()
+        self._stall_timer = self._loop.call_later(self._config.slow_reader_s, self._drop, "slow_reader_s")
+        self._blocked.add_done_callback(self._unblocked)
+
+    async def _send_all(self, body: bytes, more_body: bool) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers()})
+        await self._send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+    def _unblocked(self, task: asyncio.Task[None]) -> None:
+        self._blocked = None
+        self._pending_bytes = 0
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+        at_ns = now_ns()
+        for choice in self._choices:
+            choice.note_client_wait(self._blocked_since_ns, at_ns)
+        if task.cancelled() or task.exception() is not None or self.is_dropped:
+            self._in_write.clear()
+            return
+        self._note_written(at_ns)
+        self._flush()
+
+    def _note_written(self, at_ns: int) -> None:
+        in_write, self._in_write = self._in_write, []
+        for choice, num_tokens in in_write:
+            choice.note_written(num_tokens, at_ns)
+            if choice.is_done and choice.num_untaken == 0:
+                self._on_ended(choice, at_ns)
+
+    def _drop(self, limit: str) -> None:
+        if not self.is_dropped:
+            self.is_dropped = True
+            self._on_slow(limit)
+            if self._blocked is not None:
+                self._blocked.cancel()
+
+    # ---- the end
+
+    async def finish(self, tail: Callable[[], bytes]) -> None:
+        """Write the last of every choice, then what `tail` makes of it, and wait until the socket has it all."""
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        await self._until_free()
+        if self.is_dropped:
+            return
+        body = tail()
+        self._touched.clear()
+        self._write(body, more_body=False)
+        await self._until_free()
+
+    async def _until_free(self) -> None:
+        """Wait for the blocked send, if there is one; what follows it at once included."""
+        while self._blocked is not None:
+            await asyncio.wait([self._blocked])
+            await asyncio.sleep(0)  # the task's callback runs before this returns
+
+    def render_rest(self, choices: Sequence[Choice]) -> list[bytes]:
+        """The last chunks of all choices that have not had theirs, the last one left to the caller."""
+        return [self._render(choice) for choice in choices]
+
+    def note_in_write(self, choice: Choice) -> None:
+        """The caller renders this choice's last chunk itself."""
+        self._in_write.append((choice, choice.num_untaken))
+
+
+def start(work: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> asyncio.Task[None] | None:
+    """Run a coroutine up to its first wait, here and now. None if it never waited; else a task that carries on.
+
+    (What `eager_start` does in Python 3.12. A task for each chunk would cost more than the chunk.)
+    """
+    try:
+        waits_for = work.send(None)
+    except StopIteration:
+        return None
+    return loop.create_task(_carry_on(work, waits_for))
+
+
+@coroutine
+def _carry_on(work: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """Wait for what `work` waits for, then drive it to its end."""
+    while True:
+        try:
+            value = yield waits_for
+        except BaseException as error:  # a cancellation belongs to the work, whatever it makes of it
+            step, value = work.throw, error
+        else:
+            step = work.send
+        try:
+            waits_for = step(value)
+        except StopIteration:
+            return
+
+
+__all__ = ["DONE", "EventStream", "Headers", "Message", "Send", "start"]

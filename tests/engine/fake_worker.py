@@ -1,0 +1,45 @@
+"""An engine process on a FakeRunner, for the tests of the process boundary. Settings: JSON of `Settings`."""
+
+import sys
+
+import msgspec
+
+from splittime.core.clock import SystemClock
+from splittime.core.errors import ConfigError
+from splittime.core.plan import StepPlan, StepResult
+from splittime.engine.engine import Engine
+from splittime.engine.worker import Timeline, work
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.fake import FakeRunner
+
+
+class Settings(msgspec.Struct):
+    step_ns: int = 0
+    refuse: bool = False
+    fail_on_token: int = -1
+
+
+class FailingRunner(FakeRunner):
+    """Raises when it meets a certain token: a bug in a runner."""
+
+    fail_on_token = -1
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if any(self.fail_on_token in row.token_ids for row in plan.rows):
+            raise RuntimeError("the runner broke")
+        return super().run(plan)
+
+
+def build(settings: bytes, timeline: Timeline) -> tuple[Engine, dict]:
+    config = msgspec.json.decode(settings, type=Settings)
+    if config.refuse:
+        raise ConfigError("no such model")
+    runner = FailingRunner(step_ns=config.step_ns)
+    runner.fail_on_token = config.fail_on_token
+    timeline.append(("load", 1, 2))
+    return Engine(Scheduler(SchedulerConfig()), runner, SystemClock()), {"architecture": "fake"}
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], sys.argv[2], build)
