@@ -41,7 +41,7 @@ class Answer:
         self.ask = ask
         self._form: Form = ChatForm(ask, tokenizer) if ask.is_chat else CompletionForm(ask, tokenizer)
         self._head: dict[str, Any] = {"id": group_id, "created": int(time.time()), "model": ask.model}
-        self._is_plain = not ask.return_token_ids and ask.sampling.logprobs is None
+        self.is_plain = not ask.return_token_ids and ask.sampling.logprobs is None
         self._usage_field: dict[str, Any] = {"usage": None} if ask.include_usage else {}
         self._opened: set[int] = set()
         self._plain_parts = self._preformat()
@@ -62,7 +62,7 @@ class Answer:
     def event(self, choice: Choice) -> bytes:
         """A chunk with all that is new of a choice that goes on."""
         delta = choice.take()
-        if self._is_plain and choice.index in self._opened:
+        if self.is_plain and choice.index in self._opened:
             before, between, after = self._plain_parts
             return b"%b%d%b%b%b" % (before, choice.index, between, orjson.dumps(delta.text), after)
         piece = {**self._piece(choice, delta), "finish_reason": None}

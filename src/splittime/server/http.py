@@ -1,0 +1,134 @@
+"""The pieces of HTTP that every route needs: reading a body within limits, answering in JSON, errors in OpenAI's form.
+
+Plain ASGI throughout: nothing here buffers a stream or hides a disconnect.
+"""
+
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+
+from splittime.core.errors import ErrorInfo, RequestError, SplittimeError, error_body
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Coroutine[Any, Any, None]]
+Headers = list[tuple[bytes, bytes]]
+
+MAX_REQUEST_ID_CHARS = 128
+START_NS = "splittime.start_ns"  # key in an ASGI scope: the first moment the application saw the request
+TRANSPORT = "splittime.transport"  # key in an ASGI scope's extensions: the connection, to be aborted
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]+")
+
+
+class Disconnected(Exception):
+    """The client went away before its request was complete. Nobody is there to be told."""
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """A header's value (the first, if it is there twice)."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return value.decode("latin-1")
+    return None
+
+
+def query(scope: Scope) -> dict[str, str]:
+    return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+
+
+def content_length(scope: Scope) -> int | None:
+    value = header(scope, b"content-length")
+    return int(value) if value is not None and value.isascii() and value.isdigit() else None
+
+
+def request_id(scope: Scope) -> str:
+    """`X-Request-Id`, or a new one."""
+    given = header(scope, b"x-request-id")
+    if given is None:
+        return secrets.token_hex(12)
+    if len(given) > MAX_REQUEST_ID_CHARS or not _REQUEST_ID.fullmatch(given):
+        raise RequestError(
+            "X-Request-Id may have letters, digits and . _ : - only",
+            param="X-Request-Id",
+            value=given[:MAX_REQUEST_ID_CHARS],
+            limit=MAX_REQUEST_ID_CHARS,
+        )
+    return given
+
+
+def deadline_ns(scope: Scope, start_ns: int) -> int | None:
+    """`X-Request-Deadline-Ms`, counted from arrival, as an instant."""
+    given = header(scope, b"x-request-deadline-ms")
+    if given is None:
+        return None
+    try:
+        ms = float(given)
+    except ValueError:
+        ms = math.nan
+    if not 0 < ms <= 1e10:
+        raise RequestError("X-Request-Deadline-Ms must be above 0", param="X-Request-Deadline-Ms", value=given[:64])
+    return start_ns + int(ms * 1e6)
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body. Raises `RequestError` (413) as soon as it is known to be too long, `Disconnected`."""
+    _check_size(content_length(scope) or 0, max_bytes)
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        part = message.get("body", b"")
+        size += len(part)
+        _check_size(size, max_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise RequestError(
+            f"the body has more than {limit} bytes", code="body_too_large", status=413, value=size, limit=limit
+        )
+
+
+async def respond(
+    send: Send,
+    body: bytes,
+    *,
+    status: int = 200,
+    content_type: bytes = b"application/json",
+    headers: Headers | None = None,
+) -> None:
+    sized = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
+    await send({"type": "http.response.start", "status": status, "headers": sized})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def respond_json(send: Send, value: Any, *, status: int = 200, headers: Headers | None = None) -> None:
+    await respond(send, orjson.dumps(value, default=str), status=status, headers=headers)
+
+
+async def respond_error(send: Send, error: SplittimeError | ErrorInfo, headers: Headers | None = None) -> None:
+    """Answer with an error: status, body, and `Retry-After` if it says when to come back."""
+    info = error if isinstance(error, ErrorInfo) else error.info
+    body = error_body(error) if isinstance(error, ErrorInfo) else error.to_body()
+    more = list(headers or ())
+    if info.retry_after_s is not None:
+        more.append((b"retry-after", b"%d" % max(1, math.ceil(info.retry_after_s))))
+    if info.status in (408, 413):
+        more.append((b"connection", b"close"))  # the rest of its body is not worth reading
+    await respond_json(send, body, status=info.status, headers=more)
+
+
+def error_event(info: ErrorInfo) -> bytes:
+    """An error inside a stream."""
+    return b"data: " + orjson.dumps(error_body(info), default=str) + b"\n\n"

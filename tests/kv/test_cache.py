@@ -1,0 +1,103 @@
+"""The KV cache's door: prefixes found, blocks counted, evicted from the tail, salted by tenant."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splittime.kv.cache import KVCache, Lease
+from splittime.kv.prefix import block_name, root_name
+
+
+def lease_for(cache: KVCache, tokens: list[int], salt: str = "") -> tuple[Lease, int]:
+    """A lease that holds all of `tokens`, computed and indexed; and how many were found in the cache."""
+    lease = Lease(salt)
+    num_cached = cache.match(lease, tokens)
+    assert cache.reserve(lease, len(tokens))
+    cache.commit(lease, tokens, len(tokens))
+    return lease, num_cached
+
+
+def test_prefix_is_found_up_to_the_last_full_block_but_never_whole() -> None:
+    cache = KVCache(num_blocks=16, block_size=4)
+    tokens = list(range(12))
+    first, num_cached = lease_for(cache, tokens)
+    assert num_cached == 0
+    second, num_cached = lease_for(cache, tokens)
+    assert num_cached == 8  # the last block holds the token whose logits are wanted
+    assert second.block_ids[:2] == first.block_ids[:2]
+    third, num_cached = lease_for(cache, [*tokens, 99])
+    assert num_cached == 12
+    cache.check([first, second, third])
+
+
+def test_freed_blocks_are_still_found_and_the_tail_is_evicted_first() -> None:
+    cache = KVCache(num_blocks=4, block_size=4)
+    tokens = list(range(16))
+    lease, _ = lease_for(cache, tokens)
+    cache.free(lease)
+    assert cache.num_used == 0
+    assert cache.num_cached == 4
+    other, _ = lease_for(cache, [77, 78])
+    again = Lease()
+    assert cache.match(again, [*tokens, 1]) == 12
+    cache.check([other, again])
+
+
+def test_tenants_with_other_salts_share_nothing() -> None:
+    cache = KVCache(num_blocks=16, block_size=2)
+    lease_for(cache, [1, 2, 3, 4], salt="a")
+    assert lease_for(cache, [1, 2, 3, 4], salt="b")[1] == 0
+    assert lease_for(cache, [1, 2, 3, 4], salt="a")[1] == 2
+
+
+def test_reserve_refuses_with_nothing_changed() -> None:
+    cache = KVCache(num_blocks=4, block_size=4)
+    lease = Lease()
+    assert not cache.reserve(lease, 17)
+    assert not cache.reserve(lease, 16, keep_free=1)
+    assert lease.block_ids == []
+    assert cache.reserve(lease, 16)
+
+
+def test_switching_prefix_caching_off_forgets_what_nobody_holds() -> None:
+    cache = KVCache(num_blocks=8, block_size=4)
+    lease, _ = lease_for(cache, list(range(8)))
+    cache.free(lease)
+    cache.set_prefix_caching(False)
+    assert cache.num_cached == 0
+    assert lease_for(cache, list(range(8)))[1] == 0
+
+
+def test_names_depend_on_every_token_before() -> None:
+    root = root_name("")
+    a, b = block_name(root, [1, 2]), block_name(root, [1, 3])
+    assert a != b
+    assert block_name(a, [5, 6]) != block_name(b, [5, 6])
+    assert len({block_name(root_name(salt), [1]) for salt in ("", "a", "b")}) == 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 1), min_size=1, max_size=12)), max_size=40),
+)
+def test_blocks_neither_leak_nor_double(block_size: int, caching: bool, script: list) -> None:
+    """Six clients open and close leases at random; the books hold after each move, and all comes back at the end."""
+    cache = KVCache(num_blocks=14, block_size=block_size, enable_prefix_caching=caching)
+    leases: dict[int, Lease] = {}
+    for client, tokens in script:
+        if client in leases:
+            cache.free(leases.pop(client))
+        else:
+            lease = Lease()
+            num_cached = cache.match(lease, tokens)
+            assert num_cached < len(tokens)
+            if cache.reserve(lease, len(tokens)):
+                cache.commit(lease, tokens, len(tokens))
+                leases[client] = lease
+            else:
+                cache.free(lease)
+        cache.check(leases.values())
+    for lease in leases.values():
+        cache.free(lease)
+    assert cache.num_used == 0
