@@ -1,0 +1,169 @@
+"""The edges of the server under load: first byte out, refusal, cancellation, start-up. Over HTTP, on one machine.
+
+    python -m benchmarks.scenarios.http_edges [--json]
+
+* send lag: 64 streams decode at once; from the instant a token is ready in the engine to the instant its chunk has been
+  given to the socket, p50 and p99 over all tokens (from the ledger's accounts).
+* refusal: 200 more clients ask at once while the queue is full; time to the 429 as each client sees it, and as the
+  server's account of the refusal says (the clients share the two cores with the server and the engine).
+* cancellation: clients go away at random moments; from noticing it to the blocks being free, p50 and maximum.
+* start-up: process start to /ready, three times in a row.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.report import file_result
+from benchmarks.server_process import free_port, get_json, served, wait_until_ready
+from splittime.ledger import derive
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.store import open_readonly
+
+PROMPT = "def read_json(path):\n"
+
+
+async def read_stream(session: aiohttp.ClientSession, url: str, max_tokens: int, leave_after_s: float = 1e9) -> int:
+    """Stream a completion; close the connection after `leave_after_s`. Returns the HTTP status."""
+    body = {"prompt": PROMPT, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    try:
+        async with asyncio.timeout(leave_after_s), session.post(f"{url}/v1/completions", json=body) as response:
+            await response.read()
+            return response.status
+    except TimeoutError:
+        return 0
+
+
+async def many_streams(url: str, count: int, max_tokens: int) -> list[int]:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        return await asyncio.gather(*(read_stream(session, url, max_tokens) for _ in range(count)))
+
+
+async def leave_at_random(url: str, count: int) -> None:
+    rng = random.Random(1)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        for _ in range(0, count, 20):
+            await asyncio.gather(*(read_stream(session, url, 400, rng.uniform(0, 0.4)) for _ in range(20)))
+
+
+async def refusals(url: str, count: int) -> list[float]:
+    """Fill the server's queue, then ask `count` times more at once; milliseconds to each 429."""
+
+    async def ask(session: aiohttp.ClientSession) -> float | None:
+        begin = time.monotonic()
+        async with session.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}) as response:
+            await response.read()
+            return (time.monotonic() - begin) * 1e3 if response.status == 429 else None
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        fill = [asyncio.create_task(read_stream(session, url, 300)) for _ in range(80)]
+        await asyncio.sleep(1.0)
+        one_by_one = [await ask(session) for _ in range(count)]
+        for task in fill:
+            task.cancel()
+        await asyncio.gather(*fill, return_exceptions=True)
+    return [ms for ms in one_by_one if ms is not None]
+
+
+def startup_seconds(count: int = 3) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        port = free_port()
+        begin = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "splittime.cli.main", "serve", "--port", str(port)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_until_ready(f"http://127.0.0.1:{port}", process, 60)
+        seconds.append(time.monotonic() - begin)
+        process.terminate()
+        process.wait(30)
+    return seconds
+
+
+def accounts_of(ledger_file: Path) -> list[ClosedAccount]:
+    accounts = open_readonly(ledger_file).accounts(limit=10**9)
+    for account in accounts:
+        account.verify()
+    return accounts
+
+
+def measure_streams(folder: Path) -> dict[str, Any]:
+    ledger_file = folder / "streams.sqlite"
+    with served("--ledger-file", str(ledger_file)) as url:
+        asyncio.run(many_streams(url, 8, 50))
+        begin = time.monotonic()
+        statuses = asyncio.run(many_streams(url, 64, 400))
+        wall_s = time.monotonic() - begin
+    assert statuses == [200] * 64, statuses
+    accounts = [account for account in accounts_of(ledger_file) if account.output_tokens == 400]
+    lags_ms = [lag / 1e6 for account in accounts for lag in derive.send_lag_ns(account)]
+    return {"streams": 64, "tokens_per_s": 64 * 400 / wall_s, "send_lag_ms": derive.percentiles(lags_ms)}
+
+
+def measure_refusals(folder: Path) -> dict[str, Any]:
+    ledger_file = folder / "refusals.sqlite"
+    with served("--ledger-file", str(ledger_file), "--max-queued-requests", "8", "--max-num-seqs", "16") as url:
+        client_ms = asyncio.run(refusals(url, 200))
+    refused = [a for a in accounts_of(ledger_file) if a.error is not None and a.error.status == 429]
+    server_ms = [derive.e2e_ns(account) / 1e6 for account in refused]
+    return {
+        "refused": len(client_ms),
+        "client_ms": derive.percentiles(client_ms),
+        "server_ms": derive.percentiles(server_ms),
+        "client_max_ms": max(client_ms),
+        "server_max_ms": max(server_ms) if server_ms else None,
+    }
+
+
+def measure_cancellation(folder: Path) -> dict[str, Any]:
+    ledger_file = folder / "cancel.sqlite"
+    with served("--ledger-file", str(ledger_file)) as url:
+        asyncio.run(leave_at_random(url, 500))
+        time.sleep(0.5)
+        blocks_used = get_json(f"{url}/stats")["engine"]["blocks_used"]
+        steps = get_json(f"{url}/ledger/steps?limit=2000")
+    steps = steps.get("steps", steps) if isinstance(steps, dict) else steps
+    freed = [ns / 1e6 for a in accounts_of(ledger_file) if (ns := derive.cancel_to_freed_ns(a)) is not None]
+    longest_step_ms = max(step["end_ns"] - step["begin_ns"] for step in steps) / 1e6
+    return {
+        "cancelled": len(freed),
+        "blocks_used_after": blocks_used,
+        "cancel_to_freed_ms": derive.percentiles(freed) | {"max": max(freed)},
+        "longest_step_ms": longest_step_ms,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        starts = startup_seconds()
+        figures = {
+            "startup_s": {"median": statistics.median(starts), "all": starts},
+            "streams": measure_streams(folder),
+            "refusals": measure_refusals(folder),
+            "cancellation": measure_cancellation(folder),
+        }
+    path = file_result("http_edges", figures, vars(arguments), arguments.json)
+    if not arguments.json:
+        for key, value in figures.items():
+            print(f"{key}: {value}")
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

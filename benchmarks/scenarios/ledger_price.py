@@ -1,0 +1,158 @@
+"""The price of the instrument: tokens/s with the ledger on over off, in one process, arms interleaved.
+
+    python -m benchmarks.scenarios.ledger_price [--model MODEL_FOLDER] [--repeats 9] [--json]
+
+On: every mark, a record for each step, accounts closed and verified into the ring, the SQLite file and the Prometheus
+histograms, all in the engine's own process and thread (a server does the last three in another process, on another
+core: there the price is lower). Off: marks do nothing, no step records, no store.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import splittime
+from benchmarks.report import file_result
+from benchmarks.scenarios.engine_driver import Engine, build_engine
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
+from splittime.engine.messages import StepOutput
+from splittime.ledger.account import Account, ClosedAccount
+from splittime.ledger.export.prometheus import PrometheusExporter
+from splittime.ledger.stages import Stage
+from splittime.ledger.store import Ledger
+from splittime.scheduler.config import SchedulerConfig
+
+
+class NullAccount(Account):
+    """An account that writes nothing down. It knows its stage, which the scheduler asks for."""
+
+    def enter(self, stage, now_ns, cause=None) -> None:
+        self.marks[0] = self.marks[0] if self.marks[0].stage is stage else type(self.marks[0])(stage, None, now_ns)
+
+    def close(self, now_ns) -> None:
+        pass
+
+
+@contextmanager
+def ledger_off() -> Iterator[None]:
+    with (
+        patch("splittime.scheduler.state.Account", NullAccount),
+        patch.object(Engine, "_record", lambda *arguments: None),
+    ):
+        yield
+
+
+class Book:
+    """What a server does with an engine's output, in this thread."""
+
+    def __init__(self, engine: Engine, path: Path) -> None:
+        self.ledger = Ledger(path)
+        self.exporter = PrometheusExporter(self.ledger, engine.stats)
+        self.open: dict[str, Account] = {}
+        self.tokens: dict[str, list[tuple[int, int]]] = {}
+
+    def take(self, output: StepOutput) -> None:
+        if output.record is not None:
+            self.ledger.add_step(output.record)
+        for news in output.outputs:
+            self.open[news.request_id].extend(news.marks)
+            self.tokens[news.request_id].extend([(output.step_id, output.ready_ns)] * len(news.token_ids))
+            if news.finish_reason is not None:
+                self.close(news.request_id, output.ready_ns)
+
+    def close(self, request_id: str, now_ns: int) -> None:
+        account, tokens = self.open.pop(request_id), self.tokens.pop(request_id)
+        account.close(now_ns)
+        steps, ready = zip(*tokens, strict=True)
+        closed = ClosedAccount(
+            request_id=request_id,
+            group_id=request_id,
+            model="",
+            endpoint="",
+            started_at_unix_ns=0,
+            start_ns=account.start_ns,
+            end_ns=now_ns,
+            intervals=tuple(account.intervals()),
+            finish_reason="length",
+            output_tokens=len(tokens),
+            first_chunk_tokens=1,
+            token_steps=steps,
+            token_ready_ns=ready,
+            token_written_ns=ready,
+        )
+        self.ledger.add_account(closed)
+
+
+def run(engine: Engine, take: Callable[[StepOutput], None], on_submit: Callable[[Request], None]) -> float:
+    """Tokens per second of 32 requests with 64 tokens of prompt and 200 of output, all at once."""
+    rng = random.Random(0)
+    begin = time.monotonic()
+    for i in range(32):
+        request = Request(
+            request_id=f"request-{i}",
+            prompt_token_ids=tuple(rng.randrange(10, 4000) for _ in range(64)),
+            sampling=SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True, seed=0),
+            submitted_ns=time.monotonic_ns(),
+        )
+        on_submit(request)
+        engine.submit(request, request.submitted_ns)
+    while engine.has_work:
+        output = engine.step()
+        if output is not None:
+            take(output)
+    return 32 * 200 / (time.monotonic() - begin)
+
+
+def run_on(engine: Engine, path: Path) -> float:
+    book = Book(engine, path)
+
+    def on_submit(request: Request) -> None:
+        book.open[request.request_id] = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)
+        book.tokens[request.request_id] = []
+
+    tokens_per_s = run(engine, book.take, on_submit)
+    assert book.ledger.counts().invalid_accounts == 0
+    book.ledger.close()
+    return tokens_per_s
+
+
+def run_off(engine: Engine) -> float:
+    with ledger_off():
+        return run(engine, lambda output: None, lambda request: None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(Path(splittime.__file__).parent / "packaged" / "code"))
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    engine = build_engine(arguments.model, SchedulerConfig(enable_prefix_caching=False))
+    run_off(engine)
+    on, off = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(arguments.repeats):
+            on.append(run_on(engine, Path(folder) / f"{repeat}.sqlite"))
+            off.append(run_off(engine))
+    ratios = sorted(a / b for a, b in zip(on, off, strict=True))
+    figures = {
+        "tokens_per_s_on": statistics.median(on),
+        "tokens_per_s_off": statistics.median(off),
+        "on_over_off": statistics.median(ratios),
+        "on_over_off_range": (ratios[0], ratios[-1]),
+    }
+    path = file_result("ledger_price", figures, vars(arguments), arguments.json)
+    if not arguments.json:
+        print(figures)
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
