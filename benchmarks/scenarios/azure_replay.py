@@ -3,9 +3,9 @@
     python -m benchmarks.scenarios.azure_replay --trace azure_2023_conv.csv.gz [--seconds 300] [--speedup 4] [--json]
 
 The trace has arrival times and lengths, no text. Lengths are scaled by one factor so that the longest 1 % of requests
-fill the model's context (what is longer is cut); prompts are random token ids; outputs are as long as the trace says,
-exactly (`ignore_eos`). Open loop: each request is sent at its time, whatever became of the others. Afterwards every account
-is read from the ledger's file and verified, and time is added up by stage and cause for each prompt-length bucket.
+fill the model's context (what is longer is cut). Prompts are random token ids; outputs are exactly as long as the trace
+says (`ignore_eos`). Open loop: each request is sent at its time, whatever became of the others. Then every account is
+read from the ledger's file and verified, and time is added up by stage and cause for each prompt-length bucket.
 """
 
 import argparse
