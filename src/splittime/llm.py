@@ -74,7 +74,8 @@ class LLM:
         engine, resolved = build_engine(worker_settings(chosen, folder), timeline)
         tokenizer = Tokenizer.load(folder)
         self._assemble(engine, tokenizer, model_source.eos_token_ids(folder, tokenizer.eos_token_id), ledger)
-        self.timeline, self.resolved = timeline, resolved
+        self.timeline += timeline
+        self.resolved |= resolved
         self.name = model_source.default_name(chosen["model"], folder)
 
     @classmethod
@@ -107,13 +108,15 @@ class LLM:
         """One output for each prompt, in their order. One text, or one list of token ids, is one prompt."""
         choices = self._submit_all(prompts, sampling)
         outputs: dict[int, Output] = {}
-        with Progress(disable=not progress, transient=True) as bars:
-            bar = bars.add_task("generating", total=len(choices))
-            for piece in self._pieces(choices, self._steps(), self.engine.abort):
-                if piece.output is not None:
-                    outputs[piece.index] = piece.output
-                    bars.advance(bar)
-        self._clear(choices)
+        try:
+            with Progress(disable=not progress, transient=True) as bars:
+                bar = bars.add_task("generating", total=len(choices))
+                for piece in self._pieces(choices, self._steps(), self.engine.abort):
+                    if piece.output is not None:
+                        outputs[piece.index] = piece.output
+                        bars.advance(bar)
+        finally:
+            self._clear(choices)
         return [outputs[index] for index in sorted(outputs)]
 
     def stream(
@@ -138,6 +141,7 @@ class LLM:
         self, choices: dict[str, Choice], steps: Iterator[StepOutput], abort: Callable[[str], None]
     ) -> Iterator[Piece]:
         """Until every choice is done; those that are leave `choices`."""
+        texts = dict.fromkeys(choices, "")
         for step in steps:
             if step.record is not None:
                 self.ledger.add_step(step.record)
@@ -152,7 +156,8 @@ class LLM:
                         abort(news.request_id)
                 delta = choice.take()
                 choice.note_written(len(delta.token_ids), time.monotonic_ns())
-                output = self._close(choice) if choice.is_done else None
+                texts[news.request_id] += delta.text
+                output = self._close(choice, texts[news.request_id]) if choice.is_done else None
                 if delta.text or output is not None:
                     yield Piece(choice.index, delta.text, output)
             if not choices:
@@ -191,14 +196,14 @@ class LLM:
         max_tokens = sampling.max_tokens or max(1, self._max_model_len - num_prompt_tokens)
         return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)
 
-    def _close(self, choice: Choice) -> Output:
+    def _close(self, choice: Choice, text: str) -> Output:
         end_ns, end_unix_ns = time.monotonic_ns(), time.time_ns()
         started_at_unix_ns = end_unix_ns - (end_ns - choice.account.start_ns)
         account = choice.close(end_ns, choice.request.request_id, self.name, "offline", started_at_unix_ns)
         account.verify()
         self.ledger.add_account(account)
         return Output(
-            text="".join(choice.pieces) if hasattr(choice, "pieces") else "",
+            text=text,
             token_ids=tuple(choice.token_ids),
             prompt_token_ids=choice.request.prompt_token_ids,
             finish_reason=account.finish_reason,

@@ -12,10 +12,9 @@ from splittime.cli.settings import Settings
 
 app = typer.Typer(help="The settings and where they come from.", no_args_is_help=True)
 
-_EXAMPLES = """[bold]Examples[/bold]
-
+_EXAMPLES = """\b
+Examples:
   splittime config show
-
   SPLITTIME_PORT=9000 splittime config show --policy deadline --json
 """
 

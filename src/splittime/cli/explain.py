@@ -24,10 +24,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_STEPS = 10_000
 TIMEOUT_S = 10.0
 
-_EXAMPLES = """[bold]Examples[/bold]
-
+EXAMPLES = """\b
+Examples:
   splittime explain cmpl-5f3a                              from the server on port 8000
-
   splittime explain cmpl-5f3a --ledger runs/today.sqlite   from a ledger file, also after a crash
 """
 
@@ -54,9 +53,6 @@ def explain(
         console.print(explain_account(account, steps))
 
 
-explain.__doc__ = f"{explain.__doc__}\n\n{_EXAMPLES}"
-
-
 def _from_file(path: Path, request_id: str) -> Found:
     file = open_readonly(path)
     try:
@@ -76,11 +72,9 @@ def _step_range(accounts: list[ClosedAccount]) -> tuple[int, int]:
 def _from_server(url: str, request_id: str, api_key: str | None) -> Found:
     base = url.rstrip("/")
     answer = _get(f"{base}/ledger/requests/{urllib.parse.quote(request_id, safe='')}", api_key)
-    listed = answer if isinstance(answer, list) else answer.get("accounts", answer.get("data", [answer]))
-    accounts = [account_from_json(entry) for entry in listed]
+    accounts = [account_from_json(entry) for entry in answer.get("choices", [answer])]
     steps = _get(f"{base}/ledger/steps?limit={MAX_STEPS}", api_key)
-    records = steps if isinstance(steps, list) else steps.get("steps", steps.get("data", []))
-    return accounts, msgspec.convert(records, list[StepRecord])
+    return accounts, msgspec.convert(steps["steps"], list[StepRecord])
 
 
 def _get(url: str, api_key: str | None) -> Any:

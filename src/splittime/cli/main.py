@@ -2,10 +2,8 @@
 
 import typer
 
+from splittime.cli import explain, generate, serve
 from splittime.cli.config import app as config_app
-from splittime.cli.explain import explain
-from splittime.cli.generate import generate
-from splittime.cli.serve import serve
 
 app = typer.Typer(
     name="splittime",
@@ -13,12 +11,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # its tables cut long flags short
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(name="serve")(serve)
-app.command(name="generate")(generate)
-app.command(name="explain")(explain)
+app.command(name="serve", epilog=serve.EXAMPLES)(serve.serve)
+app.command(name="generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command(name="explain", epilog=explain.EXAMPLES)(explain.explain)
 app.add_typer(config_app, name="config")
 
 

@@ -15,15 +15,19 @@ import typer
 from rich.console import Console
 
 from splittime.cli import settings as settings_module
-from splittime.cli.settings import Settings
 from splittime.cli.settings_table import SETTINGS, Setting
 from splittime.core.errors import ConfigError, NotFound, SplittimeError
 
-_TYPES: dict[str, Any] = {"text": str, "whole": int, "number": float, "switch": bool, "bytes": str}
-_PANELS = {"runner": "Engine", "scheduler": "Engine", "server": "Server", "ledger": "Ledger"}
+_TYPES: dict[str, Any] = {
+    "text": str | None,
+    "whole": int | None,
+    "number": float | None,
+    "switch": bool | None,
+    "bytes": str | None,
+}
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help="Folder or Hugging Face id. Default: the model in the package.")
+    str | None, typer.Argument(metavar="MODEL", help="Folder or Hugging Face id. Default: the model in the package.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 ConfigFlag = Annotated[
@@ -87,25 +91,22 @@ def say_error(error: SplittimeError) -> None:
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
+    """The flag of a setting. None means that it was not given."""
     names: Iterable[str] = (setting.flag,)
     if setting.kind == "switch":
         names = (f"{setting.flag}/--no-{setting.flag[2:]}",)
-    help_text = f"{setting.help} [{'|'.join(setting.choices)}]" if setting.choices else setting.help
-    option = typer.Option(
-        *names,
-        help=help_text,
-        show_default=_shown_default(setting),
-        rich_help_panel=_PANELS[setting.parts[0]],
-        metavar="SIZE" if setting.kind == "bytes" else None,
+    metavar = "|".join(setting.choices) if setting.choices else _METAVARS.get(setting.kind)
+    option = typer.Option(None, *names, help=_help(setting), show_default=False, metavar=metavar)
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_TYPES[setting.kind]
     )
-    annotation = Annotated[_TYPES[setting.kind] | None, option]
-    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _shown_default(setting: Setting) -> str | bool:
+def _help(setting: Setting) -> str:
     if setting.default is None:
-        return False
-    return str(setting.default).lower() if setting.kind == "switch" else str(setting.default)
+        return setting.help
+    return f"{setting.help} Default: {setting.shown_default}."
 
 
+_METAVARS = {"text": "TEXT", "whole": "N", "number": "X", "bytes": "SIZE"}
 _CONFIG_PARAMETER = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFlag)

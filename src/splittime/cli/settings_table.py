@@ -1,4 +1,4 @@
-"""Every setting, once: its key in splittime.toml, its `--flag`, its `SPLITTIME_` variable, type, default, range and help.
+"""Every setting, once: key in splittime.toml, `--flag`, `SPLITTIME_` variable, type, default, range, help.
 
 Flags, the settings file, `config show`, `LLM(...)` and `docs/reference/settings.md` are all made from `SETTINGS`.
 `parts` names the components' configs that the value goes to; a test holds their defaults to be the ones written here.
@@ -26,6 +26,15 @@ class Setting(NamedTuple):
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def shown_default(self) -> str:
+        """As it would be written in the settings file; empty if the machine or the model decides."""
+        if self.default is None:
+            return ""
+        if self.kind == "switch":
+            return str(self.default).lower()
+        return f"{self.default:g}" if self.kind == "number" else str(self.default)
 
     @property
     def env(self) -> str:

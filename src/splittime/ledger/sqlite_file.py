@@ -80,11 +80,11 @@ class FileWriter:
         return self._num_done >= target
 
     def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
         self._stop.set()
         self._wake.set()
         self._thread.join()
-        if self._reader is not None:
-            self._reader.close()
 
     def _run(self) -> None:
         while not (self._stop.is_set() and not self._queue):

@@ -19,11 +19,12 @@ import bisect
 import heapq
 from typing import Any
 
-from splittime.core.errors import Conflict, DeadlineExceeded, EngineError, ErrorInfo, RequestError
+from splittime.core.errors import Conflict, ErrorInfo
 from splittime.core.plan import Admitted, Row, RowResult, StepPlan, StepResult
 from splittime.core.request import FinishReason, Request
 from splittime.kv.cache import KVCache
 from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler import news
 from splittime.scheduler.budget import StepBudget
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
@@ -85,7 +86,7 @@ class Scheduler:
             deadline_ns, arrival, request_id = heapq.heappop(self._deadlines)
             state = self._states.get(request_id)
             if state is not None and state.arrival == arrival:
-                error = _deadline_error(state, now_ns - deadline_ns)
+                error = news.deadline_error(state, now_ns - deadline_ns)
                 outputs.append(self._finish(state, FinishReason.DEADLINE, now_ns, error))
         return outputs
 
@@ -185,10 +186,10 @@ class Scheduler:
                 continue
             num_tokens = budget.chunk(num_pending)
             if num_tokens == 0:
-                _stall(state, Cause.TOKEN_BUDGET, now_ns)
+                state.stall(Cause.TOKEN_BUDGET, now_ns)
                 continue
-            state.account.enter(_computing_stage(state), now_ns)
-            rows.append(_row(state, num_tokens))
+            state.account.enter(state.computing_stage, now_ns)
+            rows.append(state.row(num_tokens))
             budget.spend(num_tokens)
 
     def _plan_admissions(
@@ -250,11 +251,11 @@ class Scheduler:
     def _plan_first_row(self, state: RequestState, rows: list[Row], budget: StepBudget, now_ns: int) -> None:
         """Its row in the step that admits it. Only a static batch may be admitted without one."""
         num_tokens = budget.chunk(state.num_pending)
-        state.account.enter(_computing_stage(state), now_ns)
+        state.account.enter(state.computing_stage, now_ns)
         if num_tokens == 0:
-            _stall(state, Cause.TOKEN_BUDGET, now_ns)
+            state.stall(Cause.TOKEN_BUDGET, now_ns)
             return
-        rows.append(_row(state, num_tokens))
+        rows.append(state.row(num_tokens))
         budget.spend(num_tokens)
 
     def _stand_still(self, now_ns: int) -> None:
@@ -263,7 +264,7 @@ class Scheduler:
         if first is not None:
             self.queue.wait(now_ns, first, Cause.PAUSED, Cause.PAUSED)
         for state in self.running:
-            _stall(state, Cause.PAUSED, now_ns)
+            state.stall(Cause.PAUSED, now_ns)
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 
@@ -274,7 +275,7 @@ class Scheduler:
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             state = self._states[row.request_id]
             if row_result.error is not None:
-                error = EngineError(f"request {row.request_id} failed: {row_result.error}", code="row_failed").info
+                error = news.row_error(row_result)
                 outputs.append(self._finish(state, FinishReason.ERROR, now_ns, error))
                 continue
             state.num_computed += len(row.token_ids)
@@ -288,7 +289,7 @@ class Scheduler:
     def _take_tokens(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> RequestOutput | None:
         """Append a row's tokens up to the one that ends the request; returns its news, if there are any."""
         if not row.samples:
-            if state.account.stage is Stage.RECOMPUTE and not _is_recomputing(state):
+            if state.account.stage is Stage.RECOMPUTE and not state.is_recomputing:
                 state.account.enter(Stage.PREFILL, now_ns)
             return self._chunk_news(state, row_result)
         reason = None
@@ -306,12 +307,12 @@ class Scheduler:
             return self._finish(state, reason, now_ns, None, token_ids, logprobs, row_result)
         if state.account.stage is not Stage.DECODE:
             state.account.enter(Stage.DECODE, now_ns)
-            return _news(state, token_ids, logprobs, row_result)
+            return news.progress(state, token_ids, logprobs, row_result.prompt_logprobs)
         return RequestOutput(state.request_id, token_ids, logprobs)
 
     def _chunk_news(self, state: RequestState, row_result: RowResult) -> RequestOutput | None:
         if row_result.prompt_logprobs or state.num_marks_sent < len(state.account.marks):
-            return _news(state, (), (), row_result)
+            return news.progress(state, (), (), row_result.prompt_logprobs)
         return None
 
     def _reason_to_stop(self, state: RequestState, token_id: int) -> FinishReason | None:
@@ -339,20 +340,8 @@ class Scheduler:
         del self._states[state.request_id]
         state.account.enter(Stage.DELIVER, now_ns)
         state.account.close(now_ns)
-        is_stop_id = reason is FinishReason.STOP
-        return RequestOutput(
-            request_id=state.request_id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=row_result.prompt_logprobs if row_result else (),
-            marks=state.new_marks(),
-            finish_reason=reason,
-            error=error,
-            num_cached_tokens=state.num_cached_tokens,
-            num_preemptions=state.num_preemptions,
-            freed_ns=now_ns,
-            stop_token_id=token_ids[-1] if is_stop_id else None,
-        )
+        prompt_logprobs = row_result.prompt_logprobs if row_result else ()
+        return news.end(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs)
 
     def _take_back(self, state: RequestState) -> None:
         """Its blocks return to the pool, and the runner is told to forget it with the next plan."""
@@ -377,56 +366,6 @@ class Scheduler:
         return rank(self.config.policy, state.request, state.arrival)
 
     def _check_servable(self, request: Request) -> None:
-        num_prompt, limit = len(request.prompt_token_ids), self.config.max_model_len
         if request.request_id in self._states:
             raise Conflict(f"request id {request.request_id!r} is in flight", param="request_id")
-        if num_prompt == 0:
-            raise RequestError("the prompt has no tokens", param="prompt", value=0, limit=1)
-        if num_prompt >= limit:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens; the model takes at most {limit - 1} and one of output",
-                code="context_length_exceeded",
-                param="prompt",
-                value=num_prompt,
-                limit=limit - 1,
-            )
-
-
-def _row(state: RequestState, num_tokens: int) -> Row:
-    start, end = state.num_computed, state.num_computed + num_tokens
-    tokens = tuple(state.token_ids[start:end])
-    return Row(state.request_id, start, tokens, state.lease.unsent(), samples=end == len(state.token_ids))
-
-
-def _is_recomputing(state: RequestState) -> bool:
-    return state.num_computed < state.recompute_until
-
-
-def _computing_stage(state: RequestState) -> Stage:
-    return Stage.RECOMPUTE if _is_recomputing(state) else Stage.PREFILL
-
-
-def _stall(state: RequestState, cause: Cause, now_ns: int) -> None:
-    """It is running and gets no row. A recomputation that stalls is a stall of what it interrupted."""
-    stage = Stage.DECODE_STALL if state.num_output else Stage.PREFILL_STALL
-    state.account.enter(stage, now_ns, cause)
-
-
-def _news(state: RequestState, token_ids: tuple[int, ...], logprobs: tuple, row_result: RowResult) -> RequestOutput:
-    return RequestOutput(
-        request_id=state.request_id,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        prompt_logprobs=row_result.prompt_logprobs,
-        marks=state.new_marks(),
-        num_cached_tokens=state.num_cached_tokens,
-        num_preemptions=state.num_preemptions,
-    )
-
-
-def _deadline_error(state: RequestState, late_ns: int) -> ErrorInfo:
-    where = "while it ran" if state.pushed == 0 else "while it waited"
-    return DeadlineExceeded(
-        f"the request's deadline passed {where} (noticed {late_ns / 1e6:.1f} ms later)",
-        hint="ask for fewer tokens, allow more time (X-Request-Deadline-Ms), or retry when the server is less busy",
-    ).info
+        news.check_prompt_length(len(request.prompt_token_ids), self.config.max_model_len)

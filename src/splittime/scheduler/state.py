@@ -1,9 +1,10 @@
 """What has become of a request since it was asked. Only the scheduler holds and changes these."""
 
+from splittime.core.plan import Row
 from splittime.core.request import Request
 from splittime.kv.cache import Lease
 from splittime.ledger.account import Account, Mark
-from splittime.ledger.stages import Stage
+from splittime.ledger.stages import Cause, Stage
 
 Rank = tuple[int, float, int]  # (0 once overdue else 1, the policy's key, order of arrival): lower goes first
 
@@ -68,6 +69,25 @@ class RequestState:
     def num_pending(self) -> int:
         """Known tokens whose KV is not computed; 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_recomputing(self) -> bool:
+        return self.num_computed < self.recompute_until
+
+    @property
+    def computing_stage(self) -> Stage:
+        """The stage of a request that catches up with its known tokens."""
+        return Stage.RECOMPUTE if self.is_recomputing else Stage.PREFILL
+
+    def row(self, num_tokens: int) -> Row:
+        """Its row for the next `num_tokens` pending tokens."""
+        start, end = self.num_computed, self.num_computed + num_tokens
+        tokens = tuple(self.token_ids[start:end])
+        return Row(self.request_id, start, tokens, self.lease.unsent(), samples=end == len(self.token_ids))
+
+    def stall(self, cause: Cause, now_ns: int) -> None:
+        """It runs and gets no row. A recomputation that stalls is a stall of what the preemption interrupted."""
+        self.account.enter(Stage.DECODE_STALL if self.num_output else Stage.PREFILL_STALL, now_ns, cause)
 
     def new_marks(self) -> tuple[Mark, ...]:
         """The account's marks since the last call."""

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from splittime.core.errors import Conflict, EngineError, ErrorInfo, SplittimeError
+from splittime.core.errors import Conflict, DeadlineExceeded, EngineError, ErrorInfo, SplittimeError
 from splittime.core.request import FinishReason
 from splittime.engine.client import EngineClient, StreamItem
 from splittime.server.admission import Place
@@ -79,11 +79,8 @@ class Generation:
         except Exception as error:
             log.exception("request %s: its stream broke", request_id)
             self._client.abort(request_id)
-            choice.lose_track()
-            self._end(choice, EngineError(f"the engine's stream broke: {error}").info)
-        if not choice.is_done:
-            choice.lose_track()
-            self._end(choice, EngineError("the engine's stream ended without a last word").info)
+            self._lose(choice, EngineError(f"the engine's stream broke: {error}").info)
+        self._lose(choice, EngineError("the engine's stream ended without a last word").info)
 
     def _hear(self, choice: Choice, item: StreamItem) -> None:
         if choice.is_done:
@@ -100,24 +97,36 @@ class Generation:
         if num_bytes or choice.is_done or item.output.token_ids:
             self.on_news(choice, num_bytes)
 
-    def _end(self, choice: Choice, error: ErrorInfo) -> None:
-        """End a choice from here."""
-        if choice.is_done:
-            return
-        choice.finish_reason, choice.error = FinishReason.ERROR, error
-        self._note_end(choice)
-        self.on_news(choice, 0)
+    def _lose(self, choice: Choice, error: ErrorInfo) -> None:
+        """End a choice that the engine will say no more about."""
+        if not choice.is_done:
+            choice.lose_track()
+            choice.finish_reason, choice.error = FinishReason.ERROR, error
+            self._note_end(choice)
+            self.on_news(choice, 0)
 
     def _note_end(self, choice: Choice) -> None:
-        if self._early_end is not None and choice.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-            choice.finish_reason, choice.error = FinishReason.ERROR, self._early_end
+        """A choice is done. One that failed takes the others with it, since the response has failed."""
+        self._explain_end(choice)
         if not choice.has_started:
             self._place.drop_one()
         self._num_open -= 1
-        if choice.error is not None or choice.finish_reason is FinishReason.DEADLINE:
-            self._abort_all()  # the response has failed: the other choices are of no use
+        if choice.error is not None:
+            self._abort_all()
         if self._num_open == 0:
             self.all_done.set()
+
+    def _explain_end(self, choice: Choice) -> None:
+        """Every ending that is not a success has an error that says why, unless the client itself went away."""
+        reason = choice.finish_reason
+        if self._early_end is not None and reason in (FinishReason.ABORT, FinishReason.ERROR):
+            choice.finish_reason, choice.error = FinishReason.ERROR, self._early_end
+        elif choice.error is None and reason is FinishReason.DEADLINE:
+            choice.error = DeadlineExceeded("the request's deadline passed before it was done").info
+        elif choice.error is None and reason is FinishReason.ERROR:
+            choice.error = EngineError("the engine could not carry the request out").info
+        elif reason is FinishReason.ABORT and not self.is_cancelled and self.error is None:
+            choice.error = EngineError("the engine gave the request up").info
 
     def cancel(self) -> None:
         """The client is gone."""
@@ -127,9 +136,13 @@ class Generation:
 
     def end_early(self, error: ErrorInfo) -> None:
         """End what is still open with this error."""
-        if self._early_end is None:
-            self._early_end = error
-            self._abort_all()
+        if self._early_end is not None:
+            return
+        self._early_end = error
+        for choice in self.choices:
+            if choice.is_done and not choice.is_closed:  # its last chunk will not be delivered
+                choice.finish_reason, choice.error = FinishReason.ERROR, error
+        self._abort_all()
 
     def _abort_all(self, cancelled_ns: int | None = None) -> None:
         for choice in self.choices:

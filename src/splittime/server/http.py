@@ -48,11 +48,15 @@ def content_length(scope: Scope) -> int | None:
     return int(value) if value is not None and value.isascii() and value.isdigit() else None
 
 
+def new_request_id() -> str:
+    return secrets.token_hex(12)
+
+
 def request_id(scope: Scope) -> str:
     """`X-Request-Id`, or a new one."""
     given = header(scope, b"x-request-id")
     if given is None:
-        return secrets.token_hex(12)
+        return new_request_id()
     if len(given) > MAX_REQUEST_ID_CHARS or not _REQUEST_ID.fullmatch(given):
         raise RequestError(
             "X-Request-Id may have letters, digits and . _ : - only",

@@ -183,20 +183,20 @@ def _refusal(message: str, kind: type[_Strict]) -> RequestError:
     """Say which field, and whether it is unknown, unsupported, missing or of a wrong type."""
     unknown = _UNKNOWN_FIELD.search(message)
     if unknown:
-        param = _join(unknown[2], unknown[1])
+        name = _join(unknown[2], unknown[1])
         known = ", ".join(kind.__struct_fields__)
         hint = None if unknown[2] else f"known fields: {known}"
-        return RequestError(f"{param}: no such field, or not supported", code="unknown_field", param=param, hint=hint)
+        return RequestError(f"{name}: no such field, or not supported", code="unknown_field", param=name, hint=hint)
     missing = _MISSING_FIELD.search(message)
     if missing:
-        param = _join(missing[2], missing[1])
-        return RequestError(f"{param} is missing", code="missing_field", param=param)
+        name = _join(missing[2], missing[1])
+        return RequestError(f"{name} is missing", code="missing_field", param=name)
     located = _AT_PATH.match(message)
     param = located[2] if located else None
     for name in re.findall(r"[a-z_]+", param or ""):
         if name in UNSUPPORTED:
-            reason = UNSUPPORTED[name]
-            return RequestError(f"{param}: {reason}", code="unsupported_field", param=param, hint="leave it out")
+            why = f"{param}: {UNSUPPORTED[name]}"
+            return RequestError(why, code="unsupported_field", param=param, hint="leave it out")
     what: str = located[1] if located else message
     return RequestError(f"{param}: {what}" if param else what, code="invalid_type", param=param)
 

@@ -1,6 +1,6 @@
 """The `Server-Timing` header (W3C): where the time up to now went, for browsers' network panels and for `curl -i`.
 
-    Server-Timing: tokenize;dur=0.412, queue;dur=12.04;desc="kv_blocks", prefill;dur=31.7, total;dur=44.152
+    Server-Timing: tokenize;dur=0.412, queue;dur=12.040;desc="kv_blocks", prefill;dur=31.700, total;dur=44.152
 
 Durations are milliseconds; a cause goes into `desc`. Repeated stages are added up, so the header stays short.
 """
@@ -24,5 +24,5 @@ def header(intervals: Iterable[Interval], start_ns: int) -> str:
 
 
 def _entry(name: str, duration_ns: int, cause: Cause | None) -> str:
-    entry = f"{name};dur={duration_ns / 1e6:.6g}"
+    entry = f"{name};dur={duration_ns / 1e6:.3f}"
     return f'{entry};desc="{cause.value}"' if cause is not None else entry

@@ -1,0 +1,194 @@
+"""`splittime serve`: puts the parts together. The engine process is started first, since it takes longest; the server's
+own imports, the tokenizer and the ledger are made ready while it loads. The port answers before the engine is ready:
+`/health` says alive, `/ready` says not yet."""
+
+import asyncio
+import errno
+import logging
+import socket
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from splittime.cli import model_source
+from splittime.cli.options import JsonFlag, ModelArgument, talk, with_settings
+from splittime.cli.settings import Settings
+from splittime.cli.startup import Timeline
+from splittime.cli.worker_settings import worker_settings
+from splittime.core.errors import ConfigError, EngineError
+from splittime.server.config import ModelInfo, ServerConfig
+
+if TYPE_CHECKING:
+    from splittime.engine.messages import Ready
+    from splittime.engine.tokenizer import Tokenizer
+
+EXAMPLES = """\b
+Examples:
+  splittime serve                                      the model in the package, on port 8000
+  splittime serve ./models/llama --port 9000 --ledger-file runs/today.sqlite
+  SPLITTIME_API_KEY=secret splittime serve owner/name --host 0.0.0.0
+"""
+
+
+@with_settings("runner", "scheduler", "server", "ledger")
+def serve(settings: Settings, model: ModelArgument = None, json: JsonFlag = False) -> None:
+    """Serve a model over an OpenAI-compatible HTTP API."""
+    timeline = Timeline()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = ServerConfig(**settings.part("server"))
+    config.validate()
+    check_port_is_free(config.host, config.port)
+    folder = _locate(model)
+    engine_settings = worker_settings(settings, folder)
+    asyncio_run(_serve(settings, config, folder, engine_settings, timeline, json))
+
+
+async def _serve(
+    settings: Settings, config: ServerConfig, folder: Path, engine_settings: bytes, timeline: Timeline, as_json: bool
+) -> None:
+    from splittime.engine.process import ProcessClient
+    from splittime.ledger.store import Ledger
+
+    ledger_settings = settings.part("ledger")
+    ledger = Ledger(ledger_settings.pop("ledger_file"), **ledger_settings)
+    client = ProcessClient(
+        None, engine_settings, lambda step: ledger.add_step(step.record) if step.record is not None else None
+    )
+    client.spawn()
+    try:
+        with timeline.phase("import server"):  # meanwhile the engine process imports torch
+            from splittime.engine.tokenizer import Tokenizer
+            from splittime.server.app import build_app
+            from splittime.server.run import run
+        with timeline.phase("load tokenizer"):
+            tokenizer = Tokenizer.load(folder)
+        known: list[ModelInfo] = []
+        application = build_app(client, tokenizer, ledger, config, lambda: known[0] if known else None)
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(run(application, config, on_listening=listening.set_result))
+        try:
+            ready = await _first(client.start(), serving)
+            timeline.extend(ready.timeline)
+            known.append(model_info(settings, config, folder, ready, tokenizer))
+            timeline.ready()
+            _announce(settings, config, known[0], ready, timeline, await listening, as_json)
+            await serving
+        finally:
+            serving.cancel()
+    finally:
+        await client.stop()
+        ledger.close()
+
+
+async def _first(starting: Coroutine[Any, Any, "Ready"], serving: "asyncio.Task[None]") -> "Ready":
+    """The engine's readiness. If serving ends before that (a signal, the port taken after all), that is the end."""
+    start = asyncio.ensure_future(starting)
+    await asyncio.wait({start, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if not start.done():
+        start.cancel()
+        await serving
+        raise EngineError("stopped before the engine was ready")
+    return await start
+
+
+def model_info(
+    settings: Settings, config: ServerConfig, folder: Path, ready: "Ready", tokenizer: "Tokenizer"
+) -> ModelInfo:
+    """What the API says of the model, from its folder and from what the engine resolved."""
+    name = config.served_model_name or model_source.default_name(settings["model"], folder)
+    return ModelInfo(
+        names=(name,),
+        max_model_len=ready.resolved["max_model_len"],
+        vocab_size=ready.resolved.get("vocab_size", tokenizer.vocab_size),
+        eos_token_ids=model_source.eos_token_ids(folder, tokenizer.eos_token_id),
+        created_unix_s=int(time.time()),
+    )
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raise `ConfigError` now, rather than after the model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                hint = f"stop what listens there (ss -ltnp 'sport = :{port}'), or choose another: --port {port + 1}"
+                raise ConfigError(f"port {port} on {host} is in use", param="port", value=port, hint=hint) from None
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="host") from None
+
+
+def asyncio_run(main: Any) -> None:
+    """Run on uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+def _locate(model: str | None) -> Path:
+    with talk().status("looking for the model"):
+        return model_source.locate(model)
+
+
+def _announce(
+    settings: Settings,
+    config: ServerConfig,
+    model: ModelInfo,
+    ready: "Ready",
+    timeline: Timeline,
+    port: int,
+    as_json: bool,
+) -> None:
+    url = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+    if as_json:
+        report = {
+            "url": url,
+            "model": model.name,
+            "resolved": ready.resolved,
+            "settings": settings.shown(),
+            "timeline_ms": [phase._asdict() for phase in timeline.phases()],
+        }
+        sys.stdout.buffer.write(orjson.dumps(report) + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    _print_announcement(url, model, ready, timeline, settings)
+
+
+def _print_announcement(url: str, model: ModelInfo, ready: "Ready", timeline: Timeline, settings: Settings) -> None:
+    console = talk()
+    console.print(f"\n[bold]{model.name}[/bold] on {url}\n")
+    console.print("resolved configuration", style="dim")
+    for name, value in flatten(ready.resolved):
+        console.print(f"  {name:<36} {value}", markup=False)
+    changed = [entry for entry in settings.shown() if entry["origin"] != "default"]
+    for entry in changed:
+        console.print(f"  {entry['name']:<36} {entry['value']}  ({entry['origin']})", markup=False)
+    console.print("start-up, ms from the start of the process", style="dim")
+    for phase in timeline.phases():
+        console.print(f"  {phase.name:<36} {phase.begin_ms:>9.1f} {phase.end_ms:>9.1f}", markup=False)
+    console.print("try", style="dim")
+    console.print(curl(url, model.name, needs_key=settings["api_key"] is not None), markup=False)
+
+
+def flatten(resolved: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` as `[("a.b", 1)]`."""
+    rows: list[tuple[str, Any]] = []
+    for name, value in resolved.items():
+        rows += flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+    return rows
+
+
+def curl(url: str, model: str, needs_key: bool) -> str:
+    """A request to paste into a shell."""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    body = orjson.dumps({"model": model, "prompt": "def read_json(path):", "max_tokens": 48, "temperature": 0})
+    headers = f"-H 'Content-Type: application/json' -H 'X-Include-Timing: 1'{key}"
+    return f"  curl {url}/v1/completions {headers} \\\n    -d '{body.decode()}'"

@@ -1,0 +1,200 @@
+"""Attention over a paged KV store in plain torch: gather whole tiles by the block table, then one product a group.
+
+`plan` runs once a step (for each sliding window) and makes what all layers share: where tokens are written, which tiles
+each group of rows gathers, the masks. A layer then makes two calls for all its decode rows: `index_select`, attention.
+
+* Decode rows (one query token) are batched in groups of similar length, padded to the longest of the group: a row joins
+  while its blocks are at most twice (or 8 more than) the group's shortest. The query heads that share a KV head are
+  folded into the query length, [R, Hkv, G, D]: `enable_gqa` at query length 1 runs 8 to 15 times slower.
+* A prefill row is on its own, causal. Its queries are cut in pieces of `MAX_PIECE_TOKENS`, so that the mask of a chunk
+  that follows earlier tokens stays small; a piece that starts the context needs no mask. Sharing heads are expanded
+  with stride 0, [Hkv, G, ...], which copies nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splittime.kernels.api import AttentionBatch, KvShape
+
+MAX_PIECE_TOKENS = 512
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Rows [begin, end). tiles: int64 [rows * 2 * Hkv * blocks], read in that order.
+
+    mask: [rows, 1, 1, tokens] of 0 and -inf, or None when every row sees exactly the first `tokens` gathered.
+    """
+
+    begin: int
+    end: int
+    tiles: Tensor
+    tokens: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Query tokens [begin, end) of the batch against gathered keys [key_begin, key_end).
+
+    mask: [queries, keys], or None when both start the context (then causal from the top left).
+    """
+
+    begin: int
+    end: int
+    key_begin: int
+    key_end: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    tiles: Tensor  # int64 [2 * Hkv * blocks]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    shape: KvShape
+    write_rows: Tensor  # int64 [T, 2 * Hkv], rows of the store seen as [-1, head_dim]
+    groups: tuple[DecodeGroup, ...]
+    prefills: tuple[PrefillRow, ...]
+
+
+def plan(batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: torch.dtype) -> Plan:
+    heads = torch.arange(2 * shape.num_kv_heads)  # tiles of a block: K heads, then V heads
+    write_tiles = batch.token_blocks[:, None] * len(heads) + heads
+    write_rows = write_tiles * shape.block_size + batch.token_offsets[:, None]
+    groups = tuple(
+        _decode_group(batch, shape, heads, window_tokens, dtype, begin, end)
+        for begin, end in _group_bounds(batch, shape, window_tokens)
+    )
+    rows = range(batch.num_decode_rows, len(batch.context_lens))
+    prefills = tuple(_prefill_row(batch, shape, heads, window_tokens, dtype, row) for row in rows)
+    return Plan(shape, write_rows, groups, prefills)
+
+
+def _group_bounds(batch: AttentionBatch, shape: KvShape, window_tokens: int | None) -> list[tuple[int, int]]:
+    """Cut the decode rows, which come sorted by length, into groups that are worth padding to one length."""
+    bounds: list[tuple[int, int]] = []
+    begin = 0
+    shortest = None
+    for row in range(batch.num_decode_rows):
+        context = batch.context_lens[row]
+        seen = context if window_tokens is None else min(context, window_tokens)
+        blocks = -(-seen // shape.block_size)
+        if shortest is not None and not shortest // 2 <= blocks <= max(2 * shortest, shortest + 8):
+            bounds.append((begin, row))
+            begin, shortest = row, blocks
+        shortest = blocks if shortest is None else shortest
+    if batch.num_decode_rows:
+        bounds.append((begin, batch.num_decode_rows))
+    return bounds
+
+
+def _decode_group(
+    batch: AttentionBatch,
+    shape: KvShape,
+    heads: Tensor,
+    window_tokens: int | None,
+    dtype: torch.dtype,
+    begin: int,
+    end: int,
+) -> DecodeGroup:
+    contexts = torch.tensor(batch.context_lens[begin:end])  # [rows]
+    firsts = torch.zeros_like(contexts) if window_tokens is None else (contexts - window_tokens).clamp_(min=0)
+    first_blocks = firsts // shape.block_size
+    num_blocks = int((-(-contexts // shape.block_size) - first_blocks).max())
+    columns = first_blocks[:, None] + torch.arange(num_blocks)  # [rows, blocks]
+    tables = batch.block_tables[begin:end]
+    blocks = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1))
+    tiles = (blocks[:, None] * len(heads) + heads[None, :, None]).flatten()  # [rows, 2 Hkv, blocks] flat
+    if window_tokens is None and int(contexts.min()) == int(contexts.max()):
+        return DecodeGroup(begin, end, tiles, int(contexts[0]), None)
+    num_tokens = num_blocks * shape.block_size
+    positions = first_blocks[:, None] * shape.block_size + torch.arange(num_tokens)  # [rows, tokens]
+    hidden = (positions >= contexts[:, None]) | (positions < firsts[:, None])
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return DecodeGroup(begin, end, tiles, num_tokens, mask[:, None, None])
+
+
+def _prefill_row(
+    batch: AttentionBatch, shape: KvShape, heads: Tensor, window_tokens: int | None, dtype: torch.dtype, row: int
+) -> PrefillRow:
+    begin, end = batch.query_begins[row], batch.query_begins[row + 1]
+    context = batch.context_lens[row]
+    start = context - (end - begin)  # position of the first query token
+    first = 0 if window_tokens is None else max(0, start - window_tokens + 1)
+    first_block = first // shape.block_size
+    blocks = batch.block_tables[row, first_block : -(-context // shape.block_size)]
+    tiles = (blocks * len(heads) + heads[:, None]).flatten()  # [2 Hkv, blocks] flat
+    pieces = []
+    for offset in range(0, end - begin, MAX_PIECE_TOKENS):
+        stop = min(offset + MAX_PIECE_TOKENS, end - begin)
+        pieces.append(
+            _piece(begin + offset, begin + stop, start + offset, first_block * shape.block_size, window_tokens, dtype)
+        )
+    return PrefillRow(tiles, tuple(pieces))
+
+
+def _piece(
+    begin: int, end: int, start: int, gathered_from: int, window_tokens: int | None, dtype: torch.dtype
+) -> Piece:
+    """Queries at positions [start, start + end - begin) of a row whose gathered keys begin at `gathered_from`."""
+    stop = start + end - begin
+    is_windowed = window_tokens is not None and stop > window_tokens
+    if start == 0 and not is_windowed:
+        return Piece(begin, end, 0, stop, None)
+    key_from = gathered_from
+    if window_tokens is not None:
+        key_from = max(gathered_from, start - window_tokens + 1)
+    queries, keys = torch.arange(start, stop)[:, None], torch.arange(key_from, stop)
+    hidden = keys > queries
+    if window_tokens is not None:
+        hidden |= keys <= queries - window_tokens
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return Piece(begin, end, key_from - gathered_from, stop - gathered_from, mask)
+
+
+def write_kv(kv: Tensor, store: Tensor, plan: Plan) -> None:
+    store.view(-1, plan.shape.head_dim).index_put_((plan.write_rows,), kv)
+
+
+def attend(q: Tensor, store: Tensor, plan: Plan, scale: float) -> Tensor:
+    """q [T, Hq, D] -> [T, Hq * D]; see `kernels.api.Ops.attention`."""
+    tiles = store.view(-1, plan.shape.block_size * plan.shape.head_dim)
+    if len(plan.groups) == 1 and not plan.prefills:
+        return _attend_group(q, tiles, plan.shape, plan.groups[0], scale).reshape(q.shape[0], -1)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for group in plan.groups:
+        out[group.begin : group.end] = _attend_group(q, tiles, plan.shape, group, scale).reshape(-1, *q.shape[1:])
+    for prefill in plan.prefills:
+        _attend_prefill(q, tiles, plan.shape, prefill, scale, out)
+    return out.flatten(1)
+
+
+def _attend_group(q: Tensor, tiles: Tensor, shape: KvShape, group: DecodeGroup, scale: float) -> Tensor:
+    """-> [rows, Hkv, G, D]."""
+    rows = group.end - group.begin
+    kv = tiles.index_select(0, group.tiles).view(rows, 2, shape.num_kv_heads, -1, shape.head_dim)
+    keys, values = kv[:, 0, :, : group.tokens], kv[:, 1, :, : group.tokens]  # [rows, Hkv, tokens, D]
+    folded = q[group.begin : group.end].view(rows, shape.num_kv_heads, -1, shape.head_dim)
+    return _flash(folded, keys, values, attn_mask=group.mask, scale=scale)[0]
+
+
+def _attend_prefill(
+    q: Tensor, tiles: Tensor, shape: KvShape, prefill: PrefillRow, scale: float, out: Tensor
+) -> None:
+    """Write rows of `out` [T, Hq, D]."""
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    kv = tiles.index_select(0, prefill.tiles).view(2, heads, 1, -1, dim)
+    num_sharing = q.shape[1] // heads
+    for piece in prefill.pieces:
+        keys, values = kv[..., piece.key_begin : piece.key_end, :].expand(2, heads, num_sharing, -1, dim)
+        queries = q[piece.begin : piece.end].view(-1, heads, num_sharing, dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
+        got = _flash(queries, keys, values, is_causal=piece.mask is None, attn_mask=piece.mask, scale=scale)[0]
+        out[piece.begin : piece.end].view(-1, heads, num_sharing, dim).copy_(got.permute(2, 0, 1, 3))

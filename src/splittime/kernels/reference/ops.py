@@ -1,0 +1,76 @@
+"""Every operation of `kernels.api.Ops` as its definition says, row by row. Slow, and meant to be obviously right."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splittime.kernels.api import AttentionBatch, KvShape
+
+
+class ReferenceOps:
+    name = "reference"
+    linear_name = "matmul"
+    attention_name = "loop over rows and heads"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        return weight, bias
+
+    def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
+        weight, bias = packed
+        y = x @ weight.T
+        if bias is not None:
+            y = y + bias
+        return y if residual is None else y + residual
+
+    def pack_norm(self, weight: Tensor, eps: float) -> Any:
+        return weight, eps
+
+    def rms_norm(self, x: Tensor, packed: Any) -> Tensor:
+        weight, eps = packed
+        wide = x.float()
+        return (wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+    def rotate(self, x: Tensor, turns: Tensor) -> None:
+        even, odd = x[..., 0::2].float(), x[..., 1::2].float()  # [T, H, D / 2]
+        cos, sin = turns.real[:, None], turns.imag[:, None]  # [T, 1, D / 2]
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        x.copy_(turned.flatten(-2))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate * torch.sigmoid(gate) * up
+
+    def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: Any) -> Any:
+        return batch, shape, window_tokens
+
+    def write_kv(self, kv: Tensor, store: Tensor, plan: Any) -> None:
+        batch, shape, _ = plan
+        places = zip(batch.token_blocks.tolist(), batch.token_offsets.tolist(), strict=True)
+        for token, (block, offset) in enumerate(places):
+            store[block, :, :, offset] = kv[token].view(2, shape.num_kv_heads, shape.head_dim)
+
+    def attention(self, q: Tensor, store: Tensor, plan: Any, scale: float) -> Tensor:
+        batch, shape, window_tokens = plan
+        out = torch.empty_like(q)
+        for row, context_tokens in enumerate(batch.context_lens):
+            keys, values = _read_row(store, batch.block_tables[row], context_tokens)
+            begin, end = batch.query_begins[row], batch.query_begins[row + 1]
+            for token in range(begin, end):
+                position = context_tokens - (end - token)
+                first = 0 if window_tokens is None else max(0, position - window_tokens + 1)
+                seen = slice(first, position + 1)
+                for head in range(q.shape[1]):
+                    kv_head = head // (q.shape[1] // shape.num_kv_heads)
+                    scores = keys[kv_head, seen].float() @ q[token, head].float() * scale
+                    out[token, head] = (scores.softmax(0) @ values[kv_head, seen].float()).to(q.dtype)
+        return out.flatten(1)
+
+
+def _read_row(store: Tensor, block_table: Tensor, context_tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one row, each [num_kv_heads, context_tokens, head_dim]."""
+    block_size = store.shape[3]
+    blocks = [int(block) for block in block_table[: -(-context_tokens // block_size)]]
+    keys = torch.cat([store[block, 0] for block in blocks], dim=1)
+    values = torch.cat([store[block, 1] for block in blocks], dim=1)
+    return keys[:, :context_tokens], values[:, :context_tokens]

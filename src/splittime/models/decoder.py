@@ -1,0 +1,46 @@
+"""The one decoder: embed, layers, final norm, head. Which architecture it is was settled when its layers were built.
+
+It holds weights and nothing else: the KV stores, the positions and the batch come in with each call, and two calls
+with the same arguments return the same tensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from splittime.kernels.api import AttentionBatch, KvShape, Ops
+from splittime.models.config import ModelConfig
+from splittime.models.layers import DecoderLayer, embed
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """embedding: [vocab, hidden]; turns: complex64 [positions, head_dim / 2]; head: packed [vocab, hidden]."""
+
+    config: ModelConfig
+    ops: Ops
+    embedding: Tensor
+    turns: Tensor
+    layers: tuple[DecoderLayer, ...]
+    final_norm: Any
+    head: Any
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, stores: Sequence[Tensor], batch: AttentionBatch, shape: KvShape
+    ) -> Tensor:
+        """token_ids, positions: int64 [T]; stores: one a layer -> the last layer's output, [T, hidden], not normed."""
+        hidden = embed(self.embedding, token_ids)
+        turns = self.turns.index_select(0, positions)
+        plans = {
+            window: self.ops.plan_attention(batch, shape, window, hidden.dtype)
+            for window in dict.fromkeys(self.config.layer_windows)
+        }
+        for layer, store in zip(self.layers, stores, strict=True):
+            hidden = layer(hidden, turns, store, plans[layer.attention.window_tokens])
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden], rows of what `forward` returned -> float32 [N, vocab]."""
+        return self.ops.linear(self.ops.rms_norm(hidden, self.final_norm), self.head).float()

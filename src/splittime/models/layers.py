@@ -1,0 +1,101 @@
+"""The parts of a decoder layer: attention, the MLP, and the mixture of experts. Each holds packed weights and `Ops`,
+takes tensors, and returns the residual stream with its own contribution added. T is the step's number of tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splittime.kernels.api import Ops
+
+
+@dataclass(frozen=True)
+class Attention:
+    """qkv: packed [(num_heads + 2 num_kv_heads) * head_dim, hidden]; qk_norm: scale [num_heads + num_kv_heads, D]."""
+
+    ops: Ops
+    qkv: Any
+    output: Any
+    qk_norm: Any | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window_tokens: int | None
+
+    def __call__(self, x: Tensor, residual: Tensor, turns: Tensor, store: Tensor, plan: Any) -> Tensor:
+        """x: normed [T, hidden]; turns: [T, D / 2]; store: this layer's KV; plan: the backend's, for this window."""
+        num_turned = self.num_heads + self.num_kv_heads
+        qkv = self.ops.linear(x, self.qkv).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
+        turned = qkv[:, :num_turned]
+        if self.qk_norm is not None:
+            turned.copy_(self.ops.rms_norm(turned, self.qk_norm))
+        self.ops.rotate(turned, turns)
+        self.ops.write_kv(qkv[:, self.num_heads :], store, plan)
+        mixed = self.ops.attention(qkv[:, : self.num_heads], store, plan, self.head_dim**-0.5)
+        return self.ops.linear(mixed, self.output, residual)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """gate_up: packed [2 intermediate, hidden]; down: packed [hidden, intermediate]."""
+
+    ops: Ops
+    gate_up: Any
+    down: Any
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        return self.ops.linear(self.ops.silu_mul(self.ops.linear(x, self.gate_up)), self.down, residual)
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """Each token goes to its `num_chosen` best experts, weighted by their router probability (made to sum to 1 if
+    `normalises`). An expert runs once, on all the tokens that chose it."""
+
+    ops: Ops
+    router: Any
+    experts: tuple[Mlp, ...]
+    num_chosen: int
+    normalises: bool
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        scores = self.ops.linear(x, self.router).float().softmax(-1)  # [T, E]
+        weights, chosen = scores.topk(self.num_chosen, dim=-1)  # [T, k]
+        if self.normalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort()  # (token, choice) pairs, grouped by expert
+        tokens = order // self.num_chosen
+        shares = weights.flatten()[order].to(x.dtype).unsqueeze(1)
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        out = residual.clone()
+        begin = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                mine = tokens[begin : begin + count]
+                out.index_add_(0, mine, expert(x[mine], None) * shares[begin : begin + count])
+                begin += count
+        return out
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Pre-norm: attention then MLP (or experts), each added to the residual stream."""
+
+    ops: Ops
+    input_norm: Any
+    attention: Attention
+    mlp_norm: Any
+    mlp: Mlp | MixtureOfExperts
+
+    def __call__(self, hidden: Tensor, turns: Tensor, store: Tensor, plan: Any) -> Tensor:
+        """hidden [T, hidden] -> the same, one layer on."""
+        normed = self.ops.rms_norm(hidden, self.input_norm)
+        hidden = self.attention(normed, hidden, turns, store, plan)
+        return self.mlp(self.ops.rms_norm(hidden, self.mlp_norm), hidden)
+
+
+def embed(table: Tensor, token_ids: Tensor) -> Tensor:
+    """table [vocab, hidden], token_ids int64 [T] -> [T, hidden]."""
+    return torch.index_select(table, 0, token_ids)

@@ -1,0 +1,99 @@
+"""The application: which path is answered by what. `run.serve` puts it on a socket."""
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route as Path
+
+from splittime.core.errors import NotFound, RequestError, error_body
+from splittime.engine.client import EngineClient
+from splittime.engine.tokenizer import Tokenizer
+from splittime.ledger.store import Ledger
+from splittime.server import routes_docs, routes_info, routes_ledger
+from splittime.server.config import ModelInfo, ServerConfig
+from splittime.server.edge import Edge
+from splittime.server.http import Receive, Scope, Send
+from splittime.server.routes_generate import GenerationEndpoint
+from splittime.server.routes_info import Handler, Route
+from splittime.server.run import serve
+from splittime.server.service import Service
+
+PATHS: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/", routes_info.index),
+    ("GET", "/v1/models", routes_info.models),
+    ("GET", "/v1/models/{name:path}", routes_info.one_model),
+    ("POST", "/tokenize", routes_info.tokenize),
+    ("POST", "/detokenize", routes_info.detokenize),
+    ("GET", "/health", routes_info.health),
+    ("GET", "/ready", routes_info.ready),
+    ("GET", "/metrics", routes_info.metrics),
+    ("GET", "/stats", routes_info.stats),
+    ("GET", "/knobs", routes_info.knobs),
+    ("PATCH", "/knobs", routes_info.change_knobs),
+    ("GET", "/ledger/requests", routes_ledger.requests),
+    ("GET", "/ledger/requests/{request_id:path}", routes_ledger.one_request),
+    ("GET", "/ledger/steps", routes_ledger.steps),
+    ("GET", "/ledger/trace.json", routes_ledger.trace_json),
+    ("GET", "/openapi.json", routes_docs.openapi),
+    ("GET", "/docs", routes_docs.docs),
+)
+
+
+class App:
+    """The ASGI application; `service` is what it serves with (drain it before the process ends)."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        routes = [
+            Path("/v1/completions", GenerationEndpoint(service, "completions"), methods=["POST"]),
+            Path("/v1/chat/completions", GenerationEndpoint(service, "chat"), methods=["POST"]),
+            *(_path(service, path) for path in dict.fromkeys(path for _, path, _ in PATHS)),
+        ]
+        starlette = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        self._asgi = Edge(starlette, service.config.api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._asgi(scope, receive, send)
+
+
+def _path(service: Service, path: str) -> Path:
+    """All methods of one path, as one route (so that a wrong method is a 405, not a 404)."""
+    by_method = {method: Route(service, handler) for method, at, handler in PATHS if at == path}
+    if "GET" in by_method:
+        by_method["HEAD"] = by_method["GET"]
+
+    class ByMethod:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await by_method[scope["method"]](scope, receive, send)
+
+    return Path(path, ByMethod(), methods=list(by_method))
+
+
+async def _http_error(request: HttpRequest, error: Exception) -> Response:
+    """Starlette's own refusals (no such path, wrong method) in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        ours: RequestError = NotFound(f"no such path: {request.url.path}", hint="GET /openapi.json lists all paths")
+    else:
+        ours = RequestError(str(error.detail), code="http_error", status=error.status_code)
+    headers = dict(error.headers or {})
+    return Response(orjson.dumps(error_body(ours.info)), error.status_code, headers, media_type="application/json")
+
+
+def build_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    ledger: Ledger,
+    config: ServerConfig,
+    model: ModelInfo | Callable[[], ModelInfo | None],
+) -> App:
+    """The ASGI application. `model` may be a callable that answers None until the engine is ready."""
+    return App(Service(client, tokenizer, ledger, config, model))
+
+
+__all__: list[Any] = ["App", "build_app", "serve"]

@@ -1,0 +1,181 @@
+"""Everything that is not a generation and not the ledger: probes, models, tokens, metrics, knobs."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from splittime import __version__
+from splittime.core.errors import ConfigError, NotFound, RequestError, SplittimeError
+from splittime.server import http
+from splittime.server.config import ModelInfo
+from splittime.server.params import check_model, check_token_ids
+from splittime.server.schema import DetokenizeBody, TokenizeBody, decode_body
+from splittime.server.service import Service
+
+Handler = Callable[[Service, http.Scope, http.Receive, http.Send], Awaitable[None]]
+
+ADMISSION_KNOBS = ("max_queued_requests", "max_queued_prompt_tokens")
+MAX_QUEUE_KNOB = 2**40
+
+
+class Route:
+    """An ASGI application of one handler; what it raises for the client to know is answered here."""
+
+    def __init__(self, service: Service, handler: Handler) -> None:
+        self._service, self._handler = service, handler
+
+    async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        try:
+            await self._handler(self._service, scope, receive, send)
+        except SplittimeError as error:
+            await http.respond_error(send, error)
+        except http.Disconnected:
+            pass
+
+
+async def health(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Alive: this process answers."""
+    await http.respond_json(send, {"status": "ok"})
+
+
+async def ready(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Would a request be served now?"""
+    service.require_ready()
+    await http.respond_json(send, {"status": "ready"})
+
+
+async def index(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    model = service.model
+    about = {
+        "name": "splittime",
+        "version": __version__,
+        "model": model.name if model else None,
+        "ready": service.is_serving,
+        "docs": "/docs",
+        "openapi": "/openapi.json",
+        "ledger": "/ledger/requests",
+        "metrics": "/metrics",
+    }
+    await http.respond_json(send, about)
+
+
+def _card(name: str, model: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created_unix_s,
+        "owned_by": "splittime",
+        "max_model_len": model.max_model_len,
+    }
+
+
+async def models(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    model = service.require_model()
+    await http.respond_json(send, {"object": "list", "data": [_card(name, model) for name in model.names]})
+
+
+async def one_model(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    model, name = service.require_model(), scope["path_params"]["name"]
+    if name not in model.names:
+        raise NotFound(f"no model {name!r} here", code="model_not_found", param="model", value=name)
+    await http.respond_json(send, _card(name, model))
+
+
+async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Token ids of a text or of rendered messages."""
+    model = service.require_model()
+    body = decode_body(await http.read_body(scope, receive, service.config.max_body_bytes), TokenizeBody)
+    check_model(body.model, model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give prompt or messages, one of them", param="prompt")
+    loop = asyncio.get_running_loop()
+    ids = await loop.run_in_executor(service.pool, _encode, service, body)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [service.tokenizer.id_to_token(token_id) for token_id in ids]
+    await http.respond_json(send, answer)
+
+
+def _encode(service: Service, body: TokenizeBody) -> list[int]:
+    tokenizer = service.tokenizer
+    if body.prompt is not None:
+        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    messages = [message.to_template() for message in body.messages or ()]
+    text = tokenizer.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
+    return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+async def detokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    model = service.require_model()
+    body = decode_body(await http.read_body(scope, receive, service.config.max_body_bytes), DetokenizeBody)
+    check_model(body.model, model)
+    ids = check_token_ids(body.tokens, model.vocab_size, "tokens")
+    text = service.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)
+    await http.respond_json(send, {"prompt": text})
+
+
+async def metrics(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    exporter = service.exporter
+    await http.respond(send, exporter.render(), content_type=exporter.content_type.encode())
+
+
+async def stats(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The engine's latest gauges and this process's own, in JSON."""
+    admission, wait_s = service.admission, service.admission.predicted_wait_s()
+    answer = {
+        "engine": msgspec.to_builtins(service.client.stats()),
+        "server": {
+            "open_requests": service.num_open,
+            "queued_requests": admission.queued_requests,
+            "queued_prompt_tokens": admission.queued_prompt_tokens,
+            "predicted_wait_ms": None if wait_s is None else round(wait_s * 1e3, 3),
+            "refusals": dict(admission.refusals),
+            "is_draining": service.is_draining,
+        },
+        "ledger": msgspec.to_builtins(service.ledger.counts()),
+    }
+    await http.respond_json(send, answer)
+
+
+async def knobs(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """What can be changed on the live server, and its value now."""
+    await http.respond_json(send, {**service.client.stats().knobs, **asdict(service.admission.bounds)})
+
+
+async def change_knobs(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Change some; all of them come back. A bad one changes nothing."""
+    body = await http.read_body(scope, receive, service.config.max_body_bytes)
+    wanted = decode_knobs(body)
+    own = {name: wanted.pop(name) for name in ADMISSION_KNOBS if name in wanted}
+    for name, value in own.items():
+        if type(value) is not int or not 1 <= value <= MAX_QUEUE_KNOB:
+            raise RequestError(f"{name} must be a whole number above 0", param=name, value=value)
+    if not wanted:
+        engine_knobs = service.client.stats().knobs
+    else:
+        service.require_ready()
+        engine_knobs = await _configure(service, wanted)
+    for name, value in own.items():
+        setattr(service.admission.bounds, name, value)
+    await http.respond_json(send, {**engine_knobs, **asdict(service.admission.bounds)})
+
+
+async def _configure(service: Service, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The engine's own refusal of a knob is a setting's error there, and the request's fault here."""
+    try:
+        return await service.client.configure(wanted)
+    except ConfigError as error:
+        info = msgspec.structs.replace(error.info, status=400, kind=RequestError.kind)
+        refusal = RequestError(info.message)
+        refusal.info = info
+        raise refusal from error
+
+
+def decode_knobs(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, bool | int | float | str | None])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not an object of knobs: {error}", code="invalid_json") from error

@@ -1,0 +1,81 @@
+"""`/ledger/...`: closed accounts and step records, as they are kept."""
+
+import asyncio
+import math
+from typing import Any
+
+import msgspec
+
+from splittime.core.errors import NotFound, RequestError
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.export.account_json import account_json
+from splittime.ledger.export.chrome_trace import trace
+from splittime.server import http
+from splittime.server.service import Service
+
+DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
+
+
+async def one_request(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The closed account of a request, by the id in its response or by its X-Request-Id. With several choices: that of
+    the one that ended last, and all of them in `choices`."""
+    request_id = scope["path_params"]["request_id"]
+    found = await asyncio.get_running_loop().run_in_executor(service.pool, service.ledger.account, request_id)
+    if not found:
+        hint = "it is still open" if request_id.partition("-")[2] in service.generations else None
+        raise NotFound(f"no closed account of {request_id!r}", code="request_not_found", value=request_id, hint=hint)
+    last = max(found, key=lambda account: account.end_ns)
+    answer = account_json(last)
+    if len(found) > 1:
+        answer["choices"] = [account_json(account) for account in found]
+    await http.respond_json(send, answer)
+
+
+async def requests(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The latest accounts, oldest first; with `slower_than_ms` only those that took longer."""
+    wanted = http.query(scope)
+    slower_than_ms = _number(wanted, "slower_than_ms")
+    accounts = service.ledger.accounts(slower_than_ms, _limit(wanted))
+    await http.respond_json(send, {"accounts": [account_json(account) for account in accounts]})
+
+
+async def steps(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The latest steps, oldest first."""
+    records = service.ledger.steps(_limit(http.query(scope)))
+    await http.respond_json(send, {"steps": [msgspec.to_builtins(record) for record in records]})
+
+
+async def trace_json(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The latest accounts and the steps in their time as a Chrome trace."""
+    limit = _limit(http.query(scope))
+    body = await asyncio.get_running_loop().run_in_executor(service.pool, _trace, service, limit)
+    disposition = (b"content-disposition", b'attachment; filename="trace.json"')
+    await http.respond(send, body, headers=[disposition])
+
+
+def _trace(service: Service, limit: int) -> bytes:
+    accounts: list[ClosedAccount] = service.ledger.accounts(None, limit)
+    since_ns = min((account.start_ns for account in accounts), default=0)
+    records = [record for record in service.ledger.steps(MAX_LIMIT) if record.end_ns >= since_ns]
+    return trace(accounts, records)
+
+
+def _limit(wanted: dict[str, str]) -> int:
+    limit = _number(wanted, "limit")
+    if limit is None:
+        return DEFAULT_LIMIT
+    if not 1 <= limit <= MAX_LIMIT or limit != int(limit):
+        raise RequestError("limit out of range", param="limit", value=str(limit), limit=[1, MAX_LIMIT])
+    return int(limit)
+
+
+def _number(wanted: dict[str, Any], name: str) -> float | None:
+    if name not in wanted:
+        return None
+    try:
+        value = float(wanted[name])
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise RequestError(f"{name} must be a number, 0 or above", param=name, value=wanted[name][:64])
+    return value

@@ -1,0 +1,106 @@
+"""The application on a socket: uvicorn with uvloop and httptools, and our own way of ending.
+
+uvicorn answers SIGTERM by waiting for every connection and then raising the signal again, which ends the process with
+-15; its own time-out would cut streams without a word. So signals are ours: the first drains (`Service.drain`: nobody
+is admitted, open requests finish within the grace time, the rest get an error event) and the process ends with 0; the
+second ends it at once.
+
+Two things that ASGI has no word for are put into each connection here. `TRANSPORT` lets a slow reader be cut off
+without waiting for it to read. `SO_SNDBUF` bounds what the kernel takes in for a client that does not read; left alone
+it grows to megabytes. TCP_NODELAY needs nothing: uvloop sets it on every connection (a test says so).
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from splittime.server.config import ServerConfig
+from splittime.server.http import TRANSPORT
+
+EXIT_AT_ONCE = 130
+SHUTDOWN_S = 5  # for connections to close after the drain
+
+
+class ConnectionProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, with the connection handed to the application."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[dict-item]
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server; signals are handled by who runs it."""
+
+    def capture_signals(self) -> Any:
+        return contextlib.nullcontext()
+
+
+def make_server(app: Any, config: ServerConfig) -> DrainingServer:
+    return DrainingServer(
+        uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            loop="uvloop",
+            http=ConnectionProtocol,
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+    )
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """The bound socket. Raises OSError if the address is taken."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if config.send_buffer_bytes:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.send_buffer_bytes)
+    listener.bind((config.host, config.port))
+    return listener
+
+
+async def run(app: Any, config: ServerConfig, *, on_listening: Callable[[int], None] = lambda port: None) -> None:
+    """Serve until a signal has drained it. `on_listening` is told the port."""
+    listener = listen(config)
+    server = make_server(app, config)
+    loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    def on_signal() -> None:
+        if draining:
+            os._exit(EXIT_AT_ONCE)
+        draining.append(loop.create_task(_drain(app, server)))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    on_listening(listener.getsockname()[1])
+    await server.serve(sockets=[listener])
+    app.service.close()
+
+
+async def _drain(app: Any, server: DrainingServer) -> None:
+    try:
+        await app.service.drain()
+    finally:
+        server.should_exit = True
+
+
+def serve(app: Any, config: ServerConfig, *, on_listening: Callable[[int], None] = lambda port: None) -> None:
+    """Run to the end of the process's serving; returns after a drain."""
+    uvloop.run(run(app, config, on_listening=on_listening))

@@ -1,0 +1,119 @@
+"""What the routes share: the engine's client, the tokenizer, the ledger, and who is being served right now."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from splittime.core.errors import ErrorInfo
+from splittime.engine.client import EngineClient
+from splittime.engine.tokenizer import Tokenizer
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.derive import send_lag_ns
+from splittime.ledger.export.prometheus import PrometheusExporter
+from splittime.ledger.store import Ledger
+from splittime.server.admission import Admission, Bounds, Refused
+from splittime.server.config import ModelInfo, ServerConfig
+from splittime.server.generation import Generation, conflict
+
+DRAIN_POLL_S = 0.02
+LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
+
+
+class Service:
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        ledger: Ledger,
+        config: ServerConfig,
+        model: ModelInfo | Callable[[], ModelInfo | None],
+    ) -> None:
+        config.validate()
+        self.client, self.tokenizer, self.ledger, self.config = client, tokenizer, ledger, config
+        self._model = model
+        self.exporter = PrometheusExporter(ledger, client.stats)  # type: ignore[arg-type]  # its protocol is not read-only
+        bounds = Bounds(config.max_queued_requests, config.max_queued_prompt_tokens)
+        self.admission = Admission(bounds, self.exporter.count_refusal)
+        self.pool = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
+        self.is_draining = False
+        self.generations: dict[str, Generation] = {}
+        self._reserved: dict[str, asyncio.Event] = {}
+        self.num_open = 0  # HTTP requests for generations that are being served
+
+    # ---- may a request come in
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """None until the engine has said what it serves."""
+        return self._model() if callable(self._model) else self._model
+
+    @property
+    def is_serving(self) -> bool:
+        return self.client.is_ready and self.model is not None and not self.is_draining
+
+    def require_model(self) -> ModelInfo:
+        """The model, or `Refused` with 503 while it is not known."""
+        model = self.model
+        if model is None:
+            raise Refused("the engine is not ready yet", reason="not_ready", status=503)
+        return model
+
+    def require_ready(self) -> ModelInfo:
+        """The model, or `Refused` with 503 if a request would not be served now."""
+        if self.is_draining:
+            raise Refused("the server is shutting down", reason="draining", status=503)
+        if not self.client.is_ready:
+            raise Refused("the engine is not ready yet", reason="not_ready", status=503)
+        return self.require_model()
+
+    def require_serving(self) -> ModelInfo:
+        """The same, counted as a refusal."""
+        try:
+            return self.require_ready()
+        except Refused as refused:
+            raise self.admission.refuse(refused) from None
+
+    # ---- who is in flight
+
+    async def reserve(self, request_id: str) -> None:
+        """Take an id. One whose answer has been given, but which the engine still holds, is free within a step."""
+        while request_id in self._reserved:
+            generation = self.generations.get(request_id)
+            if generation is None or not generation.all_done.is_set():
+                raise conflict(request_id)
+            await self._reserved[request_id].wait()
+        self._reserved[request_id] = asyncio.Event()
+
+    def release(self, request_id: str) -> None:
+        self.generations.pop(request_id, None)
+        self._reserved.pop(request_id).set()
+
+    # ---- the ledger
+
+    def file_account(self, account: ClosedAccount) -> None:
+        """Hand a closed account to the ledger, and its latencies that no stage holds to the exporter."""
+        self.ledger.add_account(account)
+        for lag_ns in send_lag_ns(account):
+            self.exporter.observe_send_lag(lag_ns)
+        if account.cancelled_ns is not None and account.freed_ns is not None:
+            self.exporter.observe_cancel_to_freed(account.freed_ns - account.cancelled_ns)
+
+    # ---- the end
+
+    async def drain(self, grace_s: float | None = None) -> None:
+        """Admit nobody; let what is open finish within the grace time; end the rest with an error."""
+        self.is_draining = True
+        grace_s = self.config.grace_s if grace_s is None else grace_s
+        await self._until_empty(time.monotonic() + grace_s)
+        error = ErrorInfo("overloaded_error", "the server is shutting down", "draining", 503, retry_after_s=1.0)
+        for generation in list(self.generations.values()):
+            generation.end_early(error)
+        await self._until_empty(time.monotonic() + LAST_WORDS_S)
+
+    async def _until_empty(self, deadline_s: float) -> None:
+        while self.num_open and time.monotonic() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)

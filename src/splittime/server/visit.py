@@ -1,0 +1,250 @@
+"""One HTTP request for generations, from its first byte to its last: the order in which things happen, and the account.
+
+    receive -> admit -> tokenize -> handoff -> (the engine) -> deliver
+
+What can be refused without reading the body is refused before. Whatever happens, the request ends in one closed account
+for each choice, or one for the request if it never got that far, and its id is free once the engine has let go.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, RequestError, SplittimeError
+from splittime.core.request import FinishReason, Request
+from splittime.engine.output import OutputText, make_detokenizer
+from splittime.ledger.account import Account, ClosedAccount
+from splittime.ledger.stages import Stage
+from splittime.server import http
+from splittime.server.admission import Place
+from splittime.server.choice import Choice, Echo
+from splittime.server.config import ModelInfo
+from splittime.server.generation import Generation
+from splittime.server.params import Ask, Prompt, ask_chat, ask_completion
+from splittime.server.schema import ChatBody, CompletionBody, decode_body
+from splittime.server.service import Service
+
+REFUSED = "refused"  # finish reason of a request that never reached the engine
+
+now_ns = time.monotonic_ns
+
+
+class Visit:
+    def __init__(self, service: Service, endpoint: str, scope: http.Scope, receive: http.Receive) -> None:
+        self.service, self.endpoint, self.scope, self._receive = service, endpoint, scope, receive
+        self.start_ns: int = scope.get(http.START_NS) or now_ns()
+        self.started_at_unix_ns = time.time_ns() - (now_ns() - self.start_ns)
+        self.is_gone = False
+        self.request_id = ""
+        self.generation: Generation | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._account = Account("", self.start_ns, Stage.RECEIVE)
+        self._place: Place | None = None
+        self._is_reserved = False
+
+    @property
+    def group_id(self) -> str:
+        """The id in the response."""
+        return f"{'chatcmpl' if self.endpoint == 'chat' else 'cmpl'}-{self.request_id}"
+
+    # ---- in
+
+    async def come_in(self) -> tuple[Ask, Generation]:
+        """Everything up to the hand-off. Raises what the client must be told, or `Disconnected`."""
+        self.request_id = http.new_request_id()  # until it is known to have a good one of its own
+        self.request_id = http.request_id(self.scope)
+        deadline_ns = http.deadline_ns(self.scope, self.start_ns)
+        model = self.service.require_serving()
+        admission = self.service.admission
+        size = http.content_length(self.scope) or 0
+        admission.check(now_ns(), tokens=admission.estimate_tokens(size), deadline_ns=deadline_ns)
+        body = await self._read_body()
+        ask = self._understand(body, model)
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._account.enter(Stage.ADMIT, now_ns())
+        await self._reserve()
+        tokens = admission.estimate_tokens(len(body)) * ask.n
+        self._place = admission.enter(now_ns(), count=ask.num_choices, tokens=tokens, deadline_ns=deadline_ns)
+        prompts = await self._tokenize(ask)
+        admission.learn_ratio(len(body), sum(map(len, prompts)))
+        self._place.correct([len(ids) for ids in prompts for _ in range(ask.n)])
+        self._check_in_time(deadline_ns)
+        self.generation = self._hand_off(ask, prompts, model, deadline_ns, self._place)
+        return ask, self.generation
+
+    async def _read_body(self) -> bytes:
+        try:
+            async with asyncio.timeout(self.service.config.body_timeout_s):
+                return await http.read_body(self.scope, self._receive, self.service.config.max_body_bytes)
+        except TimeoutError:
+            limit = self.service.config.body_timeout_s
+            raise RequestError("the body took too long to arrive", code="body_timeout", status=408, limit=limit) from None
+
+    def _understand(self, body: bytes, model: ModelInfo) -> Ask:
+        config = self.service.config
+        timing = http.header(self.scope, b"x-include-timing") in ("1", "true")
+        if self.endpoint == "chat":
+            return ask_chat(decode_body(body, ChatBody), model, config, timing)
+        return ask_completion(decode_body(body, CompletionBody), model, config, timing)
+
+    async def _reserve(self) -> None:
+        try:
+            await self.service.reserve(self.request_id)
+        except SplittimeError:
+            self.request_id = http.new_request_id()  # the account must not go by another request's id
+            raise
+        self._is_reserved = True
+
+    async def _tokenize(self, ask: Ask) -> list[tuple[int, ...]]:
+        """The prompts' ids; long texts are worked on beside the event loop."""
+        self._account.enter(Stage.TOKENIZE, now_ns())
+        size = sum(len(p) for p in ask.prompts if isinstance(p, str)) + sum(len(m["content"]) for m in ask.messages)
+        if size <= self.service.config.inline_tokenize_bytes:
+            prompts = self._encode_all(ask)
+        else:
+            loop = asyncio.get_running_loop()
+            prompts = await loop.run_in_executor(self.service.pool, self._encode_all, ask)
+        self._account.enter(Stage.ADMIT, now_ns())
+        if self.is_gone:
+            raise http.Disconnected
+        return prompts
+
+    def _encode_all(self, ask: Ask) -> list[tuple[int, ...]]:
+        tokenizer = self.service.tokenizer
+        if ask.is_chat:
+            text = tokenizer.render_chat(ask.messages)
+            return [tuple(tokenizer.encode(text, add_special_tokens=False))]
+        return [tuple(tokenizer.encode(p)) if isinstance(p, str) else p for p in ask.prompts]
+
+    def _check_in_time(self, deadline_ns: int | None) -> None:
+        if deadline_ns is not None and now_ns() >= deadline_ns:
+            raise DeadlineExceeded("the request's deadline passed before it reached the engine")
+
+    # ---- to the engine
+
+    def _hand_off(
+        self, ask: Ask, prompts: Sequence[tuple[int, ...]], model: ModelInfo, deadline_ns: int | None, place: Place
+    ) -> Generation:
+        budgets = [check_length(ids, ask, model) for ids in prompts]
+        sources = ask.prompts or (prompts[0],)
+        plans = [(p, s) for p in range(len(prompts)) for s in range(ask.n)]
+        choices = []
+        for index, (p, sample) in enumerate(plans):
+            request = Request(
+                request_id=self.request_id if len(plans) == 1 else f"{self.request_id}-{index}",
+                prompt_token_ids=prompts[p],
+                sampling=ask.sampling_of(sample, budgets[p]),
+                eos_token_ids=model.eos_token_ids,
+                submitted_ns=now_ns(),
+                priority=ask.priority,
+                deadline_ns=deadline_ns,
+                cache_salt=ask.cache_salt,
+            )
+            choices.append(self._choice(index, request, ask, sources[p]))
+        generation = Generation(self.group_id, self.service.client, choices, place)
+        generation.start()
+        self.service.generations[self.request_id] = generation
+        return generation
+
+    def _choice(self, index: int, request: Request, ask: Ask, source: Prompt) -> Choice:
+        account = Account(request.request_id, self.start_ns, Stage.RECEIVE)
+        account.extend(self._account.marks[1:])
+        account.enter(Stage.HANDOFF, request.submitted_ns)
+        tokenizer = self.service.tokenizer
+        text = OutputText(tokenizer, request.prompt_token_ids, stop=ask.sampling.stop)
+        echo = self._echo(request.prompt_token_ids, source, ask) if ask.echo else None
+        return Choice(index, request, account, text, echo, hides_output=ask.echo_only)
+
+    def _echo(self, prompt_ids: Sequence[int], source: Prompt, ask: Ask) -> Echo:
+        """The prompt as it was given, and where each of its tokens begins."""
+        tokenizer = self.service.tokenizer
+        text = source if isinstance(source, str) else tokenizer.decode(prompt_ids)
+        if ask.sampling.prompt_logprobs is None:
+            return Echo(text)
+        detokenizer, offsets, length = make_detokenizer(tokenizer), [], 0
+        for token_id in prompt_ids:
+            offsets.append(min(length, len(text)))
+            length += len(detokenizer.push(token_id))
+        return Echo(text, offsets)
+
+    # ---- while it is served
+
+    async def _watch(self) -> None:
+        """Notice the client's going away, whatever the request is doing."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        if self.generation is not None:
+            self.generation.cancel()
+            self.on_gone()
+
+    def on_gone(self) -> None:
+        """Replaced by who writes the answer."""
+
+    # ---- out
+
+    def close_choice(self, choice: Choice, at_ns: int) -> None:
+        """Close a choice's account, once."""
+        if not choice.is_closed:
+            model, unix_ns = self._model_name(), self.started_at_unix_ns
+            self.service.file_account(choice.close(at_ns, self.group_id, model, self.endpoint, unix_ns))
+
+    def close_refused(self, finish_reason: str, error: ErrorInfo | None) -> None:
+        """Close the account of a request that never reached the engine."""
+        at_ns = now_ns()
+        self._account.close(at_ns)
+        self.service.file_account(
+            ClosedAccount(
+                request_id=self.request_id,
+                group_id=self.group_id,
+                model=self._model_name(),
+                endpoint=self.endpoint,
+                started_at_unix_ns=self.started_at_unix_ns,
+                start_ns=self.start_ns,
+                end_ns=at_ns,
+                intervals=tuple(self._account.intervals()),
+                finish_reason=finish_reason,
+                error=error,
+                cancelled_ns=at_ns if finish_reason == FinishReason.ABORT else None,
+            )
+        )
+
+    def begin_refusal(self) -> None:
+        self._account.enter(Stage.DELIVER, now_ns())
+
+    def _model_name(self) -> str:
+        model = self.service.model
+        return model.name if model is not None else ""
+
+    def leave(self) -> None:
+        """Give back what the visit holds: its queue places, its id (when the engine has let go), its watcher."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self.generation is not None:
+            self.generation.when_released(lambda: self.service.release(self.request_id))
+            return
+        if self._account.end_ns is None:  # something unforeseen was raised; the edge has answered 500
+            self.close_refused(FinishReason.ERROR, EngineError("the server failed").info)
+        if self._place is not None:
+            self._place.give_up()
+        if self._is_reserved:
+            self.service.release(self.request_id)
+
+
+def check_length(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo) -> int:
+    """Output tokens that the request may get; `RequestError` if prompt and output do not fit the context."""
+    room = model.max_model_len - len(prompt_ids)
+    wanted = ask.sampling.max_tokens
+    if not prompt_ids:
+        raise RequestError("the prompt has no tokens", code="empty_prompt", param="prompt", value=0)
+    if room < (wanted or 1):
+        raise RequestError(
+            f"the model's context is {model.max_model_len} tokens; the prompt has {len(prompt_ids)} and "
+            f"{wanted or 1} were asked for",
+            code="context_length_exceeded",
+            param="messages" if ask.is_chat else "prompt" if room < 1 else "max_tokens",
+            value=len(prompt_ids) + (wanted or 1),
+            limit=model.max_model_len,
+            hint=f"ask for at most {room} tokens" if room > 0 else "shorten the prompt",
+        )
+    return wanted or room

@@ -1,0 +1,204 @@
+"""The store: bounded, indexed, readable while written, after a kill, and when the disk fails."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import books
+import msgspec
+import pytest
+
+from splittime.core.errors import ConfigError, NotFound
+from splittime.ledger import sqlite_file
+from splittime.ledger.sqlite_file import FileWriter
+from splittime.ledger.store import Ledger, open_readonly
+
+
+def test_finds_by_request_id_group_id_and_bare_id():
+    ledger = Ledger()
+    first, second = books.example("cmpl-a-0"), books.example("cmpl-a-1")
+    ledger.add_account(first)
+    ledger.add_account(second)
+    assert ledger.account("cmpl-a-1") == [second]
+    assert ledger.account("cmpl-a") == [first, second]
+    assert ledger.account("a") == [first, second]
+    assert ledger.account("b") == []
+
+
+def test_ring_is_bounded_and_its_index_too():
+    ledger = Ledger(max_accounts=3, max_steps=2)
+    for i in range(10):
+        ledger.add_account(books.example(f"cmpl-{i}-0"))
+        ledger.add_step(books.step(i, i * 100))
+    assert [account.request_id for account in ledger.accounts()] == ["cmpl-7-0", "cmpl-8-0", "cmpl-9-0"]
+    assert [step.step_id for step in ledger.steps()] == [8, 9]
+    assert ledger.account("cmpl-2-0") == []
+    assert len(ledger._by_id) == 6
+
+
+def test_latest_first_bound_then_oldest_first():
+    ledger = Ledger()
+    for i in range(5):
+        ledger.add_account(books.example(f"cmpl-{i}-0", num_tokens=2 + 10 * (i % 2)))
+    assert [a.request_id for a in ledger.accounts(limit=2)] == ["cmpl-3-0", "cmpl-4-0"]
+    assert [a.request_id for a in ledger.accounts(slower_than_ms=40)] == ["cmpl-1-0", "cmpl-3-0"]
+
+
+def test_an_account_that_does_not_verify_is_kept_and_counted(caplog):
+    ledger = Ledger()
+    good = books.example()
+    bad = msgspec.structs.replace(good, end_ns=good.end_ns + 1)
+    ledger.add_account(bad)
+    assert ledger.counts().invalid_accounts == 1
+    assert ledger.account("a") == [bad]
+    assert "does not verify" in caplog.text
+
+
+def test_a_subscriber_cannot_break_the_caller(caplog):
+    ledger, seen = Ledger(), []
+    ledger.subscribe(lambda record: 1 / 0)
+    ledger.subscribe(seen.append)
+    ledger.add_step(books.step(1, 0))
+    assert len(seen) == 1
+    assert ledger.counts().subscriber_errors == 1
+
+
+def test_file_holds_what_was_added(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path, max_accounts=1)
+    for i in range(20):
+        ledger.add_account(books.example(f"chatcmpl-{i}-0", start_ns=i * 10**9))
+        ledger.add_step(books.step(i, i * 10**9))
+    assert ledger.flush()
+    assert ledger.account("3")[0].request_id == "chatcmpl-3-0"  # fallen out of the ring, found in the file
+    ledger.close()
+    assert not (tmp_path / "ledger.sqlite-wal").exists()  # one file to copy away
+    file = open_readonly(path)
+    assert [a.request_id for a in file.accounts(limit=2)] == ["chatcmpl-18-0", "chatcmpl-19-0"]
+    assert file.account("7") == [books.example("chatcmpl-7-0", start_ns=7 * 10**9)]
+    assert [s.step_id for s in file.steps(limit=3)] == [17, 18, 19]
+    assert [s.step_id for s in file.steps_between(5 * 10**9, 7 * 10**9)] == [5, 6, 7]
+    assert file.accounts(slower_than_ms=10**6) == []
+    file.close()
+
+
+def test_file_retention(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite_file, "MAX_BATCH_RECORDS", 7)
+    ledger = Ledger(tmp_path / "l.sqlite", max_file_accounts=10, max_file_steps=5)
+    for i in range(50):
+        ledger.add_account(books.example(f"cmpl-{i}-0"))
+        ledger.add_step(books.step(i, i * 100))
+    ledger.close()
+    file = open_readonly(tmp_path / "l.sqlite")
+    assert [a.request_id for a in file.accounts(limit=99)] == [f"cmpl-{i}-0" for i in range(40, 50)]
+    assert [s.step_id for s in file.steps(limit=99)] == list(range(45, 50))
+
+
+def test_readers_while_one_writes(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite", max_accounts=50, max_steps=50)
+    ledger.flush()
+    stop, errors = threading.Event(), []
+
+    def read() -> None:
+        file = open_readonly(tmp_path / "l.sqlite")
+        try:
+            while not stop.is_set():
+                for found in (ledger.accounts(limit=20), file.accounts(limit=20), ledger.account("cmpl-7-0")):
+                    for account in found:
+                        account.verify()
+                ids = [step.step_id for step in ledger.steps()]
+                assert ids == sorted(ids)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for i in range(1500):
+        ledger.add_account(books.example(f"cmpl-{i}-0"))
+        ledger.add_step(books.step(i, i * 100))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    ledger.close()
+    assert len(open_readonly(tmp_path / "l.sqlite").accounts(limit=9999)) == 1500
+
+
+_WRITER = """
+import sys; sys.path.insert(0, sys.argv[2])
+import books
+from splittime.ledger.store import Ledger
+ledger = Ledger(sys.argv[1])
+i = 0
+while True:
+    ledger.add_account(books.example(f"cmpl-{i}-0")); ledger.add_step(books.step(i, i * 100)); i += 1
+    if i % 50 == 0: ledger.flush(); print(i, flush=True)
+"""
+
+
+def test_kill_9_leaves_a_readable_file(tmp_path):
+    path = tmp_path / "l.sqlite"
+    command = [sys.executable, "-c", _WRITER, str(path), str(Path(__file__).parent)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    written = [int(writer.stdout.readline()) for _ in range(6)][-1]
+    time.sleep(0.05)
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    file = open_readonly(path)
+    accounts = file.accounts(limit=10**6)
+    assert len(accounts) >= written
+    assert [a.request_id for a in accounts] == [f"cmpl-{i}-0" for i in range(len(accounts))]
+    assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert len(Ledger(path).account("3")) == 1  # and can be written again
+
+
+def test_a_full_queue_drops_and_counts(tmp_path):
+    writer = FileWriter(tmp_path / "l.sqlite", 10, 10, max_queued_records=3)
+    blocker = sqlite3.connect(tmp_path / "l.sqlite", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")  # the writer's thread now waits for us
+    for i in range(10):
+        writer.put(books.step(i, i))
+        time.sleep(0.03)
+    begin_s = time.monotonic()
+    writer.put(books.step(11, 11))
+    assert time.monotonic() - begin_s < 0.1
+    assert writer.num_dropped >= 3
+    blocker.execute("ROLLBACK")
+    writer.close()
+
+
+def test_a_failing_disk_is_logged_once_and_survived(tmp_path, caplog):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    other = sqlite3.connect(tmp_path / "l.sqlite")
+    other.execute("ALTER TABLE steps RENAME TO away")
+    other.commit()
+    for i in range(3):
+        ledger.add_step(books.step(i, i))
+        assert ledger.flush()
+    assert ledger.counts().unwritten == 3
+    assert caplog.text.count("records are lost") == 1
+    other.execute("ALTER TABLE away RENAME TO steps")
+    other.commit()
+    ledger.add_step(books.step(9, 9))
+    ledger.close()
+    assert ledger.counts().unwritten == 3
+    assert [s.step_id for s in open_readonly(tmp_path / "l.sqlite").steps()] == [9]
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_start(tmp_path):
+    with pytest.raises(ConfigError, match="cannot write the ledger file") as caught:
+        Ledger(tmp_path / "no" / "such" / "folder.sqlite")
+    assert "folder that exists" in caught.value.info.hint
+    (tmp_path / "text").write_text("this is no database, " * 100)
+    with pytest.raises(ConfigError, match="not a database"):
+        Ledger(tmp_path / "text")
+    with pytest.raises(ConfigError, match="not a readable ledger"):
+        open_readonly(tmp_path / "text")
+    with pytest.raises(NotFound, match="no ledger file"):
+        open_readonly(tmp_path / "nothing")

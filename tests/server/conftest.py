@@ -1,0 +1,141 @@
+"""The application on a real loopback socket, in a thread of its own, with the scripted engine behind it."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tokenizers
+import uvloop
+from tokenizers import decoders, models, pre_tokenizers
+
+from splittime.engine.tokenizer import Tokenizer
+from splittime.ledger.store import Ledger
+from splittime.server.app import build_app
+from splittime.server.config import ModelInfo, ServerConfig
+from splittime.server.run import listen, make_server
+
+from .fake_engine import FakeEngine
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+EOS = 256
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 bytes, one token each (id = byte), and one special end token."""
+    from splittime.engine.tokenizer import _byte_of_character
+
+    vocab = {character: byte for character, byte in _byte_of_character().items()}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    return Tokenizer(backend, config={"eos_token": "<|end|>"}, chat_templates={"default": TEMPLATE})
+
+
+def say(text: str, *, end: bool = True) -> Callable[..., list[int]]:
+    """A script that writes this text, byte by byte, for every request."""
+    ids = list(text.encode()) + ([EOS] if end else [])
+    return lambda request: ids
+
+
+class LiveServer:
+    """What a test holds: the address, and the parts behind it."""
+
+    def __init__(self, engine: FakeEngine, config: ServerConfig, model: ModelInfo) -> None:
+        self.engine, self.config, self.model = engine, config, model
+        self.ledger = Ledger()
+        self.port = 0
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._main()), daemon=True)
+
+    async def _main(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.app = build_app(self.engine, byte_tokenizer(), self.ledger, self.config, self.model)
+        self.service = self.app.service
+        listener = listen(self.config)
+        self.port = listener.getsockname()[1]
+        self.server = make_server(self.app, self.config)
+        task = self.loop.create_task(self.server.serve(sockets=[listener]))
+        self._started.set()
+        await task
+
+    def start(self) -> None:
+        self._thread.start()
+        self._started.wait(10)
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                self.get("/health")
+                return
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.server.force_exit = True
+        self._thread.join(10)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def call(self, function: Callable) -> object:
+        """Run a function in the server's event loop."""
+
+        async def run() -> object:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
+    def request(self, method: str, path: str, body: object = None, headers: dict | None = None):
+        """(status, headers, body) of one exchange; JSON bodies are decoded."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers or {})
+        try:
+            with urllib.request.urlopen(request, timeout=20) as response:
+                status, fields, raw = response.status, response.headers, response.read()
+        except urllib.error.HTTPError as error:
+            status, fields, raw = error.code, error.headers, error.read()
+        is_json = fields.get("content-type", "").startswith("application/json")
+        return status, fields, json.loads(raw) if is_json else raw
+
+    def get(self, path: str, **headers: str):
+        return self.request("GET", path, headers=headers)
+
+    def post(self, path: str, body: object, headers: dict | None = None):
+        return self.request("POST", path, body, headers)
+
+    def events(self, path: str, body: dict, headers: dict | None = None) -> list:
+        """The events of a stream, decoded; the end mark as it is."""
+        status, fields, raw = self.post(path, {**body, "stream": True}, headers)
+        assert status == 200, raw
+        assert fields["content-type"].startswith("text/event-stream")
+        parts = [part.removeprefix("data: ") for part in raw.decode().split("\n\n") if part]
+        return [part if part == "[DONE]" else json.loads(part) for part in parts]
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., LiveServer]]:
+    """Start servers; they are stopped when the test ends."""
+    live: list[LiveServer] = []
+
+    def start(script=None, *, config: dict | None = None, model: dict | None = None, **engine) -> LiveServer:
+        info = {"names": ("fake",), "max_model_len": 4096, "vocab_size": 257, "eos_token_ids": (EOS,), **(model or {})}
+        fake = FakeEngine(script or say("hello world"), **engine)
+        server = LiveServer(fake, ServerConfig(port=0, **(config or {})), ModelInfo(**info))
+        server.start()
+        live.append(server)
+        return server
+
+    yield start
+    for server in live:
+        server.stop()
+
+
+DATA = Path("/nonexistent")
