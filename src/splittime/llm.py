@@ -73,7 +73,7 @@ class LLM:
         timeline: list[tuple[str, int, int]] = []
         engine, resolved = build_engine(worker_settings(chosen, folder), timeline)
         tokenizer = Tokenizer.load(folder)
-        self._assemble(engine, tokenizer, model_source.eos_token_ids(folder, tokenizer.eos_token_id), ledger)
+        self._assemble(engine, tokenizer, tuple(resolved["eos_token_ids"]), ledger)
         self.timeline += timeline
         self.resolved |= resolved
         self.name = model_source.default_name(chosen["model"], folder)

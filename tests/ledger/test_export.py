@@ -6,6 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import books
+import orjson
 from hypothesis import given
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,7 +20,7 @@ from splittime.ledger.store import Ledger
 
 @given(books.accounts())
 def test_account_json_reads_back(account):
-    data = json.loads(json.dumps(account_json(account)))
+    data = orjson.loads(orjson.dumps(account_json(account)))
     assert account_from_json(data) == account
     ends_ns = [stage["end_ns"] for stage in data["stages"]]
     assert [stage["begin_ns"] for stage in data["stages"]] == [0, *ends_ns[:-1]]

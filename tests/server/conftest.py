@@ -7,14 +7,13 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import tokenizers
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers
 
-from splittime.engine.tokenizer import Tokenizer
+from splittime.engine.tokenizer import Tokenizer, _byte_of_character
 from splittime.ledger.store import Ledger
 from splittime.server.app import build_app
 from splittime.server.config import ModelInfo, ServerConfig
@@ -31,10 +30,7 @@ EOS = 256
 
 def byte_tokenizer() -> Tokenizer:
     """256 bytes, one token each (id = byte), and one special end token."""
-    from splittime.engine.tokenizer import _byte_of_character
-
-    vocab = {character: byte for character, byte in _byte_of_character().items()}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab=dict(_byte_of_character()), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
@@ -136,6 +132,3 @@ def launch() -> Iterator[Callable[..., LiveServer]]:
     yield start
     for server in live:
         server.stop()
-
-
-DATA = Path("/nonexistent")

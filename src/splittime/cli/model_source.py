@@ -6,7 +6,6 @@ owner/name               a Hugging Face repository: its config, safetensors and 
                          the Hub's own cache; no code and no pickles are ever fetched
 """
 
-import json
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -76,13 +75,3 @@ def _from_hub(model: str) -> Path:
             value=model,
             hint="check the name; for gated models set HF_TOKEN; offline, name a folder",
         ) from None
-
-
-def eos_token_ids(folder: Path, tokenizer_eos_id: int | None) -> tuple[int, ...]:
-    """The ids that end a generation: `generation_config.json` first, then `config.json`, then the tokenizer's."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return () if tokenizer_eos_id is None else (tokenizer_eos_id,)

@@ -24,7 +24,8 @@ from splittime.server.config import ModelInfo, ServerConfig
 
 if TYPE_CHECKING:
     from splittime.engine.messages import Ready
-    from splittime.engine.tokenizer import Tokenizer
+
+WORKER_COMMAND: list[str] | None = None  # a test may put another engine process here
 
 EXAMPLES = """\b
 Examples:
@@ -56,7 +57,7 @@ async def _serve(
     ledger_settings = settings.part("ledger")
     ledger = Ledger(ledger_settings.pop("ledger_file"), **ledger_settings)
     client = ProcessClient(
-        None, engine_settings, lambda step: ledger.add_step(step.record) if step.record is not None else None
+        WORKER_COMMAND, engine_settings, lambda step: ledger.add_step(step.record) if step.record is not None else None
     )
     client.spawn()
     try:
@@ -73,7 +74,7 @@ async def _serve(
         try:
             ready = await _first(client.start(), serving)
             timeline.extend(ready.timeline)
-            known.append(model_info(settings, config, folder, ready, tokenizer))
+            known.append(model_info(settings, config, folder, ready))
             timeline.ready()
             _announce(settings, config, known[0], ready, timeline, await listening, as_json)
             await serving
@@ -95,16 +96,14 @@ async def _first(starting: Coroutine[Any, Any, "Ready"], serving: "asyncio.Task[
     return await start
 
 
-def model_info(
-    settings: Settings, config: ServerConfig, folder: Path, ready: "Ready", tokenizer: "Tokenizer"
-) -> ModelInfo:
+def model_info(settings: Settings, config: ServerConfig, folder: Path, ready: "Ready") -> ModelInfo:
     """What the API says of the model, from its folder and from what the engine resolved."""
     name = config.served_model_name or model_source.default_name(settings["model"], folder)
     return ModelInfo(
         names=(name,),
         max_model_len=ready.resolved["max_model_len"],
-        vocab_size=ready.resolved.get("vocab_size", tokenizer.vocab_size),
-        eos_token_ids=model_source.eos_token_ids(folder, tokenizer.eos_token_id),
+        vocab_size=ready.resolved["vocab_size"],
+        eos_token_ids=tuple(ready.resolved["eos_token_ids"]),
         created_unix_s=int(time.time()),
     )
 

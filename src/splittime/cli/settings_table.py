@@ -52,9 +52,19 @@ SETTINGS = (
     Setting(
         "max_model_len", "whole", None, "Longest prompt plus output, in tokens; default: the model's.", ("runner",), 1
     ),
-    Setting("kv_cache_memory_bytes", "bytes", None, "Memory for the KV cache: 512MiB, 4GiB, ...", ("runner",), 1),
+    Setting(
+        "kv_cache_memory_bytes",
+        "bytes",
+        None,
+        "KV cache, as 512MiB or 4GiB; default: for max_num_seqs contexts.",
+        ("runner",),
+        1,
+    ),
     Setting("block_size", "whole", 16, "Tokens in a block of KV cache.", _BOTH, 1, 1024),
-    Setting("num_threads", "whole", None, "CPU threads of the runner; default: the cores.", ("runner",), 1),
+    Setting("num_threads", "whole", None, "CPU threads; default: by the size of the weights.", ("runner",), 1),
+    Setting(
+        "kernels", "text", "auto", "reference is slow and obvious.", ("runner",), choices=("auto", "cpu", "reference")
+    ),
     Setting("max_num_seqs", "whole", 64, "Requests that run at once.", _BOTH, 1, 65536),
     Setting("max_num_batched_tokens", "whole", 512, "Tokens that one step may compute, over all rows.", _BOTH, 1),
     Setting("policy", "text", "fcfs", "Who goes first.", ("scheduler",), choices=_POLICIES),

@@ -51,6 +51,7 @@ LETTERS: dict[Stage, str] = {
     Stage.CLIENT_WAIT: "c",
     Stage.UNATTRIBUTED: "?",
 }
+_NO_CAUSE = {Stage.QUEUE: " No cause: the next step took it."}
 WAITS = (Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED, Stage.CLIENT_WAIT, Stage.UNATTRIBUTED)
 
 Key = tuple[Stage, Cause | None]
@@ -64,7 +65,8 @@ def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
         text.append_text(_stage_line(account, key, total_ns))
     text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{_ms(sum(totals_ns.values())):>10}  100.0\n")
     text.append_text(_waits(account, totals_ns))
-    text.append_text(_tokens(account, steps))
+    in_its_time = [step for step in steps if step.end_ns > account.start_ns and step.begin_ns < account.end_ns]
+    text.append_text(_tokens(account, in_its_time))
     return text
 
 
@@ -122,7 +124,7 @@ def _waits(account: ClosedAccount, totals_ns: dict[Key, int]) -> Text:
     waits = [(ns, key) for key, ns in totals_ns.items() if key[0] in WAITS and ns > 0]
     text = Text("\n" if waits else "")
     for duration_ns, (stage, cause) in sorted(waits, key=lambda wait: -wait[0]):
-        why = f" Why: {CAUSE_MEANING[cause]}." if cause is not None else ""
+        why = f" Why: {CAUSE_MEANING[cause]}." if cause is not None else _NO_CAUSE.get(stage, "")
         text.append(f"{stage.value}", style=STYLES[stage])
         text.append(f" {_ms(duration_ns)} ms. {STAGE_MEANING[stage]}{why}\n")
     return text

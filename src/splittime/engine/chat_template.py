@@ -67,7 +67,7 @@ class ChatTemplate:
         variables = {"tools": None, "documents": None, **self._special_tokens, **options, "messages": messages}
         try:
             return self._template.render(variables)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}",
                 code="chat_template_error",

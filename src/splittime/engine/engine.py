@@ -26,7 +26,7 @@ class Engine:
         self.scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._gc_pauses = GcPauses(clock)
+        self.gc_pauses: GcPauses | None = None  # set by a process that has frozen its heap and wants them counted
         self._pending: list[RequestOutput] = []  # news made between steps
         self._previous_end_ns: int | None = None
         self._idle_since_ns: int | None = None
@@ -100,8 +100,8 @@ class Engine:
             prompt_tokens=scheduler.prompt_tokens,
             output_tokens=scheduler.output_tokens,
             is_paused=scheduler.config.paused,
-            gc_pause_ns=self._gc_pauses.total_ns,
-            gc_collections=self._gc_pauses.num_collections,
+            gc_pause_ns=self.gc_pauses.total_ns if self.gc_pauses else 0,
+            gc_collections=self.gc_pauses.num_collections if self.gc_pauses else 0,
             knobs=scheduler.config.knobs(),
         )
 

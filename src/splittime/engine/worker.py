@@ -19,7 +19,7 @@ import zmq
 from splittime.core.clock import SystemClock
 from splittime.core.errors import SplittimeError
 from splittime.engine.engine import Engine
-from splittime.engine.gc_pauses import freeze_heap
+from splittime.engine.gc_pauses import GcPauses, freeze_heap
 from splittime.engine.loop import Inbox, run_loop
 from splittime.engine.messages import Fatal, FromEngine, Ready, ToEngine
 
@@ -57,6 +57,7 @@ def _work(inbound: str, build: Build, send: Callable[[FromEngine], None]) -> int
         timeline: Timeline = []
         engine, resolved = build(settings, timeline)
         freeze_heap()
+        engine.gc_pauses = GcPauses(SystemClock())
         inbox = _receive(inbound)
         send(Ready(resolved, tuple(timeline), engine.stats()))
         run_loop(engine, inbox, send, SystemClock())

@@ -1,1 +1,1 @@
-"""Operations on tensors: one signature each (`api`), a slow obvious form (`reference`) and one fast on a CPU (`cpu`)."""
+"""Operations on tensors: one signature each (`api`), a slow obvious form (`reference`), a fast one for CPUs (`cpu`)."""

@@ -12,8 +12,8 @@ of the one head it works on, and the torch backend gathers a row's keys with one
 in the `[heads, tokens, head_dim]` order that matrix products want. The last block is never written and stays zero:
 padding points at it, so that whatever another request has written (a NaN, say) cannot leak through a mask.
 
-Rotary embedding turns *adjacent pairs* (2i, 2i + 1) of a head, as one complex product; checkpoints pair (i, i + D/2), so
-the loader reorders the rows of the query and key weights once (`models.weights.load`), which leaves scores unchanged.
+Rotary embedding turns *adjacent pairs* (2i, 2i + 1) of a head, as one complex product; checkpoints pair (i, i + D/2),
+so the loader reorders the rows of the query and key weights once (`models.weights.load`): scores do not change.
 """
 
 from collections.abc import Sequence

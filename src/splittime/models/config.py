@@ -150,10 +150,10 @@ def _kv_heads(fields: Fields, num_heads: int) -> int:
 
 
 def _head_dim(fields: Fields, facts: Architecture, hidden_size: int, num_heads: int) -> int:
-    head_dim = fields.count("head_dim", facts.head_dim_default)
-    if head_dim is None and hidden_size % num_heads:
+    given = fields.count_or_none("head_dim", facts.head_dim_default)
+    if given is None and hidden_size % num_heads:
         raise bad("hidden_size", hidden_size, f"a multiple of num_attention_heads, {num_heads}, or head_dim given")
-    head_dim = head_dim or hidden_size // num_heads
+    head_dim = given or hidden_size // num_heads
     if head_dim % 2:
         raise bad("head_dim", head_dim, "even, for the rotary embedding")
     return head_dim
@@ -193,7 +193,7 @@ def _windows(fields: Fields, facts: Architecture, num_layers: int) -> tuple[int 
     if facts.window == "none":
         return (None,) * num_layers
     is_given = "sliding_window" in fields.values  # null means off; absent means the architecture's default
-    window = fields.count("sliding_window", None if is_given else facts.sliding_window_default)
+    window = fields.count_or_none("sliding_window", None if is_given else facts.sliding_window_default)
     if facts.window in ("by_layer", "all_if_used") and not fields.flag("use_sliding_window", False):
         window = None
     if facts.window != "by_layer":
@@ -213,7 +213,7 @@ def _windows(fields: Fields, facts: Architecture, num_layers: int) -> tuple[int 
 def _moe(fields: Fields, facts: Architecture, num_layers: int) -> MoeConfig | None:
     if facts.moe is None:
         return None
-    num_experts = fields.count("num_experts", None) or fields.count("num_local_experts")
+    num_experts = fields.count_or_none("num_experts") or fields.count("num_local_experts")
     chosen = fields.count("num_experts_per_tok", 8 if facts.qk_norm else 2)
     if chosen > num_experts:
         raise bad("num_experts_per_tok", chosen, f"at most the number of experts, {num_experts}")
@@ -222,7 +222,7 @@ def _moe(fields: Fields, facts: Architecture, num_layers: int) -> MoeConfig | No
     return MoeConfig(
         num_experts=num_experts,
         num_experts_per_tok=chosen,
-        intermediate_size=fields.count("moe_intermediate_size", None) or fields.count("intermediate_size"),
+        intermediate_size=fields.count_or_none("moe_intermediate_size") or fields.count("intermediate_size"),
         normalises=facts.always_normalises_experts or fields.flag("norm_topk_prob", False),
         layers=tuple(layer not in plain and (layer + 1) % every == 0 for layer in range(num_layers)),
     )

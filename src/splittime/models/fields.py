@@ -29,11 +29,13 @@ class Fields:
     def count(self, key: str, default: Any = _MISSING) -> int:
         """A positive int."""
         value = self._get(key, default)
-        if value is default and default is not _MISSING:
-            return value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise bad(self.prefix + key, value, "a positive integer")
         return value
+
+    def count_or_none(self, key: str, default: int | None = None) -> int | None:
+        """A positive int, or `default` when there is none."""
+        return default if self.values.get(key) is None else self.count(key)
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         """A positive float."""

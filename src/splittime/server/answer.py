@@ -68,11 +68,11 @@ class Answer:
         piece = {**self._piece(choice, delta), "finish_reason": None}
         return self._opening(choice) + self._event(piece)
 
-    def last_event(self, choice: Choice, timing: Timing | None = None, **more: Any) -> bytes:
+    def last_event(self, choice: Choice, own_timing: Timing | None = None, /, **more: Any) -> bytes:
         """The chunk that says why a choice ended; `more` goes beside the choices."""
         piece = {**self._piece(choice, choice.take()), "finish_reason": finish_word(choice)}
-        if timing is not None:
-            piece["timing"] = timing
+        if own_timing is not None:
+            piece["timing"] = own_timing
         return self._opening(choice) + self._event(piece, **more)
 
     def usage_event(self, choices: Sequence[Choice], **more: Any) -> bytes:

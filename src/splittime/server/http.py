@@ -3,6 +3,8 @@
 Plain ASGI throughout: nothing here buffers a stream or hides a disconnect.
 """
 
+import asyncio
+import contextlib
 import math
 import re
 import secrets
@@ -21,6 +23,7 @@ Send = Callable[[Message], Coroutine[Any, Any, None]]
 Headers = list[tuple[bytes, bytes]]
 
 MAX_REQUEST_ID_CHARS = 128
+LINGER_S = 2.0
 START_NS = "splittime.start_ns"  # key in an ASGI scope: the first moment the application saw the request
 TRANSPORT = "splittime.transport"  # key in an ASGI scope's extensions: the connection, to be aborted
 
@@ -111,26 +114,40 @@ async def respond(
     status: int = 200,
     content_type: bytes = b"application/json",
     headers: Headers | None = None,
+    more_body: bool = False,
 ) -> None:
     sized = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
     await send({"type": "http.response.start", "status": status, "headers": sized})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
 async def respond_json(send: Send, value: Any, *, status: int = 200, headers: Headers | None = None) -> None:
     await respond(send, orjson.dumps(value, default=str), status=status, headers=headers)
 
 
-async def respond_error(send: Send, error: SplittimeError | ErrorInfo, headers: Headers | None = None) -> None:
-    """Answer with an error: status, body, and `Retry-After` if it says when to come back."""
+async def respond_error(
+    send: Send, error: SplittimeError | ErrorInfo, headers: Headers | None = None, *, more_body: bool = False
+) -> None:
+    """Answer with an error: status, body, and `Retry-After` if it says when to come back. With `more_body` the answer
+    is all there, but the exchange is left open for `linger`."""
     info = error if isinstance(error, ErrorInfo) else error.info
     body = error_body(error) if isinstance(error, ErrorInfo) else error.to_body()
     more = list(headers or ())
     if info.retry_after_s is not None:
         more.append((b"retry-after", b"%d" % max(1, math.ceil(info.retry_after_s))))
-    if info.status in (408, 413):
-        more.append((b"connection", b"close"))  # the rest of its body is not worth reading
-    await respond_json(send, body, status=info.status, headers=more)
+    if info.status == 408:
+        more.append((b"connection", b"close"))
+    await respond(send, orjson.dumps(body, default=str), status=info.status, headers=more, more_body=more_body)
+
+
+async def linger(receive: Receive, send: Send) -> None:
+    """Read what is left of a refused body, for a while, then end the exchange. To close a connection with unread bytes
+    would reset it, and the reset would overtake the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def error_event(info: ErrorInfo) -> bytes:

@@ -10,7 +10,7 @@ import msgspec
 
 from splittime import __version__
 from splittime.server.config import ServerConfig
-from splittime.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from splittime.server.schema import PROMPT_FORMS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 Schema = dict[str, Any]
 
@@ -69,8 +69,7 @@ def document(config: ServerConfig) -> Schema:
 def _body_schemas() -> Schema:
     kinds = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    prompt = components["CompletionBody"]["properties"]["prompt"]
-    prompt["anyOf"] = [form for form in prompt["anyOf"] if form.get("items") != {}]
+    components["CompletionBody"]["properties"]["prompt"] = PROMPT_FORMS  # its type in Python cannot say as much
     return components
 
 

@@ -69,13 +69,9 @@ def ask_completion(body: CompletionBody, model: ModelInfo, config: ServerConfig,
     echo_only = max_tokens == 0 and bool(body.echo)
     _require(max_tokens != 0 or echo_only, "max_tokens", 0, "0 needs echo: nothing else would be answered")
     ask = _ask("completions", body, model, config, timing)
-    ask = replace(
-        ask,
-        prompts=prompts,
-        echo=bool(body.echo),
-        echo_only=echo_only,
-        sampling=_sampling(body, max_tokens=max(1, max_tokens), logprobs=body.logprobs, echo=bool(body.echo)),
-    )
+    echo, max_tokens = bool(body.echo), 1 if echo_only else max_tokens
+    sampling = _sampling(body, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo)
+    ask = replace(ask, prompts=prompts, echo=echo, echo_only=echo_only, sampling=sampling)
     return _check_against_model(ask, model, config)
 
 

@@ -1,6 +1,5 @@
 """`/v1/completions` and `/v1/chat/completions`: let a visit in, write its answer, see it out."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -44,9 +43,11 @@ class GenerationEndpoint:
             visit.close_refused(FinishReason.ABORT, None)
         except SplittimeError as error:
             visit.begin_refusal()
-            await http.respond_error(send, error, headers=self._headers(visit))
+            await http.respond_error(send, error, self._headers(visit), more_body=not visit.has_body)
             late = isinstance(error, DeadlineExceeded)
             visit.close_refused(FinishReason.DEADLINE if late else REFUSED, error.info)
+            if not visit.has_body:
+                await http.linger(visit.receive, send)
         else:
             await self._answer(visit, ask, generation, send)
 
@@ -57,11 +58,10 @@ class GenerationEndpoint:
                 await Streamed(self, visit, ask, generation, answer, send).write()
             else:
                 await self._write_whole(visit, ask, generation, answer, send)
-        except asyncio.CancelledError:  # the server is being torn down
-            generation.cancel()
-            raise
         finally:
-            await generation.all_done.wait()
+            if not generation.all_done.is_set():  # nobody writes any more: the task was cancelled, or failed
+                generation.cancel()
+                await generation.all_done.wait()
             at_ns = now_ns()
             for choice in generation.choices:
                 visit.close_choice(choice, at_ns)

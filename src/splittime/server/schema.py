@@ -21,7 +21,7 @@ def _number(description: str, **bounds: float) -> Meta:
     return Meta(description=description, extra_json_schema=bounds)
 
 
-_PROMPT_FORMS = {
+PROMPT_FORMS = {
     "description": "A text, texts, token ids, or lists of token ids.",
     "anyOf": [
         {"type": "string"},
@@ -78,7 +78,7 @@ class GenerationBody(_Strict, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: Annotated[str | list[str | int | list[int]], Meta(extra_json_schema=_PROMPT_FORMS)]
+    prompt: Annotated[str | list[str | int | list[int]], Meta(description="See PROMPT_FORMS.")]
     echo: bool | None = None
     logprobs: Annotated[int | None, _number("Alternatives listed beside each token.", minimum=0, maximum=20)] = None
     best_of: Annotated[int | None, Meta(description="Accepted if it equals n.")] = None

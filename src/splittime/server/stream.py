@@ -1,9 +1,9 @@
 """Server-sent events: from choices with news to bytes given to the socket, as soon as the socket takes them.
 
 The path of a token: the follower calls `touch`, which asks the event loop for one flush at the end of this turn. The
-flush renders what is new of every touched choice and starts the send. If the socket takes it, which is the rule, that is
-all: no task, no queue. If it does not, the send goes on in a task; news gather in the choices meanwhile, and go out as
-one larger chunk when the socket is free again.
+flush renders what is new of every touched choice and starts the send. If the socket takes it, which is the rule, that
+is all: no task, no queue. If it does not, the send goes on in a task; news gather in the choices meanwhile, and go out
+as one larger chunk when the socket is free again.
 
 A client that does not read is dropped once `slow_reader_buffer_bytes` have gathered or `slow_reader_s` have passed
 without progress. A blocked send after the last token is the client's time (`client_wait`), not the server's.
@@ -82,7 +82,7 @@ class EventStream:
             self._write(body)
 
     def _render(self, choice: Choice) -> bytes:
-        """What is new of a choice; nothing while its new tokens make no character, and nothing but the error after one."""
+        """What is new of a choice; nothing while its new tokens make no character, and nothing after an error."""
         num_tokens = choice.num_untaken
         if choice.error is not None or not (choice.is_done or choice.has_new_text or not self._answer.is_plain):
             return b""

@@ -31,9 +31,10 @@ now_ns = time.monotonic_ns
 
 class Visit:
     def __init__(self, service: Service, endpoint: str, scope: http.Scope, receive: http.Receive) -> None:
-        self.service, self.endpoint, self.scope, self._receive = service, endpoint, scope, receive
+        self.service, self.endpoint, self.scope, self.receive = service, endpoint, scope, receive
         self.start_ns: int = scope.get(http.START_NS) or now_ns()
         self.started_at_unix_ns = time.time_ns() - (now_ns() - self.start_ns)
+        self.has_body = False  # the whole body has been read
         self.is_gone = False
         self.request_id = ""
         self.generation: Generation | None = None
@@ -59,6 +60,7 @@ class Visit:
         size = http.content_length(self.scope) or 0
         admission.check(now_ns(), tokens=admission.estimate_tokens(size), deadline_ns=deadline_ns)
         body = await self._read_body()
+        self.has_body = True
         ask = self._understand(body, model)
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self._account.enter(Stage.ADMIT, now_ns())
@@ -75,10 +77,11 @@ class Visit:
     async def _read_body(self) -> bytes:
         try:
             async with asyncio.timeout(self.service.config.body_timeout_s):
-                return await http.read_body(self.scope, self._receive, self.service.config.max_body_bytes)
+                return await http.read_body(self.scope, self.receive, self.service.config.max_body_bytes)
         except TimeoutError:
             limit = self.service.config.body_timeout_s
-            raise RequestError("the body took too long to arrive", code="body_timeout", status=408, limit=limit) from None
+            message = "the body took too long to arrive"
+            raise RequestError(message, code="body_timeout", status=408, limit=limit) from None
 
     def _understand(self, body: bytes, model: ModelInfo) -> Ask:
         config = self.service.config
@@ -171,7 +174,7 @@ class Visit:
 
     async def _watch(self) -> None:
         """Notice the client's going away, whatever the request is doing."""
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
         self.is_gone = True
         if self.generation is not None:

@@ -186,9 +186,7 @@ def _attend_group(q: Tensor, tiles: Tensor, shape: KvShape, group: DecodeGroup, 
     return _flash(folded, keys, values, attn_mask=group.mask, scale=scale)[0]
 
 
-def _attend_prefill(
-    q: Tensor, tiles: Tensor, shape: KvShape, prefill: PrefillRow, scale: float, out: Tensor
-) -> None:
+def _attend_prefill(q: Tensor, tiles: Tensor, shape: KvShape, prefill: PrefillRow, scale: float, out: Tensor) -> None:
     """Write rows of `out` [T, Hq, D]."""
     heads, dim = shape.num_kv_heads, shape.head_dim
     kv = tiles.index_select(0, prefill.tiles).view(2, heads, 1, -1, dim)

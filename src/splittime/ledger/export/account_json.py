@@ -99,7 +99,10 @@ def _derived_json(account: ClosedAccount) -> dict[str, Any]:
         "send_lag_ns": derive.percentiles(send_lag_ns),
         "cancel_to_freed_ns": derive.cancel_to_freed_ns(account),
         "stage_ns": {stage.value: ns for stage, ns in derive.stage_ns(account).items()},
-        "queue_ns_by_cause": {cause and cause.value: ns for cause, ns in derive.queue_ns_by_cause(account).items()},
+        "queue_by_cause": [
+            {"cause": cause.value if cause is not None else None, "duration_ns": ns}
+            for cause, ns in derive.queue_ns_by_cause(account).items()
+        ],
     }
 
 

@@ -1,16 +1,18 @@
 """The ledger on `/metrics`: histograms fed by subscription, gauges read from the engine at each scrape.
 
 A histogram here is a list of counts found by bisection (prometheus_client's own searches its bounds one by one and
-takes a lock for each sample); prometheus_client only writes the text. All share one set of edges, 10 us to 100 s, six
-to a decade (1, 1.5, 2, 3, 5, 7). `METRICS` is the whole list, and `docs/reference/metrics.md` is made from it.
+takes a lock for each sample); counters and gauges go by prometheus_client. All histograms share one set of edges,
+10 us to 100 s, six to a decade (1, 1.5, 2, 3, 5, 7). `METRICS` is the whole list, and `docs/reference/metrics.md` is
+made from it.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -25,22 +27,34 @@ STEP_PARTS = ("plan", "launch", "device", "sample", "commit", "host_gap", "idle"
 
 
 class Gauges(Protocol):
-    """What of `engine.messages.EngineStats` is exported (the ledger cannot import the engine)."""
+    """What of `engine.messages.EngineStats` is exported (the ledger cannot import the engine). Only read."""
 
-    num_waiting: int
-    num_running: int
-    waiting_prompt_tokens: int
-    blocks_used: int
-    blocks_total: int
-    blocks_cached: int
-    num_steps: int
-    num_preemptions: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    is_paused: bool
-    gc_pause_ns: int
-    gc_collections: int
-
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def waiting_prompt_tokens(self) -> int: ...
+    @property
+    def blocks_used(self) -> int: ...
+    @property
+    def blocks_total(self) -> int: ...
+    @property
+    def blocks_cached(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def prefix_query_tokens(self) -> int: ...
+    @property
+    def prefix_hit_tokens(self) -> int: ...
+    @property
+    def is_paused(self) -> bool: ...
+    @property
+    def gc_pause_ns(self) -> int: ...
+    @property
+    def gc_collections(self) -> int: ...
     @property
     def kv_cache_usage(self) -> float: ...
 
@@ -100,19 +114,29 @@ class Histogram:
         self.sums_ns: dict[tuple[str, ...], int] = {}
 
     def observe(self, labels: tuple[str, ...], duration_ns: float) -> None:
-        counts = self.series.get(labels)
-        if counts is None:
-            counts = self.series[labels] = [0] * (len(EDGES_NS) + 1)
-            self.sums_ns[labels] = 0
+        counts = self.series.get(labels) or self._begin(labels)
         counts[bisect_left(EDGES_NS, duration_ns)] += 1
         self.sums_ns[labels] += int(duration_ns)
 
-    def buckets(self, labels: tuple[str, ...]) -> list[tuple[str, float]]:
-        total, cumulative = 0, []
-        for label, count in zip(_EDGE_LABELS, list(self.series[labels]), strict=True):
-            total += count
-            cumulative.append((label, float(total)))
-        return cumulative
+    def observe_all(self, labels: tuple[str, ...], durations_ns: list[int]) -> None:
+        counts = self.series.get(labels) or self._begin(labels)
+        for duration_ns in durations_ns:
+            counts[bisect_left(EDGES_NS, duration_ns)] += 1
+        self.sums_ns[labels] += sum(durations_ns)
+
+    def _begin(self, labels: tuple[str, ...]) -> list[int]:
+        self.sums_ns[labels] = 0
+        return self.series.setdefault(labels, [0] * (len(EDGES_NS) + 1))
+
+    def lines(self, spec: MetricSpec) -> Iterator[str]:
+        """The text form. Nothing is escaped: stages, causes and bucket names need it not."""
+        yield f"# HELP {spec.name} {spec.help}\n# TYPE {spec.name} histogram\n"
+        for values, counts in list(self.series.items()):
+            pairs = ",".join(f'{label}="{value}"' for label, value in zip(spec.labels, values, strict=True))
+            head = f"{spec.name}_bucket{{{pairs}{',' if pairs else ''}le="
+            yield "".join(f'{head}"{edge}"}} {n}\n' for edge, n in zip(_EDGE_LABELS, accumulate(counts), strict=True))
+            tail = f"{{{pairs}}}" if pairs else ""
+            yield f"{spec.name}_sum{tail} {self.sums_ns[values] / 1e9}\n{spec.name}_count{tail} {sum(counts)}\n"
 
 
 class PrometheusExporter(Collector):
@@ -129,7 +153,10 @@ class PrometheusExporter(Collector):
         ledger.subscribe(self._on_record)
 
     def render(self) -> bytes:
-        return generate_latest(self._registry)
+        """Our own text for the histograms, since it takes a tenth of the time, and a scrape holds up every stream."""
+        specs = [spec for spec in METRICS if spec.kind == "histogram"]
+        text = "".join(line for spec in specs for line in self._histograms[spec.name].lines(spec))
+        return text.encode() + generate_latest(self._registry)
 
     def count_refusal(self, reason: str) -> None:
         self._count("splittime_refusals_total", reason)
@@ -148,9 +175,7 @@ class PrometheusExporter(Collector):
         values["splittime_ledger_drops_total"] = {("queue_full",): counts.dropped, ("disk",): counts.unwritten}
         values.update((name, {(): value}) for name, value in _gauges(stats).items())
         for spec in METRICS:
-            if spec.kind == "histogram":
-                yield self._histogram_family(spec)
-            else:
+            if spec.kind != "histogram":
                 yield _family(spec, values[spec.name])
 
     def _on_record(self, record: ClosedAccount | StepRecord) -> None:
@@ -182,20 +207,12 @@ class PrometheusExporter(Collector):
         for name, duration_ns in observations:
             if duration_ns is not None:
                 self._histograms[name].observe(bucket, duration_ns)
-        itl = self._histograms["splittime_inter_token_latency_seconds"]
-        for gap_ns in gaps_ns:
-            itl.observe(bucket, gap_ns)
+        if gaps_ns:
+            self._histograms["splittime_inter_token_latency_seconds"].observe_all(bucket, gaps_ns)
 
     def _count(self, name: str, label: str, amount: int = 1) -> None:
         series = self._counters[name]
         series[(label,)] = series.get((label,), 0) + amount
-
-    def _histogram_family(self, spec: MetricSpec) -> Metric:
-        family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
-        histogram = self._histograms[spec.name]
-        for labels in list(histogram.series):
-            family.add_metric(labels, histogram.buckets(labels), histogram.sums_ns[labels] / 1e9)
-        return family
 
 
 _STEP_FIELDS = tuple(((part,), f"{part}_ns") for part in STEP_PARTS)

@@ -51,7 +51,9 @@ class Checkpoint:
         held = {name: set(handle.keys()) for name, handle in self._handles.items()}
         for tensor, name in index.items():
             if tensor not in held[name]:
-                raise ConfigError(f"{folder / name} lacks tensor {tensor}, which {INDEX_NAME} says it has", value=tensor)
+                raise ConfigError(
+                    f"{folder / name} lacks tensor {tensor}, which {INDEX_NAME} says it has", value=tensor
+                )
         return index
 
     def __contains__(self, name: str) -> bool:

@@ -125,7 +125,8 @@ class _Layer:
 
     def _experts(self) -> MixtureOfExperts:
         moe, names = self.config.moe, registry.find(self.config.architecture).moe
-        assert moe is not None and names is not None
+        assert moe is not None
+        assert names is not None
         router = self._take(f"{names.block}.gate.weight", moe.num_experts, self.config.hidden_size)
         experts = []
         for number in range(moe.num_experts):

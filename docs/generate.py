@@ -1,0 +1,132 @@
+"""Writes docs/reference/ from the code: settings, stages, errors, metrics. A test holds the pages to be current.
+
+python docs/generate.py            write the pages
+python docs/generate.py --check    exit with 1 and their names if any is out of date
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from splittime.cli.settings_table import SETTINGS, Setting
+from splittime.core import errors
+from splittime.ledger import derive
+from splittime.ledger.export.prometheus import EDGES_NS, METRICS
+from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
+
+FOLDER = Path(__file__).parent / "reference"
+NOTICE = "<!-- Made by docs/generate.py from the code; change it there. -->\n\n"
+
+
+def settings_page() -> str:
+    rows = [(f"`{s.name}`", f"`{_flag(s)}`", f"`{s.env}`", _default(s), _range(s), s.help) for s in SETTINGS]
+    return (
+        "# Settings\n\n"
+        "Default < `splittime.toml` (in the current folder, or `--config FILE`) < environment < flag. `splittime config "
+        "show` prints each value with its origin; a name that is not in this table is an error. `splittime.LLM(...)` "
+        "takes the engine's settings as arguments.\n\n"
+        + _table(("key in the file", "flag", "environment", "default", "range", "meaning"), rows)
+    )
+
+
+def stages_page() -> str:
+    return (
+        "# Stages and causes\n\n"
+        "An account is always in exactly one stage; entering a stage closes the last at the same nanosecond, so the "
+        "stages of a request sum to its wall time exactly.\n\n"
+        + _table(("stage", "meaning"), [(f"`{stage}`", text) for stage, text in STAGE_MEANING.items()])
+        + "\nThe scheduler states a cause at the moment it makes a request wait.\n\n"
+        + _table(("cause", "why it waits"), [(f"`{cause}`", text) for cause, text in CAUSE_MEANING.items()])
+        + "\n## Figures\n\n```\n"
+        + _definitions()
+        + "\n```\n"
+    )
+
+
+def errors_page() -> str:
+    listed = (errors.RequestError, errors.NotFound, errors.Conflict, errors.DeadlineExceeded, errors.Overloaded)
+    rows = [(f"`{cls.__name__}`", str(cls.status), f"`{cls.kind}`", f"`{cls.code}`") for cls in listed]
+    rows.append((f"`{errors.EngineError.__name__}`", "500", "`engine_error`", "`engine_error`"))
+    tree = errors.__doc__ or ""
+    return (
+        "# Errors\n\n```\n"
+        + tree.strip()
+        + "\n```\n\n"
+        + _table(("class", "status", "`type`", "`code` (unless a better one is known)"), rows)
+    )
+
+
+def metrics_page() -> str:
+    edges = ", ".join(f"{edge_ns / 1e9:g}" for edge_ns in EDGES_NS)
+    buckets = ", ".join(derive.prompt_bucket(edge) for edge in (*derive.PROMPT_BUCKET_EDGES, 10**9))
+    rows = [(f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels) or "-", m.help) for m in METRICS]
+    return (
+        "# Metrics\n\nAt `/metrics`, in Prometheus' text form.\n\n"
+        + _table(("name", "kind", "labels", "meaning"), rows)
+        + f"\nEdges of every histogram, in seconds: {edges}.\n\n"
+        + f"Values of the label `prompt_tokens`: {buckets}.\n"
+    )
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "stages.md": stages_page,
+    "errors.md": errors_page,
+    "metrics.md": metrics_page,
+}
+
+
+def outdated() -> list[str]:
+    """The pages that do not say what the code says."""
+    return [name for name, page in PAGES.items() if _read(FOLDER / name) != NOTICE + page()]
+
+
+def write() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(NOTICE + page(), encoding="utf-8")
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _flag(setting: Setting) -> str:
+    return setting.flag if setting.parts else "MODEL"
+
+
+def _default(setting: Setting) -> str:
+    return f"`{setting.shown_default}`" if setting.shown_default else "-"
+
+
+def _range(setting: Setting) -> str:
+    if setting.choices:
+        return ", ".join(f"`{choice}`" for choice in setting.choices)
+    if setting.minimum is None:
+        return {"switch": "`true`, `false`"}.get(setting.kind, "-")
+    return f"{setting.minimum} to {setting.maximum}" if setting.maximum is not None else f"at least {setting.minimum}"
+
+
+def _definitions() -> str:
+    """The block of definitions in `ledger.derive`'s docstring."""
+    lines = (derive.__doc__ or "").splitlines()
+    return "\n".join(line.strip() for line in lines if line.startswith("    ") and "sum(shares)" not in line)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def main() -> int:
+    if "--check" not in sys.argv:
+        write()
+        return 0
+    stale = outdated()
+    for name in stale:
+        print(f"docs/reference/{name} is out of date: run python docs/generate.py", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

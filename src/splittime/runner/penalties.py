@@ -1,0 +1,62 @@
+"""Penalties, biases and masks on logits: what a request's parameters do before anything is chosen.
+
+Definitions, as OpenAI's and vLLM's APIs have them: for a token t that occurs c times among the *outputs*,
+logit -= presence_penalty * (c > 0) + frequency_penalty * c. Repetition (Keskar et al. 2019, CTRL, section 4.1, in the
+sign-aware form that transformers uses) covers *prompt and outputs*: a seen token's logit is divided by the penalty if
+positive, else multiplied by it. Order: repetition, then frequency and presence, then logit_bias, then the mask of stop
+ids while fewer than `min_tokens` are out.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from splittime.core.sampling import SamplingParams
+
+
+class TokenCounts:
+    """How often each token occurred. outputs: float32 [vocab]; seen: bool [vocab], in the prompt or the outputs."""
+
+    def __init__(self, vocab_size: int, prompt: np.ndarray) -> None:
+        self.outputs = torch.zeros(vocab_size)
+        self.seen = torch.zeros(vocab_size, dtype=torch.bool)
+        self.seen[torch.from_numpy(prompt)] = True
+
+    def add_outputs(self, token_ids: np.ndarray) -> None:
+        ids = torch.from_numpy(token_ids)
+        self.outputs.index_add_(0, ids, torch.ones(len(token_ids)))
+        self.seen[ids] = True
+
+
+def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
+    """Whether `adjust` would do anything for a request with so many outputs out."""
+    return sampling.has_penalties or bool(sampling.logit_bias) or num_outputs < sampling.min_tokens
+
+
+def adjust(
+    logits: Tensor,
+    sampling: SamplingParams,
+    counts: TokenCounts | None,
+    stop_token_ids: tuple[int, ...],
+    num_outputs: int,
+) -> None:
+    """Change one row's logits [vocab] in place."""
+    if counts is not None:
+        _penalise(logits, sampling, counts)
+    if sampling.logit_bias:
+        ids = torch.tensor(list(sampling.logit_bias))
+        logits.index_add_(0, ids, torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype))
+    if num_outputs < sampling.min_tokens and stop_token_ids:
+        held_back = [token for token in stop_token_ids if token < logits.shape[0]]  # others cannot be chosen anyway
+        logits[torch.tensor(held_back, dtype=torch.int64)] = float("-inf")
+
+
+def _penalise(logits: Tensor, sampling: SamplingParams, counts: TokenCounts) -> None:
+    penalty = sampling.repetition_penalty
+    if penalty != 1.0:
+        scaled = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits.copy_(torch.where(counts.seen, scaled, logits))
+    if sampling.frequency_penalty:
+        logits.sub_(counts.outputs, alpha=sampling.frequency_penalty)
+    if sampling.presence_penalty:
+        logits.sub_((counts.outputs > 0).to(logits.dtype), alpha=sampling.presence_penalty)

@@ -1,0 +1,141 @@
+"""Choosing the next token of each row from its logits; vectorised over rows, the same whatever the batch.
+
+Greedy rows take the argmax. Random rows, after temperature:
+
+* A filter is a *threshold*: top_k keeps logits at or above the k-th largest, min_p those at or above max + log(min_p),
+  top_p (the nucleus of Holtzman et al. 2020), over what those two leave, the smallest set of largest logits whose
+  probability reaches p. Ties at a threshold are kept, so the set does not depend on how a sort breaks ties.
+* The token is drawn by inverse CDF over the kept tokens in the order of their ids, with one uniform of
+  `runner.randomness`, which depends on the request's seed and the index of the output alone.
+* A threshold is looked for among the `CANDIDATES` largest logits; only rows whose threshold lies deeper (a large top_k,
+  a flat nucleus) are sorted whole. Both routes draw from the same list, so they choose the same token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from splittime.core.sampling import SamplingParams
+from splittime.runner.randomness import uniforms
+
+CANDIDATES = 128
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Parameters of N rows as columns [N, 1]. top_k: int64, at least 1 (vocab when off)."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], vocab_size: int) -> "Filters":
+        min_p = torch.tensor([[one.min_p] for one in params])
+        return Filters(
+            temperature=torch.tensor([[max(one.temperature, 1e-5)] for one in params]),
+            top_k=torch.tensor([[min(one.top_k or vocab_size, vocab_size)] for one in params]),
+            top_p=torch.tensor([[one.top_p] for one in params], dtype=torch.float64),
+            log_min_p=min_p.log(),  # -inf when off
+        )
+
+    def take(self, rows: Tensor) -> "Filters":
+        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.log_min_p[rows])
+
+
+def choose(logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]) -> list[int]:
+    """logits: float32 [N, vocab], finite or -inf; output_indices: of the token about to be chosen -> N token ids."""
+    if all(one.is_greedy for one in params):
+        return logits.argmax(-1).tolist()
+    chosen = [0] * len(params)
+    kinds: dict[str, list[int]] = {"greedy": [], "plain": [], "filtered": []}
+    for row, one in enumerate(params):
+        has_filter = one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0
+        kinds["greedy" if one.is_greedy else "filtered" if has_filter else "plain"].append(row)
+    draws = {"greedy": _greedy, "plain": _draw_plain, "filtered": _draw_filtered}
+    for kind, rows in kinds.items():
+        if rows:
+            picked = draws[kind](
+                logits if len(rows) == len(params) else logits[rows],
+                [params[row] for row in rows],
+                [output_indices[row] for row in rows],
+            )
+            for row, token in zip(rows, picked, strict=True):
+                chosen[row] = token
+    return chosen
+
+
+def _greedy(logits: Tensor, params: list[SamplingParams], indices: list[int]) -> list[int]:
+    return logits.argmax(-1).tolist()
+
+
+def _uniform_column(params: list[SamplingParams], indices: list[int]) -> Tensor:
+    """float64 [N, 1]."""
+    seeds = np.array([one.seed for one in params], dtype=np.int64)
+    return torch.from_numpy(uniforms(seeds, np.array(indices, dtype=np.int64))).unsqueeze(1)
+
+
+def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """weights: [N, V] not below 0, uniform: [N, 1] in [0, 1) -> int64 [N, 1], an index whose weight is above 0."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = uniform * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, target, right=True)
+    last = (cumulative < cumulative[:, -1:]).sum(-1, keepdim=True)  # rounding must not step past the end
+    return torch.minimum(found, last)
+
+
+def _draw_plain(logits: Tensor, params: list[SamplingParams], indices: list[int]) -> list[int]:
+    scaled = logits / Filters.of(params, logits.shape[-1]).temperature
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()
+    return _inverse_cdf(weights, _uniform_column(params, indices)).flatten().tolist()
+
+
+def _draw_filtered(logits: Tensor, params: list[SamplingParams], indices: list[int]) -> list[int]:
+    filters = Filters.of(params, logits.shape[-1])
+    uniform = _uniform_column(params, indices)
+    scaled = logits / filters.temperature
+    width = min(CANDIDATES, logits.shape[-1])
+    tokens, is_complete = _draw_among_largest(scaled, filters, uniform, width)
+    deep = (~is_complete).nonzero().flatten()
+    if len(deep):
+        everything = logits.shape[-1]
+        tokens[deep] = _draw_among_largest(scaled[deep], filters.take(deep), uniform[deep], everything)[0]
+    return tokens.tolist()
+
+
+def _draw_among_largest(scaled: Tensor, filters: Filters, uniform: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Each row's token from its `width` largest logits: (int64 [N], bool [N] whether those held every kept one)."""
+    values, ids = scaled.topk(width, dim=-1)  # [N, width], largest first
+    top = values[:, :1]
+    floor, total, is_known = _floor_of_counts(scaled, values, filters)
+    weights = (values - top).exp()
+    mass = weights.double().masked_fill_(values < floor, 0.0)
+    before = mass.cumsum(-1) - mass
+    is_kept = (before < filters.top_p * total) & (mass > 0)
+    floor = torch.where(is_kept, values, float("inf")).amin(-1, keepdim=True)  # ties with the last kept one stay
+    by_id = ids.argsort(-1)
+    place = _inverse_cdf(weights.masked_fill_(values < floor, 0.0).gather(1, by_id), uniform)
+    tokens = ids.gather(1, by_id.gather(1, place)).flatten()
+    return tokens, ((floor > values[:, -1:]) & is_known).flatten() | (width == scaled.shape[-1])
+
+
+def _floor_of_counts(scaled: Tensor, values: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:
+    """What top_k and min_p leave: the least logit kept, the mass kept (the largest one's is 1), if both are known.
+
+    All [N, 1]. `values`: the largest logits. Unknown when top_k lies below them and min_p does not cut before.
+    """
+    width, top = values.shape[-1], values[:, :1]
+    ratio_floor = top + filters.log_min_p
+    floor = torch.maximum(values.gather(1, (filters.top_k - 1).clamp(max=width - 1)), ratio_floor)
+    total = (values - top).exp().double().masked_fill_(values < floor, 0.0).sum(-1, keepdim=True)
+    is_deep = (filters.top_k > width) & (ratio_floor <= values[:, -1:])
+    is_unbounded = is_deep & (filters.top_k >= scaled.shape[-1])  # top_k is off: the whole vocabulary counts
+    if bool(is_unbounded.any()):
+        kept = (scaled - top).exp_().masked_fill_(scaled < ratio_floor, 0.0)
+        total = torch.where(is_unbounded, kept.sum(-1, keepdim=True, dtype=torch.float64), total)
+        floor = torch.where(is_unbounded, ratio_floor, floor)
+    return floor, total, ~is_deep | is_unbounded

@@ -1,0 +1,81 @@
+"""What the runner remembers of each admitted request: its block table and its tokens; gone when it is released.
+
+Everything else comes with the plan. The number of outputs so far is worked out from positions, not counted, so a row
+that is run again, or a request that was preempted and admitted anew, gives the same random numbers and penalties.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from splittime.core.errors import EngineError
+from splittime.core.plan import Admitted, Row
+from splittime.runner.penalties import TokenCounts
+
+
+class Slot:
+    """State of one request. tokens: int64 [max_model_len + 1], known up to `num_known`.
+
+    error: why no row of it can be computed, or None.
+    """
+
+    __slots__ = ("admitted", "block_ids", "counts", "error", "num_known", "prompt_len", "tokens")
+
+    def __init__(self, admitted: Admitted, max_tokens: int, vocab_size: int) -> None:
+        known = len(admitted.token_ids)
+        self.admitted = admitted
+        self.error = _why_unservable(admitted, max_tokens, vocab_size)
+        self.block_ids: list[int] = []
+        self.prompt_len = known - admitted.num_output_tokens
+        self.tokens = np.zeros(max(max_tokens, known) + 1, dtype=np.int64)
+        self.tokens[:known] = admitted.token_ids
+        self.num_known = known
+        self.counts: TokenCounts | None = None
+        if admitted.sampling.has_penalties and self.error is None:
+            self.counts = TokenCounts(vocab_size, self.tokens[: self.prompt_len])
+            self.counts.add_outputs(self.tokens[self.prompt_len : known])
+
+    def learn(self, row: Row) -> None:
+        """Take in what a row brings: its blocks, and tokens that are new (outputs of earlier steps)."""
+        self.block_ids.extend(row.new_block_ids)
+        end = row.start + len(row.token_ids)
+        if end > self.num_known:
+            self.tokens[row.start : end] = row.token_ids
+            if self.counts is not None:
+                self.counts.add_outputs(self.tokens[self.num_known : end])
+            self.num_known = end
+
+
+def _why_unservable(admitted: Admitted, max_tokens: int, vocab_size: int) -> str | None:
+    if len(admitted.token_ids) > max_tokens:
+        return f"{len(admitted.token_ids)} tokens are more than max_model_len {max_tokens}"
+    for kind, ids in (("prompt", admitted.token_ids), ("logit_bias", admitted.sampling.logit_bias)):
+        strange = [token for token in ids if not 0 <= token < vocab_size]
+        if strange:
+            return f"{kind} holds token id {strange[0]}, outside the vocabulary of {vocab_size}"
+    return None
+
+
+class Slots:
+    """The slots by request id."""
+
+    def __init__(self, max_tokens: int, vocab_size: int) -> None:
+        self.max_tokens = max_tokens
+        self.vocab_size = vocab_size
+        self._by_id: dict[str, Slot] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __getitem__(self, request_id: str) -> Slot:
+        slot = self._by_id.get(request_id)
+        if slot is None:
+            raise EngineError(f"the plan has a row for {request_id}, which was not admitted", value=request_id)
+        return slot
+
+    def update(self, released: Iterable[str], admitted: Iterable[Admitted]) -> None:
+        """Forget the released, then learn the admitted. A request may be in both."""
+        for request_id in released:
+            self._by_id.pop(request_id, None)
+        for newcomer in admitted:
+            self._by_id[newcomer.request_id] = Slot(newcomer, self.max_tokens, self.vocab_size)

@@ -1,0 +1,168 @@
+"""The runner that computes with torch: loads a model, then turns each `StepPlan` into a `StepResult`.
+
+    run = forget and learn requests -> copy blocks -> batch -> forward (device_ns) -> choose tokens (sample_ns)
+
+Only rows that sample get logits. A row fails alone, with `RowResult.error`: when its request holds ids that the model
+does not have, or when what the model computes for it is not finite (what it left in its blocks is then scrubbed, so
+that nobody inherits it). The clock is read at the two borders of the step's own split and nowhere else in a step.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from splittime.core.plan import RowResult, StepPlan, StepResult, TokenLogprob
+from splittime.core.sampling import SamplingParams
+from splittime.models.decoder import Decoder
+from splittime.runner import batch as batches
+from splittime.runner import logprobs, penalties, sampler
+from splittime.runner.batch import Batch
+from splittime.runner.config import Resolved, RunnerConfig
+from splittime.runner.kv_store import KvStore
+from splittime.runner.load import OnPhase, load
+from splittime.runner.slots import Slots
+from splittime.runner.warm_up import warm_up_plans
+
+NOT_FINITE = "what the model computes for this request is not finite"
+Results = dict[str, RowResult]  # by request id
+
+
+class TorchRunner:
+    """Implements `core.plan.Runner`. Make it with `TorchRunner.load`."""
+
+    def __init__(self, decoder: Decoder, store: KvStore, resolved: Resolved) -> None:
+        self.decoder = decoder
+        self.store = store
+        self.resolved = resolved
+        self.slots = Slots(resolved.max_model_len, resolved.vocab_size)
+
+    @staticmethod
+    def load(config: RunnerConfig, on_phase: OnPhase | None = None) -> "TorchRunner":
+        """Read the checkpoint and allocate the KV cache; `on_phase(name, begin_ns, end_ns)` is told of each part.
+
+        Raises `ConfigError` naming what cannot be honoured.
+        """
+        return TorchRunner(*load(config, on_phase or (lambda name, begin_ns, end_ns: None)))
+
+    def warm_up(self) -> None:
+        """Run a few steps over the empty cache, so that the first request does not pay for first calls."""
+        for plan in warm_up_plans(self.resolved):
+            self.run(plan)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        self.slots.update(plan.released, plan.admitted)
+        self.store.copy_blocks(plan.copies)
+        results: Results = {}
+        rows = []
+        for row in plan.rows:
+            error = self.slots[row.request_id].error
+            if error is None:
+                rows.append(row)
+            else:
+                results[row.request_id] = RowResult(row.request_id, error=error)
+        if not rows:
+            return StepResult(plan.step_id, tuple(results.values()))
+        batch = batches.build(rows, self.slots, self.store.shape.block_size, self.store.zero_block)
+        begin_ns = time.monotonic_ns()
+        hidden = self._forward(batch)
+        sampling = [index for index, row in enumerate(batch.rows) if row.samples]
+        logits = self.decoder.logits(_last_hidden(hidden, batch, sampling)) if sampling else None
+        forward_ns = time.monotonic_ns()
+        self._finish_rows(batch, hidden, sampling, logits, results)
+        in_order = tuple(results[row.request_id] for row in plan.rows)
+        return StepResult(plan.step_id, in_order, forward_ns - begin_ns, time.monotonic_ns() - forward_ns)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """[T, hidden]."""
+        store = self.store
+        return self.decoder.forward(batch.token_ids, batch.positions, store.layers, batch.attention, store.shape)
+
+    def _finish_rows(
+        self, batch: Batch, hidden: Tensor, sampling: list[int], logits: Tensor | None, results: Results
+    ) -> None:
+        """Put each row's result into `results`."""
+        silent = [index for index, row in enumerate(batch.rows) if not row.samples]
+        if silent:
+            good, _ = self._drop_broken(batch, silent, _last_hidden(hidden, batch, silent), results)
+            for index in good:
+                results[batch.rows[index].request_id] = RowResult(batch.rows[index].request_id)
+        if logits is not None:
+            good, logits = self._drop_broken(batch, sampling, logits, results)
+            if good:
+                self._choose(batch, good, logits, results)
+        for index, slot in enumerate(batch.slots):
+            if slot.admitted.sampling.prompt_logprobs is not None:
+                self._add_prompt_logprobs(batch, index, hidden, results)
+
+    def _drop_broken(
+        self, batch: Batch, rows: list[int], computed: Tensor, results: Results
+    ) -> tuple[list[int], Tensor]:
+        """Fail the rows whose line of `computed` [len(rows), any] is not finite; return the others and their lines."""
+        is_finite = computed.sum(-1).isfinite().tolist()
+        if all(is_finite):
+            return rows, computed
+        for index, fine in zip(rows, is_finite, strict=True):
+            if not fine:
+                request_id = batch.rows[index].request_id
+                results[request_id] = RowResult(request_id, error=NOT_FINITE)
+                self.store.scrub(batch.slots[index].block_ids)
+        good = [index for index, fine in zip(rows, is_finite, strict=True) if fine]
+        return good, computed[torch.tensor(is_finite)]
+
+    def _choose(self, batch: Batch, rows: list[int], raw: Tensor, results: Results) -> None:
+        """raw: float32 [len(rows), vocab], the logits of these rows of the batch."""
+        params = [batch.slots[index].admitted.sampling for index in rows]
+        contexts = batch.attention.context_lens
+        output_indices = [contexts[index] - batch.slots[index].prompt_len for index in rows]
+        logits = _adjusted(batch, rows, raw, output_indices)
+        chosen = sampler.choose(logits, params, output_indices)
+        described = _chosen_logprobs(raw, chosen, params)
+        for line, index in enumerate(rows):
+            request_id = batch.rows[index].request_id
+            results[request_id] = RowResult(request_id, (chosen[line],), described.get(line, ()))
+
+    def _add_prompt_logprobs(self, batch: Batch, index: int, hidden: Tensor, results: Results) -> None:
+        row, slot = batch.rows[index], batch.slots[index]
+        result = results[row.request_id]
+        if result.error is not None:
+            return
+        end = min(row.start + len(row.token_ids) + 1, slot.prompt_len)
+        following = slot.tokens[row.start + 1 : end].tolist()
+        begin = batch.attention.query_begins[index]
+        wanted = hidden[begin : begin + len(following)]
+        num_top = slot.admitted.sampling.prompt_logprobs or 0
+        scores = logprobs.score_prompt(self.decoder.logits, wanted, following, num_top, self.resolved.vocab_size)
+        results[row.request_id] = RowResult(row.request_id, result.token_ids, result.logprobs, tuple(scores))
+
+
+def _last_hidden(hidden: Tensor, batch: Batch, rows: list[int]) -> Tensor:
+    """The hidden state of the last token of these rows, [len(rows), hidden]."""
+    if len(rows) == hidden.shape[0]:  # all rows, of one token each
+        return hidden
+    ends = batch.attention.query_begins
+    return hidden[torch.tensor([ends[index + 1] - 1 for index in rows])]
+
+
+def _adjusted(batch: Batch, rows: list[int], raw: Tensor, output_indices: list[int]) -> Tensor:
+    """`raw` itself when no request changes its logits, else a copy with penalties, biases and masks."""
+    logits = raw
+    for line, (index, count) in enumerate(zip(rows, output_indices, strict=True)):
+        slot = batch.slots[index]
+        if penalties.changes_logits(slot.admitted.sampling, count):
+            logits = raw.clone() if logits is raw else logits
+            penalties.adjust(logits[line], slot.admitted.sampling, slot.counts, slot.admitted.stop_token_ids, count)
+    return logits
+
+
+def _chosen_logprobs(
+    raw: Tensor, chosen: list[int], params: list[SamplingParams]
+) -> dict[int, tuple[TokenLogprob, ...]]:
+    """By line of `raw`, for the lines whose request wants them."""
+    lines = [line for line, one in enumerate(params) if one.logprobs is not None]
+    if not lines:
+        return {}
+    counts = [params[line].logprobs or 0 for line in lines]
+    described = logprobs.describe(raw[torch.tensor(lines)], [chosen[line] for line in lines], counts)
+    return {line: (one,) for line, one in zip(lines, described, strict=True)}

@@ -1,0 +1,42 @@
+"""Steps that touch every code path once, before the first request: prefill, a chunk, decode alone and in a batch.
+
+They write into the cache's first blocks, which nobody has been given yet.
+"""
+
+from collections.abc import Iterator
+
+from splittime.core.plan import Admitted, Row, StepPlan
+from splittime.core.sampling import SamplingParams
+from splittime.runner.config import Resolved
+
+BATCH = 4
+
+
+def warm_up_plans(resolved: Resolved) -> Iterator[StepPlan]:
+    """Plans to run in order; the last one leaves no request behind."""
+    block_size = resolved.block_size
+    length = max(1, min(2 * block_size, resolved.max_model_len - 2))
+    blocks = -(-(length + 1) // block_size)
+    count = max(1, min(BATCH, resolved.num_blocks // blocks, resolved.max_num_seqs))
+    names = [f"warm-up-{number}" for number in range(count)]
+    prompt = tuple(token % resolved.vocab_size for token in range(length))
+    kinds = (SamplingParams(temperature=0.0, seed=0), SamplingParams(seed=0), SamplingParams(seed=0, top_p=0.9))
+    admitted = tuple(Admitted(name, prompt, 0, kinds[place % 3], ()) for place, name in enumerate(names))
+    half = length // 2
+    tables = [tuple(range(place * blocks, (place + 1) * blocks)) for place in range(count)]
+    first = [Row(name, 0, prompt[:half], table, False) for name, table in zip(names, tables, strict=True)]
+    rest = [Row(name, half, prompt[half:], (), True) for name in names]
+    decode = [Row(name, length, (0,), (), True) for name in names]
+    if half:
+        yield StepPlan(0, tuple(first), admitted)
+        yield StepPlan(0, tuple(rest))
+    else:
+        yield StepPlan(0, tuple(Row(*_whole(row, prompt)) for row in first), admitted)
+    if length < resolved.max_model_len:
+        yield StepPlan(0, tuple(decode))
+        yield StepPlan(0, (decode[0],))
+    yield StepPlan(0, (), released=tuple(names))
+
+
+def _whole(row: Row, prompt: tuple[int, ...]) -> tuple[str, int, tuple[int, ...], tuple[int, ...], bool]:
+    return row.request_id, 0, prompt, row.new_block_ids, True

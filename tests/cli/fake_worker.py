@@ -1,0 +1,28 @@
+"""An engine process on a FakeRunner that takes real settings, for the tests of `splittime serve`."""
+
+import sys
+import time
+
+import msgspec
+
+from splittime.core.clock import SystemClock
+from splittime.engine.engine import Engine
+from splittime.engine.worker import work
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.fake import FakeRunner
+
+RESOLVED = {"max_model_len": 2048, "vocab_size": 256, "eos_token_ids": []}
+
+
+def build(settings, timeline):
+    begin_ns = time.monotonic_ns()
+    config = msgspec.convert(msgspec.json.decode(settings)["scheduler"], SchedulerConfig)
+    config = msgspec.structs.replace(config, num_blocks=512)
+    runner = FakeRunner(config.block_size, vocab_size=256, step_ns=2_000_000)
+    timeline.append(("load", begin_ns, time.monotonic_ns()))
+    return Engine(Scheduler(config), runner, SystemClock()), RESOLVED
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], sys.argv[2], build)

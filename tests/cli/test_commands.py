@@ -1,0 +1,119 @@
+"""The commands as a user runs them: what is printed where, exit codes, and what they must not import."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from splittime.cli.main import app
+from splittime.cli.settings_table import SETTINGS
+from splittime.ledger.store import Ledger
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ledger"))
+import books
+
+run = CliRunner()
+
+
+def invoke(*words: str, input: str | None = None):
+    return run.invoke(app, words, input=input)
+
+
+def test_help_has_every_flag_and_examples():
+    text = invoke("serve", "--help").stdout
+    for setting in SETTINGS:
+        assert setting.name == "model" or setting.flag in text
+    for command in ("serve", "generate", "explain"):
+        assert "Examples:" in invoke(command, "--help").stdout
+    assert "Examples:" in invoke("config", "show", "--help").stdout
+
+
+def test_config_show_tells_origins(tmp_path, monkeypatch):
+    Path("splittime.toml").write_text("port = 1\n")
+    monkeypatch.setenv("SPLITTIME_API_KEY", "hunter2")
+    result = invoke("config", "show", "--policy", "deadline", "--json")
+    shown = {entry["name"]: entry for entry in json.loads(result.stdout)["settings"]}
+    assert list(shown) == [setting.name for setting in SETTINGS]
+    assert shown["port"] == {"name": "port", "value": 1, "origin": "splittime.toml:1"}
+    assert shown["policy"]["origin"] == "flag --policy"
+    assert shown["api_key"] == {"name": "api_key", "value": "***", "origin": "env SPLITTIME_API_KEY"}
+    assert "hunter2" not in invoke("config", "show").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("config", "show", "--port", "99999"), "flag --port"),
+        (("config", "show", "--config", "missing.toml"), "missing.toml"),
+        (("serve", "no-such-folder"), "no folder 'no-such-folder'"),
+        (("serve", "--host", "0.0.0.0"), "API key"),
+        (("explain", "x", "--ledger", "missing.sqlite"), "no ledger file"),
+        (("serve", "--polcy", "fcfs"), "--polic"),
+    ],
+)
+def test_usage_errors_exit_with_2_and_talk_on_stderr(words, told):
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert result.stdout == ""
+
+
+def test_explain_without_a_server_fails_with_1():
+    result = invoke("explain", "x", "--url", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "splittime serve" in result.stderr
+
+
+def test_explain_from_a_file(tmp_path):
+    path = tmp_path / "l.sqlite"
+    ledger = Ledger(path)
+    ledger.add_account(books.example("cmpl-a-0"))
+    ledger.add_step(books.step(1, 2_000))
+    ledger.close()
+    result = invoke("explain", "a", "--ledger", str(path))
+    assert result.exit_code == 0
+    assert "queue: kv_blocks" in result.stdout
+    answer = json.loads(invoke("explain", "a", "--ledger", str(path), "--json").stdout)
+    assert answer["accounts"][0]["request_id"] == "cmpl-a-0"
+    assert invoke("explain", "zzz", "--ledger", str(path)).exit_code == 2
+
+
+def test_a_port_in_use_is_said_with_the_way_out(model_folder):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = invoke("serve", str(model_folder), "--port", str(port))
+    assert result.exit_code == 2
+    assert "in use" in result.stderr
+    assert f"--port {port + 1}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import splittime",
+        "import splittime.cli.main",
+        "import splittime.server.run, splittime.server.app, splittime.engine.process, splittime.cli.serve",
+        "from typer.testing import CliRunner; from splittime.cli.main import app;"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0;"
+        "assert CliRunner().invoke(app, ['config', 'show']).exit_code == 0;"
+        "assert CliRunner().invoke(app, ['explain', 'x', '--ledger', 'no']).exit_code == 2",
+    ],
+)
+def test_no_torch_where_none_is_needed(code):
+    check = "; import sys; found = {'torch', 'transformers'} & set(sys.modules); sys.exit(str(found) if found else 0)"
+    result = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_import_splittime_is_light():
+    code = "import sys, splittime; print(len([m for m in sys.modules if m.startswith('splittime')]), dir(splittime))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("1 ")
+    assert "'LLM'" in shown

@@ -1,0 +1,107 @@
+"""`splittime serve`, whole, over an engine process with a fake runner: announcement, requests, explain, SIGTERM."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+WORKER = str(Path(__file__).with_name("fake_worker.py"))
+SERVE = f"""
+import sys
+from splittime.cli import serve
+from splittime.cli.main import main
+serve.WORKER_COMMAND = [sys.executable, {WORKER!r}]
+main()
+"""
+
+
+def start(*words):
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVE, "serve", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def server(model_folder, tmp_path_factory):
+    ledger = tmp_path_factory.mktemp("ledger") / "l.sqlite"
+    process = start(str(model_folder), "--port", "0", "--ledger-file", str(ledger), "--json")
+    line = process.stdout.readline()
+    assert line, process.stderr.read()
+    yield process, json.loads(line), ledger
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def post(url, body):
+    headers = {"Content-Type": "application/json", "X-Include-Timing": "1"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=20) as response:
+        return json.load(response)
+
+
+def test_announces_itself_as_one_json_line(server):
+    _, report, _ = server
+    assert report["url"].startswith("http://127.0.0.1:")
+    assert report["resolved"]["max_model_len"] == 2048
+    names = [phase["name"] for phase in report["timeline_ms"]]
+    assert names[0] == "import"
+    assert "engine: load" in names
+    assert names[-1] == "ready"
+    assert 0 < report["timeline_ms"][-1]["end_ms"] < 20_000
+
+
+def test_answers_and_explains(server):
+    _, report, _ = server
+    body = {"model": report["model"], "prompt": "hello", "max_tokens": 5, "temperature": 0}
+    answer = post(f"{report['url']}/v1/completions", body)
+    assert answer["usage"]["completion_tokens"] == 5
+    time.sleep(0.1)
+    command = [sys.executable, "-m", "splittime.cli.main", "explain", answer["id"], "--url", report["url"]]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert "decode" in shown.stdout
+    assert "TTFT" in shown.stdout
+    missing = subprocess.run([*command[:4], "nobody", *command[5:]], capture_output=True, text=True)
+    assert missing.returncode == 2
+
+
+def test_sigterm_ends_it_with_the_ledger_written(server):
+    process, _, ledger = server
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=15) == 0, process.stderr.read()
+    from splittime.ledger.store import open_readonly
+
+    file = open_readonly(ledger)
+    assert len(file.accounts()) >= 1
+    assert len(file.steps()) >= 5
+
+
+def test_for_people_on_stderr(model_folder):
+    process = start(str(model_folder), "--port", "0", "--max-num-seqs", "7")
+    told = ""
+    while "curl" not in told:
+        line = process.stderr.readline()
+        assert line, told
+        told += line
+    process.terminate()
+    assert process.wait(timeout=15) == 0
+    assert process.stdout.read() == ""
+    assert "tiny-model" in told
+    assert "flag --max-num-seqs" in told
+    assert "start-up, ms" in told
+
+
+def test_an_engine_that_cannot_start_is_a_failure_with_its_reason(model_folder, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import sys; sys.exit(3)")
+    code = SERVE.replace(WORKER, str(broken))
+    command = [sys.executable, "-c", code, "serve", str(model_folder), "--port", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 1
+    assert "exit status 3" in result.stderr

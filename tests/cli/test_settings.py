@@ -1,0 +1,101 @@
+"""Settings: one table, three sources over the defaults, each value with its origin, mistakes named where they are."""
+
+import pytest
+
+from splittime.cli import settings
+from splittime.cli.settings_table import SETTINGS
+from splittime.cli.worker_settings import worker_settings
+from splittime.core.errors import ConfigError
+from splittime.scheduler.config import SchedulerConfig
+from splittime.server.config import ServerConfig
+
+
+def test_file_under_environment_under_flag(tmp_path):
+    file = tmp_path / "splittime.toml"
+    file.write_text('# mine\nport = 1111\npolicy = "deadline"\nmax-num-seqs = 8\n')
+    found = settings.load({"port": 3333}, environ={"SPLITTIME_PORT": "2222", "SPLITTIME_POLICY": "priority"})
+    assert found.values["port"] == (3333, "flag --port")
+    assert found.values["policy"] == ("priority", "env SPLITTIME_POLICY")
+    assert found.values["max_num_seqs"] == (8, "splittime.toml:4")
+    assert found.values["host"] == ("127.0.0.1", "default")
+
+
+def test_switches_by_every_way():
+    assert settings.load({"enable_prefix_caching": False}, environ={}).values["enable_prefix_caching"] == (
+        False,
+        "flag --no-enable-prefix-caching",
+    )
+    for word, value in (("off", False), ("TRUE", True), ("0", False)):
+        assert settings.load({}, environ={"SPLITTIME_ENABLE_CHUNKED_PREFILL": word})["enable_chunked_prefill"] is value
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"SPLITTIME_PRT": "1"}, ["unknown setting 'prt'", "env SPLITTIME_PRT", "did you mean 'port'"]),
+        ({"SPLITTIME_PORT": "80000"}, ["port = 80000", "0 to 65535", "env SPLITTIME_PORT"]),
+        ({"SPLITTIME_PORT": "tcp://10.0.0.1:80"}, ["is not a whole number"]),
+        ({"SPLITTIME_POLICY": "lifo"}, ["none of fcfs, priority"]),
+        ({"SPLITTIME_ENABLE_PREFIX_CACHING": "maybe"}, ["is not true or false"]),
+        ({"SPLITTIME_KV_CACHE_MEMORY_BYTES": "4 parsecs"}, ["is not a size"]),
+        ({"SPLITTIME_STARVATION_BOUND_MS": "nan"}, ["must be at least 0"]),
+    ],
+)
+def test_mistakes_are_named(environ, words):
+    with pytest.raises(ConfigError) as caught:
+        settings.load({}, environ=environ)
+    told = f"{caught.value} {caught.value.info.hint}"
+    assert all(word in told for word in words), told
+
+
+def test_mistakes_in_the_file_say_the_line(tmp_path):
+    file = tmp_path / "other.toml"
+    file.write_text("port = 8000\nmax_num_sqs = 3\n")
+    with pytest.raises(ConfigError, match=r"other\.toml:2") as caught:
+        settings.load({}, config=file, environ={})
+    assert caught.value.info.hint == "did you mean 'max_num_seqs'?"
+    file.write_text("port = ")
+    with pytest.raises(ConfigError, match="cannot read settings"):
+        settings.load({}, config=file, environ={})
+    with pytest.raises(ConfigError, match="cannot read settings"):
+        settings.load({}, config=tmp_path / "missing.toml", environ={})
+
+
+def test_kubernetes_service_links_are_not_settings():
+    settings.load({}, environ={"SPLITTIME_SERVICE_HOST": "10.0.0.1", "SPLITTIME_PORT_8000_TCP_ADDR": "10.0.0.1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1024", 1024), ("512MiB", 2**29), ("4g", 2**32), ("1.5 GiB", 3 * 2**29), ("2MB", 2 * 10**6)]
+)
+def test_sizes(text, size):
+    assert settings.parse_bytes(text) == size
+
+
+def test_secrets_are_masked_in_values_and_errors():
+    found = settings.load({"api_key": "hunter2"}, environ={})
+    assert found["api_key"] == "hunter2"
+    assert "hunter2" not in str(found.shown())
+
+
+def test_the_table_and_the_components_agree():
+    """Names and defaults of the table are those of the configs that the values go to."""
+    for setting in SETTINGS:
+        for part, config in (("scheduler", SchedulerConfig()), ("server", ServerConfig())):
+            if part in setting.parts:
+                assert getattr(config, setting.name) == setting.default, setting.name
+    ServerConfig(**settings.load({}, environ={}).part("server"))
+
+
+def test_the_table_and_the_runner_agree():
+    RunnerConfig = pytest.importorskip("splittime.runner.config").RunnerConfig
+    config = RunnerConfig(model_path="x")
+    for setting in SETTINGS:
+        if setting.parts == ("runner",):
+            assert getattr(config, setting.name) == setting.default, setting.name
+
+
+def test_what_the_scheduler_would_refuse_is_refused_before_any_process(tmp_path):
+    found = settings.load({"max_num_seqs": 600}, environ={})
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        worker_settings(found, tmp_path)

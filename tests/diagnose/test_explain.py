@@ -1,0 +1,49 @@
+"""A request's life as text: fits 80 columns, sums to 100 %, says why it waited and who was in the longest step."""
+
+import io
+import sys
+from pathlib import Path
+
+from hypothesis import given, settings
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ledger"))
+import books
+import msgspec
+
+from splittime.diagnose.explain import LETTERS, STYLES, bar, explain
+from splittime.ledger.stages import Stage
+
+
+def plain(text) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200, color_system=None).print(text)
+    return out.getvalue()
+
+
+def test_waterfall_of_a_plain_request():
+    steps = [
+        books.step(i, 1_000 + i * 5_000_000, (0, 0, 4_000_000, 0, 0), rows={"b": 7, "cmpl-a-0": 1}) for i in range(5)
+    ]
+    shown = plain(explain(books.example(), steps))
+    assert "queue: kv_blocks" in shown
+    assert "not enough free KV cache blocks" in shown
+    assert "TTFT 20.050 ms" in shown
+    assert "Longest gap 5.000 ms, before token 1" in shown
+    assert "with it: b, 7 token(s)" in shown
+
+
+@settings(max_examples=50)
+@given(books.accounts())
+def test_any_account_fits_80_columns_and_is_ascii(account):
+    account = msgspec.structs.replace(account, finish_reason="length")
+    table = plain(explain(account)).split("\n\n")[1].splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in table), table
+    assert plain(explain(account)).isascii()
+    first = plain(bar(account)).splitlines()[0]
+    assert len(first.rstrip()) <= 80
+
+
+def test_every_stage_has_a_letter_of_its_own():
+    assert set(LETTERS) == set(STYLES) == set(Stage)
+    assert len(set(LETTERS.values())) == len(Stage)

@@ -1,0 +1,143 @@
+"""Room, waits and refusals: the model on its own under a clock moved by hand, then over HTTP."""
+
+import concurrent.futures
+import statistics
+import time
+
+import pytest
+
+from splittime.core.errors import RequestError
+from splittime.server.admission import Admission, Bounds, Refused
+
+from .conftest import say
+
+S = 1_000_000_000
+
+
+def admission(requests: int = 4, tokens: int = 1000) -> Admission:
+    return Admission(Bounds(requests, tokens))
+
+
+def test_the_queue_is_bounded_in_requests_and_tokens() -> None:
+    room = admission()
+    places = [room.enter(0, count=1, tokens=100, deadline_ns=None) for _ in range(4)]
+    with pytest.raises(Refused) as caught:
+        room.enter(0, count=1, tokens=1, deadline_ns=None)
+    assert caught.value.facts["reason"] == "queued_requests"
+    assert caught.value.facts["queued"] == caught.value.facts["limit"] == 4
+    places[0].correct([950])
+    places[1].leave(0)
+    with pytest.raises(Refused, match="prompt tokens"):
+        room.enter(0, count=1, tokens=1, deadline_ns=None)
+    for place in places:
+        place.give_up()
+    assert (room.queued_requests, room.queued_prompt_tokens) == (0, 0)
+    assert room.refusals == {"queued_requests": 1, "queued_prompt_tokens": 1}
+
+
+def test_one_prompt_longer_than_the_bound_is_let_into_an_empty_queue() -> None:
+    room = admission(tokens=100)
+    room.enter(0, count=1, tokens=5000, deadline_ns=None)
+    with pytest.raises(Refused):
+        room.enter(0, count=1, tokens=1, deadline_ns=None)
+
+
+def test_more_choices_than_the_queue_holds_can_never_be_served() -> None:
+    with pytest.raises(RequestError):
+        admission().enter(0, count=5, tokens=5, deadline_ns=None)
+
+
+def test_the_wait_is_predicted_from_departures() -> None:
+    room = admission(100, 10_000)
+    assert room.predicted_wait_s() is None
+    places = [room.enter(0, count=1, tokens=10, deadline_ns=None) for _ in range(20)]
+    for i in range(10):
+        places[i].leave((i + 1) * S // 2)
+    assert room.predicted_wait_s() == pytest.approx(5.0)
+    now_ns = 5 * S
+    room.check(now_ns, deadline_ns=now_ns + 6 * S)
+    with pytest.raises(Refused) as caught:
+        room.check(now_ns, deadline_ns=now_ns + 4 * S)
+    assert caught.value.facts["reason"] == "deadline"
+    assert caught.value.facts["predicted_wait_ms"] == pytest.approx(5000)
+    assert caught.value.info.retry_after_s == pytest.approx(5.0)
+
+
+def test_an_idle_time_does_not_count_as_service() -> None:
+    room = admission()
+    for start_s in (0, 100):
+        room.enter(start_s * S, count=1, tokens=10, deadline_ns=None).leave(start_s * S + S // 10)
+    assert room.rate.seconds_per_request == pytest.approx(0.1)
+
+
+def test_the_ratio_of_bytes_to_tokens_is_learnt() -> None:
+    room = admission()
+    for _ in range(200):
+        room.learn_ratio(100, 100)
+    assert room.estimate_tokens(100) == pytest.approx(100, rel=0.05)
+
+
+def test_a_full_queue_refuses_at_once_and_serves_again(launch) -> None:
+    live = launch(say("x" * 8, end=False), max_running=1, step_s=0.01, config={"max_queued_requests": 3})
+    live.engine.paused = True
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(live.post, "/v1/completions", {"prompt": "x", "max_tokens": 2}) for _ in range(3)]
+        while live.service.admission.queued_requests < 3:
+            time.sleep(0.01)
+        status, headers, answer = live.post("/v1/completions", {"prompt": "x"})
+        assert status == 429
+        assert int(headers["retry-after"]) >= 1
+        error = answer["error"]
+        assert (error["reason"], error["queued"], error["limit"]) == ("queued_requests", 3, 3)
+        assert error["retry_after_s"] > 0
+        assert "predicted_wait_ms" in error
+        live.engine.paused = False
+        assert [future.result()[0] for future in waiting] == [200] * 3
+    assert live.post("/v1/completions", {"prompt": "x"})[0] == 200
+    assert live.service.admission.queued_requests == 0
+    assert 'splittime_refusals_total{reason="queued_requests"} 1.0' in live.get("/metrics")[2].decode()
+    refused = [a for a in live.ledger.accounts() if a.finish_reason == "refused"]
+    assert len(refused) == 1
+    assert [i.stage for i in refused[0].intervals] == ["receive", "deliver"]
+
+
+def test_refusals_take_under_five_milliseconds_while_streams_run(launch) -> None:
+    """Measured by the server's own account, from first sight to last byte, with 64 streams at full speed."""
+    live = launch(say("abcdefgh", end=False), max_running=64, step_s=0.004, config={"max_queued_requests": 1})
+    with concurrent.futures.ThreadPoolExecutor(66) as pool:
+        body = {"prompt": "x", "max_tokens": 250, "stream": True}
+        streams = []
+        for _ in range(64):
+            while live.service.admission.queued_requests:
+                time.sleep(0.002)
+            streams.append(pool.submit(live.post, "/v1/completions", body))
+        time.sleep(0.1)
+        live.call(lambda: setattr(live.engine, "max_running", 0))
+        last = pool.submit(live.post, "/v1/completions", body)
+        while not live.service.admission.queued_requests:
+            time.sleep(0.002)
+        statuses = [live.post("/v1/completions", {"prompt": "x" * 2000})[0] for _ in range(30)]
+        live.call(lambda: setattr(live.engine, "max_running", 64))
+        for stream in [*streams, last]:
+            stream.result()
+    assert statuses.count(429) >= 20
+    took_ms = [(a.end_ns - a.start_ns) / 1e6 for a in live.ledger.accounts(limit=500) if a.finish_reason == "refused"]
+    assert statistics.median(took_ms) < 5
+
+
+def test_a_deadline_ends_a_request_where_it_stands(launch) -> None:
+    live = launch(say("x", end=False), step_s=0.01)
+    deadline = {"X-Request-Deadline-Ms": "80", "X-Request-Id": "late"}
+    status, _, answer = live.post("/v1/completions", {"prompt": "x", "max_tokens": 4000}, deadline)
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+    events = live.events("/v1/completions", {"prompt": "x", "max_tokens": 4000}, {"X-Request-Deadline-Ms": "80"})
+    assert events[-2]["error"]["code"] == "deadline_exceeded"
+    assert events[-1] == "[DONE]"
+    live.engine.paused = True
+    assert live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Deadline-Ms": "30"})[0] == 504
+    live.engine.paused = False
+    for account in live.ledger.accounts():
+        account.verify()
+        assert account.finish_reason == "deadline"
+    assert live.engine.is_empty
+    assert live.service.admission.queued_requests == 0

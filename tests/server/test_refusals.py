@@ -1,0 +1,205 @@
+"""What is not honoured is refused, by name; limits say value and limit; nothing reaches the engine."""
+
+import pytest
+
+from splittime.core.errors import ConfigError
+from splittime.server.config import ServerConfig
+
+from .conftest import say
+
+USER = [{"role": "user", "content": "x"}]
+BAD_COMPLETIONS = [
+    ({"prompt": "x", "frobnicate": 1}, "frobnicate"),
+    ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "n": 0}, "n"),
+    ({"prompt": "x", "n": 10_000}, "n"),
+    ({"prompt": "x", "temperature": -1}, "temperature"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature"),
+    ({"prompt": "x", "top_p": 0}, "top_p"),
+    ({"prompt": "x", "top_k": -2}, "top_k"),
+    ({"prompt": "x", "min_p": 2}, "min_p"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 4096}, "max_tokens"),
+    ({"prompt": "x" * 5000}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, 999]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": ["x"] * 200}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({}, "prompt"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
+    ({"prompt": "x", "stop": ""}, "stop"),
+    ({"prompt": "x", "stop": "y" * 2000}, "stop"),
+    ({"prompt": "x", "stop_token_ids": [300]}, "stop_token_ids"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"3": 101}}, "logit_bias"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "x", "stream": True, "stream_options": {"wrong": True}}, "stream_options.wrong"),
+    ({"prompt": "x", "seed": 2**70}, "seed"),
+    ({"prompt": "x", "priority": 2**40}, "priority"),
+    ({"prompt": "x", "cache_salt": "y" * 300}, "cache_salt"),
+    ({"prompt": "x", "min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+    ({"prompt": "x", "metadata": {"a": "b"}}, "metadata"),
+    ({"prompt": "x", "store": True}, "store"),
+]
+BAD_CHATS = [
+    ({"messages": []}, "messages"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": USER, "functions": []}, "functions"),
+    ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"messages": USER, "audio": {}}, "audio"),
+    ({"messages": USER, "modalities": ["audio"]}, "modalities[0]"),
+    ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": USER, "max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": USER, "echo": True}, "echo"),
+]
+HARMLESS = {
+    "user": "someone",
+    "store": False,
+    "metadata": None,
+    "best_of": 1,
+    "n": 1,
+    "logit_bias": {},
+    "stop": None,
+    "service_tier": "auto",
+    "max_tokens": None,
+    "suffix": None,
+}
+
+
+@pytest.fixture(scope="module")
+def live():
+    from .conftest import FakeEngine, LiveServer, ModelInfo
+
+    server = LiveServer(FakeEngine(say("ok")), ServerConfig(port=0), ModelInfo(("fake",), 4096, 257, (256,)))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS, ids=lambda value: str(value)[:40])
+def test_a_bad_completion_is_refused_by_name(live, body: dict, param: str) -> None:
+    before = len(live.engine.submitted)
+    status, _, answer = live.post("/v1/completions", body)
+    assert status == 400, answer
+    assert answer["error"]["param"] == param, answer
+    assert len(live.engine.submitted) == before
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_CHATS, ids=lambda value: str(value)[:40])
+def test_a_bad_chat_is_refused_by_name(live, body: dict, param: str) -> None:
+    status, _, answer = live.post("/v1/chat/completions", body)
+    assert status == 400, answer
+    assert answer["error"]["param"] == param, answer
+
+
+def test_what_changes_nothing_is_accepted(live) -> None:
+    assert live.post("/v1/completions", {"prompt": "x", **HARMLESS})[0] == 200
+    fine = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "modalities": ["text"]}
+    assert live.post("/v1/chat/completions", {"messages": USER, **fine})[0] == 200
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 100_000, b"null"])
+def test_a_body_that_is_no_object_is_refused(live, raw: bytes) -> None:
+    status, _, answer = live.post("/v1/completions", raw)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_every_refusal_has_an_account(live) -> None:
+    headers = {"X-Request-Id": "refused-one"}
+    live.post("/v1/completions", {"prompt": "x", "n": 0}, headers)
+    account = live.get("/ledger/requests/refused-one")[2]
+    assert account["finish_reason"] == "refused"
+    assert account["error"]["param"] == "n"
+    assert [stage["stage"] for stage in account["stages"]] == ["receive", "deliver"]
+
+
+def test_unknown_models_pages_and_methods(live) -> None:
+    assert live.post("/v1/completions", {"prompt": "x", "model": "gpt-4"})[0] == 404
+    status, _, answer = live.get("/nowhere")
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+    status, headers, answer = live.get("/v1/completions")
+    assert (status, headers["allow"]) == (405, "POST")
+    assert live.get("/ledger/requests/none")[0] == 404
+    assert live.get("/ledger/steps?limit=x")[0] == 400
+    assert live.get("/ledger/requests?slower_than_ms=-1")[0] == 400
+
+
+def test_too_large_a_body_is_refused_at_its_headers(live) -> None:
+    status, _, answer = live.post("/v1/completions", b" " * (5 * 2**20))
+    assert status == 413
+    assert answer["error"]["limit"] == 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-Request-Id", "has space"),
+        ("X-Request-Id", "a" * 200),
+        ("X-Request-Id", ""),
+        ("X-Request-Deadline-Ms", "0"),
+        ("X-Request-Deadline-Ms", "soon"),
+        ("X-Request-Deadline-Ms", "nan"),
+    ],
+)
+def test_bad_headers_are_refused(live, name: str, value: str) -> None:
+    status, _, answer = live.post("/v1/completions", {"prompt": "x"}, {name: value})
+    assert status == 400
+    assert answer["error"]["param"] == name
+
+
+def test_knobs_change_live_or_are_refused(live) -> None:
+    assert live.request("PATCH", "/knobs", {"max_num_seqs": 9, "max_queued_requests": 77})[2] == {
+        "max_num_seqs": 9,
+        "max_queued_requests": 77,
+        "max_queued_prompt_tokens": 262_144,
+    }
+    for bad in ({"nope": 1}, {"max_queued_requests": 0}, {"max_queued_requests": True}, {"max_num_seqs": 5, "no": 1}):
+        status, _, answer = live.request("PATCH", "/knobs", bad)
+        assert status == 400, answer
+    assert live.get("/knobs")[2]["max_num_seqs"] == 9
+    assert live.service.admission.bounds.max_queued_requests == 77
+
+
+def test_a_public_address_needs_a_key() -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.1", "example.org"):
+        with pytest.raises(ConfigError):
+            ServerConfig(host=host).validate()
+        ServerConfig(host=host, api_key="k").validate()
+    for host in ("127.0.0.1", "::1", "localhost"):
+        ServerConfig(host=host).validate()
+
+
+def test_a_key_is_asked_for_everywhere_but_at_the_probes(launch) -> None:
+    live = launch(say("x"), config={"api_key": "secret"})
+    assert live.get("/health")[0] == live.get("/ready")[0] == 200
+    for path in ("/v1/models", "/metrics", "/ledger/requests", "/nowhere", "/openapi.json"):
+        assert live.get(path)[0] == 401
+        assert live.get(path, Authorization="Bearer wrong")[0] == 401
+    assert live.get("/v1/models", Authorization="Bearer secret")[0] == 200
+
+
+def test_while_the_engine_loads_the_server_answers_and_says_so(launch) -> None:
+    live = launch(say("x"))
+    live.engine.is_ready = False
+    assert live.get("/health")[0] == 200
+    for method, path, body in (("GET", "/ready", None), ("POST", "/v1/completions", {"prompt": "x"})):
+        status, headers, answer = live.request(method, path, body)
+        assert status == 503
+        assert int(headers["retry-after"]) >= 1
+        assert answer["error"]["reason"] == "not_ready"
+    live.engine.is_ready = True
+    assert live.get("/ready")[0] == 200
