@@ -22,8 +22,8 @@ def settings_page() -> str:
     rows = [(f"`{s.name}`", f"`{_flag(s)}`", f"`{s.env}`", _default(s), _range(s), s.help) for s in SETTINGS]
     return (
         "# Settings\n\n"
-        "Default < `splittime.toml` (in the current folder, or `--config FILE`) < environment < flag. `splittime config "
-        "show` prints each value with its origin; a name that is not in this table is an error. `splittime.LLM(...)` "
+        "Default < `splittime.toml` (in the current folder, or `--config FILE`) < environment < flag. A name that is "
+        "not in this table is an error. `splittime config show` prints each value with its origin. `splittime.LLM(...)` "
         "takes the engine's settings as arguments.\n\n"
         + _table(("key in the file", "flag", "environment", "default", "range", "meaning"), rows)
     )

@@ -15,7 +15,7 @@ LIMITS = """\
 """
 COMMANDS = {
     "code": "python -m training.train --model code --minutes 40 --export && python -m training.evaluate",
-    "code-draft": "python -m training.train --model code-draft --minutes 9 --export && python -m training.evaluate",
+    "code-draft": "python -m training.train --model code-draft --minutes 8 --step-tokens 2048 --export && python -m training.evaluate",
 }
 
 

@@ -135,7 +135,7 @@ def complete(
     return tokenizer.decode(ids)
 
 
-def training_summary(work: Path, name: str) -> dict[str, float]:
+def training_summary(work: Path, name: str) -> dict[str, object]:
     """Tokens, time and the best validation loss, from the run's log; empty where the run was made elsewhere."""
     path = work / name / "log.jsonl"
     if not path.exists():
@@ -146,6 +146,7 @@ def training_summary(work: Path, name: str) -> dict[str, float]:
         "steps": last["step"],
         "wall_minutes": round(last["seconds"] / 60, 1),
         "best_validation_nats_per_token": last["best_loss"],
+        "settings": json.loads((work / name / "options.json").read_text(encoding="utf-8")),
     }
 
 

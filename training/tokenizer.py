@@ -24,12 +24,15 @@ END_OF_TEXT_ID = 0
 PIECES = r" {2,}|\n+| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s"
 
 # A base model has seen comments and code, never a dialogue. Requests become comments and answers stay plain code.
+# Every line end is inside an expression, so the text is the same whether or not blocks are trimmed.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ message['content'] }}\n\n"
-    "{% else %}{% for line in message['content'].split('\n') %}# {{ line }}\n{% endfor %}{% endif %}"
+    "{% if message['role'] == 'assistant' %}{{ message['content'] + '\\n\\n' }}"
+    "{% else %}"
+    "{% for line in message['content'].split('\\n') %}{{ ('# ' + line).strip() + '\\n' }}{% endfor %}"
+    "{% endif %}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}\n{% endif %}"
+    "{% if add_generation_prompt %}{{ '\\n' }}{% endif %}"
 )
 
 

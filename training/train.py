@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from training.corpus import Document, load_corpus
-from training.export import PACKAGED, REPOSITORY, export_folder, replace_file
+from training.export import PACKAGED, REPOSITORY, export_folder, replace_file, replace_text
 from training.model import SHAPES, Llama, parameter_count
 from training.optimizer import Optimizer, learning_rate_scale
 from training.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
@@ -36,7 +36,6 @@ from training.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 # (share of the budget from which it holds, context in tokens): short windows are cheapest to learn the syntax from,
 # and the last stage teaches the positions up to the model's limit.
 STAGES = ((0.0, 256), (0.35, 512), (0.85, 2048))
-STEP_TOKENS = 4096
 MICRO_BATCH_TOKENS = 1024
 VALIDATION_WINDOWS = 96
 VALIDATION_CONTEXT = 512
@@ -54,9 +53,14 @@ class Options:
     optimizer: str
     matrix_rate: float
     other_rate: float
+    step_tokens: int
     workers: int
     seed: int
     eval_minutes: float
+
+    def settings(self) -> dict[str, object]:
+        """What the results report of a run: everything but its folders."""
+        return {name: value for name, value in vars(self).items() if name not in ("work", "export", "eval_minutes")}
 
 
 @dataclass
@@ -170,6 +174,7 @@ class Run:
         self.model = Llama(self.shape)
         self.optimizer = Optimizer(self.model, options.optimizer, options.matrix_rate, options.other_rate)
         self.workers = ThreadPoolExecutor(options.workers, initializer=torch.set_num_threads, initargs=(1,))
+        replace_text(self.folder / "options.json", json.dumps(options.settings(), indent=2))
         self.resume()
 
     def resume(self) -> None:
@@ -191,7 +196,7 @@ class Run:
         began = time.monotonic()
         progress = self.state.progress(self.options)
         context = context_at(progress)
-        count = STEP_TOKENS // context
+        count = max(self.options.workers, self.options.step_tokens // context)
         # The window number is counted in tokens, so that a longer context goes on where the shorter one stopped.
         batch = self.windows.batch(context, self.state.tokens // context, count)
         loss = accumulate(self.model, batch, self.workers)
@@ -246,7 +251,7 @@ def parse(arguments: list[str] | None = None) -> Options:
         description="Train a packaged model on this machine's Python standard library.",
         epilog="examples:\n"
         "  python -m training.train --model code --minutes 40 --export        retrain the packaged model\n"
-        "  python -m training.train --model code-draft --minutes 9 --export   retrain its draft\n"
+        "  python -m training.train --model code-draft --minutes 8 --step-tokens 2048 --export   its draft\n"
         "  python -m training.train --model code --tokens 2000000 --optimizer adamw --work out/adamw   a comparison\n"
         "A run that was stopped continues when the same command is given again; remove its folder to start over.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -268,7 +273,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export", action="store_true", help="replace the packaged folder at each new best checkpoint")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="what updates the matrices")
     parser.add_argument("--matrix-rate", type=float, default=0.02, help="peak learning rate of Muon")
-    parser.add_argument("--other-rate", type=float, default=0.004, help="peak learning rate of AdamW")
+    parser.add_argument("--other-rate", type=float, default=0.008, help="peak learning rate of AdamW")
+    parser.add_argument("--step-tokens", type=int, default=4096, help="tokens per update, at least a window per worker")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads, one core each")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the order of the windows")
     parser.add_argument("--eval-minutes", type=float, default=3.0, help="minutes between validations")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-WORKER = str(Path(__file__).with_name("fake_worker.py"))
+WORKER = str(Path(__file__).with_name("fake_serve_worker.py"))
 SERVE = f"""
 import sys
 from splittime.cli import serve

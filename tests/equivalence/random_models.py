@@ -45,7 +45,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
     "qwen3-bias-window": (
         "Qwen3",
-        {"head_dim": 8, "attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 0,
+        },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "mixtral-window": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 9}),

@@ -51,13 +51,14 @@ def test_the_model_writes_the_obvious() -> None:
     assert text.startswith("class Point:\n    def __init__(self, x):\n        self.x = x\n")
 
 
+@pytest.mark.parametrize("trim", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_chat_template_renders_comments_and_code(name: str) -> None:
+def test_chat_template_renders_comments_and_code(name: str, trim: bool) -> None:
     template = json.loads((PACKAGED / name / "tokenizer_config.json").read_text())["chat_template"]
-    messages = [{"role": "user", "content": "add\ntwo"}, {"role": "assistant", "content": "x = 1 + 1"}]
-    render = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template).render
-    assert render(messages=messages) == "# add\n# two\nx = 1 + 1\n\n"
-    assert render(messages=messages[:1], add_generation_prompt=True) == "# add\n# two\n\n"
+    messages = [{"role": "user", "content": "add\n\ntwo"}, {"role": "assistant", "content": "x = 1 + 1"}]
+    render = ImmutableSandboxedEnvironment(trim_blocks=trim, lstrip_blocks=trim).from_string(template).render
+    assert render(messages=messages) == "# add\n#\n# two\nx = 1 + 1\n\n"
+    assert render(messages=messages[:1], add_generation_prompt=True) == "# add\n#\n# two\n\n"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,6 +5,7 @@ Plain ASGI throughout: nothing here buffers a stream or hides a disconnect.
 
 import asyncio
 import contextlib
+import json
 import math
 import re
 import secrets
@@ -137,7 +138,15 @@ async def respond_error(
         more.append((b"retry-after", b"%d" % max(1, math.ceil(info.retry_after_s))))
     if info.status == 408:
         more.append((b"connection", b"close"))
-    await respond(send, orjson.dumps(body, default=str), status=info.status, headers=more, more_body=more_body)
+    await respond(send, _error_json(body), status=info.status, headers=more, more_body=more_body)
+
+
+def _error_json(body: dict[str, Any]) -> bytes:
+    """An error quotes what was sent, which may be a number that orjson cannot write."""
+    try:
+        return orjson.dumps(body, default=str)
+    except TypeError:
+        return json.dumps(body, default=str).encode()
 
 
 async def linger(receive: Receive, send: Send) -> None:
@@ -152,4 +161,4 @@ async def linger(receive: Receive, send: Send) -> None:
 
 def error_event(info: ErrorInfo) -> bytes:
     """An error inside a stream."""
-    return b"data: " + orjson.dumps(error_body(info), default=str) + b"\n\n"
+    return b"data: " + _error_json(error_body(info)) + b"\n\n"

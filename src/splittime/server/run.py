@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from splittime.server.config import ServerConfig
 from splittime.server.http import TRANSPORT
 
+BACKLOG = 2048  # connections that may wait to be accepted
 EXIT_AT_ONCE = 130
 SHUTDOWN_S = 5  # for connections to close after the drain
 
@@ -65,13 +66,14 @@ def make_server(app: Any, config: ServerConfig) -> DrainingServer:
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """The bound socket. Raises OSError if the address is taken."""
+    """The listening socket. Raises OSError if the address is taken."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if config.send_buffer_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.send_buffer_bytes)
     listener.bind((config.host, config.port))
+    listener.listen(BACKLOG)
     return listener
 
 

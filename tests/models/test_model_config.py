@@ -1,0 +1,142 @@
+"""config.json into `ModelConfig`: both generations of keys, defaults by architecture, and refusals by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from splittime.core.errors import ConfigError
+from splittime.models.config import load_config, parse_config
+from splittime.models.registry import ARCHITECTURES
+
+CONFIGS = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "models" / "configs"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def parse(**changes):
+    return parse_config({**LLAMA, **changes})
+
+
+def test_defaults_of_llama():
+    config = parse()
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
+    assert (config.rope.rope_type, config.rope.theta) == ("default", 10_000.0)
+    assert not (
+        config.qkv_bias or config.output_bias or config.mlp_bias or config.qk_norm or config.tie_word_embeddings
+    )
+    assert config.layer_windows == (None,) * 4
+    assert (config.moe, config.checkpoint_dtype) == (None, "float32")
+
+
+def test_both_generations_of_rope_settings():
+    old = parse(rope_theta=500_000.0, rope_scaling=LLAMA3, torch_dtype="bfloat16")
+    new = parse(rope_parameters={**LLAMA3, "rope_theta": 500_000.0}, dtype="bfloat16")
+    assert old == new
+    assert old.rope.theta == 500_000.0
+    assert parse(rope_scaling={"type": "linear", "factor": 2.0}).rope.factor == 2.0
+
+
+def test_sliding_windows():
+    def windows(name, **changes):
+        return parse(architectures=[name], **changes).layer_windows
+
+    assert windows("LlamaForCausalLM", sliding_window=8) == (None,) * 4
+    assert windows("MistralForCausalLM", sliding_window=8) == (8,) * 4
+    assert windows("MistralForCausalLM") == (4096,) * 4
+    assert windows("MistralForCausalLM", sliding_window=None) == (None,) * 4
+    qwen = {"sliding_window": 8, "max_window_layers": 3}
+    assert windows("Qwen2ForCausalLM", **qwen) == (None,) * 4
+    assert windows("Qwen2ForCausalLM", use_sliding_window=True, **qwen) == (None, None, None, 8)
+    types = ["sliding_attention", "full_attention"] * 2
+    assert windows("Qwen3ForCausalLM", use_sliding_window=True, layer_types=types, **qwen) == (8, None, 8, None)
+
+
+def test_mixtures_of_experts():
+    moe = parse(
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    ).moe
+    assert (moe.num_experts, moe.num_experts_per_tok, moe.intermediate_size) == (8, 2, 24)
+    assert (moe.layers, moe.normalises) == ((False, True, False, False), False)
+    mixtral = parse(architectures=["MixtralForCausalLM"], num_local_experts=4).moe
+    assert (mixtral.intermediate_size, mixtral.num_experts_per_tok, mixtral.normalises) == (128, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", *ARCHITECTURES]),
+        ({"architectures": None}, ["architectures"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "linear", "llama3"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["dynamic"]),
+        ({"rope_scaling": {"type": "linear"}}, ["factor"]),
+        ({"rope_scaling": 3}, ["rope_scaling", "3"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"vocab_size": "many"}, ["vocab_size", "many"]),
+        ({"hidden_size": None}, ["hidden_size", "missing"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3"]),
+        ({"num_attention_heads": 5}, ["hidden_size", "64"]),
+        ({"head_dim": 7}, ["head_dim", "7"]),
+        ({"attention_bias": "yes"}, ["attention_bias", "yes"]),
+        ({"rms_norm_eps": -1.0}, ["rms_norm_eps", "-1.0"]),
+        ({"torch_dtype": "float8"}, ["torch_dtype", "float8"]),
+        ({"eos_token_id": "end"}, ["eos_token_id", "end"]),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked"] * 4}, ["layer_types", "chunked"]),
+    ],
+    ids=lambda case: str(case)[:40],
+)
+def test_refusals_name_the_key_and_the_value(changes, named):
+    with pytest.raises(ConfigError) as caught:
+        parse(**changes)
+    for word in named:
+        assert word in str(caught.value)
+
+
+def test_end_of_sequence_ids_come_from_both_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": 2}))
+    assert load_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
+    assert load_config(tmp_path).eos_token_ids == (7, 2, 9)
+
+
+def test_unreadable_configs(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="JSON object"):
+        load_config(tmp_path)
+
+
+@pytest.mark.skipif(not CONFIGS.exists(), reason="no configs beside the repository")
+def test_published_configs():
+    for path in sorted(CONFIGS.glob("*.json")):
+        values = json.loads(path.read_text())
+        name = values["architectures"][0]
+        if name in ARCHITECTURES and "quantization_config" not in values:
+            config = parse_config(values)
+            assert config.head_dim == values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
+        else:
+            with pytest.raises(ConfigError, match=f"{name}|quant"):
+                parse_config(values)

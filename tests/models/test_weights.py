@@ -1,0 +1,72 @@
+"""Reading checkpoints: sharded or not, and errors that name the tensor."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from splittime.core.errors import ConfigError
+from splittime.models.weights.checkpoint import Checkpoint
+from splittime.models.weights.load import pair_rows
+
+
+def write(folder, **tensors):
+    save_file(tensors, folder / "model.safetensors")
+    return Checkpoint(folder, torch.float32)
+
+
+def test_a_tensor_comes_in_the_dtype_asked(tmp_path):
+    checkpoint = write(tmp_path, a=torch.ones(2, 3, dtype=torch.float16))
+    tensor = checkpoint.take("a", 2, 3)
+    assert (tensor.dtype, tensor.sum(), checkpoint.num_parameters) == (torch.float32, 6.0, 6)
+    checkpoint.check_all_taken()
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path):
+    checkpoint = write(tmp_path, a=torch.ones(2, 3), b=torch.ones(4), c=torch.ones(2, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"tensor x of shape \[5\] is missing"):
+        checkpoint.take("x", 5)
+    with pytest.raises(ConfigError, match=r"tensor a has shape \[2, 3\], the config asks for \[3, 2\]"):
+        checkpoint.take("a", 3, 2)
+    with pytest.raises(ConfigError, match=r"tensor c is torch\.int64"):
+        checkpoint.take("c", 2)
+    checkpoint.take("a", 2, 3)
+    with pytest.raises(ConfigError, match="2 tensors are unknown to this architecture: b, c"):
+        checkpoint.check_all_taken()
+
+
+def test_buffers_of_old_exports_are_left_alone(tmp_path):
+    write(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}).check_all_taken()
+
+
+def test_shards(tmp_path):
+    save_file({"a": torch.full((2,), 1.0)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.full((2,), 2.0)}, tmp_path / "two.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+    assert checkpoint.take("a", 2).sum() + checkpoint.take("b", 2).sum() == 6.0
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"one\.safetensors lacks tensor b"):
+        Checkpoint(tmp_path, torch.float32)
+    index.write_text(json.dumps({"weight_map": {"a": "three.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"three\.safetensors"):
+        Checkpoint(tmp_path, torch.float32)
+    index.write_text(json.dumps({}))
+    with pytest.raises(ConfigError, match="weight_map"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+def test_no_weights_and_broken_weights(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        Checkpoint(tmp_path, torch.float32)
+    (tmp_path / "model.safetensors").write_bytes(b"not one")
+    with pytest.raises(ConfigError, match="cannot read weights"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+def test_pair_rows_makes_halves_neighbours():
+    assert pair_rows(torch.arange(12), 6).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    two_heads = torch.arange(8)[:, None].expand(8, 2)
+    assert pair_rows(two_heads, 4)[:, 1].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

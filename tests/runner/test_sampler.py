@@ -1,0 +1,177 @@
+"""Choosing tokens: distributions by chi-square, filters and penalties against literal loops, seeds against batches."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from splittime.core.sampling import SamplingParams
+from splittime.runner import penalties, sampler
+from splittime.runner.randomness import uniforms
+
+VOCAB = 300
+
+
+def logits_of(seed=0, rows=1, vocab=VOCAB, scale=2.0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def filtered_distribution(logits, params: SamplingParams) -> list[float]:
+    """The definition, with loops: keep by top_k and min_p, then the nucleus of what is left; ties stay."""
+    scaled = [value / params.temperature for value in logits.double().tolist()]
+    best = max(scaled)
+    weights = [math.exp(value - best) for value in scaled]
+    kept = set(range(len(scaled)))
+    if params.top_k:
+        kth = sorted(scaled, reverse=True)[min(params.top_k, len(scaled)) - 1]
+        kept = {token for token in kept if scaled[token] >= kth}
+    kept = {token for token in kept if weights[token] >= params.min_p}
+    total = sum(weights[token] for token in kept)
+    so_far, floor = 0.0, best
+    for token in sorted(kept, key=lambda token: -scaled[token]):
+        if so_far >= params.top_p * total:
+            break
+        so_far, floor = so_far + weights[token], scaled[token]
+    kept = {token for token in kept if scaled[token] >= floor}
+    total = sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in range(len(scaled))]
+
+
+FILTERS = {
+    "plain": {},
+    "cool": {"temperature": 0.5},
+    "hot": {"temperature": 3.0},
+    "top_k 1": {"top_k": 1},
+    "top_k 7": {"top_k": 7},
+    "top_k beyond the candidates": {"top_k": 200, "temperature": 4.0},
+    "top_k beyond the vocabulary": {"top_k": 9999},
+    "top_p": {"top_p": 0.8},
+    "top_p tiny": {"top_p": 1e-6},
+    "top_p flat": {"top_p": 0.95, "temperature": 8.0},
+    "min_p": {"min_p": 0.1},
+    "min_p 1": {"min_p": 1.0},
+    "min_p loose, top_p": {"min_p": 0.001, "top_p": 0.9, "temperature": 4.0},
+    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "temperature": 1.3},
+    "top_k deep, min_p shallow": {"top_k": 250, "min_p": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_distribution(name):
+    """Chi-square of 6000 draws of one row against the definition; 5 standard deviations is the limit."""
+    params = SamplingParams(**{"seed": 1, **FILTERS[name]})
+    row = logits_of(3)
+    draws = 6000
+    chosen = []
+    for begin in range(0, draws, 1000):
+        chosen += sampler.choose(row.expand(1000, -1), [params] * 1000, range(begin, begin + 1000))
+    counts = Counter(chosen)
+    want = filtered_distribution(row[0], params)
+    assert all(want[token] > 0 for token in counts), "a token that the filters exclude was drawn"
+    big = [token for token in range(VOCAB) if want[token] * draws >= 5]
+    cells = [(counts[token], want[token] * draws) for token in big]
+    rest = (draws - sum(got for got, _ in cells), draws - sum(expected for _, expected in cells))
+    cells += [rest] if rest[1] >= 5 else []
+    chi_square = sum((got - expected) ** 2 / expected for got, expected in cells)
+    freedom = len(cells) - 1
+    assert chi_square <= freedom + 5 * math.sqrt(2 * max(freedom, 1))
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_candidates_and_the_whole_vocabulary_choose_alike(name, monkeypatch):
+    params = [SamplingParams(**{"seed": seed, **FILTERS[name]}) for seed in range(60)]
+    logits = logits_of(5, rows=60)
+    few = sampler.choose(logits, params, range(60))
+    monkeypatch.setattr(sampler, "CANDIDATES", VOCAB)
+    assert few == sampler.choose(logits, params, range(60))
+
+
+def test_ties_at_a_threshold_are_all_kept():
+    logits = torch.zeros(1, 40)
+    logits[0, 3] = 1.0
+    for params in (SamplingParams(seed=0, top_k=2), SamplingParams(seed=0, top_p=0.1)):
+        drawn = set(sampler.choose(logits.expand(500, -1), [params] * 500, range(500)))
+        assert drawn == ({3} if params.top_p < 1 else set(range(40)))
+
+
+def test_masked_tokens_are_never_drawn():
+    logits = torch.full((1, 50), float("-inf"))
+    logits[0, [7, 49]] = 0.0
+    for changes in ({}, {"top_k": 10}, {"top_p": 0.999}, {"min_p": 0.5}):
+        params = SamplingParams(seed=3, **changes)
+        assert set(sampler.choose(logits.expand(300, -1), [params] * 300, range(300))) == {7, 49}
+
+
+def test_choice_depends_on_seed_and_index_alone():
+    """A row's token is the same alone and in a batch of every kind of row, at any place."""
+    kinds = [SamplingParams(**{"seed": place, **changes}) for place, changes in enumerate(FILTERS.values())]
+    kinds += [SamplingParams(temperature=0.0, seed=5), SamplingParams(seed=-(2**63)), SamplingParams(seed=2**63 - 1)]
+    logits = logits_of(6, rows=len(kinds))
+    indices = [place * 3 for place in range(len(kinds))]
+    alone = [sampler.choose(logits[p : p + 1], [kinds[p]], [indices[p]])[0] for p in range(len(kinds))]
+    order = np.random.default_rng(1).permutation(len(kinds)).tolist()
+    together = sampler.choose(logits[order], [kinds[p] for p in order], [indices[p] for p in order])
+    assert together == [alone[p] for p in order]
+
+
+def test_greedy_takes_the_largest():
+    logits = logits_of(7, rows=20)
+    assert (
+        sampler.choose(logits, [SamplingParams(temperature=0.0, seed=0)] * 20, range(20)) == logits.argmax(1).tolist()
+    )
+
+
+def test_uniforms_are_uniform_and_uncorrelated():
+    for seeds, indices in ((np.arange(20000), np.zeros(20000)), (np.full(20000, 42), np.arange(20000))):
+        drawn = uniforms(seeds.astype(np.int64), indices.astype(np.int64))
+        assert ((drawn >= 0) & (drawn < 1)).all()
+        counts = np.histogram(drawn, bins=50, range=(0, 1))[0]
+        assert ((counts - 400) ** 2 / 400).sum() < 49 + 5 * math.sqrt(98)
+        assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.03
+    assert len(set(uniforms(np.array([-1, 0, 1, 2]), np.zeros(4, dtype=np.int64)).tolist())) == 4
+
+
+def penalised_by_definition(logits, params: SamplingParams, prompt, outputs):
+    adjusted = logits.tolist()
+    for token in range(len(adjusted)):
+        if token in prompt or token in outputs:
+            penalty = params.repetition_penalty
+            adjusted[token] = adjusted[token] / penalty if adjusted[token] > 0 else adjusted[token] * penalty
+        count = outputs.count(token)
+        adjusted[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        adjusted[token] += params.logit_bias.get(token, 0.0)
+    return adjusted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.7},
+        {"frequency_penalty": 0.4},
+        {"presence_penalty": -1.1},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.5, "logit_bias": {4: 2.5, 9: -3.0}},
+    ],
+    ids=str,
+)
+def test_penalties_equal_their_definition(changes):
+    params = SamplingParams(seed=0, **changes)
+    prompt, outputs = [1, 2, 2, 30], [2, 5, 5, 5, 299]
+    counts = penalties.TokenCounts(VOCAB, np.array(prompt))
+    counts.add_outputs(np.array(outputs[:2]))
+    counts.add_outputs(np.array(outputs[2:]))
+    logits = logits_of(8)[0]
+    want = penalised_by_definition(logits, params, prompt, outputs)
+    penalties.adjust(logits, params, counts, (), len(outputs))
+    assert logits.tolist() == pytest.approx(want, abs=1e-5)
+
+
+def test_min_tokens_masks_only_until_they_are_out():
+    params = SamplingParams(seed=0, min_tokens=3)
+    for num_outputs, is_masked in ((0, True), (2, True), (3, False)):
+        logits = logits_of(9)[0]
+        penalties.adjust(logits, params, None, (5, 6), num_outputs)
+        assert logits[[5, 6]].isneginf().all() == is_masked
+        assert penalties.changes_logits(params, num_outputs) == is_masked

@@ -1,0 +1,197 @@
+"""The runner's own promises: what is resolved, what is refused, and that a broken row ends alone."""
+
+import msgspec
+import pytest
+import tiny_checkpoint
+import torch
+from safetensors.torch import save_file
+
+from splittime.core.errors import ConfigError, EngineError
+from splittime.core.plan import Admitted, Row, StepPlan
+from splittime.core.sampling import SamplingParams
+from splittime.runner.config import RunnerConfig
+from splittime.runner.torch_runner import TorchRunner
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+def load(folder, **settings) -> TorchRunner:
+    return TorchRunner.load(RunnerConfig(model_path=str(folder), **{"max_num_seqs": 4, **settings}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("tiny")
+    tiny_checkpoint.write(made)
+    return made
+
+
+@pytest.fixture
+def runner(folder):
+    return load(folder)
+
+
+def admit(name, *token_ids, sampling=GREEDY, num_outputs=0, stop=()):
+    return Admitted(name, token_ids, num_outputs, sampling, stop)
+
+
+def prefill(runner, *admitted, step_id=0):
+    """One plan that admits and computes all of these whole, block n + 1 for the n-th."""
+    rows = tuple(Row(one.request_id, 0, one.token_ids, (place + 1,), True) for place, one in enumerate(admitted))
+    return runner.run(StepPlan(step_id, rows, admitted, tuple(runner.slots._by_id)))
+
+
+def test_what_was_resolved_is_told(folder):
+    phases = []
+    runner = TorchRunner.load(RunnerConfig(model_path=str(folder), max_num_seqs=3), lambda *phase: phases.append(phase))
+    resolved = runner.resolved
+    assert (resolved.architecture, resolved.vocab_size, resolved.eos_token_ids) == ("LlamaForCausalLM", 61, (2,))
+    assert (resolved.dtype, resolved.kv_cache_dtype) == ("float32", "float32")
+    assert (resolved.max_model_len, resolved.context_length, resolved.num_blocks) == (128, 128, 3 * 8)
+    assert resolved.kv_bytes_per_block == 2 * 2 * 2 * 16 * 8 * 4
+    assert resolved.num_parameters * 4 == resolved.weights_bytes
+    assert resolved.dtype_reason
+    assert resolved.num_threads_reason
+    assert resolved.num_blocks_reason
+    assert msgspec.json.decode(msgspec.json.encode(resolved), type=type(resolved)) == resolved
+    assert [name for name, _, _ in phases] == ["read config", "load weights", "allocate kv cache"]
+    assert all(before[2] == after[1] for before, after in zip(phases, phases[1:], strict=False))
+
+
+def test_warm_up_leaves_no_request(runner):
+    runner.warm_up()
+    assert len(runner.slots) == 0
+
+
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_warm_up_fits_short_contexts(folder, length):
+    load(folder, max_model_len=length, max_num_seqs=1).warm_up()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float16"},
+        {"dtype": "int8"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "bfloat16", "dtype": "float32"},
+        {"load_format": "gguf"},
+        {"quantization": "awq"},
+        {"kernels": "cuda"},
+        {"max_model_len": 129},
+        {"block_size": 0},
+        {"max_num_seqs": 0},
+        {"num_threads": 0},
+        {"kv_cache_memory_bytes": 4096},
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_honoured_are_refused_by_name(folder, settings):
+    with pytest.raises(ConfigError) as caught:
+        load(folder, **settings)
+    name = next(iter(settings))
+    assert caught.value.info.param == name
+    assert str(settings[name]) in str(caught.value)
+
+
+def test_kv_cache_memory_decides_the_blocks(folder):
+    block_bytes = 2 * 2 * 2 * 16 * 8 * 4
+    assert load(folder, kv_cache_memory_bytes=20 * block_bytes + 5).resolved.num_blocks == 20
+
+
+def test_a_plan_without_rows_only_updates_the_requests(runner):
+    prefill(runner, admit("a", 3, 4))
+    result = runner.run(StepPlan(7, (), (), ("a", "never seen")))
+    assert (result.step_id, result.rows, len(runner.slots)) == (7, (), 0)
+
+
+def test_results_come_in_the_plans_order(runner):
+    admitted = (admit("long", 3, 4, 5), admit("short", 3), admit("middle", 9, 9))
+    result = prefill(runner, *admitted)
+    assert [row.request_id for row in result.rows] == ["long", "short", "middle"]
+    for one, row in zip(admitted, result.rows, strict=True):
+        assert prefill(runner, one).rows[0].token_ids == row.token_ids
+
+
+def test_only_rows_that_sample_get_a_token(runner):
+    plan = StepPlan(0, (Row("a", 0, (3, 4), (1,), False), Row("b", 0, (5,), (2,), True)))
+    admitted = (admit("a", 3, 4, 5), admit("b", 5))
+    result = runner.run(msgspec.structs.replace(plan, admitted=admitted))
+    assert [len(row.token_ids) for row in result.rows] == [0, 1]
+    assert [row.error for row in result.rows] == [None, None]
+
+
+def test_a_row_that_is_not_finite_fails_alone(tmp_path, folder):
+    tensors = tiny_checkpoint.write(tmp_path)
+    tensors["model.embed_tokens.weight"][50] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    broken, healthy = load(tmp_path), load(folder)
+    others = (admit("x", 3, 4, 5), admit("y", 7))
+    want = [row.token_ids for row in prefill(healthy, *others).rows]
+    result = prefill(broken, *others, admit("bad prefill", 3, 50, 4), admit("bad token", 50))
+    assert [row.token_ids for row in result.rows[:2]] == want
+    for row in result.rows[2:]:
+        assert "not finite" in row.error
+        assert row.token_ids == ()
+    silent = StepPlan(2, (Row("z", 0, (50, 3), (5,), False),), (admit("z", 50, 3, 4),))
+    assert "not finite" in broken.run(silent).rows[0].error
+    assert all(layer.isfinite().all() for layer in broken.store.layers)
+
+
+@pytest.mark.parametrize(
+    ("admitted", "said"),
+    [
+        (admit("a", 3, 61), "prompt holds token id 61"),
+        (admit("a", -1), "prompt holds token id -1"),
+        (admit("a", 3, sampling=SamplingParams(seed=0, logit_bias={99: 1.0})), "logit_bias holds token id 99"),
+        (admit("a", *[3] * 129), "more than max_model_len 128"),
+    ],
+    ids=lambda case: str(case)[:30],
+)
+def test_ids_that_the_model_lacks_end_their_request_alone(runner, admitted, said):
+    result = prefill(runner, admit("b", 3, 4), admitted)
+    assert result.rows[0].token_ids
+    assert said in result.rows[1].error
+
+
+def test_plans_that_make_no_sense_are_our_own_fault(runner):
+    with pytest.raises(EngineError, match="not admitted"):
+        runner.run(StepPlan(0, (Row("ghost", 0, (3,), (1,), True),)))
+    with pytest.raises(EngineError, match="do not fit its 0 blocks"):
+        runner.run(StepPlan(0, (Row("a", 0, (3,), (), True),), (admit("a", 3),)))
+    with pytest.raises(EngineError, match="drafts"):
+        runner.run(StepPlan(0, (Row("a", 0, (3,), (1,), True, (4,)),), (admit("a", 3),)))
+
+
+def test_min_tokens_holds_back_stop_ids(runner):
+    free = prefill(runner, admit("a", 3, 4)).rows[0].token_ids[0]
+    sampling = SamplingParams(temperature=0.0, seed=0, min_tokens=1)
+    held = admit("a", 3, 4, sampling=sampling, stop=(free, 1000))
+    assert prefill(runner, held).rows[0].token_ids != (free,)
+    enough = admit("a", 3, 4, sampling=sampling, stop=(free,), num_outputs=1)
+    assert prefill(runner, enough).rows[0].token_ids == (free,)
+
+
+def test_logit_bias_forces_and_forbids(runner):
+    free = prefill(runner, admit("a", 3, 4)).rows[0].token_ids[0]
+    forced = SamplingParams(temperature=0.0, seed=0, logit_bias={17: 100.0}, logprobs=0)
+    row = prefill(runner, admit("a", 3, 4, sampling=forced)).rows[0]
+    assert row.token_ids == (17,)
+    assert row.logprobs[0].logprob < 0  # the raw model's, not the biased one's
+    forbidden = SamplingParams(temperature=0.0, seed=0, logit_bias={free: -100.0})
+    assert prefill(runner, admit("a", 3, 4, sampling=forbidden)).rows[0].token_ids != (free,)
+
+
+def test_logprobs_rank_and_alternatives(runner):
+    want = SamplingParams(temperature=1.5, seed=4, logprobs=5)
+    row = prefill(runner, admit("a", 3, 4, sampling=want), admit("b", 3, 4)).rows[0]
+    one = row.logprobs[0]
+    values = [value for _, value in one.top]
+    assert one.token_id == row.token_ids[0]
+    assert (len(values), values) == (5, sorted(values, reverse=True))
+    if one.rank <= 5:
+        assert one.top[one.rank - 1] == (one.token_id, one.logprob)
+    everything = SamplingParams(temperature=0.0, seed=0, logprobs=20)
+    top = prefill(runner, admit("a", 3, 4, sampling=everything)).rows[0].logprobs[0]
+    assert sum(torch.tensor([value for _, value in top.top]).exp()) <= 1.0 + 1e-6
+    assert top.rank == 1
