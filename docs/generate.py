@@ -23,7 +23,7 @@ def settings_page() -> str:
     return (
         "# Settings\n\n"
         "Default < `splittime.toml` (in the current folder, or `--config FILE`) < environment < flag. A name that is "
-        "not in this table is an error. `splittime config show` prints each value with its origin. `splittime.LLM(...)` "
+        "not in this table is an error. `splittime config show` prints each value with its origin. `LLM(...)` "
         "takes the engine's settings as arguments.\n\n"
         + _table(("key in the file", "flag", "environment", "default", "range", "meaning"), rows)
     )

@@ -14,8 +14,8 @@ LIMITS = """\
 * It has learnt from the library's sources, and at length may repeat common parts of them (licence headers, for one).
 """
 COMMANDS = {
-    "code": "python -m training.train --model code --minutes 40 --export && python -m training.evaluate",
-    "code-draft": "python -m training.train --model code-draft --minutes 8 --step-tokens 2048 --export && python -m training.evaluate",
+    "code": "python -m training.train --model code --minutes 40 --export",
+    "code-draft": "python -m training.train --model code-draft --minutes 8 --step-tokens 2048 --export",
 }
 
 
@@ -85,7 +85,8 @@ def card(results: dict, name: str) -> str:
     sections = {
         "Shape": shape_section(model),
         "Data": corpus_section(results),
-        "Training": training_section(model) + f"\n\nTo make it again:\n\n```sh\n{COMMANDS[name]}\n```",
+        "Training": training_section(model)
+        + f"\n\nTo make it again:\n\n```sh\n{COMMANDS[name]}\npython -m training.evaluate\n```",
         "Held-out results": result_section(results, name),
         "Completions of `def read_json(path):`": sample_section(model),
         "Limits": LIMITS.rstrip(),

@@ -5,6 +5,7 @@ Owns the file layout. Promises that a reader never sees half a file: each is wri
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGED = REPOSITORY / "src" / "splittime" / "packaged"
 
 
-def replace_file(path: Path, write) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write(temporary path)`, then move the result to `path` in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -217,8 +217,8 @@ class Run:
             replace_file(self.folder / "best.pt", lambda path: torch.save(weights, path))
             if self.options.export:
                 export_folder(self.options.export, self.shape, weights, self.tokenizer)
-        self.save()
         self.state.seconds += time.monotonic() - began
+        self.save()
         return loss
 
     def log(self, **values: float) -> None:

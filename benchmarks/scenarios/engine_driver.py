@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy
-from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
 
 from splittime.core.clock import SystemClock
 from splittime.core.request import Request
@@ -19,6 +17,8 @@ from splittime.engine.engine import Engine
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord, verify_steps
+from splittime.runner.config import RunnerConfig
+from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 

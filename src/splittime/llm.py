@@ -37,6 +37,7 @@ from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger
 from splittime.server.choice import Choice
+from splittime.server.params import check_token_ids
 
 Prompt = str | Sequence[int]
 
@@ -76,6 +77,7 @@ class LLM:
         self._assemble(engine, tokenizer, tuple(resolved["eos_token_ids"]), ledger)
         self.timeline += timeline
         self.resolved |= resolved
+        self._vocab_size = resolved["vocab_size"]
         self.name = model_source.default_name(chosen["model"], folder)
 
     @classmethod
@@ -95,6 +97,7 @@ class LLM:
         self.timeline: list[tuple[str, int, int]] = []
         self.resolved: dict[str, Any] = {}
         self._eos_token_ids = eos_token_ids
+        self._vocab_size = tokenizer.vocab_size
         self._max_model_len = engine.scheduler.config.max_model_len
         self._numbers = itertools.count()
 
@@ -169,20 +172,28 @@ class LLM:
         if len(params) != len(listed):
             raise RequestError(f"{len(listed)} prompts and {len(params)} sampling parameters", param="sampling")
         for index, (prompt, one) in enumerate(zip(listed, params, strict=True)):
-            one.validate()
             if not len(prompt):
                 raise RequestError(f"prompt {index} is empty", param="prompts", value=index)
+            self._check(prompt, one)
         choices = [self._submit(index, *pair) for index, pair in enumerate(zip(listed, params, strict=True))]
         return {choice.request.request_id: choice for choice in choices}
 
+    def _check(self, prompt: Prompt, sampling: SamplingParams) -> None:
+        """A token id that the model does not have would break the step for everyone in it."""
+        sampling.validate()
+        if not isinstance(prompt, str):
+            check_token_ids(prompt, self._vocab_size, "prompts")
+        check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
+        check_token_ids(tuple(sampling.logit_bias), self._vocab_size, "logit_bias")
+
     def _submit(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Choice:
         account = Account(f"llm-{next(self._numbers)}", time.monotonic_ns(), Stage.TOKENIZE)
-        token_ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         submitted_ns = time.monotonic_ns()
         account.enter(Stage.HANDOFF, submitted_ns)
         request = Request(
             request_id=account.request_id,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=tuple(token_ids),
             sampling=self._complete(sampling, len(token_ids)),
             eos_token_ids=self._eos_token_ids,
             submitted_ns=submitted_ns,

@@ -88,6 +88,8 @@ def test_mistakes_are_refused_before_anything_is_submitted(llm):
         llm.generate("x", SamplingParams(temperature=-1))
     with pytest.raises(RequestError, match="prompt 1 is empty"):
         llm.generate(["x", ""])
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        llm.generate([[1, 2], [3, 9_999]])
     with pytest.raises(RequestError, match="2 prompts and 1"):
         llm.generate(["x", "y"], [SamplingParams()])
     assert not llm.engine.has_work

@@ -12,8 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
 
 from splittime.cli.worker import WorkerSettings
 from splittime.core.clock import SystemClock
@@ -21,6 +19,8 @@ from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.engine.engine import Engine
 from splittime.engine.process import ProcessClient
+from splittime.runner.config import RunnerConfig
+from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 

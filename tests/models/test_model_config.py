@@ -36,9 +36,11 @@ def test_defaults_of_llama():
     config = parse()
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
     assert (config.rope.rope_type, config.rope.theta) == ("default", 10_000.0)
-    assert not (
-        config.qkv_bias or config.output_bias or config.mlp_bias or config.qk_norm or config.tie_word_embeddings
-    )
+    assert not (config.qkv_bias)
+    assert not (config.output_bias)
+    assert not (config.mlp_bias)
+    assert not (config.qk_norm)
+    assert not (config.tie_word_embeddings)
     assert config.layer_windows == (None,) * 4
     assert (config.moe, config.checkpoint_dtype) == (None, "float32")
 

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
+
 from server.conftest import LiveServer, say
 from server.fake_engine import FakeEngine
-
 from splittime.server.config import ModelInfo, ServerConfig
 
 openai = pytest.importorskip("openai")

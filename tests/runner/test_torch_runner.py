@@ -1,5 +1,7 @@
 """The runner's own promises: what is resolved, what is refused, and that a broken row ends alone."""
 
+import itertools
+
 import msgspec
 import pytest
 import tiny_checkpoint
@@ -55,7 +57,7 @@ def test_what_was_resolved_is_told(folder):
     assert resolved.num_blocks_reason
     assert msgspec.json.decode(msgspec.json.encode(resolved), type=type(resolved)) == resolved
     assert [name for name, _, _ in phases] == ["read config", "load weights", "allocate kv cache"]
-    assert all(before[2] == after[1] for before, after in zip(phases, phases[1:], strict=False))
+    assert all(before[2] == after[1] for before, after in itertools.pairwise(phases))
 
 
 def test_warm_up_leaves_no_request(runner):

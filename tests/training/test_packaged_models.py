@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from training.evaluate import RESULTS, complete
 from training.export import PACKAGED, load_folder
 from training.model import SHAPES, Llama

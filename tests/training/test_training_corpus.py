@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from training.corpus import is_number_table, load_corpus, split_of
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from training.evaluate import overlapping_windows
 from training.optimizer import learning_rate_scale, orthogonalise
 from training.train import STAGES, Options, State, Windows, context_at, parse

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+
 from training.export import PACKAGED
 from training.tokenizer import END_OF_TEXT, END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 

@@ -7,6 +7,7 @@ import orjson
 import typer
 from rich.console import Console
 
+from splittime.cli import model_source
 from splittime.cli.options import JsonFlag, ModelArgument, talk, with_settings
 from splittime.cli.settings import Settings
 from splittime.core.errors import ConfigError, RequestError
@@ -44,6 +45,7 @@ def generate(
     )
     sampling.validate()
     text = prompt if prompt is not None else _from_stdin()
+    model_source.locate(model)  # a download shows its own progress, before the spinner
     with talk().status("loading the model"):
         from splittime.llm import LLM  # brings torch
 

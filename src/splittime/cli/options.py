@@ -16,7 +16,7 @@ from rich.console import Console
 
 from splittime.cli import settings as settings_module
 from splittime.cli.settings_table import SETTINGS, Setting
-from splittime.core.errors import ConfigError, NotFound, SplittimeError
+from splittime.core.errors import ConfigError, RequestError, SplittimeError
 
 _TYPES: dict[str, Any] = {
     "text": str | None,
@@ -73,7 +73,7 @@ def fails_clearly(command: Callable[..., None]) -> Callable[..., None]:
             command(**arguments)
         except SplittimeError as error:
             say_error(error)
-            raise typer.Exit(2 if isinstance(error, ConfigError | NotFound) else 1) from None
+            raise typer.Exit(2 if isinstance(error, ConfigError | RequestError) else 1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         except BrokenPipeError:  # the reader of our output has seen enough

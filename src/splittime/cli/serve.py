@@ -43,7 +43,7 @@ def serve(settings: Settings, model: ModelArgument = None, json: JsonFlag = Fals
     config = ServerConfig(**settings.part("server"))
     config.validate()
     check_port_is_free(config.host, config.port)
-    folder = _locate(model)
+    folder = model_source.locate(model)
     engine_settings = worker_settings(settings, folder)
     asyncio_run(_serve(settings, config, folder, engine_settings, timeline, json))
 
@@ -130,11 +130,6 @@ def asyncio_run(main: Any) -> None:
         asyncio.run(main)
     else:
         uvloop.run(main)
-
-
-def _locate(model: str | None) -> Path:
-    with talk().status("looking for the model"):
-        return model_source.locate(model)
 
 
 def _announce(

@@ -7,6 +7,7 @@ Plain text first: it fits 80 columns and says the same without colour. A line's 
 the stage was: `#` for most of that column's time, `.` for some of it.
 """
 
+import textwrap
 from collections.abc import Sequence
 
 from rich.text import Text
@@ -16,8 +17,10 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.ledger.steps import StepRecord
 
+LINE_COLUMNS = 80
 TIMELINE_COLUMNS = 32
 BAR_COLUMNS = 60
+LEGEND_PER_LINE = 3
 MAX_NEIGHBOURS = 5
 STYLES: dict[Stage, str] = {
     Stage.RECEIVE: "cyan",
@@ -77,10 +80,11 @@ def bar(account: ClosedAccount) -> Text:
     text = Text("|")
     for stage in by_stage:
         text.append(LETTERS[stage] * cells[stage.value], style=STYLES[stage])
-    text.append(f"| {_ms(derive.e2e_ns(account))} ms\n")
-    for stage, duration_ns in by_stage.items():
-        text.append(f"  {LETTERS[stage]} ", style=STYLES[stage])
-        text.append(f"{stage.value} {_ms(duration_ns)}")
+    text.append(f"| {_ms(derive.e2e_ns(account))} ms")
+    for i, (stage, duration_ns) in enumerate(by_stage.items()):
+        text.append("  " if i % LEGEND_PER_LINE else "\n")
+        text.append(f"{LETTERS[stage]} ", style=STYLES[stage])
+        text.append(f"{f'{stage.value} {_ms(duration_ns)}':<23}")
     return text
 
 
@@ -90,10 +94,10 @@ def _heading(account: ClosedAccount) -> Text:
     text.append(f"  {account.endpoint}  {account.model}  {account.finish_reason}\n")
     cached = f" ({account.cached_tokens} cached)" if account.cached_tokens else ""
     preempted = f", {account.num_preemptions} preemptions" if account.num_preemptions else ""
-    text.append(f"{account.prompt_tokens} prompt tokens{cached}, {account.output_tokens} output tokens{preempted}, ")
-    text.append(f"{_ms(derive.e2e_ns(account))} ms from first byte to last\n")
+    tokens = f"{account.prompt_tokens} prompt tokens{cached}, {account.output_tokens} output tokens{preempted}"
+    text.append(_wrapped(f"{tokens}, {_ms(derive.e2e_ns(account))} ms from first byte to last"))
     if account.error is not None:
-        text.append(f"{account.error.message}\n", style="red")
+        text.append(_wrapped(account.error.message), style="red")
     return text.append(f"\n{'stage: cause':<29}{'from 0 to end':<{TIMELINE_COLUMNS + 2}}{'ms':>10}{'%':>7}\n", "dim")
 
 
@@ -124,9 +128,11 @@ def _waits(account: ClosedAccount, totals_ns: dict[Key, int]) -> Text:
     waits = [(ns, key) for key, ns in totals_ns.items() if key[0] in WAITS and ns > 0]
     text = Text("\n" if waits else "")
     for duration_ns, (stage, cause) in sorted(waits, key=lambda wait: -wait[0]):
-        why = f" Why: {CAUSE_MEANING[cause]}." if cause is not None else _NO_CAUSE.get(stage, "")
-        text.append(f"{stage.value}", style=STYLES[stage])
-        text.append(f" {_ms(duration_ns)} ms. {STAGE_MEANING[stage]}{why}\n")
+        name = f"{stage.value}: {cause.value}" if cause is not None else stage.value
+        why = f"{CAUSE_MEANING[cause]}." if cause is not None else STAGE_MEANING[stage] + _NO_CAUSE.get(stage, "")
+        line = Text(_wrapped(f"{name} {_ms(duration_ns)} ms: {why}"))
+        line.stylize(STYLES[stage], 0, len(name))
+        text.append_text(line)
     return text
 
 
@@ -154,14 +160,19 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
         return Text("The records of its steps are no longer kept.\n")
     longest = max(during, key=lambda step: step.end_ns - step.begin_ns)
     others = [row for row in longest.rows if row[0] != account.request_id]
-    text = Text(f"{len(during)} step(s) ran meanwhile, the longest was {longest.step_id}: ")
-    text.append(f"{_ms(longest.end_ns - longest.begin_ns)} ms (device {_ms(longest.device_ns)}), ")
-    text.append(f"{longest.prefill_tokens} prefill and {longest.decode_tokens} decode tokens.\n")
+    took = f"{_ms(longest.end_ns - longest.begin_ns)} ms (device {_ms(longest.device_ns)})"
+    held = f"{longest.prefill_tokens} prefill and {longest.decode_tokens} decode tokens"
+    ran = f"{len(during)} step{'s' if len(during) > 1 else ''} ran meanwhile"
+    text = Text(_wrapped(f"{ran}, the longest was {longest.step_id}: {took}, {held}."))
     for request_id, start, num_tokens in sorted(others, key=lambda row: -row[2])[:MAX_NEIGHBOURS]:
-        text.append(f"  with it: {request_id}, {num_tokens} token(s) from position {start}\n")
+        text.append(f"  with it: {request_id}, {num_tokens} at position {start}\n")
     if len(others) > MAX_NEIGHBOURS:
         text.append(f"  and {len(others) - MAX_NEIGHBOURS} more\n")
     return text
+
+
+def _wrapped(sentence: str) -> str:
+    return textwrap.fill(sentence, LINE_COLUMNS, subsequent_indent="  ") + "\n"
 
 
 def _ms(duration_ns: float) -> str:

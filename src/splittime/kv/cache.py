@@ -79,7 +79,7 @@ class KVCache:
         return len(lease.block_ids) * self.block_size
 
     def reserve(self, lease: Lease, num_tokens: int, keep_free: int = 0) -> bool:
-        """Let the lease hold `num_tokens`; False, with nothing changed, if fewer than `keep_free` would be left free."""
+        """Let the lease hold `num_tokens`; False, with nothing changed, if fewer than `keep_free` would stay free."""
         num_new = self.blocks_for(num_tokens) - len(lease.block_ids)
         if num_new <= 0:
             return True

@@ -76,7 +76,6 @@ def _body_schemas() -> Schema:
 def _paths() -> Schema:
     generation_headers = [
         _header("X-Request-Id", {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}, "Becomes part of the id."),
-        _header("X-Request-Deadline-Ms", {"type": "number", "exclusiveMinimum": 0}, "From arrival."),
         _header("X-Include-Timing", {"type": "string", "enum": ["1"]}, "The answer carries its account."),
     ]
     limit = _query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000}, "Most entries; default 100.")
@@ -107,9 +106,13 @@ def _paths() -> Schema:
 _GENERATION_ERRORS = (400, 404, 408, 409, 413, 429, 500, 503, 504)
 
 
+# In words only: a tool that draws requests would draw deadlines too, and a deadline that passes is a 504 by right.
+_DEADLINE = "The header X-Request-Deadline-Ms (a number above 0, counted from arrival) ends the request when it passes."
+
+
 def _generation(body: str, summary: str, headers: list[Schema]) -> Schema:
     described = _post(body, summary, _GENERATION_ERRORS)
-    described["parameters"] = headers
+    described["parameters"], described["description"] = headers, _DEADLINE
     described["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return described
 

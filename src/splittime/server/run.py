@@ -5,7 +5,9 @@ uvicorn answers SIGTERM by waiting for every connection and then raising the sig
 is admitted, open requests finish within the grace time, the rest get an error event) and the process ends with 0; the
 second ends it at once.
 
-Two things that ASGI has no word for are put into each connection here. `TRANSPORT` lets a slow reader be cut off
+Three things that ASGI has no word for are put into each connection here. With a write buffer limit of 0 uvloop gives
+bytes to the kernel when they are written, not at the end of the event loop's turn, and a send blocks as soon as the
+kernel has no room: so "written" means what it says, and no stream's bytes wait for 63 others. `TRANSPORT` lets a slow reader be cut off
 without waiting for it to read. `SO_SNDBUF` bounds what the kernel takes in for a client that does not read; left alone
 it grows to megabytes. TCP_NODELAY needs nothing: uvloop sets it on every connection (a test says so).
 """
@@ -31,7 +33,11 @@ SHUTDOWN_S = 5  # for connections to close after the drain
 
 
 class ConnectionProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, with the connection handed to the application."""
+    """uvicorn's HTTP protocol, with the connection handed to the application, and writing at once."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

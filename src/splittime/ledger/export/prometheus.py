@@ -134,9 +134,9 @@ class Histogram:
         for values, counts in list(self.series.items()):
             pairs = ",".join(f'{label}="{value}"' for label, value in zip(spec.labels, values, strict=True))
             head = f"{spec.name}_bucket{{{pairs}{',' if pairs else ''}le="
-            yield "".join(f'{head}"{edge}"}} {n}\n' for edge, n in zip(_EDGE_LABELS, accumulate(counts), strict=True))
+            yield "".join(f'{head}"{edge}"}} {n}.0\n' for edge, n in zip(_EDGE_LABELS, accumulate(counts), strict=True))
             tail = f"{{{pairs}}}" if pairs else ""
-            yield f"{spec.name}_sum{tail} {self.sums_ns[values] / 1e9}\n{spec.name}_count{tail} {sum(counts)}\n"
+            yield f"{spec.name}_sum{tail} {self.sums_ns[values] / 1e9}\n{spec.name}_count{tail} {sum(counts)}.0\n"
 
 
 class PrometheusExporter(Collector):
