@@ -1,14 +1,16 @@
 """`/v1/completions` and `/v1/chat/completions`: let a visit in, write its answer, see it out."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from splittime.core.errors import DeadlineExceeded, ErrorInfo, SplittimeError
+from splittime.core.errors import DeadlineExceeded, ErrorInfo, Overloaded, SplittimeError
 from splittime.core.request import FinishReason
 from splittime.server import http
+from splittime.server.admission import Refused
 from splittime.server.answer import DONE, Answer
 from splittime.server.choice import Choice
 from splittime.server.generation import Generation
@@ -43,6 +45,8 @@ class GenerationEndpoint:
             visit.close_refused(FinishReason.ABORT, None)
         except SplittimeError as error:
             visit.begin_refusal()
+            if isinstance(error, Overloaded) and not isinstance(error, Refused):  # the engine client's own refusal
+                self._service.exporter.count_refusal(error.info.code)
             await http.respond_error(send, error, self._headers(visit), more_body=not visit.has_body)
             late = isinstance(error, DeadlineExceeded)
             visit.close_refused(FinishReason.DEADLINE if late else REFUSED, error.info)
@@ -80,9 +84,17 @@ class GenerationEndpoint:
             return
         counts = [choice.num_untaken for choice in choices]
         timings, more = whole_timings(choices, ask, at_ns)
-        await http.respond(send, answer.body(choices, timings, **more), headers=headers)
+        body = answer.body(choices, timings, **more)
+        begin_ns = now_ns()
+        try:
+            async with asyncio.timeout(self._service.config.slow_reader_s):
+                await http.respond(send, body, headers=headers)
+        except TimeoutError:
+            drop_client(visit, generation, "slow_reader_s")
+            return
         written_ns = now_ns()
         for choice, count in zip(choices, counts, strict=True):
+            choice.note_client_wait(begin_ns, written_ns)
             choice.note_written(count, written_ns)
 
     def _headers(self, visit: Visit) -> http.Headers:
@@ -166,14 +178,17 @@ class Streamed:
         return b"".join(parts) + DONE
 
     def _drop_client(self, limit: str) -> None:
-        """A slow reader: end its generations and cut the connection, without waiting for it to read anything."""
-        value = getattr(self._visit.service.config, limit)
-        self._generation.end_early(
-            ErrorInfo("slow_reader", f"the client did not read: {limit} passed", "slow_reader", 408, limit=value)
-        )
-        transport = self._visit.scope.get("extensions", {}).get(http.TRANSPORT)
-        if transport is not None:
-            transport.abort()
+        drop_client(self._visit, self._generation, limit)
+
+
+def drop_client(visit: Visit, generation: Generation, limit: str) -> None:
+    """A slow reader: end its generations and cut the connection, without waiting for it to read anything."""
+    value = getattr(visit.service.config, limit)
+    message = f"the client did not read: {limit} passed"
+    generation.end_early(ErrorInfo("slow_reader", message, "slow_reader", 408, limit=value))
+    transport = visit.scope.get("extensions", {}).get(http.TRANSPORT)
+    if transport is not None:
+        transport.abort()
 
 
 def whole_timings(choices: list[Choice], ask: Ask, at_ns: int) -> tuple[list[dict[str, Any] | None], dict[str, Any]]:

@@ -22,7 +22,8 @@ async def one_request(service: Service, scope: http.Scope, receive: http.Receive
     request_id = scope["path_params"]["request_id"]
     found = await asyncio.get_running_loop().run_in_executor(service.pool, service.ledger.account, request_id)
     if not found:
-        hint = "it is still open" if request_id.partition("-")[2] in service.generations else None
+        names = {request_id, request_id.removeprefix("cmpl-"), request_id.removeprefix("chatcmpl-")}
+        hint = "it is still open" if names & service.generations.keys() else None
         raise NotFound(f"no closed account of {request_id!r}", code="request_not_found", value=request_id, hint=hint)
     last = max(found, key=lambda account: account.end_ns)
     answer = account_json(last)

@@ -7,9 +7,9 @@ second ends it at once.
 
 Three things that ASGI has no word for are put into each connection here. With a write buffer limit of 0 uvloop gives
 bytes to the kernel when they are written, not at the end of the event loop's turn, and a send blocks as soon as the
-kernel has no room: so "written" means what it says, and no stream's bytes wait for 63 others. `TRANSPORT` lets a slow reader be cut off
-without waiting for it to read. `SO_SNDBUF` bounds what the kernel takes in for a client that does not read; left alone
-it grows to megabytes. TCP_NODELAY needs nothing: uvloop sets it on every connection (a test says so).
+kernel has no room: so "written" means what it says, and no stream's bytes wait for 63 others. `TRANSPORT` lets a slow
+reader be cut off without waiting for it to read. `SO_SNDBUF` bounds what the kernel takes in for a client that does not
+read; left alone it grows to megabytes. TCP_NODELAY needs nothing: uvloop sets it on every connection (a test says so).
 """
 
 import asyncio

@@ -1,15 +1,16 @@
 """Matrix products with weights laid out once, when they are loaded.
 
-Three routes, chosen by the machine, the dtype and the size, never by trial at run time:
+Three layouts, chosen by the machine, the dtype and the size, never by trial at run time:
 
-* *packed*: oneDNN's blocked layout (`_reorder_linear_weight`, then `_linear_pointwise`). On a Zen 3 (AVX2), 3072 x 2048
-  in float32: 1.7x `F.linear` at one row, 2.5x at 4, 2.0x at 8, 1.4x at 32; level at 128. bfloat16 needs AVX-512 or
-  AVX-NE-CONVERT; where the CPU lacks them oneDNN refuses to pack and the dense route serves.
-* *transposed*: `mm` with the weight stored [in, out]; a packed call costs 45 us here whatever its size, so a single row
-  against a small weight is faster this way (256 x 256: 7 us against 45; 4096 x 256: 180 against 250).
-* *dense*: `F.linear`.
+* *packed*: oneDNN's blocked layout (`_reorder_linear_weight`, then `_linear_pointwise`, which also adds the residual).
+  On a Zen 3 (AVX2), 3072 x 2048 in float32, two threads: 1.7x `F.linear` at one row, 2.5x at 4, 2.0x at 8, 1.4x at 32;
+  level at 128. bfloat16 needs AVX-512 or AVX-NE-CONVERT; where the CPU lacks them oneDNN refuses to pack.
+* *transposed*: `mm` with the weight stored [in, out]. A packed call has 30 to 45 us of its own, so a tiny weight is
+  always faster this way (256 x 256, one thread: 7 us against 29 at one row, level from 64 rows on), and a small one is
+  at one row (4096 x 256: 87 against 128; but at 4 rows 378 against 230).
+* *dense*: `F.linear`, where packing is not possible.
 
-Small weights keep both the packed and the transposed form (they are small), large ones only the packed one.
+So a tiny weight is kept transposed, a small one both ways, a large one packed only.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+TINY_WEIGHT_ELEMENTS = 1 << 18
 SMALL_WEIGHT_ELEMENTS = 1 << 21
 PACKING_ROWS_HINT = 16  # oneDNN picks a layout for about this many rows; 16 was at least as fast as the true number
 
@@ -28,7 +30,7 @@ _linear_pointwise_add = _onednn._linear_pointwise.binary
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """At least one of the three forms of a weight [out, in] is there."""
+    """A weight [out, in] in at least one of three layouts."""
 
     packed: Tensor | None  # opaque oneDNN tensor
     transposed: Tensor | None  # [in, out]
@@ -47,18 +49,21 @@ def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     """Lay out `weight` [out, in] for `apply`."""
     if not can_pack(weight.dtype):
         return PackedLinear(None, None, weight.contiguous(), bias)
+    is_wide = weight.dtype == torch.float32
+    transposed = weight.t().contiguous() if is_wide and weight.numel() <= SMALL_WEIGHT_ELEMENTS else None
+    if transposed is not None and weight.numel() <= TINY_WEIGHT_ELEMENTS:
+        return PackedLinear(None, transposed, None, bias)
     packed = _onednn._reorder_linear_weight(weight.contiguous(), PACKING_ROWS_HINT)
-    is_small = weight.dtype == torch.float32 and weight.numel() <= SMALL_WEIGHT_ELEMENTS
-    return PackedLinear(packed, weight.t().contiguous() if is_small else None, None, bias)
+    return PackedLinear(packed, transposed, None, bias)
 
 
 def apply(x: Tensor, linear: PackedLinear, residual: Tensor | None = None) -> Tensor:
     """x [T, in] -> [T, out], see `kernels.api.Ops.linear`."""
+    if linear.transposed is not None and (x.shape[0] == 1 or linear.packed is None):
+        return _apply_transposed(x, linear.transposed, linear.bias, residual)
     if linear.packed is None:
         y = F.linear(x, linear.dense, linear.bias)  # type: ignore[arg-type]
         return y if residual is None else y.add_(residual)
-    if linear.transposed is not None and x.shape[0] == 1:
-        return _apply_transposed(x, linear.transposed, linear.bias, residual)
     if residual is None:
         return _linear_pointwise(x, linear.packed, linear.bias, "none", [], "")
     return _linear_pointwise_add(x, residual, linear.packed, linear.bias, "add")
