@@ -51,13 +51,20 @@ def corpus_section(results: dict) -> str:
 
 def training_section(model: dict) -> str:
     """What the training cost."""
-    training = model["training"]
-    if not training:
-        return "The log of this training run was not at hand when the card was written."
+    runs = [
+        [
+            run.get("note", "from random weights"),
+            f"{run['tokens']:,}",
+            f"{run['steps']:,}",
+            run["wall_minutes"],
+            f"{run['settings']['matrix_rate']} / {run['settings']['other_rate']}",
+        ]
+        for run in model["training"]
+    ]
+    header = ["run", "tokens", "steps", "minutes", "peak rates: Muon / AdamW"]
     return (
-        f"{training['tokens']:,} tokens in {training['steps']:,} steps, {training['wall_minutes']} minutes on two "
-        "shared CPU cores in float32, with Muon for the layers' matrices and AdamW for the rest; contexts of 256, 512 "
-        "and at last 2048 tokens."
+        "On two CPU cores shared with other work, in float32; Muon for the layers' matrices, AdamW for the embedding "
+        "and the norms; warm-up and cosine; the checkpoint with the lowest validation loss.\n\n" + table(header, runs)
     )
 
 

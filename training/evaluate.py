@@ -40,7 +40,7 @@ RESULTS = REPOSITORY / "training" / "results.json"
 PROMPT = "def read_json(path):\n"
 SAMPLE_TOKENS = 96
 POSITION_EDGES = (0, 64, 128, 256, 512, 1024, 2048)
-POSITION_WINDOWS = 96
+POSITION_WINDOWS = 48
 
 
 def overlapping_windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
@@ -135,19 +135,22 @@ def complete(
     return tokenizer.decode(ids)
 
 
-def training_summary(work: Path, name: str) -> dict[str, object]:
-    """Tokens, time and the best validation loss, from the run's log; empty where the run was made elsewhere."""
-    path = work / name / "log.jsonl"
-    if not path.exists():
-        return {}
-    last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+def run_summary(folder: Path) -> dict[str, object]:
+    """Tokens, time, settings and the best validation loss of one run, from its log."""
+    last = json.loads((folder / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     return {
         "tokens": last["tokens"],
         "steps": last["step"],
         "wall_minutes": round(last["seconds"] / 60, 1),
         "best_validation_nats_per_token": last["best_loss"],
-        "settings": json.loads((work / name / "options.json").read_text(encoding="utf-8")),
+        "settings": json.loads((folder / "options.json").read_text(encoding="utf-8")),
     }
+
+
+def training_summary(work: Path, name: str) -> list[dict[str, object]]:
+    """The run that made a model and, where one followed, its continuation at the longest context in `work/long`."""
+    folders = [work / name, work / "long" / name]
+    return [run_summary(folder) for folder in folders if (folder / "log.jsonl").exists()]
 
 
 def measure(name: str, work: Path, documents: list[Document]) -> dict[str, object]:

@@ -33,12 +33,12 @@ from training.model import SHAPES, Llama, parameter_count
 from training.optimizer import Optimizer, learning_rate_scale
 from training.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
-# (share of the budget from which it holds, context in tokens): short windows are cheapest to learn the syntax from,
-# and the last stage teaches the positions up to the model's limit.
-STAGES = ((0.0, 256), (0.35, 512), (0.85, 2048))
+# (share of the budget from which it holds, context in tokens): short windows are cheapest to learn the syntax from. The
+# last stage teaches the positions up to the model's limit, and starts while the learning rate is high enough to.
+STAGES = ((0.0, 256), (0.3, 512), (0.6, 2048))
+LONGEST = STAGES[-1][1]
 MICRO_BATCH_TOKENS = 1024
-VALIDATION_WINDOWS = 96
-VALIDATION_CONTEXT = 512
+VALIDATION_WINDOWS = 24
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Options:
     tokens: int | None
     work: Path
     export: Path | None
+    start_from: Path | None
     optimizer: str
     matrix_rate: float
     other_rate: float
@@ -60,7 +61,7 @@ class Options:
 
     def settings(self) -> dict[str, object]:
         """What the results report of a run: everything but its folders."""
-        return {name: value for name, value in vars(self).items() if name not in ("work", "export", "eval_minutes")}
+        return {name: value for name, value in vars(self).items() if isinstance(value, str | int | float)}
 
 
 @dataclass
@@ -70,7 +71,6 @@ class State:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    windows: int = 0
     best_loss: float = math.inf
 
     def progress(self, options: Options) -> float:
@@ -154,10 +154,10 @@ def accumulate(model: Llama, windows: Tensor, workers: Executor) -> float:
 
 @torch.no_grad()
 def validation_loss(model: Llama, tokens: np.ndarray, workers: Executor) -> float:
-    """Mean loss in nats per token over windows spread evenly over the validation stream."""
-    starts = np.linspace(0, len(tokens) - VALIDATION_CONTEXT - 2, VALIDATION_WINDOWS).astype(int)
-    rows = np.stack([tokens[s : s + VALIDATION_CONTEXT + 1] for s in starts]).astype(np.int64)
-    losses = workers.map(lambda part: model.loss(part[:, :-1], part[:, 1:]).item(), torch.from_numpy(rows).split(2))
+    """Mean loss in nats per token over windows of the longest context spread evenly over the validation stream."""
+    starts = np.linspace(0, len(tokens) - LONGEST - 2, VALIDATION_WINDOWS).astype(int)
+    rows = np.stack([tokens[s : s + LONGEST + 1] for s in starts]).astype(np.int64)
+    losses = workers.map(lambda part: model.loss(part[:, :-1], part[:, 1:]).item(), torch.from_numpy(rows).split(1))
     return float(np.mean(list(losses)))
 
 
@@ -185,6 +185,8 @@ class Run:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.state = State(**saved["state"])
+        elif self.options.start_from:
+            self.model.load_state_dict(torch.load(self.options.start_from, weights_only=True))
 
     def save(self) -> None:
         """Write the checkpoint that `resume` reads."""
@@ -195,7 +197,7 @@ class Run:
         """One update; returns what the log says of it."""
         began = time.monotonic()
         progress = self.state.progress(self.options)
-        context = context_at(progress)
+        context = LONGEST if self.options.start_from else context_at(progress)
         count = max(self.options.workers, self.options.step_tokens // context)
         # The window number is counted in tokens, so that a longer context goes on where the shorter one stopped.
         batch = self.windows.batch(context, self.state.tokens // context, count)
@@ -271,6 +273,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="budget of training tokens")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "out" / "training", help="checkpoints and log")
     parser.add_argument("--export", action="store_true", help="replace the packaged folder at each new best checkpoint")
+    parser.add_argument(
+        "--start-from", type=Path, metavar="BEST.PT", help="begin with these weights, at the longest context"
+    )
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="what updates the matrices")
     parser.add_argument("--matrix-rate", type=float, default=0.02, help="peak learning rate of Muon")
     parser.add_argument("--other-rate", type=float, default=0.008, help="peak learning rate of AdamW")

@@ -5,7 +5,7 @@
     python -m benchmarks.micro.model_step --model FOLDER   another model instead of the packaged one
     python -m benchmarks.micro.model_step --json           the same as one JSON line
 
-Beside the steps stand the machine's own limits, measured in the same run: the rate at which it reads memory and the rate
+Beside the steps stand the machine's own limits, measured in the same run: the rate at which it reads memory and that
 of a large matrix product. Contenders (`F.linear`, the layout that the runner packs) are interleaved. A figure is the
 median; `p25` is the lower quartile, which other load on the machine disturbs less.
 """

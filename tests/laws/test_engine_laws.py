@@ -8,6 +8,7 @@ was generated is what an undisturbed request alone would have got (chunked = who
 
 from dataclasses import dataclass, field
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,11 +16,13 @@ from splittime.core.clock import VirtualClock
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.engine.engine import Engine
+from splittime.engine.messages import StepOutput
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
+from splittime.scheduler.state import RequestState
 from splittime.simulate.fake import FakeRunner, expected_tokens
 
 MAX_MODEL_LEN = 40
@@ -37,6 +40,7 @@ class World:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, list[FinishReason]] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
+    began_waiting: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         runner = FakeRunner(self.config.block_size, 50, EOS_EVERY, step_ns=1000, token_ns=10, clock=self.clock)
@@ -62,8 +66,11 @@ class World:
         self.engine.submit(request, self.clock.now_ns())
 
     def step(self) -> None:
+        overdue = self.overdue()
+        self.began_waiting = {state.request_id for state in self.scheduler.queue}
         output = self.engine.step()
         self.scheduler.check()
+        self.verify_nobody_overtook(overdue, output)
         self.clock.advance(3)
         if output is None:
             return
@@ -77,12 +84,29 @@ class World:
                 self.ends[news.request_id].append(news.finish_reason)
                 self.accounts[news.request_id].close(news.freed_ns)
 
+    def overdue(self) -> list[RequestState]:
+        """Who has waited longer than the starvation bound, the longest wait first; the expired do not count."""
+        now_ns, bound_ns = self.clock.now_ns(), self.scheduler.config.starvation_bound_ms * 1e6
+        waiting = sorted(entry for entry in self.scheduler.queue._by_age if entry[2].pushed == entry[1])
+        alive = [e for e in waiting if e[2].request.deadline_ns is None or e[2].request.deadline_ns > now_ns]
+        return [state for since_ns, _, state in alive if now_ns - since_ns > bound_ns]
+
+    def verify_nobody_overtook(self, overdue: list[RequestState], output: StepOutput | None) -> None:
+        """The overdue are admitted in the order of their waiting, and nobody else before all of them."""
+        if output is None or output.record is None or self.scheduler.config.batching == "static":
+            return
+        began = {request_id for request_id, _, _ in output.record.rows if request_id in self.began_waiting}
+        was_admitted = [state.request_id in began for state in overdue]
+        assert was_admitted == sorted(was_admitted, reverse=True), "an overdue request overtook a longer waiting one"
+        if not all(was_admitted):
+            assert began <= {state.request_id for state in overdue}, "somebody overtook an overdue request"
+
     def run_dry(self) -> None:
         steps = 0
         while self.engine.has_work:
             self.step()
             steps += 1
-            assert steps < 20_000, "the engine makes no progress"
+            assert steps < 5_000, "the engine makes no progress"
 
     def verify(self) -> None:
         for request_id, request in self.requests.items():
@@ -120,22 +144,21 @@ configs = st.builds(
 
 def shrink_cache(config: SchedulerConfig) -> SchedulerConfig:
     """A cache that holds just one to one and a half of the longest requests, whatever the block size."""
-    import msgspec
-
     num_blocks = -(-MAX_MODEL_LEN // config.block_size) * config.num_blocks // 40
     return msgspec.structs.replace(config, num_blocks=num_blocks)
 
 
-submits = st.tuples(
-    st.just("submit"),
-    st.lists(st.integers(1, 3), min_size=1, max_size=38),
+asks = st.tuples(
+    st.integers(0, 2),  # prompts of one group begin alike
+    st.integers(1, 38),
     st.integers(1, 40),
-    st.one_of(st.none(), st.integers(0, 60_000)),
+    st.sampled_from([None, None, 0, 5_000, 60_000]),
     st.integers(-2, 2),
 )
+bursts = st.tuples(st.just("burst"), st.lists(asks, min_size=1, max_size=8))
 events = st.one_of(
-    submits,
-    submits,
+    bursts,
+    bursts,
     st.tuples(st.just("steps"), st.integers(1, 12)),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("wait"), st.integers(0, 50_000)),
@@ -162,8 +185,9 @@ events = st.one_of(
 
 def play(world: World, event: tuple) -> None:
     match event:
-        case ("submit", prompt, max_tokens, deadline_ns, priority):
-            world.submit(prompt, max_tokens, deadline_ns, priority)
+        case ("burst", asked):
+            for group, length, max_tokens, deadline_ns, priority in asked:
+                world.submit([1 + (i // (group + 1)) % 3 for i in range(length)], max_tokens, deadline_ns, priority)
         case ("steps", count):
             for _ in range(count):
                 world.step()
@@ -175,8 +199,8 @@ def play(world: World, event: tuple) -> None:
             world.engine.configure(knobs)
 
 
-@settings(max_examples=400, deadline=None)
-@given(configs.map(shrink_cache), st.lists(events, max_size=40))
+@settings(max_examples=300, deadline=None)
+@given(configs.map(shrink_cache), st.lists(events, min_size=3, max_size=30))
 def test_laws_hold_under_anything(config: SchedulerConfig, script: list[tuple]) -> None:
     world = World(config)
     for event in script:

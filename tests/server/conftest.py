@@ -98,6 +98,7 @@ class LiveServer:
                 status, fields, raw = response.status, response.headers, response.read()
         except urllib.error.HTTPError as error:
             status, fields, raw = error.code, error.headers, error.read()
+        self.call(lambda: None)  # what the server does right after its last byte is done too
         is_json = fields.get("content-type", "").startswith("application/json")
         return status, fields, json.loads(raw) if is_json else raw
 

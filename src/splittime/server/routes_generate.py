@@ -16,7 +16,7 @@ from splittime.server.choice import Choice
 from splittime.server.generation import Generation
 from splittime.server.params import Ask
 from splittime.server.service import Service
-from splittime.server.stream import EventStream
+from splittime.server.stream import EventStream, start
 from splittime.server.timing import last_ended, server_timing, timing
 from splittime.server.visit import REFUSED, Visit
 
@@ -85,17 +85,23 @@ class GenerationEndpoint:
         counts = [choice.num_untaken for choice in choices]
         timings, more = whole_timings(choices, ask, at_ns)
         body = answer.body(choices, timings, **more)
-        begin_ns = now_ns()
-        try:
-            async with asyncio.timeout(self._service.config.slow_reader_s):
-                await http.respond(send, body, headers=headers)
-        except TimeoutError:
-            drop_client(visit, generation, "slow_reader_s")
+        blocked = start(http.respond(send, body, headers=headers), asyncio.get_running_loop())
+        if blocked is not None and not await self._await_reader(visit, generation, blocked):
             return
         written_ns = now_ns()
         for choice, count in zip(choices, counts, strict=True):
-            choice.note_client_wait(begin_ns, written_ns)
             choice.note_written(count, written_ns)
+
+    async def _await_reader(self, visit: Visit, generation: Generation, blocked: asyncio.Task[None]) -> bool:
+        """The socket did not take the answer at once: wait for it, and no longer than for a stream."""
+        since_ns = now_ns()
+        done, _ = await asyncio.wait([blocked], timeout=self._service.config.slow_reader_s)
+        for choice in generation.choices:
+            choice.note_client_wait(since_ns, now_ns())
+        if not done:
+            blocked.cancel()
+            drop_client(visit, generation, "slow_reader_s")
+        return bool(done) and not generation.is_cancelled
 
     def _headers(self, visit: Visit) -> http.Headers:
         """Headers of every answer."""
