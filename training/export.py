@@ -25,6 +25,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     write(temporary)
+    temporary.chmod(0o644)  # safetensors makes files that only their owner may read
     os.replace(temporary, path)
 
 

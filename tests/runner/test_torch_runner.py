@@ -77,6 +77,7 @@ def test_warm_up_fits_short_contexts(folder, length):
         {"dtype": "int8"},
         {"kv_cache_dtype": "int8"},
         {"kv_cache_dtype": "bfloat16", "dtype": "float32"},
+        {"kv_cache_dtype": "bfloat16"},
         {"load_format": "gguf"},
         {"quantization": "awq"},
         {"kernels": "cuda"},
@@ -161,6 +162,8 @@ def test_plans_that_make_no_sense_are_our_own_fault(runner):
         runner.run(StepPlan(0, (Row("ghost", 0, (3,), (1,), True),)))
     with pytest.raises(EngineError, match="do not fit its 0 blocks"):
         runner.run(StepPlan(0, (Row("a", 0, (3,), (), True),), (admit("a", 3),)))
+    with pytest.raises(EngineError, match="context of 128"):
+        runner.run(StepPlan(0, (Row("a", 128, (3,), tuple(range(9)), True),), (admit("a", 3),)))
     with pytest.raises(EngineError, match="drafts"):
         runner.run(StepPlan(0, (Row("a", 0, (3,), (1,), True, (4,)),), (admit("a", 3),)))
 

@@ -75,6 +75,7 @@ async def _serve(
             ready = await _first(client.start(), serving)
             timeline.extend(ready.timeline)
             known.append(model_info(settings, config, folder, ready))
+            application.service.settle()
             timeline.ready()
             _announce(settings, config, known[0], ready, timeline, await listening, as_json)
             await serving

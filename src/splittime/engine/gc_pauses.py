@@ -31,6 +31,13 @@ class GcPauses:
         self.num_collections = 0
         gc.callbacks.append(self._on_gc)
 
+    def summary(self) -> dict[str, float | int]:
+        return {
+            "collections": self.num_collections,
+            "total_ms": self.total_ns / 1e6,
+            "longest_ms": self.longest_ns / 1e6,
+        }
+
     def close(self) -> None:
         gc.callbacks.remove(self._on_gc)
 

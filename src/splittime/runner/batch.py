@@ -33,8 +33,8 @@ def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int) -
     ordered = sorted(rows, key=lambda row: (len(row.token_ids) > 1, row.start if len(row.token_ids) == 1 else 0))
     chosen = [slots[row.request_id] for row in ordered]
     for row, slot in zip(ordered, chosen, strict=True):
-        slot.learn(row)
         _check(row, slot, block_size)
+        slot.learn(row)
     lengths = [len(row.token_ids) for row in ordered]
     contexts = [row.start + length for row, length in zip(ordered, lengths, strict=True)]
     begins = [0, *np.cumsum(lengths).tolist()]
@@ -66,7 +66,8 @@ def _check(row: Row, slot: Slot, block_size: int) -> None:
     if row.draft_token_ids:
         raise EngineError(f"request {row.request_id}: this runner does not verify drafts", value=row.request_id)
     end = row.start + len(row.token_ids)
-    room = len(slot.block_ids) * block_size
-    if not row.token_ids or end > room:
-        message = f"request {row.request_id}: tokens [{row.start}, {end}) do not fit its {len(slot.block_ids)} blocks"
-        raise EngineError(message, value=end, limit=room)
+    num_blocks = len(slot.block_ids) + len(row.new_block_ids)
+    limit = min(num_blocks * block_size, slot.max_tokens)
+    if not row.token_ids or end > limit:
+        said = f"request {row.request_id}: tokens [{row.start}, {end}) do not fit its {num_blocks} blocks"
+        raise EngineError(f"{said} and the context of {slot.max_tokens}", value=end, limit=limit)

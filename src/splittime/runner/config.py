@@ -44,8 +44,6 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _one_of("kernels", self.kernels, BACKENDS)
         _one_of("load_format", self.load_format, ("auto", "safetensors"))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
-        if self.dtype != "auto":
-            _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", self.dtype))
         if self.quantization is not None:
             _one_of("quantization", self.quantization, ("None",))
         for name in ("num_threads", "max_model_len", "kv_cache_memory_bytes"):
@@ -57,10 +55,15 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1", param=name, value=value)
 
+    def check_kv_cache_dtype(self, dtype: str) -> None:
+        """The cache is kept in the dtype of the activations; raise `ConfigError` when another was asked."""
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", dtype))
+
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """What the machine decided; ints and strings only, so that it can be printed, sent and stored.
 
+    weights_bytes: num_parameters in this dtype (a layout for the CPU may hold some weights twice).
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.
     """

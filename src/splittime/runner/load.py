@@ -28,6 +28,7 @@ def load(config: RunnerConfig, on_phase: OnPhase) -> tuple[Decoder, KvStore, Res
     folder = Path(config.model_path)
     model = load_config(folder)
     dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype)
+    config.check_kv_cache_dtype(str(dtype).removeprefix("torch."))
     max_model_len = machine.choose_max_model_len(config, model)
     ops = resolve("cpu" if config.kernels == "auto" else config.kernels, dtype)
     config_ns = time.monotonic_ns()

@@ -14,18 +14,19 @@ from splittime.runner.penalties import TokenCounts
 
 
 class Slot:
-    """State of one request. tokens: int64 [max_model_len + 1], known up to `num_known`.
+    """State of one request. tokens: int64 [max_tokens + 1], known up to `num_known`.
 
     error: why no row of it can be computed, or None.
     """
 
-    __slots__ = ("admitted", "block_ids", "counts", "error", "num_known", "prompt_len", "tokens")
+    __slots__ = ("admitted", "block_ids", "counts", "error", "max_tokens", "num_known", "prompt_len", "tokens")
 
     def __init__(self, admitted: Admitted, max_tokens: int, vocab_size: int) -> None:
         known = len(admitted.token_ids)
         self.admitted = admitted
         self.error = _why_unservable(admitted, max_tokens, vocab_size)
         self.block_ids: list[int] = []
+        self.max_tokens = max_tokens
         self.prompt_len = known - admitted.num_output_tokens
         self.tokens = np.zeros(max(max_tokens, known) + 1, dtype=np.int64)
         self.tokens[:known] = admitted.token_ids

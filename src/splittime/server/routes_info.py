@@ -134,6 +134,7 @@ async def stats(service: Service, scope: http.Scope, receive: http.Receive, send
             "predicted_wait_ms": None if wait_s is None else round(wait_s * 1e3, 3),
             "refusals": dict(admission.refusals),
             "is_draining": service.is_draining,
+            "gc_pauses": None if service.gc_pauses is None else service.gc_pauses.summary(),
         },
         "ledger": msgspec.to_builtins(service.ledger.counts()),
     }

@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from splittime.core.clock import SystemClock
 from splittime.core.errors import ErrorInfo
 from splittime.engine.client import EngineClient
+from splittime.engine.gc_pauses import GcPauses, freeze_heap
 from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import send_lag_ns
@@ -32,7 +34,8 @@ class Service:
         config.validate()
         self.client, self.tokenizer, self.ledger, self.config = client, tokenizer, ledger, config
         self._model = model
-        self.exporter = PrometheusExporter(ledger, client.stats)  # type: ignore[arg-type]  # its protocol is not read-only
+        self.exporter = PrometheusExporter(ledger, client.stats)
+        self.gc_pauses: GcPauses | None = None
         bounds = Bounds(config.max_queued_requests, config.max_queued_prompt_tokens)
         self.admission = Admission(bounds, self.exporter.count_refusal)
         self.pool = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
@@ -73,6 +76,11 @@ class Service:
             return self.require_ready()
         except Refused as refused:
             raise self.admission.refuse(refused) from None
+
+    def settle(self) -> None:
+        """Start-up is over: take what it made out of the garbage collector's sight, and count the pauses from here."""
+        freeze_heap()
+        self.gc_pauses = GcPauses(SystemClock())
 
     # ---- who is in flight
 
@@ -117,3 +125,5 @@ class Service:
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
+        if self.gc_pauses is not None:
+            self.gc_pauses.close()
