@@ -5,7 +5,7 @@ from training.export import PACKAGED, replace_text
 TITLES = {"code": "splittime-code", "code-draft": "splittime-code-draft"}
 PURPOSES = {
     "code": "The model that comes with splittime, so that a server can be started without a download.",
-    "code-draft": "The draft of `code` for speculative decoding: the same tokenizer, about a third of the parameters.",
+    "code-draft": "The draft of `code` for speculative decoding: the same tokenizer, a third of the parameters.",
 }
 LIMITS = """\
 * It continues Python source. It follows no instructions, knows no facts, and often names things that do not exist.
@@ -53,18 +53,33 @@ def training_section(model: dict) -> str:
     """What the training cost."""
     runs = [
         [
-            run.get("note", "from random weights"),
+            "continued, windows of 2048 only" if number else "from random weights",
             f"{run['tokens']:,}",
             f"{run['steps']:,}",
             run["wall_minutes"],
             f"{run['settings']['matrix_rate']} / {run['settings']['other_rate']}",
         ]
-        for run in model["training"]
+        for number, run in enumerate(model["training"])
     ]
     header = ["run", "tokens", "steps", "minutes", "peak rates: Muon / AdamW"]
     return (
         "On two CPU cores shared with other work, in float32; Muon for the layers' matrices, AdamW for the embedding "
         "and the norms; warm-up and cosine; the checkpoint with the lowest validation loss.\n\n" + table(header, runs)
+    )
+
+
+def verdict(results: dict, name: str) -> str:
+    """One sentence on which compressors the model does better than."""
+    own = results["models"][name]["heldout"]["bits_per_byte"]
+    sizes = {
+        f"{packer} ({kind.replace('_', ' ')})": size
+        for packer, kinds in results["compressors_bits_per_byte"].items()
+        for kind, size in kinds.items()
+    }
+    better = [packer for packer, size in sizes.items() if own < size]
+    worse = [packer for packer, size in sizes.items() if own >= size]
+    return (
+        f"`{name}` needs fewer bits than: {', '.join(better) or 'none'}; not fewer than: {', '.join(worse) or 'none'}."
     )
 
 
@@ -76,7 +91,7 @@ def result_section(results: dict, name: str) -> str:
     return (
         table(["bits per byte, held-out files", "per file", "concatenated"], models + packers)
         + "\n\nLower is better. *Per file*: each file on its own, the mean weighted by bytes. *Concatenated*: all the "
-        "files as one stream, so that a compressor can learn from one file for the next.\n\n"
+        f"files as one stream, so that a compressor can learn from one file for the next. {verdict(results, name)}\n\n"
         + table(["position in the window", *positions], [["nats per token", *positions.values()]])
     )
 

@@ -84,7 +84,9 @@ def test_candidates_and_the_whole_vocabulary_choose_alike(name, monkeypatch):
     params = [SamplingParams(**{"seed": seed, **FILTERS[name]}) for seed in range(60)]
     logits = logits_of(5, rows=60)
     few = sampler.choose(logits, params, range(60))
-    monkeypatch.setattr(sampler, "CANDIDATES", VOCAB)
+    monkeypatch.setattr(sampler, "CANDIDATES", (5, 30))
+    assert few == sampler.choose(logits, params, range(60))
+    monkeypatch.setattr(sampler, "CANDIDATES", ())
     assert few == sampler.choose(logits, params, range(60))
 
 

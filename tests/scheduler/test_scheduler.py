@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from splittime.core.errors import ConfigError, RequestError
-from splittime.core.plan import RowResult, StepPlan, StepResult
+from splittime.core.plan import Row, RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.stages import Cause, Stage
@@ -248,3 +248,27 @@ def test_queue_causes_cost_nothing_per_waiting_request() -> None:
         now_ns += 10
         step(scheduler, now_ns)
     assert len(scheduler.queue._log._entries) <= 1
+
+
+def test_prompt_logprobs_come_once_despite_a_preemption() -> None:
+    scheduler = make_scheduler(num_blocks=16, enable_prefix_caching=False)
+    add(scheduler, "a", num_prompt=16, max_tokens=40)
+    add(scheduler, "b", num_prompt=16, sampling=SamplingParams(max_tokens=40, seed=0, prompt_logprobs=0))
+    seen: list[int] = []
+    now_ns = 0
+    while scheduler.has_requests:
+        now_ns += 10
+        plan = scheduler.plan(now_ns)
+        assert plan is not None
+        rows = tuple(_with_prompt_logprobs(row, num_prompt=16) for row in plan.rows)
+        for output in scheduler.commit(plan, StepResult(plan.step_id, rows), now_ns + 5):
+            seen += [entry.token_id for entry in output.prompt_logprobs if output.request_id == "b"]
+    assert scheduler.num_preemptions > 0
+    assert seen == list(range(1, 16))
+
+
+def _with_prompt_logprobs(row: Row, num_prompt: int) -> RowResult:
+    """Entries that are named after the positions they are for."""
+    positions = range(row.start + 1, min(row.start + len(row.token_ids) + 1, num_prompt))
+    entries = tuple(TokenLogprob(position, -1.0, 1) for position in positions)
+    return RowResult(row.request_id, (7,) if row.samples else (), prompt_logprobs=entries)

@@ -72,7 +72,13 @@ def test_card_gives_the_measured_bits_per_byte(name: str) -> None:
         assert float(row[1]) == results["models"][model]["heldout"]["bits_per_byte"]
 
 
-def test_both_models_beat_general_compressors() -> None:
+def test_the_main_model_beats_general_compressors() -> None:
+    """The draft does not have to: it is judged by how many of its tokens are accepted."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     best = min(min(sizes.values()) for sizes in results["compressors_bits_per_byte"].values())
-    assert all(model["heldout"]["bits_per_byte"] < best for model in results["models"].values())
+    assert results["models"]["code"]["heldout"]["bits_per_byte"] < best
+
+
+def test_the_draft_is_worse_than_its_main_model() -> None:
+    models = json.loads(RESULTS.read_text(encoding="utf-8"))["models"]
+    assert models["code"]["heldout"]["bits_per_byte"] < models["code-draft"]["heldout"]["bits_per_byte"]

@@ -4,6 +4,7 @@ Here the two columns meet: the torch runner is put under the scheduler. Settings
 input (`WorkerSettings`).
 """
 
+import os
 import sys
 import time
 
@@ -27,6 +28,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 def build_engine(settings: bytes, timeline: Timeline) -> tuple[Engine, dict]:
     """The engine, warmed up, and what the machine resolved. Raises ConfigError for what it cannot serve."""
     begin_ns = time.monotonic_ns()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the server process's core
     from splittime.runner.torch_runner import TorchRunner  # two seconds of torch: a phase of its own in the timeline
 
     timeline.append(("import torch", begin_ns, time.monotonic_ns()))

@@ -71,7 +71,8 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 
     prompt_logprobs: for requests with `sampling.prompt_logprobs`, one entry for each row token but the last of the
     prompt: the entry at i is the log-probability of the *next* prompt token, at position start + i + 1.
-    error: this row alone failed (say, its logits are not finite); its request ends, the others go on.
+        After a preemption the same entries may come again.
+    error: this row alone failed, sampling or not (say, its logits are not finite); its request ends, the others go on.
     """
 
     request_id: str

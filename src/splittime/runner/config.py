@@ -32,8 +32,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
     load_format: str = "auto"
     quantization: str | None = None
     kernels: str = "auto"

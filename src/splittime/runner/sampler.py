@@ -7,8 +7,9 @@ Greedy rows take the argmax. Random rows, after temperature:
   probability reaches p. Ties at a threshold are kept, so the set does not depend on how a sort breaks ties.
 * The token is drawn by inverse CDF over the kept tokens in the order of their ids, with one uniform of
   `runner.randomness`, which depends on the request's seed and the index of the output alone.
-* A threshold is looked for among the `CANDIDATES` largest logits; only rows whose threshold lies deeper (a large top_k,
-  a flat nucleus) are sorted whole. Both routes draw from the same list, so they choose the same token.
+* A threshold is looked for among the 128 largest logits, then 2048 (`CANDIDATES`); only rows whose threshold lies
+  deeper (a large top_k, a flat nucleus) are sorted whole. All routes draw from the same list, so they choose the same
+  token.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 from splittime.core.sampling import SamplingParams
 from splittime.runner.randomness import uniforms
 
-CANDIDATES = 128
+CANDIDATES = (128, 2048)
 
 
 @dataclass(frozen=True)
@@ -98,29 +99,40 @@ def _draw_filtered(logits: Tensor, params: list[SamplingParams], indices: list[i
     filters = Filters.of(params, logits.shape[-1])
     uniform = _uniform_column(params, indices)
     scaled = logits / filters.temperature
-    width = min(CANDIDATES, logits.shape[-1])
-    tokens, is_complete = _draw_among_largest(scaled, filters, uniform, width)
-    deep = (~is_complete).nonzero().flatten()
-    if len(deep):
-        everything = logits.shape[-1]
-        tokens[deep] = _draw_among_largest(scaled[deep], filters.take(deep), uniform[deep], everything)[0]
+    tokens = torch.empty(len(params), dtype=torch.int64)
+    left = torch.arange(len(params))
+    for width in (*(width for width in CANDIDATES if width < logits.shape[-1]), logits.shape[-1]):
+        drawn, is_complete = _draw_among_largest(scaled[left], filters.take(left), uniform[left], width)
+        tokens[left] = drawn
+        left = left[~is_complete]
+        if not len(left):
+            break
     return tokens.tolist()
 
 
 def _draw_among_largest(scaled: Tensor, filters: Filters, uniform: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Each row's token from its `width` largest logits: (int64 [N], bool [N] whether those held every kept one)."""
-    values, ids = scaled.topk(width, dim=-1)  # [N, width], largest first
+    is_whole = width == scaled.shape[-1]
+    values, ids = scaled.sort(descending=True) if is_whole else scaled.topk(width)  # [N, width], largest first
     top = values[:, :1]
+    floor, is_complete = _floor(scaled, values, filters)
+    if is_whole:
+        weights = (scaled - top).exp_().masked_fill_(scaled < floor, 0.0)
+        return _inverse_cdf(weights, uniform).flatten(), torch.ones(len(scaled), dtype=torch.bool)
+    by_id = ids.argsort(-1)
+    weights = (values - top).exp_().masked_fill_(values < floor, 0.0)
+    place = _inverse_cdf(weights.gather(1, by_id), uniform)
+    return ids.gather(1, by_id.gather(1, place)).flatten(), is_complete.flatten()
+
+
+def _floor(scaled: Tensor, values: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
+    """The least logit that all three filters keep, and whether no token beyond `values` reaches it; both [N, 1]."""
     floor, total, is_known = _floor_of_counts(scaled, values, filters)
-    weights = (values - top).exp()
-    mass = weights.double().masked_fill_(values < floor, 0.0)
+    mass = (values - values[:, :1]).exp_().double().masked_fill_(values < floor, 0.0)
     before = mass.cumsum(-1) - mass
     is_kept = (before < filters.top_p * total) & (mass > 0)
     floor = torch.where(is_kept, values, float("inf")).amin(-1, keepdim=True)  # ties with the last kept one stay
-    by_id = ids.argsort(-1)
-    place = _inverse_cdf(weights.masked_fill_(values < floor, 0.0).gather(1, by_id), uniform)
-    tokens = ids.gather(1, by_id.gather(1, place)).flatten()
-    return tokens, ((floor > values[:, -1:]) & is_known).flatten() | (width == scaled.shape[-1])
+    return floor, (floor > values[:, -1:]) & is_known
 
 
 def _floor_of_counts(scaled: Tensor, values: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:

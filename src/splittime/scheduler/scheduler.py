@@ -20,7 +20,7 @@ import heapq
 from typing import Any
 
 from splittime.core.errors import Conflict, ErrorInfo
-from splittime.core.plan import Admitted, Row, RowResult, StepPlan, StepResult
+from splittime.core.plan import Admitted, Row, RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.core.request import FinishReason, Request
 from splittime.kv.cache import KVCache
 from splittime.ledger.stages import Cause, Stage
@@ -288,10 +288,12 @@ class Scheduler:
 
     def _take_tokens(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> RequestOutput | None:
         """Append a row's tokens up to the one that ends the request; returns its news, if there are any."""
+        prompt_logprobs = state.new_prompt_logprobs(row, row_result) if row_result.prompt_logprobs else ()
         if not row.samples:
             if state.account.stage is Stage.RECOMPUTE and not state.is_recomputing:
                 state.account.enter(Stage.PREFILL, now_ns)
-            return self._chunk_news(state, row_result)
+            has_news = prompt_logprobs or state.num_marks_sent < len(state.account.marks)
+            return news.progress(state, (), (), prompt_logprobs) if has_news else None
         reason = None
         num_accepted = 0
         for token_id in row_result.token_ids:
@@ -304,16 +306,11 @@ class Scheduler:
         token_ids = row_result.token_ids[:num_accepted]
         logprobs = row_result.logprobs[:num_accepted]
         if reason is not None:
-            return self._finish(state, reason, now_ns, None, token_ids, logprobs, row_result)
+            return self._finish(state, reason, now_ns, None, token_ids, logprobs, prompt_logprobs)
         if state.account.stage is not Stage.DECODE:
             state.account.enter(Stage.DECODE, now_ns)
-            return news.progress(state, token_ids, logprobs, row_result.prompt_logprobs)
+            return news.progress(state, token_ids, logprobs, prompt_logprobs)
         return RequestOutput(state.request_id, token_ids, logprobs)
-
-    def _chunk_news(self, state: RequestState, row_result: RowResult) -> RequestOutput | None:
-        if row_result.prompt_logprobs or state.num_marks_sent < len(state.account.marks):
-            return news.progress(state, (), (), row_result.prompt_logprobs)
-        return None
 
     def _reason_to_stop(self, state: RequestState, token_id: int) -> FinishReason | None:
         num_tokens = len(state.token_ids)
@@ -328,8 +325,8 @@ class Scheduler:
         now_ns: int,
         error: ErrorInfo | None = None,
         token_ids: tuple[int, ...] = (),
-        logprobs: tuple = (),
-        row_result: RowResult | None = None,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> RequestOutput:
         """The one way out: blocks freed, account closed, runner told, terminal event made."""
         if state.pushed:
@@ -340,7 +337,6 @@ class Scheduler:
         del self._states[state.request_id]
         state.account.enter(Stage.DELIVER, now_ns)
         state.account.close(now_ns)
-        prompt_logprobs = row_result.prompt_logprobs if row_result else ()
         return news.end(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs)
 
     def _take_back(self, state: RequestState) -> None:

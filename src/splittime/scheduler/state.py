@@ -1,6 +1,6 @@
 """What has become of a request since it was asked. Only the scheduler holds and changes these."""
 
-from splittime.core.plan import Row
+from splittime.core.plan import Row, RowResult, TokenLogprob
 from splittime.core.request import Request
 from splittime.kv.cache import Lease
 from splittime.ledger.account import Account, Mark
@@ -28,6 +28,7 @@ class RequestState:
         "num_marks_sent",
         "num_preemptions",
         "num_prompt",
+        "num_prompt_logprobs",
         "pushed",
         "rank",
         "recompute_until",
@@ -49,6 +50,7 @@ class RequestState:
         self.num_computed = 0
         self.recompute_until = 0
         self.num_preemptions = 0
+        self.num_prompt_logprobs = 0  # entries passed on, for positions 1 to this
         self.num_cached_tokens: int | None = None
         self.is_known_to_runner = False
         self.lease = Lease(request.cache_salt)
@@ -84,6 +86,12 @@ class RequestState:
         start, end = self.num_computed, self.num_computed + num_tokens
         tokens = tuple(self.token_ids[start:end])
         return Row(self.request_id, start, tokens, self.lease.unsent(), samples=end == len(self.token_ids))
+
+    def new_prompt_logprobs(self, row: Row, row_result: RowResult) -> tuple[TokenLogprob, ...]:
+        """A row's prompt log-probabilities, without those that were passed on before a preemption."""
+        new = row_result.prompt_logprobs[max(self.num_prompt_logprobs - row.start, 0) :]
+        self.num_prompt_logprobs += len(new)
+        return new
 
     def stall(self, cause: Cause, now_ns: int) -> None:
         """It runs and gets no row. A recomputation that stalls is a stall of what the preemption interrupted."""
