@@ -19,9 +19,9 @@ COMMANDS = {
 }
 
 
-def table(header: list[str], rows: list[list[object]]) -> str:
+def table(header: list[str], rows: list[list]) -> str:
     """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
+    lines: list[list] = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 

@@ -69,8 +69,8 @@ def bits_per_byte(model: Llama, tokenizer: Tokenizer, documents: list[Document],
     size = sum(len(document.text.encode()) for document in documents)
     longest_first = sorted(documents, key=lambda document: -len(document.text))
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as workers:
-        costs = workers.map(lambda document: file_nats(model, tokenizer, document), longest_first)
-        costs = list(track(costs, description=title, total=len(documents)))
+        running = workers.map(lambda document: file_nats(model, tokenizer, document), longest_first)
+        costs = list(track(running, description=title, total=len(documents)))
     nats, tokens = sum(cost for cost, _ in costs), sum(count for _, count in costs)
     return {
         "bits_per_byte": round(nats / math.log(2) / size, 4),

@@ -5,7 +5,7 @@ gradient made near-orthogonal by a Newton-Schulz iteration, so that every direct
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 
 import torch
@@ -49,7 +49,7 @@ class Muon:
     @torch.no_grad()
     def step_group(self, shape: tuple[int, ...], scale: float) -> None:
         """Update the matrices of one shape."""
-        gradient = torch.stack([weight.grad for weight in self.groups[shape]])
+        gradient = torch.stack([weight.grad for weight in self.groups[shape] if weight.grad is not None])
         momentum = self.momentum[shape].mul_(MUON_MOMENTUM).add_(gradient)
         update = orthogonalise(gradient.add_(momentum, alpha=MUON_MOMENTUM))
         rate = self.learning_rate * scale
@@ -95,6 +95,6 @@ class Optimizer:
         self.muon.momentum = state["momentum"]
 
 
-def muon_names_in_order(weights: dict[str, Tensor], chosen: set[str]) -> list[str]:
+def muon_names_in_order(weights: Mapping[str, Tensor], chosen: set[str]) -> list[str]:
     """The chosen names in the model's order, so that the saved momentum lines up when a run resumes."""
     return [name for name in weights if name in chosen]
