@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile | cksum | cut -d' ' -f1)
 
-.PHONY: setup serve check test format lint clean
+.PHONY: setup serve check test format lint bench clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,17 @@ lint: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Half an hour on an otherwise idle machine; results go to benchmarks/results. TRACE is a gzipped CSV of arrivals.
+bench: setup
+	$(BIN)/python -m benchmarks.micro.plan_commit
+	$(BIN)/python -m benchmarks.micro.ledger_cost
+	$(BIN)/python -m benchmarks.micro.model_step --layers 4
+	$(BIN)/python -m benchmarks.scenarios.ledger_price
+	$(BIN)/python -m benchmarks.scenarios.mechanisms
+	$(BIN)/python -m benchmarks.scenarios.http_edges
+	test -z "$(TRACE)" || $(BIN)/python -m benchmarks.scenarios.azure_replay --trace $(TRACE)
+	test -z "$(TRACE)" || $(BIN)/python -m benchmarks.plots
 
 format: setup
 	$(BIN)/ruff check --fix .

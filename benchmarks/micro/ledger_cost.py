@@ -8,10 +8,7 @@ and is taken off nothing.
 """
 
 import argparse
-import json
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.report import file_result
 from splittime.core.clock import SystemClock
 from splittime.engine.messages import EngineStats
 from splittime.ledger.account import Account, ClosedAccount
@@ -216,10 +214,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = run(arguments.repeats, Path(folder))
+    file_result("ledger_cost", results, vars(arguments), arguments.json)
     if arguments.json:
-        about = {"python": platform.python_version(), "machine": platform.machine(), "repeats": arguments.repeats}
-        json.dump({"benchmark": "ledger_cost", **about, "results": results}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
         return
     print(f"{'ns each':<58}{'median':>10}{'min':>10}{'max':>10}")
     for name, figure in results.items():

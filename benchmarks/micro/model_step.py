@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from benchmarks.report import conditions
+from benchmarks.report import conditions, file_result
 from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
 from splittime.kernels.cpu import linear
@@ -222,9 +222,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     arguments = parser.parse_args()
     result = measure(arguments.model, arguments.layers, arguments.steps, arguments.threads, arguments.dtype)
-    if arguments.json:
-        print(json.dumps(result))
-    else:
+    file_result("model_step", result, vars(arguments), arguments.json)
+    if not arguments.json:
         show(result, "model_step")
 
 

@@ -8,10 +8,10 @@ No model: results are constant tokens, made outside the clock. Goals: 1 ms at 25
 
 import argparse
 import gc
-import json
 import statistics
 import time
 
+from benchmarks.report import file_result
 from splittime.core.plan import RowResult, StepPlan, StepResult
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
@@ -74,8 +74,8 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = [(256, 0, "fcfs"), (256, 10_000, "fcfs"), (256, 10_000, "priority"), (64, 10_000, "shortest_prefill")]
     results = [measure(*case) for case in cases]
+    file_result("plan_commit", {"cases": results}, vars(arguments), arguments.json)
     if arguments.json:
-        print(json.dumps(results))
         return
     for result in results:
         print(

@@ -272,3 +272,20 @@ def _with_prompt_logprobs(row: Row, num_prompt: int) -> RowResult:
     positions = range(row.start + 1, min(row.start + len(row.token_ids) + 1, num_prompt))
     entries = tuple(TokenLogprob(position, -1.0, 1) for position in positions)
     return RowResult(row.request_id, (7,) if row.samples else (), prompt_logprobs=entries)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_what_has_ended_is_forgotten(policy: str) -> None:
+    """Neither a queue that is always empty, nor one that never is, remembers the requests that went through it."""
+    scheduler = make_scheduler(policy=policy, max_num_seqs=1, starvation_bound_ms=1e-5)
+    add(scheduler, "held", max_tokens=8, now_ns=0)
+    for i in range(300):
+        add(scheduler, f"r{i}", max_tokens=1, now_ns=i * 20, priority=-i, deadline_ns=10**15)
+        if policy == "fcfs":  # the queue is empty after each step
+            while scheduler.has_requests:
+                step(scheduler, i * 20 + 1)
+        elif i > 0:  # two wait at each step, and the overdue goes first: its entry stays at the bottom of the heap
+            step(scheduler, i * 20 + 1)
+    queue = scheduler.queue
+    kept = (queue._by_rank, queue._by_age, queue._fresh, queue._log._entries, scheduler._deadlines)
+    assert [len(each) < 200 for each in kept] == [True] * len(kept), [len(each) for each in kept]

@@ -17,6 +17,8 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.policy import overdue_rank
 from splittime.scheduler.state import Rank, RequestState
 
+SWEEP_FROM = 64  # dead heap entries that are not worth a sweep
+
 
 class CauseLog:
     """What the waiting wait for, as (since_ns, cause), and up to where each of them has copied it."""
@@ -31,8 +33,12 @@ class CauseLog:
         return self._num_dropped + len(self._entries)
 
     def state_cause(self, now_ns: int, cause: Cause) -> None:
-        if not self._entries or self._entries[-1][1] is not cause:
-            self._entries.append((now_ns, cause))
+        if self._entries and self._entries[-1][1] is cause:
+            return
+        if not self._readers:  # nobody will ever read what was
+            self._num_dropped += len(self._entries)
+            self._entries.clear()
+        self._entries.append((now_ns, cause))
 
     def join(self, state: RequestState, now_ns: int) -> None:
         """From `now_ns` on, `state` waits for the log's last cause and whatever follows it."""
@@ -60,7 +66,8 @@ class CauseLog:
 
 
 class WaitingQueue:
-    """All operations are O(log n); removal leaves a dead heap entry behind, skipped when it surfaces."""
+    """All operations are O(log n); removal leaves a dead heap entry behind, skipped when it surfaces, and swept out
+    when the dead outnumber the living (one at the bottom might never surface)."""
 
     def __init__(self) -> None:
         self._by_rank: list[tuple[Rank, int, RequestState]] = []
@@ -108,6 +115,10 @@ class WaitingQueue:
         state.pushed = 0
         self._length -= 1
         self.num_tokens -= state.num_pending
+        if not self._length:
+            self._fresh.clear()  # else a server that never queues would remember everybody
+        _sweep(self._by_rank, self._length)
+        _sweep(self._by_age, self._length)
 
     def wait(self, now_ns: int, first: RequestState, first_cause: Cause, rest_cause: Cause) -> None:
         """State why everybody still here waits from `now_ns` on: `first` for its own cause, the rest for theirs."""
@@ -134,6 +145,12 @@ class WaitingQueue:
 
 def waiting_stage(state: RequestState) -> Stage:
     return Stage.PREEMPTED if state.num_preemptions else Stage.QUEUE
+
+
+def _sweep(heap: list, num_alive: int) -> None:
+    if len(heap) > 2 * num_alive + SWEEP_FROM:
+        heap[:] = [entry for entry in heap if entry[2].pushed == entry[1]]
+        heapq.heapify(heap)
 
 
 def _skip_dead(heap: list) -> None:

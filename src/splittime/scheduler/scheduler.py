@@ -29,7 +29,7 @@ from splittime.scheduler.budget import StepBudget
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.policy import rank
-from splittime.scheduler.queue import WaitingQueue
+from splittime.scheduler.queue import SWEEP_FROM, WaitingQueue
 from splittime.scheduler.state import RequestState
 
 
@@ -73,6 +73,7 @@ class Scheduler:
         self.queue.push(state, queued_ns)
         if request.deadline_ns is not None:
             heapq.heappush(self._deadlines, (request.deadline_ns, arrival, request.request_id))
+            self._forget_old_deadlines()
 
     def abort(self, request_id: str, now_ns: int) -> RequestOutput | None:
         """End a request; its blocks are free on return. None if it is not here (it has ended already)."""
@@ -89,6 +90,15 @@ class Scheduler:
                 error = news.deadline_error(state, now_ns - deadline_ns)
                 outputs.append(self._finish(state, FinishReason.DEADLINE, now_ns, error))
         return outputs
+
+    def _forget_old_deadlines(self) -> None:
+        """Those of requests that have ended, once they are the most: some deadlines are months away."""
+        if len(self._deadlines) <= 2 * len(self._states) + SWEEP_FROM:
+            return
+        states = self._states
+        alive = [entry for entry in self._deadlines if entry[2] in states and states[entry[2]].arrival == entry[1]]
+        self._deadlines = alive
+        heapq.heapify(self._deadlines)
 
     def next_deadline_ns(self) -> int | None:
         """When `expire` has something to do at the earliest."""
