@@ -11,11 +11,14 @@ written when the consumer takes it.
 """
 
 import itertools
+import operator
 import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,7 @@ class LLM:
         self._vocab_size = tokenizer.vocab_size
         self._max_model_len = engine.scheduler.config.max_model_len
         self._numbers = itertools.count()
+        self._is_busy = False
 
     def generate(
         self,
@@ -109,30 +113,25 @@ class LLM:
         progress: bool = False,
     ) -> list[Output]:
         """One output for each prompt, in their order. One text, or one list of token ids, is one prompt."""
-        choices = self._submit_all(prompts, sampling)
         outputs: dict[int, Output] = {}
-        try:
-            with Progress(disable=not progress, transient=True) as bars:
-                bar = bars.add_task("generating", total=len(choices))
-                for piece in self._pieces(choices, self._steps(), self.engine.abort):
-                    if piece.output is not None:
-                        outputs[piece.index] = piece.output
-                        bars.advance(bar)
-        finally:
-            self._clear(choices)
+        with self._submitted(prompts, sampling) as choices, Progress(disable=not progress, transient=True) as bars:
+            bar = bars.add_task("generating", total=len(choices))
+            for piece in self._pieces(choices, self._steps(), self.engine.abort):
+                if piece.output is not None:
+                    outputs[piece.index] = piece.output
+                    bars.advance(bar)
         return [outputs[index] for index in sorted(outputs)]
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[Piece]:
         """Pieces of text as they come. Leaving the loop early ends the requests."""
-        choices = self._submit_all(prompts, sampling)
-        pump = _Pump(self.engine)
-        try:
-            yield from self._pieces(choices, pump.outputs(), pump.abort)
-        finally:
-            pump.stop()
-            self._clear(choices)
+        with self._submitted(prompts, sampling) as choices:
+            pump = _Pump(self.engine)
+            try:
+                yield from self._pieces(choices, pump.outputs(), pump.abort)
+            finally:
+                pump.stop()
 
     def _steps(self) -> Iterator[StepOutput]:
         while self.engine.has_work:
@@ -166,27 +165,48 @@ class LLM:
             if not choices:
                 return
 
-    def _submit_all(self, prompts: Any, sampling: Any) -> dict[str, Choice]:
+    @contextmanager
+    def _submitted(self, prompts: Any, sampling: Any) -> Iterator[dict[str, Choice]]:
+        """Choices by request id, whose requests do not outlive the block, whatever ends it."""
+        if self._is_busy:
+            message = "an earlier generate or stream of this LLM is not over; finish it, or close() the stream"
+            raise RequestError(message, param="prompts")
+        pairs = self._checked_pairs(prompts, sampling)
+        self._is_busy, choices = True, dict[str, Choice]()
+        try:
+            for index, pair in enumerate(pairs):
+                choice = self._choice(index, *pair)
+                choices[choice.request.request_id] = choice
+                self.engine.submit(choice.request, time.monotonic_ns())
+            yield choices
+        finally:
+            self._clear(choices)
+            self._is_busy = False
+
+    def _checked_pairs(self, prompts: Any, sampling: Any) -> list[tuple[Prompt, SamplingParams]]:
+        """All or nothing: a mistake in one is told before any is submitted."""
         listed = _as_list(prompts)
-        params = sampling if isinstance(sampling, list | tuple) else [sampling or SamplingParams()] * len(listed)
-        if len(params) != len(listed):
-            raise RequestError(f"{len(listed)} prompts and {len(params)} sampling parameters", param="sampling")
+        given = sampling if isinstance(sampling, list | tuple) else [sampling or SamplingParams()] * len(listed)
+        if len(given) != len(listed):
+            raise RequestError(f"{len(listed)} prompts and {len(given)} sampling parameters", param="sampling")
+        params = [_typed(one) for one in given]
         for index, (prompt, one) in enumerate(zip(listed, params, strict=True)):
-            if not len(prompt):
+            if not prompt:
                 raise RequestError(f"prompt {index} is empty", param="prompts", value=index)
             self._check(prompt, one)
-        choices = [self._submit(index, *pair) for index, pair in enumerate(zip(listed, params, strict=True))]
-        return {choice.request.request_id: choice for choice in choices}
+        return list(zip(listed, params, strict=True))
 
     def _check(self, prompt: Prompt, sampling: SamplingParams) -> None:
         """A token id that the model does not have would break the step for everyone in it."""
         sampling.validate()
-        if not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            _check_text(prompt)
+        else:
             check_token_ids(prompt, self._vocab_size, "prompts")
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
         check_token_ids(tuple(sampling.logit_bias), self._vocab_size, "logit_bias")
 
-    def _submit(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Choice:
+    def _choice(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Choice:
         account = Account(f"llm-{next(self._numbers)}", time.monotonic_ns(), Stage.TOKENIZE)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         submitted_ns = time.monotonic_ns()
@@ -198,7 +218,6 @@ class LLM:
             eos_token_ids=self._eos_token_ids,
             submitted_ns=submitted_ns,
         )
-        self.engine.submit(request, time.monotonic_ns())
         return Choice(index, request, account, OutputText(self.tokenizer, token_ids, stop=sampling.stop))
 
     def _complete(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
@@ -272,7 +291,37 @@ class _Pump:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Texts and tuples of ids. Arrays of integers count as lists of ids."""
     if isinstance(prompts, str):
         return [prompts]
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and all(isinstance(entry, int) for entry in listed) else listed
+    try:
+        listed: list[Any] = list(prompts)
+        if listed and all(isinstance(entry, Integral) for entry in listed):
+            return [_ids(prompts)]
+        return [entry if isinstance(entry, str) else _ids(entry) for entry in listed]
+    except (TypeError, ValueError) as error:
+        message = f"prompts must be a text, a list of token ids, or a list of such: {error}"
+        raise RequestError(message, param="prompts") from None
+
+
+def _ids(entries: Sequence[Any]) -> tuple[int, ...]:
+    if isinstance(entries, bytes):
+        raise TypeError("bytes are no text, decode them first")
+    return tuple(operator.index(entry) for entry in entries)
+
+
+def _check_text(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"prompts holds a text that is not Unicode: {error}", param="prompts") from None
+
+
+def _typed(sampling: Any) -> SamplingParams:
+    """With its fields' types checked: msgspec does not check what the constructor is called with."""
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(f"sampling is a {type(sampling).__name__}, must be SamplingParams", param="sampling")
+    try:
+        return msgspec.convert(msgspec.structs.asdict(sampling), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"sampling: {error}", param="sampling") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import splittime
 from splittime.cli.main import app
 from splittime.cli.settings_table import SETTINGS
 from splittime.ledger.store import Ledger
@@ -117,3 +118,29 @@ def test_import_splittime_is_light():
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.startswith("1 ")
     assert "'LLM'" in shown
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-somebody\r\n", b"HTTP/1.0 200 OK\r\n\r\n{}", b"HTTP/1.0 200 OK\r\n\r\n[1]"]
+)
+def test_explain_asking_what_is_no_splittime_server_fails_with_1(answer):
+    import socket
+    import threading
+
+    def talk(listener):
+        for _ in range(2):
+            connection, _ = listener.accept()
+            connection.recv(65536)
+            connection.sendall(answer)
+            connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=talk, args=(listener,), daemon=True).start()
+        result = invoke("explain", "x", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    assert result.exit_code == 1
+    assert "error: " in result.stderr
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_version():
+    assert invoke("--version").stdout == f"splittime {splittime.__version__}\n"

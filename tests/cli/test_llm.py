@@ -93,3 +93,58 @@ def test_mistakes_are_refused_before_anything_is_submitted(llm):
     with pytest.raises(RequestError, match="2 prompts and 1"):
         llm.generate(["x", "y"], [SamplingParams()])
     assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "told"),
+    [
+        (None, None, "must be a text"),
+        ([1.5], None, "must be a text"),
+        ([["a"]], None, "must be a text"),
+        (b"bytes", None, "bytes are no text"),
+        ([b"bytes"], None, "bytes are no text"),
+        ("\ud800", None, "not Unicode"),
+        ("x", {"max_tokens": 3}, "must be SamplingParams"),
+        ("x", SamplingParams(max_tokens="3"), "max_tokens"),
+        ("x", SamplingParams(stop="a"), "stop"),
+        ("x", SamplingParams(stop=(5,)), "stop"),
+        ("x", SamplingParams(logit_bias={"1": 2.0}), "logit_bias"),
+    ],
+)
+def test_wrong_types_are_refused_by_name(llm, prompts, sampling, told):
+    with pytest.raises(RequestError, match=told):
+        llm.generate(prompts, sampling)
+    assert not llm.engine.has_work
+    assert len(llm.generate("again", SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def test_arrays_of_integers_are_token_ids(llm):
+    numpy = pytest.importorskip("numpy")
+    one = SamplingParams(max_tokens=1)
+    assert llm.generate(numpy.array([1, 2, 3]), one)[0].prompt_token_ids == (1, 2, 3)
+    assert [o.prompt_token_ids for o in llm.generate([numpy.array([1, 2]), [3]], one)] == [(1, 2), (3,)]
+
+
+def test_generating_inside_an_open_stream_is_refused_and_harms_neither(llm):
+    (whole,) = llm.generate("outer", SamplingParams(max_tokens=12))
+    pieces = llm.stream("outer", SamplingParams(max_tokens=12))
+    text = next(pieces).text
+    with pytest.raises(RequestError, match="not over"):
+        llm.generate("inner")
+    assert text + "".join(piece.text for piece in pieces) == whole.text
+    assert len(llm.generate("again", SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def test_what_interrupts_the_submitting_leaves_nothing_behind(llm, monkeypatch):
+    submit = llm.engine.submit
+    monkeypatch.setattr(llm.engine, "submit", lambda request, now_ns: submit(request, now_ns) or _interrupt(request))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"])
+    monkeypatch.undo()
+    assert not llm.engine.has_work
+    assert len(llm.generate("again", SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def _interrupt(request):
+    if request.request_id.endswith("1"):
+        raise KeyboardInterrupt

@@ -49,3 +49,9 @@ def test_a_hub_id_keeps_its_name(monkeypatch, model_folder):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(model_folder))
     assert model_source.locate("owner/name") == model_folder
     assert model_source.default_name("owner/name", model_folder) == "owner/name"
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "~nobody-here/model"])
+def test_a_name_that_cannot_be_looked_for_is_refused(name):
+    with pytest.raises(ConfigError, match=r"cannot look for|no folder"):
+        model_source.locate(name)

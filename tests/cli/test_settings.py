@@ -99,3 +99,26 @@ def test_what_the_scheduler_would_refuse_is_refused_before_any_process(tmp_path)
     found = settings.load({"max_num_seqs": 600}, environ={})
     with pytest.raises(ConfigError, match="max_num_batched_tokens"):
         worker_settings(found, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "kv_cache_memory_bytes = 1.5",
+        "kv_cache_memory_bytes = [1]",
+        f'kv_cache_memory_bytes = "{"9" * 400}"',
+        "starvation_bound_ms = 1" + "0" * 400,
+        "grace_s = inf",
+    ],
+)
+def test_values_that_no_type_can_hold_are_mistakes_too(tmp_path, line):
+    file = tmp_path / "odd.toml"
+    file.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=r"odd\.toml:1"):
+        settings.load({}, config=file, environ={})
+
+
+@pytest.mark.parametrize("name", ["port", "ledger_file"])
+def test_what_the_engine_does_not_honour_is_no_argument_of_it(name):
+    with pytest.raises(ConfigError, match=f"{name} is no setting of the engine"):
+        settings.from_arguments({name: "1"})

@@ -106,6 +106,57 @@ def test_failing_runner_ends_streams_and_a_successor_serves() -> None:
     asyncio.run(scenario())
 
 
+def test_changed_knobs_are_shown_at_once_and_outlive_the_engine() -> None:
+    async def scenario() -> None:
+        async with running_client() as client:
+            await client.configure({"max_num_seqs": 3, "policy": "priority"})
+            assert client.stats().knobs["max_num_seqs"] == 3
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            while client.is_ready:
+                await asyncio.sleep(0.01)
+            await wait_until_ready(client)
+            await collect(client, make_request("later"))
+            assert (client.stats().knobs["max_num_seqs"], client.stats().knobs["policy"]) == (3, "priority")
+
+    asyncio.run(scenario())
+
+
+def test_messages_that_cannot_be_read_end_the_engine_not_the_service() -> None:
+    async def scenario() -> None:
+        async with running_client(step_ns=2_000_000) as client:
+            take_step, client._on_step = client._on_step, lambda output: 1 / 0
+            _, reason, _ = await asyncio.wait_for(collect(client, make_request("lost", max_tokens=2000)), 10)
+            assert reason is FinishReason.ERROR
+            client._on_step = take_step
+            await wait_until_ready(client)
+            assert (await collect(client, make_request("good")))[0] == expected_tokens((1, 2, 3), 20)
+
+    asyncio.run(scenario())
+
+
+def test_a_successor_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running_client() as client:
+            monkeypatch.setattr("splittime.engine.process.RESTART_DELAYS_S", (0.0,))
+            spawn, failures = client.spawn, iter([OSError("no memory"), OSError("no memory")])
+
+            def failing_spawn() -> None:
+                for failure in failures:
+                    raise failure
+                spawn()
+
+            monkeypatch.setattr(client, "spawn", failing_spawn)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            while client.is_ready:
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(wait_until_ready(client), 20)
+            assert client.num_restarts == 3
+
+    asyncio.run(scenario())
+
+
 async def wait_until_ready(client: ProcessClient) -> None:
     while not client.is_ready:
         await asyncio.sleep(0.01)

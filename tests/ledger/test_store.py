@@ -202,3 +202,12 @@ def test_a_path_that_cannot_be_written_is_refused_at_start(tmp_path):
         open_readonly(tmp_path / "text")
     with pytest.raises(NotFound, match="no ledger file"):
         open_readonly(tmp_path / "nothing")
+
+
+def test_a_damaged_record_is_told_as_a_damaged_file(tmp_path):
+    path = tmp_path / "l.sqlite"
+    Ledger(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("INSERT INTO accounts(request_id, group_id, e2e_ns, body) VALUES('a', 'a', 1, '{}')")
+    with pytest.raises(ConfigError, match=r"l\.sqlite is not a readable ledger file"):
+        open_readonly(path).account("a")

@@ -103,6 +103,8 @@ def test_mixtures_of_experts():
         ({"head_dim": 7}, ["head_dim", "7"]),
         ({"attention_bias": "yes"}, ["attention_bias", "yes"]),
         ({"rms_norm_eps": -1.0}, ["rms_norm_eps", "-1.0"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "positive number"]),
+        ({"rope_theta": float("inf")}, ["rope_theta", "inf"]),
         ({"torch_dtype": "float8"}, ["torch_dtype", "float8"]),
         ({"eos_token_id": "end"}, ["eos_token_id", "end"]),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked"] * 4}, ["layer_types", "chunked"]),
@@ -128,6 +130,9 @@ def test_unreadable_configs(tmp_path):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="JSON object"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot read"):
         load_config(tmp_path)
 
 

@@ -70,3 +70,11 @@ def test_pair_rows_makes_halves_neighbours():
     assert pair_rows(torch.arange(12), 6).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
     two_heads = torch.arange(8)[:, None].expand(8, 2)
     assert pair_rows(two_heads, 4)[:, 1].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+@pytest.mark.parametrize("name", [None, 5, ["one.safetensors"]])
+def test_an_index_that_names_no_file_is_refused(tmp_path, name):
+    index = {"weight_map": {"a": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="weight_map"):
+        Checkpoint(tmp_path, torch.float32)

@@ -45,3 +45,9 @@ def test_blocks_for_all_contexts_or_half_of_what_is_free(monkeypatch):
 
 def test_free_memory_is_a_sensible_number():
     assert 1 << 20 < machine.free_memory_bytes() < 1 << 50
+
+
+def test_a_cache_beyond_the_machine_is_refused():
+    config = RunnerConfig(model_path="", kv_cache_memory_bytes=1 << 60)
+    with pytest.raises(ConfigError, match="more than the machine's memory"):
+        machine.choose_num_blocks(config, 64, 200)

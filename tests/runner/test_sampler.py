@@ -177,3 +177,14 @@ def test_min_tokens_masks_only_until_they_are_out():
         penalties.adjust(logits, params, None, (5, 6), num_outputs)
         assert logits[[5, 6]].isneginf().all() == is_masked
         assert penalties.changes_logits(params, num_outputs) == is_masked
+
+
+@pytest.mark.parametrize("penalty", [1e-45, 1e-300])
+def test_a_tiny_repetition_penalty_leaves_logits_that_can_be_drawn_from(penalty):
+    logits = logits_of(8)[0]
+    counts = penalties.TokenCounts(VOCAB, np.array([3, 4]))
+    params = SamplingParams(seed=1, repetition_penalty=penalty, temperature=1e-6)
+    logits[3], logits[4] = 2.0, -2.0
+    penalties.adjust(logits, params, counts, (), 0)
+    assert logits.isfinite().all()
+    assert sampler.choose(logits.unsqueeze(0), [params], [0]) == [3]

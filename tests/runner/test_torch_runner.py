@@ -1,6 +1,7 @@
 """The runner's own promises: what is resolved, what is refused, and that a broken row ends alone."""
 
 import itertools
+import json
 
 import msgspec
 import pytest
@@ -200,3 +201,12 @@ def test_logprobs_rank_and_alternatives(runner):
     top = prefill(runner, admit("a", 3, 4, sampling=everything)).rows[0].logprobs[0]
     assert sum(torch.tensor([value for _, value in top.top]).exp()) <= 1.0 + 1e-6
     assert top.rank == 1
+
+
+def test_a_context_far_beyond_the_memory_is_refused_before_anything_is_allocated(tmp_path, monkeypatch):
+    tiny_checkpoint.write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10**12}))
+    monkeypatch.setattr("splittime.runner.load.load_decoder", lambda *_: pytest.fail("it was allocated"))
+    with pytest.raises(ConfigError, match="needs 62500000000 blocks"):
+        load(tmp_path)

@@ -1,5 +1,6 @@
 """`splittime explain REQUEST_ID`: one request's life, from a running server or from a ledger file."""
 
+import http.client
 import json as json_module
 import sys
 import urllib.error
@@ -35,13 +36,17 @@ Found = tuple[list[ClosedAccount], list[StepRecord]]
 
 @fails_clearly
 def explain(
-    request_id: Annotated[str, typer.Argument(help="The id in the response, or of one of its choices.")],
-    url: Annotated[str, typer.Option("--url", help="The server to ask.")] = DEFAULT_URL,
+    request_id: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="The id in the response, or of one of its choices.")
+    ],
+    url: Annotated[str, typer.Option("--url", metavar="URL", help="The server to ask.")] = DEFAULT_URL,
     ledger: Annotated[Path | None, typer.Option("--ledger", metavar="FILE", help="Read this file instead.")] = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", envvar="SPLITTIME_API_KEY", help="The server's.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="The server's.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Show where each millisecond of a request went, and why it waited."""
+    """Show where a request's time went, and why it waited."""
     accounts, steps = _from_file(ledger, request_id) if ledger else _from_server(url, request_id, api_key)
     if json:
         sys.stdout.buffer.write(orjson.dumps({"accounts": [account_json(account) for account in accounts]}) + b"\n")
@@ -72,9 +77,12 @@ def _step_range(accounts: list[ClosedAccount]) -> tuple[int, int]:
 def _from_server(url: str, request_id: str, api_key: str | None) -> Found:
     base = url.rstrip("/")
     answer = _get(f"{base}/ledger/requests/{urllib.parse.quote(request_id, safe='')}", api_key)
-    accounts = [account_from_json(entry) for entry in answer.get("choices", [answer])]
     steps = _get(f"{base}/ledger/steps?limit={MAX_STEPS}", api_key)
-    return accounts, msgspec.convert(steps["steps"], list[StepRecord])
+    try:
+        accounts = [account_from_json(entry) for entry in answer.get("choices", [answer])]
+        return accounts, msgspec.convert(steps["steps"], list[StepRecord])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise EngineError(f"what {base} answered is no account: {error}", hint="Is it a splittime server?") from None
 
 
 def _get(url: str, api_key: str | None) -> Any:
@@ -84,7 +92,7 @@ def _get(url: str, api_key: str | None) -> Any:
             return json_module.load(response)
     except urllib.error.HTTPError as error:
         raise _refused(error, url) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         hint = "Is `splittime serve` running there? Name another with --url, or a file with --ledger."
         raise EngineError(f"cannot ask {url}: {reason}", hint=hint) from None

@@ -1,7 +1,10 @@
 """The `splittime` command. Nothing heavy is imported before a command needs it: `--help` must answer at once."""
 
+from typing import Annotated
+
 import typer
 
+from splittime import __version__
 from splittime.cli import explain, generate, serve
 from splittime.cli.config import app as config_app
 
@@ -18,6 +21,19 @@ app.command(name="serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command(name="generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command(name="explain", epilog=explain.EXAMPLES)(explain.explain)
 app.add_typer(config_app, name="config")
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"splittime {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """An LLM inference server that accounts for every nanosecond of every request."""
 
 
 def main() -> None:

@@ -21,10 +21,14 @@ def locate(model: str | None) -> Path:
     """The model's folder. Raises `ConfigError` that says what was looked for."""
     if model is None:
         return _packaged()
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(model).expanduser()
+        is_folder, is_file = folder.is_dir(), folder.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be entered, ~nobody
+        raise ConfigError(f"cannot look for the model {model[:200]!r}: {error}", param="model") from None
+    if is_folder:
         return _complete(folder)
-    if folder.is_file():
+    if is_file:
         raise ConfigError(f"{model} is a file; name the folder that holds config.json", param="model", value=model)
     if _HUB_ID.fullmatch(model):
         return _from_hub(model)

@@ -171,6 +171,7 @@ def _print_announcement(url: str, model: ModelInfo, ready: "Ready", timeline: Ti
         console.print(f"  {phase.name:<36} {phase.begin_ms:>9.1f} {phase.end_ms:>9.1f}", markup=False)
     console.print("try", style="dim")
     console.print(curl(url, model.name, needs_key=settings["api_key"] is not None), markup=False)
+    console.print(f"  splittime explain ID --url {url}      (ID: the id in the answer)", markup=False)
 
 
 def flatten(resolved: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

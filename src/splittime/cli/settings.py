@@ -5,6 +5,7 @@ out of range too, and it says where it was written. `config show` prints what `S
 """
 
 import difflib
+import math
 import os
 import re
 import tomllib
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from splittime.cli.settings_table import BY_NAME, ENV_PREFIX, SETTINGS, Setting
+from splittime.cli.settings_table import BY_NAME, ENGINE_PARTS, ENV_PREFIX, SETTINGS, Setting
 from splittime.core.errors import ConfigError
 
 DEFAULT_FILE = "splittime.toml"
@@ -68,7 +69,11 @@ def load(flags: Mapping[str, Any], config: Path | None = None, environ: Mapping[
 
 
 def from_arguments(arguments: Mapping[str, Any]) -> Settings:
-    """Settings of `LLM(...)`: arguments over defaults; no file, no environment."""
+    """Settings of `LLM(...)`: arguments over defaults; no file, no environment. The server's are refused, by name."""
+    for name in arguments:
+        if name != "model" and name in BY_NAME and not set(BY_NAME[name].parts) & set(ENGINE_PARTS):
+            hint = "LLM(...) takes the engine's settings; a ledger file is given as ledger=Ledger(path)"
+            raise ConfigError(f"{name} is no setting of the engine (argument)", param=name, hint=hint)
     values = {setting.name: Value(setting.default, "default") for setting in SETTINGS}
     values |= {name: _checked(name, value, "argument") for name, value in arguments.items() if value is not None}
     return Settings(values)
@@ -115,7 +120,7 @@ def _checked(name: str, value: Any, origin: str) -> Value:
         raise ConfigError(f"unknown setting {name!r} ({origin})", param=name, hint=did_you_mean(name, BY_NAME))
     try:
         typed = _typed(setting, value)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         shown = _mask(setting, value)
         raise _bad(setting, shown, f"is not {_KIND_WORDS[setting.kind]}", origin) from None
     if setting.choices and typed not in setting.choices:
@@ -136,7 +141,7 @@ def _bad(setting: Setting, value: Any, why: str, origin: str, limit: Any = None)
 _KIND_WORDS = {
     "text": "text",
     "whole": "a whole number",
-    "number": "a number",
+    "number": "a finite number",
     "switch": "true or false",
     "bytes": "a size like 1048576, 512MiB or 4GiB",
 }
@@ -148,11 +153,11 @@ def _typed(setting: Setting, value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a switch where none is")
     if setting.kind == "bytes":
-        return value if isinstance(value, int) else parse_bytes(value)
+        return value if isinstance(value, int) else parse_bytes(_text(value))
     if setting.kind == "whole":
         return int(value) if isinstance(value, int | str) else _refuse()
     if setting.kind == "number":
-        return float(value)
+        return _refuse() if math.isinf(float(value)) else float(value)
     return _text(value)
 
 

@@ -61,7 +61,7 @@ SETTINGS = (
         1,
     ),
     Setting("block_size", "whole", 16, "Tokens in a block of KV cache.", _BOTH, 1, 1024),
-    Setting("num_threads", "whole", None, "CPU threads; default: by the size of the weights.", ("runner",), 1),
+    Setting("num_threads", "whole", None, "CPU threads; default: by the size of the weights.", ("runner",), 1, 1024),
     Setting(
         "kernels", "text", "auto", "reference is slow and obvious.", ("runner",), choices=("auto", "cpu", "reference")
     ),

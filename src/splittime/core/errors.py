@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+MAX_QUOTED_CHARS = 1000
+
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """An error as data: what an engine sends to its client, and what a ledger keeps."""
@@ -29,6 +31,20 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     limit: Any = None
     hint: str | None = None
     retry_after_s: float | None = None
+
+
+def _clipped(text: str) -> str:
+    """An error quotes what was sent, and the ledger keeps thousands of errors: not megabytes of each."""
+    if len(text) <= MAX_QUOTED_CHARS:
+        return text
+    return f"{text[: MAX_QUOTED_CHARS // 2]} ... {text[-MAX_QUOTED_CHARS // 2 :]}"
+
+
+def _quoted(value: Any) -> Any:
+    """A value as an error holds it: a long text clipped, a whole number that no JSON reader would take as text."""
+    if isinstance(value, str):
+        return _clipped(value)
+    return _clipped(str(value)) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
 
 
 class SplittimeError(Exception):
@@ -51,11 +67,11 @@ class SplittimeError(Exception):
         super().__init__(message)
         self.info = ErrorInfo(
             kind=self.kind,
-            message=message,
+            message=_clipped(message),
             code=code or self.code,
             status=status or self.status,
-            param=param,
-            value=value,
+            param=None if param is None else _clipped(param),
+            value=_quoted(value),
             limit=limit,
             hint=hint,
             retry_after_s=retry_after_s,

@@ -9,6 +9,7 @@ split into tokens. `OutputText` is the two together.
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from splittime.engine.tokenizer import Tokenizer
@@ -138,7 +139,8 @@ class StopMatcher:
         return held
 
 
-def _fallback_table(text: str) -> list[int]:
+@lru_cache(64)  # all the choices of a request have the same stop strings
+def _fallback_table(text: str) -> Sequence[int]:
     """For each prefix of `text`, the length of its longest proper prefix that is also its end."""
     table = [0] * len(text)
     length = 0

@@ -111,6 +111,7 @@ class ProcessClient:
         self._streams: dict[str, InFlight] = {}
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._call_ids = itertools.count()
+        self._changed_knobs: dict[str, Any] = {}
         self._stats = EngineStats(now_ns=time.monotonic_ns())
         self._generation: Generation | None = None
         self._last_words: Fatal | None = None
@@ -187,7 +188,9 @@ class ProcessClient:
         self._calls[call_id] = self._loop.create_future()
         self._send(Configure(call_id, knobs))
         try:
-            return await self._calls[call_id]
+            answer = await self._calls[call_id]
+            self._changed_knobs |= knobs
+            return answer
         finally:
             del self._calls[call_id]
 
@@ -214,8 +217,12 @@ class ProcessClient:
         threading.Thread(target=self._watch, args=(generation,), name="engine-watch", daemon=True).start()
 
     async def _read(self, generation: Generation) -> None:
-        while True:
-            self._handle(self._decoder.decode(await generation.pull.recv()))
+        try:
+            while True:
+                self._handle(self._decoder.decode(await generation.pull.recv()))
+        except Exception:  # nobody would hear the engine any more, and all would wait for ever: start over
+            log.exception("what the engine process %d says cannot be taken in; ending it", generation.process.pid)
+            generation.process.kill()
 
     def _handle(self, message: FromEngine) -> None:
         match message:
@@ -223,6 +230,7 @@ class ProcessClient:
                 self._take_step(message)
             case Ready():
                 self.ready_info, self._stats = message, message.stats
+                self._repeat_knobs()
                 self.is_ready = self._was_ever_ready = True
                 self._became_ready.set()
             case ConfigureDone():
@@ -239,6 +247,9 @@ class ProcessClient:
                 stream.put(StreamItem(output.step_id, output.ready_ns, news))
 
     def _take_answer(self, answer: ConfigureDone) -> None:
+        if answer.error is None:
+            is_paused = bool(answer.knobs.get("paused"))
+            self._stats = msgspec.structs.replace(self._stats, knobs=answer.knobs, is_paused=is_paused)
         future = self._calls.get(answer.call_id)
         if future is None or future.done():
             return
@@ -249,6 +260,11 @@ class ProcessClient:
             raise_from_info(answer.error)
         except Exception as error:
             future.set_exception(error)
+
+    def _repeat_knobs(self) -> None:
+        """What was changed on its predecessor holds for a successor too; it hears of it before any request."""
+        if self._changed_knobs:
+            self._send(Configure(next(self._call_ids), self._changed_knobs))
 
     # ---- death and succession -------------------------------------------------------------------------------------
 
@@ -284,14 +300,24 @@ class ProcessClient:
     async def _restart(self, dead: Generation) -> None:
         if time.monotonic_ns() - dead.started_ns > HEALTHY_AFTER_S * 1e9:
             self._num_deaths_in_row = 0
-        delay_s = RESTART_DELAYS_S[min(self._num_deaths_in_row, len(RESTART_DELAYS_S) - 1)]
-        self._num_deaths_in_row += 1
-        self.num_restarts += 1
-        log.warning("starting a new engine process in %.0f s (restart %d)", delay_s, self.num_restarts)
-        await asyncio.sleep(delay_s)
-        if not self._is_stopping:
+        while not self._is_stopping:
+            delay_s = RESTART_DELAYS_S[min(self._num_deaths_in_row, len(RESTART_DELAYS_S) - 1)]
+            self._num_deaths_in_row += 1
+            self.num_restarts += 1
+            log.warning("starting a new engine process in %.0f s (restart %d)", delay_s, self.num_restarts)
+            await asyncio.sleep(delay_s)
+            if self._is_stopping or self._succeed():
+                return
+
+    def _succeed(self) -> bool:
+        """Start a successor; False if the system would not have it now (no memory, no file descriptors)."""
+        try:
             self.spawn()
-            self._attend()
+        except OSError as error:
+            log.error("no new engine process: %s", error)
+            return False
+        self._attend()
+        return True
 
     def _cause_of_death(self, status: int) -> str:
         words, self._last_words = self._last_words, None

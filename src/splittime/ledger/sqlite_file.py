@@ -13,9 +13,10 @@ import logging
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +25,8 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.ledger")
+
+Record = TypeVar("Record", ClosedAccount, StepRecord)
 
 SCHEMA_VERSION = 1
 BATCH_INTERVAL_S = 0.1
@@ -130,6 +133,7 @@ class LedgerFile:
     """A ledger file for reading. Same questions as `Ledger`, same order of answers."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         if not path.is_file():
             raise NotFound(f"no ledger file at {path}", param="ledger", value=str(path))
         try:
@@ -142,21 +146,27 @@ class LedgerFile:
         names = list(_spellings(names) if isinstance(names, str) else names)
         marks = ", ".join("?" * len(names))
         query = f"SELECT body FROM accounts WHERE request_id IN ({marks}) OR group_id IN ({marks}) ORDER BY seq"
-        return [_to_account(body) for (body,) in self._connection.execute(query, (*names, *names))]
+        return self._records(query, (*names, *names), _to_account)
 
     def accounts(self, slower_than_ms: float | None = None, limit: int = 100) -> list[ClosedAccount]:
         slower_than_ns = -1 if slower_than_ms is None else int(slower_than_ms * 1e6)
         query = "SELECT body FROM accounts WHERE e2e_ns > ? ORDER BY seq DESC LIMIT ?"
-        return [_to_account(body) for (body,) in self._connection.execute(query, (slower_than_ns, limit))][::-1]
+        return self._records(query, (slower_than_ns, limit), _to_account)[::-1]
 
     def steps(self, limit: int = 100) -> list[StepRecord]:
         query = "SELECT body FROM steps ORDER BY seq DESC LIMIT ?"
-        return [_to_step(body) for (body,) in self._connection.execute(query, (limit,))][::-1]
+        return self._records(query, (limit,), _to_step)[::-1]
 
     def steps_between(self, begin_ns: int, end_ns: int) -> list[StepRecord]:
         """The steps that began in this span of the host's monotonic clock."""
         query = "SELECT body FROM steps WHERE begin_ns BETWEEN ? AND ? ORDER BY seq"
-        return [_to_step(body) for (body,) in self._connection.execute(query, (begin_ns, end_ns))]
+        return self._records(query, (begin_ns, end_ns), _to_step)
+
+    def _records(self, query: str, values: tuple[Any, ...], decode: Callable[[str], Record]) -> list[Record]:
+        try:
+            return [decode(body) for (body,) in self._connection.execute(query, values)]
+        except (sqlite3.Error, msgspec.MsgspecError) as error:  # a damaged file, or one that another tool wrote in
+            raise ConfigError(f"{self._path} is not a readable ledger file: {error}", param="ledger") from error
 
     def close(self) -> None:
         self._connection.close()

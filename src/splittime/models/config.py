@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises `ConfigError` when there is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", param="model_path", value=str(path)) from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} does not hold a JSON object", param="model_path", value=str(path))

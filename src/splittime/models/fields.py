@@ -1,10 +1,12 @@
 """Reading typed values out of a `config.json`: each error names the key and the value that it had."""
 
+import sys
 from typing import Any
 
 from splittime.core.errors import ConfigError
 
 _MISSING: Any = object()
+_MAX_FLOAT = sys.float_info.max  # an int may be too large for a float, and JSON as Python reads it has Infinity
 
 
 def bad(key: str, value: Any, want: str) -> ConfigError:
@@ -38,9 +40,9 @@ class Fields:
         return default if self.values.get(key) is None else self.count(key)
 
     def number(self, key: str, default: Any = _MISSING) -> float:
-        """A positive float."""
+        """A positive, finite float."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_FLOAT:
             raise bad(self.prefix + key, value, "a positive number")
         return float(value)
 

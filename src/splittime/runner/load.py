@@ -31,6 +31,7 @@ def load(config: RunnerConfig, on_phase: OnPhase) -> tuple[Decoder, KvStore, Res
     config.check_kv_cache_dtype(str(dtype).removeprefix("torch."))
     max_model_len = machine.choose_max_model_len(config, model)
     ops = resolve("cpu" if config.kernels == "auto" else config.kernels, dtype)
+    _choose_num_blocks(config, model, dtype, max_model_len)  # here only to refuse a context far beyond the memory
     config_ns = time.monotonic_ns()
     on_phase("read config", begin_ns, config_ns)
     with torch.inference_mode():
@@ -52,12 +53,17 @@ def load(config: RunnerConfig, on_phase: OnPhase) -> tuple[Decoder, KvStore, Res
 
 def _allocate(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int) -> tuple[KvStore, str]:
     """The cache, and why it has so many blocks."""
-    shape = KvShape(0, config.block_size, model.num_kv_heads, model.head_dim)
-    block_bytes = bytes_per_block(shape, model.num_layers, dtype)
-    num_blocks, reason = machine.choose_num_blocks(config, max_model_len, block_bytes)
+    num_blocks, reason = _choose_num_blocks(config, model, dtype, max_model_len)
     shape = KvShape(num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
     with torch.inference_mode():
         return KvStore(shape, model.num_layers, dtype), reason
+
+
+def _choose_num_blocks(
+    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int
+) -> tuple[int, str]:
+    shape = KvShape(0, config.block_size, model.num_kv_heads, model.head_dim)
+    return machine.choose_num_blocks(config, max_model_len, bytes_per_block(shape, model.num_layers, dtype))
 
 
 def _resolved(

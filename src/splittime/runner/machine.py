@@ -81,6 +81,17 @@ def choose_max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
     return asked or model.max_position_embeddings
 
 
+def _refuse_beyond(total_bytes: int, asked_bytes: int) -> None:
+    """What the machine has is a bound that holds; what is free is not, since the page cache gives way."""
+    if asked_bytes > total_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {asked_bytes}, more than the machine's memory, {total_bytes} bytes",
+            param="kv_cache_memory_bytes",
+            value=asked_bytes,
+            limit=total_bytes,
+        )
+
+
 def choose_num_blocks(config: RunnerConfig, max_model_len: int, bytes_per_block: int) -> tuple[int, str]:
     """Blocks of KV cache, and why. Raises `ConfigError` when one full context does not fit."""
     blocks_per_context = -(-max_model_len // config.block_size)
@@ -88,6 +99,7 @@ def choose_num_blocks(config: RunnerConfig, max_model_len: int, bytes_per_block:
     if config.kv_cache_memory_bytes is not None:
         num_blocks, reason = config.kv_cache_memory_bytes // bytes_per_block, "kv_cache_memory_bytes"
         budget = config.kv_cache_memory_bytes
+        _refuse_beyond(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), budget)
     else:
         budget = int(free_memory_bytes() * FREE_MEMORY_SHARE)
         num_blocks = min(wanted, budget // bytes_per_block)

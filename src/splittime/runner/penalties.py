@@ -13,6 +13,8 @@ from torch import Tensor
 
 from splittime.core.sampling import SamplingParams
 
+_LARGEST = 1e30  # a tiny penalty makes logits infinite; divided by the least temperature, 1e-5, this still is not
+
 
 class TokenCounts:
     """How often each token occurred. outputs: float32 [vocab]; seen: bool [vocab], in the prompt or the outputs."""
@@ -54,7 +56,7 @@ def adjust(
 def _penalise(logits: Tensor, sampling: SamplingParams, counts: TokenCounts) -> None:
     penalty = sampling.repetition_penalty
     if penalty != 1.0:
-        scaled = torch.where(logits > 0, logits / penalty, logits * penalty)
+        scaled = torch.where(logits > 0, logits / penalty, logits * penalty).clamp_(-_LARGEST, _LARGEST)
         logits.copy_(torch.where(counts.seen, scaled, logits))
     if sampling.frequency_penalty:
         logits.sub_(counts.outputs, alpha=sampling.frequency_penalty)

@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route as Path
@@ -57,11 +58,18 @@ class App:
             *(Path(path, endpoint, methods=["POST"]) for path, endpoint in hot.items()),
             *(_path(service, path) for path in dict.fromkeys(path for _, path, _ in PATHS)),
         ]
-        starlette = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
-        self._asgi = Edge(Shortcut(hot, starlette), service.config.api_key)
+        paths = Paths(routes=routes, exception_handlers={HTTPException: _http_error})
+        self._asgi = Edge(Shortcut(hot, paths), service.config.api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._asgi(scope, receive, send)
+
+
+class Paths(Starlette):
+    """Starlette less its outermost layer: that answers the unforeseen in plain text, `Edge` in OpenAI's form."""
+
+    def build_middleware_stack(self) -> Any:
+        return ExceptionMiddleware(self.router, handlers=self.exception_handlers)
 
 
 class Shortcut:

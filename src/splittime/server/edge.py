@@ -25,7 +25,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[START_NS] = time.monotonic_ns()
+        scope.setdefault(START_NS, time.monotonic_ns())
         if not self._may_enter(scope):
             await respond_error(send, _unauthorized(), headers=[(b"www-authenticate", b"Bearer")])
             return

@@ -144,6 +144,11 @@ class Generation:
                 choice.finish_reason, choice.error = FinishReason.ERROR, error
         self._abort_all()
 
+    def give_up(self, error: ErrorInfo) -> None:
+        """End what is still open without waiting for the engine, which does not answer."""
+        for choice in self.choices:
+            self._lose(choice, error)
+
     def _abort_all(self, cancelled_ns: int | None = None) -> None:
         for choice in self.choices:
             if not choice.is_done:

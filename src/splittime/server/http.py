@@ -101,6 +101,16 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
             return b"".join(parts)
 
 
+async def read_body_in_time(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+    """The same, from a client that must not take for ever: 408 after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await read_body(scope, receive, max_bytes)
+    except TimeoutError:
+        message = "the body took too long to arrive"
+        raise RequestError(message, code="body_timeout", status=408, limit=timeout_s) from None
+
+
 def _check_size(size: int, limit: int) -> None:
     if size > limit:
         raise RequestError(

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,6 +20,7 @@ Handler = Callable[[Service, http.Scope, http.Receive, http.Send], Awaitable[Non
 
 ADMISSION_KNOBS = ("max_queued_requests", "max_queued_prompt_tokens")
 MAX_QUEUE_KNOB = 2**40
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what can be said to the engine
 
 
 class Route:
@@ -84,10 +86,15 @@ async def one_model(service: Service, scope: http.Scope, receive: http.Receive, 
     await http.respond_json(send, _card(name, model))
 
 
+async def _read_body(service: Service, scope: http.Scope, receive: http.Receive) -> bytes:
+    config = service.config
+    return await http.read_body_in_time(scope, receive, config.max_body_bytes, config.body_timeout_s)
+
+
 async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Token ids of a text or of rendered messages."""
     model = service.require_model()
-    body = decode_body(await http.read_body(scope, receive, service.config.max_body_bytes), TokenizeBody)
+    body = decode_body(await _read_body(service, scope, receive), TokenizeBody)
     check_model(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give prompt or messages, one of them", param="prompt")
@@ -110,10 +117,12 @@ def _encode(service: Service, body: TokenizeBody) -> list[int]:
 
 async def detokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     model = service.require_model()
-    body = decode_body(await http.read_body(scope, receive, service.config.max_body_bytes), DetokenizeBody)
+    body = decode_body(await _read_body(service, scope, receive), DetokenizeBody)
     check_model(body.model, model)
     ids = check_token_ids(body.tokens, model.vocab_size, "tokens")
-    text = service.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)
+    loop = asyncio.get_running_loop()
+    decode = partial(service.tokenizer.decode, ids, skip_special_tokens=body.skip_special_tokens)
+    text = await loop.run_in_executor(service.pool, decode)
     await http.respond_json(send, {"prompt": text})
 
 
@@ -148,7 +157,7 @@ async def knobs(service: Service, scope: http.Scope, receive: http.Receive, send
 
 async def change_knobs(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Change some; all of them come back. A bad one changes nothing."""
-    body = await http.read_body(scope, receive, service.config.max_body_bytes)
+    body = await _read_body(service, scope, receive)
     wanted = decode_knobs(body)
     own = {name: wanted.pop(name) for name in ADMISSION_KNOBS if name in wanted}
     for name, value in own.items():
@@ -177,6 +186,6 @@ async def _configure(service: Service, wanted: dict[str, Any]) -> dict[str, Any]
 
 def decode_knobs(body: bytes) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(body, type=dict[str, bool | int | float | str | None])
+        return msgspec.json.decode(body, type=dict[str, bool | Whole | float | str | None])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not an object of knobs: {error}", code="invalid_json") from error

@@ -19,6 +19,7 @@ from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.generation import Generation, conflict
 
 DRAIN_POLL_S = 0.02
+ENGINE_ANSWER_S = 1.0  # for the engine to end what it was told to abort; it may hang
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
 
 
@@ -117,6 +118,9 @@ class Service:
         error = ErrorInfo("overloaded_error", "the server is shutting down", "draining", 503, retry_after_s=1.0)
         for generation in list(self.generations.values()):
             generation.end_early(error)
+        await self._until_empty(time.monotonic() + ENGINE_ANSWER_S)
+        for generation in list(self.generations.values()):
+            generation.give_up(error)
         await self._until_empty(time.monotonic() + LAST_WORDS_S)
 
     async def _until_empty(self, deadline_s: float) -> None:

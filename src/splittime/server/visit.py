@@ -24,6 +24,7 @@ from splittime.server.params import Ask, Prompt, ask_chat, ask_completion
 from splittime.server.schema import ChatBody, CompletionBody, decode_body
 from splittime.server.service import Service
 
+MESSAGE_CHARS = 16  # what a chat template writes around a message, roughly
 REFUSED = "refused"  # finish reason of a request that never reached the engine
 
 now_ns = time.monotonic_ns
@@ -59,7 +60,8 @@ class Visit:
         admission = self.service.admission
         size = http.content_length(self.scope) or 0
         admission.check(now_ns(), tokens=admission.estimate_tokens(size), deadline_ns=deadline_ns)
-        body = await self._read_body()
+        config = self.service.config
+        body = await http.read_body_in_time(self.scope, self.receive, config.max_body_bytes, config.body_timeout_s)
         self.has_body = True
         ask = self._understand(body, model)
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
@@ -73,15 +75,6 @@ class Visit:
         self._check_in_time(deadline_ns)
         self.generation = self._hand_off(ask, prompts, model, deadline_ns, self._place)
         return ask, self.generation
-
-    async def _read_body(self) -> bytes:
-        try:
-            async with asyncio.timeout(self.service.config.body_timeout_s):
-                return await http.read_body(self.scope, self.receive, self.service.config.max_body_bytes)
-        except TimeoutError:
-            limit = self.service.config.body_timeout_s
-            message = "the body took too long to arrive"
-            raise RequestError(message, code="body_timeout", status=408, limit=limit) from None
 
     def _understand(self, body: bytes, model: ModelInfo) -> Ask:
         config = self.service.config
@@ -101,8 +94,7 @@ class Visit:
     async def _tokenize(self, ask: Ask) -> list[tuple[int, ...]]:
         """The prompts' ids; long texts are worked on beside the event loop."""
         self._account.enter(Stage.TOKENIZE, now_ns())
-        size = sum(len(p) for p in ask.prompts if isinstance(p, str)) + sum(len(m["content"]) for m in ask.messages)
-        if size <= self.service.config.inline_tokenize_bytes:
+        if _text_size(ask) <= self.service.config.inline_tokenize_bytes:
             prompts = self._encode_all(ask)
         else:
             loop = asyncio.get_running_loop()
@@ -232,6 +224,12 @@ class Visit:
             self._place.give_up()
         if self._is_reserved:
             self.service.release(self.request_id)
+
+
+def _text_size(ask: Ask) -> int:
+    """Characters that there are to tokenise: a template may write any field, and something of its own, per message."""
+    in_messages = sum(MESSAGE_CHARS + sum(map(len, message.values())) for message in ask.messages)
+    return in_messages + sum(len(prompt) for prompt in ask.prompts if isinstance(prompt, str))
 
 
 def check_length(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo) -> int:

@@ -32,7 +32,7 @@ class Checkpoint:
         """Tensor name -> file name, opening every file that holds one."""
         if (folder / INDEX_NAME).exists():
             index = read_json(folder / INDEX_NAME).get("weight_map")
-            if not isinstance(index, dict) or not index:
+            if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
                 raise ConfigError(f"{folder / INDEX_NAME} has no weight_map", param="model_path", value=str(folder))
             for name in dict.fromkeys(index.values()):
                 self._open(folder, name)

@@ -1,0 +1,169 @@
+"""What a hostile or broken client may do to a server that others use: hold connections, block the loop, fill memory."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+
+from splittime.server import visit
+
+from .conftest import LiveServer, say
+
+
+def connect(server: LiveServer, *, receive_buffer: int | None = None) -> socket.socket:
+    client = socket.socket()
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.settimeout(10)
+    client.connect(("127.0.0.1", server.port))
+    return client
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: x\r\nx-slow: "])
+def test_a_head_that_never_comes_does_not_hold_its_connection(launch, sent: bytes) -> None:
+    server = launch(config={"body_timeout_s": 0.2})
+    client = connect(server)
+    client.sendall(sent)
+    with contextlib.suppress(ConnectionResetError):
+        assert client.recv(100) == b""
+    assert server.get("/health")[0] == 200
+
+
+def test_a_kept_connection_may_rest_and_its_next_head_is_timed(launch) -> None:
+    server = launch(config={"body_timeout_s": 0.2})
+    client = connect(server)
+    for _ in range(2):
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        time.sleep(0.5)
+    client.sendall(b"GET /hea")
+    with contextlib.suppress(ConnectionResetError):
+        assert client.recv(100) == b""
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions"])
+def test_a_body_that_never_comes_is_408(launch, path: str) -> None:
+    server = launch(config={"body_timeout_s": 0.2})
+    client = connect(server)
+    client.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
+    assert client.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_an_answer_that_nobody_takes_does_not_hold_its_connection(launch, monkeypatch) -> None:
+    monkeypatch.setattr("splittime.server.run.STALL_MORE_S", 0.2)
+    server = launch(config={"slow_reader_s": 0.2, "send_buffer_bytes": 4096})
+    client = connect(server, receive_buffer=4096)
+    for _ in range(20):  # more answers than the two buffers hold
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+    deadline_s = time.monotonic() + 10
+    while server.server.server_state.connections and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not server.server.server_state.connections
+    assert server.get("/health")[0] == 200
+
+
+def test_numbers_beyond_64_bits_are_refused_and_can_be_shown(launch) -> None:
+    server = launch()
+    assert server.post("/v1/completions", {"prompt": "x", "best_of": 2**70})[0] == 400
+    assert server.request("PATCH", "/knobs", {"max_num_seqs": 2**70})[0] == 400
+    status, _, body = server.get("/ledger/requests")
+    assert status == 200
+    assert body["accounts"][-1]["error"]["value"] == str(2**70)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x", "model": "m" * 10**6}, {"prompt": "x", "f" * 10**6: 1}])
+def test_an_error_keeps_little_of_what_was_sent(launch, body: dict) -> None:
+    """The ledger remembers thousands of them."""
+    server = launch()
+    assert server.post("/v1/completions", body)[0] in (400, 404)
+    (account,) = server.ledger.accounts()
+    assert len(msgspec.json.encode(account)) < 10_000
+
+
+def test_the_unforeseen_is_a_500_in_the_form_of_all_errors(launch, monkeypatch) -> None:
+    server = launch()
+    monkeypatch.setattr(server.service.ledger, "account", lambda request_id: 1 / 0)
+    status, _, body = server.get("/ledger/requests/x")
+    assert status == 500
+    assert body["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize(
+    "messages", [[{"role": "r", "content": ""}] * 5000, [{"role": "r" * 5000, "content": "x"}]], ids=["many", "role"]
+)
+def test_a_long_chat_is_tokenised_beside_the_loop_whatever_is_long_in_it(launch, monkeypatch, messages: list) -> None:
+    threads: list[str] = []
+    encode = visit.Visit._encode_all
+
+    def note(self, ask):
+        threads.append(threading.current_thread().name)
+        return encode(self, ask)
+
+    monkeypatch.setattr(visit.Visit, "_encode_all", note)
+    server = launch()
+    assert server.post("/v1/chat/completions", {"messages": messages})[0] == 400
+    assert [name.startswith("tokenize") for name in threads] == [True]
+
+
+def test_large_answers_are_made_beside_the_loop(launch, monkeypatch) -> None:
+    server = launch()
+    calls: list[str] = []
+    submit = server.service.pool.submit
+    monkeypatch.setattr(server.service.pool, "submit", lambda work, *args: calls.append("") or submit(work, *args))
+    for path in ("/ledger/requests", "/ledger/steps", "/ledger/trace.json"):
+        assert server.get(path)[0] == 200
+    assert server.post("/detokenize", {"tokens": [65] * 1000})[2] == {"prompt": "A" * 1000}
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("garbage", [b"zz\r\n", b"\x00\x01\r\n\r\n"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/health"])
+def test_a_body_that_is_not_http_is_400_and_no_failure_of_ours(launch, caplog, path: str, garbage: bytes) -> None:
+    server = launch(config={"max_body_bytes": 2, "body_timeout_s": 0.2})
+    client = connect(server)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    client.sendall(head + garbage)
+    with contextlib.suppress(ConnectionResetError):
+        while client.recv(1000):
+            pass
+    assert server.get("/health")[0] == 200
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize(
+    "then", [b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\x00garbage\r\n\r\n"], ids=["get", "garbage"]
+)
+def test_a_client_that_goes_away_ends_what_it_had_asked_before_its_last_request(launch, caplog, then: bytes) -> None:
+    server = launch(say("long " * 200, end=False), step_s=0.01)
+    client = connect(server)
+    body = b'{"prompt":"x","max_tokens":900}'
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    client.sendall(head.encode() + body + then)
+    time.sleep(0.1)
+    client.close()
+    deadline_s = time.monotonic() + 3
+    while not server.ledger.accounts() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    (account,) = server.ledger.accounts()
+    assert (account.request_id, account.finish_reason) == ("a", "abort")
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_drain_does_not_wait_for_an_engine_that_hangs(launch, monkeypatch) -> None:
+    monkeypatch.setattr("splittime.server.service.ENGINE_ANSWER_S", 0.1)
+    server = launch(step_s=60)
+    monkeypatch.setattr(server.engine, "abort", lambda request_id: None)
+    client = connect(server)
+    body = b'{"prompt":"x","stream":true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    client.sendall(head.encode() + body)
+    time.sleep(0.2)
+    asyncio.run_coroutine_threadsafe(server.service.drain(grace_s=0), server.loop).result(4)
+    assert b'"code":"draining"' in client.recv(10_000)
+    (account,) = server.ledger.accounts()
+    account.verify()
+    assert account.error.code == "draining"
