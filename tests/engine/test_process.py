@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from splittime.core.errors import ConfigError, Conflict, EngineError, Overloaded
+from splittime.core.errors import ConfigError, Conflict, Overloaded
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
+from splittime.engine import process
 from splittime.engine.process import ProcessClient
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
@@ -219,7 +220,7 @@ def test_configure_answers_with_all_knobs_or_an_error() -> None:
 def test_engine_that_cannot_start_says_why_and_is_not_tried_again() -> None:
     async def scenario() -> None:
         client = ProcessClient(WORKER, b'{"refuse": true}')
-        with pytest.raises(EngineError, match="no such model"):
+        with pytest.raises(ConfigError, match="no such model"):
             await asyncio.wait_for(client.start(), 30)
         assert client.num_restarts == 0
         await client.stop()
@@ -230,6 +231,7 @@ def test_engine_that_cannot_start_says_why_and_is_not_tried_again() -> None:
 def test_worker_leaves_when_its_parent_is_killed() -> None:
     script = f"""
 import asyncio, sys
+from splittime.engine import process
 from splittime.engine.process import ProcessClient
 async def main():
     client = ProcessClient({WORKER!r}, b"{{}}")
@@ -250,5 +252,35 @@ asyncio.run(main())
                 return
             await asyncio.sleep(0.05)
         raise AssertionError("the worker outlived its parent")
+
+    asyncio.run(scenario())
+
+
+def test_a_hung_engine_is_not_ready_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PING_EVERY_S", 0.05)
+    monkeypatch.setattr(process, "SILENT_AFTER_S", 0.4)
+    monkeypatch.setattr(process, "HUNG_AFTER_S", 1.0)
+
+    async def scenario() -> None:
+        async with running_client() as client:
+            await asyncio.sleep(0.6)
+            assert client.is_ready  # idle, and answering
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.6)
+            assert not client.is_ready
+            await asyncio.wait_for(wait_until_ready(client), 20)
+            assert client.num_restarts == 1
+            tokens, _, _ = await collect(client, make_request("after"))
+            assert tokens == expected_tokens((1, 2, 3), 20)
+
+    asyncio.run(scenario())
+
+
+def test_stop_before_start_is_harmless() -> None:
+    async def scenario() -> None:
+        client = ProcessClient(WORKER, b"{}")
+        client.spawn()
+        await client.stop()
 
     asyncio.run(scenario())

@@ -149,9 +149,9 @@ def error_body(info: ErrorInfo) -> dict[str, Any]:
     return {"error": {key: value for key, value in fields.items() if key in always or value is not None}}
 
 
-def raise_from_info(info: ErrorInfo) -> None:
-    """Raise the error that `info` describes, in this process."""
+def error_from_info(info: ErrorInfo) -> SplittimeError:
+    """The error that `info` describes, to be raised in this process."""
     by_kind = {cls.kind: cls for cls in ERROR_CLASSES}
     error = by_kind.get(info.kind, EngineError)(info.message)
     error.info = info
-    raise error
+    return error

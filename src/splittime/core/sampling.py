@@ -6,6 +6,7 @@ from splittime.core.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 
 
@@ -56,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.repetition_penalty == 0.0:
             raise RequestError("repetition_penalty is 0, must be above 0", param="repetition_penalty", value=0)
         _check_count("stop", len(self.stop), MAX_STOP_STRINGS)
+        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         if "" in self.stop:
             raise RequestError("stop contains an empty string", param="stop", value="")

@@ -1,7 +1,7 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
-Client to engine: `Submit`, `Abort`, `Configure`. Engine to client: `Ready` once, then one `StepOutput` for each step
-(and for each change while idle), `ConfigureDone`, `Fatal` as the last word before it dies.
+Client to engine: `Submit`, `Abort`, `Configure`, `Ping`. Engine to client: `Ready` once, then one `StepOutput` for each
+step (and for each change while idle), `ConfigureDone`, `Pong`, `Fatal` as the last word before it dies.
 """
 
 from typing import Any
@@ -69,10 +69,19 @@ class ConfigureDone(msgspec.Struct, frozen=True, tag="configured"):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """The engine cannot go on; `trace` is for the log."""
+    """The engine cannot go on. `trace` is for the log; `error` is there if it is the settings' fault."""
 
     message: str
     trace: str = ""
+    error: ErrorInfo | None = None
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Are you there? Answered by the receiving thread, also while a step runs."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """I am."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -90,5 +99,5 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     knobs: dict[str, Any]
 
 
-ToEngine = Submit | Abort | Configure
-FromEngine = StepOutput | Ready | ConfigureDone | Fatal
+ToEngine = Submit | Abort | Configure | Ping
+FromEngine = StepOutput | Ready | ConfigureDone | Fatal | Pong

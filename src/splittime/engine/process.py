@@ -23,7 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from splittime.core.errors import Conflict, EngineError, ErrorInfo, Overloaded, raise_from_info
+from splittime.core.errors import Conflict, EngineError, ErrorInfo, Overloaded, SplittimeError, error_from_info
 from splittime.core.request import FinishReason, Request
 from splittime.engine.client import StreamItem
 from splittime.engine.messages import (
@@ -33,6 +33,7 @@ from splittime.engine.messages import (
     EngineStats,
     Fatal,
     FromEngine,
+    Ping,
     Ready,
     StepOutput,
     Submit,
@@ -46,6 +47,9 @@ log = logging.getLogger("splittime.engine")
 
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)  # after deaths in a row; a minute of health starts over
 HEALTHY_AFTER_S = 60.0
+PING_EVERY_S = 1.0
+SILENT_AFTER_S = 5.0  # not heard of for so long: not ready
+HUNG_AFTER_S = 30.0  # for so long: ended and started anew
 OnStep = Callable[[StepOutput], None]
 
 
@@ -61,12 +65,14 @@ class Generation:
         self.process.stdin.write(settings + b"\n")
         self.process.stdin.flush()
         self._endpoints = inbound, outbound
+        self._sockets: tuple[zmq.asyncio.Socket, ...] = ()
 
     def connect(self, context: zmq.asyncio.Context) -> None:
         inbound, outbound = self._endpoints
         self.push = context.socket(zmq.PUSH)
         self.pull = context.socket(zmq.PULL)
-        for socket in (self.push, self.pull):
+        self._sockets = self.push, self.pull
+        for socket in self._sockets:
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
         self.push.bind(inbound)
@@ -76,8 +82,8 @@ class Generation:
         """Also of a process that still runs: its standard input ends, so it leaves."""
         if self.process.stdin is not None:
             self.process.stdin.close()
-        self.push.close()
-        self.pull.close()
+        for socket in self._sockets:
+            socket.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -118,10 +124,18 @@ class ProcessClient:
         self._num_deaths_in_row = 0
         self._is_stopping = False
         self._was_ever_ready = False
+        self._is_up = False
+        self._heard_ns = 0  # when it last said anything
+        self._tasks: list[asyncio.Task[None]] = []  # those of the present generation
+        self._context: zmq.asyncio.Context | None = None
         self.num_restarts = 0
-        self.is_ready = False
         self.ready_info: Ready | None = None
-        self.failure: EngineError | None = None
+        self.failure: SplittimeError | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """It is up, and has been heard of lately: a hung process would serve nobody."""
+        return self._is_up and time.monotonic_ns() - self._heard_ns < SILENT_AFTER_S * 1e9
 
     def spawn(self) -> None:
         """Start the process now; `start` does it otherwise."""
@@ -144,14 +158,15 @@ class ProcessClient:
     async def stop(self) -> None:
         """End the process; requests still in flight get a terminal output."""
         self._is_stopping = True
-        self.is_ready = False
+        self._is_up = False
         if self._generation is not None:
             self._end_streams("the server is shutting down")
             generation, self._generation = self._generation, None
-            self._reader.cancel()
+            self._cancel_tasks()
             generation.close()
             await asyncio.to_thread(_wait_or_kill, generation.process)
-        self._context.term()
+        if self._context is not None:
+            self._context.term()
 
     # ---- the client's calls ---------------------------------------------------------------------------------------
 
@@ -209,11 +224,12 @@ class ProcessClient:
     # ---- what the engine says -------------------------------------------------------------------------------------
 
     def _attend(self) -> None:
-        """Read what this generation sends, and watch for its death."""
+        """Read what this generation sends, ask whether it is there, and watch for its death."""
         generation = self._generation
         assert generation is not None
+        assert self._context is not None
         generation.connect(self._context)
-        self._reader = self._loop.create_task(self._read(generation))
+        self._tasks = [self._loop.create_task(work) for work in (self._read(generation), self._ping(generation))]
         threading.Thread(target=self._watch, args=(generation,), name="engine-watch", daemon=True).start()
 
     async def _read(self, generation: Generation) -> None:
@@ -224,14 +240,28 @@ class ProcessClient:
             log.exception("what the engine process %d says cannot be taken in; ending it", generation.process.pid)
             generation.process.kill()
 
+    async def _ping(self, generation: Generation) -> None:
+        """Once it is up, it must be heard of; one that is silent for too long is ended, and a successor started."""
+        while not self._is_up or time.monotonic_ns() - self._heard_ns < HUNG_AFTER_S * 1e9:
+            await asyncio.sleep(PING_EVERY_S)
+            if self._is_up:
+                self._send(Ping())
+        log.error("the engine process %d has been silent for %.0f s; ending it", generation.process.pid, HUNG_AFTER_S)
+        generation.process.kill()
+
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
     def _handle(self, message: FromEngine) -> None:
+        self._heard_ns = time.monotonic_ns()
         match message:
             case StepOutput():
                 self._take_step(message)
             case Ready():
                 self.ready_info, self._stats = message, message.stats
                 self._repeat_knobs()
-                self.is_ready = self._was_ever_ready = True
+                self._is_up = self._was_ever_ready = True
                 self._became_ready.set()
             case ConfigureDone():
                 self._take_answer(message)
@@ -256,10 +286,7 @@ class ProcessClient:
         if answer.error is None:
             future.set_result(answer.knobs)
             return
-        try:
-            raise_from_info(answer.error)
-        except Exception as error:
-            future.set_exception(error)
+        future.set_exception(error_from_info(answer.error))
 
     def _repeat_knobs(self) -> None:
         """What was changed on its predecessor holds for a successor too; it hears of it before any request."""
@@ -280,22 +307,23 @@ class ProcessClient:
         self._loop.create_task(self._bury(generation, status))
 
     async def _bury(self, generation: Generation, status: int) -> None:
-        self.is_ready = False
+        self._is_up = False
         await asyncio.sleep(0.02)  # its last words may still be in the socket
-        self._reader.cancel()
-        cause = self._cause_of_death(status)
-        log.error("engine process %d died: %s", generation.process.pid, cause)
+        self._cancel_tasks()
+        words, self._last_words = self._last_words, None
+        cause = _cause_of_death(status, words)
         self._end_streams(f"the engine process died: {cause}")
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineError("the engine process died", hint="try again when /ready says so"))
         generation.close()
         self._stats = EngineStats(now_ns=time.monotonic_ns())
-        if self._was_ever_ready:
-            await self._restart(generation)
-        else:
-            self.failure = EngineError(cause)
+        if not self._was_ever_ready:  # whoever awaits `start` is told
+            self.failure = _failure(cause, words)
             self._became_ready.set()
+            return
+        log.error("engine process %d died: %s", generation.process.pid, cause)
+        await self._restart(generation)
 
     async def _restart(self, dead: Generation) -> None:
         if time.monotonic_ns() - dead.started_ns > HEALTHY_AFTER_S * 1e9:
@@ -319,14 +347,6 @@ class ProcessClient:
         self._attend()
         return True
 
-    def _cause_of_death(self, status: int) -> str:
-        words, self._last_words = self._last_words, None
-        if words is None:
-            return f"killed by signal {-status}" if status < 0 else f"exit status {status}, no last words"
-        if words.trace:
-            log.error("%s", words.trace.rstrip())
-        return words.message
-
     def _end_streams(self, why: str) -> None:
         """A terminal output for every request in flight, made here because nobody else can. What the engine did with
         it after its last news is not known: from there on it is unattributed."""
@@ -337,6 +357,19 @@ class ProcessClient:
             marks = (unknown, Mark(Stage.DELIVER, None, now_ns))
             output = RequestOutput(request_id, marks=marks, finish_reason=FinishReason.ERROR, error=error)
             stream.put(StreamItem(0, now_ns, output))
+
+
+def _cause_of_death(status: int, words: Fatal | None) -> str:
+    if words is None:
+        return f"killed by signal {-status}" if status < 0 else f"exit status {status}, no last words"
+    if words.trace:
+        log.error("%s", words.trace.rstrip())
+    return words.message
+
+
+def _failure(cause: str, words: Fatal | None) -> SplittimeError:
+    """What `start` raises: the settings' own error, if that is what it was."""
+    return EngineError(cause) if words is None or words.error is None else error_from_info(words.error)
 
 
 def _wait_or_kill(process: subprocess.Popen, patience_s: float = 5.0) -> None:

@@ -50,15 +50,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """Read a model's folder. Raises `ConfigError` if it has no `tokenizer.json`."""
+        """Read a model's folder. Raises `ConfigError` naming the file that is missing or cannot be understood."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"no tokenizer.json in {folder.name}", hint="only tokenizers of that form are supported")
         config = _read_json(folder / "tokenizer_config.json")
-        return cls(
-            tokenizers.Tokenizer.from_file(str(path)), config=config, chat_templates=_chat_templates(folder, config)
-        )
+        return cls(_backend(path), config=config, chat_templates=_chat_templates(folder, config))
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -200,8 +198,27 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     declared = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(declared, str):
         return {"default": declared}
-    return {entry["name"]: entry["template"] for entry in declared or ()}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in declared or ()}
+    except (TypeError, KeyError):
+        raise ConfigError("chat_template is neither a text nor a list of {name, template}", param="model") from None
+
+
+def _backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise ConfigError(f"{path.name} is no tokenizer: {error}", param="model") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The file's object, or an empty one if there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.name} is not JSON: {error}", param="model") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path.name} holds no JSON object", param="model")
+    return found

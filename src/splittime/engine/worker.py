@@ -6,6 +6,7 @@ parent is gone, whatever killed it, and so do we go. SIGINT is the parent's busi
 """
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ from splittime.core.errors import SplittimeError
 from splittime.engine.engine import Engine
 from splittime.engine.gc_pauses import GcPauses, freeze_heap
 from splittime.engine.loop import Inbox, run_loop
-from splittime.engine.messages import Fatal, FromEngine, Ready, ToEngine
+from splittime.engine.messages import Fatal, FromEngine, Ping, Pong, Ready, ToEngine
 
 Timeline = list[tuple[str, int, int]]
 Build = Callable[[bytes, Timeline], tuple[Engine, dict]]
@@ -44,25 +45,25 @@ def work(inbound: str, outbound: str, build: Build) -> None:
     def send(message: FromEngine) -> None:
         push.send(encoder.encode(message))
 
-    status = _work(inbound, build, send)
+    status = _work(inbound, outbound, build, send)
     push.close()
     context.term()  # waits until the last words are delivered
     os._exit(status)  # the receiving thread sits in a system call, and nothing is left to clean up
 
 
-def _work(inbound: str, build: Build, send: Callable[[FromEngine], None]) -> int:
+def _work(inbound: str, outbound: str, build: Build, send: Callable[[FromEngine], None]) -> int:
     try:
         settings = sys.stdin.buffer.readline()
-        _leave_with_parent()
+        _leave_with_parent(inbound)
         timeline: Timeline = []
         engine, resolved = build(settings, timeline)
         freeze_heap()
         engine.gc_pauses = GcPauses(SystemClock())
-        inbox = _receive(inbound)
+        inbox = _receive(inbound, outbound)
         send(Ready(resolved, tuple(timeline), engine.stats()))
         run_loop(engine, inbox, send, SystemClock())
     except SplittimeError as error:  # of whoever wrote the settings: the message says it all
-        send(Fatal(str(error)))
+        send(Fatal(str(error), error=error.info))
         return 1
     except Exception as error:  # ours; the one edge where an engine's failure becomes a message
         send(Fatal(f"{type(error).__name__}: {error}", traceback.format_exc()))
@@ -70,28 +71,36 @@ def _work(inbound: str, build: Build, send: Callable[[FromEngine], None]) -> int
     return 0
 
 
-def _leave_with_parent() -> None:
+def _leave_with_parent(inbound: str) -> None:
+    """At the end of standard input, remove the sockets' folder (a parent that was killed could not) and go."""
+
     def watch() -> None:
         while sys.stdin.buffer.read(4096):
             pass
+        shutil.rmtree(os.path.dirname(inbound.removeprefix("ipc://")), ignore_errors=True)
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _receive(inbound: str) -> Inbox:
-    """Start the receiving thread; it alone uses its socket."""
+def _receive(inbound: str, outbound: str) -> Inbox:
+    """Start the receiving thread; it alone uses its sockets."""
     inbox = Inbox()
     decoder = msgspec.msgpack.Decoder(ToEngine)
+    pong = msgspec.msgpack.encode(Pong())
 
     def receive() -> None:
-        pull = zmq.Context().socket(zmq.PULL)
+        context = zmq.Context()
+        pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         pull.setsockopt(zmq.RCVHWM, 0)
         pull.connect(inbound)
+        push.connect(outbound)
         while True:
-            message = pull.recv()
-            received_ns = time.monotonic_ns()
-            inbox.put(decoder.decode(message), received_ns)
+            message = decoder.decode(pull.recv())
+            if isinstance(message, Ping):
+                push.send(pong)
+            else:
+                inbox.put(message, time.monotonic_ns())
 
     threading.Thread(target=receive, name="receive", daemon=True).start()
     return inbox

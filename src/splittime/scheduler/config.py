@@ -48,6 +48,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Returns itself; raises ConfigError naming the first setting out of range."""
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2: a prompt and an output")
         _require(self.starvation_bound_ms >= 0, "starvation_bound_ms", self.starvation_bound_ms, "at least 0")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
