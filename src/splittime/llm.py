@@ -31,6 +31,7 @@ from splittime.core.errors import EngineError, ErrorInfo, RequestError, Splittim
 from splittime.core.plan import TokenLogprob
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.engine.choice import Choice
 from splittime.engine.client import StreamItem
 from splittime.engine.engine import Engine
 from splittime.engine.messages import StepOutput
@@ -39,7 +40,6 @@ from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger
-from splittime.server.choice import Choice
 from splittime.server.params import check_token_ids
 
 Prompt = str | Sequence[int]

@@ -12,9 +12,9 @@ import orjson
 
 from splittime.core.plan import TokenLogprob
 from splittime.core.request import FinishReason
+from splittime.engine.choice import Choice, Delta, Scored
 from splittime.engine.output import token_text
 from splittime.engine.tokenizer import Tokenizer
-from splittime.server.choice import Choice, Delta, Scored
 from splittime.server.params import Ask
 
 DONE = b"data: [DONE]\n\n"

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 from splittime.core.errors import Conflict, DeadlineExceeded, EngineError, ErrorInfo, SplittimeError
 from splittime.core.request import FinishReason
+from splittime.engine.choice import Choice
 from splittime.engine.client import EngineClient, StreamItem
 from splittime.server.admission import Place
-from splittime.server.choice import Choice
 
 log = logging.getLogger("splittime.server")
 

@@ -9,10 +9,10 @@ import orjson
 
 from splittime.core.errors import DeadlineExceeded, ErrorInfo, Overloaded, SplittimeError
 from splittime.core.request import FinishReason
+from splittime.engine.choice import Choice
 from splittime.server import http
 from splittime.server.admission import Refused
 from splittime.server.answer import DONE, Answer
-from splittime.server.choice import Choice
 from splittime.server.generation import Generation
 from splittime.server.params import Ask
 from splittime.server.service import Service

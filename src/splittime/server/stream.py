@@ -15,8 +15,8 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import coroutine
 from typing import Any
 
+from splittime.engine.choice import Choice
 from splittime.server.answer import Answer
-from splittime.server.choice import Choice
 from splittime.server.config import ServerConfig
 from splittime.server.http import Headers, Send
 

@@ -5,10 +5,10 @@ The account itself closes a little later, when those bytes have been given to th
 
 from typing import Any
 
+from splittime.engine.choice import Choice
 from splittime.ledger.account import Interval
 from splittime.ledger.export.account_json import stages_json
 from splittime.ledger.export.server_timing import header
-from splittime.server.choice import Choice
 
 
 def timing(choice: Choice, now_ns: int) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, RequestError, SplittimeError
 from splittime.core.request import FinishReason, Request
+from splittime.engine.choice import Choice, Echo
 from splittime.engine.output import OutputText, make_detokenizer
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.stages import Stage
 from splittime.server import http
 from splittime.server.admission import Place
-from splittime.server.choice import Choice, Echo
 from splittime.server.config import ModelInfo
 from splittime.server.generation import Generation
 from splittime.server.params import Ask, Prompt, ask_chat, ask_completion
