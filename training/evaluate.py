@@ -148,8 +148,8 @@ def run_summary(folder: Path) -> dict[str, object]:
 
 
 def training_summary(work: Path, name: str) -> list[dict[str, object]]:
-    """The run that made a model and, where one followed, its continuation at the longest context in `work/long`."""
-    folders = [work / name, work / "long" / name]
+    """The run that made a model and those that continued it at the longest context, in `work/long*`, in order."""
+    folders = [work / name, *(folder / name for folder in sorted(work.glob("long*")))]
     return [run_summary(folder) for folder in folders if (folder / "log.jsonl").exists()]
 
 
