@@ -7,7 +7,6 @@ No model: results are constant tokens, made outside the clock. Goals: 1 ms at 25
 """
 
 import argparse
-import gc
 import statistics
 import time
 
@@ -15,6 +14,7 @@ from benchmarks.report import file_result
 from splittime.core.plan import RowResult, StepPlan, StepResult
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.engine.gc_pauses import freeze_heap
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
@@ -53,8 +53,7 @@ def step(scheduler: Scheduler) -> tuple[int, int]:
 
 def measure(num_running: int, num_waiting: int, policy: str, num_steps: int = 400) -> dict[str, float | int | str]:
     scheduler = make_scheduler(num_running, num_waiting, policy)
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     samples = [step(scheduler) for _ in range(num_steps)]
     total_us = sorted((plan + commit) / 1e3 for plan, commit in samples)
     return {

@@ -71,7 +71,6 @@ async def send(
     await asyncio.sleep(max(0.0, begin + request.at_s - time.monotonic()))
     sent = time.monotonic()
     body = {
-        "model": "code",
         "prompt": [rng.randrange(10, 4000) for _ in range(request.prompt_tokens)],
         "max_tokens": request.output_tokens,
         "ignore_eos": True,
@@ -81,6 +80,8 @@ async def send(
     }
     output_tokens = 0
     async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{response.status}: {await response.text()}")
         async for line in response.content:
             if b'"usage":{' in line:
                 output_tokens = json.loads(line[6:])["usage"]["completion_tokens"]
@@ -89,8 +90,6 @@ async def send(
 
 async def replay(url: str, requests: list[TraceRequest]) -> list[Answer]:
     rng = random.Random(0)
-    model = get_json(f"{url}/v1/models")["data"][0]["id"]
-    assert model
     timeout = aiohttp.ClientTimeout(total=900)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         begin = time.monotonic()

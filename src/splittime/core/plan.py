@@ -15,7 +15,7 @@ import msgspec
 from splittime.core.sampling import SamplingParams
 
 
-class Admitted(msgspec.Struct, frozen=True, array_like=True):
+class Admitted(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A request the runner must know from this step on (first admission, or again after a preemption).
 
     token_ids: all tokens known so far, prompt then outputs; the last `num_output_tokens` are outputs
@@ -29,7 +29,7 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...]  # end-of-sequence and stop ids together; masked until min_tokens are out
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One request's part of a step.
 
     start: position of `token_ids[0]`.
@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     draft_token_ids: tuple[int, ...] = ()
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """What one step computes. `released` requests are forgotten first, then `admitted` are learnt, `copies` of whole
     blocks (source, target) are made, then the rows run. Each request has at most one row."""
 
@@ -56,7 +56,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     copies: tuple[tuple[int, int], ...] = ()
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Log-probability of a token under the model (before temperature and filters), its rank (1 is the most likely),
     and the most likely alternatives as (token_id, logprob), best first."""
 
@@ -66,7 +66,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class RowResult(msgspec.Struct, frozen=True, array_like=True):
+class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What came of a row: the accepted tokens (none for a chunk that does not sample), in the order of the plan's rows.
 
     prompt_logprobs: for requests with `sampling.prompt_logprobs`, one entry for each row token but the last of the
@@ -83,7 +83,7 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True, gc=False):
     """`device_ns` is the model's forward pass, `sample_ns` choosing tokens; what else `run` took is launch."""
 
     step_id: int

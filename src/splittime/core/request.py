@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the request could not be carried out; `RequestOutput.error` says why
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One generation. Times are `time.monotonic_ns()` of this host.
 
     prompt_token_ids: at least one token.

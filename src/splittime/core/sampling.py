@@ -10,7 +10,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """Sampling parameters, with the meanings that OpenAI's and vLLM's APIs give them.
 
     `temperature` 0 is greedy. `top_k` 0 is off. `seed` None lets the engine draw one; with a seed the tokens do not

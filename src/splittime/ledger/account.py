@@ -13,7 +13,7 @@ from splittime.core.errors import ErrorInfo
 from splittime.ledger.stages import Cause, Stage
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True):
+class Mark(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """From `begin_ns` on, the request is in `stage` because of `cause`."""
 
     stage: Stage
@@ -21,7 +21,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     begin_ns: int
 
 
-class Interval(msgspec.Struct, frozen=True):
+class Interval(msgspec.Struct, frozen=True, gc=False):
     """A stage with both its ends, in ns of the host's monotonic clock."""
 
     stage: Stage
@@ -103,7 +103,7 @@ def verify_intervals(intervals: list[Interval], start_ns: int, end_ns: int | Non
         raise ValueError("stages do not sum to the wall time")
 
 
-class ClosedAccount(msgspec.Struct, frozen=True, kw_only=True):
+class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A closed book with the facts of its request; all times in ns of the host's monotonic clock.
 
     started_at_unix_ns: wall-clock time of `start_ns`, for display only; never subtracted from anything.

@@ -12,7 +12,7 @@ from itertools import pairwise
 import msgspec
 
 
-class StepRecord(msgspec.Struct, frozen=True):
+class StepRecord(msgspec.Struct, frozen=True, gc=False):
     """One step. `rows` are (request_id, start, num_tokens). `kv_tokens_read` counts the cached positions that attention
     read over all rows. `victims` are the requests preempted while planning it."""
 

@@ -8,7 +8,7 @@ from splittime.core.request import FinishReason
 from splittime.ledger.account import Mark
 
 
-class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+class RequestOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """News of one request. The one with a `finish_reason` is its terminal event; none follows.
 
     marks: the account's marks since the previous output of this request (the engine's part begins with `handoff` at
