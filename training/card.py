@@ -14,8 +14,8 @@ LIMITS = """\
 * It has learnt from the library's sources, and at length may repeat common parts of them (licence headers, for one).
 """
 COMMANDS = {
-    "code": "python -m training.train --model code --minutes 40 --export",
-    "code-draft": "python -m training.train --model code-draft --minutes 8 --step-tokens 2048 --export",
+    "code": "python -m training.train --model code --tokens 6000000 --export",
+    "code-draft": "python -m training.train --model code-draft --tokens 3200000 --step-tokens 2048 --export",
 }
 
 
