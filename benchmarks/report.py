@@ -40,13 +40,20 @@ def timer_noise_us(duration_s: float = 0.5) -> dict[str, float]:
 
 def file_result(name: str, figures: dict[str, Any], settings: dict[str, Any], as_json: bool) -> Path:
     """Write the result beside the others; print it as JSON if asked."""
-    result = {"benchmark": name, "conditions": conditions(), "settings": settings, "figures": figures}
+    shown = {key: _without_folders(value) for key, value in settings.items()}
+    result = {"benchmark": name, "conditions": conditions(), "settings": shown, "figures": figures}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
     if as_json:
         print(json.dumps(result, default=str))
     return path
+
+
+def _without_folders(value: Any) -> Any:
+    """A path as its last part: where it lay on this machine is nobody's business."""
+    is_path = isinstance(value, Path) or (isinstance(value, str) and "/" in value)
+    return Path(value).name if is_path else value
 
 
 def _run(*command: str) -> str:
