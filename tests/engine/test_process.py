@@ -284,3 +284,21 @@ def test_stop_before_start_is_harmless() -> None:
         await client.stop()
 
     asyncio.run(scenario())
+
+
+def test_sigterm_to_the_whole_group_is_left_to_the_parent() -> None:
+    """A service manager sends SIGTERM to every process; the parent drains, so the engine must go on."""
+
+    async def scenario() -> None:
+        async with running_client(step_ns=2_000_000) as client:
+            task = asyncio.create_task(collect(client, make_request("r", max_tokens=50)))
+            await asyncio.sleep(0.03)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGTERM)
+            os.kill(client.pid, signal.SIGINT)
+            tokens, reason, _ = await asyncio.wait_for(task, 5)
+            assert reason is FinishReason.LENGTH
+            assert len(tokens) == 50
+            assert client.num_restarts == 0
+
+    asyncio.run(scenario())

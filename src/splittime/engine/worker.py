@@ -2,7 +2,8 @@
 builds the engine (`cli.worker` does) and hands it in.
 
 The parent writes one line of JSON settings to our standard input and keeps it open: end of file there means that the
-parent is gone, whatever killed it, and so do we go. SIGINT is the parent's business (a terminal sends it to both).
+parent is gone, whatever killed it, and so do we go. SIGINT and SIGTERM are left to the parent: a terminal or a service
+manager sends them to both of us, and the parent wants to drain first.
 """
 
 import os
@@ -34,7 +35,8 @@ def work(inbound: str, outbound: str, build: Build) -> None:
     inbound, outbound: ZeroMQ endpoints to pull messages from and push messages to.
     build: makes the engine and says what was resolved; appends its phases (name, begin_ns, end_ns) to the timeline.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     context = zmq.Context()
     push = context.socket(zmq.PUSH)
     push.setsockopt(zmq.SNDHWM, 0)
