@@ -30,7 +30,7 @@ from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.store import open_readonly
 
-HELD_OUT_FRACTION = 0.01
+LONGEST_SHARE = 0.01
 
 
 @dataclass
@@ -56,7 +56,7 @@ def load_trace(path: Path, seconds: float, speedup: float, max_model_len: int) -
         rows = [(float(r["arrival_s"]), int(r["input_tokens"]), int(r["output_tokens"])) for r in csv.DictReader(file)]
     rows = [row for row in rows if row[0] < seconds]
     totals = sorted(row[1] + row[2] for row in rows)
-    scale = min(1.0, max_model_len / totals[int((1 - HELD_OUT_FRACTION) * (len(totals) - 1))])
+    scale = min(1.0, max_model_len / totals[int((1 - LONGEST_SHARE) * (len(totals) - 1))])
     requests = []
     for at_s, num_input, num_output in rows:
         output_tokens = min(max(1, round(num_output * scale)), max_model_len // 2)

@@ -14,7 +14,8 @@ import msgspec
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
     """One step. `rows` are (request_id, start, num_tokens). `kv_tokens_read` counts the cached positions that attention
-    read over all rows. `victims` are the requests preempted while planning it."""
+    read over all rows. `decode_tokens` counts the rows of one token that sample, so a prompt of one token, or a last
+    chunk of one, is among them. `victims` are the requests preempted while planning it."""
 
     step_id: int
     begin_ns: int
