@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile setup.py src/splittime/kernels/native/csrc/* | cksum | cut -d' ' -f1)
 
 .PHONY: setup serve check test format lint bench clean
 

@@ -1,0 +1,127 @@
+// The C interface: chooses the instruction set, and composes a decoder layer. The kernels are in the *.inl files.
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <memory>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace {
+
+const Kernels *const ALL[] = {
+    &portable_kernels,
+#if defined(__x86_64__)
+    &avx2_kernels,
+    &avx512_kernels,
+    &avx512bf16_kernels,
+#endif
+};
+constexpr int32_t COUNT = sizeof ALL / sizeof ALL[0];
+
+int32_t best() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
+  int32_t found = 0;
+  for (int32_t index = 0; index < COUNT; index++)
+    if (ALL[index]->runs()) found = index;
+  return found;
+}
+
+int32_t selected = best();
+
+const Kernels &kernels() { return *ALL[selected]; }
+
+// Memory that a layer's intermediate results live in; it grows to the largest step and stays.
+struct Scratch {
+  std::unique_ptr<float[]> memory;
+  int64_t size = 0;
+  float *of(int64_t floats) {
+    if (floats > size) {
+      memory.reset();
+      memory.reset(new float[floats]);
+      size = floats;
+    }
+    return memory.get();
+  }
+};
+thread_local Scratch scratch;
+
+}  // namespace
+
+extern "C" {
+
+int32_t st_interface_version(void) { return ST_INTERFACE_VERSION; }
+const char *st_isa_name(int32_t index) { return index >= 0 && index < COUNT ? ALL[index]->name : nullptr; }
+int32_t st_isa_runs(int32_t index) { return index >= 0 && index < COUNT && ALL[index]->runs(); }
+void st_isa_select(int32_t index) { selected = index; }
+int32_t st_isa_selected(void) { return selected; }
+
+void st_linear(const StLinear *linear, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
+               int64_t y_stride) {
+  kernels().linear(linear, tokens, x, x_stride, residual, y, y_stride);
+}
+
+void st_rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride, const float *weight, float eps,
+                 float *y) {
+  kernels().rms_norm(tokens, width, x, x_stride, weight, eps, y);
+}
+
+void st_silu_mul(int32_t tokens, int32_t inner, const float *gate_up, float *y) {
+  kernels().silu_mul(tokens, inner, gate_up, y);
+}
+
+void st_rope_write(const StBatch *batch, const StKv *kv, int32_t num_heads, const float *qk_norm, float eps, float *qkv) {
+  kernels().rope_write(batch, kv, num_heads, qk_norm, eps, qkv);
+}
+
+void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, float scale,
+                  const float *q, int64_t q_stride, float *out) {
+  kernels().attention(batch, kv, num_heads, window_tokens, scale, q, q_stride, out);
+}
+
+void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, float *hidden) {
+  const int64_t tokens = batch->tokens, width = layer->qkv.in_features, mixed = layer->output.in_features;
+  const int64_t qkv = layer->qkv.out_features, gate_up = layer->gate_up.out_features;
+  const int64_t wide = qkv + mixed > gate_up + gate_up / 2 ? qkv + mixed : gate_up + gate_up / 2;
+  float *normed = scratch.of(tokens * (width + wide)), *a = normed + tokens * width;
+  const Kernels &k = kernels();
+
+  float *heads = a, *out = a + tokens * qkv;
+  k.rms_norm(tokens, width, hidden, width, layer->input_norm, layer->eps, normed);
+  k.linear(&layer->qkv, tokens, normed, width, nullptr, heads, qkv);
+  k.rope_write(batch, kv, layer->num_heads, layer->qk_norm, layer->eps, heads);
+  k.attention(batch, kv, layer->num_heads, layer->window_tokens, layer->scale, heads, qkv, out);
+  k.linear(&layer->output, tokens, out, mixed, hidden, hidden, width);
+
+  float *inner = a + tokens * gate_up;
+  k.rms_norm(tokens, width, hidden, width, layer->mlp_norm, layer->eps, normed);
+  k.linear(&layer->gate_up, tokens, normed, width, nullptr, a, gate_up);
+  k.silu_mul(tokens, gate_up / 2, a, inner);
+  k.linear(&layer->down, tokens, inner, gate_up / 2, hidden, hidden, width);
+}
+
+void st_release_pages(const void *begin, int64_t bytes) {
+  const uintptr_t page = sysconf(_SC_PAGESIZE);
+  uintptr_t first = ((uintptr_t)begin + page - 1) / page * page, last = ((uintptr_t)begin + bytes) / page * page;
+  if (last > first) madvise((void *)first, last - first, MADV_DONTNEED);
+}
+
+}  // extern "C"
+
+// A mapping rounded up to whole huge pages. The system aligns large anonymous mappings by itself; where it does not, only
+// the first and last pages are small.
+static int64_t mapped_bytes(int64_t bytes) { return (bytes + (2 << 20) - 1) / (2 << 20) * (2 << 20); }
+
+extern "C" void *st_allocate(int64_t bytes) {
+  void *begin = mmap(nullptr, mapped_bytes(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (begin == MAP_FAILED) return nullptr;
+#ifdef MADV_HUGEPAGE
+  madvise(begin, mapped_bytes(bytes), MADV_HUGEPAGE);
+#endif
+  return begin;
+}
+
+extern "C" void st_free(void *begin, int64_t bytes) { munmap(begin, mapped_bytes(bytes)); }

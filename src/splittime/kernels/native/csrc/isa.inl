@@ -1,0 +1,19 @@
+// The kernels of one instruction set: included once by each isa_*.cpp, which has defined ST_ISA, ST_RUNS and LANES.
+#include "kernels.h"
+#include "pool.h"
+#include "simd.h"
+//
+#include "attention.inl"
+#include "elementwise.inl"
+#include "linear.inl"
+
+#define ST_TEXT_(x) #x
+#define ST_TEXT(x) ST_TEXT_(x)
+#define ST_TABLE_(isa) isa##_kernels
+#define ST_TABLE(isa) ST_TABLE_(isa)
+
+extern const Kernels ST_TABLE(ST_ISA);
+const Kernels ST_TABLE(ST_ISA) = {
+    ST_TEXT(ST_ISA),   [] { return bool(ST_RUNS); }, ST_ISA::linear,    ST_ISA::rms_norm,
+    ST_ISA::silu_mul,  ST_ISA::rope_write,           ST_ISA::attention,
+};

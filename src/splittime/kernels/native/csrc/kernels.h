@@ -1,0 +1,19 @@
+// The table of functions that each instruction set fills, and the namespace trick: every isa_*.cpp defines ST_ISA and
+// includes the same *.inl files, so that the same source becomes `avx2::linear`, `avx512::linear`, ...
+#pragma once
+#include "splittime.h"
+
+struct Kernels {
+  const char *name;
+  bool (*runs)();  // whether this CPU has the instructions
+  void (*linear)(const StLinear *, int32_t, const float *, int64_t, const float *, float *, int64_t);
+  void (*rms_norm)(int32_t, int32_t, const float *, int64_t, const float *, float, float *);
+  void (*silu_mul)(int32_t, int32_t, const float *, float *);
+  void (*rope_write)(const StBatch *, const StKv *, int32_t, const float *, float, float *);
+  void (*attention)(const StBatch *, const StKv *, int32_t, int32_t, float, const float *, int64_t, float *);
+};
+
+extern const Kernels portable_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels, avx512_kernels, avx512bf16_kernels;
+#endif

@@ -1,0 +1,15 @@
+// y = x W^T: hands a weight to the kernel of its scheme.
+#include "linear_float.inl"
+#include "linear_int.inl"
+
+namespace ST_ISA {
+
+void linear(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
+            int64_t y_stride) {
+  if (weight->scheme == ST_INT8 || weight->scheme == ST_INT4)
+    linear_int(weight, tokens, x, x_stride, residual, y, y_stride);
+  else
+    linear_float(weight, tokens, x, x_stride, residual, y, y_stride);
+}
+
+}  // namespace ST_ISA

@@ -1,0 +1,125 @@
+#include "pool.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "splittime.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+static inline void relax() { _mm_pause(); }
+#else
+static inline void relax() { std::this_thread::yield(); }
+#endif
+
+namespace {
+
+constexpr int SPINS = 4000;  // about 50 us of _mm_pause: longer than the gaps inside a step, shorter than those between
+
+// ticket: generation of the job in the upper half, next item in the lower, in one word. An odd generation means that the
+// job is being written: a thread that comes late finds its exchange refused, so it never takes an item of a job other
+// than the one it has read.
+struct Pool {
+  std::vector<std::thread> threads;
+  std::mutex turn;  // one job at a time
+  std::mutex sleep;
+  std::condition_variable wake;
+  std::atomic<PoolWork> work{nullptr};
+  std::atomic<void *> context{nullptr};
+  std::atomic<int32_t> items{0};
+  std::atomic<uint64_t> ticket{0};
+  std::atomic<int32_t> done{0};
+  std::atomic<int32_t> sleeping{0};
+  std::atomic<bool> stops{false};
+
+  ~Pool() { resize(1); }
+
+  void resize(int32_t num_threads) {
+    std::lock_guard<std::mutex> mine(turn);
+    stops = true;
+    {
+      std::lock_guard<std::mutex> lock(sleep);
+      wake.notify_all();
+    }
+    for (auto &thread : threads) thread.join();
+    threads.clear();
+    stops = false;
+    uint32_t generation = ticket.load() >> 32;
+    for (int32_t i = 1; i < num_threads; i++) threads.emplace_back([this, generation] { serve(generation); });
+  }
+
+  void run(int32_t new_items, PoolWork new_work, void *new_context) {
+    std::lock_guard<std::mutex> mine(turn);
+    uint64_t generation = ticket.load() >> 32;
+    ticket.store((generation + 1) << 32);
+    work.store(new_work);
+    context.store(new_context);
+    items.store(new_items);
+    done.store(0);
+    ticket.store((generation + 2) << 32);
+    if (sleeping.load()) {
+      std::lock_guard<std::mutex> lock(sleep);
+      wake.notify_all();
+    }
+    take((uint32_t)(generation + 2));
+    while (done.load(std::memory_order_acquire) < new_items) relax();
+  }
+
+  // Work on items of this generation until none is left.
+  void take(uint32_t generation) {
+    for (;;) {
+      uint64_t seen = ticket.load(std::memory_order_acquire);
+      if ((uint32_t)(seen >> 32) != generation) return;
+      PoolWork my_work = work.load(std::memory_order_relaxed);
+      void *my_context = context.load(std::memory_order_relaxed);
+      int32_t item = (int32_t)(uint32_t)seen;
+      if (item >= items.load(std::memory_order_relaxed)) return;
+      if (!ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
+      my_work(my_context, item);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  void serve(uint32_t generation) {
+    while (!stops.load()) {
+      uint32_t next = await(generation);
+      if (next == generation) continue;
+      generation = next;
+      take(generation);
+    }
+  }
+
+  uint32_t current() { return (uint32_t)(ticket.load() >> 32); }
+
+  // The generation that follows this one and is ready; or this one, when the pool stops.
+  uint32_t await(uint32_t generation) {
+    auto is_ready = [&](uint32_t now) { return now != generation && now % 2 == 0; };
+    for (int spin = 0; spin < SPINS && !stops.load(std::memory_order_relaxed); spin++) {
+      if (is_ready(current())) return current();
+      relax();
+    }
+    std::unique_lock<std::mutex> lock(sleep);
+    sleeping.fetch_add(1);
+    wake.wait(lock, [&] { return stops.load() || is_ready(current()); });
+    sleeping.fetch_sub(1);
+    return stops.load() ? generation : current();
+  }
+};
+
+Pool pool;
+std::atomic<int32_t> num_threads{1};
+
+}  // namespace
+
+int32_t pool_threads() { return num_threads.load(std::memory_order_relaxed); }
+
+void pool_run(int32_t items, PoolWork work, void *context) { pool.run(items, work, context); }
+
+extern "C" void st_set_threads(int32_t wanted) {
+  wanted = wanted < 1 ? 1 : wanted;
+  pool.resize(wanted);
+  num_threads = wanted;
+}

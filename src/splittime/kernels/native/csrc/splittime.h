@@ -1,0 +1,124 @@
+/* The C interface of splittime's CPU kernels: plain pointers and sizes, no torch, no Python, no exceptions.
+ *
+ * Every activation is float32. A *token* is one row of an activation matrix. Arrays are C-contiguous unless a stride (in
+ * elements) is given. The caller owns every buffer and checks every shape: these functions trust what they are given.
+ * They run on the calling thread and on the pool that st_set_threads made; one call at a time runs in parallel, others
+ * wait for it.
+ */
+#ifndef SPLITTIME_H
+#define SPLITTIME_H
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+#define ST_INTERFACE_VERSION 1 /* raised with any change here; kernels/native/library.py refuses another */
+
+enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
+
+/* A weight [out_features, in_features] in the layout of its scheme, `blob` made by st_pack or st_pack_quantized.
+ * group: columns that share a scale (ST_INT4 only, a multiple of 32). has_zeros: ST_INT4 with a zero point a group;
+ * without it the zero point is 8. bias: [out_features] or NULL. */
+typedef struct {
+  int32_t scheme, out_features, in_features, group, has_zeros;
+  const uint8_t *blob;
+  const float *bias;
+} StLinear;
+
+/* One layer's KV store: [num_blocks + 1][2][num_kv_heads] tiles, keys then values. A key tile is transposed,
+ * [head_dim][block_size]; a value tile is [block_size][head_dim]. type: ST_FLOAT32, ST_BFLOAT16 or ST_INT8.
+ * scales: for ST_INT8, [num_blocks + 1][2][num_kv_heads][block_size], value = stored * scale; else NULL. */
+typedef struct {
+  int32_t type, num_blocks, block_size, num_kv_heads, head_dim;
+  void *data;
+  float *scales;
+} StKv;
+
+/* One step: R rows, T tokens; see splittime.kernels.api.AttentionBatch. Rows of one token come first.
+ * turns: [T][head_dim / 2] pairs (cos, sin). */
+typedef struct {
+  int32_t rows, tokens, decode_rows, max_blocks;
+  const int32_t *query_begins;  /* [R + 1] */
+  const int32_t *context_lens;  /* [R] */
+  const int32_t *block_tables;  /* [R][max_blocks] */
+  const int32_t *token_blocks;  /* [T] */
+  const int32_t *token_offsets; /* [T] */
+  const float *turns;
+} StBatch;
+
+/* A dense pre-norm decoder layer. qk_norm: [num_heads + num_kv_heads][head_dim] or NULL. window_tokens: 0 for none. */
+typedef struct {
+  StLinear qkv, output, gate_up, down;
+  const float *input_norm, *mlp_norm, *qk_norm;
+  float eps, scale;
+  int32_t num_heads, window_tokens;
+} StLayer;
+
+int32_t st_interface_version(void);
+
+/* Instruction sets: "portable", "avx2", "avx512" (with VNNI), "avx512bf16". st_isa_name(i) is the i-th that was compiled
+ * in, worst first, or NULL beyond the last; st_isa_runs(i) says whether this CPU has it; st_isa_select chooses. */
+const char *st_isa_name(int32_t index);
+int32_t st_isa_runs(int32_t index);
+void st_isa_select(int32_t index);
+int32_t st_isa_selected(void);
+
+void st_set_threads(int32_t num_threads); /* the calling thread counts as one */
+
+/* Bytes of the blob of a packed weight (a multiple of 64; the blob must be aligned to 64 bytes). */
+int64_t st_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t has_zeros);
+
+/* Pack a weight [out, in] of dtype ST_FLOAT32, ST_BFLOAT16 or ST_FLOAT16; ST_INT8 and ST_INT4 round to nearest (ties to
+ * even). ST_INT8: scale = max |w| / 127 over a row. ST_INT4: over a group, scale = m / -8 with m the value of largest
+ * magnitude (the first of equals), stored as float16, and the integer round(w / scale) + 8 clamped to 0..15.
+ * row_begin, row_end: pack these rows of the weight only (row_begin a multiple of 16), so that parts made of several
+ * tensors, or several threads, fill one blob; `weight` points at row_begin's first element. */
+void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const void *weight, int32_t dtype,
+             int32_t row_begin, int32_t row_end, uint8_t *blob);
+
+/* Pack integers made elsewhere. values: [out][in], -127..127 for ST_INT8, 0..15 for ST_INT4. scales: [out], or
+ * [out][in / group rounded up]. zeros: [out][groups] of 0..15 or NULL. */
+void st_pack_quantized(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const int8_t *values,
+                       const float *scales, const uint8_t *zeros, uint8_t *blob);
+
+/* The weight that a blob stands for, float32 [out][in]. */
+void st_unpack(const StLinear *linear, float *weight);
+
+/* y = x W^T + bias (+ residual [tokens][out], which may be y itself). ST_INT8: x is rounded to int8 with one scale a token;
+ * ST_INT4: with one scale a token and group. A token's result does not depend on the others, nor on their number, to
+ * the last bit. */
+void st_linear(const StLinear *linear, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
+               int64_t y_stride);
+
+/* y = x / sqrt(mean(x^2) + eps) * weight, over each row of `width`. */
+void st_rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride, const float *weight, float eps, float *y);
+
+/* gate_up [tokens][2 * inner] -> y [tokens][inner] = silu(gate) * up. */
+void st_silu_mul(int32_t tokens, int32_t inner, const float *gate_up, float *y);
+
+/* qkv [T][num_heads + 2 num_kv_heads][head_dim], in place: norm each query and key head (unless qk_norm is NULL), turn
+ * adjacent pairs by the token's turns, and put keys and values at their places in the store. */
+void st_rope_write(const StBatch *batch, const StKv *kv, int32_t num_heads, const float *qk_norm, float eps, float *qkv);
+
+/* q: the first num_heads heads of rows of `q_stride` elements -> out [T][num_heads * head_dim]. Query head h reads KV head
+ * h / (num_heads / num_kv_heads); a query at position p sees (p - window_tokens, p], all of [0, p] if that is 0. */
+void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, float scale,
+                  const float *q, int64_t q_stride, float *out);
+
+/* One decoder layer on hidden [T][hidden_size], in place. */
+void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, float *hidden);
+
+/* Tell the system that these bytes, read from a file mapping, need not stay in memory (madvise DONTNEED, whole pages). */
+void st_release_pages(const void *begin, int64_t bytes);
+
+/* Anonymous memory on huge pages where the system has them (2 MiB aligned, zero); st_free gives it back. NULL: none left. */
+void *st_allocate(int64_t bytes);
+void st_free(void *begin, int64_t bytes);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif

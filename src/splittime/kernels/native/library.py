@@ -1,0 +1,154 @@
+"""The shared library of CPU kernels, by ctypes: the structures and functions of `csrc/splittime.h`, declared once.
+
+`library()` loads it, or says why it cannot (`LibraryMissing`): no compiler at install, another processor. ctypes gives up
+the GIL during each call, so the threads that answer health checks run while a step computes.
+
+`SPLITTIME_KERNELS` names another build of the library, for those who work on the kernels.
+"""
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+INTERFACE_VERSION = 1
+FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
+BLOB_ALIGNMENT = 64
+
+
+class LibraryMissing(Exception):
+    """There is no usable library; says why."""
+
+
+class Linear(Structure):
+    _fields_ = (
+        ("scheme", c_int32),
+        ("out_features", c_int32),
+        ("in_features", c_int32),
+        ("group", c_int32),
+        ("has_zeros", c_int32),
+        ("blob", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Kv(Structure):
+    _fields_ = (
+        ("type", c_int32),
+        ("num_blocks", c_int32),
+        ("block_size", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("data", c_void_p),
+        ("scales", c_void_p),
+    )
+
+
+class Batch(Structure):
+    _fields_ = (
+        ("rows", c_int32),
+        ("tokens", c_int32),
+        ("decode_rows", c_int32),
+        ("max_blocks", c_int32),
+        ("query_begins", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("token_blocks", c_void_p),
+        ("token_offsets", c_void_p),
+        ("turns", c_void_p),
+    )
+
+
+class Layer(Structure):
+    _fields_ = (
+        ("qkv", Linear),
+        ("output", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("input_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("qk_norm", c_void_p),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("num_heads", c_int32),
+        ("window_tokens", c_int32),
+    )
+
+
+_I, _L, _F, _P = c_int32, c_int64, c_float, c_void_p
+_LINEAR, _KV, _BATCH, _LAYER = POINTER(Linear), POINTER(Kv), POINTER(Batch), POINTER(Layer)
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "st_interface_version": (_I, ()),
+    "st_isa_name": (c_char_p, (_I,)),
+    "st_isa_runs": (_I, (_I,)),
+    "st_isa_select": (None, (_I,)),
+    "st_isa_selected": (_I, ()),
+    "st_set_threads": (None, (_I,)),
+    "st_packed_bytes": (_L, (_I, _I, _I, _I, _I)),
+    "st_pack": (None, (_I, _I, _I, _I, _P, _I, _I, _I, _P)),
+    "st_pack_quantized": (None, (_I, _I, _I, _I, _P, _P, _P, _P)),
+    "st_unpack": (None, (_LINEAR, _P)),
+    "st_linear": (None, (_LINEAR, _I, _P, _L, _P, _P, _L)),
+    "st_rms_norm": (None, (_I, _I, _P, _L, _P, _F, _P)),
+    "st_silu_mul": (None, (_I, _I, _P, _P)),
+    "st_rope_write": (None, (_BATCH, _KV, _I, _P, _F, _P)),
+    "st_attention": (None, (_BATCH, _KV, _I, _I, _F, _P, _L, _P)),
+    "st_layer": (None, (_LAYER, _BATCH, _KV, _P)),
+    "st_release_pages": (None, (_P, _L)),
+    "st_allocate": (_P, (_L,)),
+    "st_free": (None, (_P, _L)),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library. Raises `LibraryMissing`."""
+    path = os.environ.get("SPLITTIME_KERNELS") or _built_path()
+    try:
+        loaded = ctypes.CDLL(path)
+    except OSError as error:
+        raise LibraryMissing(f"cannot load {path}: {error}") from error
+    version = loaded.st_interface_version()
+    if version != INTERFACE_VERSION:
+        raise LibraryMissing(f"{path} has interface {version}, not {INTERFACE_VERSION}: reinstall splittime")
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def _built_path() -> str:
+    folder = Path(__file__).parent
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        if (folder / f"_kernels{suffix}").exists():
+            return str(folder / f"_kernels{suffix}")
+    raise LibraryMissing("the kernels were not built at install (is there a C++ compiler?)")
+
+
+def isa_names() -> list[str]:
+    """Instruction sets that this CPU runs, worst first."""
+    lib, names = library(), []
+    index = 0
+    while (name := lib.st_isa_name(index)) is not None:
+        if lib.st_isa_runs(index):
+            names.append(name.decode())
+        index += 1
+    return names
+
+
+def select_isa(name: str) -> None:
+    """Use this instruction set from the next call on; for tests and comparisons."""
+    lib = library()
+    index = 0
+    while (found := lib.st_isa_name(index)) is not None:
+        if found.decode() == name and lib.st_isa_runs(index):
+            lib.st_isa_select(index)
+            return
+        index += 1
+    raise ValueError(f"instruction set {name!r} is not one of {', '.join(isa_names())}")
+
+
+def selected_isa() -> str:
+    return str(library().st_isa_name(library().st_isa_selected()).decode())
