@@ -136,7 +136,18 @@ def save(folder: Path, config: LlamaConfig | Qwen3Config, tokenizer: Tokenizer) 
         pad_token=SPECIAL[1],
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(folder)
+    _for_older_readers(folder)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _for_older_readers(folder: Path) -> None:
+    """Keys as transformers 4 wrote them, which the peers' converters still read."""
+    for name, change in (
+        ("config.json", lambda found: {"rope_theta": found["rope_parameters"]["rope_theta"]}),
+        ("tokenizer_config.json", lambda found: {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ):
+        found = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**found, **change(found)}, indent=1) + "\n")
 
 
 def main() -> None:

@@ -2,16 +2,36 @@
 
 import math
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
+from splittime.kernels import api
 from splittime.runner import penalties, sampler
 from splittime.runner.randomness import uniforms
 
 VOCAB = 300
+
+
+def native_ops():
+    try:
+        return api.resolve("native", torch.float32)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+BACKENDS = {"torch": lambda: api.resolve("torch", torch.float32), "native": native_ops}
+
+
+@pytest.fixture(params=BACKENDS)
+def choose(request):
+    """`sampler.choose` with the backend's ops; what the test asks for holds of each."""
+    ops = BACKENDS[request.param]()
+    return lambda logits, params, indices: sampler.choose(logits, params, indices, ops)
 
 
 def logits_of(seed=0, rows=1, vocab=VOCAB, scale=2.0):
@@ -59,14 +79,14 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_distribution(name):
+def test_distribution(name, choose):
     """Chi-square of 6000 draws of one row against the definition; 5 standard deviations is the limit."""
     params = SamplingParams(**{"seed": 1, **FILTERS[name]})
     row = logits_of(3)
     draws = 6000
     chosen = []
     for begin in range(0, draws, 1000):
-        chosen += sampler.choose(row.expand(1000, -1), [params] * 1000, range(begin, begin + 1000))
+        chosen += choose(row.expand(1000, -1), [params] * 1000, range(begin, begin + 1000))
     counts = Counter(chosen)
     want = filtered_distribution(row[0], params)
     assert all(want[token] > 0 for token in counts), "a token that the filters exclude was drawn"
@@ -81,48 +101,48 @@ def test_distribution(name):
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_candidates_and_the_whole_vocabulary_choose_alike(name, monkeypatch):
+    ops = api.resolve("torch", torch.float32)
+    choose = partial(sampler.choose, ops=ops)
     params = [SamplingParams(**{"seed": seed, **FILTERS[name]}) for seed in range(60)]
     logits = logits_of(5, rows=60)
-    few = sampler.choose(logits, params, range(60))
+    few = choose(logits, params, range(60))
     monkeypatch.setattr(sampler, "CANDIDATES", (5, 30))
-    assert few == sampler.choose(logits, params, range(60))
+    assert few == choose(logits, params, range(60))
     monkeypatch.setattr(sampler, "CANDIDATES", ())
-    assert few == sampler.choose(logits, params, range(60))
+    assert few == choose(logits, params, range(60))
 
 
-def test_ties_at_a_threshold_are_all_kept():
+def test_ties_at_a_threshold_are_all_kept(choose):
     logits = torch.zeros(1, 40)
     logits[0, 3] = 1.0
     for params in (SamplingParams(seed=0, top_k=2), SamplingParams(seed=0, top_p=0.05)):
-        drawn = set(sampler.choose(logits.expand(500, -1), [params] * 500, range(500)))
+        drawn = set(choose(logits.expand(500, -1), [params] * 500, range(500)))
         assert drawn == ({3} if params.top_p < 1 else set(range(40)))
 
 
-def test_masked_tokens_are_never_drawn():
+def test_masked_tokens_are_never_drawn(choose):
     logits = torch.full((1, 50), float("-inf"))
     logits[0, [7, 49]] = 0.0
     for changes in ({}, {"top_k": 10}, {"top_p": 0.999}, {"min_p": 0.5}):
         params = SamplingParams(seed=3, **changes)
-        assert set(sampler.choose(logits.expand(300, -1), [params] * 300, range(300))) == {7, 49}
+        assert set(choose(logits.expand(300, -1), [params] * 300, range(300))) == {7, 49}
 
 
-def test_choice_depends_on_seed_and_index_alone():
+def test_choice_depends_on_seed_and_index_alone(choose):
     """A row's token is the same alone and in a batch of every kind of row, at any place."""
     kinds = [SamplingParams(**{"seed": place, **changes}) for place, changes in enumerate(FILTERS.values())]
     kinds += [SamplingParams(temperature=0.0, seed=5), SamplingParams(seed=-(2**63)), SamplingParams(seed=2**63 - 1)]
     logits = logits_of(6, rows=len(kinds))
     indices = [place * 3 for place in range(len(kinds))]
-    alone = [sampler.choose(logits[p : p + 1], [kinds[p]], [indices[p]])[0] for p in range(len(kinds))]
+    alone = [choose(logits[p : p + 1], [kinds[p]], [indices[p]])[0] for p in range(len(kinds))]
     order = np.random.default_rng(1).permutation(len(kinds)).tolist()
-    together = sampler.choose(logits[order], [kinds[p] for p in order], [indices[p] for p in order])
+    together = choose(logits[order], [kinds[p] for p in order], [indices[p] for p in order])
     assert together == [alone[p] for p in order]
 
 
-def test_greedy_takes_the_largest():
+def test_greedy_takes_the_largest(choose):
     logits = logits_of(7, rows=20)
-    assert (
-        sampler.choose(logits, [SamplingParams(temperature=0.0, seed=0)] * 20, range(20)) == logits.argmax(1).tolist()
-    )
+    assert choose(logits, [SamplingParams(temperature=0.0, seed=0)] * 20, range(20)) == logits.argmax(1).tolist()
 
 
 def test_uniforms_are_uniform_and_uncorrelated():
@@ -180,11 +200,38 @@ def test_min_tokens_masks_only_until_they_are_out():
 
 
 @pytest.mark.parametrize("penalty", [1e-45, 1e-300])
-def test_a_tiny_repetition_penalty_leaves_logits_that_can_be_drawn_from(penalty):
+def test_a_tiny_repetition_penalty_leaves_logits_that_can_be_drawn_from(penalty, choose):
     logits = logits_of(8)[0]
     counts = penalties.TokenCounts(VOCAB, np.array([3, 4]))
     params = SamplingParams(seed=1, repetition_penalty=penalty, temperature=1e-6)
     logits[3], logits[4] = 2.0, -2.0
     penalties.adjust(logits, params, counts, (), 0)
     assert logits.isfinite().all()
-    assert sampler.choose(logits.unsqueeze(0), [params], [0]) == [3]
+    assert choose(logits.unsqueeze(0), [params], [0]) == [3]
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 64, 65, 1000, 128_256])
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_kernel_draws_what_torch_draws(name, vocab):
+    """The same definition by two algorithms; they may part only where a uniform falls within rounding of a border."""
+    native, plain = native_ops(), api.resolve("torch", torch.float32)
+    rows = 8 if vocab > 1000 else 40
+    params = [SamplingParams(**{"seed": seed, **FILTERS[name]}) for seed in range(rows)]
+    logits = logits_of(11, rows=rows, vocab=vocab)
+    got = sampler.choose(logits, params, range(rows), native)
+    want = sampler.choose(logits, params, range(rows), plain)
+    assert sum(one != other for one, other in zip(got, want, strict=True)) <= 1
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 64, 999])
+def test_the_kernel_finds_the_first_of_the_largest(vocab):
+    ops, logits = native_ops(), logits_of(12, rows=30, vocab=vocab).round()
+    assert ops.argmax(logits) == [row.index(max(row)) for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 7, 8, 100, 300])
+def test_the_kernel_sees_what_is_not_finite(value, place):
+    x = logits_of(13, rows=5, vocab=301)
+    x[3, place] = value
+    assert native_ops().finite(x) == [True, True, True, False, True]

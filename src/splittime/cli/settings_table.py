@@ -47,8 +47,30 @@ _BOTH = ("runner", "scheduler")
 
 SETTINGS = (
     Setting("model", "text", None, "Folder or Hugging Face id; without it, the model in the package.", ()),
-    Setting("dtype", "text", "auto", "Weights and arithmetic.", ("runner",), choices=_DTYPES),
-    Setting("kv_cache_dtype", "text", "auto", "KV cache; auto is as dtype.", ("runner",), choices=_DTYPES),
+    Setting(
+        "dtype",
+        "text",
+        "auto",
+        "Weights that are not quantised; native kernels compute in float32 whatever it is, others in it.",
+        ("runner",),
+        choices=_DTYPES,
+    ),
+    Setting(
+        "quantization",
+        "text",
+        None,
+        "Round linear weights while loading: int8, or int4 (groups of 64, the head int8); default: not.",
+        ("runner",),
+        choices=("int8", "int4"),
+    ),
+    Setting(
+        "kv_cache_dtype",
+        "text",
+        "auto",
+        "KV cache; auto is as dtype.",
+        ("runner",),
+        choices=(*_DTYPES, "int8"),
+    ),
     Setting(
         "max_model_len", "whole", None, "Longest prompt plus output, in tokens; default: the model's.", ("runner",), 1
     ),
@@ -63,7 +85,19 @@ SETTINGS = (
     Setting("block_size", "whole", 16, "Tokens in a block of KV cache.", _BOTH, 1, 1024),
     Setting("num_threads", "whole", None, "CPU threads; default: by the size of the weights.", ("runner",), 1, 1024),
     Setting(
-        "kernels", "text", "auto", "reference is slow and obvious.", ("runner",), choices=("auto", "cpu", "reference")
+        "kernels",
+        "text",
+        "auto",
+        "auto is native, or torch (slower) where its library is missing; reference is slow and obvious.",
+        ("runner",),
+        choices=("auto", "native", "torch", "reference"),
+    ),
+    Setting(
+        "packed_cache",
+        "text",
+        "auto",
+        "Folder that keeps quantised weights, or off; auto: splittime/packed in the user's cache folder. Delete to clear.",
+        ("runner",),
     ),
     Setting("max_num_seqs", "whole", 64, "Requests that run at once.", _BOTH, 1, 65536),
     Setting("max_num_batched_tokens", "whole", 512, "Tokens that one step may compute, over all rows.", _BOTH, 1),

@@ -20,11 +20,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
 
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("native", "torch", "reference")
+
+
+@dataclass(frozen=True)
+class WeightScheme:
+    """How a weight is kept: "float32", "bfloat16", "int8" (one scale an output) or "int4" (one a group of columns)."""
+
+    name: str
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,15 +66,45 @@ class KvShape:
     head_dim: int
 
 
+@dataclass(frozen=True, eq=False)
+class LayerKv:
+    """One layer's KV store: `data` [num_blocks + 1, 2, num_kv_heads, block_size * head_dim], what is inside a tile is the
+    backend's business; for int8 `scales` float32 [num_blocks + 1, 2, num_kv_heads, block_size], else None."""
+
+    data: Tensor
+    scales: Tensor | None
+
+
 class Ops(Protocol):
-    """What a backend does. Packed weights and plans are opaque: made and read by the same backend."""
+    """What a backend does. Packed weights and plans are opaque: made and read by the same backend.
+
+    activation_dtype: of every x and y below.
+    """
 
     name: str
     linear_name: str
     attention_name: str
+    activation_dtype: torch.dtype
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        """Make `weight` [out, in] and `bias` [out] ready for `linear`."""
+    def set_threads(self, num_threads: int) -> None:
+        """Of this process, for all that the backend computes."""
+
+    def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> int | None:
+        """Size of the one blob that a packed weight is, or None where this backend has no such thing."""
+
+    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> Any:
+        """Make the weight of these `parts` [out_i, in], one below the other, and `bias` [out] ready for `linear`.
+
+        Parts may be of any float dtype and views of a file mapping; they are read here and not kept. What is returned
+        has `.blob`, uint8 [packed_bytes], if `packed_bytes` is not None. (How a weight is rounded, and the product in
+        plain torch for the backends that have no kernel, belongs in `kernels.reference.rounding`, which the torch and
+        reference backends use and `models.quant` re-states with its error bounds: models import kernels, never back.)
+        """
+
+    def linear_from_blob(
+        self, blob: Tensor, out_features: int, in_features: int, bias: Tensor | None, scheme: WeightScheme
+    ) -> Any:
+        """What `pack_linear` made, from the blob that it had."""
 
     def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> x W^T + bias (+ residual [T, out]), a new tensor [T, out]."""
@@ -75,9 +115,6 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, packed: Any) -> Tensor:
         """x [T, ..., D] over its root mean square along D, times the scale; a new tensor."""
 
-    def rotate(self, x: Tensor, turns: Tensor) -> None:
-        """Turn adjacent pairs of x [T, H, D] in place by `turns`, complex64 [T, D / 2]."""
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2 I] -> silu(gate) * up, [T, I]."""
 
@@ -87,8 +124,9 @@ class Ops(Protocol):
         window_tokens: a query at position p sees positions (p - window_tokens, p]; None for all of [0, p].
         """
 
-    def write_kv(self, kv: Tensor, store: Tensor, plan: Any) -> None:
-        """Put kv [T, 2 * num_kv_heads, head_dim] (keys then values) at its places in one layer's `store`."""
+    def rope_write(self, qkv: Tensor, qk_norm: Any | None, turns: Tensor, kv: LayerKv, plan: Any) -> None:
+        """qkv [T, num_heads + 2 num_kv_heads, head_dim], in place: norm each query and key head (unless `qk_norm` is
+        None), turn its adjacent pairs by `turns`, complex64 [T, D / 2], and put keys and values at their places."""
 
     def attention(self, q: Tensor, store: Tensor, plan: Any, scale: float) -> Tensor:
         """q [T, num_heads, head_dim] against one layer's `store` -> [T, num_heads * head_dim].
@@ -96,15 +134,80 @@ class Ops(Protocol):
         Query head h reads KV head h // (num_heads // num_kv_heads).
         """
 
+    def finite(self, x: Tensor) -> list[bool]:
+        """Whether all of each row of x [N, D] is finite."""
 
-def resolve(name: str, dtype: Any) -> Ops:
-    """The backend called `name` for weights of `dtype`. Raises `ConfigError` for a name that is not in `BACKENDS`."""
-    if name == "cpu":
+    def argmax(self, logits: Tensor) -> list[int]:
+        """The first of the largest of each row of logits [N, vocab]."""
+
+    def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
+        """A token for each row of logits [N, vocab], float32, by its line of `draws` (`DRAW`); see `runner.sampler`, which
+        does it when this is None."""
+
+    def fuse_layer(self, layer: Any) -> Any | None:
+        """One callable in the place of a `models.layers.DecoderLayer`, with its signature; None where there is none."""
+
+
+DRAW = np.dtype(
+    [("top_p", "f8"), ("uniform", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("unused", "i4")]
+)
+"""How one token is drawn, `StDraw` of csrc/splittime.h: top_k and min_p are off at 0, top_p at 1; uniform in [0, 1)."""
+
+
+class PlainOps:
+    """What the backends that have no kernels of their own share: they hold no blobs and compose small operations."""
+
+    def set_threads(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+
+    def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> None:
+        return None
+
+    def linear_from_blob(self, *_: Any) -> Any:
+        raise NotImplementedError("this backend has no blobs")
+
+    def fuse_layer(self, layer: Any) -> None:
+        return None
+
+    def finite(self, x: Tensor) -> list[bool]:
+        return x.sum(-1).isfinite().tolist()
+
+    def argmax(self, logits: Tensor) -> list[int]:
+        return logits.argmax(-1).tolist()
+
+    def draw(self, logits: Tensor, draws: np.ndarray) -> None:
+        return None
+
+    def rope_write(self: Any, qkv: Tensor, qk_norm: Any | None, turns: Tensor, kv: LayerKv, plan: Any) -> None:
+        num_kv_heads = kv.data.shape[2]
+        turned = qkv[:, :-num_kv_heads]
+        if qk_norm is not None:
+            turned.copy_(self.rms_norm(turned, qk_norm))
+        self.rotate(turned, turns)
+        self.write_kv(qkv[:, -2 * num_kv_heads :], kv, plan)
+
+
+def resolve(name: str, dtype: torch.dtype) -> Ops:
+    """The backend called `name` for weights of `dtype`. Raises `ConfigError` for a name that is not in `BACKENDS`, and
+    for "native" where its library is missing."""
+    if name == "native":
+        return _resolve_native()
+    if name == "torch":
         from splittime.kernels.cpu.ops import CpuOps
 
         return CpuOps(dtype)
     if name == "reference":
         from splittime.kernels.reference.ops import ReferenceOps
 
-        return ReferenceOps()
-    raise ConfigError(f"kernel backend {name!r} is not one of {', '.join(BACKENDS)}", param="backend", value=name)
+        return ReferenceOps(dtype)
+    raise ConfigError(f"kernel backend {name!r} is not one of {', '.join(BACKENDS)}", param="kernels", value=name)
+
+
+def _resolve_native() -> Ops:
+    from splittime.kernels.native.library import LibraryMissing
+    from splittime.kernels.native.ops import NativeOps
+
+    try:
+        return NativeOps()
+    except LibraryMissing as error:
+        raise ConfigError(f"kernels=native: {error}", param="kernels", value="native", hint="kernels=torch") from error

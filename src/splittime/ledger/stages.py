@@ -55,7 +55,7 @@ STAGE_MEANING: dict[Stage, str] = {
 CAUSE_MEANING: dict[Cause, str] = {
     Cause.BATCH_SLOTS: "as many requests run as max_num_seqs allows",
     Cause.KV_BLOCKS: "not enough free KV cache blocks",
-    Cause.TOKEN_BUDGET: "the step's token budget (max_num_batched_tokens) is spent",
+    Cause.TOKEN_BUDGET: "the step's token budget (max_num_batched_tokens, max_prefill_tokens) is spent",
     Cause.POLICY: "the policy lets another request go first",
     Cause.GRAMMAR: "its grammar is still being compiled",
     Cause.PAUSED: "the engine is paused",

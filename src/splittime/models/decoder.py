@@ -10,14 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape, Ops
+from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, Ops
 from splittime.models.config import ModelConfig
 from splittime.models.layers import DecoderLayer, embed
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """embedding: [vocab, hidden]; turns: complex64 [positions, head_dim / 2]; head: packed [vocab, hidden]."""
+    """embedding: [vocab, hidden]; turns: complex64 [positions, head_dim / 2]; head: packed [vocab, hidden].
+
+    layers: each a `DecoderLayer`, or the backend's one call in its place (`Ops.fuse_layer`).
+    """
 
     config: ModelConfig
     ops: Ops
@@ -28,10 +31,10 @@ class Decoder:
     head: Any
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, stores: Sequence[Tensor], batch: AttentionBatch, shape: KvShape
+        self, token_ids: Tensor, positions: Tensor, stores: Sequence[LayerKv], batch: AttentionBatch, shape: KvShape
     ) -> Tensor:
         """token_ids, positions: int64 [T]; stores: one a layer -> the last layer's output, [T, hidden], not normed."""
-        hidden = embed(self.embedding, token_ids)
+        hidden = embed(self.embedding, token_ids, self.ops.activation_dtype)
         turns = self.turns.index_select(0, positions)
         plans = {
             window: self.ops.plan_attention(batch, shape, window, hidden.dtype)

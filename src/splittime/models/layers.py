@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import Ops
+from splittime.kernels.api import LayerKv, Ops
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,10 @@ class Attention:
     head_dim: int
     window_tokens: int | None
 
-    def __call__(self, x: Tensor, residual: Tensor, turns: Tensor, store: Tensor, plan: Any) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, turns: Tensor, store: LayerKv, plan: Any) -> Tensor:
         """x: normed [T, hidden]; turns: [T, D / 2]; store: this layer's KV; plan: the backend's, for this window."""
-        num_turned = self.num_heads + self.num_kv_heads
         qkv = self.ops.linear(x, self.qkv).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
-        turned = qkv[:, :num_turned]
-        if self.qk_norm is not None:
-            turned.copy_(self.ops.rms_norm(turned, self.qk_norm))
-        self.ops.rotate(turned, turns)
-        self.ops.write_kv(qkv[:, self.num_heads :], store, plan)
+        self.ops.rope_write(qkv, self.qk_norm, turns, store, plan)
         mixed = self.ops.attention(qkv[:, : self.num_heads], store, plan, self.head_dim**-0.5)
         return self.ops.linear(mixed, self.output, residual)
 
@@ -89,13 +84,14 @@ class DecoderLayer:
     mlp_norm: Any
     mlp: Mlp | MixtureOfExperts
 
-    def __call__(self, hidden: Tensor, turns: Tensor, store: Tensor, plan: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, turns: Tensor, store: LayerKv, plan: Any) -> Tensor:
         """hidden [T, hidden] -> the same, one layer on."""
         normed = self.ops.rms_norm(hidden, self.input_norm)
         hidden = self.attention(normed, hidden, turns, store, plan)
         return self.mlp(self.ops.rms_norm(hidden, self.mlp_norm), hidden)
 
 
-def embed(table: Tensor, token_ids: Tensor) -> Tensor:
-    """table [vocab, hidden], token_ids int64 [T] -> [T, hidden]."""
-    return torch.index_select(table, 0, token_ids)
+def embed(table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """table [vocab, hidden] (it may be a view of a file: only the rows asked for are read), token_ids int64 [T] ->
+    a new tensor [T, hidden] of `dtype`."""
+    return torch.index_select(table, 0, token_ids).to(dtype)

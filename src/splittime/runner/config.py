@@ -10,19 +10,24 @@ import msgspec
 from splittime.core.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
-BACKENDS = ("auto", "cpu", "reference")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
+BACKENDS = ("auto", "native", "torch", "reference")
+QUANTIZATIONS = ("int8", "int4")
 
 
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the runner.
 
     model_path: a local folder with config.json and safetensors.
-    dtype: of weights and activations; "auto" takes bfloat16 only where the CPU multiplies it and the weights have it.
-    kv_cache_dtype: "auto" (the same as dtype), or dtype's own name.
-    num_threads: of torch; None chooses by the size of the weights.
+    dtype: of weights that are not quantised. The native kernels compute in float32 whatever it is; the others compute in
+        it. "auto": `runner.machine.choose_dtype`.
+    quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are.
+    kv_cache_dtype: "auto" is bfloat16 where the weights' dtype is, else float32.
+    kernels: "auto" takes "native", and "torch" where the native library is missing; "reference" is the slow oracle.
+    packed_cache: the folder for quantised weights; "auto" is one below the user's cache folder, "off" keeps none.
+    num_threads: None chooses by the size of the weights.
     max_model_len: longest context in tokens; None takes the checkpoint's.
     kv_cache_memory_bytes: None takes what `max_num_seqs` full contexts need, at most half of the free memory.
-    kernels: "auto" (cpu), or "reference" to run the slow oracle.
     """
 
     model_path: str
@@ -37,15 +42,18 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str = "auto"
     quantization: str | None = None
     kernels: str = "auto"
+    packed_cache: str = "auto"
 
     def validate(self) -> None:
         """Raise `ConfigError` naming the first setting that is not honoured."""
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kernels", self.kernels, BACKENDS)
         _one_of("load_format", self.load_format, ("auto", "safetensors"))
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, DTYPES)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.quantization is not None:
-            _one_of("quantization", self.quantization, ("None",))
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
+        if not self.packed_cache:
+            raise ConfigError("packed_cache is empty", param="packed_cache", value="", hint="off, auto, or a folder")
         for name in ("num_threads", "max_model_len", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -55,15 +63,14 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1", param=name, value=value)
 
-    def check_kv_cache_dtype(self, dtype: str) -> None:
-        """The cache is kept in the dtype of the activations; raise `ConfigError` when another was asked."""
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", dtype))
-
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """What the machine decided; ints and strings only, so that it can be printed, sent and stored.
 
-    weights_bytes: num_parameters in this dtype (a layout for the CPU may hold some weights twice).
+    kernels, linear_backend: which kernels, and with which instructions. activation_dtype: what is computed in.
+    weights: the scheme of the packed weights. weights_bytes: what they take in memory. embedding_bytes: what the embedding
+        table takes in the checkpoint's mapping; only rows that are looked up come into memory.
+    packed_cache: what became of the cache of packed weights.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.
     """
@@ -71,9 +78,15 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     model_path: str
     num_parameters: int
-    weights_bytes: int
+    kernels: str
+    kernels_reason: str
     dtype: str
     dtype_reason: str
+    activation_dtype: str
+    weights: str
+    weights_bytes: int
+    embedding_bytes: int
+    packed_cache: str
     kv_cache_dtype: str
     linear_backend: str
     attention_backend: str

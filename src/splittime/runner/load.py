@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -10,7 +12,8 @@ import torch
 from splittime.kernels.api import KvShape, Ops, resolve
 from splittime.models.config import ModelConfig, load_config
 from splittime.models.decoder import Decoder
-from splittime.models.weights.load import load_decoder
+from splittime.models.quant.plan import WeightPlan, choose
+from splittime.models.weights.load import Loaded, OnLayer, load_decoder
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.kv_store import KvStore, bytes_per_block
@@ -18,89 +21,118 @@ from splittime.runner.kv_store import KvStore, bytes_per_block
 OnPhase = Callable[[str, int, int], None]
 
 
-def load(config: RunnerConfig, on_phase: OnPhase) -> tuple[Decoder, KvStore, Resolved]:
+def load(config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer | None = None) -> tuple[Decoder, KvStore, Resolved]:
     """Raises `ConfigError` for what cannot be honoured, before the weights are read where that is possible.
 
-    Also sets torch's number of threads, for this process.
+    Also sets the number of threads, for this process.
     """
     begin_ns = time.monotonic_ns()
     config.validate()
-    folder = Path(config.model_path)
-    model = load_config(folder)
-    dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype)
-    config.check_kv_cache_dtype(str(dtype).removeprefix("torch."))
-    max_model_len = machine.choose_max_model_len(config, model)
-    ops = resolve("cpu" if config.kernels == "auto" else config.kernels, dtype)
-    _choose_num_blocks(config, model, dtype, max_model_len)  # here only to refuse a context far beyond the memory
+    choices = _Choices.make(config)
     config_ns = time.monotonic_ns()
     on_phase("read config", begin_ns, config_ns)
+    choices.ops.set_threads(config.num_threads or machine.num_cores())
+    folder = machine.packed_cache_folder(config.packed_cache)
     with torch.inference_mode():
-        decoder, num_parameters = load_decoder(folder, model, ops, dtype, max_model_len)
+        loaded = load_decoder(
+            Path(config.model_path),
+            choices.model,
+            choices.ops,
+            choices.plan,
+            choices.max_model_len,
+            folder,
+            on_layer or (lambda done, total, num_bytes: None),
+        )
     weights_ns = time.monotonic_ns()
     on_phase("load weights", config_ns, weights_ns)
-    store, blocks_reason = _allocate(config, model, dtype, max_model_len)
+    store, choices.reasons["num_blocks_reason"] = _allocate(config, choices)
     on_phase("allocate kv cache", weights_ns, time.monotonic_ns())
-    num_threads, threads_reason = machine.choose_num_threads(config.num_threads, num_parameters * dtype.itemsize)
-    torch.set_num_threads(num_threads)
-    reasons = {
-        "dtype_reason": dtype_reason,
-        "num_blocks_reason": blocks_reason,
-        "num_threads_reason": threads_reason,
-    }
-    resolved = _resolved(config, model, ops, dtype, max_model_len, num_parameters, store, num_threads, reasons)
-    return decoder, store, resolved
+    num_threads, choices.reasons["num_threads_reason"] = machine.choose_num_threads(
+        config.num_threads, loaded.weights_bytes
+    )
+    choices.ops.set_threads(num_threads)
+    return loaded.decoder, store, _resolved(config, choices, loaded, store, num_threads)
 
 
-def _allocate(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int) -> tuple[KvStore, str]:
+@dataclass(frozen=True)
+class _Choices:
+    """What is decided before anything large is read."""
+
+    model: ModelConfig
+    ops: Ops
+    plan: WeightPlan
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+    max_model_len: int
+    reasons: dict[str, str]
+
+    @staticmethod
+    def make(config: RunnerConfig) -> "_Choices":
+        model = load_config(Path(config.model_path))
+        kernels, kernels_reason = machine.choose_kernels(config.kernels)
+        dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
+        kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
+        machine.packed_cache_folder(config.packed_cache)
+        choices = _Choices(
+            model=model,
+            ops=resolve(kernels, dtype),
+            plan=choose(config.quantization, _name(dtype)),
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=machine.choose_max_model_len(config, model),
+            reasons={"kernels_reason": kernels_reason, "dtype_reason": dtype_reason},
+        )
+        _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
+        return choices
+
+
+def _allocate(config: RunnerConfig, choices: _Choices) -> tuple[KvStore, str]:
     """The cache, and why it has so many blocks."""
-    num_blocks, reason = _choose_num_blocks(config, model, dtype, max_model_len)
+    num_blocks, reason = _choose_num_blocks(config, choices)
+    model = choices.model
     shape = KvShape(num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
     with torch.inference_mode():
-        return KvStore(shape, model.num_layers, dtype), reason
+        return KvStore(shape, model.num_layers, choices.kv_cache_dtype), reason
 
 
-def _choose_num_blocks(
-    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int
-) -> tuple[int, str]:
+def _choose_num_blocks(config: RunnerConfig, choices: _Choices) -> tuple[int, str]:
+    model = choices.model
     shape = KvShape(0, config.block_size, model.num_kv_heads, model.head_dim)
-    return machine.choose_num_blocks(config, max_model_len, bytes_per_block(shape, model.num_layers, dtype))
+    block_bytes = bytes_per_block(shape, model.num_layers, choices.kv_cache_dtype)
+    return machine.choose_num_blocks(config, choices.max_model_len, block_bytes)
 
 
-def _resolved(
-    config: RunnerConfig,
-    model: ModelConfig,
-    ops: Ops,
-    dtype: torch.dtype,
-    max_model_len: int,
-    num_parameters: int,
-    store: KvStore,
-    num_threads: int,
-    reasons: dict[str, str],
-) -> Resolved:
-    dtype_name = str(dtype).removeprefix("torch.")
+def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: KvStore, num_threads: int) -> Resolved:
+    model, ops = choices.model, choices.ops
     windows = [window for window in model.layer_windows if window is not None]
-    return msgspec.convert(
-        {
-            "architecture": model.architecture,
-            "model_path": config.model_path,
-            "num_parameters": num_parameters,
-            "weights_bytes": num_parameters * dtype.itemsize,
-            "dtype": dtype_name,
-            "kv_cache_dtype": dtype_name,
-            "linear_backend": ops.linear_name,
-            "attention_backend": ops.attention_name,
-            "num_threads": num_threads,
-            "block_size": config.block_size,
-            "num_blocks": store.shape.num_blocks,
-            "kv_bytes_per_block": bytes_per_block(store.shape, model.num_layers, dtype),
-            "max_model_len": max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "vocab_size": model.vocab_size,
-            "eos_token_ids": model.eos_token_ids,
-            "context_length": model.max_position_embeddings,
-            "sliding_window": min(windows) if windows else None,
-            **reasons,
-        },
-        Resolved,
-    )
+    values: dict[str, Any] = {
+        "architecture": model.architecture,
+        "model_path": config.model_path,
+        "num_parameters": loaded.num_parameters,
+        "kernels": ops.name,
+        "dtype": _name(choices.dtype),
+        "activation_dtype": _name(ops.activation_dtype),
+        "weights": str(choices.plan),
+        "weights_bytes": loaded.weights_bytes,
+        "embedding_bytes": loaded.embedding_bytes,
+        "packed_cache": loaded.cache_story,
+        "kv_cache_dtype": _name(choices.kv_cache_dtype),
+        "linear_backend": ops.linear_name,
+        "attention_backend": ops.attention_name,
+        "num_threads": num_threads,
+        "block_size": config.block_size,
+        "num_blocks": store.shape.num_blocks,
+        "kv_bytes_per_block": bytes_per_block(store.shape, model.num_layers, choices.kv_cache_dtype),
+        "max_model_len": choices.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "vocab_size": model.vocab_size,
+        "eos_token_ids": model.eos_token_ids,
+        "context_length": model.max_position_embeddings,
+        "sliding_window": min(windows) if windows else None,
+    }
+    return msgspec.convert(values | choices.reasons, Resolved)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

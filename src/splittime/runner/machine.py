@@ -1,21 +1,26 @@
-"""Decisions that depend on the machine: dtype, threads, how much memory the KV cache gets. Each comes with its reason.
+"""Decisions that depend on the machine: kernels, dtypes, threads, folders, how much memory the KV cache gets. Each comes
+with its reason.
 
-Measured on two cores without bfloat16 instructions (Zen 3): a bfloat16 product of 32 rows with a 3072 x 2048 weight
-runs at 20 GFLOP/s, float32 at 110; so "auto" takes bfloat16 only where the CPU has instructions for it.
+Measured for torch on two cores without bfloat16 instructions (Zen 3): a bfloat16 product of 32 rows with a 3072 x 2048
+weight runs at 20 GFLOP/s, float32 at 110; so "auto" takes bfloat16 there only where the CPU has instructions for it.
 
 There, with a 4 M-parameter model and a busy neighbour, a decode step of 32 rows took 20 to 31 ms on one thread, 160 to
 370 on two: a thread that spins for another which the system has put aside loses whole time slices. (45 ms on two with
 OMP_WAIT_POLICY=passive in the environment before torch is imported.)
 """
 
+import logging
 import os
 from pathlib import Path
 
 import torch
 
 from splittime.core.errors import ConfigError
+from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import ModelConfig
 from splittime.runner.config import RunnerConfig
+
+log = logging.getLogger("splittime.runner")
 
 SMALL_MODEL_BYTES = 128 << 20
 FREE_MEMORY_SHARE = 0.5
@@ -27,25 +32,77 @@ def multiplies_bfloat16() -> bool:
     return any(bool(getattr(torch.cpu, name, bool)()) for name in checks)
 
 
-def choose_dtype(asked: str, checkpoint_dtype: str) -> tuple[torch.dtype, str]:
-    """The dtype of weights, activations and KV, and why."""
+def choose_kernels(asked: str) -> tuple[str, str]:
+    """The backend and why: with "auto", native kernels if they can be loaded. To ask for them by name is to insist."""
+    if asked != "auto":
+        return asked, "as asked"
+    try:
+        library()
+    except LibraryMissing as error:
+        log.warning("no native kernels, computing with torch, which is slower: %s", error)
+        return "torch", f"{error}"
+    return "native", "they could be loaded"
+
+
+def choose_dtype(asked: str, checkpoint_dtype: str, kernels: str) -> tuple[torch.dtype, str]:
+    """The dtype of what is not quantised (and for all but the native kernels, of the arithmetic), and why.
+
+    Native kernels multiply bfloat16 weights exactly, so a bfloat16 checkpoint stays as it is on any CPU: the same results
+    from half of float32's bytes. A float16 checkpoint becomes float32: bfloat16 would drop 3 of its 11 bits of mantissa,
+    an error of up to 0.4 % in each weight that nobody asked for; `--dtype bfloat16` does.
+    """
     if asked != "auto":
         return getattr(torch, asked), "as asked"
     if checkpoint_dtype == "float32":
         return torch.float32, "the checkpoint is float32"
+    if kernels == "native":
+        if checkpoint_dtype == "bfloat16":
+            return torch.bfloat16, "the checkpoint is bfloat16"
+        return torch.float32, f"the checkpoint is {checkpoint_dtype}, which bfloat16 cannot hold"
     if multiplies_bfloat16():
         return torch.bfloat16, f"the checkpoint is {checkpoint_dtype} and the CPU multiplies bfloat16"
     return torch.float32, f"the CPU has no bfloat16 instructions (checkpoint is {checkpoint_dtype})"
+
+
+def choose_kv_cache_dtype(asked: str, dtype: torch.dtype, kernels: str) -> torch.dtype:
+    """Raises `ConfigError` for what these kernels cannot attend to: native ones to all, others to dtype or int8."""
+    if asked == "auto":
+        return dtype
+    own = str(dtype).removeprefix("torch.")
+    allowed = ("float32", "bfloat16", "int8") if kernels == "native" else (own, "int8")
+    if asked not in allowed:
+        message = (
+            f"kv_cache_dtype is {asked!r}; with dtype {own} and {kernels} kernels it is one of {', '.join(allowed)}"
+        )
+        raise ConfigError(message, param="kv_cache_dtype", value=asked, limit=["auto", *allowed])
+    return getattr(torch, asked)
+
+
+def packed_cache_folder(setting: str) -> Path | None:
+    """Where packed weights are kept. Raises `ConfigError` for a path that is there and no folder."""
+    if setting == "off":
+        return None
+    if setting == "auto":
+        home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (home if home.is_absolute() else Path.home() / ".cache") / "splittime" / "packed"
+    folder = Path(setting).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"packed_cache is {setting!r}, which is no folder", param="packed_cache", value=setting)
+    return folder.absolute()
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_num_threads(asked: int | None, weights_bytes: int) -> tuple[int, str]:
     """Threads for torch, and why. A small model's products gain less from a second thread than waiting for it costs."""
     if asked is not None:
         return asked, "as asked"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if weights_bytes <= SMALL_MODEL_BYTES:
         return 1, f"weights are {weights_bytes >> 20} MiB, at most {SMALL_MODEL_BYTES >> 20}: one thread is faster"
-    return cores, "one for each core"
+    return num_cores(), "one for each core"
 
 
 def free_memory_bytes() -> int:

@@ -7,6 +7,7 @@ Greedy rows take the argmax. Random rows, after temperature:
   probability reaches p. Ties at a threshold are kept, so the set does not depend on how a sort breaks ties.
 * The token is drawn by inverse CDF over the kept tokens in the order of their ids, with one uniform of
   `runner.randomness`, which depends on the request's seed and the index of the output alone.
+* Where the backend has a kernel for all this (`Ops.draw`), it is used; the rest of this file is the same in torch.
 * A threshold is looked for among the 128 largest logits, then 2048 (`CANDIDATES`); only rows whose threshold lies
   deeper (a large top_k, a flat nucleus) are sorted whole. All routes draw from the same list, so they choose the same
   token.
@@ -20,9 +21,11 @@ import torch
 from torch import Tensor
 
 from splittime.core.sampling import SamplingParams
+from splittime.kernels.api import DRAW, Ops
 from splittime.runner.randomness import uniforms
 
 CANDIDATES = (128, 2048)
+MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Filters:
     def of(params: Sequence[SamplingParams], vocab_size: int) -> "Filters":
         min_p = torch.tensor([[one.min_p] for one in params])
         return Filters(
-            temperature=torch.tensor([[max(one.temperature, 1e-5)] for one in params]),
+            temperature=torch.tensor([[max(one.temperature, MIN_TEMPERATURE)] for one in params]),
             top_k=torch.tensor([[min(one.top_k or vocab_size, vocab_size)] for one in params]),
             top_p=torch.tensor([[one.top_p] for one in params], dtype=torch.float64),
             log_min_p=min_p.log(),  # -inf when off
@@ -48,36 +51,59 @@ class Filters:
         return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.log_min_p[rows])
 
 
-def choose(logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]) -> list[int]:
+def choose(logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], ops: Ops) -> list[int]:
     """logits: float32 [N, vocab], finite or -inf; output_indices: of the token about to be chosen -> N token ids."""
-    if all(one.is_greedy for one in params):
-        return logits.argmax(-1).tolist()
+    greedy = [row for row, one in enumerate(params) if one.is_greedy]
+    if len(greedy) == len(params):
+        return ops.argmax(logits)
     chosen = [0] * len(params)
-    kinds: dict[str, list[int]] = {"greedy": [], "plain": [], "filtered": []}
-    for row, one in enumerate(params):
-        has_filter = one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0
-        kinds["greedy" if one.is_greedy else "filtered" if has_filter else "plain"].append(row)
-    draws = {"greedy": _greedy, "plain": _draw_plain, "filtered": _draw_filtered}
-    for kind, rows in kinds.items():
-        if rows:
-            picked = draws[kind](
-                logits if len(rows) == len(params) else logits[rows],
-                [params[row] for row in rows],
-                [output_indices[row] for row in rows],
-            )
-            for row, token in zip(rows, picked, strict=True):
-                chosen[row] = token
+    drawn = [row for row, one in enumerate(params) if not one.is_greedy]
+    picks = {"greedy": ops.argmax(logits[greedy]) if greedy else []}
+    some = logits[drawn] if greedy else logits
+    picks["drawn"] = _draw(some, [params[row] for row in drawn], [output_indices[row] for row in drawn], ops)
+    for rows, tokens in ((greedy, picks["greedy"]), (drawn, picks["drawn"])):
+        for row, token in zip(rows, tokens, strict=True):
+            chosen[row] = token
     return chosen
 
 
-def _greedy(logits: Tensor, params: list[SamplingParams], indices: list[int]) -> list[int]:
-    return logits.argmax(-1).tolist()
+def _draw(logits: Tensor, params: list[SamplingParams], indices: list[int], ops: Ops) -> list[int]:
+    """By the backend's kernel where it has one."""
+    tokens = ops.draw(logits, _draws(params, indices))
+    if tokens is not None:
+        return tokens
+    tokens = [0] * len(params)
+    filtered = [row for row, one in enumerate(params) if one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0]
+    plain = sorted(set(range(len(params))) - set(filtered))
+    for rows, route in ((plain, _draw_plain), (filtered, _draw_filtered)):
+        if rows:
+            some = logits if len(rows) == len(params) else logits[rows]
+            picked = route(some, [params[row] for row in rows], [indices[row] for row in rows])
+            for row, token in zip(rows, picked, strict=True):
+                tokens[row] = token
+    return tokens
+
+
+def _draws(params: list[SamplingParams], indices: list[int]) -> np.ndarray:
+    """`kernels.api.DRAW` [N]."""
+    draws = np.zeros(len(params), dtype=DRAW)
+    draws["top_p"] = [one.top_p for one in params]
+    draws["uniform"] = _uniforms(params, indices)
+    draws["temperature"] = [max(one.temperature, MIN_TEMPERATURE) for one in params]
+    draws["min_p"] = [one.min_p for one in params]
+    draws["top_k"] = [one.top_k for one in params]
+    return draws
+
+
+def _uniforms(params: list[SamplingParams], indices: list[int]) -> np.ndarray:
+    """float64 [N]."""
+    seeds = np.array([one.seed for one in params], dtype=np.int64)
+    return uniforms(seeds, np.array(indices, dtype=np.int64))
 
 
 def _uniform_column(params: list[SamplingParams], indices: list[int]) -> Tensor:
     """float64 [N, 1]."""
-    seeds = np.array([one.seed for one in params], dtype=np.int64)
-    return torch.from_numpy(uniforms(seeds, np.array(indices, dtype=np.int64))).unsqueeze(1)
+    return torch.from_numpy(_uniforms(params, indices)).unsqueeze(1)
 
 
 def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:

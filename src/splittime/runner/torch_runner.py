@@ -9,6 +9,7 @@ that nobody inherits it). The clock is read at the two borders of the step's own
 
 import time
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -16,13 +17,13 @@ from splittime.core.plan import RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.core.sampling import SamplingParams
 from splittime.models.decoder import Decoder
 from splittime.runner import batch as batches
-from splittime.runner import logprobs, penalties, sampler
+from splittime.runner import logprobs, penalties, sampler, threads
 from splittime.runner.batch import Batch
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.kv_store import KvStore
 from splittime.runner.load import OnPhase, load
 from splittime.runner.slots import Slots
-from splittime.runner.warm_up import warm_up_plans
+from splittime.runner.warm_up import Probe, warm_up_plans
 
 NOT_FINITE = "what the model computes for this request is not finite"
 Results = dict[str, RowResult]  # by request id
@@ -49,6 +50,18 @@ class TorchRunner:
         """Run a few steps over the empty cache, so that the first request does not pay for first calls."""
         for plan in warm_up_plans(self.resolved):
             self.run(plan)
+
+    def choose_threads(self, cores: int) -> None:
+        """Time decode steps, keep the number of threads that they want, and note it in `resolved`."""
+        with Probe(self.run, self.resolved) as probe:
+            count, reason = threads.choose(probe.decode, self.decoder.ops.set_threads, cores)
+        self.resolved = msgspec.structs.replace(self.resolved, num_threads=count, num_threads_reason=reason)
+
+    def prefill_tokens_within(self, seconds: float) -> int:
+        """How many prompt tokens a step computes in this time, at least 1; measured by running one."""
+        with Probe(self.run, self.resolved) as probe:
+            taken_ns = threads.shortest_ns(probe.prefill, repeats=2)
+            return max(1, int(seconds * 1e9 * probe.max_tokens / taken_ns))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -100,7 +113,7 @@ class TorchRunner:
         self, batch: Batch, rows: list[int], computed: Tensor, results: Results
     ) -> tuple[list[int], Tensor]:
         """Fail the rows whose line of `computed` [len(rows), any] is not finite; return the others and their lines."""
-        is_finite = computed.sum(-1).isfinite().tolist()
+        is_finite = self.decoder.ops.finite(computed)
         if all(is_finite):
             return rows, computed
         for index, fine in zip(rows, is_finite, strict=True):
@@ -117,7 +130,7 @@ class TorchRunner:
         contexts = batch.attention.context_lens
         output_indices = [contexts[index] - batch.slots[index].prompt_len for index in rows]
         logits = _adjusted(batch, rows, raw, output_indices)
-        chosen = sampler.choose(logits, params, output_indices)
+        chosen = sampler.choose(logits, params, output_indices, self.decoder.ops)
         described = _chosen_logprobs(raw, chosen, params)
         for line, index in enumerate(rows):
             request_id = batch.rows[index].request_id

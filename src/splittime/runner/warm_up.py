@@ -1,15 +1,16 @@
-"""Steps that touch every code path once, before the first request: prefill, a chunk, decode alone and in a batch.
+"""Steps before the first request: those that touch every code path once, and those that are timed.
 
 They write into the cache's first blocks, which nobody has been given yet.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from splittime.core.plan import Admitted, Row, StepPlan
+from splittime.core.plan import Admitted, Row, StepPlan, StepResult
 from splittime.core.sampling import SamplingParams
 from splittime.runner.config import Resolved
 
 BATCH = 4
+PROBE_TOKENS = 64
 
 
 def warm_up_plans(resolved: Resolved) -> Iterator[StepPlan]:
@@ -40,3 +41,27 @@ def warm_up_plans(resolved: Resolved) -> Iterator[StepPlan]:
 
 def _whole(row: Row, prompt: tuple[int, ...]) -> tuple[str, int, tuple[int, ...], tuple[int, ...], bool]:
     return row.request_id, 0, prompt, row.new_block_ids, True
+
+
+class Probe:
+    """One request that can be run again and again at the same place, to time a step of so many tokens."""
+
+    def __init__(self, run: Callable[[StepPlan], StepResult], resolved: Resolved) -> None:
+        self.run = run
+        self.max_tokens = min(PROBE_TOKENS, resolved.max_model_len, resolved.num_blocks * resolved.block_size)
+        self._block_ids = tuple(range(-(-self.max_tokens // resolved.block_size)))
+
+    def __enter__(self) -> "Probe":
+        tokens = (0,) * self.max_tokens
+        admitted = (Admitted("probe", tokens, 0, SamplingParams(temperature=0.0, seed=0), ()),)
+        self.run(StepPlan(0, (Row("probe", 0, tokens, self._block_ids, True),), admitted))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(StepPlan(0, (), released=("probe",)))
+
+    def decode(self) -> None:
+        self.run(StepPlan(0, (Row("probe", self.max_tokens - 1, (0,), (), True),)))
+
+    def prefill(self) -> None:
+        self.run(StepPlan(0, (Row("probe", 0, (0,) * self.max_tokens, (), True),)))

@@ -10,6 +10,7 @@ from splittime.core.errors import ConfigError
 LIVE_KNOBS = (
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_prefill_tokens",
     "policy",
     "batching",
     "starvation_bound_ms",
@@ -22,6 +23,8 @@ LIVE_KNOBS = (
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """max_num_seqs: requests that run at once.
     max_num_batched_tokens: tokens one step may compute, over all rows.
+    max_prefill_tokens: of these, tokens of prompts: what bounds the time that a step makes the others wait for their next
+        token. None: as many as fit.
     max_model_len: longest prompt plus output, in tokens.
     block_size, num_blocks: the KV cache; it must hold at least one request of max_model_len.
     policy: who goes first; see `scheduler.policy`.
@@ -34,6 +37,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_prefill_tokens: int | None = None
     max_model_len: int = 2048
     block_size: int = 16
     num_blocks: int = 1024
@@ -48,6 +52,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Returns itself; raises ConfigError naming the first setting out of range."""
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        if self.max_prefill_tokens is not None:
+            _require(self.max_prefill_tokens >= 1, "max_prefill_tokens", self.max_prefill_tokens, "at least 1")
         _require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2: a prompt and an output")
         _require(self.starvation_bound_ms >= 0, "starvation_bound_ms", self.starvation_bound_ms, "at least 0")
         _require(
@@ -76,6 +82,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         except msgspec.ValidationError as error:
             raise ConfigError(f"bad knob value: {error}", value=str(knobs)) from None
         return changed.validate()
+
+    def prefill_tokens(self, num_decodes: int) -> int:
+        """Prompt tokens that a step with so many decode rows may compute."""
+        left = max(self.max_num_batched_tokens - num_decodes, 0)
+        return left if self.max_prefill_tokens is None else min(left, self.max_prefill_tokens)
 
     def knobs(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in LIVE_KNOBS}

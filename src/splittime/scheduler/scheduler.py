@@ -139,7 +139,7 @@ class Scheduler:
         may_admit = self.config.batching == "continuous" or not self.running
         rows: list[Row] = []
         self._plan_decodes(rows, now_ns)
-        budget = StepBudget(max(self.config.max_num_batched_tokens - len(rows), 0), self.config.enable_chunked_prefill)
+        budget = StepBudget(self.config.prefill_tokens(len(rows)), self.config.enable_chunked_prefill)
         self._plan_prefills(rows, budget, now_ns)
         admitted = self._plan_admissions(rows, budget, may_admit, now_ns)
         if not rows:

@@ -1,18 +1,23 @@
-"""The CPU backend: `linear` and `attention` have files of their own, the small operations are here.
+"""The torch backend, for a CPU without the native kernels: `linear` and `attention` have files of their own, the small
+operations are here. Integer weights are rebuilt for each product (`kernels.reference.rounding`): small, and slow.
 
 The small ones count: a model of width 256 spends most of a decode step in call overhead, so each is written for the
 fewest torch calls. Measured at [1, 256]: `torch.rms_norm` 14 us, norm-hypot-multiply-divide 10; rotate-half with cat
 28 us, one complex product 10.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape
+from splittime.kernels.api import AttentionBatch, KvShape, PlainOps, WeightScheme
 from splittime.kernels.cpu import attention, linear
+from splittime.kernels.reference import rounding
+
+Packed = linear.PackedLinear | rounding.IntegerLinear
 
 
 @dataclass(frozen=True)
@@ -25,17 +30,23 @@ class PackedNorm:
     eps: float
 
 
-class CpuOps:
-    name = "cpu"
+class CpuOps(PlainOps):
+    name = "torch"
     attention_name = "torch flash over gathered tiles"
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.linear_name = "onednn-packed" if linear.can_pack(dtype) else "torch-dense"
+        self.activation_dtype = dtype
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> linear.PackedLinear:
-        return linear.pack(weight, bias)
+    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> Packed:
+        bias = None if bias is None else bias.to(self.activation_dtype)
+        if scheme.name in rounding.INTEGER_SCHEMES:
+            return rounding.pack(parts, bias, scheme)
+        return linear.pack(torch.cat([part.to(self.activation_dtype) for part in parts]), bias)
 
-    def linear(self, x: Tensor, packed: linear.PackedLinear, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
+        if isinstance(packed, rounding.IntegerLinear):
+            return rounding.product(x, packed, residual)
         return linear.apply(x, packed, residual)
 
     def pack_norm(self, weight: Tensor, eps: float) -> PackedNorm:

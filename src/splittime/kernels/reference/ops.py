@@ -1,20 +1,28 @@
 """Every operation of `kernels.api.Ops` as its definition says, row by row. Slow, and meant to be obviously right."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape
+from splittime.kernels.api import AttentionBatch, KvShape, PlainOps, WeightScheme
+from splittime.kernels.reference import rounding
 
 
-class ReferenceOps:
+class ReferenceOps(PlainOps):
     name = "reference"
     linear_name = "matmul"
     attention_name = "loop over rows and heads"
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        return weight, bias
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.activation_dtype = dtype
+
+    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> Any:
+        weight = torch.cat(list(parts))
+        if scheme.name in rounding.INTEGER_SCHEMES:
+            weight = rounding.dequantize(*rounding.quantize(weight, scheme), scheme)
+        return weight.to(self.activation_dtype), None if bias is None else bias.to(self.activation_dtype)
 
     def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
         weight, bias = packed

@@ -1,8 +1,11 @@
-"""A checkpoint folder's tensors by name: one safetensors file, or shards with an index. Each is mapped and read once.
+"""A checkpoint folder's tensors by name: one safetensors file, or shards with an index. Each is mapped, never copied.
 
-Errors name the tensor and the file: missing, unexpected, or of another shape than the config says.
+A tensor comes in its own dtype, as a view of the file's mapping: its bytes are read when they are first touched, and
+`release` lets the system forget them again. Errors name the tensor and the file: missing, unexpected, or of another
+shape than the config says.
 """
 
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +14,30 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
+from splittime.kernels.native import memory
+from splittime.kernels.native.library import LibraryMissing
 from splittime.models.config import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attention.bias")  # buffers that old exports carry
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint:
     """`take` hands out each tensor; `check_all_taken` then says whether the checkpoint held anything else."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.num_parameters = 0
         self._handles: dict[str, Any] = {}
-        self._file_of = self._find_files(folder)
-        self._left = set(self._file_of)
+        self.file_of = self._find_files(folder)
+        self._left = set(self.file_of)
+        self._mappings = _Mappings({str((folder / name).resolve()) for name in self._handles})
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.folder / name for name in self._handles]
 
     def _find_files(self, folder: Path) -> dict[str, str]:
         """Tensor name -> file name, opening every file that holds one."""
@@ -57,21 +68,26 @@ class Checkpoint:
         return index
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self.file_of
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor called `name`, as this checkpoint's dtype. Raises `ConfigError` if absent or of another shape."""
-        if name not in self._file_of:
+        """The tensor called `name`, as it is stored. Raises `ConfigError` if absent, of another shape, or no float."""
+        if name not in self.file_of:
             raise ConfigError(f"weights: tensor {name} of shape {list(shape)} is missing", param=name)
-        tensor = self._handles[self._file_of[name]].get_tensor(name)
+        tensor = self._handles[self.file_of[name]].get_tensor(name)
         if tuple(tensor.shape) != shape:
             message = f"weights: tensor {name} has shape {list(tensor.shape)}, the config asks for {list(shape)}"
             raise ConfigError(message, param=name, value=list(tensor.shape), limit=list(shape))
-        if not tensor.is_floating_point():
-            raise ConfigError(f"weights: tensor {name} is {tensor.dtype}, not a float", param=name)
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in DTYPES)
+            raise ConfigError(f"weights: tensor {name} is {tensor.dtype}, not one of {allowed}", param=name)
         self._left.discard(name)
         self.num_parameters += tensor.numel()
-        return tensor.to(self.dtype)
+        return tensor
+
+    def release(self, tensor: Tensor) -> None:
+        """Let the system drop what was read of `tensor`, a view that `take` gave out or a part of one; it stays usable."""
+        self._mappings.release(tensor)
 
     def skip(self, name: str) -> None:
         """Say that `name`, if there, is rightly left unread."""
@@ -83,3 +99,31 @@ class Checkpoint:
         if left:
             shown = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
             raise ConfigError(f"weights: {len(left)} tensors are unknown to this architecture: {shown}", value=left[0])
+
+
+class _Mappings:
+    """Where these files are mapped. To drop pages of any other memory would be to zero them, so the system is asked."""
+
+    def __init__(self, paths: set[str]) -> None:
+        self._paths = paths
+        self._spans: list[tuple[int, int]] | None = None  # read at the first use, when all files have been mapped
+
+    def release(self, tensor: Tensor) -> None:
+        begin = tensor.data_ptr()
+        end = begin + tensor.numel() * tensor.element_size()
+        spans = self._find_spans()
+        place = bisect_right(spans, (begin, 1 << 63)) - 1
+        if place >= 0 and end <= spans[place][1] and tensor.is_contiguous():
+            try:
+                memory.release_pages(tensor)
+            except LibraryMissing:
+                self._spans = []
+
+    def _find_spans(self) -> list[tuple[int, int]]:
+        if self._spans is None:
+            maps = Path("/proc/self/maps")
+            lines = maps.read_text().splitlines() if maps.exists() else []
+            fields = [line.split(maxsplit=5) for line in lines]
+            ours = [entry[0].split("-") for entry in fields if len(entry) == 6 and entry[5] in self._paths]
+            self._spans = sorted((int(begin, 16), int(end, 16)) for begin, end in ours)
+        return self._spans

@@ -1,10 +1,15 @@
 """Building the decoder from a checkpoint: names, fused projections, and the order of rotary pairs.
 
 Fused at load: q, k, v into one product, gate and up into one. The rows of each query and key head are reordered from
-halves (i, i + D/2) to neighbours (2i, 2i + 1), the order in which `Ops.rotate` turns them; a dot product of a query and
-a key does not change when both are reordered alike, and neither does the RMS norm of a head.
+halves (i, i + D/2) to neighbours (2i, 2i + 1), the order in which `Ops.rope_write` turns them; a dot product of a query
+and a key does not change when both are reordered alike, and neither does the RMS norm of a head.
+
+The checkpoint stays mapped; what is packed comes through `packing`, norms and biases are copied, and the embedding
+table remains a view of the file, of which only the rows that are looked up are ever read.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,47 +20,113 @@ from splittime.models import registry, rope
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
 from splittime.models.layers import Attention, DecoderLayer, MixtureOfExperts, Mlp
+from splittime.models.quant.plan import INTEGERS, WeightPlan
+from splittime.models.weights.cache import PackedCache, open_cache
 from splittime.models.weights.checkpoint import Checkpoint
+from splittime.models.weights.packed_file import PackedFileBroken
+from splittime.models.weights.packing import Packer, Rows, pair_rows
+
+OnLayer = Callable[[int, int, int], None]  # layers done, of how many, bytes of packed weights so far
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """num_parameters: as stored, a tied head is not counted again. weights_bytes: of packed weights, in memory;
+    embedding_bytes: of the table, in the file. cache_story: what became of the cache of packed weights."""
+
+    decoder: Decoder
+    num_parameters: int
+    weights_bytes: int
+    embedding_bytes: int
+    cache_story: str
 
 
 def load_decoder(
-    folder: Path, config: ModelConfig, ops: Ops, dtype: torch.dtype, num_positions: int
-) -> tuple[Decoder, int]:
-    """The decoder and its number of parameters (as stored: a tied head is not counted again).
+    folder: Path,
+    config: ModelConfig,
+    ops: Ops,
+    plan: WeightPlan,
+    num_positions: int,
+    cache_folder: Path | None = None,
+    on_layer: OnLayer = lambda done, total, num_bytes: None,
+) -> Loaded:
+    """num_positions: how many positions to make rotary turns for. Raises `ConfigError` naming a tensor that does not
+    fit."""
+    cache, story = _cache(Checkpoint(folder), config, ops, plan, cache_folder)
+    while True:
+        checkpoint = Checkpoint(folder)
+        try:
+            packer = Packer(ops, checkpoint, cache)
+            decoder = _Model(packer, config, plan, on_layer).build(num_positions)
+            checkpoint.check_all_taken()
+            break
+        except PackedFileBroken as error:
+            assert cache is not None
+            cache.remake(str(error))
+        except BaseException:
+            if cache is not None:
+                cache.abandon()
+            raise
+    if cache is not None:
+        cache.close()
+        story = cache.story
+    table = decoder.embedding
+    return Loaded(decoder, checkpoint.num_parameters, packer.num_bytes, table.numel() * table.element_size(), story)
 
-    num_positions: how many positions to make rotary turns for. Raises `ConfigError` naming a tensor that does not fit.
-    """
-    checkpoint = Checkpoint(folder, dtype)
-    embedding = checkpoint.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    layers = tuple(_Layer(checkpoint, config, ops, index).build() for index in range(config.num_layers))
-    final_norm = ops.pack_norm(checkpoint.take("model.norm.weight", config.hidden_size), config.rms_norm_eps)
-    head = _head(checkpoint, config, embedding)
-    checkpoint.check_all_taken()
-    turns = rope.turns(config.rope, config.head_dim, num_positions)
-    decoder = Decoder(config, ops, embedding, turns, layers, final_norm, ops.pack_linear(head, None))
-    return decoder, checkpoint.num_parameters
+
+def _cache(
+    checkpoint: Checkpoint, config: ModelConfig, ops: Ops, plan: WeightPlan, folder: Path | None
+) -> tuple[PackedCache | None, str]:
+    """The cache, or why there is none."""
+    if folder is None:
+        return None, "off"
+    if plan.layers.name not in INTEGERS:
+        return None, f"not for {plan.layers.name}, which is packed as fast as it is read"
+    if ops.packed_bytes(16, 64, plan.layers) is None:
+        return None, f"not with {ops.name} kernels"
+    cache = open_cache(folder, checkpoint, config, plan)
+    return cache, "failed"
 
 
-def _head(checkpoint: Checkpoint, config: ModelConfig, embedding: Tensor) -> Tensor:
-    if config.tie_word_embeddings:
-        checkpoint.skip("lm_head.weight")  # some exports store the tied tensor twice
-        return embedding
-    return checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size)
+class _Model:
+    """Takes the tensors of the whole decoder, the largest first: nothing else is in memory yet when the head passes."""
 
+    def __init__(self, packer: Packer, config: ModelConfig, plan: WeightPlan, on_layer: OnLayer) -> None:
+        self.packer = packer
+        self.config = config
+        self.plan = plan
+        self.on_layer = on_layer
 
-def pair_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder the first dimension, [heads * head_dim, ...], within each head: halves become neighbouring pairs."""
-    halves = rows.unflatten(0, (-1, 2, head_dim // 2))
-    return halves.transpose(1, 2).flatten(0, 2)
+    def build(self, num_positions: int) -> Decoder:
+        config, ops, take = self.config, self.packer.ops, self.packer.checkpoint.take
+        embedding = take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        head = self.packer.linear("lm_head", [Rows(self._head(embedding))], [], self.plan.head)
+        layers = tuple(self._layer(index) for index in range(config.num_layers))
+        norm = take("model.norm.weight", config.hidden_size).to(ops.activation_dtype, copy=True)
+        turns = rope.turns(config.rope, config.head_dim, num_positions)
+        return Decoder(config, ops, embedding, turns, layers, ops.pack_norm(norm, config.rms_norm_eps), head)
+
+    def _layer(self, index: int) -> DecoderLayer:
+        layer = _Layer(self.packer, self.config, self.plan, index).build()
+        self.on_layer(index + 1, self.config.num_layers, self.packer.num_bytes)
+        return self.packer.ops.fuse_layer(layer) or layer
+
+    def _head(self, embedding: Tensor) -> Tensor:
+        checkpoint, config = self.packer.checkpoint, self.config
+        if config.tie_word_embeddings:
+            checkpoint.skip("lm_head.weight")  # some exports store the tied tensor twice
+            return embedding
+        return checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size)
 
 
 class _Layer:
     """Takes the tensors of one layer and packs them."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, index: int) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, packer: Packer, config: ModelConfig, plan: WeightPlan, index: int) -> None:
+        self.packer = packer
         self.config = config
-        self.ops = ops
+        self.ops = packer.ops
+        self.plan = plan
         self.index = index
         self.prefix = f"model.layers.{index}."
 
@@ -67,30 +138,35 @@ class _Layer:
         )
 
     def _take(self, name: str, *shape: int) -> Tensor:
-        return self.checkpoint.take(self.prefix + name, *shape)
+        return self.packer.checkpoint.take(self.prefix + name, *shape)
+
+    def _take_norm(self, name: str, width: int) -> Tensor:
+        return self._take(f"{name}.weight", width).to(self.ops.activation_dtype, copy=True)
 
     def _norm(self, name: str) -> object:
-        return self.ops.pack_norm(self._take(f"{name}.weight", self.config.hidden_size), self.config.rms_norm_eps)
+        return self.ops.pack_norm(self._take_norm(name, self.config.hidden_size), self.config.rms_norm_eps)
 
-    def _projection(self, name: str, rows: int, columns: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-        bias = self._take(f"{name}.bias", rows) if has_bias else None
-        return self._take(f"{name}.weight", rows, columns), bias
+    def _pack(self, *projections: tuple[str, int, int], has_bias: bool, head_dims: tuple[int, ...] = ()) -> object:
+        """These projections (name, rows, columns) as one weight, one below the other."""
+        dims = head_dims or (0,) * len(projections)
+        pairs = list(zip(projections, dims, strict=True))
+        parts = [Rows(self._take(f"{name}.weight", rows, columns), dim) for (name, rows, columns), dim in pairs]
+        biases = [Rows(self._take(f"{name}.bias", rows), dim) for (name, rows, _), dim in pairs if has_bias]
+        return self.packer.linear(self.prefix + projections[0][0], parts, biases, self.plan.layers)
 
     def _attention(self) -> Attention:
-        config, dim = self.config, self.config.head_dim
-        rows = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
-        parts = {
-            name: self._projection(f"self_attn.{name}_proj", size, config.hidden_size, config.qkv_bias)
-            for name, size in rows.items()
-        }
-        for name in ("q", "k"):
-            weight, bias = parts[name]
-            parts[name] = pair_rows(weight, dim), None if bias is None else pair_rows(bias, dim)
-        output = self._projection("self_attn.o_proj", config.hidden_size, rows["q"], config.output_bias)
+        config, dim, hidden = self.config, self.config.head_dim, self.config.hidden_size
+        query, key = config.num_heads * dim, config.num_kv_heads * dim
         return Attention(
             ops=self.ops,
-            qkv=self._pack_together(list(parts.values())),
-            output=self.ops.pack_linear(*output),
+            qkv=self._pack(
+                ("self_attn.q_proj", query, hidden),
+                ("self_attn.k_proj", key, hidden),
+                ("self_attn.v_proj", key, hidden),
+                has_bias=config.qkv_bias,
+                head_dims=(dim, dim, 0),
+            ),
+            output=self._pack(("self_attn.o_proj", hidden, query), has_bias=config.output_bias),
             qk_norm=self._qk_norm() if config.qk_norm else None,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -102,15 +178,11 @@ class _Layer:
         """One scale for queries and keys together, [num_heads + num_kv_heads, head_dim]."""
         config = self.config
         query, key = (
-            pair_rows(self._take(f"self_attn.{name}_norm.weight", config.head_dim), config.head_dim)
+            pair_rows(self._take_norm(f"self_attn.{name}_norm", config.head_dim), config.head_dim)
             for name in ("q", "k")
         )
         scales = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
         return self.ops.pack_norm(scales, config.rms_norm_eps)
-
-    def _pack_together(self, parts: list[tuple[Tensor, Tensor | None]]) -> object:
-        biases = [bias for _, bias in parts if bias is not None]
-        return self.ops.pack_linear(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None)
 
     def _plain_mlp(self) -> Mlp:
         config = self.config
@@ -118,20 +190,21 @@ class _Layer:
         return self._mlp(names, config.intermediate_size, config.mlp_bias)
 
     def _mlp(self, names: tuple[str, str, str], inner: int, has_bias: bool) -> Mlp:
-        hidden = self.config.hidden_size
-        gate, up = (self._projection(name, inner, hidden, has_bias) for name in names[:2])
-        down = self._projection(names[2], hidden, inner, has_bias)
-        return Mlp(self.ops, self._pack_together([gate, up]), self.ops.pack_linear(*down))
+        hidden, (gate, up, down) = self.config.hidden_size, names
+        gate_up = self._pack((gate, inner, hidden), (up, inner, hidden), has_bias=has_bias)
+        return Mlp(self.ops, gate_up, self._pack((down, hidden, inner), has_bias=has_bias))
 
     def _experts(self) -> MixtureOfExperts:
         moe, names = self.config.moe, registry.find(self.config.architecture).moe
         assert moe is not None
         assert names is not None
-        router = self._take(f"{names.block}.gate.weight", moe.num_experts, self.config.hidden_size)
+        place = f"{names.block}.gate"
+        router = self._take(f"{place}.weight", moe.num_experts, self.config.hidden_size)
         experts = []
         for number in range(moe.num_experts):
-            place = f"{names.block}.experts.{number}."
-            tensors = (place + names.gate, place + names.up, place + names.down)
-            experts.append(self._mlp(tensors, moe.intermediate_size, False))
-        packed = self.ops.pack_linear(router, None)
+            own = f"{names.block}.experts.{number}."
+            experts.append(
+                self._mlp((own + names.gate, own + names.up, own + names.down), moe.intermediate_size, False)
+            )
+        packed = self.packer.linear(self.prefix + place, [Rows(router)], [], self.plan.router)
         return MixtureOfExperts(self.ops, packed, tuple(experts), moe.num_experts_per_tok, moe.normalises)

@@ -82,6 +82,18 @@ void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32
   kernels().attention(batch, kv, num_heads, window_tokens, scale, q, q_stride, out);
 }
 
+void st_draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, int32_t *tokens) {
+  kernels().draw(rows, vocab, logits, draws, tokens);
+}
+
+void st_argmax(int32_t rows, int32_t vocab, const float *logits, int32_t *tokens) {
+  kernels().argmax(rows, vocab, logits, tokens);
+}
+
+void st_finite(int32_t rows, int32_t width, const float *x, uint8_t *is_finite) {
+  kernels().finite(rows, width, x, is_finite);
+}
+
 void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, float *hidden) {
   const int64_t tokens = batch->tokens, width = layer->qkv.in_features, mixed = layer->output.in_features;
   const int64_t qkv = layer->qkv.out_features, gate_up = layer->gate_up.out_features;

@@ -6,6 +6,7 @@
 #include "attention.inl"
 #include "elementwise.inl"
 #include "linear.inl"
+#include "sampling.inl"
 
 #define ST_TEXT_(x) #x
 #define ST_TEXT(x) ST_TEXT_(x)
@@ -14,6 +15,14 @@
 
 extern const Kernels ST_TABLE(ST_ISA);
 const Kernels ST_TABLE(ST_ISA) = {
-    ST_TEXT(ST_ISA),   [] { return bool(ST_RUNS); }, ST_ISA::linear,    ST_ISA::rms_norm,
-    ST_ISA::silu_mul,  ST_ISA::rope_write,           ST_ISA::attention,
+    .name = ST_TEXT(ST_ISA),
+    .runs = [] { return bool(ST_RUNS); },
+    .linear = ST_ISA::linear,
+    .rms_norm = ST_ISA::rms_norm,
+    .silu_mul = ST_ISA::silu_mul,
+    .rope_write = ST_ISA::rope_write,
+    .attention = ST_ISA::attention,
+    .draw = ST_ISA::draw,
+    .argmax = ST_ISA::argmax,
+    .finite = ST_ISA::finite,
 };

@@ -1,3 +1,355 @@
+// y = x W^T for float32 and bfloat16 weights.
+//
+// A weight lies in panels of 16 outputs, [panel][step][64 bytes]: a step is one k of float32, or two neighbouring k of
+// bfloat16. The kernel's tile is R tokens times P panels, held in registers while it walks over one K block; bfloat16 is
+// widened on the way (a shift or a mask for 8 or 16 weights), which hides behind the products.
+//
+// The law "a token's result depends on no other token" holds because every tile shape adds in one order: products one
+// after the other within a block of BLOCK columns, then the blocks, then bias, then residual. Tokens are never padded.
+//
+// Few tokens: the weights are read once, from memory, and the next block is prefetched. Many tokens: the activations of
+// one K block stay in L2, a panel's block in L1, and the tiles pass over it.
+#include <stdlib.h>
+
+#include <utility>
+
 namespace ST_ISA {
-void linear_float(const StLinear *, int32_t, const float *, int64_t, const float *, float *, int64_t) {}
+namespace floats {
+
+constexpr int PANEL = 16, VECTORS = PANEL / LANES, BLOCK = 256, LINE = 64;
+constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // accumulators: 24 of 32 registers, or 12 of 16
+constexpr int BLOCK_ROWS = 192;                 // tokens whose K block (192 KiB) stays in L2
+constexpr int64_t SMALL_PRODUCT = 1 << 19;      // multiplications that are not worth waking a thread for
+
+// Memory that grows to the largest call and stays.
+struct Buffer {
+  float *data = nullptr;
+  int64_t size = 0;
+  ~Buffer() { free(data); }
+  float *of(int64_t floats) {
+    if (floats > size) {
+      free(data);
+      size = (floats + 1023) / 1024 * 1024;
+      data = static_cast<float *>(aligned_alloc(LINE, size * sizeof(float)));
+    }
+    return data;
+  }
+};
+inline thread_local Buffer activations, sums;
+
+// sum += w * x. With 16 registers, 12 of them sums, the compiler's choice among the three forms of the instruction ends in
+// spills (a fifth of the speed); this form keeps each sum where it is.
+inline __attribute__((always_inline)) void accumulate(F32 &sum, F32 w, F32 x) {
+#if defined(__FMA__) && LANES == 8
+  asm("vfmadd231ps %1, %2, %0" : "+x"(sum) : "x"(w), "x"(x));
+#else
+  sum = w * x + sum;
+#endif
+}
+
+// x in every lane (`splat` would add it to zero, which is an instruction).
+inline __attribute__((always_inline)) F32 broadcast(float x) { return x - F32{}; }
+
+// body(0), .., body(N - 1), each index a constant: a plain loop is unrolled too late for its arrays to become registers.
+template <class F, int... I> inline __attribute__((always_inline)) void each(F &&body, std::integer_sequence<int, I...>) {
+  (body(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F> inline __attribute__((always_inline)) void each(F &&body) {
+  each(body, std::make_integer_sequence<int, N>{});
+}
+#define ST_EACH(i, n) each<n>([&](auto i) __attribute__((always_inline))
+
+// The formats. A step is the 64 bytes at `w` in each of P panels; the tokens' activations are WORDS_PER_BLOCK apart.
+struct Float32 {
+  static constexpr int K_PER_STEP = 1, WORDS_PER_BLOCK = BLOCK;
+  typedef float Word;
+
+  template <int R, int P>
+  static inline __attribute__((always_inline)) void step(const Word *x, const uint8_t *w, int64_t panel_bytes,
+                                                         F32 (&sum)[P * VECTORS][R]) {
+    F32 wide[P * VECTORS];
+    ST_EACH(i, P * VECTORS) { wide[i] = load<F32>(w + i / VECTORS * panel_bytes + i % VECTORS * LANES * 4); });
+    ST_EACH(r, R) {
+      const F32 xr = broadcast(x[r * BLOCK]);
+      ST_EACH(i, P * VECTORS) { accumulate(sum[i][r], wide[i], xr); });
+    });
+  }
+  static void copy(const float *x, int64_t count, Word *to) { memcpy(to, x, count * sizeof(float)); }
+};
+
+// Two k a step, each weight widened to float32.
+struct Bfloat16 {
+  static constexpr int K_PER_STEP = 2, WORDS_PER_BLOCK = BLOCK;
+  typedef float Word;
+
+  template <int R, int P>
+  static inline __attribute__((always_inline)) void step(const Word *x, const uint8_t *w, int64_t panel_bytes,
+                                                         F32 (&sum)[P * VECTORS][R]) {
+    F32 wide[P * VECTORS];
+    ST_EACH(i, P * VECTORS) {
+      wide[i] = (F32)(load<U32>(w + i / VECTORS * panel_bytes + i % VECTORS * LANES * 4) << 16);
+    });
+    ST_EACH(r, R) {
+      const F32 xr = broadcast(x[r * BLOCK]);
+      ST_EACH(i, P * VECTORS) { accumulate(sum[i][r], wide[i], xr); });
+    });
+    asm("" : "+r"(w));  // load the pairs again, rather than keep them in registers that the sums need
+    ST_EACH(i, P * VECTORS) {
+      wide[i] = (F32)(load<U32>(w + i / VECTORS * panel_bytes + i % VECTORS * LANES * 4) & 0xffff0000u);
+    });
+    ST_EACH(r, R) {
+      const F32 xr = broadcast(x[r * BLOCK + 1]);
+      ST_EACH(i, P * VECTORS) { accumulate(sum[i][r], wide[i], xr); });
+    });
+  }
+  static void copy(const float *x, int64_t count, Word *to) {
+    memcpy(to, x, count * sizeof(float));
+    if (count % 2) to[count] = 0;
+  }
+};
+
+// Two k a step in one instruction: the activations are rounded to bfloat16 too, the one difference to `Bfloat16`.
+struct Bfloat16Pairs {
+  static constexpr int K_PER_STEP = 2, WORDS_PER_BLOCK = BLOCK / 2;
+  typedef uint32_t Word;  // two neighbouring k
+
+  static inline __attribute__((always_inline)) F32 dot(F32 sum, U32 w, U32 x) {
+#if defined(__AVX512BF16__) && LANES == 16
+    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+#else
+    sum += (F32)(w & 0xffff0000u) * (F32)(x & 0xffff0000u);
+    return sum + (F32)(w << 16) * (F32)(x << 16);
+#endif
+  }
+  template <int R, int P>
+  static inline __attribute__((always_inline)) void step(const Word *x, const uint8_t *w, int64_t panel_bytes,
+                                                         F32 (&sum)[P * VECTORS][R]) {
+    U32 pair[P * VECTORS];
+    ST_EACH(i, P * VECTORS) { pair[i] = load<U32>(w + i / VECTORS * panel_bytes + i % VECTORS * LANES * 4); });
+    ST_EACH(r, R) {
+      const U32 xr = U32{} + x[r * WORDS_PER_BLOCK];
+      ST_EACH(i, P * VECTORS) { sum[i][r] = dot(sum[i][r], pair[i], xr); });
+    });
+  }
+  static void copy(const float *x, int64_t count, Word *to) {
+    for (int64_t k = 0; k < count; k += 2)
+      to[k / 2] = bf16_of(x[k]) | (uint32_t)(k + 1 < count ? bf16_of(x[k + 1]) : 0) << 16;
+  }
+};
+
+#if defined(__AVX512BF16__) || defined(ST_BFLOAT16_PAIRS)
+typedef Bfloat16Pairs Bfloat16Here;
+#else
+typedef Bfloat16 Bfloat16Here;
+#endif
+
+// One tile over one K block. sums: [P][rows apart by PANEL], panels `panel_sums` apart. A step also fetches the line at
+// `next` of each panel, and moves `next` on by `next_stride`.
+template <class Word> struct TileCall {
+  const Word *x;
+  const uint8_t *w, *next;
+  int64_t panel_bytes, panel_sums;
+  int32_t steps, next_stride;
+  bool is_first;
+  float *sums;
+};
+
+template <class W, int R, int P> void tile(const TileCall<typename W::Word> &call) {
+  F32 sum[P * VECTORS][R] = {};
+  const typename W::Word *x = call.x;
+  const uint8_t *w = call.w, *next = call.next;
+  const int64_t panel_bytes = call.panel_bytes;
+  const int32_t next_stride = call.next_stride;
+  for (int32_t step = 0; step < call.steps; step++) {
+    ST_EACH(p, P) { __builtin_prefetch(next + p * panel_bytes); });
+    W::template step<R, P>(x, w, panel_bytes, sum);
+    x += W::K_PER_STEP * W::WORDS_PER_BLOCK / BLOCK;
+    w += LINE;
+    next += next_stride;
+  }
+  ST_EACH(i, P * VECTORS) {
+    ST_EACH(r, R) {
+      float *to = call.sums + i / VECTORS * call.panel_sums + r * PANEL + i % VECTORS * LANES;
+      store(to, call.is_first ? sum[i][r] : load<F32>(to) + sum[i][r]);
+    });
+  });
+}
+
+// Panels of a tile: enough independent sums to hide the latency of the products (4 cycles times 2 a cycle).
+constexpr int panels_of(int rows) {
+  if (LANES == 16) return rows <= 2 ? 4 : 2;
+  return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+}
+
+template <class W> using Tile = void (*)(const TileCall<typename W::Word> &);
+
+// The tile of `rows` tokens and of panels_of(`widest`) panels (or one), where widest is rows or rows + 1.
+template <class W, int R = MAX_ROWS> Tile<W> tile_of(int rows, int panels) {
+  if (rows == R) {
+    if (panels == 1) return tile<W, R, 1>;
+    return panels == panels_of(R) ? tile<W, R, panels_of(R)> : tile<W, R, panels_of(R + 1)>;
+  }
+  if constexpr (R > 1) return tile_of<W, R - 1>(rows, panels);
+  return nullptr;
+}
+
+// `count` things in `parts` parts that differ by one at most: the first of part i.
+inline int64_t begin_of(int64_t count, int64_t parts, int64_t i) { return count * i / parts; }
+
+// One product, cut into blocks of tokens times groups of panels.
+template <class W> struct Product {
+  const StLinear *weight;
+  const float *residual;
+  float *y;
+  int64_t y_stride;
+  const typename W::Word *x;  // [token block][K block][token][WORDS_PER_BLOCK]
+  int32_t tokens, token_blocks, k_blocks, panels, group, groups;
+  int64_t panel_bytes;
+
+  void run(int32_t item) const;
+  void sweep(int32_t row_begin, int32_t row_end, int32_t panel_begin, int32_t panel_end, int32_t following) const;
+  void finish(int32_t row_begin, int32_t row_end, int32_t panel, const float *sum) const;
+};
+
+template <class W> void Product<W>::run(int32_t item) const {
+  const int32_t row_begin = begin_of(tokens, token_blocks, item % token_blocks);
+  const int32_t row_end = begin_of(tokens, token_blocks, item % token_blocks + 1);
+  const int32_t begin = item / token_blocks * group, end = begin + group < panels ? begin + group : panels;
+  // One tile of tokens: panel by panel, so that memory is read in order. More: K block by K block.
+  const int32_t span = row_end - row_begin <= MAX_ROWS ? panels_of(row_end - row_begin) : end - begin;
+  for (int32_t panel = begin; panel < end; panel += span)
+    sweep(row_begin, row_end, panel, panel + span < end ? panel + span : end, panel + span);
+}
+
+// All of K, over these tokens and panels; `following`: the panel that comes next, to prefetch.
+template <class W>
+void Product<W>::sweep(int32_t row_begin, int32_t row_end, int32_t begin, int32_t end, int32_t following) const {
+  const int32_t rows = row_end - row_begin, tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+  const int32_t wide = panels_of((rows + tiles - 1) / tiles);
+  const int64_t block_bytes = (int64_t)BLOCK / W::K_PER_STEP * LINE;
+  float *sum = sums.of((int64_t)(end - begin) * rows * PANEL);
+  TileCall<typename W::Word> call;
+  call.panel_bytes = panel_bytes;
+  call.panel_sums = (int64_t)rows * PANEL;
+  for (int32_t k = 0; k < k_blocks; k++) {
+    const int32_t columns = k + 1 < k_blocks ? BLOCK : weight->in_features - k * BLOCK;
+    const typename W::Word *x_block =
+        x + ((int64_t)row_begin * k_blocks + (int64_t)k * rows) * W::WORDS_PER_BLOCK;
+    call.steps = (columns + W::K_PER_STEP - 1) / W::K_PER_STEP;
+    call.is_first = k == 0;
+    for (int32_t panel = begin, width; panel < end; panel += width) {
+      width = panel + wide <= end ? wide : 1;
+      const uint8_t *blob = weight->blob + k * block_bytes;
+      call.w = blob + panel * panel_bytes;
+      const uint8_t *next = panel + width < end   ? call.w + width * panel_bytes
+                            : k + 1 < k_blocks ? blob + block_bytes + begin * panel_bytes
+                                               : weight->blob + following * panel_bytes;
+      call.next_stride = (LINE + tiles - 1) / tiles;
+      for (int32_t t = 0; t < tiles; t++) {
+        const int32_t row = begin_of(rows, tiles, t), count = begin_of(rows, tiles, t + 1) - row;
+        call.x = x_block + (int64_t)row * W::WORDS_PER_BLOCK;
+        call.sums = sum + ((panel - begin) * (int64_t)rows + row) * PANEL;
+        call.next = next + (int64_t)t * call.steps * call.next_stride;
+        tile_of<W>(count, width)(call);
+      }
+    }
+  }
+  for (int32_t panel = begin; panel < end; panel++)
+    finish(row_begin, row_end, panel, sum + (panel - begin) * (int64_t)rows * PANEL);
+}
+
+template <class W>
+void Product<W>::finish(int32_t row_begin, int32_t row_end, int32_t panel, const float *sum) const {
+  const int32_t first = panel * PANEL;
+  const int32_t width = weight->out_features - first < PANEL ? weight->out_features - first : PANEL;
+  const float *bias = weight->bias ? weight->bias + first : nullptr;
+  for (int64_t row = row_begin; row < row_end; row++, sum += PANEL) {
+    const float *before = residual ? residual + row * weight->out_features + first : nullptr;
+    float *to = y + row * y_stride + first;
+    if (width == PANEL) {
+      for (int i = 0; i < PANEL; i += LANES) {
+        F32 v = load<F32>(sum + i);
+        if (bias) v += load<F32>(bias + i);
+        if (before) v += load<F32>(before + i);
+        store(to + i, v);
+      }
+      continue;
+    }
+    for (int i = 0; i < width; i++) {
+      float v = sum[i];
+      if (bias) v += bias[i];
+      if (before) v += before[i];
+      to[i] = v;
+    }
+  }
+}
+
+// Copy the activations K block by K block: at their own strides (powers of two) they would evict each other.
+template <class W>
+const typename W::Word *arrange(const float *x, int64_t x_stride, int32_t tokens, int32_t token_blocks,
+                                int32_t in_features, int32_t k_blocks) {
+  typedef typename W::Word Word;
+  Word *to = reinterpret_cast<Word *>(activations.of((int64_t)tokens * k_blocks * BLOCK));
+  auto arrange_block = [=](int32_t item) {
+    const int64_t begin = begin_of(tokens, token_blocks, item / k_blocks), k = item % k_blocks;
+    const int64_t rows = begin_of(tokens, token_blocks, item / k_blocks + 1) - begin;
+    const int64_t columns = k + 1 < k_blocks ? BLOCK : in_features - k * BLOCK;
+    Word *block = to + (begin * k_blocks + k * rows) * W::WORDS_PER_BLOCK;
+    for (int64_t row = 0; row < rows; row++)
+      W::copy(x + (begin + row) * x_stride + k * BLOCK, columns, block + row * W::WORDS_PER_BLOCK);
+  };
+  const int32_t items = token_blocks * k_blocks;
+  if ((int64_t)tokens * in_features >= 1 << 17)
+    for_each(items, [&](int32_t item) { arrange_block(item); });
+  else
+    for (int32_t item = 0; item < items; item++) arrange_block(item);
+  return to;
+}
+
+// Panels that one item takes: 64 to 256 KiB of weights, sums that stay in L2, and four items a thread if there are enough.
+inline int32_t group_of(int32_t panels, int64_t panel_bytes, int32_t block_tokens) {
+  const int32_t wide = block_tokens <= MAX_ROWS ? panels_of(block_tokens) : panels_of(MAX_ROWS);
+  int64_t group = (128 << 10) / panel_bytes;
+  const int64_t share = panels / (4 * pool_threads()), few_sums = 1024 / block_tokens;
+  if (group > share) group = share;
+  if (group > few_sums) group = few_sums;
+  return group < wide ? wide : group / wide * wide;
+}
+
+template <class W>
+void multiply(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
+              int64_t y_stride) {
+  Product<W> product;
+  product.weight = weight;
+  product.residual = residual;
+  product.y = y;
+  product.y_stride = y_stride;
+  product.tokens = tokens;
+  product.token_blocks = (tokens + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  product.k_blocks = (weight->in_features + BLOCK - 1) / BLOCK;
+  product.panels = (weight->out_features + PANEL - 1) / PANEL;
+  product.panel_bytes = (int64_t)(weight->in_features + W::K_PER_STEP - 1) / W::K_PER_STEP * LINE;
+  product.x = arrange<W>(x, x_stride, tokens, product.token_blocks, weight->in_features, product.k_blocks);
+  product.group =
+      group_of(product.panels, product.panel_bytes, (tokens + product.token_blocks - 1) / product.token_blocks);
+  product.groups = (product.panels + product.group - 1) / product.group;
+  const int32_t items = product.groups * product.token_blocks;
+  if ((int64_t)tokens * weight->in_features * weight->out_features < SMALL_PRODUCT)
+    for (int32_t item = 0; item < items; item++) product.run(item);
+  else
+    for_each(items, [&](int32_t item) { product.run(item); });
+}
+
+#undef ST_EACH
+}  // namespace floats
+
+void linear_float(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual,
+                  float *y, int64_t y_stride) {
+  if (tokens <= 0) return;
+  if (weight->scheme == ST_BFLOAT16)
+    floats::multiply<floats::Bfloat16Here>(weight, tokens, x, x_stride, residual, y, y_stride);
+  else
+    floats::multiply<floats::Float32>(weight, tokens, x, x_stride, residual, y, y_stride);
+}
+
 }  // namespace ST_ISA

@@ -17,6 +17,8 @@ static inline void relax() { std::this_thread::yield(); }
 
 namespace {
 
+thread_local bool is_working = false;  // inside an item: what that item wants to run in parallel runs on its thread alone
+
 constexpr int SPINS = 4000;  // about 50 us of _mm_pause: longer than the gaps inside a step, shorter than those between
 
 // ticket: generation of the job in the upper half, next item in the lower, in one word. An odd generation means that the
@@ -65,7 +67,10 @@ struct Pool {
       wake.notify_all();
     }
     take((uint32_t)(generation + 2));
-    while (done.load(std::memory_order_acquire) < new_items) relax();
+    for (int spin = 0; done.load(std::memory_order_acquire) < new_items; spin++) {
+      // whoever has the last item may be waiting for this very core
+      if (spin < SPINS) relax(); else std::this_thread::yield();
+    }
   }
 
   // Work on items of this generation until none is left.
@@ -78,7 +83,9 @@ struct Pool {
       int32_t item = (int32_t)(uint32_t)seen;
       if (item >= items.load(std::memory_order_relaxed)) return;
       if (!ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
+      is_working = true;
       my_work(my_context, item);
+      is_working = false;
       done.fetch_add(1, std::memory_order_release);
     }
   }
@@ -96,16 +103,17 @@ struct Pool {
 
   // The generation that follows this one and is ready; or this one, when the pool stops.
   uint32_t await(uint32_t generation) {
-    auto is_ready = [&](uint32_t now) { return now != generation && now % 2 == 0; };
+    uint32_t now = generation;
+    auto is_ready = [&] { return now = current(), now != generation && now % 2 == 0; };
     for (int spin = 0; spin < SPINS && !stops.load(std::memory_order_relaxed); spin++) {
-      if (is_ready(current())) return current();
+      if (is_ready()) return now;
       relax();
     }
     std::unique_lock<std::mutex> lock(sleep);
     sleeping.fetch_add(1);
-    wake.wait(lock, [&] { return stops.load() || is_ready(current()); });
+    wake.wait(lock, [&] { return stops.load() || is_ready(); });
     sleeping.fetch_sub(1);
-    return stops.load() ? generation : current();
+    return stops.load() ? generation : now;
   }
 };
 
@@ -116,7 +124,10 @@ std::atomic<int32_t> num_threads{1};
 
 int32_t pool_threads() { return num_threads.load(std::memory_order_relaxed); }
 
-void pool_run(int32_t items, PoolWork work, void *context) { pool.run(items, work, context); }
+void pool_run(int32_t items, PoolWork work, void *context) {
+  if (!is_working) return pool.run(items, work, context);
+  for (int32_t item = 0; item < items; item++) work(context, item);
+}
 
 extern "C" void st_set_threads(int32_t wanted) {
   wanted = wanted < 1 ? 1 : wanted;

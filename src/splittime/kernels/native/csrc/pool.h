@@ -4,6 +4,8 @@
 #pragma once
 #include <stdint.h>
 
+#include <type_traits>
+
 typedef void (*PoolWork)(void *context, int32_t item);
 
 int32_t pool_threads();
@@ -15,5 +17,6 @@ template <class F> inline void for_each(int32_t items, F &&body) {
     for (int32_t item = 0; item < items; item++) body(item);
     return;
   }
-  pool_run(items, [](void *context, int32_t item) { (*static_cast<F *>(context))(item); }, &body);
+  using Body = std::remove_reference_t<F>;
+  pool_run(items, [](void *context, int32_t item) { (*static_cast<Body *>(context))(item); }, (void *)&body);
 }

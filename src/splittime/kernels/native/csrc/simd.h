@@ -31,7 +31,7 @@ template <class V> inline __attribute__((always_inline)) V load(const void *p) {
 }
 template <class V> inline __attribute__((always_inline)) void store(void *p, V v) { memcpy(p, &v, sizeof v); }
 
-inline __attribute__((always_inline)) F32 splat(float x) { return F32{} + x; }
+inline __attribute__((always_inline)) F32 splat(float x) { return x - F32{}; }  // x - 0 is x, which 0 + x is not
 inline __attribute__((always_inline)) I32 splat(int32_t x) { return I32{} + x; }
 
 // a * b + c in one rounding (GCC contracts it where the instruction exists).

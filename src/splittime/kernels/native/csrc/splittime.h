@@ -107,6 +107,25 @@ void st_rope_write(const StBatch *batch, const StKv *kv, int32_t num_heads, cons
 void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, float scale,
                   const float *q, int64_t q_stride, float *out);
 
+/* How one token is drawn. top_k: 0 for off; min_p: 0 for off, else a share of the largest probability; top_p: 1 for off;
+ * uniform: in [0, 1). */
+typedef struct {
+  double top_p, uniform;
+  float temperature, min_p;
+  int32_t top_k;
+} StDraw;
+
+/* logits [rows][vocab], finite or -inf -> tokens [rows]. Filters are thresholds: top_k keeps logits at or above the k-th
+ * largest, min_p those with at least that share of the largest probability, top_p, over what those leave, the largest
+ * until their share reaches it; ties at a threshold stay. The token is found by inverse CDF in the order of ids. */
+void st_draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, int32_t *tokens);
+
+/* The first of the largest logits of each row. */
+void st_argmax(int32_t rows, int32_t vocab, const float *logits, int32_t *tokens);
+
+/* Whether all of a row is finite: 1 or 0. */
+void st_finite(int32_t rows, int32_t width, const float *x, uint8_t *is_finite);
+
 /* One decoder layer on hidden [T][hidden_size], in place. */
 void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, float *hidden);
 

@@ -1,0 +1,174 @@
+"""Decode and prefill of the same model in several engines, interleaved, beside what the machine could do at most.
+
+    python -m benchmarks.peers.run --folder PEERS --model llama-1b --precision int8 --repeats 5
+    python -m benchmarks.peers.run --folder PEERS --precision bf16 --cells decode:1,32 prefill:512 --json
+
+All engines of a precision class are loaded at once and asleep but one. A round is one cell in every engine, each time
+another first, between two probes of the machine's limits. A figure is the median of the rounds with its quartiles; the
+ratio to a peer is the median of the rounds' own ratios, so that a slow minute hits both sides. What the words mean:
+`protocol.py`; who takes part: `contenders.py`; the roofline: `ceilings.py`. Results: benchmarks/results, one file a
+model and class. `--lock FILE` holds that file locked through each round, for a machine shared with other measurements.
+"""
+
+import argparse
+import fcntl
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.peers import show
+from benchmarks.peers.ceilings import Limits, Prober, Shape, roofline, scratch
+from benchmarks.peers.contenders import CLASSES, OURS, Contender, build_llama, entries, started
+from benchmarks.report import conditions, file_result
+
+DEFAULT_CELLS = ["decode:1,4,8,16,32", "prefill:128,512"]
+PROMPT_TOKENS = 16
+Samples = dict[str, list[float]]  # tokens/s of each round, by contender
+
+
+def parse_cells(words: list[str]) -> dict[str, dict[str, Any]]:
+    """By name, such as "decode:8": what a contender is sent. A small batch decodes longer, to have enough to time."""
+    cells: dict[str, dict[str, Any]] = {}
+    for word in words:
+        kind, _, sizes = word.partition(":")
+        if kind not in ("decode", "prefill") or not sizes:
+            raise SystemExit(f"--cells {word}: write decode:BATCH,... or prefill:TOKENS,...")
+        for size in map(int, sizes.split(",")):
+            decode = {"batch": size, "prompt_tokens": PROMPT_TOKENS, "new_tokens": max(8, 48 // size)}
+            cells[f"{kind}:{size}"] = {"cell": kind, **(decode if kind == "decode" else {"tokens": size})}
+    return cells
+
+
+@contextmanager
+def locked(path: Path | None) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def play_round(
+    racing: dict[str, Contender], prober: Prober, cell: dict[str, Any], number: int
+) -> tuple[dict[str, dict[str, Any]], list[Limits]]:
+    """Everyone's answer to one cell, and the limits before and after. The first to go is another in each round."""
+    names = list(racing)
+    first = number % len(names)
+    limits = [prober.probe()]
+    answers = {name: racing[name].ask({**cell, "seed": number}) for name in names[first:] + names[:first]}
+    limits.append(prober.probe())
+    return answers, limits
+
+
+def spread(samples: list[float]) -> dict[str, Any]:
+    quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
+    return {"median": statistics.median(samples), "p25": quartiles[0], "p75": quartiles[2], "samples": samples}
+
+
+def summary(samples: Samples, limits: list[Limits], top: float | None) -> dict[str, Any]:
+    """One cell's figures: each contender's spread, what share of the roofline it reached, ours over the best peer."""
+    found: dict[str, Any] = {"tokens_per_s": {name: spread(values) for name, values in samples.items() if values}}
+    medians = {name: value["median"] for name, value in found["tokens_per_s"].items()}
+    found["limits"] = {key: statistics.median(one[key] for one in limits) for key in limits[0]}
+    found["roofline_tokens_per_s"] = top
+    found["share_of_roofline"] = {name: value / top for name, value in medians.items()} if top else {}
+    peers = [name for name in medians if name != OURS]
+    if OURS in medians and peers:
+        best = max(peers, key=medians.__getitem__)
+        ratios = [ours / theirs for ours, theirs in zip(samples[OURS], samples[best], strict=False)]
+        found["best_peer"], found["ours_over_best_peer"] = best, spread(ratios)
+    return found
+
+
+def race(
+    racing: dict[str, Contender], prober: Prober, cells: dict[str, dict[str, Any]], repeats: int, lock: Path | None
+) -> Iterator[tuple[str, dict[str, dict[str, Any]], list[Limits]]]:
+    """(cell's name, answers, limits) of one round after another; every cell once before any comes again."""
+    for number in range(repeats):
+        for name, cell in cells.items():
+            with locked(lock):
+                yield name, *play_round(racing, prober, cell, number)
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    folder, cells = arguments.folder.resolve(), parse_cells(arguments.cells)
+    shape = Shape.of(json.loads((folder / "models" / arguments.model / "config.json").read_text()))
+    build_llama(folder)
+    found = entries(folder, arguments.model, arguments.precision, arguments.threads, dict(arguments.setting))
+    found = [entry for entry in found if not arguments.only or entry.name.split()[0] in arguments.only]
+    with scratch() as logs, started(found, Path(logs)) as (racing, about), bars(console) as progress:
+        samples: dict[str, Samples] = {name: {one: [] for one in racing} for name in cells}
+        limits: dict[str, list[Limits]] = {name: [] for name in cells}
+        errors: dict[str, str] = {}
+        prober = Prober(arguments.threads, Path(logs))
+        prober.probe()  # the first touch of its memory
+        bar = progress.add_task(", ".join(racing), total=arguments.repeats * len(cells))
+        for name, answers, probed in race(racing, prober, cells, arguments.repeats, arguments.lock):
+            limits[name] += probed
+            for contender, answer in answers.items():
+                if "error" in answer:
+                    errors[f"{contender}, {name}"] = answer["error"]
+                else:
+                    samples[name][contender].append(answer["tokens_per_s"])
+            progress.advance(bar)
+        prober.stop()
+    figures: dict[str, Any] = {"model": arguments.model, "precision": arguments.precision, "cells": {}}
+    for name, cell in cells.items():
+        middle = {key: statistics.median(one[key] for one in limits[name]) for key in limits[name][0]}
+        top = roofline(shape, cell, arguments.precision, middle)
+        figures["cells"][name] = {"asked": cell, **summary(samples[name], limits[name], top)}
+    return {**figures, "contenders": about, "errors": errors}
+
+
+def bars(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, where the value is JSON or else a word."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="the peers' folder; see contenders.py")
+    parser.add_argument("--model", default="llama-1b")
+    parser.add_argument("--precision", choices=CLASSES, default="int8")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cells", nargs="+", default=DEFAULT_CELLS)
+    parser.add_argument("--only", nargs="+", help="contenders by their first word, such as splittime openvino")
+    parser.add_argument(
+        "--setting", nargs="+", type=setting, default=[], metavar="NAME=VALUE", help="of our runner, over the class's"
+    )
+    parser.add_argument("--lock", type=Path)
+    parser.add_argument("--no-file", action="store_true", help="print only")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    console = Console(stderr=True)
+    before = conditions()
+    figures = measure(arguments, console)
+    figures["load_1min_before"] = before["load_1min"]
+    if not arguments.no_file:
+        name = f"peers_{arguments.model}_{arguments.precision}"
+        file_result(name, figures, {**vars(arguments), "setting": dict(arguments.setting)}, arguments.json)
+    elif arguments.json:
+        print(json.dumps(figures))
+    if not arguments.json:
+        Console().print(show.table(figures))
+
+
+if __name__ == "__main__":
+    main()

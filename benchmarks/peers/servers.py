@@ -1,0 +1,135 @@
+"""The engines as HTTP servers on loopback, with prefix caches off and the same number of threads."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.contenders import CLASSES, OURS, ROOT
+from benchmarks.server_process import free_port
+
+CONTEXT_TOKENS = 512  # of one request: the longest prompt and output that http_load draws, and room
+MAX_STREAMS = 64
+
+
+@dataclass
+class ServerEntry:
+    """`body` is what a request needs beyond prompt, max_tokens and stream; each server refuses the others' fields."""
+
+    name: str
+    command: list[str]
+    needs: list[Path]
+    body: dict[str, Any]
+    ready_path: str = "/health"
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+
+
+def server_entries(
+    folder: Path, model: str, precision: str, threads: int, settings: dict[str, Any]
+) -> list[ServerEntry]:
+    """Ours, llama-server with the class's first kind of GGUF, OpenVINO behind a small server, vLLM."""
+    chosen = CLASSES[precision]
+    checkpoint = folder / "models" / model
+    found = [_ours(checkpoint, {"num_threads": threads, **chosen["ours"], **settings})]
+    found += [_llama(folder, folder / "gguf" / f"{model}-{kind}.gguf", kind, threads) for kind in chosen["gguf"][:1]]
+    found += [_openvino(folder, folder / "ov" / f"{model}-{kind}", kind, threads) for kind in chosen["ov"]]
+    found += [_vllm(folder, checkpoint, dtype) for dtype in chosen["vllm"]]
+    return found
+
+
+def _ours(checkpoint: Path, settings: dict[str, Any]) -> ServerEntry:
+    limits = {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": MAX_STREAMS, "kv_cache_memory_bytes": "1GiB"}
+    flags = [
+        part for key, value in {**limits, **settings}.items() for part in (f"--{key.replace('_', '-')}", str(value))
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "splittime.cli.main",
+        "serve",
+        str(checkpoint),
+        "--no-enable-prefix-caching",
+        *flags,
+    ]
+    entry = ServerEntry(OURS, command, [checkpoint / "config.json"], GREEDY, "/ready")
+    entry.command += ["--port", str(entry.port)]
+    return entry
+
+
+def _llama(folder: Path, file: Path, kind: str, threads: int) -> ServerEntry:
+    program = folder / "build" / "llama" / "bin" / "llama-server"
+    slots = ["-np", "32", "-c", str(32 * CONTEXT_TOKENS), "--cache-ram", "0"]
+    command = [str(program), "-m", str(file), "-t", str(threads), "-tb", str(threads), *slots, "--host", "127.0.0.1"]
+    entry = ServerEntry(f"llama.cpp {kind}", command, [program, file], {**GREEDY, "cache_prompt": False})
+    entry.command += ["--port", str(entry.port)]
+    return entry
+
+
+def _openvino(folder: Path, model: Path, kind: str, threads: int) -> ServerEntry:
+    python = folder / "venv" / "ov" / "bin" / "python"
+    command = [str(python), "-m", "benchmarks.peers.openvino_server", str(model), str(threads)]
+    entry = ServerEntry(f"openvino {kind}", command, [python, model / "config.json"], {})
+    entry.command.append(str(entry.port))
+    return entry
+
+
+def _vllm(folder: Path, checkpoint: Path, dtype: str) -> ServerEntry:
+    program = folder / "venv" / "vllm" / "bin" / "vllm"
+    limits = ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MAX_STREAMS)]
+    options = ["--dtype", dtype, "--enforce-eager", "--no-enable-prefix-caching", "--host", "127.0.0.1"]
+    body = {**GREEDY, "model": str(checkpoint)}
+    command = [str(program), "serve", str(checkpoint), *limits, *options]
+    entry = ServerEntry(f"vllm {dtype}", command, [program], body)
+    entry.command += ["--port", str(entry.port)]
+    return entry
+
+
+@contextmanager
+def serving(entry: ServerEntry, threads: int, log: Path, timeout_s: float = 300) -> Iterator[float]:
+    """Yields the seconds from the process's start until it was ready. Raises RuntimeError with the end of its log."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with log.open("w") as output:
+        process = subprocess.Popen(entry.command, stdout=output, stderr=output, env=environment)
+    try:
+        yield _until_ready(entry, process, log, timeout_s)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _until_ready(entry: ServerEntry, process: subprocess.Popen, log: Path, timeout_s: float) -> float:
+    begin = time.monotonic()
+    while time.monotonic() - begin < timeout_s:
+        if process.poll() is not None:
+            raise RuntimeError(f"{entry.name} ended: {log.read_text(errors='replace')[-1500:].strip()}")
+        try:
+            with urllib.request.urlopen(entry.url + entry.ready_path, timeout=1):
+                return time.monotonic() - begin
+        except OSError:
+            time.sleep(0.05)
+    raise RuntimeError(f"{entry.name} was not ready after {timeout_s} s")

@@ -1,0 +1,322 @@
+// One query token of a row, for the query heads that share a KV head, against a stretch of the row's context. Bound by memory:
+// each tile of keys and values is read once, straight from the store, and asked for half a chunk before it is needed.
+#pragma once
+
+namespace ST_ISA::paged {
+
+constexpr int CHUNK = 64;        // tokens between two steps of the running softmax
+constexpr int PART_TOKENS = 256;  // tokens of context that one item covers ..
+constexpr int MAX_PARTS = 32;     // .. and more where that would cut a row into more items than this
+constexpr int MAX_TILES = CHUNK / LANES;
+constexpr int TOGETHER = 4;  // query heads that a pass over a tile serves
+
+inline int32_t round_up(int32_t x, int32_t to) { return (x + to - 1) / to * to; }
+
+// A tile can be read as it is if vectors of keys do not cross its rows, and vectors of values end with the head.
+inline bool reads_in_place(const StKv &kv) { return kv.block_size % LANES == 0 && kv.head_dim % LANES == 0; }
+
+inline int32_t chunk_of(const StKv &kv) {
+  return kv.block_size >= CHUNK ? kv.block_size : CHUNK / kv.block_size * kv.block_size;
+}
+
+// Where a row's parts begin (its first block that is seen at all), and the tokens of each.
+struct Parts {
+  int32_t origin, first, end, each;
+};
+
+inline Parts parts_of(const Attend &call, int32_t row) {
+  const int32_t end = call.batch.context_lens[row], first = call.first_seen(end - 1);
+  const int32_t origin = first / call.kv.block_size * call.kv.block_size;
+  int32_t each = PART_TOKENS;
+  while ((end - origin) / MAX_PARTS > each) each *= 2;
+  return {origin, first, end, round_up(each, chunk_of(call.kv))};
+}
+
+inline int32_t decode_parts(const Attend &call, int32_t row) {
+  const Parts parts = parts_of(call, row);
+  return parts.end <= parts.origin ? 1 : (parts.end - parts.origin + parts.each - 1) / parts.each;
+}
+
+// A partial result: for each head the largest score and the sum of weights, then the heads' results.
+inline int64_t partial_floats(const Attend &call) { return (int64_t)call.sharing * (2 + call.wide_dim); }
+
+inline void ask_for(const char *from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
+template <class T> struct Tile {
+  const T *keys, *values;                  // [dim][size] and [size][dim]
+  const float *key_scales, *value_scales;  // int8 only
+};
+
+// scores[r][0 .. NV LANES) = q_r . keys; q: [dim][R]; keys: [dim][size]. Several chains of sums where one would wait for
+// itself. `ahead`: memory as long as what is read here, wanted soon.
+template <class T, int R, int NV>
+void score_vectors(const float *q, const T *keys, int32_t size, int32_t dim, const char *ahead, float *scores, int32_t step) {
+  constexpr int CHAINS = R * NV >= 8 ? 1 : R * NV >= 4 ? 2 : R * NV >= 2 ? 4 : 8;
+  constexpr int LINE = 64 / (NV * LANES * (int)sizeof(T)), UNROLLED = LINE > CHAINS ? LINE : CHAINS;
+  F32 sums[CHAINS][R][NV] = {};
+  int32_t d = 0;
+  for (; d + UNROLLED <= dim; d += UNROLLED) {
+#pragma GCC unroll 8
+    for (int b = 0; b < UNROLLED * NV * LANES * (int)sizeof(T); b += 64) __builtin_prefetch(ahead + b, 0, 2);
+    ahead += UNROLLED * NV * LANES * sizeof(T);
+#pragma GCC unroll 8
+    for (int u = 0; u < UNROLLED; u++)
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; v++) {
+        const F32 key = widen(keys + (int64_t)(d + u) * size + v * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) sums[u % CHAINS][r][v] = fma(splat(q[(d + u) * R + r]), key, sums[u % CHAINS][r][v]);
+      }
+  }
+  for (; d < dim; d++)
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++)
+        sums[0][r][v] = fma(splat(q[d * R + r]), widen(keys + (int64_t)d * size + v * LANES), sums[0][r][v]);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < NV; v++) {
+      F32 sum = sums[0][r][v];
+#pragma GCC unroll 8
+      for (int c = 1; c < CHAINS; c++) sum += sums[c][r][v];
+      store(scores + (int64_t)r * step + v * LANES, sum);
+    }
+}
+
+// results[r][0 .. NV LANES) += sum over tokens [from, to) of weights[r][token] * values[token].
+template <class T, int R, int NV>
+void mix_vectors(const float *weights, int32_t step, const T *values, int32_t dim, int32_t from, int32_t to, float *results,
+                 int32_t wide_dim) {
+  F32 sums[R][NV];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) sums[r][v] = load<F32>(results + (int64_t)r * wide_dim + v * LANES);
+  for (int32_t t = from; t < to; t++) {
+    const T *value = values + (int64_t)t * dim;
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) {
+      const F32 x = widen(value + v * LANES);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) sums[r][v] = fma(splat(weights[(int64_t)r * step + t]), x, sums[r][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) store(results + (int64_t)r * wide_dim + v * LANES, sums[r][v]);
+}
+
+// The state of one item; T is the store's element, or float where tiles are gathered first.
+template <class T> struct Decode {
+  const Attend &call;
+  int32_t size, dim;            // of a tile of keys, [dim][size]
+  int32_t width;                // of a row of values: dim, or whole panels
+  int32_t chunk;                // tokens
+  float *q, *scores, *results;  // [sharing][dim] by pass, [sharing][chunk], [sharing][wide_dim]
+  Softmax *softmaxes;
+
+  template <int R> void score(const Tile<T> &one, int32_t head, int32_t tokens, const T *ahead, float *to) const {
+    const float *mine = q + (int64_t)head * dim;
+    for (int32_t t = 0; t < tokens;) {
+      const char *wanted = (const char *)(ahead + (int64_t)t * dim);
+      float *here = to + (int64_t)head * chunk + t;
+      if (size % PANEL == 0) {
+        score_vectors<T, R, 2>(mine, one.keys + t, size, dim, wanted, here, chunk);
+        t += PANEL;
+      } else {
+        score_vectors<T, R, 1>(mine, one.keys + t, size, dim, wanted, here, chunk);
+        t += LANES;
+      }
+    }
+  }
+
+  template <int R> void mix(const Tile<T> &one, int32_t head, const float *weights, int32_t from, int32_t to, const T *ahead) {
+    constexpr int NV = R == 1 ? 8 : R == 2 ? 4 : 2;
+    const float *mine = weights + (int64_t)head * chunk;
+    float *result = results + (int64_t)head * call.wide_dim;
+    int32_t d = 0;
+    for (; d + NV * LANES <= width; d += NV * LANES) {
+      ask_for((const char *)(ahead + (int64_t)d * size), (int64_t)NV * LANES * size * sizeof(T));
+      mix_vectors<T, R, NV>(mine, chunk, one.values + d, width, from, to, result + d, call.wide_dim);
+    }
+    for (; d < width; d += LANES)
+      mix_vectors<T, R, 1>(mine, chunk, one.values + d, width, from, to, result + d, call.wide_dim);
+  }
+
+  // body(std::integral_constant<int, R>, first head) for passes over the heads that share this KV head.
+  template <class F> void passes(F &&body) const {
+    int32_t head = 0;
+    for (; head + TOGETHER <= call.sharing; head += TOGETHER) body(std::integral_constant<int, TOGETHER>(), head);
+    const int32_t left = call.sharing - head;
+    if (left == 1) body(std::integral_constant<int, 1>(), head);
+    if (left == 2) body(std::integral_constant<int, 2>(), head);
+    if (left == 3) body(std::integral_constant<int, 3>(), head);
+  }
+
+  void start(const float *query) {
+    const float factor = call.scale * LOG2_E;
+    passes([&](auto together, int32_t head) {
+      constexpr int R = decltype(together)::value;
+      for (int32_t r = 0; r < R; r++)
+        for (int32_t d = 0; d < dim; d++)
+          q[(int64_t)head * dim + d * R + r] = query[(int64_t)(head + r) * dim + d] * factor;
+    });
+    for (int32_t head = 0; head < call.sharing; head++) softmaxes[head] = Softmax();
+    memset(results, 0, sizeof(float) * call.sharing * call.wide_dim);
+  }
+
+  // Scores of a chunk of `tokens`, while its values are asked for.
+  void score_chunk(const Tile<T> *tiles, int32_t tokens) {
+    for (int32_t t = 0; t < tokens; t += size, tiles++) {
+      const int32_t here = tokens - t < size ? tokens - t : size;
+      passes([&](auto together, int32_t head) {
+        score<decltype(together)::value>(*tiles, head, here, tiles->values, scores + t);
+      });
+      if (sizeof(T) > 1) continue;
+      for (int32_t head = 0; head < call.sharing; head++)
+        for (int32_t i = 0; i < here; i += LANES) scale_vector(scores + (int64_t)head * chunk + t + i, tiles->key_scales + i);
+    }
+  }
+
+  static ST_INLINE void scale_vector(float *x, const float *by) { store(x, load<F32>(x) * load<F32>(by)); }
+
+  // The running softmax over [low, tokens) of the chunk.
+  void weigh_chunk(const Tile<T> *tiles, int32_t low, int32_t tokens) {
+    for (int32_t head = 0; head < call.sharing; head++) {
+      float *mine = scores + (int64_t)head * chunk, *result = results + (int64_t)head * call.wide_dim;
+      const float keeps = softmaxes[head].take(mine, low, tokens, round_up(tokens, LANES));
+      if (keeps != 1)
+        for (int32_t d = 0; d < width; d += LANES) store(result + d, load<F32>(result + d) * keeps);
+      if (sizeof(T) > 1) continue;
+      for (int32_t t = 0; t < tokens; t += LANES) scale_vector(mine + t, tiles[t / size].value_scales + t % size);
+    }
+  }
+
+  // Results += weights times values, while the next chunk's keys are asked for.
+  void mix_chunk(const Tile<T> *tiles, const Tile<T> *next, int32_t low, int32_t tokens) {
+    for (int32_t t = 0; t < tokens; t += size, tiles++, next++) {
+      const int32_t from = low > t ? low - t : 0, to = tokens - t < size ? tokens - t : size;
+      passes([&](auto together, int32_t head) {
+        mix<decltype(together)::value>(*tiles, head, scores + t, from, to, next->keys);
+      });
+    }
+  }
+
+  void take_chunk(const Tile<T> *tiles, const Tile<T> *next, int32_t low, int32_t tokens) {
+    score_chunk(tiles, tokens);
+    weigh_chunk(tiles, low, tokens);
+    mix_chunk(tiles, next, low, tokens);
+  }
+};
+
+// The tiles of the chunk at token `at`, or the last ones before `end` once more.
+template <class T>
+void find_tiles(const Attend &call, const int32_t *table, int head, int32_t at, int32_t end, int32_t count, Tile<T> *tiles) {
+  const StKv &kv = call.kv;
+  const int32_t last = (end - 1) / kv.block_size;
+  for (int32_t i = 0; i < count; i++) {
+    const int32_t column = at / kv.block_size + i, block = table[column < last ? column : last];
+    tiles[i] = {tile<T>(kv, block, 0, head), tile<T>(kv, block, 1, head), scales<T>(kv, block, 0, head),
+                scales<T>(kv, block, 1, head)};
+  }
+}
+
+template <class T>
+void decode_in_place(Decode<T> &state, const int32_t *table, int head, int32_t begin, int32_t first, int32_t end) {
+  const int32_t chunk = state.chunk, count = chunk / state.size;
+  Tile<T> both[2][MAX_TILES], *tiles = both[0], *next = both[1];
+  find_tiles(state.call, table, head, begin, end, count, tiles);
+  for (int32_t at = begin; at < end; at += chunk) {
+    find_tiles(state.call, table, head, at + chunk, end, count, next);
+    state.take_chunk(tiles, next, first > at ? first - at : 0, end - at < chunk ? end - at : chunk);
+    Tile<T> *used = tiles;
+    tiles = next, next = used;
+  }
+}
+
+// The same for odd sizes, through a copy in panels that the state (of float) can read.
+template <class T>
+void decode_gathered(Decode<float> &state, const int32_t *table, int head, int32_t begin, int32_t first, int32_t end,
+                     float *keys, float *values) {
+  const Attend &call = state.call;
+  const int32_t chunk = chunk_of(call.kv), count = state.chunk / PANEL, wide = call.wide_dim;
+  Tile<float> *tiles = (Tile<float> *)alloca(sizeof(Tile<float>) * count);
+  for (int32_t i = 0; i < count; i++)
+    tiles[i] = {keys + (int64_t)i * PANEL * state.dim, values + (int64_t)i * PANEL * wide, nullptr, nullptr};
+  for (int32_t at = begin; at < end; at += chunk) {
+    const int32_t from = first > at ? first : at, to = end < at + chunk ? end : at + chunk;
+    gather_keys<T>(call.kv, table, head, at, from, to, keys);
+    gather_values<T>(call.kv, table, head, at, from, to, PANEL, wide, values);
+    state.take_chunk(tiles, tiles, from - at, to - at);
+  }
+}
+
+// Results over their sums, or as they are with what a merge needs to know.
+template <class T> void finish(const Decode<T> &state, int32_t row, int32_t kv_head, float *partial) {
+  const Attend &call = state.call;
+  for (int32_t i = 0; i < call.sharing; i++) {
+    const float *result = state.results + (int64_t)i * call.wide_dim, sum = sum_of(state.softmaxes[i].sums);
+    if (partial) {
+      partial[2 * i] = state.softmaxes[i].most;
+      partial[2 * i + 1] = sum;
+      memcpy(partial + 2 * call.sharing + (int64_t)i * call.wide_dim, result, sizeof(float) * call.wide_dim);
+    } else {
+      float *out = call.result(call.batch.query_begins[row], kv_head * call.sharing + i);
+      for (int32_t d = 0; d < call.kv.head_dim; d++) out[d] = result[d] * (1 / sum);
+    }
+  }
+}
+
+template <class T> void decode_part(const Attend &call, int32_t row, int32_t kv_head, int32_t part, float *partial) {
+  static thread_local Scratch memory;
+  const Parts parts = parts_of(call, row);
+  const int32_t begin = parts.origin + part * parts.each;
+  const int32_t end = parts.end - begin < parts.each ? parts.end : begin + parts.each;
+  const bool in_place = reads_in_place(call.kv);
+  const int32_t chunk = in_place ? chunk_of(call.kv) : round_up(chunk_of(call.kv), PANEL);
+  const int64_t sharing = call.sharing, wide = call.wide_dim;
+  float *at = memory.of<float>(sharing * (2 * wide + chunk + 2 * LANES) + 2 * wide * chunk);
+  Softmax *softmaxes = (Softmax *)at;
+  float *q = at + sharing * 2 * LANES, *results = q + sharing * wide, *scores = results + sharing * wide;
+  float *keys = scores + sharing * chunk, *values = keys + wide * chunk;
+  const float *query = call.query(call.batch.query_begins[row], kv_head * call.sharing);
+  if (in_place) {
+    Decode<T> state = {call, call.kv.block_size, call.kv.head_dim, call.kv.head_dim, chunk, q, scores, results, softmaxes};
+    state.start(query);
+    decode_in_place<T>(state, call.table(row), kv_head, begin, parts.first, end);
+    return finish(state, row, kv_head, partial);
+  }
+  Decode<float> state = {call, PANEL, call.kv.head_dim, call.wide_dim, chunk, q, scores, results, softmaxes};
+  state.start(query);
+  decode_gathered<T>(state, call.table(row), kv_head, begin, parts.first, end, keys, values);
+  finish(state, row, kv_head, partial);
+}
+
+// One row and KV head, from `parts` partial results that lie num_kv_heads apart.
+inline void merge_parts(const Attend &call, int32_t row, int32_t kv_head, int32_t parts, const float *first) {
+  const int64_t apart = partial_floats(call) * call.kv.num_kv_heads;
+  for (int32_t i = 0; i < call.sharing; i++) {
+    float most = -INFINITY, sum = 0;
+    for (int32_t part = 0; part < parts; part++) {
+      const float its_most = first[part * apart + 2 * i];
+      most = its_most > most ? its_most : most;
+    }
+    float *out = call.result(call.batch.query_begins[row], kv_head * call.sharing + i);
+    memset(out, 0, sizeof(float) * call.kv.head_dim);
+    for (int32_t part = 0; part < parts; part++) {
+      const float *its = first + part * apart;
+      const float share = exp2_of(splat(its[2 * i] - (most == -INFINITY ? 0 : most)))[0];
+      const float *result = its + 2 * call.sharing + (int64_t)i * call.wide_dim;
+      sum += its[2 * i + 1] * share;
+      for (int32_t d = 0; d < call.kv.head_dim; d++) out[d] += result[d] * share;
+    }
+    for (int32_t d = 0; d < call.kv.head_dim; d++) out[d] *= 1 / sum;
+  }
+}
+
+}  // namespace ST_ISA::paged

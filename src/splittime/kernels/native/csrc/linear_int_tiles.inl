@@ -1,0 +1,178 @@
+// The inner loops of linear_int.inl: R tokens times one panel of 16 output features over a chunk of columns.
+//
+// int8 without byte products (LANES 8): bytes widened to 16 bits and pmaddwd, exact, since the saturating byte product of
+// AVX2 does not hold two products of full-range bytes. Its sums stay in pairs of lanes (columns 0, 1 and 2, 3 of each
+// four) until the end. With VNNI (LANES 16): one byte product a register, sums whole.
+// int4: byte products at any width; what they add up to in a block of 64 columns fits 16 bits (see tile4).
+#pragma once
+#include "pack_int.h"
+
+namespace ST_ISA {
+
+#define ST_UNROLL _Pragma("GCC unroll 16")
+
+#if LANES == 16
+typedef int8_t Wide;        // how an activation of an int8 product is kept
+typedef I8 Four;            // four activations, repeated
+typedef U8 Weights;         // what they are multiplied with
+constexpr int VECTORS8 = 1;  // registers of sums a token and panel
+constexpr int PARTS = 1;    // passes over a panel when R is large
+#else
+typedef int16_t Wide;
+typedef I16 Four;
+typedef I16 Weights;
+constexpr int VECTORS8 = 4;
+constexpr int PARTS = 2;
+#endif
+constexpr int VECTORS4 = 16 / LANES;
+constexpr int SUMS8 = VECTORS8 * LANES;   // integers a token and panel
+constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // tokens of a tile that fit the registers
+constexpr int MAX_ROWS_NIBBLES = LANES == 16 ? 8 : 4;
+
+inline __attribute__((always_inline)) I8 four(const int8_t *x) { return (I8)(I32{} + load<int32_t>(x)); }
+#if LANES != 16
+typedef int64_t I64 __attribute__((vector_size(LANES * 4)));
+inline __attribute__((always_inline)) I16 four(const int16_t *x) { return (I16)(I64{} + load<int64_t>(x)); }
+#endif
+
+inline __attribute__((always_inline)) I32 product(I32 sum, Weights w, Four x) {
+#if LANES == 16
+  return dot_u8(sum, w, x);
+#else
+  return sum + madd(w, x);
+#endif
+}
+
+// Vector v of the weights of four columns: as the blob has them, or as widen_chunk left them.
+struct Bytes {
+  static constexpr int STEP = 64;
+  static constexpr bool FETCHES = true;
+  static inline __attribute__((always_inline)) Weights get(const uint8_t *w, int v) {
+#if LANES == 16
+    return load<U8>(w);
+#else
+    typedef uint8_t U8h __attribute__((vector_size(LANES * 2)));
+    return __builtin_convertvector(load<U8h>(w + 16 * v), I16);
+#endif
+  }
+};
+struct Words {
+  static constexpr int STEP = 128;
+  static constexpr bool FETCHES = false;
+  static inline __attribute__((always_inline)) Weights get(const uint8_t *w, int v) { return load<Weights>(w + 32 * v); }
+};
+
+// sums[r][v] += the products of R tokens and V registers of weights, over 4 * quads columns. ahead: bytes to fetch meanwhile.
+template <int R, int V, class Source>
+void tile8(const Wide *x, int64_t x_step, const uint8_t *w, int64_t quads, int32_t *sums, const uint8_t *ahead) {
+  I32 sum[R][V];
+  ST_UNROLL for (int r = 0; r < R; r++)
+    ST_UNROLL for (int v = 0; v < V; v++) sum[r][v] = load<I32>(sums + r * SUMS8 + v * LANES);
+#pragma GCC unroll 2
+  for (int64_t q = 0; q < quads; q++) {
+    Weights weights[V];
+    ST_UNROLL for (int v = 0; v < V; v++) weights[v] = Source::get(w, v);
+    ST_UNROLL for (int r = 0; r < R; r++) {
+      const Four activations = four(x + r * x_step);
+      ST_UNROLL for (int v = 0; v < V; v++) sum[r][v] = product(sum[r][v], weights[v], activations);
+    }
+    if (Source::FETCHES) {
+      __builtin_prefetch(ahead);
+      ahead += 64;
+    }
+    w += Source::STEP;
+    x += 4;
+  }
+  ST_UNROLL for (int r = 0; r < R; r++)
+    ST_UNROLL for (int v = 0; v < V; v++) store(sums + r * SUMS8 + v * LANES, sum[r][v]);
+}
+
+// What a token's activations of an int4 product come with, a block of columns (64 or 32, within a group).
+struct Block {
+  int32_t start;  // -8 times their sum, in the form of the tile's sums
+  float scale, sum;
+};
+
+#if LANES == 16
+typedef I32 Sum4;
+inline __attribute__((always_inline)) I32 product4(I32 sum, U8 w, I8 x) { return dot_u8(sum, w, x); }
+inline __attribute__((always_inline)) I32 whole(I32 sum) { return sum; }
+#else
+typedef I16 Sum4;
+inline __attribute__((always_inline)) I16 product4(I16 sum, U8 w, I8 x) { return sum + madd_u8(w, x); }
+inline __attribute__((always_inline)) I32 whole(I16 sum) { return madd(sum, I16{} + 1); }
+#endif
+
+inline __attribute__((always_inline)) F32 load_f16(const uint8_t *p) {
+#if defined(__AVX512F__) && LANES == 16
+  // (maskz: GCC 12 warns of the plain one's own header)
+  return (F32)_mm512_maskz_cvtph_ps(0xffff, (__m256i)load<U16h>(p));
+#elif defined(__F16C__) && LANES == 8
+  return (F32)_mm256_cvtph_ps((__m128i)load<U16h>(p));
+#else
+  const U32 half = __builtin_convertvector(load<U16h>(p), U32);
+  const F32 magnitude = (F32)((half & 0x7fff) << 13) * 0x1p112f;  // moves the exponent; right for subnormals too
+  const U32 infinite = (U32)((half & 0x7c00) == 0x7c00) & 0x7f800000;
+  return (F32)((U32)magnitude | infinite | (half & 0x8000) << 16);
+#endif
+}
+
+// The weights of a panel's blocks. `values`: pairs as in the blob, or bytes as split_chunk left them.
+struct Blocks {
+  const uint8_t *values, *scales, *zeros;  // zeros: NULL for 8 everywhere
+  int32_t first, count, a_group, quads;    // blocks of this chunk; blocks a group; four-column steps a block, 8 or 16
+};
+
+// sums[r][n] += scales * (the products of R tokens and a panel), over blocks.count blocks.
+//
+// At LANES 8 a lane adds up, modulo 2^16, 2 columns of each of 16 steps at most: 32 products of w in 0..15 and x, and
+// -8 times the same x to begin with; that is 32 products (w - 8) x, of magnitude 8 * 127 * 32 = 32512 at most, so it fits.
+template <int R, bool NIBBLES, bool ZEROS>
+void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_step, const Blocks &blocks, float *sums,
+           const uint8_t *ahead) {
+  constexpr int V = VECTORS4, BYTES = 4 * LANES;
+  const uint8_t *w = blocks.values;
+  for (int32_t b = 0; b < blocks.count; b++, about++) {
+    Sum4 sum[R][V];
+    ST_UNROLL for (int r = 0; r < R; r++)
+      ST_UNROLL for (int v = 0; v < V; v++) sum[r][v] = (Sum4)splat(about[r * about_step].start);
+    for (int32_t q = 0; q < blocks.quads; q += 2) {
+      U8 even[V], odd[V];
+      ST_UNROLL for (int v = 0; v < V; v++) {
+        even[v] = load<U8>(w + BYTES * v);
+        odd[v] = NIBBLES ? even[v] >> 4 : load<U8>(w + 64 + BYTES * v);
+        if (NIBBLES) even[v] &= 15;
+      }
+      ST_UNROLL for (int r = 0; r < R; r++) {
+        const I8 activations = four(x + r * x_step);
+        ST_UNROLL for (int v = 0; v < V; v++) sum[r][v] = product4(sum[r][v], even[v], activations);
+      }
+      ST_UNROLL for (int r = 0; r < R; r++) {
+        const I8 activations = four(x + r * x_step + 4);
+        ST_UNROLL for (int v = 0; v < V; v++) sum[r][v] = product4(sum[r][v], odd[v], activations);
+      }
+      if (NIBBLES) {
+        __builtin_prefetch(ahead);
+        ahead += 64;
+      }
+      w += NIBBLES ? 64 : 128;
+      x += 8;
+    }
+    const int64_t group = (blocks.first + b) / blocks.a_group;
+    ST_UNROLL for (int v = 0; v < V; v++) {
+      const F32 scale = load_f16(blocks.scales + 2 * (group * PANEL + v * LANES));
+      F32 zero{};
+      if (ZEROS)
+        zero = 8 - to_f32(__builtin_convertvector(load<I8q>(blocks.zeros + group * PANEL + v * LANES), I32));
+      ST_UNROLL for (int r = 0; r < R; r++) {
+        const Block &here = about[r * about_step];
+        float *to = sums + r * PANEL + v * LANES;
+        F32 dot = to_f32(whole(sum[r][v]));
+        if (ZEROS) dot = fma(zero, splat(here.sum), dot);
+        store(to, fma(scale * splat(here.scale), dot, load<F32>(to)));
+      }
+    }
+  }
+}
+
+}  // namespace ST_ISA

@@ -1,0 +1,223 @@
+// Making and reading the blobs of integer weights (see pack_int.h). Plain loops that the compiler vectorises; packing runs
+// once a weight, at load, one panel an item.
+#include "pack_int.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <vector>
+
+#include "pool.h"
+
+namespace {
+
+float f32_of_f16(uint16_t h) {
+  // The float whose exponent and mantissa are h's, times 2^112 for the difference of the biases; right for subnormals too.
+  uint32_t bits = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
+  float x;
+  memcpy(&x, &bits, 4);
+  x *= 0x1p112f;
+  memcpy(&bits, &x, 4);
+  if ((h & 0x7c00) == 0x7c00) bits |= 0x7f800000;
+  bits |= sign;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Ties to even; beyond 65504 infinite.
+uint16_t f16_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;
+  if (bits >= 0x47800000) return sign | 0x7c00;
+  if (bits < 0x38800000) {  // subnormal: the sum below leaves the rounded multiple of 2^-24 in the mantissa
+    float small = fabsf(x) + 0.5f;
+    memcpy(&bits, &small, 4);
+    return sign | (uint16_t)(bits - 0x3f000000);
+  }
+  return sign | (uint16_t)((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+
+void to_floats(const void *from, int32_t dtype, int64_t begin, int64_t count, float *to) {
+  if (dtype == ST_FLOAT32) {
+    memcpy(to, (const float *)from + begin, count * sizeof(float));
+  } else if (dtype == ST_BFLOAT16) {
+    const uint16_t *halves = (const uint16_t *)from + begin;
+    uint32_t *bits = (uint32_t *)to;
+    for (int64_t i = 0; i < count; i++) bits[i] = (uint32_t)halves[i] << 16;
+  } else {
+    const uint16_t *halves = (const uint16_t *)from + begin;
+    for (int64_t i = 0; i < count; i++) to[i] = f32_of_f16(halves[i]);
+  }
+}
+
+// The largest magnitude, found among bit patterns: they sort like magnitudes, and integers the compiler can reorder.
+float largest_magnitude(const float *values, int64_t count) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    int32_t bits;
+    memcpy(&bits, values + i, 4);
+    bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  float magnitude;
+  memcpy(&magnitude, &largest, 4);
+  return magnitude;
+}
+
+// round(value / scale) + zero, ties to even, within [low, high].
+void round_all(const float *values, int64_t count, float scale, int32_t zero, int32_t low, int32_t high, uint8_t *to) {
+  if (scale == 0) {
+    memset(to, zero, count);
+    return;
+  }
+  const float shift = 12582912.0f;  // 1.5 * 2^23: what is added to it has no room for a fraction
+  const float least = (float)(low - zero), most = (float)(high - zero);
+  for (int64_t i = 0; i < count; i++) {
+    float value = values[i] / scale;
+    value = value < most ? value : most;
+    value = value > least ? value : least;
+    to[i] = (uint8_t)((int32_t)((value + shift) - shift) + zero);
+  }
+}
+
+// The value of largest magnitude, the first of equals.
+float extreme(const float *values, int64_t count) {
+  const float magnitude = largest_magnitude(values, count);
+  for (int64_t i = 0; i < count; i++)
+    if (fabsf(values[i]) == magnitude) return values[i];
+  return 0;
+}
+
+// One panel of a blob, filled row by row and then woven.
+struct Panel {
+  const IntLayout &layout;
+  int32_t scheme, group;
+  uint8_t *begin;
+  std::vector<uint8_t> &rows;  // [PANEL][columns], the integers
+
+  Panel(const IntLayout &layout, int32_t scheme, int32_t group, int64_t index, uint8_t *blob, std::vector<uint8_t> &rows)
+      : layout(layout), scheme(scheme), group(group), begin(blob + index * layout.panel_bytes), rows(rows) {
+    memset(begin, 0, layout.values_at);
+    rows.assign(PANEL * layout.columns, scheme == ST_INT8 ? 128 : 8);
+  }
+
+  uint8_t *row(int32_t n) { return rows.data() + n * layout.columns; }
+
+  void set_scale(int64_t g, int32_t n, float scale) {
+    const uint16_t half = f16_of(scale);
+    if (scheme == ST_INT8)
+      memcpy(begin + 4 * n, &scale, 4);
+    else
+      memcpy(begin + 2 * (g * PANEL + n), &half, 2);
+  }
+
+  void set_zero(int64_t g, int32_t n, uint8_t zero) { begin[layout.zeros_at + g * PANEL + n] = zero; }
+
+  void round_row(int32_t n, const float *values, int64_t in) {
+    if (scheme == ST_INT8) {
+      const float scale = largest_magnitude(values, in) / 127;
+      set_scale(0, n, scale);
+      round_all(values, in, scale, 128, 1, 255, row(n));
+      return;
+    }
+    for (int64_t g = 0; g * group < in; g++) {
+      const int64_t at = g * group, count = in - at < group ? in - at : group;
+      const float scale = f32_of_f16(f16_of(extreme(values + at, count) / -8));
+      set_scale(g, n, scale);
+      round_all(values + at, count, scale, 8, 0, 15, row(n) + at);
+    }
+  }
+
+  void weave() {
+    uint8_t *to = begin + layout.values_at;
+    for (int64_t k = 0; k < layout.columns; k += scheme == ST_INT8 ? 4 : 8) {
+      for (int32_t n = 0; n < PANEL; n++, to += 4) {
+        uint32_t word, upper;
+        memcpy(&word, row(n) + k, 4);
+        if (scheme == ST_INT4) {
+          memcpy(&upper, row(n) + k + 4, 4);
+          word |= upper << 4;
+        }
+        memcpy(to, &word, 4);
+      }
+    }
+  }
+};
+
+uint8_t integer_at(const IntLayout &layout, int32_t scheme, const uint8_t *panel, int64_t k, int32_t n) {
+  const uint8_t *values = panel + layout.values_at;
+  if (scheme == ST_INT8) return values[k / 4 * 64 + n * 4 + k % 4];
+  return values[k / 8 * 64 + n * 4 + k % 4] >> (k & 4) & 15;
+}
+
+}  // namespace
+
+int64_t int_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t has_zeros) {
+  const IntLayout layout = int_layout(scheme, out_features, in_features, group, has_zeros);
+  return layout.panels * layout.panel_bytes;
+}
+
+void pack_int(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const void *weight, int32_t dtype,
+              int32_t row_begin, int32_t row_end, uint8_t *blob) {
+  const IntLayout layout = int_layout(scheme, out_features, in_features, group, 0);
+  const int32_t first = row_begin / PANEL, last = (row_end + PANEL - 1) / PANEL;
+  for_each(last - first, [&](int32_t item) {
+    thread_local std::vector<float> floats;
+    thread_local std::vector<uint8_t> rows;
+    floats.resize(in_features);
+    Panel panel(layout, scheme, group, first + item, blob, rows);
+    for (int32_t n = 0; n < PANEL && (first + item) * PANEL + n < row_end; n++) {
+      const int64_t row = (int64_t)item * PANEL + n;  // of `weight`, which starts at row_begin
+      to_floats(weight, dtype, row * in_features, in_features, floats.data());
+      panel.round_row(n, floats.data(), in_features);
+    }
+    panel.weave();
+  });
+}
+
+void pack_int_quantized(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const int8_t *values,
+                        const float *scales, const uint8_t *zeros, uint8_t *blob) {
+  const IntLayout layout = int_layout(scheme, out_features, in_features, group, zeros != nullptr);
+  const int64_t in = in_features;
+  for_each((int32_t)layout.panels, [&](int32_t index) {
+    thread_local std::vector<uint8_t> rows;
+    Panel panel(layout, scheme, group, index, blob, rows);
+    for (int32_t n = 0; n < PANEL && index * PANEL + n < out_features; n++) {
+      const int64_t row = (int64_t)index * PANEL + n;
+      for (int64_t k = 0; k < in; k++) panel.row(n)[k] = (uint8_t)(values[row * in + k] + (scheme == ST_INT8 ? 128 : 0));
+      for (int64_t g = 0; g < layout.groups; g++) {
+        panel.set_scale(g, n, scales[row * layout.groups + g]);
+        if (zeros) panel.set_zero(g, n, zeros[row * layout.groups + g]);
+      }
+    }
+    panel.weave();
+  });
+}
+
+void unpack_int(const StLinear *linear, float *weight) {
+  const int32_t scheme = linear->scheme;
+  const int64_t in = linear->in_features;
+  const IntLayout layout = int_layout(scheme, linear->out_features, in, linear->group, linear->has_zeros);
+  for_each((int32_t)layout.panels, [&](int32_t index) {
+    const uint8_t *panel = linear->blob + index * layout.panel_bytes;
+    for (int32_t n = 0; n < PANEL && index * PANEL + n < linear->out_features; n++) {
+      float *row = weight + ((int64_t)index * PANEL + n) * in;
+      for (int64_t k = 0; k < in; k++) {
+        const int64_t g = scheme == ST_INT8 ? 0 : k / linear->group;
+        float scale;
+        if (scheme == ST_INT8) {
+          memcpy(&scale, panel + 4 * n, 4);
+        } else {
+          uint16_t half;
+          memcpy(&half, panel + 2 * (g * PANEL + n), 2);
+          scale = f32_of_f16(half);
+        }
+        const int32_t zero = scheme == ST_INT8 ? 128 : linear->has_zeros ? panel[layout.zeros_at + g * PANEL + n] : 8;
+        row[k] = (float)(integer_at(layout, scheme, panel, k, n) - zero) * scale;
+      }
+    }
+  });
+}

@@ -1,0 +1,84 @@
+// What attention and the element-wise kernels share: exponentials, extremes, and loads that widen a KV element to float.
+#pragma once
+
+namespace ST_ISA {
+
+#define ST_INLINE inline __attribute__((always_inline))
+
+// A NaN in `x` stays one: the comparison is false for it, and the second value is x.
+ST_INLINE F32 at_least(F32 x, float least) { return splat(least) > x ? splat(least) : x; }
+ST_INLINE F32 at_most(F32 x, float most) { return splat(most) < x ? splat(most) : x; }
+
+// 1.5 * 2^23: adding it to a float of moderate size leaves the nearest integer in the low bits.
+constexpr float ROUNDER = 12582912.0f;
+
+// 2^n for the integer n in the low bits of `rounded`, -127 <= n <= 128: 0 and infinity at the ends. A product, not a sum
+// of exponents, is made with it, so that a NaN stays a NaN.
+ST_INLINE F32 power_of_two(F32 rounded) { return (F32)(((I32)rounded + 127) << 23); }
+
+// 2^x to 2e-7 of its value for x <= 128; 0 below -126.5.
+ST_INLINE F32 exp2_of(F32 x) {
+  x = at_least(x, -127.0f);
+  F32 rounded = x + ROUNDER;
+  F32 f = x - (rounded - ROUNDER);  // -0.5 .. 0.5
+  F32 y = splat(0x1.5bba14p-10f);
+  y = fma(y, f, splat(0x1.3cea88p-7f));
+  y = fma(y, f, splat(0x1.c6b752p-5f));
+  y = fma(y, f, splat(0x1.ebf9bcp-3f));
+  y = fma(y, f, splat(0x1.62e42ap-1f));
+  y = fma(y, f, splat(1.0f));
+  return y * power_of_two(rounded);
+}
+
+// e^x to 3e-7 of its value, wherever that is a normal float; 0 and infinity beyond. ln 2 is taken off in two parts, so that
+// the error does not grow with x.
+ST_INLINE F32 exp_of(F32 x) {
+  x = at_most(at_least(x, -88.0f), 89.0f);
+  F32 rounded = fma(x, splat(0x1.715476p+0f), splat(ROUNDER)), n = rounded - ROUNDER;
+  F32 f = fma(n, splat(-0x1.62e4p-1f), x);
+  f = fma(n, splat(-0x1.7f7d1cp-20f), f);
+  F32 y = splat(0x1.6ae6e0p-10f);
+  y = fma(y, f, splat(0x1.1267d8p-7f));
+  y = fma(y, f, splat(0x1.555824p-5f));
+  y = fma(y, f, splat(0x1.555418p-3f));
+  y = fma(y, f, splat(0x1.fffffcp-2f));
+  y = fma(y, f, splat(1.0f));
+  y = fma(y, f, splat(1.0f));
+  return y * power_of_two(rounded);
+}
+
+ST_INLINE F32 larger(F32 a, F32 b) { return a > b ? a : b; }
+
+ST_INLINE I32 lane_numbers() {
+  I32 numbers;
+  for (int i = 0; i < LANES; i++) numbers[i] = i;
+  return numbers;
+}
+
+ST_INLINE float largest_of(F32 v) {
+  const I32 lanes = lane_numbers();
+  for (int step = LANES / 2; step; step /= 2) v = larger(v, __builtin_shuffle(v, lanes ^ step));
+  return v[0];
+}
+
+// LANES elements of a KV store as floats, without the scale of int8.
+ST_INLINE F32 widen(const float *p) { return load<F32>(p); }
+ST_INLINE F32 widen(const uint16_t *p) { return load_bf16(p); }
+ST_INLINE F32 widen(const int8_t *p) { return to_f32(__builtin_convertvector(load<I8q>(p), I32)); }
+inline float widen_one(float x) { return x; }
+inline float widen_one(uint16_t x) { return f32_of_bf16(x); }
+inline float widen_one(int8_t x) { return x; }
+
+// body(a null pointer of the store's element type)
+template <class F> inline void with_kv_type(int32_t type, F &&body) {
+  if (type == ST_FLOAT32) body((float *)nullptr);
+  if (type == ST_BFLOAT16) body((uint16_t *)nullptr);
+  if (type == ST_INT8) body((int8_t *)nullptr);
+}
+
+// Where the tile of a block's head begins, in tiles; its scales begin at that times block_size. part: 0 keys, 1 values.
+inline int64_t tile_of(const StKv &kv, int64_t block, int part, int head) {
+  return (block * 2 + part) * kv.num_kv_heads + head;
+}
+
+}  // namespace ST_ISA

@@ -1,0 +1,140 @@
+"""Packed weights kept between starts, in `packed_file`s named by what they were made of.
+
+The name is a hash of the content of every checkpoint file, of the schemes, of the layout's version, and of what decides
+the order of rows: another checkpoint, however named or dated, is another name, and a copy of this one is the same.
+
+Only what is quantised is kept: FIGURES. Trouble with the cache is a warning and costs the time it would
+have saved, never the start: a folder that cannot be written, a full disk, a damaged file (removed and made again).
+Nothing is ever removed for its age: to clear it, delete the folder.
+"""
+
+import hashlib
+import json
+import logging
+from dataclasses import astuple
+from pathlib import Path
+
+from torch import Tensor
+
+from splittime.kernels.native.library import INTERFACE_VERSION
+from splittime.models.config import ModelConfig
+from splittime.models.quant.plan import WeightPlan
+from splittime.models.weights.checkpoint import Checkpoint
+from splittime.models.weights.fingerprint import fingerprints
+from splittime.models.weights.packed_file import PackedFileBroken, PackedReader, PackedWriter
+
+log = logging.getLogger("splittime.weights")
+
+ROW_ORDER_VERSION = 1  # raise with any change to which rows a packed weight has, or their order (`load`)
+CONFIG_FIELDS = ("architecture", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+NOTE = "packed weights, made from checkpoints by splittime; may be deleted at any time\n"
+
+
+class PackedCache:
+    """One model's packed weights: `find` gives what is there, `keep` adds what is not, `close` makes it last.
+
+    story: for the user, what became of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader: PackedReader | None = None
+        self._writer: PackedWriter | None = None
+        self.story = f"{path}, not written"
+        try:
+            self._reader = PackedReader(path)
+        except FileNotFoundError:
+            self._start_writing()
+        except (OSError, PackedFileBroken) as error:
+            self._replace(str(error))
+
+    @property
+    def is_hit(self) -> bool:
+        return self._reader is not None
+
+    def find(self, name: str, num_bytes: int) -> Tensor | None:
+        """The blob, or None while the cache is being made. Raises `PackedFileBroken`: call `remake` and start over."""
+        if self._reader is None:
+            return None
+        try:
+            return self._reader.take(name, num_bytes)
+        except OSError as error:
+            raise PackedFileBroken(str(error)) from error
+
+    def keep(self, name: str, blob: Tensor) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.add(name, blob)
+            except OSError as error:
+                self._give_up(error)
+
+    def remake(self, why: str) -> None:
+        """From a broken file to an empty cache."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        self._replace(why)
+
+    def close(self) -> None:
+        """After the last weight."""
+        if self._reader is not None:
+            self._reader.close()
+            self.story = f"read {_size(self._reader.num_bytes)} from {self.path}"
+        elif self._writer is not None:
+            try:
+                self._writer.finish()
+                self.story = f"wrote {_size(self.path.stat().st_size)} to {self.path}"
+            except OSError as error:
+                self._give_up(error)
+
+    def abandon(self) -> None:
+        """Loading failed: leave nothing half made."""
+        if self._reader is not None:
+            self._reader.close()
+        if self._writer is not None:
+            self._writer.abandon()
+
+    def _replace(self, why: str) -> None:
+        log.warning("the packed weights in %s are made again: %s", self.path, why)
+        self._start_writing()
+
+    def _start_writing(self) -> None:
+        try:
+            self._writer = PackedWriter(self.path)
+            (self.path.parent / "README").write_text(NOTE)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("packed weights are not kept, the next start packs again: %s", error)
+        self.story = f"not kept: {error}"
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.abandon()
+
+
+def open_cache(folder: Path, checkpoint: Checkpoint, config: ModelConfig, plan: WeightPlan) -> PackedCache | None:
+    """The cache of this model in these schemes; reads all of the checkpoint the first time. None if that fails."""
+    try:
+        hashes = dict(zip(map(str, checkpoint.files), fingerprints(checkpoint.files, folder), strict=True))
+    except OSError as error:
+        log.warning("no cache of packed weights: %s", error)
+        return None
+    by_tensor = {tensor: hashes[str(checkpoint.folder / name)] for tensor, name in checkpoint.file_of.items()}
+    facts = {
+        "tensors": by_tensor,
+        "schemes": [astuple(scheme) for scheme in (plan.layers, plan.head, plan.router)],
+        "versions": [INTERFACE_VERSION, ROW_ORDER_VERSION],
+        "config": [getattr(config, name) for name in CONFIG_FIELDS],
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return PackedCache(folder / f"{plan.layers.name}-{key[:32]}.packed")
+
+
+def folder_bytes(folder: Path) -> int:
+    """What the cache of all models takes."""
+    return sum(path.stat().st_size for path in folder.glob("*.packed"))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.0f} MB"
