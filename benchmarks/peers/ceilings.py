@@ -36,11 +36,15 @@ class Prober:
         except (OSError, subprocess.CalledProcessError):
             return
         self._native = Contender("machine", [str(target), str(threads)], folder / "machine.log")
+        self.probe()  # the first touch of its memory
+
+    def __enter__(self) -> "Prober":
+        return self
 
     def probe(self) -> Limits:
         return self._native.ask({}) if self._native is not None else _by_numpy()
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._native is not None:
             self._native.stop()
 

@@ -1,7 +1,7 @@
 """openvino-genai under the line protocol: python -m benchmarks.peers.contender_openvino MODEL_FOLDER THREADS
 
-Its continuous batching pipeline with the precision hints left at their defaults, 1 GiB of KV cache, at most 2,048 tokens
-a step, prompts split and fused with decodes, prefix cache off. Runs in the peer's own environment.
+Its continuous batching pipeline with the precision hints left at their defaults, 1 GiB of KV cache, at most 2,048
+tokens a step, prompts split and fused with decodes, prefix cache off. Runs in the peer's own environment.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Who races in each precision class, and a contender as the harness sees it: a process that answers lines.
 
-A peers' folder, made once outside the project (how: `setup_peers.md`):
+A peers' folder, made once outside the project by `setup_peers.sh`, `make_models.py` and `convert.py`:
 
     FOLDER/models/MODEL            checkpoint, from make_models.py
     FOLDER/gguf/MODEL-KIND.gguf    from convert.py
@@ -13,10 +13,11 @@ Who is not there is left out, and the result says so.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OURS = "splittime"
 CXX_OPTIONS = ("-O2", "-std=c++17")
-# Of each class: our settings for the runner; the kinds of GGUF file; the kind of OpenVINO folder; vLLM's dtypes.
+# Of each class: our settings for the runner; the kinds of GGUF file; the kind of OpenVINO folder; vLLM's dtypes. vLLM
+# has no 8-bit or 4-bit weights of its own for a CPU; its bfloat16, where the CPU has no instructions for that, ran at
+# 5 tokens/s whatever the batch. Add "bfloat16" where the CPU has them.
 CLASSES: dict[str, dict[str, Any]] = {
     "float32": {"ours": {"dtype": "float32"}, "gguf": (), "ov": (), "vllm": ("float32",)},
-    "bf16": {"ours": {"dtype": "bfloat16"}, "gguf": ("bf16", "f16"), "ov": ("fp16",), "vllm": ("bfloat16",)},
+    "bf16": {"ours": {"dtype": "bfloat16"}, "gguf": ("bf16", "f16"), "ov": ("fp16",), "vllm": ()},
     "int8": {"ours": {"quantization": "int8"}, "gguf": ("q8_0",), "ov": ("int8",), "vllm": ()},
     "int4": {"ours": {"quantization": "int4"}, "gguf": ("q4_0",), "ov": ("int4",), "vllm": ()},
 }
@@ -104,10 +107,14 @@ class Contender:
         return json.loads(line)
 
     def ask(self, cell: dict[str, Any]) -> dict[str, Any]:
+        """Its answer, which is {"error": ...} too if the contender is no more."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(cell) + "\n")
-        self._process.stdin.flush()
-        return self.read()
+        try:
+            self._process.stdin.write(json.dumps(cell) + "\n")
+            self._process.stdin.flush()
+            return self.read()
+        except (OSError, RuntimeError) as error:
+            return {"error": str(error)}
 
     def resident_gb(self) -> float:
         """Memory of its own process and the file pages it maps, as the kernel counts them now."""
@@ -116,12 +123,20 @@ class Contender:
 
     def stop(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(OSError):
+            self._process.stdin.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def without_folders(value: Any) -> Any:
+    """Paths in texts cut to their last part: results are published, where things lay on this machine is not."""
+    if isinstance(value, dict):
+        return {key: without_folders(inner) for key, inner in value.items()}
+    return re.sub(r"(?<![\w:])(?:/[^\s/'\"]+)+/", "", value) if isinstance(value, str) else value
 
 
 @contextmanager
@@ -142,8 +157,9 @@ def started(found: list[Entry], logs: Path) -> Iterator[tuple[dict[str, Contende
             try:
                 ready = contender.read()
             except RuntimeError as error:
-                about[entry.name] = {"absent": str(error)}
+                about[entry.name] = {"absent": without_folders(str(error))}
                 continue
-            about[entry.name] = {"load_s": ready["load_s"], **ready["about"], "resident_gb": contender.resident_gb()}
+            said = without_folders(ready["about"])
+            about[entry.name] = {"load_s": ready["load_s"], **said, "resident_gb": contender.resident_gb()}
             racing[entry.name] = contender
         yield racing, about

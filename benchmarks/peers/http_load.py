@@ -30,9 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers.ceilings import Prober, scratch
-from benchmarks.peers.contenders import CLASSES
+from benchmarks.peers.contenders import CLASSES, without_folders
 from benchmarks.peers.run import bars, locked, setting, spread
 from benchmarks.peers.servers import ServerEntry, server_entries, serving
+from benchmarks.peers.show import wide
 from benchmarks.report import file_result
 
 PROMPT = {"mu": 7.01, "sigma": 1.62, "max": 8141, "scale": 32}
@@ -91,7 +92,7 @@ async def ask(session: aiohttp.ClientSession, entry: ServerEntry, one: Ask) -> S
             now, event = time.monotonic(), json.loads(line[6:])
             if event.get("usage"):
                 seen.usage = event["usage"]["completion_tokens"]
-            if event.get("choices") and event["choices"][0].get("text") is not None:
+            if event.get("choices") and event["choices"][0].get("text"):
                 seen.chunks.append(now)
     if seen.usage != one.new_tokens or not seen.chunks:
         raise RuntimeError(f"{entry.name}: asked for {one.new_tokens} tokens, got {seen.usage}")
@@ -104,7 +105,8 @@ async def load(entry: ServerEntry, clients: list[list[Ask]]) -> tuple[float, lis
     async def client(asks: list[Ask]) -> list[Seen]:
         return [await ask(session, entry, one) for one in asks]
 
-    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server may close an idle connection as we write
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20) as session:
         begin = time.monotonic()
         answers = await asyncio.gather(*(client(asks) for asks in clients))
@@ -136,8 +138,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     runs: dict[str, dict[str, list[dict[str, float]]]] = {str(count): {} for count in arguments.clients}
     with scratch() as logs, ExitStack() as stack:
         up = [entry for entry in found if _brought_up(entry, arguments.threads, Path(logs), stack, about)]
-        prober = Prober(arguments.threads, Path(logs))
-        stack.callback(prober.stop)
+        prober = stack.enter_context(Prober(arguments.threads, Path(logs)))
         limits = [prober.probe()]
         progress = stack.enter_context(bars(console))
         bar = progress.add_task("", total=arguments.repeats * len(arguments.clients) * len(up))
@@ -148,13 +149,22 @@ def compare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                 for entry in up[number % len(up) :] + up[: number % len(up)]:
                     progress.update(bar, description=f"{count} clients, {entry.name}")
                     with locked(arguments.lock):
-                        run = figures_of(*asyncio.run(load(entry, clients)))
-                    runs[str(count)].setdefault(entry.name, []).append(run)
+                        run = _run(entry, clients, about)
+                    runs[str(count)].setdefault(entry.name, []).extend(run)
                     progress.advance(bar)
             limits.append(prober.probe())
-    cells = {count: {name: _summary(one) for name, one in by_name.items()} for count, by_name in runs.items()}
+    cells = {count: {name: _summary(one) for name, one in by_name.items() if one} for count, by_name in runs.items()}
     kept = {"model": arguments.model, "precision": arguments.precision}
     return {**kept, "clients": cells, "servers": about, "limits": limits}
+
+
+def _run(entry: ServerEntry, clients: list[list[Ask]], about: dict[str, Any]) -> list[dict[str, float]]:
+    """One run, or none if a request of it failed, which goes into `about`."""
+    try:
+        return [figures_of(*asyncio.run(load(entry, clients)))]
+    except (RuntimeError, aiohttp.ClientError) as error:
+        about[entry.name].setdefault("failed_runs", []).append(f"{type(error).__name__}: {error}"[:300])
+        return []
 
 
 def _brought_up(entry: ServerEntry, threads: int, logs: Path, stack: ExitStack, about: dict[str, Any]) -> bool:
@@ -166,8 +176,8 @@ def _brought_up(entry: ServerEntry, threads: int, logs: Path, stack: ExitStack, 
     try:
         ready_s = stack.enter_context(serving(entry, threads, logs / f"{entry.name.replace(' ', '-')}.log"))
         asyncio.run(load(entry, [[Ask(list(range(5, 37)), 8)]] * 2))
-    except RuntimeError as error:
-        about[entry.name] = {"absent": str(error)}
+    except (RuntimeError, aiohttp.ClientError) as error:
+        about[entry.name] = {"absent": without_folders(str(error))}
         return False
     about[entry.name] = {"ready_s": ready_s}
     return True
@@ -218,11 +228,12 @@ def main() -> None:
     elif arguments.json:
         print(json.dumps(figures))
     if not arguments.json:
-        console = Console()
+        console = wide()
         console.print(table(figures))
         for name, about in figures["servers"].items():
-            if "absent" in about:
-                console.print(f"absent: {name}: {about['absent'][:600]}", markup=False)
+            for trouble in ("absent", "failed_runs"):
+                if trouble in about:
+                    console.print(f"{trouble}: {name}: {str(about[trouble])[-500:]}", markup=False)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m benchmarks.peers.make_models FOLDER [llama-1b qwen3-0.6b tiny]
 
-Weights: bfloat16, normal with standard deviation 0.02, seed 0; norms are one. What such a model says means nothing, what
-it costs is the same. The tokenizer is a byte-level BPE trained on Python's standard library, filled up to the model's
-vocabulary with pairs of its own tokens, so that every id that a random model says has a text and no server is spared
-work. Needs the `dev` extra (transformers).
+Weights: bfloat16, normal with standard deviation 0.02, seed 0; norms are one. What such a model says means nothing,
+what it costs is the same. The tokenizer is a byte-level BPE trained on Python's standard library, filled up to the
+model's vocabulary with pairs of its own tokens, so that every id that a random model says has a text and no server is
+spared work. Needs the `dev` extra (transformers).
 """
 
 import argparse

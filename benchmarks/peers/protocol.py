@@ -75,7 +75,8 @@ def _steady(engine: SteppingEngine, prompts: list[list[int]], new_tokens: int) -
 
 
 def serve(load: Any) -> None:
-    """Load with `load() -> SteppingEngine`, then answer until standard input ends. What libraries print goes to stderr."""
+    """Load with `load() -> SteppingEngine`, then answer until standard input ends. What libraries print is moved to
+    standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     begin = time.perf_counter()

@@ -24,12 +24,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.peers import show
 from benchmarks.peers.ceilings import Limits, Prober, Shape, roofline, scratch
-from benchmarks.peers.contenders import CLASSES, OURS, Contender, build_llama, entries, started
+from benchmarks.peers.contenders import CLASSES, OURS, Contender, build_llama, entries, started, without_folders
 from benchmarks.report import conditions, file_result
 
 DEFAULT_CELLS = ["decode:1,4,8,16,32", "prefill:128,512"]
 PROMPT_TOKENS = 16
-Samples = dict[str, list[float]]  # tokens/s of each round, by contender
+Samples = dict[str, dict[int, float]]  # tokens/s by contender and round
 
 
 def parse_cells(words: list[str]) -> dict[str, dict[str, Any]]:
@@ -68,63 +68,80 @@ def play_round(
 
 
 def spread(samples: list[float]) -> dict[str, Any]:
-    quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
+    quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
     return {"median": statistics.median(samples), "p25": quartiles[0], "p75": quartiles[2], "samples": samples}
 
 
-def summary(samples: Samples, limits: list[Limits], top: float | None) -> dict[str, Any]:
+def summary(samples: Samples, top: float | None) -> dict[str, Any]:
     """One cell's figures: each contender's spread, what share of the roofline it reached, ours over the best peer."""
-    found: dict[str, Any] = {"tokens_per_s": {name: spread(values) for name, values in samples.items() if values}}
+    found: dict[str, Any] = {"roofline_tokens_per_s": top}
+    found["tokens_per_s"] = {name: spread(list(rounds.values())) for name, rounds in samples.items() if rounds}
     medians = {name: value["median"] for name, value in found["tokens_per_s"].items()}
-    found["limits"] = {key: statistics.median(one[key] for one in limits) for key in limits[0]}
-    found["roofline_tokens_per_s"] = top
     found["share_of_roofline"] = {name: value / top for name, value in medians.items()} if top else {}
     peers = [name for name in medians if name != OURS]
     if OURS in medians and peers:
         best = max(peers, key=medians.__getitem__)
-        ratios = [ours / theirs for ours, theirs in zip(samples[OURS], samples[best], strict=False)]
-        found["best_peer"], found["ours_over_best_peer"] = best, spread(ratios)
+        ratios = [rate / samples[best][number] for number, rate in samples[OURS].items() if number in samples[best]]
+        found["best_peer"], found["ours_over_best_peer"] = best, spread(ratios) if ratios else None
     return found
 
 
-def race(
-    racing: dict[str, Contender], prober: Prober, cells: dict[str, dict[str, Any]], repeats: int, lock: Path | None
-) -> Iterator[tuple[str, dict[str, dict[str, Any]], list[Limits]]]:
-    """(cell's name, answers, limits) of one round after another; every cell once before any comes again."""
+class Book:
+    """What came of all rounds."""
+
+    def __init__(self, cells: dict[str, dict[str, Any]]) -> None:
+        self.cells = cells
+        self.errors: dict[str, str] = {}
+        self._samples: dict[str, Samples] = {name: {} for name in cells}
+        self._limits: dict[str, list[Limits]] = {name: [] for name in cells}
+
+    def add(self, cell: str, number: int, answers: dict[str, dict[str, Any]], limits: list[Limits]) -> None:
+        self._limits[cell] += limits
+        for name, answer in answers.items():
+            if "error" in answer:
+                self.errors[f"{name}, {cell}"] = without_folders(answer["error"])
+            else:
+                self._samples[cell].setdefault(name, {})[number] = answer["tokens_per_s"]
+
+    def figures(self, shape: Shape, precision: str) -> dict[str, Any]:
+        """By cell."""
+        found = {}
+        for name, cell in self.cells.items():
+            limits = {key: statistics.median(one[key] for one in self._limits[name]) for key in self._limits[name][0]}
+            top = roofline(shape, cell, precision, limits)
+            found[name] = {"asked": cell, "limits": limits, **summary(self._samples[name], top)}
+        return found
+
+
+def race(racing: dict[str, Contender], prober: Prober, book: Book, repeats: int, lock: Path | None) -> Iterator[None]:
+    """One round after another; every cell once before any comes again."""
     for number in range(repeats):
-        for name, cell in cells.items():
+        for name, cell in book.cells.items():
             with locked(lock):
-                yield name, *play_round(racing, prober, cell, number)
+                played = play_round(racing, prober, cell, number)
+            book.add(name, number, *played)
+            yield
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    folder, cells = arguments.folder.resolve(), parse_cells(arguments.cells)
+    folder, book = arguments.folder.resolve(), Book(parse_cells(arguments.cells))
     shape = Shape.of(json.loads((folder / "models" / arguments.model / "config.json").read_text()))
     build_llama(folder)
     found = entries(folder, arguments.model, arguments.precision, arguments.threads, dict(arguments.setting))
     found = [entry for entry in found if not arguments.only or entry.name.split()[0] in arguments.only]
     with scratch() as logs, started(found, Path(logs)) as (racing, about), bars(console) as progress:
-        samples: dict[str, Samples] = {name: {one: [] for one in racing} for name in cells}
-        limits: dict[str, list[Limits]] = {name: [] for name in cells}
-        errors: dict[str, str] = {}
-        prober = Prober(arguments.threads, Path(logs))
-        prober.probe()  # the first touch of its memory
-        bar = progress.add_task(", ".join(racing), total=arguments.repeats * len(cells))
-        for name, answers, probed in race(racing, prober, cells, arguments.repeats, arguments.lock):
-            limits[name] += probed
-            for contender, answer in answers.items():
-                if "error" in answer:
-                    errors[f"{contender}, {name}"] = answer["error"]
-                else:
-                    samples[name][contender].append(answer["tokens_per_s"])
-            progress.advance(bar)
-        prober.stop()
-    figures: dict[str, Any] = {"model": arguments.model, "precision": arguments.precision, "cells": {}}
-    for name, cell in cells.items():
-        middle = {key: statistics.median(one[key] for one in limits[name]) for key in limits[name][0]}
-        top = roofline(shape, cell, arguments.precision, middle)
-        figures["cells"][name] = {"asked": cell, **summary(samples[name], limits[name], top)}
-    return {**figures, "contenders": about, "errors": errors}
+        if not racing:
+            raise SystemExit(f"no contender came up: {about}")
+        with Prober(arguments.threads, Path(logs)) as prober:
+            bar = progress.add_task(", ".join(racing), total=arguments.repeats * len(book.cells))
+            for _ in race(racing, prober, book, arguments.repeats, arguments.lock):
+                progress.advance(bar)
+    kept = {
+        "model": arguments.model,
+        "precision": arguments.precision,
+        "cells": book.figures(shape, arguments.precision),
+    }
+    return {**kept, "contenders": about, "errors": book.errors}
 
 
 def bars(console: Console) -> Progress:
@@ -167,7 +184,7 @@ def main() -> None:
     elif arguments.json:
         print(json.dumps(figures))
     if not arguments.json:
-        Console().print(show.table(figures))
+        show.wide().print(show.table(figures))
 
 
 if __name__ == "__main__":

@@ -88,12 +88,12 @@ def _openvino(folder: Path, model: Path, kind: str, threads: int) -> ServerEntry
 
 
 def _vllm(folder: Path, checkpoint: Path, dtype: str) -> ServerEntry:
-    program = folder / "venv" / "vllm" / "bin" / "vllm"
+    python = folder / "venv" / "vllm" / "bin" / "python"
     limits = ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MAX_STREAMS)]
     options = ["--dtype", dtype, "--enforce-eager", "--no-enable-prefix-caching", "--host", "127.0.0.1"]
     body = {**GREEDY, "model": str(checkpoint)}
-    command = [str(program), "serve", str(checkpoint), *limits, *options]
-    entry = ServerEntry(f"vllm {dtype}", command, [program], body)
+    module = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+    entry = ServerEntry(f"vllm {dtype}", [*module, *limits, *options], [python], body)
     entry.command += ["--port", str(entry.port)]
     return entry
 
@@ -104,6 +104,7 @@ def serving(entry: ServerEntry, threads: int, log: Path, timeout_s: float = 300)
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",

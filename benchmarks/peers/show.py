@@ -21,19 +21,29 @@ COLOURS = {"splittime": "#b33c2e", "llama.cpp": "#2b5c94", "openvino": "#2f7f79"
 STYLES = ("-", "--", ":")
 
 
+def wide() -> Console:
+    """To standard output, at least 110 columns where that is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(110, console.width))
+
+
 def table(figures: dict[str, Any]) -> Group:
     """Tokens/s (quartiles) by cell and contender; ours over the best peer; shares of the roofline."""
     names = [name for name, about in figures["contenders"].items() if "absent" not in about]
-    shown = Table(title=f"{figures['model']}, {figures['precision']}: tokens/s, median (quartiles), % of roofline")
+    shown = Table(title=f"{figures['model']}, {figures['precision']}: % of roofline, tokens/s: median (quartiles)")
     for column in ("cell", *names, "roofline", "ours / best peer"):
         shown.add_column(column, justify="left" if column == "cell" else "right")
     for name, cell in figures["cells"].items():
         top = cell["roofline_tokens_per_s"]
         rates = [_rate(cell, one) for one in names]
         shown.add_row(name, *rates, f"{top:,.0f}" if top else "-", _ratio(cell))
-    notes = [f"absent: {name}: {about['absent']}" for name, about in figures["contenders"].items() if "absent" in about]
+    notes = [
+        f"absent: {name}: {about['absent'][-500:]}"
+        for name, about in figures["contenders"].items()
+        if "absent" in about
+    ]
     notes += [f"failed: {where}: {error}" for where, error in figures["errors"].items()]
-    return Group(shown, *(Text(note[:600]) for note in notes))
+    return Group(shown, *(Text(note) for note in notes))
 
 
 def _rate(cell: dict[str, Any], name: str) -> str:
@@ -41,15 +51,15 @@ def _rate(cell: dict[str, Any], name: str) -> str:
     if found is None:
         return "-"
     share = cell["share_of_roofline"].get(name)
-    tail = f" {share:.0%}" if share is not None else ""
-    return f"{found['median']:,.1f} ({found['p25']:,.1f}-{found['p75']:,.1f}){tail}"
+    head = f"{share:.0%}  " if share is not None else ""
+    return f"{head}{found['median']:,.1f}\n({found['p25']:,.1f}-{found['p75']:,.1f})"
 
 
 def _ratio(cell: dict[str, Any]) -> str:
-    if "best_peer" not in cell:
+    ratio = cell.get("ours_over_best_peer")
+    if ratio is None:
         return "-"
-    ratio = cell["ours_over_best_peer"]
-    return f"{ratio['median']:.2f} ({ratio['p25']:.2f}-{ratio['p75']:.2f}) {cell['best_peer']}"
+    return f"{ratio['median']:.2f} ({ratio['p25']:.2f}-{ratio['p75']:.2f})\n{cell['best_peer']}"
 
 
 def picture(model: str, results: list[dict[str, Any]], path: Path) -> None:
@@ -90,7 +100,7 @@ def _panel(axes: Any, figures: dict[str, Any]) -> None:
     axes.set_xlabel("streams decoding")
     axes.set_title(figures["precision"], loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def _line(axes: Any, rates: dict[int, dict[str, Any] | None], name: str, style: str) -> None:
@@ -112,7 +122,7 @@ def main() -> None:
     if not results:
         raise SystemExit(f"nothing filed for {arguments.model}: python -m benchmarks.peers.run first")
     for result in results:
-        Console().print(table(result["figures"]))
+        wide().print(table(result["figures"]))
     picture(arguments.model, results, DOCS / f"cpu_peers_{arguments.model}.png")
     print(f"written: docs/cpu_peers_{arguments.model}.png")
 

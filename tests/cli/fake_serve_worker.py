@@ -15,7 +15,7 @@ from splittime.simulate.fake import FakeRunner
 RESOLVED = {"max_model_len": 2048, "vocab_size": 256, "eos_token_ids": []}
 
 
-def build(settings, timeline):
+def build(settings, timeline, tell):
     begin_ns = time.monotonic_ns()
     config = msgspec.convert(msgspec.json.decode(settings)["scheduler"], SchedulerConfig)
     config = msgspec.structs.replace(config, num_blocks=512)

@@ -8,7 +8,7 @@ from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError
 from splittime.core.plan import StepPlan, StepResult
 from splittime.engine.engine import Engine
-from splittime.engine.worker import Timeline, work
+from splittime.engine.worker import Tell, Timeline, work
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
@@ -31,13 +31,15 @@ class FailingRunner(FakeRunner):
         return super().run(plan)
 
 
-def build(settings: bytes, timeline: Timeline) -> tuple[Engine, dict]:
+def build(settings: bytes, timeline: Timeline, tell: Tell) -> tuple[Engine, dict]:
     config = msgspec.json.decode(settings, type=Settings)
     if config.refuse:
         raise ConfigError("no such model")
     runner = FailingRunner(step_ns=config.step_ns)
     runner.fail_on_token = config.fail_on_token
     timeline.append(("load", 1, 2))
+    tell("layer 1 of 2, 3 MB")
+    tell("layer 2 of 2, 6 MB")  # too soon after the first
     return Engine(Scheduler(SchedulerConfig()), runner, SystemClock()), {"architecture": "fake"}
 
 

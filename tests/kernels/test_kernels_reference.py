@@ -1,11 +1,14 @@
-"""The CPU backend against the reference at odd shapes: both get the same tensors and the same store."""
+"""The torch backend against the reference at odd shapes: both get the same tensors and the same store."""
 
 import pytest
 import torch
 
 from splittime.core.errors import ConfigError
 from splittime.kernels import api
+from splittime.kernels.api import LayerKv
 from splittime.kernels.cpu import linear as cpu_linear
+from splittime.kernels.reference import kv_rounding
+from splittime.runner.kv_store import KvStore, bytes_per_block
 
 REFERENCE = api.resolve("reference", torch.float32)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -21,7 +24,11 @@ def close(got, want, dtype=torch.float32):
 
 
 def backend(dtype):
-    return api.resolve("cpu", dtype)
+    return api.resolve("torch", dtype)
+
+
+def plain_scheme(dtype):
+    return api.WeightScheme(str(dtype).removeprefix("torch."))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -33,7 +40,7 @@ def test_linear(dtype, rows, outs, ins, has_bias, has_residual):
     residual = randn(rows, outs, dtype=dtype, seed=3) if has_residual else None
     kept = None if residual is None else residual.clone()
     ops = backend(dtype)
-    got = ops.linear(x, ops.pack_linear(weight, bias), residual)
+    got = ops.linear(x, ops.pack_linear([weight], bias, plain_scheme(dtype)), residual)
     wide = [None if one is None else one.float() for one in (x, weight, bias, residual)]
     close(got / ins**0.5, REFERENCE.linear(wide[0], (wide[1], wide[2]), wide[3]) / ins**0.5, dtype)
     assert residual is None or torch.equal(residual, kept)
@@ -107,27 +114,44 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def a_store(shape, dtype, fill=None):
+    """Random, or all `fill`; the zero block is zero."""
+    sizes = (shape.num_blocks + 1, 2, shape.num_kv_heads, shape.block_size)
+    plain = randn(*sizes, shape.head_dim) if fill is None else torch.full((*sizes, shape.head_dim), fill)
+    plain[-1] = 0
+    values, scales = kv_rounding.quantize(plain) if dtype == torch.int8 else (plain.to(dtype), None)
+    return LayerKv(values.flatten(-2), scales)
+
+
+def copy_of(store):
+    return LayerKv(store.data.clone(), None if store.scales is None else store.scales.clone())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.int8)],
+    ids=str,
+)
 @pytest.mark.parametrize("window", [None, 1, 6, 19])
 @pytest.mark.parametrize("name", ROWS)
-def test_paged_attention(name, window, dtype):
+def test_paged_attention(name, window, dtype, kv_dtype):
     heads, kv_heads, dim, block_size = 6, 2, 12, 4
-    if name == "a long chunk in pieces" and (window == 1 or dtype != torch.float32):
+    if name == "a long chunk in pieces" and (window == 1 or kv_dtype != torch.float32):
         pytest.skip("the slow reference has seen enough")
     shape = api.KvShape(180, block_size, kv_heads, dim)
     batch = make_batch(ROWS[name], block_size, shape.num_blocks)
     num_tokens = batch.query_begins[-1]
-    store = randn(shape.num_blocks + 1, 2, kv_heads, block_size, dim, dtype=dtype)
-    store[-1] = 0
+    store = a_store(shape, kv_dtype)
     q, kv = randn(num_tokens, heads, dim, dtype=dtype, seed=1), randn(num_tokens, 2 * kv_heads, dim, seed=2).to(dtype)
     results, stores = [], []
     for ops in (backend(dtype), REFERENCE):
-        mine = store.clone()
+        mine = copy_of(store)
         plan = ops.plan_attention(batch, shape, window, dtype)
         ops.write_kv(kv, mine, plan)
         results.append(ops.attention(q, mine, plan, 0.3))
         stores.append(mine)
-    assert torch.equal(*stores)
+    assert torch.equal(stores[0].data, stores[1].data)
+    assert kv_dtype != torch.int8 or torch.equal(stores[0].scales, stores[1].scales)
     close(results[0], results[1], dtype)
 
 
@@ -135,9 +159,8 @@ def test_what_padding_reads_cannot_leak_in():
     """Blocks of others may hold anything: a NaN in them must not reach a row that is padded to a longer one."""
     shape = api.KvShape(20, 4, 1, 8)
     batch = make_batch([(2, 1), (30, 1)], 4, 20)
-    store = torch.full((21, 2, 1, 4, 8), float("nan"))
-    store[batch.block_tables[0, 0]] = 1.0
-    store[-1] = 0
+    store = a_store(shape, torch.float32, float("nan"))
+    store.data[batch.block_tables[0, 0]] = 1.0
     ops = backend(torch.float32)
     plan = ops.plan_attention(batch, shape, None, torch.float32)
     assert len(plan.groups) == 1
@@ -150,13 +173,46 @@ def test_one_kv_head_and_one_head_each():
     for heads, kv_heads in ((4, 1), (3, 3)):
         shape = api.KvShape(30, 3, kv_heads, 6)
         batch = make_batch([(5, 1), (8, 1), (2, 9)], 3, 30)
-        store = randn(31, 2, kv_heads, 3, 6)
+        store = a_store(shape, torch.float32)
         q = randn(11, heads, 6, seed=1)
         got, want = (
             ops.attention(q, store, ops.plan_attention(batch, shape, None, torch.float32), 0.4)
             for ops in (backend(torch.float32), REFERENCE)
         )
         close(got, want)
+
+
+def test_int8_keeps_half_a_step_of_each_head_and_shows_what_is_not_finite():
+    x = randn(3, 5, 16) * torch.tensor([1e-3, 1.0, 1e6])[:, None, None]
+    x[0, 0] = 0
+    x[1, 1, 3], x[1, 2, 3] = float("nan"), float("inf")
+    values, scales = kv_rounding.quantize(x)
+    back = kv_rounding.dequantize(values, scales)
+    assert back[1, 1].isnan().all()
+    assert not back[1, 2].isfinite().any()
+    others = torch.ones(3, 5, dtype=torch.bool)
+    others[1, 1:3] = False
+    step = x[others].abs().amax(-1, keepdim=True) / 127
+    assert ((back - x)[others].abs() <= 0.5001 * step).all()
+    assert not back[0, 0].any()
+
+
+def test_a_store_scrubs_and_copies_what_its_type_has():
+    shape = api.KvShape(3, 4, 2, 8)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        store = KvStore(shape, 2, dtype)
+        assert all(layer.data.data_ptr() % 64 == 0 for layer in store.layers)
+        held = sum(layer.data.nbytes + (0 if layer.scales is None else layer.scales.nbytes) for layer in store.layers)
+        assert held == 4 * bytes_per_block(shape, 2, dtype)
+        floats = store.layers[1].data if dtype != torch.int8 else store.layers[1].scales
+        floats[1], store.layers[1].data[2] = 1.0, 3
+        floats[1, 0, 0, 2] = float("nan")
+        store.copy_blocks(((1, 0), (2, 1)))
+        assert floats[0, 0, 0, 2].isnan()
+        assert (store.layers[1].data[1] == 3).all()
+        store.scrub([0, 1])
+        assert floats[0, 0, 0, 2] == 0
+        assert floats.isfinite().all()
 
 
 def test_unknown_backend_is_refused():

@@ -1,26 +1,59 @@
 """Reading checkpoints: sharded or not, and errors that name the tensor."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from native_or_not import has_native_kernels
 from safetensors.torch import save_file
 
 from splittime.core.errors import ConfigError
 from splittime.models.weights.checkpoint import Checkpoint
-from splittime.models.weights.load import pair_rows
+from splittime.models.weights.packing import pair_rows
 
 
 def write(folder, **tensors):
     save_file(tensors, folder / "model.safetensors")
-    return Checkpoint(folder, torch.float32)
+    return Checkpoint(folder)
 
 
-def test_a_tensor_comes_in_the_dtype_asked(tmp_path):
+def test_a_tensor_comes_as_it_is_stored(tmp_path):
     checkpoint = write(tmp_path, a=torch.ones(2, 3, dtype=torch.float16))
     tensor = checkpoint.take("a", 2, 3)
-    assert (tensor.dtype, tensor.sum(), checkpoint.num_parameters) == (torch.float32, 6.0, 6)
+    assert (tensor.dtype, tensor.sum(), checkpoint.num_parameters) == (torch.float16, 6.0, 6)
     checkpoint.check_all_taken()
+
+
+def resident_bytes(of):
+    """How much of the mapping that holds this tensor is in memory."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if "-" in line.split()[0]:
+            begin, end = (int(edge, 16) for edge in line.split()[0].split("-"))
+            if begin <= of.data_ptr() < end:
+                return next(int(entry.split()[1]) << 10 for entry in lines if entry.startswith("Rss:"))
+    raise AssertionError("it is nowhere")
+
+
+def test_a_released_tensor_leaves_memory_and_stays_readable(tmp_path):
+    if not has_native_kernels():
+        pytest.skip("no native kernels")
+    written = torch.arange(1 << 20, dtype=torch.float32)
+    checkpoint = write(tmp_path, a=written)
+    tensor = checkpoint.take("a", 1 << 20)
+    assert torch.equal(tensor, written)
+    before = resident_bytes(tensor)
+    checkpoint.release(tensor)
+    assert resident_bytes(tensor) < before - (3 << 20)
+    assert torch.equal(tensor, written)
+
+
+def test_memory_that_is_no_mapping_is_never_released(tmp_path):
+    checkpoint = write(tmp_path, a=torch.ones(4))
+    mine = torch.ones(1 << 18)
+    checkpoint.release(mine)
+    assert mine.sum() == 1 << 18
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path):
@@ -45,25 +78,25 @@ def test_shards(tmp_path):
     save_file({"b": torch.full((2,), 2.0)}, tmp_path / "two.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    checkpoint = Checkpoint(tmp_path, torch.float32)
+    checkpoint = Checkpoint(tmp_path)
     assert checkpoint.take("a", 2).sum() + checkpoint.take("b", 2).sum() == 6.0
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
     with pytest.raises(ConfigError, match=r"one\.safetensors lacks tensor b"):
-        Checkpoint(tmp_path, torch.float32)
+        Checkpoint(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "three.safetensors"}}))
     with pytest.raises(ConfigError, match=r"three\.safetensors"):
-        Checkpoint(tmp_path, torch.float32)
+        Checkpoint(tmp_path)
     index.write_text(json.dumps({}))
     with pytest.raises(ConfigError, match="weight_map"):
-        Checkpoint(tmp_path, torch.float32)
+        Checkpoint(tmp_path)
 
 
 def test_no_weights_and_broken_weights(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
-        Checkpoint(tmp_path, torch.float32)
+        Checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not one")
     with pytest.raises(ConfigError, match="cannot read weights"):
-        Checkpoint(tmp_path, torch.float32)
+        Checkpoint(tmp_path)
 
 
 def test_pair_rows_makes_halves_neighbours():
@@ -77,4 +110,4 @@ def test_an_index_that_names_no_file_is_refused(tmp_path, name):
     index = {"weight_map": {"a": name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="weight_map"):
-        Checkpoint(tmp_path, torch.float32)
+        Checkpoint(tmp_path)

@@ -4,26 +4,73 @@ import pytest
 import torch
 
 from splittime.core.errors import ConfigError
+from splittime.kernels.api import resolve
+from splittime.kernels.native.library import LibraryMissing
 from splittime.runner import machine
 from splittime.runner.config import RunnerConfig
 
 
 @pytest.mark.parametrize(
-    ("asked", "checkpoint", "has_bfloat16", "want"),
+    ("asked", "checkpoint", "has_bfloat16", "torchs", "natives"),
     [
-        ("auto", "float32", True, torch.float32),
-        ("auto", "bfloat16", True, torch.bfloat16),
-        ("auto", "float16", True, torch.bfloat16),
-        ("auto", "bfloat16", False, torch.float32),
-        ("bfloat16", "float32", False, torch.bfloat16),
-        ("float32", "bfloat16", True, torch.float32),
+        ("auto", "float32", True, torch.float32, torch.float32),
+        ("auto", "bfloat16", True, torch.bfloat16, torch.bfloat16),
+        ("auto", "float16", True, torch.bfloat16, torch.float32),
+        ("auto", "bfloat16", False, torch.float32, torch.bfloat16),
+        ("auto", "float16", False, torch.float32, torch.float32),
+        ("bfloat16", "float32", False, torch.bfloat16, torch.bfloat16),
+        ("bfloat16", "float16", False, torch.bfloat16, torch.bfloat16),
+        ("float32", "bfloat16", True, torch.float32, torch.float32),
     ],
 )
-def test_dtype(monkeypatch, asked, checkpoint, has_bfloat16, want):
+def test_dtype(monkeypatch, asked, checkpoint, has_bfloat16, torchs, natives):
     monkeypatch.setattr(machine, "multiplies_bfloat16", lambda: has_bfloat16)
-    dtype, reason = machine.choose_dtype(asked, checkpoint)
-    assert dtype == want
-    assert reason
+    for kernels, want in (("torch", torchs), ("reference", torchs), ("native", natives)):
+        dtype, reason = machine.choose_dtype(asked, checkpoint, kernels)
+        assert dtype == want
+        assert reason
+
+
+def test_kv_cache_dtype():
+    choose = machine.choose_kv_cache_dtype
+    for kernels in ("native", "torch", "reference"):
+        assert choose("auto", torch.bfloat16, kernels) == torch.bfloat16
+        assert choose("int8", torch.float32, kernels) == torch.int8
+    assert choose("float32", torch.bfloat16, "native") == torch.float32
+    with pytest.raises(
+        ConfigError, match=r"'float32'; with dtype bfloat16 and torch kernels it is one of bfloat16, int8"
+    ):
+        choose("float32", torch.bfloat16, "torch")
+
+
+def test_kernels_without_the_library(monkeypatch, caplog):
+    """auto says that it is slower and why; to ask for native is to insist."""
+
+    def missing():
+        raise LibraryMissing("no compiler was there")
+
+    monkeypatch.setattr(machine, "library", missing)
+    assert machine.choose_kernels("auto") == ("torch", "no compiler was there")
+    assert "slower: no compiler was there" in caplog.text
+    assert machine.choose_kernels("native") == ("native", "as asked")
+    monkeypatch.setattr("splittime.kernels.native.check.library", missing)
+    monkeypatch.setattr("splittime.kernels.native.library.library", missing)
+    with pytest.raises(ConfigError, match="kernels=native: no compiler was there"):
+        resolve("native", torch.float32)
+
+
+def test_packed_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert machine.packed_cache_folder("auto") == tmp_path / "xdg" / "splittime" / "packed"
+    for useless in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", useless)
+        assert machine.packed_cache_folder("auto") == tmp_path / "home" / ".cache" / "splittime" / "packed"
+    assert machine.packed_cache_folder("off") is None
+    assert machine.packed_cache_folder("~/mine") == tmp_path / "home" / "mine"
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="no folder"):
+        machine.packed_cache_folder(str(tmp_path / "file"))
 
 
 def test_threads():

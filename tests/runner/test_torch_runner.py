@@ -139,7 +139,7 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path, folder):
         assert row.token_ids == ()
     silent = StepPlan(2, (Row("z", 0, (50, 3), (5,), False),), (admit("z", 50, 3, 4),))
     assert "not finite" in broken.run(silent).rows[0].error
-    assert all(layer.isfinite().all() for layer in broken.store.layers)
+    assert all(layer.data.isfinite().all() for layer in broken.store.layers)
 
 
 @pytest.mark.parametrize(

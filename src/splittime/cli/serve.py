@@ -56,8 +56,12 @@ async def _serve(
 
     ledger_settings = settings.part("ledger")
     ledger = Ledger(ledger_settings.pop("ledger_file"), **ledger_settings)
+    loading = talk().status("loading the model")  # shown on a terminal only
     client = ProcessClient(
-        WORKER_COMMAND, engine_settings, lambda step: ledger.add_step(step.record) if step.record is not None else None
+        WORKER_COMMAND,
+        engine_settings,
+        lambda step: ledger.add_step(step.record) if step.record is not None else None,
+        lambda progress: loading.update(f"loading the model: {progress}"),
     )
     client.spawn()
     try:
@@ -72,7 +76,8 @@ async def _serve(
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(run(application, config, on_listening=listening.set_result))
         try:
-            ready = await _first(client.start(), serving)
+            with loading:
+                ready = await _first(client.start(), serving)
             timeline.extend(ready.timeline)
             known.append(model_info(settings, config, folder, ready))
             application.service.settle()

@@ -96,7 +96,7 @@ SETTINGS = (
         "packed_cache",
         "text",
         "auto",
-        "Folder that keeps quantised weights, or off; auto: splittime/packed in the user's cache folder. Delete to clear.",
+        "Folder that keeps quantised weights, or off; auto: splittime/packed in your cache folder. Delete to clear.",
         ("runner",),
     ),
     Setting("max_num_seqs", "whole", 64, "Requests that run at once.", _BOTH, 1, 65536),

@@ -12,7 +12,7 @@ import msgspec
 
 from splittime.core.clock import SystemClock
 from splittime.engine.engine import Engine
-from splittime.engine.worker import Timeline, work
+from splittime.engine.worker import Tell, Timeline, work
 from splittime.runner.config import RunnerConfig
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -25,7 +25,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig
 
 
-def build_engine(settings: bytes, timeline: Timeline) -> tuple[Engine, dict]:
+def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progress: None) -> tuple[Engine, dict]:
     """The engine, warmed up, and what the machine resolved. Raises ConfigError for what it cannot serve."""
     begin_ns = time.monotonic_ns()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the server process's core
@@ -33,7 +33,11 @@ def build_engine(settings: bytes, timeline: Timeline) -> tuple[Engine, dict]:
 
     timeline.append(("import torch", begin_ns, time.monotonic_ns()))
     config = msgspec.json.decode(settings, type=WorkerSettings)
-    runner = TorchRunner.load(config.runner, lambda name, begin, end: timeline.append((name, begin, end)))
+    runner = TorchRunner.load(
+        config.runner,
+        lambda name, begin, end: timeline.append((name, begin, end)),
+        lambda done, total, num_bytes: tell(f"layer {done} of {total}, {num_bytes / 1e6:.0f} MB"),
+    )
     resolved = runner.resolved
     scheduler_config = msgspec.structs.replace(
         config.scheduler,

@@ -1,7 +1,8 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
-Client to engine: `Submit`, `Abort`, `Configure`, `Ping`. Engine to client: `Ready` once, then one `StepOutput` for each
-step (and for each change while idle), `ConfigureDone`, `Pong`, `Fatal` as the last word before it dies.
+Client to engine: `Submit`, `Abort`, `Configure`, `Ping`. Engine to client: `Loading` now and then, `Ready` once, then
+one `StepOutput` for each step (and for each change while idle), `ConfigureDone`, `Pong`, `Fatal` as the last word
+before it dies.
 """
 
 from typing import Any
@@ -53,6 +54,12 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
     record: StepRecord | None = None
 
 
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """How far the start has come, for a person to read: "layer 3 of 16, 120 MB"."""
+
+    progress: str
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The engine can serve. `resolved` is what the machine decided (blocks, backend, dtype, ...); `timeline` is
     (phase, begin_ns, end_ns) of its start-up."""
@@ -100,4 +107,4 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
 
 
 ToEngine = Submit | Abort | Configure | Ping
-FromEngine = StepOutput | Ready | ConfigureDone | Fatal | Pong
+FromEngine = StepOutput | Loading | Ready | ConfigureDone | Fatal | Pong

@@ -33,6 +33,7 @@ from splittime.engine.messages import (
     EngineStats,
     Fatal,
     FromEngine,
+    Loading,
     Ping,
     Ready,
     StepOutput,
@@ -51,6 +52,7 @@ PING_EVERY_S = 1.0
 SILENT_AFTER_S = 5.0  # not heard of for so long: not ready
 HUNG_AFTER_S = 30.0  # for so long: ended and started anew
 OnStep = Callable[[StepOutput], None]
+OnLoading = Callable[[str], None]
 
 
 class Generation:
@@ -106,12 +108,20 @@ class ProcessClient:
 
     command: starts a worker; the two endpoints are appended to it. settings: one line of JSON for its standard input.
     on_step: called with every step's output, in the event loop's thread, before the streams see it.
+    on_loading: called with the progress of a start, as text.
     """
 
-    def __init__(self, command: list[str] | None, settings: bytes, on_step: OnStep | None = None) -> None:
+    def __init__(
+        self,
+        command: list[str] | None,
+        settings: bytes,
+        on_step: OnStep | None = None,
+        on_loading: OnLoading | None = None,
+    ) -> None:
         self._command = command or [sys.executable, "-m", "splittime.cli.worker"]
         self._settings = settings
         self._on_step = on_step or (lambda output: None)
+        self._on_loading = on_loading or (lambda progress: None)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._streams: dict[str, InFlight] = {}
@@ -258,6 +268,8 @@ class ProcessClient:
         match message:
             case StepOutput():
                 self._take_step(message)
+            case Loading():
+                self._on_loading(message.progress)
             case Ready():
                 self.ready_info, self._stats = message, message.stats
                 self._repeat_knobs()

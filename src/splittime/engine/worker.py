@@ -23,17 +23,20 @@ from splittime.core.errors import SplittimeError
 from splittime.engine.engine import Engine
 from splittime.engine.gc_pauses import GcPauses, freeze_heap
 from splittime.engine.loop import Inbox, run_loop
-from splittime.engine.messages import Fatal, FromEngine, Ping, Pong, Ready, ToEngine
+from splittime.engine.messages import Fatal, FromEngine, Loading, Ping, Pong, Ready, ToEngine
 
 Timeline = list[tuple[str, int, int]]
-Build = Callable[[bytes, Timeline], tuple[Engine, dict]]
+Tell = Callable[[str], None]
+Build = Callable[[bytes, Timeline, Tell], tuple[Engine, dict]]
+TELL_EVERY_NS = 500_000_000
 
 
 def work(inbound: str, outbound: str, build: Build) -> None:
     """Build the engine from the settings on standard input, say `Ready`, run the loop; does not return.
 
     inbound, outbound: ZeroMQ endpoints to pull messages from and push messages to.
-    build: makes the engine and says what was resolved; appends its phases (name, begin_ns, end_ns) to the timeline.
+    build: makes the engine and says what was resolved; appends its phases (name, begin_ns, end_ns) to the timeline and
+        tells its progress, as often as it likes: what comes within half a second of the last is dropped.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -58,7 +61,7 @@ def _work(inbound: str, outbound: str, build: Build, send: Callable[[FromEngine]
         settings = sys.stdin.buffer.readline()
         _leave_with_parent(inbound)
         timeline: Timeline = []
-        engine, resolved = build(settings, timeline)
+        engine, resolved = build(settings, timeline, _teller(send))
         freeze_heap()
         engine.gc_pauses = GcPauses(SystemClock())
         inbox = _receive(inbound, outbound)
@@ -71,6 +74,20 @@ def _work(inbound: str, outbound: str, build: Build, send: Callable[[FromEngine]
         send(Fatal(f"{type(error).__name__}: {error}", traceback.format_exc()))
         return 1
     return 0
+
+
+def _teller(send: Callable[[FromEngine], None]) -> Tell:
+    """Sends progress, but not too often."""
+    last_ns = 0
+
+    def tell(progress: str) -> None:
+        nonlocal last_ns
+        now_ns = time.monotonic_ns()
+        if now_ns - last_ns >= TELL_EVERY_NS:
+            last_ns = now_ns
+            send(Loading(progress))
+
+    return tell
 
 
 def _leave_with_parent(inbound: str) -> None:

@@ -3,14 +3,16 @@
 A backend is an object with the methods of `Ops`; `resolve` chooses it by name, the runner holds it and reports it.
 Nothing here is global: a layer is given its `Ops` when it is built and its tensors when it is called.
 
-KV store of one layer: `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`, keys then values.
+KV store of one layer (`LayerKv`): `[num_blocks + 1, 2, num_kv_heads, block_size * head_dim]`, keys then values.
 
-    block b:  [ K head 0 | K head 1 | .. | V head 0 | V head 1 | .. ]     each tile [block_size, head_dim], contiguous
+    block b:  [ K head 0 | K head 1 | .. | V head 0 | V head 1 | .. ]     each a tile, contiguous
 
 A *tile* (one block of one head of K or V) is contiguous, so that a kernel that walks a block table streams whole tiles
-of the one head it works on, and the torch backend gathers a row's keys with one `index_select` of whole tiles, already
-in the `[heads, tokens, head_dim]` order that matrix products want. The last block is never written and stays zero:
-padding points at it, so that whatever another request has written (a NaN, say) cannot leak through a mask.
+of the one head it works on. What is inside a tile is the backend's business, and a store belongs to one backend: here
+[block_size, head_dim], so that the torch backend gathers a row's keys with one `index_select` of whole tiles, already in
+the `[heads, tokens, head_dim]` order that matrix products want; the native kernels keep keys transposed. The last block
+is never written and stays zero: padding points at it, so that whatever another request has written (a NaN, say) cannot
+leak through a mask.
 
 Rotary embedding turns *adjacent pairs* (2i, 2i + 1) of a head, as one complex product; checkpoints pair (i, i + D/2),
 so the loader reorders the rows of the query and key weights once (`models.weights.load`): scores do not change.
@@ -128,7 +130,7 @@ class Ops(Protocol):
         """qkv [T, num_heads + 2 num_kv_heads, head_dim], in place: norm each query and key head (unless `qk_norm` is
         None), turn its adjacent pairs by `turns`, complex64 [T, D / 2], and put keys and values at their places."""
 
-    def attention(self, q: Tensor, store: Tensor, plan: Any, scale: float) -> Tensor:
+    def attention(self, q: Tensor, store: LayerKv, plan: Any, scale: float) -> Tensor:
         """q [T, num_heads, head_dim] against one layer's `store` -> [T, num_heads * head_dim].
 
         Query head h reads KV head h // (num_heads // num_kv_heads).

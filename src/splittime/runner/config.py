@@ -19,8 +19,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the runner.
 
     model_path: a local folder with config.json and safetensors.
-    dtype: of weights that are not quantised. The native kernels compute in float32 whatever it is; the others compute in
-        it. "auto": `runner.machine.choose_dtype`.
+    dtype: of weights that are not quantised. The native kernels compute in float32 whatever it is, the others in it.
+        "auto": `runner.machine.choose_dtype`.
     quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are.
     kv_cache_dtype: "auto" is bfloat16 where the weights' dtype is, else float32.
     kernels: "auto" takes "native", and "torch" where the native library is missing; "reference" is the slow oracle.
@@ -68,8 +68,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """What the machine decided; ints and strings only, so that it can be printed, sent and stored.
 
     kernels, linear_backend: which kernels, and with which instructions. activation_dtype: what is computed in.
-    weights: the scheme of the packed weights. weights_bytes: what they take in memory. embedding_bytes: what the embedding
-        table takes in the checkpoint's mapping; only rows that are looked up come into memory.
+    weights: the scheme of the packed weights. weights_bytes: what they take in memory. embedding_bytes: what the
+        embedding table takes in the checkpoint's mapping; only rows that are looked up come into memory.
     packed_cache: what became of the cache of packed weights.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.

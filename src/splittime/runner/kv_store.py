@@ -1,42 +1,60 @@
-"""The KV cache's memory: one tensor a layer, in the layout that `kernels.api` describes, and whole-block copies.
+"""The KV cache's memory: the tensors of each layer, in the layout that `kernels.api` describes, and whole-block copies.
 
 Which block belongs to whom is the scheduler's business. Memory is zeroed lazily by the system (`calloc`): blocks that
 no request has touched cost nothing. The last block of each layer is the zero block that padding reads.
 """
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import KvShape
+from splittime.kernels.api import KvShape, LayerKv
+
+ALIGNMENT = 64  # a cache line: a kernel's vectors then do not cross two
 
 
 def bytes_per_block(shape: KvShape, num_layers: int, dtype: torch.dtype) -> int:
-    """Of all layers together."""
-    return num_layers * 2 * shape.num_kv_heads * shape.block_size * shape.head_dim * dtype.itemsize
+    """Of all layers together, with the scales of int8."""
+    head_bytes = shape.head_dim * dtype.itemsize + (torch.float32.itemsize if _has_scales(dtype) else 0)
+    return num_layers * 2 * shape.num_kv_heads * shape.block_size * head_bytes
 
 
 class KvStore:
     def __init__(self, shape: KvShape, num_layers: int, dtype: torch.dtype) -> None:
         self.shape = shape
         self.zero_block = shape.num_blocks
-        self.layers = tuple(self._allocate(shape, dtype) for _ in range(num_layers))
-
-    @staticmethod
-    def _allocate(shape: KvShape, dtype: torch.dtype) -> Tensor:
-        """[num_blocks + 1, 2, num_kv_heads, block_size, head_dim] of zeros."""
-        sizes = (shape.num_blocks + 1, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        raw = np.zeros(int(np.prod(sizes)) * dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(raw).view(dtype).view(sizes)
+        self.layers = tuple(_allocate_layer(shape, dtype) for _ in range(num_layers))
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks, (source, target) each, one after the other."""
         for source, target in copies:
             for layer in self.layers:
-                layer[target].copy_(layer[source])
+                layer.data[target].copy_(layer.data[source])
+                if layer.scales is not None:
+                    layer.scales[target].copy_(layer.scales[source])
 
     def scrub(self, block_ids: list[int]) -> None:
         """Make what is not finite zero, so that the next owner of these blocks cannot read it through a mask."""
         index = torch.tensor(block_ids)
         for layer in self.layers:
-            layer[index] = torch.nan_to_num(layer[index], nan=0.0, posinf=0.0, neginf=0.0)
+            floats = layer.data if layer.scales is None else layer.scales
+            floats[index] = torch.nan_to_num(floats[index], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _has_scales(dtype: torch.dtype) -> bool:
+    return dtype == torch.int8
+
+
+def _allocate_layer(shape: KvShape, dtype: torch.dtype) -> LayerKv:
+    tiles = (shape.num_blocks + 1, 2, shape.num_kv_heads)
+    data = _zeros((*tiles, shape.block_size * shape.head_dim), dtype)
+    return LayerKv(data, _zeros((*tiles, shape.block_size), torch.float32) if _has_scales(dtype) else None)
+
+
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    raw = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+    begin = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[begin : begin + num_bytes]).view(dtype).view(sizes)

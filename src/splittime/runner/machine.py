@@ -1,5 +1,5 @@
-"""Decisions that depend on the machine: kernels, dtypes, threads, folders, how much memory the KV cache gets. Each comes
-with its reason.
+"""Decisions that depend on the machine: kernels, dtypes, threads, folders, how much memory the KV cache gets.
+Each comes with its reason.
 
 Measured for torch on two cores without bfloat16 instructions (Zen 3): a bfloat16 product of 32 rows with a 3072 x 2048
 weight runs at 20 GFLOP/s, float32 at 110; so "auto" takes bfloat16 there only where the CPU has instructions for it.
@@ -47,9 +47,9 @@ def choose_kernels(asked: str) -> tuple[str, str]:
 def choose_dtype(asked: str, checkpoint_dtype: str, kernels: str) -> tuple[torch.dtype, str]:
     """The dtype of what is not quantised (and for all but the native kernels, of the arithmetic), and why.
 
-    Native kernels multiply bfloat16 weights exactly, so a bfloat16 checkpoint stays as it is on any CPU: the same results
-    from half of float32's bytes. A float16 checkpoint becomes float32: bfloat16 would drop 3 of its 11 bits of mantissa,
-    an error of up to 0.4 % in each weight that nobody asked for; `--dtype bfloat16` does.
+    Native kernels multiply bfloat16 weights exactly, so a bfloat16 checkpoint stays as it is on any CPU: the same
+    results from half of float32's bytes. A float16 checkpoint becomes float32: bfloat16 would drop 3 of its 11 bits of
+    mantissa, up to 0.4 % of each weight, which nobody asked for; `--dtype bfloat16` does.
     """
     if asked != "auto":
         return getattr(torch, asked), "as asked"

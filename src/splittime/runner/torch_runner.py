@@ -16,6 +16,7 @@ from torch import Tensor
 from splittime.core.plan import RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.core.sampling import SamplingParams
 from splittime.models.decoder import Decoder
+from splittime.models.weights.load import OnLayer
 from splittime.runner import batch as batches
 from splittime.runner import logprobs, penalties, sampler, threads
 from splittime.runner.batch import Batch
@@ -39,12 +40,13 @@ class TorchRunner:
         self.slots = Slots(resolved.max_model_len, resolved.vocab_size)
 
     @staticmethod
-    def load(config: RunnerConfig, on_phase: OnPhase | None = None) -> "TorchRunner":
-        """Read the checkpoint and allocate the KV cache; `on_phase(name, begin_ns, end_ns)` is told of each part.
+    def load(config: RunnerConfig, on_phase: OnPhase | None = None, on_layer: OnLayer | None = None) -> "TorchRunner":
+        """Read the checkpoint and allocate the KV cache; `on_phase(name, begin_ns, end_ns)` is told of each part, and
+        `on_layer(done, of, bytes)` of each layer.
 
         Raises `ConfigError` naming what cannot be honoured.
         """
-        return TorchRunner(*load(config, on_phase or (lambda name, begin_ns, end_ns: None)))
+        return TorchRunner(*load(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer))
 
     def warm_up(self) -> None:
         """Run a few steps over the empty cache, so that the first request does not pay for first calls."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape
+from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
+from splittime.kernels.reference import kv_rounding
 
 MAX_PIECE_TOKENS = 512
 
@@ -60,7 +61,7 @@ class PrefillRow:
 @dataclass(frozen=True)
 class Plan:
     shape: KvShape
-    write_rows: Tensor  # int64 [T, 2 * Hkv], rows of the store seen as [-1, head_dim]
+    write_rows: Tensor  # int64 [T, 2 * Hkv], rows of the store seen as [-1, head_dim], and of its scales
     groups: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillRow, ...]
 
@@ -160,36 +161,52 @@ def _piece(
     return Piece(begin, end, key_from - gathered_from, stop - gathered_from, mask)
 
 
-def write_kv(kv: Tensor, store: Tensor, plan: Plan) -> None:
-    store.view(-1, plan.shape.head_dim).index_put_((plan.write_rows,), kv)
+def write_kv(kv: Tensor, store: LayerKv, plan: Plan) -> None:
+    rows = store.data.view(-1, plan.shape.head_dim)
+    if store.scales is None:
+        rows.index_put_((plan.write_rows,), kv.to(rows.dtype))
+    else:
+        values, scales = kv_rounding.quantize(kv)
+        rows.index_put_((plan.write_rows,), values)
+        store.scales.view(-1).index_put_((plan.write_rows,), scales)
 
 
-def attend(q: Tensor, store: Tensor, plan: Plan, scale: float) -> Tensor:
+def attend(q: Tensor, store: LayerKv, plan: Plan, scale: float) -> Tensor:
     """q [T, Hq, D] -> [T, Hq * D]; see `kernels.api.Ops.attention`."""
-    tiles = store.view(-1, plan.shape.block_size * plan.shape.head_dim)
     if len(plan.groups) == 1 and not plan.prefills:
-        return _attend_group(q, tiles, plan.shape, plan.groups[0], scale).reshape(q.shape[0], -1)
+        return _attend_group(q, store, plan.shape, plan.groups[0], scale).reshape(q.shape[0], -1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.groups:
-        out[group.begin : group.end] = _attend_group(q, tiles, plan.shape, group, scale).reshape(-1, *q.shape[1:])
+        out[group.begin : group.end] = _attend_group(q, store, plan.shape, group, scale).reshape(-1, *q.shape[1:])
     for prefill in plan.prefills:
-        _attend_prefill(q, tiles, plan.shape, prefill, scale, out)
+        _attend_prefill(q, store, plan.shape, prefill, scale, out)
     return out.flatten(1)
 
 
-def _attend_group(q: Tensor, tiles: Tensor, shape: KvShape, group: DecodeGroup, scale: float) -> Tensor:
+def _gather(store: LayerKv, shape: KvShape, tiles: Tensor, dtype: torch.dtype) -> Tensor:
+    """[len(tiles), block_size, head_dim] of `dtype`."""
+    gathered = store.data.view(-1, shape.block_size * shape.head_dim).index_select(0, tiles)
+    gathered = gathered.view(-1, shape.block_size, shape.head_dim)
+    if store.scales is not None:
+        gathered = kv_rounding.dequantize(gathered, store.scales.view(-1, shape.block_size).index_select(0, tiles))
+    return gathered.to(dtype)
+
+
+def _attend_group(q: Tensor, store: LayerKv, shape: KvShape, group: DecodeGroup, scale: float) -> Tensor:
     """-> [rows, Hkv, G, D]."""
     rows = group.end - group.begin
-    kv = tiles.index_select(0, group.tiles).view(rows, 2, shape.num_kv_heads, -1, shape.head_dim)
+    kv = _gather(store, shape, group.tiles, q.dtype).view(rows, 2, shape.num_kv_heads, -1, shape.head_dim)
     keys, values = kv[:, 0, :, : group.tokens], kv[:, 1, :, : group.tokens]  # [rows, Hkv, tokens, D]
     folded = q[group.begin : group.end].view(rows, shape.num_kv_heads, -1, shape.head_dim)
     return _flash(folded, keys, values, attn_mask=group.mask, scale=scale)[0]
 
 
-def _attend_prefill(q: Tensor, tiles: Tensor, shape: KvShape, prefill: PrefillRow, scale: float, out: Tensor) -> None:
+def _attend_prefill(
+    q: Tensor, store: LayerKv, shape: KvShape, prefill: PrefillRow, scale: float, out: Tensor
+) -> None:
     """Write rows of `out` [T, Hq, D]."""
     heads, dim = shape.num_kv_heads, shape.head_dim
-    kv = tiles.index_select(0, prefill.tiles).view(2, heads, 1, -1, dim)
+    kv = _gather(store, shape, prefill.tiles, q.dtype).view(2, heads, 1, -1, dim)
     num_sharing = q.shape[1] // heads
     for piece in prefill.pieces:
         keys, values = kv[..., piece.key_begin : piece.key_end, :].expand(2, heads, num_sharing, -1, dim)

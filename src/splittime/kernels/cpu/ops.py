@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape, PlainOps, WeightScheme
+from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, WeightScheme
 from splittime.kernels.cpu import attention, linear
 from splittime.kernels.reference import rounding
 
@@ -76,8 +76,8 @@ class CpuOps(PlainOps):
     ) -> attention.Plan:
         return attention.plan(batch, shape, window_tokens, dtype)
 
-    def write_kv(self, kv: Tensor, store: Tensor, plan: attention.Plan) -> None:
+    def write_kv(self, kv: Tensor, store: LayerKv, plan: attention.Plan) -> None:
         attention.write_kv(kv, store, plan)
 
-    def attention(self, q: Tensor, store: Tensor, plan: attention.Plan, scale: float) -> Tensor:
+    def attention(self, q: Tensor, store: LayerKv, plan: attention.Plan, scale: float) -> Tensor:
         return attention.attend(q, store, plan, scale)

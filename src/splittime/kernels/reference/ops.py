@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape, PlainOps, WeightScheme
-from splittime.kernels.reference import rounding
+from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, WeightScheme
+from splittime.kernels.reference import kv_rounding, rounding
 
 
 class ReferenceOps(PlainOps):
@@ -52,17 +52,23 @@ class ReferenceOps(PlainOps):
     def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: Any) -> Any:
         return batch, shape, window_tokens
 
-    def write_kv(self, kv: Tensor, store: Tensor, plan: Any) -> None:
+    def write_kv(self, kv: Tensor, store: LayerKv, plan: Any) -> None:
         batch, shape, _ = plan
+        rows = kv.view(-1, 2, shape.num_kv_heads, shape.head_dim)
+        tiles = _tiles(store, shape)
         places = zip(batch.token_blocks.tolist(), batch.token_offsets.tolist(), strict=True)
         for token, (block, offset) in enumerate(places):
-            store[block, :, :, offset] = kv[token].view(2, shape.num_kv_heads, shape.head_dim)
+            if store.scales is None:
+                tiles[block, :, :, offset] = rows[token].to(tiles.dtype)
+            else:
+                values, scales = kv_rounding.quantize(rows[token])
+                tiles[block, :, :, offset], store.scales[block, :, :, offset] = values, scales
 
-    def attention(self, q: Tensor, store: Tensor, plan: Any, scale: float) -> Tensor:
+    def attention(self, q: Tensor, store: LayerKv, plan: Any, scale: float) -> Tensor:
         batch, shape, window_tokens = plan
         out = torch.empty_like(q)
         for row, context_tokens in enumerate(batch.context_lens):
-            keys, values = _read_row(store, batch.block_tables[row], context_tokens)
+            keys, values = _read_row(store, shape, batch.block_tables[row], context_tokens)
             begin, end = batch.query_begins[row], batch.query_begins[row + 1]
             for token in range(begin, end):
                 position = context_tokens - (end - token)
@@ -70,15 +76,20 @@ class ReferenceOps(PlainOps):
                 seen = slice(first, position + 1)
                 for head in range(q.shape[1]):
                     kv_head = head // (q.shape[1] // shape.num_kv_heads)
-                    scores = keys[kv_head, seen].float() @ q[token, head].float() * scale
-                    out[token, head] = (scores.softmax(0) @ values[kv_head, seen].float()).to(q.dtype)
+                    scores = keys[kv_head, seen] @ q[token, head].float() * scale
+                    out[token, head] = (scores.softmax(0) @ values[kv_head, seen]).to(q.dtype)
         return out.flatten(1)
 
 
-def _read_row(store: Tensor, block_table: Tensor, context_tokens: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one row, each [num_kv_heads, context_tokens, head_dim]."""
-    block_size = store.shape[3]
-    blocks = [int(block) for block in block_table[: -(-context_tokens // block_size)]]
-    keys = torch.cat([store[block, 0] for block in blocks], dim=1)
-    values = torch.cat([store[block, 1] for block in blocks], dim=1)
+def _tiles(store: LayerKv, shape: KvShape) -> Tensor:
+    return store.data.view(-1, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+
+
+def _read_row(store: LayerKv, shape: KvShape, block_table: Tensor, context_tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one row, each float32 [num_kv_heads, context_tokens, head_dim]."""
+    blocks = block_table[: -(-context_tokens // shape.block_size)]
+    tiles = _tiles(store, shape)[blocks].float()  # [blocks, 2, Hkv, block_size, D]
+    if store.scales is not None:
+        tiles = kv_rounding.dequantize(tiles, store.scales[blocks])
+    keys, values = tiles.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return keys[:, :context_tokens], values[:, :context_tokens]

@@ -6,13 +6,13 @@
     int4           int4, groups of 64       int8                          dtype               float32         as stored
 
 * The head under int4 stays int8: its errors go straight into every logit with no later layer to average them out, and
-  all logits of a step share one hidden state. OpenVINO's 4-bit exports do the same. A vocabulary of 128 k makes the head
-  of a 1 B-parameter model a fifth of its weights, so this costs about a tenth of the speed that int4 gives.
-* A router chooses experts by comparing probabilities that may be close, and is a thousandth of the weights: not worth it.
+  all logits of a step share one hidden state. OpenVINO's 4-bit exports do the same.
+* A router chooses experts by comparing probabilities that may be close, and is a thousandth of the weights:
+  rounding it would cost much and save nothing.
 * Embedding rows are looked up, not multiplied: rounding them would save no time, and they stay in the file's mapping.
-* A weight whose columns are not a multiple of the group (or of int8's unit of 64 columns) is filled up with zeros inside
-  the packed weight, which changes no result. With fewer columns than a group the padding may cost more than it saves.
-* Groups of 64: half the error of 128-column groups' tails for 0.25 bits a weight more (4.25 against 4.125).
+* A weight whose columns are not a multiple of the group (or of int8's unit of 64 columns) is filled up with zeros
+  inside the packed weight, which changes no result. With fewer columns than that, the padding may cost more memory than
+  the rounding saves.
 """
 
 from dataclasses import dataclass
@@ -32,11 +32,9 @@ class WeightPlan:
     router: WeightScheme
 
     def __str__(self) -> str:
-        kinds = {"": self.layers, "head": self.head, "router": self.router}
-        told = [
-            f"{kind} {_name(scheme)}".strip() for kind, scheme in kinds.items() if not kind or scheme != self.layers
-        ]
-        return ", ".join(told)
+        others = {"head": self.head, "router": self.router}
+        told = [f"{kind} {_name(scheme)}" for kind, scheme in others.items() if scheme != self.layers]
+        return ", ".join([_name(self.layers), *told])
 
 
 def choose(quantization: str | None, dtype: str) -> WeightPlan:

@@ -86,7 +86,7 @@ class Checkpoint:
         return tensor
 
     def release(self, tensor: Tensor) -> None:
-        """Let the system drop what was read of `tensor`, a view that `take` gave out or a part of one; it stays usable."""
+        """Let the system drop what was read of `tensor`, from `take` or a part of such a one; it stays usable."""
         self._mappings.release(tensor)
 
     def skip(self, name: str) -> None:

@@ -7,8 +7,10 @@ lets go of the GIL). The memory is a JSON file beside the cache; losing it costs
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 PIECE_BYTES = 16 << 20
@@ -66,10 +68,12 @@ def _recall(folder: Path) -> dict[str, object]:
 def _remember(folder: Path, memory: dict[str, object]) -> None:
     """Replaced whole, so that a reader sees the old or the new; of two writers the last one wins, which loses nothing
     that cannot be read again."""
-    waiting = folder / f".{MEMORY_NAME}.{os.getpid()}.tmp"
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        waiting.write_text(json.dumps(memory, indent=1), encoding="utf-8")
-        waiting.replace(folder / MEMORY_NAME)
-    except OSError:
-        waiting.unlink(missing_ok=True) if os.access(folder, os.W_OK) else None
+        descriptor, waiting = tempfile.mkstemp(".tmp", f".{MEMORY_NAME}.", folder)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump(memory, file, indent=1)
+            os.replace(waiting, folder / MEMORY_NAME)
+        except OSError:
+            os.unlink(waiting)

@@ -4,15 +4,16 @@
     trailer = offset of the table, u64 | SHA-256 of the table | magic
 
 `PackedWriter` writes beside the name and renames at the end, so that a file of that name is whole: two processes that
-write the same do not meet, and one that dies leaves only a `.tmp`. Nothing waits for the disk: after a power failure the
-sums tell. `PackedReader` starts to read all blobs at once, several threads straight into the memory they will stay in,
-and raises `PackedFileBroken` for a file that is cut short or changed. To remove a file, delete it.
+write the same do not meet, and one that dies leaves only a `.tmp`. Nothing waits for the disk: after a power failure
+the sums tell. `PackedReader` starts to read all blobs at once, several threads straight into the memory they will stay
+in, and raises `PackedFileBroken` for a file that is cut short or changed.
 """
 
 import hashlib
 import json
 import os
 import struct
+import tempfile
 import time
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,14 +42,15 @@ class PackedWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(path.parent)
         self.path = path
-        self._waiting = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._file = self._waiting.open("wb", buffering=0)
+        descriptor, waiting = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
+        self._waiting = Path(waiting)
+        self._descriptor = descriptor
         self._end = 0
         self._table: dict[str, tuple[int, int, int]] = {}
 
     def add(self, name: str, blob: Tensor) -> None:
         """blob: uint8, one dimension."""
-        content = memoryview(blob.numpy())
+        content = _bytes_of(blob)
         self._table[name] = (self._end, len(content), zlib.crc32(content))
         self._write(content)
         self._write(bytes(-self._end % ALIGNMENT))
@@ -58,17 +60,17 @@ class PackedWriter:
         begin = self._end
         self._write(table)
         self._write(TRAILER.pack(begin, hashlib.sha256(table).digest(), MAGIC))
-        self._file.close()
+        os.close(self._descriptor)
         self._waiting.replace(self.path)
 
     def abandon(self) -> None:
-        self._file.close()
+        os.close(self._descriptor)
         self._waiting.unlink(missing_ok=True)
 
     def _write(self, content: bytes | memoryview) -> None:
         left = memoryview(content)
         while left:
-            written = self._file.write(left)
+            written = os.write(self._descriptor, left)
             left = left[written:]
             self._end += written
 
@@ -100,7 +102,7 @@ class PackedReader:
 
     def _read(self, begin: int, num_bytes: int, checksum: int) -> Tensor:
         blob = memory.allocate(num_bytes)
-        view, at, seen = memoryview(blob.numpy()), 0, 0
+        view, at, seen = _bytes_of(blob), 0, 0
         while at < num_bytes:
             read = os.preadv(self._descriptor, [view[at : at + READ_BYTES]], begin + at)
             if read == 0:
@@ -122,6 +124,10 @@ def _read_table(descriptor: int) -> dict[str, tuple[int, int, int]]:
     if hashlib.sha256(table).digest() != digest:
         raise PackedFileBroken("its table is damaged")
     return {name: tuple(place) for name, place in json.loads(table).items()}
+
+
+def _bytes_of(blob: Tensor) -> memoryview:
+    return memoryview(blob.numpy())  # type: ignore[arg-type]  # an array is a buffer; its stubs do not say so
 
 
 def _remove_stale(folder: Path) -> None:

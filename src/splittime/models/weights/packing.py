@@ -1,8 +1,8 @@
 """From rows in a mapped checkpoint to a packed weight, holding little of it unpacked.
 
-A weight is handed to the backend as a sequence of pieces of at most `PIECE_BYTES`, and the pages of a piece are released
-when the next one is asked for: the head of a 128 k vocabulary, half a gigabyte, passes through a few megabytes. Where a
-finished blob lies in the cache none of that is read.
+A weight is handed to the backend as a sequence of pieces of at most `PIECE_BYTES`, and the pages of a piece are
+released when the next one is asked for: the head of a 128 k vocabulary, half a gigabyte, passes through a few
+megabytes. Where a finished blob lies in the cache none of that is read.
 """
 
 from collections.abc import Iterator, Sequence

@@ -4,7 +4,7 @@
 
 namespace ST_ISA::paged {
 
-constexpr int CHUNK = 64;        // tokens between two steps of the running softmax
+constexpr int CHUNK = 64;         // tokens between two steps of the running softmax, at most
 constexpr int PART_TOKENS = 256;  // tokens of context that one item covers ..
 constexpr int MAX_PARTS = 32;     // .. and more where that would cut a row into more items than this
 constexpr int MAX_TILES = CHUNK / LANES;
@@ -12,11 +12,16 @@ constexpr int TOGETHER = 4;  // query heads that a pass over a tile serves
 
 inline int32_t round_up(int32_t x, int32_t to) { return (x + to - 1) / to * to; }
 
-// A tile can be read as it is if vectors of keys do not cross its rows, and vectors of values end with the head.
-inline bool reads_in_place(const StKv &kv) { return kv.block_size % LANES == 0 && kv.head_dim % LANES == 0; }
+// A tile can be read as it is if vectors of keys do not cross its rows, vectors of values end with the head, and no chunk
+// ends inside one block and goes on in the next.
+inline bool reads_in_place(const StKv &kv) {
+  const bool fits = kv.block_size <= CHUNK || kv.block_size % CHUNK == 0;
+  return fits && kv.block_size % LANES == 0 && kv.head_dim % LANES == 0;
+}
 
+// Whole blocks if they are small; chunks begin where a row's first block does.
 inline int32_t chunk_of(const StKv &kv) {
-  return kv.block_size >= CHUNK ? kv.block_size : CHUNK / kv.block_size * kv.block_size;
+  return kv.block_size > CHUNK ? CHUNK : CHUNK / kv.block_size * kv.block_size;
 }
 
 // Where a row's parts begin (its first block that is seen at all), and the tokens of each.
@@ -40,75 +45,114 @@ inline int32_t decode_parts(const Attend &call, int32_t row) {
 // A partial result: for each head the largest score and the sum of weights, then the heads' results.
 inline int64_t partial_floats(const Attend &call) { return (int64_t)call.sharing * (2 + call.wide_dim); }
 
-inline void ask_for(const char *from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+// Tell the memory that BYTES from here on are wanted soon.
+template <int BYTES> ST_INLINE void ask_for(const char *from) {
+#pragma GCC unroll 8
+  for (int at = 0; at < BYTES; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
 template <class T> struct Tile {
-  const T *keys, *values;                  // [dim][size] and [size][dim]
+  const T *keys, *values;                  // [dim][size] and [tokens][width]
   const float *key_scales, *value_scales;  // int8 only
 };
 
-// scores[r][0 .. NV LANES) = q_r . keys; q: [dim][R]; keys: [dim][size]. Several chains of sums where one would wait for
-// itself. `ahead`: memory as long as what is read here, wanted soon.
-template <class T, int R, int NV>
-void score_vectors(const float *q, const T *keys, int32_t size, int32_t dim, const char *ahead, float *scores, int32_t step) {
-  constexpr int CHAINS = R * NV >= 8 ? 1 : R * NV >= 4 ? 2 : R * NV >= 2 ? 4 : 8;
-  constexpr int LINE = 64 / (NV * LANES * (int)sizeof(T)), UNROLLED = LINE > CHAINS ? LINE : CHAINS;
-  F32 sums[CHAINS][R][NV] = {};
-  int32_t d = 0;
-  for (; d + UNROLLED <= dim; d += UNROLLED) {
-#pragma GCC unroll 8
-    for (int b = 0; b < UNROLLED * NV * LANES * (int)sizeof(T); b += 64) __builtin_prefetch(ahead + b, 0, 2);
-    ahead += UNROLLED * NV * LANES * sizeof(T);
-#pragma GCC unroll 8
-    for (int u = 0; u < UNROLLED; u++)
-#pragma GCC unroll 2
-      for (int v = 0; v < NV; v++) {
-        const F32 key = widen(keys + (int64_t)(d + u) * size + v * LANES);
+// Sums that a register tile of R heads holds for each: enough chains to keep the multipliers busy, few enough for 16 registers.
+template <int R> constexpr int VECTORS = R == 1 ? 8 : R == 2 || LANES == 16 ? 4 : 3;
+
+// sums[r][v] += a[r * step] * b[v]. The order and the barrier keep what is live at 16 registers: sums, b, and one of a.
+template <int R, int NV>
+ST_INLINE void add_products(const float *a, int step, const F32 (&b)[NV], F32 (&sums)[R][NV]) {
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) sums[u % CHAINS][r][v] = fma(splat(q[(d + u) * R + r]), key, sums[u % CHAINS][r][v]);
-      }
+  for (int r = 0; r < R; r++) {
+    const F32 one = splat(a[r * step]);
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) sums[r][v] = fma(one, b[v], sums[r][v]);
+    asm volatile("" ::: "memory");
   }
-  for (; d < dim; d++)
-#pragma GCC unroll 2
-    for (int v = 0; v < NV; v++)
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++)
-        sums[0][r][v] = fma(splat(q[d * R + r]), widen(keys + (int64_t)d * size + v * LANES), sums[0][r][v]);
+}
+
+// LANES tokens of a chunk: where their keys begin, [dim][size], and their values, [LANES][width], which are wanted soon.
+template <class T> struct Column {
+  const T *keys;
+  const char *ahead;
+};
+
+// scores[r][0 .. NV LANES) = q_r . keys of NV columns; q: [dim][R].
+template <class T, int R, int NV>
+__attribute__((noinline)) void score_columns(const float *q, const Column<T> *columns, int64_t size, int32_t dim,
+                                             float *scores) {
+  constexpr int CHAINS = R * NV >= 8 ? 1 : R * NV >= 4 ? 2 : R * NV >= 2 ? 4 : 8;
+  constexpr int BYTES = LANES * sizeof(T), LINE = 64 / BYTES, STEPS = LINE > CHAINS ? LINE : CHAINS;
+  Column<T> mine[NV];
+  for (int v = 0; v < NV; v++) mine[v] = columns[v];
+  F32 sums[CHAINS][R][NV] = {};
+  auto take = [&](int32_t d, int chain) __attribute__((always_inline)) {
+    F32 keys[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) keys[v] = widen(mine[v].keys + d * size);
+    add_products<R, NV>(q + d * R, 1, keys, sums[chain]);
+  };
+  int32_t d = 0;
+  for (; d + STEPS <= dim; d += STEPS) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) ask_for<STEPS * BYTES>(mine[v].ahead + d * BYTES);
+#pragma GCC unroll 8
+    for (int u = 0; u < STEPS; u++) take(d + u, u % CHAINS);
+  }
+  for (; d < dim; d++) take(d, 0);
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int v = 0; v < NV; v++) {
       F32 sum = sums[0][r][v];
 #pragma GCC unroll 8
       for (int c = 1; c < CHAINS; c++) sum += sums[c][r][v];
-      store(scores + (int64_t)r * step + v * LANES, sum);
+      store(scores + r * CHUNK + v * LANES, sum);
     }
 }
 
-// results[r][0 .. NV LANES) += sum over tokens [from, to) of weights[r][token] * values[token].
+// sums[r] += sum over `tokens` of weights[r][token] * values[token]; values: [token][width].
 template <class T, int R, int NV>
-void mix_vectors(const float *weights, int32_t step, const T *values, int32_t dim, int32_t from, int32_t to, float *results,
-                 int32_t wide_dim) {
+ST_INLINE void mix_tokens(const float *weights, const T *values, int64_t width, int32_t tokens, const char *ahead,
+                          F32 (&sums)[R][NV]) {
+  constexpr int BYTES = NV * LANES * sizeof(T), LINE = BYTES < 64 ? 64 / BYTES : 1;  // LINE: tokens that read a line
+  auto take = [&](int u) __attribute__((always_inline)) {
+    F32 some[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) some[v] = widen(values + u * width + v * LANES);
+    add_products<R, NV>(weights + u, CHUNK, some, sums);
+  };
+  int32_t t = 0;
+  for (; t + LINE <= tokens; t += LINE, weights += LINE, values += LINE * width, ahead += LINE * BYTES) {
+    ask_for<LINE * BYTES>(ahead);
+#pragma GCC unroll 4
+    for (int u = 0; u < LINE; u++) take(u);
+  }
+  for (; t < tokens; t++, weights++, values += width) take(0);
+}
+
+// results[r][0 .. NV LANES) += the weighted values of tokens [from, to) of a chunk, in tiles of `size`, from column `column`
+// on. `next`: the next chunk's tiles, whose keys are wanted soon.
+template <class T, int R, int NV>
+__attribute__((noinline)) void mix_vectors(const float *weights, const Tile<T> *tiles, const Tile<T> *next, int32_t size,
+                                           int32_t width, int32_t column, int32_t from, int32_t to, float *results,
+                                           int64_t wide_dim) {
   F32 sums[R][NV];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) sums[r][v] = load<F32>(results + (int64_t)r * wide_dim + v * LANES);
-  for (int32_t t = from; t < to; t++) {
-    const T *value = values + (int64_t)t * dim;
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) {
-      const F32 x = widen(value + v * LANES);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) sums[r][v] = fma(splat(weights[(int64_t)r * step + t]), x, sums[r][v]);
-    }
+    for (int v = 0; v < NV; v++) sums[r][v] = load<F32>(results + r * wide_dim + v * LANES);
+  for (int32_t t = from; t < to;) {
+    const int32_t place = t % size, run = to - t < size - place ? to - t : size - place;
+    const char *ahead = (const char *)(next[t / size].keys + column * size + place * NV * LANES);
+    const T *values = tiles[t / size].values + (int64_t)place * width + column;
+    mix_tokens<T, R, NV>(weights + t, values, width, run, ahead, sums);
+    t += run;
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) store(results + (int64_t)r * wide_dim + v * LANES, sums[r][v]);
+    for (int v = 0; v < NV; v++) store(results + r * wide_dim + v * LANES, sums[r][v]);
 }
 
 // The state of one item; T is the store's element, or float where tiles are gathered first.
@@ -116,36 +160,31 @@ template <class T> struct Decode {
   const Attend &call;
   int32_t size, dim;            // of a tile of keys, [dim][size]
   int32_t width;                // of a row of values: dim, or whole panels
-  int32_t chunk;                // tokens
-  float *q, *scores, *results;  // [sharing][dim] by pass, [sharing][chunk], [sharing][wide_dim]
+  int32_t run;                  // tokens of a tile that a chunk holds: size, or CHUNK
+  float *q, *scores, *results;  // [sharing][dim] by pass, [sharing][CHUNK], [sharing][wide_dim]
   Softmax *softmaxes;
 
-  template <int R> void score(const Tile<T> &one, int32_t head, int32_t tokens, const T *ahead, float *to) const {
+  template <int R> void score(const Column<T> *columns, int32_t count, int32_t head) const {
+    constexpr int NV = VECTORS<R>;
     const float *mine = q + (int64_t)head * dim;
-    for (int32_t t = 0; t < tokens;) {
-      const char *wanted = (const char *)(ahead + (int64_t)t * dim);
-      float *here = to + (int64_t)head * chunk + t;
-      if (size % PANEL == 0) {
-        score_vectors<T, R, 2>(mine, one.keys + t, size, dim, wanted, here, chunk);
-        t += PANEL;
-      } else {
-        score_vectors<T, R, 1>(mine, one.keys + t, size, dim, wanted, here, chunk);
-        t += LANES;
-      }
-    }
+    float *to = scores + head * CHUNK;
+    int32_t i = 0;
+    for (; i + NV <= count; i += NV) score_columns<T, R, NV>(mine, columns + i, size, dim, to + i * LANES);
+    for (; i + 2 <= count; i += 2) score_columns<T, R, 2>(mine, columns + i, size, dim, to + i * LANES);
+    if (i < count) score_columns<T, R, 1>(mine, columns + i, size, dim, to + i * LANES);
   }
 
-  template <int R> void mix(const Tile<T> &one, int32_t head, const float *weights, int32_t from, int32_t to, const T *ahead) {
-    constexpr int NV = R == 1 ? 8 : R == 2 ? 4 : 2;
-    const float *mine = weights + (int64_t)head * chunk;
-    float *result = results + (int64_t)head * call.wide_dim;
+  template <int R> void mix(const Tile<T> *tiles, const Tile<T> *next, int32_t head, int32_t from, int32_t to) {
+    constexpr int NV = VECTORS<R>;
+    const float *mine = scores + head * CHUNK;
+    float *result = results + head * (int64_t)call.wide_dim;
     int32_t d = 0;
-    for (; d + NV * LANES <= width; d += NV * LANES) {
-      ask_for((const char *)(ahead + (int64_t)d * size), (int64_t)NV * LANES * size * sizeof(T));
-      mix_vectors<T, R, NV>(mine, chunk, one.values + d, width, from, to, result + d, call.wide_dim);
-    }
+    for (; d + NV * LANES <= width; d += NV * LANES)
+      mix_vectors<T, R, NV>(mine, tiles, next, run, width, d, from, to, result + d, call.wide_dim);
+    for (; d + 2 * LANES <= width; d += 2 * LANES)
+      mix_vectors<T, R, 2>(mine, tiles, next, run, width, d, from, to, result + d, call.wide_dim);
     for (; d < width; d += LANES)
-      mix_vectors<T, R, 1>(mine, chunk, one.values + d, width, from, to, result + d, call.wide_dim);
+      mix_vectors<T, R, 1>(mine, tiles, next, run, width, d, from, to, result + d, call.wide_dim);
   }
 
   // body(std::integral_constant<int, R>, first head) for passes over the heads that share this KV head.
@@ -172,15 +211,14 @@ template <class T> struct Decode {
 
   // Scores of a chunk of `tokens`, while its values are asked for.
   void score_chunk(const Tile<T> *tiles, int32_t tokens) {
-    for (int32_t t = 0; t < tokens; t += size, tiles++) {
-      const int32_t here = tokens - t < size ? tokens - t : size;
-      passes([&](auto together, int32_t head) {
-        score<decltype(together)::value>(*tiles, head, here, tiles->values, scores + t);
-      });
-      if (sizeof(T) > 1) continue;
-      for (int32_t head = 0; head < call.sharing; head++)
-        for (int32_t i = 0; i < here; i += LANES) scale_vector(scores + (int64_t)head * chunk + t + i, tiles->key_scales + i);
+    Column<T> columns[CHUNK / LANES];
+    const int32_t count = (tokens + LANES - 1) / LANES;
+    for (int32_t i = 0; i < count; i++) {
+      const Tile<T> &one = tiles[i * LANES / run];
+      const int32_t place = i * LANES % run;
+      columns[i] = {one.keys + place, (const char *)(one.values + (int64_t)place * width)};
     }
+    passes([&](auto together, int32_t head) { score<decltype(together)::value>(columns, count, head); });
   }
 
   static ST_INLINE void scale_vector(float *x, const float *by) { store(x, load<F32>(x) * load<F32>(by)); }
@@ -188,23 +226,20 @@ template <class T> struct Decode {
   // The running softmax over [low, tokens) of the chunk.
   void weigh_chunk(const Tile<T> *tiles, int32_t low, int32_t tokens) {
     for (int32_t head = 0; head < call.sharing; head++) {
-      float *mine = scores + (int64_t)head * chunk, *result = results + (int64_t)head * call.wide_dim;
+      float *mine = scores + head * CHUNK, *result = results + (int64_t)head * call.wide_dim;
+      if (sizeof(T) == 1)
+        for (int32_t t = 0; t < tokens; t += LANES) scale_vector(mine + t, tiles[t / run].key_scales + t % run);
       const float keeps = softmaxes[head].take(mine, low, tokens, round_up(tokens, LANES));
       if (keeps != 1)
         for (int32_t d = 0; d < width; d += LANES) store(result + d, load<F32>(result + d) * keeps);
       if (sizeof(T) > 1) continue;
-      for (int32_t t = 0; t < tokens; t += LANES) scale_vector(mine + t, tiles[t / size].value_scales + t % size);
+      for (int32_t t = 0; t < tokens; t += LANES) scale_vector(mine + t, tiles[t / run].value_scales + t % run);
     }
   }
 
   // Results += weights times values, while the next chunk's keys are asked for.
   void mix_chunk(const Tile<T> *tiles, const Tile<T> *next, int32_t low, int32_t tokens) {
-    for (int32_t t = 0; t < tokens; t += size, tiles++, next++) {
-      const int32_t from = low > t ? low - t : 0, to = tokens - t < size ? tokens - t : size;
-      passes([&](auto together, int32_t head) {
-        mix<decltype(together)::value>(*tiles, head, scores + t, from, to, next->keys);
-      });
-    }
+    passes([&](auto together, int32_t head) { mix<decltype(together)::value>(tiles, next, head, low, tokens); });
   }
 
   void take_chunk(const Tile<T> *tiles, const Tile<T> *next, int32_t low, int32_t tokens) {
@@ -220,15 +255,15 @@ void find_tiles(const Attend &call, const int32_t *table, int head, int32_t at, 
   const StKv &kv = call.kv;
   const int32_t last = (end - 1) / kv.block_size;
   for (int32_t i = 0; i < count; i++) {
-    const int32_t column = at / kv.block_size + i, block = table[column < last ? column : last];
-    tiles[i] = {tile<T>(kv, block, 0, head), tile<T>(kv, block, 1, head), scales<T>(kv, block, 0, head),
-                scales<T>(kv, block, 1, head)};
+    const int32_t column = at / kv.block_size + i, block = table[column < last ? column : last], place = at % kv.block_size;
+    tiles[i] = {tile<T>(kv, block, 0, head) + place, tile<T>(kv, block, 1, head) + (int64_t)place * kv.head_dim,
+                scales<T>(kv, block, 0, head) + place, scales<T>(kv, block, 1, head) + place};
   }
 }
 
 template <class T>
 void decode_in_place(Decode<T> &state, const int32_t *table, int head, int32_t begin, int32_t first, int32_t end) {
-  const int32_t chunk = state.chunk, count = chunk / state.size;
+  const int32_t chunk = chunk_of(state.call.kv), count = chunk / state.run;
   Tile<T> both[2][MAX_TILES], *tiles = both[0], *next = both[1];
   find_tiles(state.call, table, head, begin, end, count, tiles);
   for (int32_t at = begin; at < end; at += chunk) {
@@ -244,9 +279,9 @@ template <class T>
 void decode_gathered(Decode<float> &state, const int32_t *table, int head, int32_t begin, int32_t first, int32_t end,
                      float *keys, float *values) {
   const Attend &call = state.call;
-  const int32_t chunk = chunk_of(call.kv), count = state.chunk / PANEL, wide = call.wide_dim;
-  Tile<float> *tiles = (Tile<float> *)alloca(sizeof(Tile<float>) * count);
-  for (int32_t i = 0; i < count; i++)
+  const int32_t chunk = chunk_of(call.kv), wide = call.wide_dim;
+  Tile<float> tiles[MAX_TILES];
+  for (int32_t i = 0; i < CHUNK / PANEL; i++)
     tiles[i] = {keys + (int64_t)i * PANEL * state.dim, values + (int64_t)i * PANEL * wide, nullptr, nullptr};
   for (int32_t at = begin; at < end; at += chunk) {
     const int32_t from = first > at ? first : at, to = end < at + chunk ? end : at + chunk;
@@ -278,20 +313,20 @@ template <class T> void decode_part(const Attend &call, int32_t row, int32_t kv_
   const int32_t begin = parts.origin + part * parts.each;
   const int32_t end = parts.end - begin < parts.each ? parts.end : begin + parts.each;
   const bool in_place = reads_in_place(call.kv);
-  const int32_t chunk = in_place ? chunk_of(call.kv) : round_up(chunk_of(call.kv), PANEL);
   const int64_t sharing = call.sharing, wide = call.wide_dim;
-  float *at = memory.of<float>(sharing * (2 * wide + chunk + 2 * LANES) + 2 * wide * chunk);
+  float *at = memory.of<float>(sharing * (2 * wide + CHUNK + 2 * LANES) + 2 * wide * CHUNK);
   Softmax *softmaxes = (Softmax *)at;
   float *q = at + sharing * 2 * LANES, *results = q + sharing * wide, *scores = results + sharing * wide;
-  float *keys = scores + sharing * chunk, *values = keys + wide * chunk;
+  float *keys = scores + sharing * CHUNK, *values = keys + wide * CHUNK;
   const float *query = call.query(call.batch.query_begins[row], kv_head * call.sharing);
   if (in_place) {
-    Decode<T> state = {call, call.kv.block_size, call.kv.head_dim, call.kv.head_dim, chunk, q, scores, results, softmaxes};
+    const int32_t size = call.kv.block_size, dim = call.kv.head_dim;
+    Decode<T> state = {call, size, dim, dim, size < CHUNK ? size : CHUNK, q, scores, results, softmaxes};
     state.start(query);
     decode_in_place<T>(state, call.table(row), kv_head, begin, parts.first, end);
     return finish(state, row, kv_head, partial);
   }
-  Decode<float> state = {call, PANEL, call.kv.head_dim, call.wide_dim, chunk, q, scores, results, softmaxes};
+  Decode<float> state = {call, PANEL, call.kv.head_dim, call.wide_dim, PANEL, q, scores, results, softmaxes};
   state.start(query);
   decode_gathered<T>(state, call.table(row), kv_head, begin, parts.first, end, keys, values);
   finish(state, row, kv_head, partial);

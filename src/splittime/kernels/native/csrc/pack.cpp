@@ -57,8 +57,12 @@ void to_bfloat16s(const void *from, int32_t dtype, int64_t count, uint16_t *to) 
     memcpy(to, from, count * sizeof *to);
     return;
   }
-  float wide[BLOCK];
-  to_float32(from, dtype, count, wide);
+  float memory[BLOCK];
+  const float *wide = static_cast<const float *>(from);
+  if (dtype != ST_FLOAT32) {
+    to_float32(from, dtype, count, memory);
+    wide = memory;
+  }
   for (int64_t i = 0; i < count; i++) to[i] = to_bfloat16(wide[i]);
 }
 
@@ -130,7 +134,8 @@ void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t 
     pack_int(scheme, out_features, in_features, group, weight, dtype, row_begin, row_end, blob);
     return;
   }
-  const int64_t source_bytes = in_features * size_of(dtype) * PANEL, panel_bytes = words_of(scheme, in_features) * PANEL * 4;
+  const int64_t source_bytes = in_features * size_of(dtype) * PANEL;
+  const int64_t panel_bytes = words_of(scheme, in_features) * PANEL * 4;
   for_each((row_end - row_begin + PANEL - 1) / PANEL, [&](int32_t panel) {
     const int32_t left = row_end - row_begin - panel * PANEL;
     pack_panel(scheme, in_features, static_cast<const uint8_t *>(weight) + panel * source_bytes, dtype,

@@ -63,8 +63,16 @@ ST_INLINE float largest_of(F32 v) {
 
 // LANES elements of a KV store as floats, without the scale of int8.
 ST_INLINE F32 widen(const float *p) { return load<F32>(p); }
+#if defined(__AVX512F__) && LANES == 16  // what GCC 12 makes of a widening conversion is several times as long
+ST_INLINE F32 widen(const uint16_t *p) { return (F32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16); }
+ST_INLINE F32 widen(const int8_t *p) { return (F32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p))); }
+#elif defined(__AVX2__) && LANES == 8
+ST_INLINE F32 widen(const uint16_t *p) { return (F32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16); }
+ST_INLINE F32 widen(const int8_t *p) { return (F32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+#else
 ST_INLINE F32 widen(const uint16_t *p) { return load_bf16(p); }
 ST_INLINE F32 widen(const int8_t *p) { return to_f32(__builtin_convertvector(load<I8q>(p), I32)); }
+#endif
 inline float widen_one(float x) { return x; }
 inline float widen_one(uint16_t x) { return f32_of_bf16(x); }
 inline float widen_one(int8_t x) { return x; }

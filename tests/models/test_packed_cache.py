@@ -1,0 +1,225 @@
+"""Packed weights between starts: found by content, never trusted blindly, and never in the way of a start."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from native_or_not import has_native_kernels
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
+import tiny_checkpoint
+
+from splittime.kernels.api import resolve
+from splittime.models.config import load_config
+from splittime.models.quant.plan import choose
+from splittime.models.weights import cache, fingerprint, packed_file
+from splittime.models.weights.fingerprint import fingerprints
+from splittime.models.weights.load import load_decoder
+from splittime.models.weights.packed_file import PackedFileBroken, PackedReader, PackedWriter
+
+needs_native = pytest.mark.skipif(not has_native_kernels(), reason="no native kernels")
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tiny_checkpoint.write(folder)
+    return folder
+
+
+def load(model, folder, quantization="int4", kernels="native"):
+    """(all blobs one after the other, what became of the cache)."""
+    plan = choose(quantization, "float32")
+    loaded = load_decoder(model, load_config(model), resolve(kernels, torch.float32), plan, 64, folder)
+    blobs = []
+    for layer in loaded.decoder.layers:
+        owner = getattr(layer, "_owners", layer)
+        packed = (owner.attention.qkv, owner.attention.output, owner.mlp.gate_up, owner.mlp.down)
+        blobs += [one.blob for one in packed if kernels == "native"]
+    blobs += [loaded.decoder.head.blob] if kernels == "native" else []
+    return torch.cat(blobs) if blobs else None, loaded.cache_story
+
+
+def packed_files(folder):
+    return sorted(folder.glob("*.packed"))
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_second_start_reads_what_the_first_wrote(model, tmp_path, quantization, monkeypatch):
+    first, wrote = load(model, tmp_path / "cache", quantization)
+    monkeypatch.setattr("splittime.kernels.native.ops.NativeOps.pack_linear", lambda *_: pytest.fail("packed again"))
+    second, read = load(model, tmp_path / "cache", quantization)
+    assert torch.equal(first, second)
+    (path,) = packed_files(tmp_path / "cache")
+    assert "wrote" in wrote
+    assert "read" in read
+    assert str(path) in wrote
+    assert str(path) in read
+    assert not list((tmp_path / "cache").glob(".*.tmp"))
+
+
+@needs_native
+def test_content_decides_not_name_nor_date(model, tmp_path):
+    folder = tmp_path / "cache"
+    load(model, folder)
+    shutil.copytree(model, tmp_path / "copy")
+    assert "read" in load(tmp_path / "copy", folder)[1]
+    os.utime(model / "model.safetensors")
+    assert "read" in load(model, folder)[1]
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] += 1
+    status = (model / "model.safetensors").stat()
+    (model / "model.safetensors").unlink()
+    save_file(tensors, model / "model.safetensors")
+    os.utime(model / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    changed, story = load(model, folder)
+    assert "wrote" in story
+    assert not torch.equal(changed, load(tmp_path / "copy", folder)[0])
+    assert "wrote" in load(model, folder, "int8")[1]
+    assert len(packed_files(folder)) == 3
+
+
+@needs_native
+@pytest.mark.parametrize("damage", ["cut", "empty", "a weight", "the table", "the end"])
+def test_a_damaged_file_is_noticed_and_made_again(model, tmp_path, damage, caplog):
+    whole, _ = load(model, tmp_path / "cache")
+    (path,) = packed_files(tmp_path / "cache")
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    elif damage == "empty":
+        content = bytearray()
+    else:
+        content[{"a weight": 100, "the table": -packed_file.TRAILER.size - 5, "the end": -1}[damage]] ^= 0xFF
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        again, story = load(model, tmp_path / "cache")
+    assert "made again" in caplog.text
+    assert torch.equal(again, whole)
+    assert "wrote" in story
+    assert "read" in load(model, tmp_path / "cache")[1]
+
+
+@needs_native
+def test_a_folder_that_cannot_be_written_costs_a_warning(model, tmp_path, caplog):
+    in_the_way = tmp_path / "cache"
+    in_the_way.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        blobs, story = load(model, in_the_way)
+    assert "not kept" in story
+    assert "packs again" in caplog.text
+    assert torch.equal(blobs, load(model, None)[0])
+
+
+@needs_native
+def test_a_full_disk_costs_a_warning_and_leaves_nothing(model, tmp_path, caplog, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PackedWriter, "add", fail)
+    with caplog.at_level(logging.WARNING):
+        _, story = load(model, tmp_path / "cache")
+    assert "No space left" in story
+    assert "No space left" in caplog.text
+    assert not packed_files(tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob(".*.packed.*"))
+
+
+@needs_native
+def test_a_load_that_fails_leaves_no_file(model, tmp_path):
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(Exception, match=r"model\.norm\.weight"):
+        load(model, tmp_path / "cache")
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["README", "files.json"]
+
+
+@needs_native
+def test_several_at_once_do_not_meet(model, tmp_path):
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(load(model, tmp_path / "cache"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert all(torch.equal(blobs, results[0][0]) for blobs, _ in results)
+    assert "read" in load(model, tmp_path / "cache")[1]
+    assert len(packed_files(tmp_path / "cache")) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"quantization": None}, "not for float32"),
+        ({"kernels": "torch"}, "not with torch kernels"),
+        ({"kernels": "reference"}, "not with reference kernels"),
+    ],
+)
+def test_why_there_is_no_cache_is_told(model, tmp_path, settings, told):
+    settings = {"kernels": "torch", **settings}
+    assert told in load(model, tmp_path / "cache", **settings)[1]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_fingerprints_are_remembered_and_follow_the_content(tmp_path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(fingerprint, "READ_BYTES", 300)
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_bytes(bytes(range(256)) * 20)
+    two.write_bytes(b"")
+    first = fingerprints([one, two], tmp_path / "memory")
+    assert first[0] != first[1]
+    read = []
+    original = fingerprint._hash_file
+    monkeypatch.setattr(fingerprint, "_hash_file", lambda path: read.append(path.name) or original(path))
+    assert fingerprints([one, two], tmp_path / "memory") == first
+    assert read == []
+    one.write_bytes(bytes(range(256)) * 19 + bytes(256))
+    assert fingerprints([one, two], tmp_path / "memory")[0] != first[0]
+    assert read == ["one"]
+    for spoiled in ("{", "[]", json.dumps({str(two): ["nonsense"]})):
+        (tmp_path / "memory" / fingerprint.MEMORY_NAME).write_text(spoiled)
+        assert fingerprints([two], tmp_path / "memory") == [first[1]]
+
+
+def test_a_packed_file_gives_back_what_was_put_in(tmp_path):
+    writer = PackedWriter(tmp_path / "x.packed")
+    blobs = {f"b{size}": torch.arange(size).to(torch.uint8) for size in (1, 4096, 100_000, 0)}
+    for name, blob in blobs.items():
+        writer.add(name, blob)
+    assert not (tmp_path / "x.packed").exists()
+    writer.finish()
+    if not has_native_kernels():
+        pytest.skip("no native memory to read into")
+    reader = PackedReader(tmp_path / "x.packed")
+    assert all(torch.equal(reader.take(name, len(blob)), blob) for name, blob in blobs.items())
+    with pytest.raises(PackedFileBroken, match="no b1 "):
+        reader.take("b1", 1)
+    with pytest.raises(PackedFileBroken):
+        reader.take("other", 1)
+    reader.close()
+
+
+def test_what_a_dead_process_left_is_removed(tmp_path):
+    left, fresh = tmp_path / ".a.packed.1.tmp", tmp_path / ".b.packed.2.tmp"
+    left.write_bytes(b"x")
+    fresh.write_bytes(b"x")
+    os.utime(left, (0, 0))
+    PackedWriter(tmp_path / "c.packed").abandon()
+    assert [path.name for path in tmp_path.iterdir()] == [fresh.name]
+
+
+def test_the_folder_says_what_it_is():
+    assert "may be deleted" in cache.NOTE
