@@ -57,6 +57,19 @@ async def collect(client: ProcessClient, request: Request) -> tuple[list[int], F
     return tokens, reason, account
 
 
+def test_progress_of_the_start_is_told_but_not_too_often() -> None:
+    async def run() -> list[str]:
+        told: list[str] = []
+        client = ProcessClient(WORKER, b"{}", on_loading=told.append)
+        try:
+            await asyncio.wait_for(client.start(), 30)
+        finally:
+            await client.stop()
+        return told
+
+    assert asyncio.run(run()) == ["layer 1 of 2, 3 MB"]
+
+
 def test_same_tokens_as_in_process() -> None:
     async def scenario() -> None:
         async with running_client() as client:

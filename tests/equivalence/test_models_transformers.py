@@ -39,6 +39,7 @@ class Listener:
     def __init__(self, runner: TorchRunner) -> None:
         self.seen: list[torch.Tensor] = []
         self.decoder = runner.decoder
+        self.ops = runner.decoder.ops
         runner.decoder = self  # type: ignore[assignment]
 
     def forward(self, *args):
@@ -50,7 +51,7 @@ class Listener:
         return self.decoder.logits(hidden)
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+@pytest.mark.parametrize("kernels", ["native", "torch", "reference"])
 def test_logits_equal_transformers(pair, prompt, kernels):
     model, folder = pair
     runner = load(folder, kernels=kernels)

@@ -57,9 +57,7 @@ class Native:
         native_batch, kv = self.batch(batch, turns), self.kv(shape, store)
         norm = None if qk_norm is None else qk_norm.data_ptr()
         num_heads = qkv.shape[1] - 2 * shape.num_kv_heads
-        self.lib.st_rope_write(
-            ctypes.byref(native_batch), ctypes.byref(kv), num_heads, norm, eps, qkv.data_ptr()
-        )
+        self.lib.st_rope_write(ctypes.byref(native_batch), ctypes.byref(kv), num_heads, norm, eps, qkv.data_ptr())
 
     @staticmethod
     def from_plain(shape: api.KvShape, plain: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

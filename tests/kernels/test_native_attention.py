@@ -1,5 +1,5 @@
-"""Native attention against the reference at odd shapes, on every instruction set; what must never reach a row; and that a
-row's result is its own, to the last bit."""
+"""Native attention against the reference at odd shapes, on every instruction set; what must never reach a row; and that
+a row's result is its own, to the last bit."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def randn(*shape, seed=0):
 
 
 def make_batch(rows, block_size, seed=0):
-    """rows: (tokens before the step, query tokens), decode rows first. -> the batch and its number of blocks, two unowned."""
+    """rows: (tokens before the step, query tokens), decode rows first. -> batch, number of blocks (2 unowned)."""
     contexts = [start + count for start, count in rows]
     used = [-(-context // block_size) for context in contexts]
     num_blocks = sum(used) + 2

@@ -55,13 +55,16 @@ def packed(scheme: int, weight: np.ndarray, group: int, dtype: int = native.FLOA
 
 
 def packed_integers(
-    scheme: int, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group: int, bias: np.ndarray | None = None
+    scheme: int,
+    values: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    group: int,
+    bias: np.ndarray | None = None,
 ) -> Weight:
     out, columns = values.shape
     blob = aligned(LIB.st_packed_bytes(scheme, out, columns, group, zeros is not None))
-    LIB.st_pack_quantized(
-        scheme, out, columns, group, address(values), address(scales), address(zeros), address(blob)
-    )
+    LIB.st_pack_quantized(scheme, out, columns, group, address(values), address(scales), address(zeros), address(blob))
     linear = native.Linear(scheme, out, columns, group, zeros is not None, address(blob), address(bias))
     return Weight(linear, blob, bias)
 
@@ -72,7 +75,9 @@ def unpacked(weight: Weight) -> np.ndarray:
     return dense
 
 
-def product(weight: Weight, x: np.ndarray, y: np.ndarray | None = None, residual: np.ndarray | None = None) -> np.ndarray:
+def product(
+    weight: Weight, x: np.ndarray, y: np.ndarray | None = None, residual: np.ndarray | None = None
+) -> np.ndarray:
     """x and y may be parts of wider arrays."""
     if y is None:
         y = np.full((len(x), weight.shape[0]), 7, np.float32)
@@ -122,7 +127,7 @@ def assert_is_product(y: np.ndarray, x: np.ndarray, dense: np.ndarray, scheme: i
 
 
 @pytest.mark.parametrize("isa", native.isa_names())
-@pytest.mark.parametrize("scheme,group", SCHEMES)
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
 def test_products_of_every_shape(isa: str, scheme: int, group: int) -> None:
     native.select_isa(isa)
     rng = np.random.default_rng(0)
@@ -144,8 +149,8 @@ def test_zero_points(isa: str, group: int) -> None:
         scales = rng.uniform(0.5, 2, (out, groups)).astype(np.float16).astype(np.float32)
         zeros = rng.integers(0, 16, (out, groups)).astype(np.uint8)
         weight = packed_integers(INT4, values, scales, zeros, group)
-        per_column = [np.repeat(a, group, axis=1)[:, :columns] for a in (scales, zeros)]
-        dense = (values - per_column[1].astype(np.float32)) * per_column[0]
+        of_column = np.arange(columns) // group
+        dense = (values - zeros[:, of_column].astype(np.float32)) * scales[:, of_column]
         assert (unpacked(weight) == dense).all()
         for tokens in (1, 3, 20):
             x = activations(rng, tokens, columns)
@@ -183,7 +188,7 @@ def test_packing_rounds_to_nearest(dtype: int) -> None:
     assert (unpacked(packed(INT4, given, 64, dtype)) == expected).all()
 
 
-@pytest.mark.parametrize("scheme,group", SCHEMES)
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
 def test_parts_fill_one_blob(scheme: int, group: int) -> None:
     rng = np.random.default_rng(3)
     dense = rng.normal(size=(75, 96)).astype(np.float32)
@@ -207,7 +212,7 @@ def test_packed_integers_come_back() -> None:
 
 
 @pytest.mark.parametrize("isa", native.isa_names())
-@pytest.mark.parametrize("scheme,group", SCHEMES)
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
 def test_a_token_depends_on_itself_alone(isa: str, scheme: int, group: int) -> None:
     """Same bits among any number of tokens, at any place, on any number of threads."""
     native.select_isa(isa)
@@ -222,7 +227,7 @@ def test_a_token_depends_on_itself_alone(isa: str, scheme: int, group: int) -> N
             assert (product(weight, x[begin : begin + tokens]) == alone[begin : begin + tokens]).all()
 
 
-@pytest.mark.parametrize("scheme,group", SCHEMES)
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
 def test_more_tokens_than_are_rounded_at_a_time(scheme: int, group: int) -> None:
     rng = np.random.default_rng(6)
     weight = packed(scheme, rng.normal(size=(32, 128)).astype(np.float32), group)
@@ -233,7 +238,7 @@ def test_more_tokens_than_are_rounded_at_a_time(scheme: int, group: int) -> None
     assert all((product(weight, x[i : i + 1]) == y[i]).all() for i in (0, 511, 512, 1099))
 
 
-@pytest.mark.parametrize("scheme,group", SCHEMES)
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_bias_residual_and_strides(scheme: int, group: int, tokens: int) -> None:
     rng = np.random.default_rng(7)
@@ -282,7 +287,7 @@ def test_largest_integers_do_not_overflow(isa: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("isa", native.isa_names())
-@pytest.mark.parametrize("scheme,group", SCHEMES)
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
 def test_extreme_activations(isa: str, scheme: int, group: int) -> None:
     native.select_isa(isa)
     rng = np.random.default_rng(8)
@@ -307,7 +312,7 @@ def test_extreme_activations(isa: str, scheme: int, group: int) -> None:
         assert (product(weight, x) == good).all()
 
 
-@pytest.mark.parametrize("scheme,group", SCHEMES)
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
 def test_every_instruction_set_agrees(scheme: int, group: int) -> None:
     rng = np.random.default_rng(9)
     weight = packed(scheme, rng.normal(size=(100, 600)).astype(np.float32), group)

@@ -46,13 +46,26 @@ def prefill(runner, *admitted, step_id=0):
 
 def test_what_was_resolved_is_told(folder):
     phases = []
-    runner = TorchRunner.load(RunnerConfig(model_path=str(folder), max_num_seqs=3), lambda *phase: phases.append(phase))
+    layers = []
+    runner = TorchRunner.load(
+        RunnerConfig(model_path=str(folder), max_num_seqs=3, kernels="torch"),
+        lambda *phase: phases.append(phase),
+        lambda *progress: layers.append(progress),
+    )
     resolved = runner.resolved
     assert (resolved.architecture, resolved.vocab_size, resolved.eos_token_ids) == ("LlamaForCausalLM", 61, (2,))
     assert (resolved.dtype, resolved.kv_cache_dtype) == ("float32", "float32")
     assert (resolved.max_model_len, resolved.context_length, resolved.num_blocks) == (128, 128, 3 * 8)
     assert resolved.kv_bytes_per_block == 2 * 2 * 2 * 16 * 8 * 4
-    assert resolved.num_parameters * 4 == resolved.weights_bytes
+    norms_bytes = 5 * 32 * 4
+    assert resolved.num_parameters * 4 == resolved.weights_bytes + resolved.embedding_bytes + norms_bytes
+    assert (resolved.kernels, resolved.kernels_reason, resolved.activation_dtype) == ("torch", "as asked", "float32")
+    assert (resolved.weights, resolved.packed_cache) == (
+        "float32",
+        "not for float32, which is packed as fast as it is read",
+    )
+    assert [(done, total) for done, total, _ in layers] == [(1, 2), (2, 2)]
+    assert layers[-1][2] == resolved.weights_bytes
     assert resolved.dtype_reason
     assert resolved.num_threads_reason
     assert resolved.num_blocks_reason
@@ -76,12 +89,16 @@ def test_warm_up_fits_short_contexts(folder, length):
     [
         {"dtype": "float16"},
         {"dtype": "int8"},
-        {"kv_cache_dtype": "int8"},
-        {"kv_cache_dtype": "bfloat16", "dtype": "float32"},
-        {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "float16"},
+        {"kv_cache_dtype": "bfloat16", "dtype": "float32", "kernels": "torch"},
+        {"kv_cache_dtype": "bfloat16", "kernels": "reference"},
         {"load_format": "gguf"},
         {"quantization": "awq"},
+        {"quantization": "int3"},
         {"kernels": "cuda"},
+        {"kernels": "cpu"},
+        {"packed_cache": ""},
+        {"packed_cache": __file__},
         {"max_model_len": 129},
         {"block_size": 0},
         {"max_num_seqs": 0},
@@ -90,7 +107,8 @@ def test_warm_up_fits_short_contexts(folder, length):
     ],
     ids=str,
 )
-def test_settings_that_cannot_be_honoured_are_refused_by_name(folder, settings):
+def test_settings_that_cannot_be_honoured_are_refused_by_name(folder, settings, monkeypatch):
+    monkeypatch.setattr("splittime.runner.load.load_decoder", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError) as caught:
         load(folder, **settings)
     name = next(iter(settings))

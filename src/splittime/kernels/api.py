@@ -9,10 +9,10 @@ KV store of one layer (`LayerKv`): `[num_blocks + 1, 2, num_kv_heads, block_size
 
 A *tile* (one block of one head of K or V) is contiguous, so that a kernel that walks a block table streams whole tiles
 of the one head it works on. What is inside a tile is the backend's business, and a store belongs to one backend: here
-[block_size, head_dim], so that the torch backend gathers a row's keys with one `index_select` of whole tiles, already in
-the `[heads, tokens, head_dim]` order that matrix products want; the native kernels keep keys transposed. The last block
-is never written and stays zero: padding points at it, so that whatever another request has written (a NaN, say) cannot
-leak through a mask.
+[block_size, head_dim], so that the torch backend gathers a row's keys with one `index_select` of whole tiles, already
+in the `[heads, tokens, head_dim]` order that matrix products want; the native kernels keep keys transposed. The last
+block is never written and stays zero: padding points at it, so that whatever another request has written (a NaN, say)
+cannot leak through a mask.
 
 Rotary embedding turns *adjacent pairs* (2i, 2i + 1) of a head, as one complex product; checkpoints pair (i, i + D/2),
 so the loader reorders the rows of the query and key weights once (`models.weights.load`): scores do not change.
@@ -70,8 +70,8 @@ class KvShape:
 
 @dataclass(frozen=True, eq=False)
 class LayerKv:
-    """One layer's KV store: `data` [num_blocks + 1, 2, num_kv_heads, block_size * head_dim], what is inside a tile is the
-    backend's business; for int8 `scales` float32 [num_blocks + 1, 2, num_kv_heads, block_size], else None."""
+    """One layer's KV store: `data` [num_blocks + 1, 2, num_kv_heads, block_size * head_dim], what is inside a tile is
+    the backend's business; for int8 `scales` float32 [num_blocks + 1, 2, num_kv_heads, block_size], else None."""
 
     data: Tensor
     scales: Tensor | None

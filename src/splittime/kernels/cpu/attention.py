@@ -201,9 +201,7 @@ def _attend_group(q: Tensor, store: LayerKv, shape: KvShape, group: DecodeGroup,
     return _flash(folded, keys, values, attn_mask=group.mask, scale=scale)[0]
 
 
-def _attend_prefill(
-    q: Tensor, store: LayerKv, shape: KvShape, prefill: PrefillRow, scale: float, out: Tensor
-) -> None:
+def _attend_prefill(q: Tensor, store: LayerKv, shape: KvShape, prefill: PrefillRow, scale: float, out: Tensor) -> None:
     """Write rows of `out` [T, Hq, D]."""
     heads, dim = shape.num_kv_heads, shape.head_dim
     kv = _gather(store, shape, prefill.tiles, q.dtype).view(2, heads, 1, -1, dim)

@@ -30,7 +30,7 @@ INT4_ZERO = 8
 @dataclass(frozen=True)
 class IntegerLinear:
     """values: int8 [out, in], or for int4 uint8 [out, in / 2 rounded up], the even column in the lower half.
-    scales: float32 [out, groups]; bias: [out] or None."""
+    scales: [out, groups], float32, of int4 float16; bias: [out] or None."""
 
     values: Tensor
     scales: Tensor
@@ -65,7 +65,7 @@ def dequantize(values: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
     """What `quantize` made -> float32 [out, in]."""
     zero = INT4_ZERO if scheme.name == "int4" else 0
     grouped = _groups((values.to(torch.int16) - zero).float(), scheme)
-    return (grouped * scales.unsqueeze(-1)).flatten(1)[:, : values.shape[1]]
+    return (grouped * scales.float().unsqueeze(-1)).flatten(1)[:, : values.shape[1]]
 
 
 def pack(parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> IntegerLinear:
@@ -97,7 +97,7 @@ def _pack_chunk(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     if scheme.name == "int8":
         return values.contiguous(), scales
     pairs = F.pad(values, (0, values.shape[1] % 2), value=INT4_ZERO).view(torch.uint8).unflatten(1, (-1, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4, scales
+    return pairs[..., 0] | pairs[..., 1] << 4, scales.half()
 
 
 def _chunk_rows(in_features: int) -> int:

@@ -51,10 +51,6 @@ class PackedCache:
         except (OSError, PackedFileBroken) as error:
             self._replace(str(error))
 
-    @property
-    def is_hit(self) -> bool:
-        return self._reader is not None
-
     def find(self, name: str, num_bytes: int) -> Tensor | None:
         """The blob, or None while the cache is being made. Raises `PackedFileBroken`: call `remake` and start over."""
         if self._reader is None:
@@ -132,11 +128,6 @@ def open_cache(folder: Path, checkpoint: Checkpoint, config: ModelConfig, plan: 
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return PackedCache(folder / f"{plan.layers.name}-{key[:32]}.packed")
-
-
-def folder_bytes(folder: Path) -> int:
-    """What the cache of all models takes."""
-    return sum(path.stat().st_size for path in folder.glob("*.packed"))
 
 
 def _size(num_bytes: int) -> str:

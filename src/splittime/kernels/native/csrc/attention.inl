@@ -1,7 +1,7 @@
 // Attention over the paged store, in place. A call is cut into items that threads take: for a row of one query token a
-// stretch of its context (attention_decode.inl), for a longer row a tile of its queries (attention_prefill.inl), each for
-// one KV head with all query heads that share it, so that keys and values are read once. The cut follows from the row
-// alone: neither its neighbours nor the number of threads change a bit of its result.
+// stretch of its context (attention_decode.inl), for a longer row a tile of its queries (attention_prefill.inl), each
+// for one KV head with all query heads that share it, so that keys and values are read once. The cut follows from the
+// row alone: neither its neighbours nor the number of threads change a bit of its result.
 #include <stdlib.h>
 
 #include <type_traits>
@@ -13,8 +13,8 @@ namespace ST_ISA::paged {
 constexpr int PANEL = 2 * LANES;  // keys, or columns of values, that a register tile covers
 constexpr float LOG2_E = 1.44269504f;
 
-// Memory of one thread that grows to what the largest call needed, and stays. (No std::vector: its code would be compiled
-// for one instruction set and linked into all.)
+// Memory of one thread that grows to what the largest call needed, and stays. (No std::vector: its code would be
+// compiled for one instruction set and linked into all.)
 struct Scratch {
   char *memory = nullptr;
   int64_t size = 0;
@@ -59,10 +59,11 @@ template <class T> ST_INLINE float scale_at(const float *scales, int32_t place) 
   return sizeof(T) == 1 ? scales[place] : 1.0f;
 }
 
-// Keys of tokens [from, to) of a row as floats in panels [head_dim][PANEL]; token t goes to column t - origin. Where a whole
-// vector of tokens lies in one block it is copied whole, even past `to`: what stands there is masked later.
+// Keys of tokens [from, to) of a row as floats in panels [head_dim][PANEL]; token t goes to column t - origin. Where a
+// whole vector of tokens lies in one block it is copied whole, even past `to`: what stands there is masked later.
 template <class T>
-void gather_keys(const StKv &kv, const int32_t *table, int head, int32_t origin, int32_t from, int32_t to, float *panels) {
+void gather_keys(const StKv &kv, const int32_t *table, int head, int32_t origin, int32_t from, int32_t to,
+                 float *panels) {
   const int32_t size = kv.block_size, dim = kv.head_dim;
   for (int32_t t = from; t < to;) {
     const int32_t block = table[t / size], place = t % size, column = t - origin;
@@ -84,11 +85,11 @@ void gather_keys(const StKv &kv, const int32_t *table, int head, int32_t origin,
   }
 }
 
-// Values of tokens [from, to) as floats; columns in strips of PANEL, `strip` floats apart, a token's row `step` floats after
-// the one before. Columns past head_dim are zero.
+// Values of tokens [from, to) as floats; columns in strips of PANEL, `strip` floats apart, a token's row `step` floats
+// after the one before. Columns past head_dim are zero.
 template <class T>
-void gather_values(const StKv &kv, const int32_t *table, int head, int32_t origin, int32_t from, int32_t to, int64_t strip,
-                   int64_t step, float *strips) {
+void gather_values(const StKv &kv, const int32_t *table, int head, int32_t origin, int32_t from, int32_t to,
+                   int64_t strip, int64_t step, float *strips) {
   const int32_t size = kv.block_size, dim = kv.head_dim, wide = (dim + PANEL - 1) / PANEL * PANEL;
   for (int32_t t = from; t < to; t++) {
     const T *values = tile<T>(kv, table[t / size], 1, head) + (int64_t)(t % size) * dim;
@@ -108,8 +109,8 @@ struct Softmax {
   float most = -INFINITY;
   F32 sums = {};
 
-  // Scores [0, count) -> weights, of which [low, high) are seen and the rest become 0; `count` is in whole vectors. Returns
-  // what earlier sums and results must be multiplied with.
+  // Scores [0, count) -> weights, of which [low, high) are seen and the rest become 0; `count` is in whole vectors.
+  // Returns what earlier sums and results must be multiplied with.
   ST_INLINE float take(float *scores, int32_t low, int32_t high, int32_t count) {
     const float new_most = largest(scores, low, high, count);
     const float base = new_most == -INFINITY ? 0 : new_most;
@@ -219,8 +220,8 @@ inline void merge_rows(const Attend &call, const Schedule &all, const float *par
 
 namespace ST_ISA {
 
-void attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, float scale, const float *q,
-               int64_t q_stride, float *out) {
+void attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, float scale,
+               const float *q, int64_t q_stride, float *out) {
   using namespace paged;
   static thread_local Scratch row_memory, partial_memory;
   const int32_t wide_dim = (kv->head_dim + PANEL - 1) / PANEL * PANEL;

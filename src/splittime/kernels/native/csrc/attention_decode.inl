@@ -1,5 +1,6 @@
-// One query token of a row, for the query heads that share a KV head, against a stretch of the row's context. Bound by memory:
-// each tile of keys and values is read once, straight from the store, and asked for half a chunk before it is needed.
+// One query token of a row, for the query heads that share a KV head, against a stretch of the row's context. Bound by
+// memory: each tile of keys and values is read once, straight from the store, and asked for half a chunk before it is
+// needed.
 #pragma once
 
 namespace ST_ISA::paged {
@@ -12,8 +13,8 @@ constexpr int TOGETHER = 4;  // query heads that a pass over a tile serves
 
 inline int32_t round_up(int32_t x, int32_t to) { return (x + to - 1) / to * to; }
 
-// A tile can be read as it is if vectors of keys do not cross its rows, vectors of values end with the head, and no chunk
-// ends inside one block and goes on in the next.
+// A tile can be read as it is if vectors of keys do not cross its rows, vectors of values end with the head, and no
+// chunk ends inside one block and goes on in the next.
 inline bool reads_in_place(const StKv &kv) {
   const bool fits = kv.block_size <= CHUNK || kv.block_size % CHUNK == 0;
   return fits && kv.block_size % LANES == 0 && kv.head_dim % LANES == 0;
@@ -56,22 +57,33 @@ template <class T> struct Tile {
   const float *key_scales, *value_scales;  // int8 only
 };
 
-// Sums that a register tile of R heads holds for each: enough chains to keep the multipliers busy, few enough for 16 registers.
+// Sums that a register tile of R heads holds for each: enough chains to keep the multipliers busy, few enough for 16
+// registers.
 template <int R> constexpr int VECTORS = R == 1 ? 8 : R == 2 || LANES == 16 ? 4 : 3;
 
-// sums[r][v] += a[r * step] * b[v]. The order and the barrier keep what is live at 16 registers: sums, b, and one of a.
+// An addend that stays in its register: left to itself, GCC 12 moves sums about and then some to the stack.
+#if defined(__AVX2__)
+#define ST_IN_REGISTER(x) asm("" : "+v"(x))
+#else
+#define ST_IN_REGISTER(x)
+#endif
+
+// sums[r][v] += a[r * step] * b[v], in an order that has 16 registers live: the sums, b, and one of a.
 template <int R, int NV>
 ST_INLINE void add_products(const float *a, int step, const F32 (&b)[NV], F32 (&sums)[R][NV]) {
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) {
     const F32 one = splat(a[r * step]);
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) sums[r][v] = fma(one, b[v], sums[r][v]);
-    asm volatile("" ::: "memory");
+    for (int v = 0; v < NV; v++) {
+      sums[r][v] = fma(one, b[v], sums[r][v]);
+      ST_IN_REGISTER(sums[r][v]);
+    }
   }
 }
 
-// LANES tokens of a chunk: where their keys begin, [dim][size], and their values, [LANES][width], which are wanted soon.
+// LANES tokens of a chunk: where their keys begin, [dim][size], and their values, [LANES][width], which are wanted
+// soon.
 template <class T> struct Column {
   const T *keys;
   const char *ahead;
@@ -131,12 +143,12 @@ ST_INLINE void mix_tokens(const float *weights, const T *values, int64_t width, 
   for (; t < tokens; t++, weights++, values += width) take(0);
 }
 
-// results[r][0 .. NV LANES) += the weighted values of tokens [from, to) of a chunk, in tiles of `size`, from column `column`
-// on. `next`: the next chunk's tiles, whose keys are wanted soon.
+// results[r][0 .. NV LANES) += the weighted values of tokens [from, to) of a chunk, in tiles of `size`, from column
+// `column` on. `next`: the next chunk's tiles, whose keys are wanted soon.
 template <class T, int R, int NV>
-__attribute__((noinline)) void mix_vectors(const float *weights, const Tile<T> *tiles, const Tile<T> *next, int32_t size,
-                                           int32_t width, int32_t column, int32_t from, int32_t to, float *results,
-                                           int64_t wide_dim) {
+__attribute__((noinline)) void mix_vectors(const float *weights, const Tile<T> *tiles, const Tile<T> *next,
+                                           int32_t size, int32_t width, int32_t column, int32_t from, int32_t to,
+                                           float *results, int64_t wide_dim) {
   F32 sums[R][NV];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
@@ -251,11 +263,13 @@ template <class T> struct Decode {
 
 // The tiles of the chunk at token `at`, or the last ones before `end` once more.
 template <class T>
-void find_tiles(const Attend &call, const int32_t *table, int head, int32_t at, int32_t end, int32_t count, Tile<T> *tiles) {
+void find_tiles(const Attend &call, const int32_t *table, int head, int32_t at, int32_t end, int32_t count,
+                Tile<T> *tiles) {
   const StKv &kv = call.kv;
   const int32_t last = (end - 1) / kv.block_size;
   for (int32_t i = 0; i < count; i++) {
-    const int32_t column = at / kv.block_size + i, block = table[column < last ? column : last], place = at % kv.block_size;
+    const int32_t column = at / kv.block_size + i, place = at % kv.block_size;
+    const int32_t block = table[column < last ? column : last];
     tiles[i] = {tile<T>(kv, block, 0, head) + place, tile<T>(kv, block, 1, head) + (int64_t)place * kv.head_dim,
                 scales<T>(kv, block, 0, head) + place, scales<T>(kv, block, 1, head) + place};
   }

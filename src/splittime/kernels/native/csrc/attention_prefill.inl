@@ -5,7 +5,7 @@
 
 namespace ST_ISA::paged {
 
-constexpr int QUERY_ROWS = LANES == 16 ? 12 : 6;  // a register tile: QUERY_ROWS x PANEL sums, one row of B, one of A's values
+constexpr int QUERY_ROWS = LANES == 16 ? 12 : 6;  // of a register tile: its sums, a row of B, and a value of A fit
 constexpr int KEY_TILE = 128;
 constexpr int TILE_ROWS = 96;     // (query, head) pairs of an item, about
 constexpr int TILE_QUERIES = 48;  // at most: a tile computes what its last query sees for all of them
@@ -61,8 +61,8 @@ inline void mix_strip(const float *weights, const float *values, int32_t depth, 
   }
 }
 
-// One item. Its rows are (query, head) pairs, heads within a query, rounded up to whole register tiles; the surplus rows
-// compute with a query of zeros, and nobody reads them.
+// One item. Its rows are (query, head) pairs, heads within a query, rounded up to whole register tiles; the surplus
+// rows compute with a query of zeros, and nobody reads them.
 struct Prefill {
   const Attend &call;
   int32_t head;           // of keys and values
@@ -82,7 +82,8 @@ struct Prefill {
     const float factor = call.scale * LOG2_E;
     for (int32_t row = 0; row < padded; row++) {
       float *to = q + (int64_t)(row / QUERY_ROWS) * QUERY_ROWS * dim + row % QUERY_ROWS;
-      const float *from = row < rows ? call.query(token + row / call.sharing, head * call.sharing + row % call.sharing) : nullptr;
+      const int32_t query_head = head * call.sharing + row % call.sharing;
+      const float *from = row < rows ? call.query(token + row / call.sharing, query_head) : nullptr;
       for (int32_t d = 0; d < dim; d++) to[d * QUERY_ROWS] = from ? from[d] * factor : 0;
       softmaxes[row] = Softmax();
       keeps[row] = 1;
@@ -149,10 +150,12 @@ template <class T> void prefill_tile(const Attend &call, int32_t row, int32_t kv
   static thread_local Scratch memory;
   const int32_t count = call.queries(row), each = tile_queries(call), begin = part * each;
   const int32_t rows = (count - begin < each ? count - begin : each) * call.sharing;
-  const int64_t padded = (rows + QUERY_ROWS - 1) / QUERY_ROWS * QUERY_ROWS, dim = call.kv.head_dim, wide = call.wide_dim;
+  const int64_t padded = (rows + QUERY_ROWS - 1) / QUERY_ROWS * QUERY_ROWS;
+  const int64_t dim = call.kv.head_dim, wide = call.wide_dim;
   float *at = memory.of<float>(padded * (2 * LANES + dim + KEY_TILE + wide + 1) + KEY_TILE * (dim + wide));
-  Prefill state = {call, kv_head, call.batch.query_begins[row] + begin, call.batch.context_lens[row] - count + begin, rows,
-                   (int32_t)padded, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, (Softmax *)at};
+  const int32_t token = call.batch.query_begins[row] + begin, position = call.batch.context_lens[row] - count + begin;
+  Prefill state = {call, kv_head, token, position, rows, (int32_t)padded};
+  state.softmaxes = (Softmax *)at;
   state.scores = at + padded * 2 * LANES;
   state.results = state.scores + padded * KEY_TILE;
   state.values = state.results + padded * wide;

@@ -39,7 +39,8 @@ inline void norm_row(const float *x, int32_t width, const float *weight, float e
   for (; i < width; i++) y[i] = x[i] * factor * weight[i];
 }
 
-void rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride, const float *weight, float eps, float *y) {
+void rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride, const float *weight, float eps,
+              float *y) {
   for_tokens(tokens, width, [&](int32_t begin, int32_t end) {
     for (int64_t t = begin; t < end; t++) norm_row(x + t * x_stride, width, weight, eps, y + t * width);
   });

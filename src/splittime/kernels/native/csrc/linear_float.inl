@@ -1,8 +1,7 @@
 // y = x W^T for float32 and bfloat16 weights.
 //
 // A weight lies in panels of 16 outputs, [panel][step][64 bytes]: a step is one k of float32, or two neighbouring k of
-// bfloat16. The kernel's tile is R tokens times P panels, held in registers while it walks over one K block; bfloat16 is
-// widened on the way (a shift or a mask for 8 or 16 weights), which hides behind the products.
+// bfloat16. The tiles that walk over them are in linear_float_tiles.inl.
 //
 // The law "a token's result depends on no other token" holds because every tile shape adds in one order: products one
 // after the other within a block of BLOCK columns, then the blocks, then bias, then residual. Tokens are never padded.
@@ -11,15 +10,14 @@
 // one K block stay in L2, a panel's block in L1, and the tiles pass over it.
 #include <stdlib.h>
 
-#include <utility>
+#include "linear_float_tiles.inl"
 
 namespace ST_ISA {
 namespace floats {
 
-constexpr int PANEL = 16, VECTORS = PANEL / LANES, BLOCK = 256, LINE = 64;
-constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // accumulators: 24 of 32 registers, or 12 of 16
-constexpr int BLOCK_ROWS = 192;                 // tokens whose K block (192 KiB) stays in L2
-constexpr int64_t SMALL_PRODUCT = 1 << 16;      // multiplications (2 us of them) that are not worth a second thread
+constexpr int BLOCK_ROWS = 192;             // tokens whose K block (192 KiB) stays in L2
+constexpr int64_t NEAR = 2048;              // bytes to prefetch ahead in one stream; a block of float32 would fill L1
+constexpr int64_t SMALL_PRODUCT = 1 << 16;  // multiplications (2 us of them) that are not worth a second thread
 
 // Memory that grows to the largest call and stays.
 struct Buffer {
@@ -36,176 +34,6 @@ struct Buffer {
   }
 };
 inline thread_local Buffer activations, sums;
-
-// sum += w * x. With 16 registers, 12 of them sums, the compiler's choice among the three forms of the instruction ends in
-// spills (a fifth of the speed); this form keeps each sum where it is.
-inline __attribute__((always_inline)) void accumulate(F32 &sum, F32 w, F32 x) {
-#if defined(__FMA__) && LANES == 8
-  asm("vfmadd231ps %1, %2, %0" : "+x"(sum) : "x"(w), "x"(x));
-#else
-  sum = w * x + sum;
-#endif
-}
-
-// x in every lane (`splat` would add it to zero, which is an instruction).
-inline __attribute__((always_inline)) F32 broadcast(float x) { return x - F32{}; }
-
-// body(0), .., body(N - 1), each index a constant: a plain loop is unrolled too late for its arrays to become registers.
-template <class F, int... I> inline __attribute__((always_inline)) void each(F &&body, std::integer_sequence<int, I...>) {
-  (body(std::integral_constant<int, I>{}), ...);
-}
-template <int N, class F> inline __attribute__((always_inline)) void each(F &&body) {
-  each(body, std::make_integer_sequence<int, N>{});
-}
-#define ST_EACH(i, n) each<n>([&](auto i) __attribute__((always_inline))
-
-// sum[i][r] += weights(i) * x[r], keeping the fewer of the two in registers.
-template <int R, int N, class F>
-inline __attribute__((always_inline)) void products(const float *x, F &&weights, F32 (&sum)[N][R]) {
-  if constexpr (R < N) {
-    F32 xs[R];
-    ST_EACH(r, R) { xs[r] = broadcast(x[r * BLOCK]); });
-    ST_EACH(i, N) {
-      const F32 w = weights(i);
-      ST_EACH(r, R) { accumulate(sum[i][r], w, xs[r]); });
-    });
-  } else {
-    F32 ws[N];
-    ST_EACH(i, N) { ws[i] = weights(i); });
-    ST_EACH(r, R) {
-      const F32 xr = broadcast(x[r * BLOCK]);
-      ST_EACH(i, N) { accumulate(sum[i][r], ws[i], xr); });
-    });
-  }
-}
-
-// The formats. A step is the 64 bytes at `w` in each of P panels; the tokens' activations are WORDS_PER_BLOCK apart.
-struct Float32 {
-  static constexpr int K_PER_STEP = 1, WORDS_PER_BLOCK = BLOCK;
-  typedef float Word;
-
-  template <int R, int P>
-  static inline __attribute__((always_inline)) void step(const Word *x, const uint8_t *w, int64_t panel_bytes,
-                                                         F32 (&sum)[P * VECTORS][R]) {
-    auto weights = [&](int i) __attribute__((always_inline)) {
-      return load<F32>(w + i / VECTORS * panel_bytes + i % VECTORS * LANES * 4);
-    };
-    products<R, P * VECTORS>(x, weights, sum);
-  }
-  static void copy(const float *x, int64_t count, Word *to) { memcpy(to, x, count * sizeof(float)); }
-};
-
-// Two k a step, each weight widened to float32.
-struct Bfloat16 {
-  static constexpr int K_PER_STEP = 2, WORDS_PER_BLOCK = BLOCK;
-  typedef float Word;
-
-  template <int R, int P>
-  static inline __attribute__((always_inline)) void step(const Word *x, const uint8_t *w, int64_t panel_bytes,
-                                                         F32 (&sum)[P * VECTORS][R]) {
-    auto pairs = [&](int i) __attribute__((always_inline)) {
-      return load<U32>(w + i / VECTORS * panel_bytes + i % VECTORS * LANES * 4);
-    };
-    auto even = [&](int i) __attribute__((always_inline)) { return (F32)(pairs(i) << 16); };
-    auto odd = [&](int i) __attribute__((always_inline)) { return (F32)(pairs(i) & 0xffff0000u); };
-    products<R, P * VECTORS>(x, even, sum);
-    asm("" : "+r"(w));  // load the pairs again, rather than keep them in registers that the sums need
-    products<R, P * VECTORS>(x + 1, odd, sum);
-  }
-  static void copy(const float *x, int64_t count, Word *to) {
-    memcpy(to, x, count * sizeof(float));
-    if (count % 2) to[count] = 0;
-  }
-};
-
-// Two k a step in one instruction: the activations are rounded to bfloat16 too, the one difference to `Bfloat16`.
-struct Bfloat16Pairs {
-  static constexpr int K_PER_STEP = 2, WORDS_PER_BLOCK = BLOCK / 2;
-  typedef uint32_t Word;  // two neighbouring k
-
-  static inline __attribute__((always_inline)) F32 dot(F32 sum, U32 w, U32 x) {
-#if defined(__AVX512BF16__) && LANES == 16
-    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
-#else
-    sum += (F32)(w & 0xffff0000u) * (F32)(x & 0xffff0000u);
-    return sum + (F32)(w << 16) * (F32)(x << 16);
-#endif
-  }
-  template <int R, int P>
-  static inline __attribute__((always_inline)) void step(const Word *x, const uint8_t *w, int64_t panel_bytes,
-                                                         F32 (&sum)[P * VECTORS][R]) {
-    U32 pair[P * VECTORS];
-    ST_EACH(i, P * VECTORS) { pair[i] = load<U32>(w + i / VECTORS * panel_bytes + i % VECTORS * LANES * 4); });
-    ST_EACH(r, R) {
-      const U32 xr = U32{} + x[r * WORDS_PER_BLOCK];
-      ST_EACH(i, P * VECTORS) { sum[i][r] = dot(sum[i][r], pair[i], xr); });
-    });
-  }
-  static void copy(const float *x, int64_t count, Word *to) {
-    for (int64_t k = 0; k < count; k += 2)
-      to[k / 2] = bf16_of(x[k]) | (uint32_t)(k + 1 < count ? bf16_of(x[k + 1]) : 0) << 16;
-  }
-};
-
-#if defined(__AVX512BF16__) || defined(ST_BFLOAT16_PAIRS)
-typedef Bfloat16Pairs Bfloat16Here;
-#else
-typedef Bfloat16 Bfloat16Here;
-#endif
-
-// One tile over one K block. sums: [P][rows apart by PANEL], panels `panel_sums` apart. A step also fetches the line at
-// `next` of each panel, and moves `next` on by `next_stride`; and the next tile's activations (worth 3 to 6 % from 128
-// tokens on).
-template <class Word> struct TileCall {
-  const Word *x;
-  const uint8_t *w, *next;
-  int64_t panel_bytes, panel_sums;
-  int32_t steps, next_stride;
-  bool is_first;
-  float *sums;
-};
-
-template <class W, int R, int P> void tile(const TileCall<typename W::Word> &call) {
-  F32 sum[P * VECTORS][R] = {};
-  constexpr int words_per_step = W::K_PER_STEP * W::WORDS_PER_BLOCK / BLOCK;
-  const typename W::Word *x = call.x, *next_x = x + R * W::WORDS_PER_BLOCK;
-  const uint8_t *w = call.w, *next = call.next;
-  const int64_t panel_bytes = call.panel_bytes;
-  const int32_t next_stride = call.next_stride;
-  for (int32_t step = 0; step < call.steps; step++) {
-    ST_EACH(p, P) { __builtin_prefetch(next + p * panel_bytes); });
-    if (R > 3) __builtin_prefetch(next_x);
-    W::template step<R, P>(x, w, panel_bytes, sum);
-    x += words_per_step;
-    next_x += R * words_per_step;
-    w += LINE;
-    next += next_stride;
-  }
-  ST_EACH(i, P * VECTORS) {
-    ST_EACH(r, R) {
-      float *to = call.sums + i / VECTORS * call.panel_sums + r * PANEL + i % VECTORS * LANES;
-      store(to, call.is_first ? sum[i][r] : load<F32>(to) + sum[i][r]);
-    });
-  });
-}
-
-// Panels of a tile: enough independent sums to hide the latency of the products (4 cycles times 2 a cycle).
-constexpr int panels_of(int rows) {
-  if (LANES == 16) return rows <= 2 ? 4 : 2;
-  return rows == 1 ? 4 : rows == 2 ? 2 : 1;
-}
-
-template <class W> using Tile = void (*)(const TileCall<typename W::Word> &);
-
-// The tile of `rows` tokens and of panels_of(`widest`) panels (or one), where widest is rows or rows + 1.
-template <class W, int R = MAX_ROWS> Tile<W> tile_of(int rows, int panels) {
-  if (rows == R) {
-    if (panels == 1) return tile<W, R, 1>;
-    return panels == panels_of(R) ? tile<W, R, panels_of(R)> : tile<W, R, panels_of(R + 1)>;
-  }
-  if constexpr (R > 1) return tile_of<W, R - 1>(rows, panels);
-  return nullptr;
-}
 
 // `count` things in `parts` parts that differ by one at most: the first of part i.
 inline int64_t begin_of(int64_t count, int64_t parts, int64_t i) { return count * i / parts; }
@@ -257,10 +85,10 @@ void Product<W>::sweep(int32_t row_begin, int32_t row_end, int32_t begin, int32_
       const uint8_t *blob = weight->blob + k * block_bytes;
       call.w = blob + panel * panel_bytes;
       const uint8_t *next = panel + width < end   ? call.w + width * panel_bytes
-                            : k + 1 < k_blocks ? blob + block_bytes + begin * panel_bytes
+                         : k + 1 < k_blocks ? blob + block_bytes + begin * panel_bytes
                                                : weight->blob + following * panel_bytes;
       call.next_stride = (LINE + tiles - 1) / tiles;
-      call.next = next;
+      call.next = tiles == 1 && width == 1 ? call.w + NEAR : next;
       call.x = x_block;
       call.sums = sum + (panel - begin) * call.panel_sums;
       const Tile<W> tall = tile_of<W>(each_rows + 1, width), low = tile_of<W>(each_rows, width);
@@ -325,7 +153,8 @@ const typename W::Word *arrange(const float *x, int64_t x_stride, int32_t tokens
   return to;
 }
 
-// Panels that one item takes: 64 to 256 KiB of weights, sums that stay in L2, and four items a thread if there are enough.
+// Panels that one item takes: about 128 KiB of weights, sums that stay in L2, and four items a thread if there are
+// enough.
 inline int32_t group_of(int32_t panels, int64_t panel_bytes, int32_t block_tokens) {
   const int32_t wide = block_tokens <= MAX_ROWS ? panels_of(block_tokens) : panels_of(MAX_ROWS);
   int64_t group = (128 << 10) / panel_bytes;
@@ -359,7 +188,6 @@ void multiply(const StLinear *weight, int32_t tokens, const float *x, int64_t x_
     for_each(items, [&](int32_t item) { product.run(item); });
 }
 
-#undef ST_EACH
 }  // namespace floats
 
 void linear_float(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual,

@@ -13,7 +13,8 @@ namespace ST_ISA {
 constexpr int64_t CHUNK = 512;          // columns at a time: their weights in L1, many tokens' activations in L2
 constexpr int64_t MOST_TOKENS = 512;    // rounded at a time, which bounds the scratch memory
 constexpr int64_t ITEM_TOKENS = 128;    // of an item: their chunk of activations stays in L2
-constexpr int64_t DIRECT_TOKENS = 12;   // up to here, weights are taken from the blob in each tile; beyond, widened once
+constexpr int64_t DIRECT4 = 12;         // up to here, tiles split nibbles themselves; beyond, the first does for all
+constexpr int64_t ORDERED_TOKENS = 32;  // up to here, weights are read in the order of memory
 
 // Memory aligned to 64 that grows and stays.
 struct IntScratch {
@@ -153,7 +154,7 @@ struct IntProduct {
   }
 };
 
-typedef void (*Tile8)(const Wide *, int64_t, const uint8_t *, int64_t, int32_t *, const uint8_t *);
+typedef void (*Tile8)(const Wide *, int64_t, const uint8_t *, int64_t, int32_t *, uint8_t *, const uint8_t *);
 typedef void (*Tile4)(const int8_t *, int64_t, const Block *, int64_t, const Blocks &, float *, const uint8_t *);
 
 // The tiles of R = 1, 2, ... tokens.
@@ -161,8 +162,8 @@ template <class Source, int V, int... R> inline Tile8 tile8_of(int rows, std::in
   static constexpr Tile8 TILES[] = {tile8<R + 1, V, Source>...};
   return TILES[rows - 1];
 }
-template <bool NIBBLES, bool ZEROS, int... R> inline Tile4 tile4_of(int rows, std::integer_sequence<int, R...>) {
-  static constexpr Tile4 TILES[] = {tile4<R + 1, NIBBLES, ZEROS>...};
+template <Nibbles FROM, bool ZEROS, int... R> inline Tile4 tile4_of(int rows, std::integer_sequence<int, R...>) {
+  static constexpr Tile4 TILES[] = {tile4<R + 1, FROM, ZEROS>...};
   return TILES[rows - 1];
 }
 
@@ -176,59 +177,53 @@ template <class F> inline void in_tiles(int64_t tokens, int most, F &&body) {
   }
 }
 
-inline void widen_chunk(const uint8_t *w, int64_t bytes, uint8_t *to) {
-  for (int64_t i = 0; i < bytes; i += 16, to += 32) store(to, Bytes::get(w + i, 0));
-}
-inline void split_chunk(const uint8_t *w, int64_t bytes, uint8_t *to) {
-  for (int64_t i = 0; i < bytes; i += 64, to += 128)
-    for (int j = 0; j < 64; j += 4 * LANES) {
-      const U8 pairs = load<U8>(w + i + j);
-      store(to + j, pairs & 15);
-      store(to + 64 + j, pairs >> 4);
-    }
-}
-
 // Tokens [begin, begin + tokens) times panel p over one chunk of columns. sums: [tokens][SUMS8]. wide: room for the chunk.
 inline void chunk8(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin, int64_t tokens, uint8_t *wide,
-                   int32_t *sums) {
+                   int32_t *sums, const uint8_t *next) {
   constexpr int V = VECTORS8 / PARTS;
+  constexpr auto ROWS = std::make_integer_sequence<int, MAX_ROWS>();
   const int64_t width = c.x.width(chunk);
   const uint8_t *w = c.values(p, chunk);
   const Wide *x = (const Wide *)c.x.values + c.x.at(chunk, begin);
-  const bool widens = LANES != 16 && tokens > DIRECT_TOKENS;
-  if (widens) widen_chunk(w, width * PANEL, wide);
-  if (!widens && tokens <= 2) {
-    const Tile8 tile = tile8_of<Bytes, VECTORS8>((int)tokens, std::make_integer_sequence<int, 2>());
-    return tile(x, width, w, width / 4, sums, w + CHUNK * PANEL);
-  }
+  if (tokens <= 2)
+    return tile8_of<Bytes, VECTORS8>((int)tokens, std::make_integer_sequence<int, 2>())(x, width, w, width / 4, sums, wide,
+                                                                                        next);
+  const bool widens = LANES != 16 && tokens > MAX_ROWS;
   in_tiles(tokens, MAX_ROWS, [&](int64_t first, int rows) {
-    constexpr auto ROWS = std::make_integer_sequence<int, MAX_ROWS>();
-    const Tile8 tile = widens ? tile8_of<Words, V>(rows, ROWS) : tile8_of<Bytes, V>(rows, ROWS);
+    const bool is_wide = widens && first > 0;
+    const Tile8 tile = is_wide  ? tile8_of<Words, V>(rows, ROWS)
+                       : widens ? tile8_of<Widening, V>(rows, ROWS)
+                                : tile8_of<Bytes, V>(rows, ROWS);
     for (int part = 0; part < PARTS; part++)
-      tile(x + first * width, width, widens ? wide + 64 * part : w + 32 * part, width / 4,
-           sums + first * SUMS8 + part * V * LANES, w + CHUNK * PANEL);
+      tile(x + first * width, width, is_wide ? wide + 64 * part : w + 32 * part, width / 4,
+           sums + first * SUMS8 + part * V * LANES, wide + 64 * part, next);
   });
 }
 
-inline void chunk4(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin, int64_t tokens, uint8_t *bytes,
-                   float *sums) {
-  const int64_t width = c.x.width(chunk);
-  const int32_t block = c.x.block;
-  const uint8_t *w = c.values(p, chunk);
+template <Nibbles FROM, int MOST> inline Tile4 tile4_for(bool zeros, int rows) {
+  constexpr auto ROWS = std::make_integer_sequence<int, MOST>();
+  return zeros ? tile4_of<FROM, true>(rows, ROWS) : tile4_of<FROM, false>(rows, ROWS);
+}
+
+inline void chunk4(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin, int64_t tokens, uint8_t *split,
+                   float *sums, const uint8_t *next) {
+  const int64_t width = c.x.width(chunk), block = c.x.block, blocks_of_chunk = width / block;
   const int8_t *x = (const int8_t *)c.x.values + c.x.at(chunk, begin);
   const Block *about = c.x.blocks + c.x.at(chunk, begin) / block;
-  const bool splits = tokens > DIRECT_TOKENS, zeros = c.weight.has_zeros;
-  if (splits) split_chunk(w, width * PANEL / 2, bytes);
-  const Blocks blocks = {splits ? bytes : w,           c.panel(p),     zeros ? c.panel(p) + c.layout.zeros_at : nullptr,
-                         (int32_t)(chunk * CHUNK / block), (int32_t)(width / block), c.weight.group / block, block / 4};
-  in_tiles(tokens, splits ? MAX_ROWS : MAX_ROWS_NIBBLES, [&](int64_t first, int rows) {
-    constexpr auto WHOLE = std::make_integer_sequence<int, MAX_ROWS>();
-    constexpr auto PAIRS = std::make_integer_sequence<int, MAX_ROWS_NIBBLES>();
-    const Tile4 tile = splits ? (zeros ? tile4_of<false, true>(rows, WHOLE) : tile4_of<false, false>(rows, WHOLE))
-                              : (zeros ? tile4_of<true, true>(rows, PAIRS) : tile4_of<true, false>(rows, PAIRS));
-    tile(x + first * width, width, about + first * (width / block), width / block, blocks, sums + first * PANEL,
-         w + CHUNK * PANEL / 2);
-  });
+  const bool zeros = c.weight.has_zeros;
+  Blocks blocks;
+  blocks.values = c.values(p, chunk), blocks.scales = c.panel(p), blocks.zeros = c.panel(p) + c.layout.zeros_at;
+  blocks.split = split, blocks.first = (int32_t)(chunk * CHUNK / block), blocks.count = (int32_t)blocks_of_chunk;
+  blocks.a_group = (int32_t)(c.weight.group / block), blocks.quads = (int32_t)(block / 4);
+  const auto run = [&](Tile4 tile, int64_t first) {
+    tile(x + first * width, width, about + first * blocks_of_chunk, blocks_of_chunk, blocks, sums + first * PANEL, next);
+  };
+  if (tokens <= DIRECT4)
+    return in_tiles(tokens, MAX_PAIRS, [&](int64_t first, int rows) { run(tile4_for<PAIRS, MAX_PAIRS>(zeros, rows), first); });
+  run(tile4_for<SPLITTING, MAX_PAIRS>(zeros, MAX_PAIRS), 0);
+  blocks.values = split;
+  in_tiles(tokens - MAX_PAIRS, MAX_ROWS,
+           [&](int64_t first, int rows) { run(tile4_for<SPLIT, MAX_ROWS>(zeros, rows), first + MAX_PAIRS); });
 }
 
 // The whole sum of output features [n, n + LANES) of a panel, from a token's sums of its part.
@@ -264,17 +259,21 @@ inline void int_item(const IntProduct &c, int64_t first, int64_t last, int64_t b
   const bool is_int8 = c.weight.scheme == ST_INT8;
   const int64_t panel_sums = tokens * (is_int8 ? SUMS8 : PANEL);  // of 4 bytes each, integers or floats
   // Few tokens: panel by panel, in the order of memory. Many: chunk by chunk, so that activations stay in the cache.
-  const int64_t together = tokens <= DIRECT_TOKENS ? 1 : last - first;
+  const int64_t together = tokens <= ORDERED_TOKENS ? 1 : last - first;
   uint8_t *prepared = scratch.of(CHUNK * PANEL * 2 + together * panel_sums * 4);
   uint8_t *sums = prepared + CHUNK * PANEL * 2;
   for (; first < last; first += together) {
     memset(sums, 0, together * panel_sums * 4);
     for (int64_t chunk = 0; chunk < c.chunks(); chunk++)
-      for (int64_t i = 0; i < together; i++)
+      for (int64_t i = 0; i < together; i++) {
+        // what comes next, fetched meanwhile (past the end of the item it does no harm)
+        const uint8_t *next = i + 1 < together ? c.values(first + i + 1, chunk)
+                              : chunk + 1 < c.chunks() ? c.values(first, chunk + 1) : c.panel(first + together);
         if (is_int8)
-          chunk8(c, first + i, chunk, begin, tokens, prepared, (int32_t *)sums + i * panel_sums);
+          chunk8(c, first + i, chunk, begin, tokens, prepared, (int32_t *)sums + i * panel_sums, next);
         else
-          chunk4(c, first + i, chunk, begin, tokens, prepared, (float *)sums + i * panel_sums);
+          chunk4(c, first + i, chunk, begin, tokens, prepared, (float *)sums + i * panel_sums, next);
+      }
     for (int64_t i = 0; i < together; i++)
       for (int64_t t = 0; t < tokens; t++) {
         const float *scales = (const float *)c.panel(first + i);
@@ -297,7 +296,7 @@ inline int64_t panel_items(const IntLayout &layout, int64_t tokens, int64_t toke
   const int64_t wanted = 16 * pool_threads() / token_parts + 1;
   int64_t each = layout.panels / wanted;
   each = each < least ? least : each;
-  each = tokens > DIRECT_TOKENS && each > 8 ? 8 : each;
+  each = tokens > ORDERED_TOKENS && each > 8 ? 8 : each;
   each = each < 1 ? 1 : each;
   return (layout.panels + each - 1) / each;
 }

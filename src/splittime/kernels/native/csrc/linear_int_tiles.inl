@@ -25,7 +25,7 @@ constexpr int PARTS = 2;
 constexpr int VECTORS4 = 16 / LANES;
 constexpr int SUMS8 = VECTORS8 * LANES;   // integers a token and panel
 constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // tokens of a tile that fit the registers
-constexpr int MAX_ROWS_NIBBLES = LANES == 16 ? 8 : 4;
+constexpr int MAX_PAIRS = LANES == 16 ? 8 : 4;  // the same where they split nibbles as well
 
 #if LANES == 16
 typedef I32 Sum4;  // of an int4 product, in a block
@@ -46,10 +46,10 @@ inline __attribute__((always_inline)) I8 four(const int8_t *x) { return (I8)(I32
 template <int V, class Sum, class W, class X>
 inline __attribute__((always_inline)) void add_products(Sum (&sum)[V], const W (&w)[V], const X *x) {
 #if defined(__AVX2__) && LANES == 8
-#define ST_ADD(BROADCAST, MULTIPLY, ADD)                                                                              \
-  asm volatile(BROADCAST " %[x], %[t]\n\t" MULTIPLY " %[t], %[w], %[u]\n\t" MULTIPLY " %[t], %[z], %[t]\n\t" ADD           \
-                         " %[u], %[a], %[a]\n\t" ADD " %[t], %[b], %[b]"                                                \
-               : [a] "+x"(sum[v]), [b] "+x"(sum[v + 1]), [t] "=&x"(t), [u] "=&x"(u)                                       \
+#define ST_ADD(BROADCAST, MULTIPLY, ADD)                                                                        \
+  asm volatile(BROADCAST " %[x], %[t]\n\t" MULTIPLY " %[t], %[w], %[u]\n\t" MULTIPLY " %[t], %[z], %[t]\n\t" ADD \
+                         " %[u], %[a], %[a]\n\t" ADD " %[t], %[b], %[b]"                                          \
+               : [a] "+x"(sum[v]), [b] "+x"(sum[v + 1]), [t] "=&x"(t), [u] "=&x"(u)                             \
                : [w] "x"(w[v]), [z] "x"(w[v + 1]), [x] "m"(*(const X(*)[4])x))
   static_assert(V % 2 == 0, "two at a time");
   ST_UNROLL for (int v = 0; v < V; v += 2) {
@@ -66,10 +66,11 @@ inline __attribute__((always_inline)) void add_products(Sum (&sum)[V], const W (
 #endif
 }
 
-// Vector v of the weights of four columns: as the blob has them, or as widen_chunk left them.
+// Where a tile of int8 takes the weights of four columns from. Bytes: the blob. Widening: the blob, and what it widens it
+// leaves for the tiles of the tokens that follow, the Words.
 struct Bytes {
   static constexpr int STEP = 64;
-  static constexpr bool FETCHES = true;
+  static constexpr bool KEEPS = false, FETCHES = true;
   static inline __attribute__((always_inline)) Weights get(const uint8_t *w, int v) {
 #if LANES == 16
     return load<U8>(w);
@@ -79,15 +80,20 @@ struct Bytes {
 #endif
   }
 };
+struct Widening : Bytes {
+  static constexpr bool KEEPS = true;
+};
 struct Words {
   static constexpr int STEP = 128;
-  static constexpr bool FETCHES = false;
+  static constexpr bool KEEPS = false, FETCHES = false;
   static inline __attribute__((always_inline)) Weights get(const uint8_t *w, int v) { return load<Weights>(w + 32 * v); }
 };
 
-// sums[r][v] += the products of R tokens and V registers of weights, over 4 * quads columns. ahead: bytes to fetch meanwhile.
+// sums[r][v] += the products of R tokens and V registers of weights, over 4 * quads columns. wide: where a Widening tile
+// leaves them. ahead: bytes to fetch meanwhile.
 template <int R, int V, class Source>
-void tile8(const Wide *x, int64_t x_step, const uint8_t *w, int64_t quads, int32_t *sums, const uint8_t *ahead) {
+void tile8(const Wide *x, int64_t x_step, const uint8_t *w, int64_t quads, int32_t *sums, uint8_t *wide,
+           const uint8_t *ahead) {
   I32 sum[R][V];
   ST_UNROLL for (int r = 0; r < R; r++)
     ST_UNROLL for (int v = 0; v < V; v++) sum[r][v] = load<I32>(sums + r * SUMS8 + v * LANES);
@@ -96,8 +102,12 @@ void tile8(const Wide *x, int64_t x_step, const uint8_t *w, int64_t quads, int32
     Weights weights[V];
     ST_UNROLL for (int v = 0; v < V; v++) weights[v] = Source::get(w, v);
     ST_UNROLL for (int r = 0; r < R; r++) add_products(sum[r], weights, x + r * x_step);
+    if (Source::KEEPS) {
+      ST_UNROLL for (int v = 0; v < V; v++) store(wide + 32 * v, weights[v]);
+      wide += Words::STEP;
+    }
     if (Source::FETCHES) {
-      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead, 0, Source::KEEPS ? 2 : 3);  // into the second-level cache where words fill the first
       ahead += 64;
     }
     w += Source::STEP;
@@ -127,9 +137,13 @@ inline __attribute__((always_inline)) F32 load_f16(const uint8_t *p) {
 #endif
 }
 
-// The weights of a panel's blocks. `values`: pairs as in the blob, or bytes as split_chunk left them.
+// Where a tile of int4 takes the weights from, as above.
+enum Nibbles { PAIRS, SPLITTING, SPLIT };
+
+// The weights of a panel's blocks. `values`: pairs as in the blob, or what a SPLITTING tile left at `split`.
 struct Blocks {
-  const uint8_t *values, *scales, *zeros;  // zeros: NULL for 8 everywhere
+  const uint8_t *values, *scales, *zeros;
+  uint8_t *split;
   int32_t first, count, a_group, quads;    // blocks of this chunk; blocks a group; four-column steps a block, 8 or 16
 };
 
@@ -137,11 +151,14 @@ struct Blocks {
 //
 // At LANES 8 a lane adds up, modulo 2^16, 2 columns of each of 16 steps at most: 32 products of w in 0..15 and x, and
 // -8 times the same x to begin with; that is 32 products (w - 8) x, of magnitude 8 * 127 * 32 = 32512 at most, so it fits.
-template <int R, bool NIBBLES, bool ZEROS>
+template <int R, Nibbles FROM, bool ZEROS>
 void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_step, const Blocks &blocks, float *sums,
            const uint8_t *ahead) {
   constexpr int V = VECTORS4, BYTES = 4 * LANES;
   const uint8_t *w = blocks.values;
+  uint8_t *split = blocks.split;
+  int64_t group = blocks.first / blocks.a_group;
+  int32_t left = blocks.a_group - blocks.first % blocks.a_group;  // blocks of this group
   for (int32_t b = 0; b < blocks.count; b++, about++) {
     Sum4 sum[R][V];
     ST_UNROLL for (int r = 0; r < R; r++)
@@ -150,19 +167,25 @@ void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_st
       U8 even[V], odd[V];
       ST_UNROLL for (int v = 0; v < V; v++) {
         even[v] = load<U8>(w + BYTES * v);
-        odd[v] = NIBBLES ? even[v] >> 4 : load<U8>(w + 64 + BYTES * v);
-        if (NIBBLES) even[v] &= 15;
+        odd[v] = FROM == SPLIT ? load<U8>(w + 64 + BYTES * v) : even[v] >> 4;
+        if (FROM != SPLIT) even[v] &= 15;
+        if (FROM == SPLITTING) {
+          store(split + BYTES * v, even[v]);
+          store(split + 64 + BYTES * v, odd[v]);
+        }
       }
       ST_UNROLL for (int r = 0; r < R; r++) add_products(sum[r], even, x + r * x_step);
       ST_UNROLL for (int r = 0; r < R; r++) add_products(sum[r], odd, x + r * x_step + 4);
-      if (NIBBLES) {
-        __builtin_prefetch(ahead);
+      if (FROM != SPLIT) {
+        __builtin_prefetch(ahead, 0, FROM == PAIRS ? 3 : 2);
         ahead += 64;
       }
-      w += NIBBLES ? 64 : 128;
+      w += FROM == SPLIT ? 128 : 64;
+      split += 128;
       x += 8;
     }
-    const int64_t group = (blocks.first + b) / blocks.a_group;
+    if (left == 0) group++, left = blocks.a_group;
+    left--;
     ST_UNROLL for (int v = 0; v < V; v++) {
       const F32 scale = load_f16(blocks.scales + 2 * (group * PANEL + v * LANES));
       F32 zero{};
@@ -176,6 +199,7 @@ void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_st
         store(to, fma(scale * splat(here.scale), dot, load<F32>(to)));
       }
     }
+    asm volatile("" ::: "memory");  // the sums belong in memory: in registers they would drive out those of the next block
   }
 }
 

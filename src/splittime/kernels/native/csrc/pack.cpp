@@ -1,4 +1,4 @@
-// Lays weights out for the kernels, once, when they are loaded. The float schemes are here; pack_int.cpp has the others.
+// Lays weights out for the kernels, once, when they are loaded. The float schemes; pack_int.cpp has the others.
 //
 // Both float layouts are panels of 16 rows in which 32-bit words are transposed, [panel][word][16 rows]: a word is a
 // float32, or two neighbouring bfloat16. Rows and columns that a panel lacks are zero.
@@ -128,8 +128,8 @@ int64_t st_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_feature
   return (int64_t)(out_features + PANEL - 1) / PANEL * words_of(scheme, in_features) * PANEL * 4;
 }
 
-void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const void *weight, int32_t dtype,
-             int32_t row_begin, int32_t row_end, uint8_t *blob) {
+void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const void *weight,
+             int32_t dtype, int32_t row_begin, int32_t row_end, uint8_t *blob) {
   if (!is_float(scheme)) {
     pack_int(scheme, out_features, in_features, group, weight, dtype, row_begin, row_end, blob);
     return;

@@ -1,4 +1,5 @@
-// What attention and the element-wise kernels share: exponentials, extremes, and loads that widen a KV element to float.
+// What attention and the element-wise kernels share: exponentials, extremes, and loads that widen a KV element to
+// float.
 #pragma once
 
 namespace ST_ISA {
@@ -12,8 +13,8 @@ ST_INLINE F32 at_most(F32 x, float most) { return splat(most) < x ? splat(most) 
 // 1.5 * 2^23: adding it to a float of moderate size leaves the nearest integer in the low bits.
 constexpr float ROUNDER = 12582912.0f;
 
-// 2^n for the integer n in the low bits of `rounded`, -127 <= n <= 128: 0 and infinity at the ends. A product, not a sum
-// of exponents, is made with it, so that a NaN stays a NaN.
+// 2^n for the integer n in the low bits of `rounded`, -127 <= n <= 128: 0 and infinity at the ends. A product, not a
+// sum of exponents, is made with it, so that a NaN stays a NaN.
 ST_INLINE F32 power_of_two(F32 rounded) { return (F32)(((I32)rounded + 127) << 23); }
 
 // 2^x to 2e-7 of its value for x <= 128; 0 below -126.5.
@@ -30,8 +31,8 @@ ST_INLINE F32 exp2_of(F32 x) {
   return y * power_of_two(rounded);
 }
 
-// e^x to 3e-7 of its value, wherever that is a normal float; 0 and infinity beyond. ln 2 is taken off in two parts, so that
-// the error does not grow with x.
+// e^x to 3e-7 of its value, wherever that is a normal float; 0 and infinity beyond. ln 2 is taken off in two parts, so
+// that the error does not grow with x.
 ST_INLINE F32 exp_of(F32 x) {
   x = at_most(at_least(x, -88.0f), 89.0f);
   F32 rounded = fma(x, splat(0x1.715476p+0f), splat(ROUNDER)), n = rounded - ROUNDER;
@@ -64,11 +65,11 @@ ST_INLINE float largest_of(F32 v) {
 // LANES elements of a KV store as floats, without the scale of int8.
 ST_INLINE F32 widen(const float *p) { return load<F32>(p); }
 #if defined(__AVX512F__) && LANES == 16  // what GCC 12 makes of a widening conversion is several times as long
-ST_INLINE F32 widen(const uint16_t *p) { return (F32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16); }
-ST_INLINE F32 widen(const int8_t *p) { return (F32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p))); }
+ST_INLINE F32 widen(const uint16_t *p) { return (F32)((U32)_mm512_maskz_cvtepu16_epi32(-1, load<__m256i>(p)) << 16); }
+ST_INLINE F32 widen(const int8_t *p) { return to_f32((I32)_mm512_maskz_cvtepi8_epi32(-1, load<__m128i>(p))); }
 #elif defined(__AVX2__) && LANES == 8
 ST_INLINE F32 widen(const uint16_t *p) { return (F32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16); }
-ST_INLINE F32 widen(const int8_t *p) { return (F32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+ST_INLINE F32 widen(const int8_t *p) { return to_f32((I32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
 #else
 ST_INLINE F32 widen(const uint16_t *p) { return load_bf16(p); }
 ST_INLINE F32 widen(const int8_t *p) { return to_f32(__builtin_convertvector(load<I8q>(p), I32)); }
