@@ -83,7 +83,9 @@ SETTINGS = (
         1,
     ),
     Setting("block_size", "whole", 16, "Tokens in a block of KV cache.", _BOTH, 1, 1024),
-    Setting("num_threads", "whole", None, "CPU threads; default: by the size of the weights.", ("runner",), 1, 1024),
+    Setting(
+        "num_threads", "whole", None, "CPU threads; default: measured at start on a decode step.", ("runner",), 1, 1024
+    ),
     Setting(
         "kernels",
         "text",
@@ -101,6 +103,14 @@ SETTINGS = (
     ),
     Setting("max_num_seqs", "whole", 64, "Requests that run at once.", _BOTH, 1, 65536),
     Setting("max_num_batched_tokens", "whole", 512, "Tokens that one step may compute, over all rows.", _BOTH, 1),
+    Setting(
+        "max_prefill_tokens",
+        "whole",
+        None,
+        "Prompt tokens of these; default: what a step computes in 0.25 s, measured at start.",
+        ("scheduler",),
+        1,
+    ),
     Setting("policy", "text", "fcfs", "Who goes first.", ("scheduler",), choices=_POLICIES),
     Setting(
         "batching",
