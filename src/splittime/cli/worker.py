@@ -7,6 +7,7 @@ input (`WorkerSettings`).
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,6 +17,14 @@ from splittime.engine.worker import Tell, Timeline, work
 from splittime.runner.config import RunnerConfig
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from splittime.runner.torch_runner import TorchRunner
+
+
+PREFILL_SLICE_S = 0.25
+"""How long a step may compute prompts while others wait for their next token, unless `max_prefill_tokens` is set.
+Products are as fast for some dozens of tokens as for thousands, so small slices cost little."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -38,18 +47,27 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
         lambda name, begin, end: timeline.append((name, begin, end)),
         lambda done, total, num_bytes: tell(f"layer {done} of {total}, {num_bytes / 1e6:.0f} MB"),
     )
+    begin_ns = time.monotonic_ns()
+    runner.warm_up()
+    scheduler_config = _fit(config.scheduler, runner)
+    timeline.append(("warm-up", begin_ns, time.monotonic_ns()))
+    engine = Engine(Scheduler(scheduler_config), runner, SystemClock())
+    return engine, {**msgspec.to_builtins(runner.resolved), "scheduler": msgspec.to_builtins(scheduler_config)}
+
+
+def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:
+    """The scheduler's settings, with what the runner found out about the model and the machine filled in."""
     resolved = runner.resolved
-    scheduler_config = msgspec.structs.replace(
-        config.scheduler,
+    prefill_tokens = config.max_prefill_tokens
+    if prefill_tokens is None:
+        prefill_tokens = min(runner.prefill_tokens_within(PREFILL_SLICE_S), config.max_num_batched_tokens)
+    return msgspec.structs.replace(
+        config,
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,
         max_model_len=resolved.max_model_len,
+        max_prefill_tokens=prefill_tokens,
     )
-    begin_ns = time.monotonic_ns()
-    runner.warm_up()
-    timeline.append(("warm-up", begin_ns, time.monotonic_ns()))
-    engine = Engine(Scheduler(scheduler_config), runner, SystemClock())
-    return engine, {**msgspec.to_builtins(resolved), "scheduler": msgspec.to_builtins(scheduler_config)}
 
 
 if __name__ == "__main__":

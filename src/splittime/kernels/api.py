@@ -143,8 +143,8 @@ class Ops(Protocol):
         """The first of the largest of each row of logits [N, vocab]."""
 
     def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
-        """A token for each row of logits [N, vocab], float32, by its line of `draws` (`DRAW`); see `runner.sampler`, which
-        does it when this is None."""
+        """A token for each row of logits [N, vocab], float32, by its line of `draws` (`DRAW`); see `runner.sampler`,
+        which does it when this is None."""
 
     def fuse_layer(self, layer: Any) -> Any | None:
         """One callable in the place of a `models.layers.DecoderLayer`, with its signature; None where there is none."""

@@ -18,7 +18,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.models.decoder import Decoder
 from splittime.models.weights.load import OnLayer
 from splittime.runner import batch as batches
-from splittime.runner import logprobs, penalties, sampler, threads
+from splittime.runner import logprobs, machine, penalties, sampler, threads
 from splittime.runner.batch import Batch
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.kv_store import KvStore
@@ -46,7 +46,10 @@ class TorchRunner:
 
         Raises `ConfigError` naming what cannot be honoured.
         """
-        return TorchRunner(*load(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer))
+        runner = TorchRunner(*load(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer))
+        if config.num_threads is None and runner.decoder.ops.name == "native":
+            runner.choose_threads(machine.num_cores())
+        return runner
 
     def warm_up(self) -> None:
         """Run a few steps over the empty cache, so that the first request does not pay for first calls."""

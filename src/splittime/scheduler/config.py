@@ -23,7 +23,7 @@ LIVE_KNOBS = (
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """max_num_seqs: requests that run at once.
     max_num_batched_tokens: tokens one step may compute, over all rows.
-    max_prefill_tokens: of these, tokens of prompts: what bounds the time that a step makes the others wait for their next
+    max_prefill_tokens: of these, tokens of prompts: it bounds how long a step makes the others wait for their next
         token. None: as many as fit.
     max_model_len: longest prompt plus output, in tokens.
     block_size, num_blocks: the KV cache; it must hold at least one request of max_model_len.

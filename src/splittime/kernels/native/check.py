@@ -1,7 +1,7 @@
 """Choosing the instruction set: the best that the CPU has and whose results agree with the portable code's.
 
-An instruction set that was compiled but never run on such a CPU before must not be trusted blindly, so each start spends
-a few milliseconds on one small product of each scheme. What disagrees is left for the next one, and said.
+An instruction set that was compiled but never run on such a CPU before must not be trusted blindly, so each start
+spends a few milliseconds on one small product of each scheme. What disagrees is left for the next one, and said.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """The shared library of CPU kernels, by ctypes: the structures and functions of `csrc/splittime.h`, declared once.
 
-`library()` loads it, or says why it cannot (`LibraryMissing`): no compiler at install, another processor. ctypes gives up
-the GIL during each call, so the threads that answer health checks run while a step computes.
+`library()` loads it, or says why it cannot (`LibraryMissing`): no compiler at install, another processor. ctypes gives
+up the GIL during each call, so the threads that answer health checks run while a step computes.
 
 `SPLITTIME_KERNELS` names another build of the library, for those who work on the kernels.
 """
@@ -114,8 +114,10 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise LibraryMissing(f"cannot load {path}: {error}") from error
     version = loaded.st_interface_version()
-    if version != INTERFACE_VERSION:
-        raise LibraryMissing(f"{path} has interface {version}, not {INTERFACE_VERSION}: reinstall splittime")
+    missing = [name for name in SIGNATURES if not hasattr(loaded, name)]
+    if version != INTERFACE_VERSION or missing:
+        found = f"interface {version} instead of {INTERFACE_VERSION}" if not missing else f"no {missing[0]}"
+        raise LibraryMissing(f"{path} is of another version (it has {found}): reinstall splittime")
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments

@@ -4,7 +4,9 @@ This is how a layer that is composed in Python (a mixture of experts, the head) 
 by here: `fused` makes one call of it.
 """
 
+from collections.abc import Callable
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,7 +122,7 @@ def _register() -> None:
         _LIBRARY.define(schema)
     for function in (linear, rms_norm, silu_mul, rope_write, attention):
         _LIBRARY.impl(function.__name__, function, "CPU")
-    shapes = {
+    shapes: dict[str, Callable[..., Any]] = {
         "linear": lambda x, blob, bias, residual, scheme, out_features, *_: x.new_empty((x.shape[0], out_features)),
         "rms_norm": lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
         "silu_mul": lambda gate_up: gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)),

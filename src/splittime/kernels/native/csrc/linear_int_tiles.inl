@@ -167,14 +167,15 @@ void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_st
       U8 even[V], odd[V];
       ST_UNROLL for (int v = 0; v < V; v++) {
         even[v] = load<U8>(w + BYTES * v);
-        odd[v] = FROM == SPLIT ? load<U8>(w + 64 + BYTES * v) : even[v] >> 4;
-        if (FROM != SPLIT) even[v] &= 15;
+        if (FROM != SPLIT) odd[v] = even[v] >> 4, even[v] &= 15;
         if (FROM == SPLITTING) {
           store(split + BYTES * v, even[v]);
           store(split + 64 + BYTES * v, odd[v]);
         }
       }
       ST_UNROLL for (int r = 0; r < R; r++) add_products(sum[r], even, x + r * x_step);
+      if (FROM == SPLIT)  // not before: both would not fit the registers
+        ST_UNROLL for (int v = 0; v < V; v++) odd[v] = load<U8>(w + 64 + BYTES * v);
       ST_UNROLL for (int r = 0; r < R; r++) add_products(sum[r], odd, x + r * x_step + 4);
       if (FROM != SPLIT) {
         __builtin_prefetch(ahead, 0, FROM == PAIRS ? 3 : 2);
