@@ -219,7 +219,8 @@ inline void chunk4(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin,
     tile(x + first * width, width, about + first * blocks_of_chunk, blocks_of_chunk, blocks, sums + first * PANEL, next);
   };
   if (tokens <= DIRECT4)
-    return in_tiles(tokens, MAX_PAIRS, [&](int64_t first, int rows) { run(tile4_for<PAIRS, MAX_PAIRS>(zeros, rows), first); });
+    return in_tiles(tokens, MAX_PAIRS,
+                    [&](int64_t first, int rows) { run(tile4_for<PAIRS, MAX_PAIRS>(zeros, rows), first); });
   run(tile4_for<SPLITTING, MAX_PAIRS>(zeros, MAX_PAIRS), 0);
   blocks.values = split;
   in_tiles(tokens - MAX_PAIRS, MAX_ROWS,
