@@ -1,12 +1,12 @@
-"""What a decode step costs beyond the forward pass: planning, preparing, choosing tokens, committing, and the gap after it.
+"""What a decode step costs beyond the forward pass: planning, preparing, choosing tokens, committing, the gap after it.
 
     python -m benchmarks.micro.host_overhead                     the packaged model
     python -m benchmarks.micro.host_overhead --model FOLDER --quantization int8
     python -m benchmarks.micro.host_overhead --json
 
 The engine's own step records are read: the overhead of a step is its length and the host gap before it, less
-`device_ns` (forward pass and logits). Greedy requests; a second row of figures draws with temperature and top_p. Medians
-over the steps in which every request decodes.
+`device_ns` (forward pass and logits). Greedy requests, and such as draw with temperature and top_p. Medians over the
+steps in which every request decodes.
 """
 
 import argparse
@@ -37,7 +37,12 @@ def submit(engine: Engine, batch: int, kind: str) -> None:
     for number in range(batch):
         prompt = tuple((13 * number + 7 * place) % 500 + 1 for place in range(PROMPT_TOKENS))
         sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=number, **SAMPLING[kind])
-        request = Request(f"{kind}-{batch}-{number}-{now_ns}", prompt, sampling, submitted_ns=now_ns)
+        request = Request(
+            request_id=f"{kind}-{batch}-{number}-{now_ns}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            submitted_ns=now_ns,
+        )
         engine.submit(request, now_ns)
 
 

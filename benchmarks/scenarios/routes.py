@@ -5,8 +5,8 @@
     python -m benchmarks.scenarios.routes --json
 
 Windows of `WINDOW` tokens, computed whole; every position but the first counts. KL is that of float32's distribution
-from the route's, in nats a token, with the standard error over windows (which are not independent of each other within a
-file, so it is a lower bound). Greedy: the same prompts continued, and at which token the route first differs.
+from the route's, in nats a token, with the standard error over windows (which are not independent of each other within
+a file, so it is a lower bound). Greedy: the same prompts continued, and at which token the route first differs.
 """
 
 import argparse
@@ -111,9 +111,7 @@ def compare(base: Route, route: Route, windows: list[tuple[int, ...]]) -> dict[s
 
 
 def show(figures: dict[str, dict[str, float]]) -> None:
-    table = Table(
-        "route", "perplexity", "KL, nats", "top-1 agreement", f"same {NEW_TOKENS} greedy tokens", "first other"
-    )
+    table = Table("route", "perplexity", "KL, nats", "top-1 agreement", f"same {NEW_TOKENS} greedy", "first other")
     for name, one in figures.items():
         divergence = f"{one['kl_nats']:.6f} ± {one['kl_standard_error']:.6f}"
         share, first = f"{one['greedy_same']:.0%}", f"{one['greedy_first_difference_median']:.0f}"
