@@ -1,9 +1,10 @@
-// Choosing tokens from logits: finite checks, argmax, and draws with temperature, top_k, top_p and min_p, without a sort.
+// Choosing tokens from logits: finite checks, argmax, and draws with temperature, top_k, top_p and min_p, without a sort of
+// the vocabulary.
 //
-// A filter is a threshold on the logit, and a threshold is found by radix selection: logits become integers of the same
-// order, a histogram of their upper bits says in which bin the threshold lies, and only that bin's members go to the next
-// bits. top_k weighs each token 1, top_p by its probability; all else is the same. The first pass reads the whole
-// vocabulary, the next ones what is left of it. Ties at a threshold stay, as in runner/sampler.py, whose definitions these are.
+// A filter is a threshold on the logit. It is looked for in a histogram of how far each logit lies below the largest: the
+// bin in which the threshold lies is known from the bins' sums, and only its members, a few hundred of a flat distribution
+// over 128 thousand tokens, are sorted. top_k weighs each token 1, top_p by its probability; all else is the same. Ties at a
+// threshold stay, as in runner/sampler.py, whose definitions these are.
 #include <algorithm>
 #include <vector>
 
@@ -11,162 +12,152 @@
 
 namespace ST_ISA {
 
-struct Candidate {
-  uint32_t key;
-  float weight;
+// What a thread keeps from row to row.
+struct DrawScratch {
+  std::vector<float> weights, maxima, order;
+  std::vector<double> sums;
+  std::vector<std::pair<float, float>> members;  // logit, weight
 };
 
-// Integers in the order of the floats: the sign bit is flipped, and of negative ones all bits.
-inline uint32_t key_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
-}
-
-inline float float_of(uint32_t key) {
-  uint32_t bits = key & 0x80000000u ? key ^ 0x80000000u : ~key;
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-
-// The least key v among the candidates for which all keys above v weigh less than `target` (> 0). Keeps what it needs
-// in `left`, which it empties.
-inline uint32_t threshold(std::vector<Candidate> &left, double target) {
-  static const int SHIFTS[] = {21, 10, 0}, BITS[] = {11, 11, 10};
-  double above = 0;
-  for (int level = 0; level < 3; level++) {
-    double mass[1 << 11] = {};
-    bool taken[1 << 11] = {};
-    const uint32_t mask = (1u << BITS[level]) - 1;
-    for (const Candidate &one : left) {
-      mass[one.key >> SHIFTS[level] & mask] += one.weight;
-      taken[one.key >> SHIFTS[level] & mask] = true;
-    }
-    uint32_t chosen = 0;
-    double above_chosen = above;
-    for (int bin = mask; bin >= 0; bin--) {
-      if (!taken[bin]) continue;
-      if (above >= target) break;
-      chosen = bin, above_chosen = above;
-      above += mass[bin];
-    }
-    above = above_chosen;
-    size_t kept = 0;
-    for (const Candidate &one : left)
-      if ((one.key >> SHIFTS[level] & mask) == chosen) left[kept++] = one;
-    left.resize(kept);
-  }
-  uint32_t found = left[0].key;
-  left.clear();
-  return found;
-}
-
-// One row's draw. weights: [vocab], exp((logit - largest) / temperature). The row is worked on in blocks of BLOCK tokens.
+// One row's draw. weights: [vocab], exp((logit - largest) / temperature). The row is worked on in blocks of BLOCK tokens;
+// maxima: of each block's logits.
 struct Drawing {
-  static constexpr int32_t BLOCK = 64;
+  static constexpr int32_t BLOCK = 64, BINS = 2048;
+  static constexpr float BINS_PER_NAT = 64;  // 2048 bins reach down to e^-32 of the largest probability
   const float *logits;
   int32_t vocab;
-  std::vector<float> &weights, &maxima;  // maxima: of each block's logits
-  std::vector<Candidate> &left;
+  DrawScratch &own;
+  float most = 0, scale = 1;
+
+  Drawing(const float *logits, int32_t vocab, DrawScratch &own) : logits(logits), vocab(vocab), own(own) {
+    own.weights.resize(vocab);
+    own.maxima.resize(blocks());
+    own.sums.resize(blocks());
+  }
 
   int32_t blocks() const { return (vocab + BLOCK - 1) / BLOCK; }
   int32_t end_of(int32_t block) const { return block + 1 < blocks() ? (block + 1) * BLOCK : vocab; }
 
   float find_maxima() {
-    float most = -INFINITY;
+    float found = -INFINITY;
     for (int32_t block = 0; block < blocks(); block++) {
       int32_t i = block * BLOCK, end = end_of(block);
-      F32 found = splat(-INFINITY);
-      for (; i + LANES <= end; i += LANES) found = larger(load<F32>(logits + i), found);
-      float one = largest_of(found);
+      F32 lanes = splat(-INFINITY);
+      for (; i + LANES <= end; i += LANES) lanes = larger(load<F32>(logits + i), lanes);
+      float one = largest_of(lanes);
       for (; i < end; i++) one = logits[i] > one ? logits[i] : one;
-      maxima[block] = one;
-      most = one > most ? one : most;
+      own.maxima[block] = one;
+      found = one > found ? one : found;
     }
-    return most;
+    return found;
   }
 
-  void weigh(float temperature) {
-    const float most = find_maxima(), scale = 1.0f / temperature;
+  void weigh(const StDraw &draw) {
+    most = find_maxima(), scale = 1.0f / draw.temperature;
     int32_t i = 0;
     for (; i + LANES <= vocab; i += LANES)
-      store(&weights[i], exp_of((load<F32>(logits + i) - most) * scale));
-    for (; i < vocab; i++) weights[i] = exp_of(splat((logits[i] - most) * scale))[0];
+      store(&own.weights[i], exp_of((load<F32>(logits + i) - most) * scale));
+    for (; i < vocab; i++) own.weights[i] = exp_of(splat((logits[i] - most) * scale))[0];
+    if (draw.min_p > 0)
+      for (i = 0; i < vocab; i++) own.weights[i] = own.weights[i] < draw.min_p ? 0.0f : own.weights[i];
   }
 
-  // Candidates at or above `floor`, each weighing 1 or its weight; returns what they weigh together.
-  double gather(float floor, bool counts) {
-    left.clear();
-    double total = 0;
+  // body(logit, weight) for each token that is at or above `floor` and weighs anything.
+  template <class Body> void each(float floor, Body &&body) {
     for (int32_t block = 0; block < blocks(); block++) {
-      if (maxima[block] < floor) continue;
+      if (own.maxima[block] < floor) continue;
       for (int32_t i = block * BLOCK; i < end_of(block); i++)
-        if (logits[i] >= floor && weights[i] > 0) {
-          left.push_back({key_of(logits[i]), counts ? 1.0f : weights[i]});
-          total += left.back().weight;
-        }
+        if (logits[i] >= floor && own.weights[i] > 0) body(logits[i], own.weights[i]);
     }
-    return total;
+  }
+
+  // Grows as the logit falls, so that a bin is above another exactly if its members are.
+  int32_t bin_of(float logit) const {
+    float distance = (most - logit) * scale * BINS_PER_NAT;
+    return distance < BINS - 1 ? (int32_t)distance : BINS - 1;
+  }
+
+  // The least logit v at or above `floor` for which all logits above v weigh less than `target` (> 0) together.
+  float threshold(float floor, double target, bool counts) {
+    double mass[BINS] = {};
+    each(floor, [&](float logit, float weight) { mass[bin_of(logit)] += counts ? 1.0f : weight; });
+    double above = 0;
+    int32_t chosen = 0;
+    for (int32_t bin = 0; bin < BINS && above < target; bin++)
+      if (mass[bin] > 0) chosen = bin, above += mass[bin];
+    above -= mass[chosen];
+    own.members.clear();
+    each(floor, [&](float logit, float weight) {
+      if (bin_of(logit) == chosen) own.members.push_back({logit, counts ? 1.0f : weight});
+    });
+    std::sort(own.members.begin(), own.members.end(), [](auto &a, auto &b) { return a.first > b.first; });
+    float found = floor;
+    for (auto &[logit, weight] : own.members) {
+      if (above >= target) break;
+      found = logit, above += weight;
+    }
+    return found;
   }
 
   // The wanted-th largest of the blocks' maxima: at least so many logits reach it, and few others.
-  float likely_floor(int32_t wanted, std::vector<float> &order) {
+  float likely_floor(int32_t wanted) {
     if (wanted >= blocks()) return -INFINITY;
-    order.assign(maxima.begin(), maxima.begin() + blocks());
-    std::nth_element(order.begin(), order.begin() + wanted - 1, order.end(), [](float a, float b) { return a > b; });
-    return order[wanted - 1];
+    own.order.assign(own.maxima.begin(), own.maxima.begin() + blocks());
+    std::nth_element(own.order.begin(), own.order.begin() + wanted - 1, own.order.end(), std::greater<float>());
+    return own.order[wanted - 1];
   }
 
-  // The sum of all weights at or above `floor`, block by block into `sums` (from here on those below weigh nothing).
-  double sum_blocks(float floor, std::vector<double> &sums) {
+  // The sum of all weights at or above `floor`, block by block into `sums`.
+  double sum_blocks(float floor) {
     double total = 0;
     for (int32_t block = 0; block < blocks(); block++) {
-      sums[block] = 0;
-      if (maxima[block] < floor) continue;
+      own.sums[block] = 0;
+      if (own.maxima[block] < floor) continue;
       F32 sum = splat(0.0f);
       int32_t i = block * BLOCK, end = end_of(block);
       for (; i + LANES <= end; i += LANES)
-        sum += load<F32>(logits + i) >= floor ? load<F32>(&weights[i]) : splat(0.0f);
+        sum += load<F32>(logits + i) >= floor ? load<F32>(&own.weights[i]) : splat(0.0f);
       float rest = sum_of(sum);
-      for (; i < end; i++) rest += logits[i] >= floor ? weights[i] : 0.0f;
-      total += sums[block] = rest;
+      for (; i < end; i++) rest += logits[i] >= floor ? own.weights[i] : 0.0f;
+      total += own.sums[block] = rest;
     }
     return total;
   }
 
-  // The least logit that all filters keep.
-  float floor_of(const StDraw &draw, std::vector<double> &sums, std::vector<float> &order) {
+  // The least logit that all filters keep. A floor that is likely to hold enough spares most of the row.
+  float floor_of(const StDraw &draw) {
     float floor = -INFINITY;
-    if (draw.min_p > 0)
-      for (int32_t i = 0; i < vocab; i++) weights[i] = weights[i] < draw.min_p ? 0.0f : weights[i];
     if (draw.top_k > 0 && draw.top_k < vocab) {
-      if (gather(likely_floor(draw.top_k, order), true) < draw.top_k) gather(-INFINITY, true);
-      floor = float_of(threshold(left, draw.top_k));
+      int64_t reached = 0;
+      const float likely = likely_floor(draw.top_k);
+      each(likely, [&](float, float) { reached++; });
+      floor = threshold(reached >= draw.top_k ? likely : -INFINITY, draw.top_k, true);
     }
     if (draw.top_p < 1.0) {
-      const double target = draw.top_p * sum_blocks(floor, sums), likely = likely_floor(512, order);
-      if (!(likely > floor && gather(likely, false) >= target)) gather(floor, false);
-      floor = float_of(threshold(left, target));
+      const double target = draw.top_p * sum_blocks(floor);
+      const float likely = likely_floor(512);
+      double reached = 0;
+      if (likely > floor) each(likely, [&](float, float weight) { reached += weight; });
+      floor = threshold(reached >= target ? likely : floor, target, false);
     }
     return floor;
   }
 
   // Inverse CDF over the kept tokens in the order of their ids.
-  int32_t pick(float floor, double uniform, std::vector<double> &sums) {
-    const double target = uniform * sum_blocks(floor, sums);
+  int32_t pick(float floor, double uniform) {
+    const double target = uniform * sum_blocks(floor);
     double below = 0;
     int32_t found = 0;  // the last block that weighs anything, in case rounding leaves the sum short of the target
     for (int32_t block = 0; block < blocks(); block++) {
-      if (sums[block] <= 0) continue;
+      if (own.sums[block] <= 0) continue;
       found = block;
-      if (below + sums[block] > target) break;
-      below += sums[block];
+      if (below + own.sums[block] > target) break;
+      below += own.sums[block];
     }
     int32_t last = 0;
     for (int32_t i = found * BLOCK; i < end_of(found); i++) {
-      if (logits[i] < floor || weights[i] <= 0) continue;
-      below += weights[i];
+      if (logits[i] < floor || own.weights[i] <= 0) continue;
+      below += own.weights[i];
       last = i;
       if (below > target) break;
     }
@@ -176,13 +167,10 @@ struct Drawing {
 
 void draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, int32_t *tokens) {
   for_each(rows, [&](int32_t row) {
-    thread_local std::vector<float> weights, maxima, order;
-    thread_local std::vector<double> sums;
-    thread_local std::vector<Candidate> left;
-    Drawing drawing{logits + (int64_t)row * vocab, vocab, weights, maxima, left};
-    weights.resize(vocab), maxima.resize(drawing.blocks()), sums.resize(drawing.blocks());
-    drawing.weigh(draws[row].temperature);
-    tokens[row] = drawing.pick(drawing.floor_of(draws[row], sums, order), draws[row].uniform, sums);
+    thread_local DrawScratch scratch;
+    Drawing drawing(logits + (int64_t)row * vocab, vocab, scratch);
+    drawing.weigh(draws[row]);
+    tokens[row] = drawing.pick(drawing.floor_of(draws[row]), draws[row].uniform);
   });
 }
 
