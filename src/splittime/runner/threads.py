@@ -8,7 +8,7 @@ timed with one thread and with twice as many each, up to one for each core. The 
 import time
 from collections.abc import Callable
 
-REPEATS = 5
+REPEATS = 6
 WORTH = 0.9  # more threads must bring a step below this share of its time, since others may want the cores
 
 
@@ -30,10 +30,9 @@ def choose(step: Callable[[], object], set_threads: Callable[[int], None], cores
 
 
 def shortest_ns(step: Callable[[], object], repeats: int) -> int:
-    """Of so many runs, after one that does not count: it makes scratch memory and wakes threads."""
     taken = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         begin = time.monotonic_ns()
         step()
         taken.append(time.monotonic_ns() - begin)
-    return min(taken[1:])
+    return min(taken)

@@ -10,7 +10,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.runner.config import Resolved
 
 BATCH = 4
-PROBE_TOKENS = 64
+PROBE_TOKENS = 32
 
 
 def warm_up_plans(resolved: Resolved) -> Iterator[StepPlan]:

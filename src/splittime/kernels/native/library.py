@@ -3,7 +3,7 @@
 `library()` loads it, or says why it cannot (`LibraryMissing`): no compiler at install, another processor. ctypes gives
 up the GIL during each call, so the threads that answer health checks run while a step computes.
 
-`SPLITTIME_KERNELS` names another build of the library, for those who work on the kernels.
+`ST_KERNELS_LIBRARY` names another build of the library, for those who work on the kernels.
 """
 
 import ctypes
@@ -108,7 +108,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library. Raises `LibraryMissing`."""
-    path = os.environ.get("SPLITTIME_KERNELS") or _built_path()
+    path = os.environ.get("ST_KERNELS_LIBRARY") or _old() or _built_path()
     try:
         loaded = ctypes.CDLL(path)
     except OSError as error:
@@ -122,6 +122,11 @@ def library() -> ctypes.CDLL:
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
+
+
+def _old() -> str | None:
+    path = os.environ.get("SPLITTIME_KERNELS", "")
+    return path if path.endswith(".so") else None
 
 
 def _built_path() -> str:
