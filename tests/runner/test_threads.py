@@ -41,9 +41,23 @@ class FakeClock:
 )
 def test_as_many_threads_as_pay(monkeypatch, ms_by_threads, cores, want):
     clock = FakeClock(monkeypatch, ms_by_threads)
-    count, reason = threads.choose(clock.step, clock.set_threads, cores)
+    count, reason = threads.choose((clock.step, clock.step), clock.set_threads, cores)
     assert count == clock.set == want
-    assert all(f"{tried}: {ms:.2f} ms" in reason for tried, ms in ms_by_threads.items())
+    assert all(f"{tried}: {ms:.2f} and {ms:.2f} ms" in reason for tried, ms in ms_by_threads.items())
+
+
+def test_what_one_kind_of_step_gains_the_other_may_lose(monkeypatch):
+    """The geometric mean decides."""
+    for decode_ms, prompt_ms, want in (({1: 1, 2: 1}, {1: 4, 2: 2}, 2), ({1: 1, 2: 2.2}, {1: 4, 2: 2}, 1)):
+        decode, prompt = FakeClock(monkeypatch, decode_ms), FakeClock(monkeypatch, prompt_ms)
+        clocks = (decode, prompt)
+        monkeypatch.setattr(threads.time, "monotonic_ns", lambda clocks=clocks: sum(one.now_ns for one in clocks))
+
+        def set_threads(count, clocks=clocks):
+            for clock in clocks:
+                clock.set_threads(count)
+
+        assert threads.choose((decode.step, prompt.step), set_threads, 2)[0] == want
 
 
 def test_prefill_tokens_follow_the_time_that_a_step_takes(runner, monkeypatch):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from splittime.runner.torch_runner import TorchRunner
 
 
+MIN_PREFILL_TOKENS = 16
 PREFILL_SLICE_S = 0.25
 """How long a step may compute prompts while others wait for their next token, unless `max_prefill_tokens` is set.
 Products are as fast for some dozens of tokens as for thousands, so small slices cost little."""
@@ -60,7 +61,7 @@ def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:
     resolved = runner.resolved
     prefill_tokens = config.max_prefill_tokens
     if prefill_tokens is None:
-        prefill_tokens = min(runner.prefill_tokens_within(PREFILL_SLICE_S), config.max_num_batched_tokens)
+        prefill_tokens = max(MIN_PREFILL_TOKENS, runner.prefill_tokens_within(PREFILL_SLICE_S))
     return msgspec.structs.replace(
         config,
         num_blocks=resolved.num_blocks,

@@ -47,7 +47,8 @@ class TorchRunner:
         Raises `ConfigError` naming what cannot be honoured.
         """
         runner = TorchRunner(*load(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer))
-        if config.num_threads is None and runner.decoder.ops.name == "native":
+        is_small = runner.resolved.weights_bytes <= threads.LARGE_BYTES
+        if config.num_threads is None and runner.decoder.ops.name == "native" and is_small:
             runner.choose_threads(machine.num_cores())
         return runner
 
@@ -57,9 +58,9 @@ class TorchRunner:
             self.run(plan)
 
     def choose_threads(self, cores: int) -> None:
-        """Time decode steps, keep the number of threads that they want, and note it in `resolved`."""
+        """Time a few steps, keep the number of threads that they want, and note it in `resolved`."""
         with Probe(self.run, self.resolved) as probe:
-            count, reason = threads.choose(probe.decode, self.decoder.ops.set_threads, cores)
+            count, reason = threads.choose((probe.decode, probe.prefill), self.decoder.ops.set_threads, cores)
         self.resolved = msgspec.structs.replace(self.resolved, num_threads=count, num_threads_reason=reason)
 
     def prefill_tokens_within(self, seconds: float) -> int:
