@@ -1,7 +1,7 @@
 """Builds the CPU kernels (src/splittime/kernels/native/csrc) into a plain shared library, if there is a C++ compiler.
 
-Everything else about the package is in pyproject.toml. The extension is optional: without a compiler the install goes on
-and splittime computes with torch, which it says at start. Each isa_*.cpp is compiled for its own instruction set.
+Everything else about the package is in pyproject.toml. The extension is optional: without a compiler the install goes
+on and splittime computes with torch, which it says at start. Each isa_*.cpp is compiled for its own instruction set.
 """
 
 import platform
