@@ -11,7 +11,16 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("src/splittime/kernels/native/csrc")
-FLAGS = ["-O3", "-std=gnu++17", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
+FLAGS = [
+    "-O3",
+    "-g0",
+    "-std=gnu++17",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-psabi",
+]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
 ISA_FLAGS = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512bf16": [*AVX512, "-mavx512bf16"]}

@@ -108,7 +108,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library. Raises `LibraryMissing`."""
-    path = os.environ.get("ST_KERNELS_LIBRARY") or _old() or _built_path()
+    path = os.environ.get("ST_KERNELS_LIBRARY") or _built_path()
     try:
         loaded = ctypes.CDLL(path)
     except OSError as error:
@@ -122,11 +122,6 @@ def library() -> ctypes.CDLL:
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
-
-
-def _old() -> str | None:
-    path = os.environ.get("SPLITTIME_KERNELS", "")
-    return path if path.endswith(".so") else None
 
 
 def _built_path() -> str:

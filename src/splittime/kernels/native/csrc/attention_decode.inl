@@ -5,8 +5,8 @@
 
 namespace ST_ISA::paged {
 
-constexpr int CHUNK = 64;         // tokens between two steps of the running softmax, at most
-constexpr int PART_TOKENS = 256;  // tokens of context that one item covers ..
+constexpr int CHUNK = 64;        // tokens between two steps of the running softmax, at most
+constexpr int PART_TOKENS = 512;  // tokens of context that one item covers ..
 constexpr int MAX_PARTS = 32;     // .. and more where that would cut a row into more items than this
 constexpr int MAX_TILES = CHUNK / LANES;
 constexpr int TOGETHER = 4;  // query heads that a pass over a tile serves
@@ -46,126 +46,11 @@ inline int32_t decode_parts(const Attend &call, int32_t row) {
 // A partial result: for each head the largest score and the sum of weights, then the heads' results.
 inline int64_t partial_floats(const Attend &call) { return (int64_t)call.sharing * (2 + call.wide_dim); }
 
-// Tell the memory that BYTES from here on are wanted soon.
-template <int BYTES> ST_INLINE void ask_for(const char *from) {
-#pragma GCC unroll 8
-  for (int at = 0; at < BYTES; at += 64) __builtin_prefetch(from + at, 0, 2);
-}
+}  // namespace ST_ISA::paged
 
-template <class T> struct Tile {
-  const T *keys, *values;                  // [dim][size] and [tokens][width]
-  const float *key_scales, *value_scales;  // int8 only
-};
+#include "attention_decode_tiles.inl"
 
-// Sums that a register tile of R heads holds for each: enough chains to keep the multipliers busy, few enough for 16
-// registers.
-template <int R> constexpr int VECTORS = R == 1 ? 8 : R == 2 || LANES == 16 ? 4 : 3;
-
-// An addend that stays in its register: left to itself, GCC 12 moves sums about and then some to the stack.
-#if defined(__AVX2__)
-#define ST_IN_REGISTER(x) asm("" : "+v"(x))
-#else
-#define ST_IN_REGISTER(x)
-#endif
-
-// sums[r][v] += a[r * step] * b[v], in an order that has 16 registers live: the sums, b, and one of a.
-template <int R, int NV>
-ST_INLINE void add_products(const float *a, int step, const F32 (&b)[NV], F32 (&sums)[R][NV]) {
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++) {
-    const F32 one = splat(a[r * step]);
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) {
-      sums[r][v] = fma(one, b[v], sums[r][v]);
-      ST_IN_REGISTER(sums[r][v]);
-    }
-  }
-}
-
-// LANES tokens of a chunk: where their keys begin, [dim][size], and their values, [LANES][width], which are wanted
-// soon.
-template <class T> struct Column {
-  const T *keys;
-  const char *ahead;
-};
-
-// scores[r][0 .. NV LANES) = q_r . keys of NV columns; q: [dim][R].
-template <class T, int R, int NV>
-__attribute__((noinline)) void score_columns(const float *q, const Column<T> *columns, int64_t size, int32_t dim,
-                                             float *scores) {
-  constexpr int CHAINS = R * NV >= 8 ? 1 : R * NV >= 4 ? 2 : R * NV >= 2 ? 4 : 8;
-  constexpr int BYTES = LANES * sizeof(T), LINE = 64 / BYTES, STEPS = LINE > CHAINS ? LINE : CHAINS;
-  Column<T> mine[NV];
-  for (int v = 0; v < NV; v++) mine[v] = columns[v];
-  F32 sums[CHAINS][R][NV] = {};
-  auto take = [&](int32_t d, int chain) __attribute__((always_inline)) {
-    F32 keys[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) keys[v] = widen(mine[v].keys + d * size);
-    add_products<R, NV>(q + d * R, 1, keys, sums[chain]);
-  };
-  int32_t d = 0;
-  for (; d + STEPS <= dim; d += STEPS) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) ask_for<STEPS * BYTES>(mine[v].ahead + d * BYTES);
-#pragma GCC unroll 8
-    for (int u = 0; u < STEPS; u++) take(d + u, u % CHAINS);
-  }
-  for (; d < dim; d++) take(d, 0);
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) {
-      F32 sum = sums[0][r][v];
-#pragma GCC unroll 8
-      for (int c = 1; c < CHAINS; c++) sum += sums[c][r][v];
-      store(scores + r * CHUNK + v * LANES, sum);
-    }
-}
-
-// sums[r] += sum over `tokens` of weights[r][token] * values[token]; values: [token][width].
-template <class T, int R, int NV>
-ST_INLINE void mix_tokens(const float *weights, const T *values, int64_t width, int32_t tokens, const char *ahead,
-                          F32 (&sums)[R][NV]) {
-  constexpr int BYTES = NV * LANES * sizeof(T), LINE = BYTES < 64 ? 64 / BYTES : 1;  // LINE: tokens that read a line
-  auto take = [&](int u) __attribute__((always_inline)) {
-    F32 some[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) some[v] = widen(values + u * width + v * LANES);
-    add_products<R, NV>(weights + u, CHUNK, some, sums);
-  };
-  int32_t t = 0;
-  for (; t + LINE <= tokens; t += LINE, weights += LINE, values += LINE * width, ahead += LINE * BYTES) {
-    ask_for<LINE * BYTES>(ahead);
-#pragma GCC unroll 4
-    for (int u = 0; u < LINE; u++) take(u);
-  }
-  for (; t < tokens; t++, weights++, values += width) take(0);
-}
-
-// results[r][0 .. NV LANES) += the weighted values of tokens [from, to) of a chunk, in tiles of `size`, from column
-// `column` on. `next`: the next chunk's tiles, whose keys are wanted soon.
-template <class T, int R, int NV>
-__attribute__((noinline)) void mix_vectors(const float *weights, const Tile<T> *tiles, const Tile<T> *next,
-                                           int32_t size, int32_t width, int32_t column, int32_t from, int32_t to,
-                                           float *results, int64_t wide_dim) {
-  F32 sums[R][NV];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) sums[r][v] = load<F32>(results + r * wide_dim + v * LANES);
-  for (int32_t t = from; t < to;) {
-    const int32_t place = t % size, run = to - t < size - place ? to - t : size - place;
-    const char *ahead = (const char *)(next[t / size].keys + column * size + place * NV * LANES);
-    const T *values = tiles[t / size].values + (int64_t)place * width + column;
-    mix_tokens<T, R, NV>(weights + t, values, width, run, ahead, sums);
-    t += run;
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) store(results + r * wide_dim + v * LANES, sums[r][v]);
-}
+namespace ST_ISA::paged {
 
 // The state of one item; T is the store's element, or float where tiles are gathered first.
 template <class T> struct Decode {
@@ -217,8 +102,19 @@ template <class T> struct Decode {
         for (int32_t d = 0; d < dim; d++)
           q[(int64_t)head * dim + d * R + r] = query[(int64_t)(head + r) * dim + d] * factor;
     });
+    clear();
+  }
+
+  void clear() {
     for (int32_t head = 0; head < call.sharing; head++) softmaxes[head] = Softmax();
     memset(results, 0, sizeof(float) * call.sharing * call.wide_dim);
+  }
+
+  // A head's results so far are worth this much of what they were.
+  void keep(int32_t head, float share) {
+    float *result = results + (int64_t)head * call.wide_dim;
+    if (share != 1)
+      for (int32_t d = 0; d < width; d += LANES) store(result + d, load<F32>(result + d) * share);
   }
 
   // Scores of a chunk of `tokens`, while its values are asked for.
@@ -238,12 +134,10 @@ template <class T> struct Decode {
   // The running softmax over [low, tokens) of the chunk.
   void weigh_chunk(const Tile<T> *tiles, int32_t low, int32_t tokens) {
     for (int32_t head = 0; head < call.sharing; head++) {
-      float *mine = scores + head * CHUNK, *result = results + (int64_t)head * call.wide_dim;
+      float *mine = scores + head * CHUNK;
       if (sizeof(T) == 1)
         for (int32_t t = 0; t < tokens; t += LANES) scale_vector(mine + t, tiles[t / run].key_scales + t % run);
-      const float keeps = softmaxes[head].take(mine, low, tokens, round_up(tokens, LANES));
-      if (keeps != 1)
-        for (int32_t d = 0; d < width; d += LANES) store(result + d, load<F32>(result + d) * keeps);
+      keep(head, softmaxes[head].take(mine, low, tokens, round_up(tokens, LANES)));
       if (sizeof(T) > 1) continue;
       for (int32_t t = 0; t < tokens; t += LANES) scale_vector(mine + t, tiles[t / run].value_scales + t % run);
     }
@@ -261,6 +155,12 @@ template <class T> struct Decode {
   }
 };
 
+}  // namespace ST_ISA::paged
+
+#include "attention_decode_int8.inl"
+
+namespace ST_ISA::paged {
+
 // The tiles of the chunk at token `at`, or the last ones before `end` once more.
 template <class T>
 void find_tiles(const Attend &call, const int32_t *table, int head, int32_t at, int32_t end, int32_t count,
@@ -272,11 +172,14 @@ void find_tiles(const Attend &call, const int32_t *table, int head, int32_t at, 
     const int32_t block = table[column < last ? column : last];
     tiles[i] = {tile<T>(kv, block, 0, head) + place, tile<T>(kv, block, 1, head) + (int64_t)place * kv.head_dim,
                 scales<T>(kv, block, 0, head) + place, scales<T>(kv, block, 1, head) + place};
+    if (sizeof(T) > 1) continue;
+    __builtin_prefetch(tiles[i].key_scales);
+    __builtin_prefetch(tiles[i].value_scales);
   }
 }
 
-template <class T>
-void decode_in_place(Decode<T> &state, const int32_t *table, int head, int32_t begin, int32_t first, int32_t end) {
+template <class T, class State>
+void decode_in_place(State &state, const int32_t *table, int head, int32_t begin, int32_t first, int32_t end) {
   const int32_t chunk = chunk_of(state.call.kv), count = chunk / state.run;
   Tile<T> both[2][MAX_TILES], *tiles = both[0], *next = both[1];
   find_tiles(state.call, table, head, begin, end, count, tiles);
@@ -328,17 +231,22 @@ template <class T> void decode_part(const Attend &call, int32_t row, int32_t kv_
   const int32_t end = parts.end - begin < parts.each ? parts.end : begin + parts.each;
   const bool in_place = reads_in_place(call.kv);
   const int64_t sharing = call.sharing, wide = call.wide_dim;
-  float *at = memory.of<float>(sharing * (2 * wide + CHUNK + 2 * LANES) + 2 * wide * CHUNK);
+  float *at = memory.of<float>(sharing * (2 * wide + CHUNK + 2 * LANES) + 2 * wide * CHUNK + ints_floats(call));
   Softmax *softmaxes = (Softmax *)at;
   float *q = at + sharing * 2 * LANES, *results = q + sharing * wide, *scores = results + sharing * wide;
   float *keys = scores + sharing * CHUNK, *values = keys + wide * CHUNK;
   const float *query = call.query(call.batch.query_begins[row], kv_head * call.sharing);
   if (in_place) {
     const int32_t size = call.kv.block_size, dim = call.kv.head_dim;
-    Decode<T> state = {call, size, dim, dim, size < CHUNK ? size : CHUNK, q, scores, results, softmaxes};
-    state.start(query);
-    decode_in_place<T>(state, call.table(row), kv_head, begin, parts.first, end);
-    return finish(state, row, kv_head, partial);
+    const Decode<T> plain = {call, size, dim, dim, size < CHUNK ? size : CHUNK, q, scores, results, softmaxes};
+    auto run = [&](auto state) {
+      state.start(query);
+      decode_in_place<T>(state, call.table(row), kv_head, begin, parts.first, end);
+      finish<T>(state, row, kv_head, partial);
+    };
+    if constexpr (sizeof(T) == 1)
+      if (reads_as_ints(call.kv)) return run(DecodeInts(plain, keys));
+    return run(plain);
   }
   Decode<float> state = {call, PANEL, call.kv.head_dim, call.wide_dim, PANEL, q, scores, results, softmaxes};
   state.start(query);

@@ -6,9 +6,18 @@ namespace ST_ISA {
 
 #define ST_INLINE inline __attribute__((always_inline))
 
-// A NaN in `x` stays one: the comparison is false for it, and the second value is x.
-ST_INLINE F32 at_least(F32 x, float least) { return splat(least) > x ? splat(least) : x; }
-ST_INLINE F32 at_most(F32 x, float most) { return splat(most) < x ? splat(most) : x; }
+// b where one of them is a NaN, as the instructions have it, which GCC 12 does not find.
+#if defined(__AVX2__) && LANES == 8
+ST_INLINE F32 larger(F32 a, F32 b) { return _mm256_max_ps(a, b); }
+ST_INLINE F32 smaller(F32 a, F32 b) { return _mm256_min_ps(a, b); }
+#else
+ST_INLINE F32 larger(F32 a, F32 b) { return a > b ? a : b; }
+ST_INLINE F32 smaller(F32 a, F32 b) { return a < b ? a : b; }
+#endif
+
+// A NaN in `x` stays one.
+ST_INLINE F32 at_least(F32 x, float least) { return larger(splat(least), x); }
+ST_INLINE F32 at_most(F32 x, float most) { return smaller(splat(most), x); }
 
 // 1.5 * 2^23: adding it to a float of moderate size leaves the nearest integer in the low bits.
 constexpr float ROUNDER = 12582912.0f;
@@ -47,8 +56,6 @@ ST_INLINE F32 exp_of(F32 x) {
   y = fma(y, f, splat(1.0f));
   return y * power_of_two(rounded);
 }
-
-ST_INLINE F32 larger(F32 a, F32 b) { return a > b ? a : b; }
 
 ST_INLINE I32 lane_numbers() {
   I32 numbers;
