@@ -1,6 +1,10 @@
 """The binding: custom ops as torch sees them, the fused layer beside its composition, the choice of instruction set."""
 
+import shutil
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,8 +157,48 @@ def test_a_wrong_instruction_set_is_not_used(ops, monkeypatch):
     best = library.isa_names()[-1]
     if best == "portable":
         pytest.skip("this CPU has no other")
-    monkeypatch.setattr(check, "_product", lambda scheme: good(scheme) * (2 if library.selected_isa() == best else 1))
+    monkeypatch.setattr(check, "_product", lambda *case: good(*case) * (2 if library.selected_isa() == best else 1))
     with pytest.warns(UserWarning, match=f"the {best} kernels give wrong results"):
         assert check.choose_isa.__wrapped__() != best
     monkeypatch.undo()
     assert check.choose_isa.__wrapped__() == best
+
+
+def test_a_forked_child_can_end(ops):
+    """It has none of the pool's threads; it must neither wait for them nor need them."""
+    script = (
+        "import os, sys, torch\n"
+        "from splittime.kernels import api\n"
+        "ops = api.resolve('native', torch.float32)\n"
+        "ops.set_threads(2)\n"
+        "packed = ops.pack_linear([torch.ones(4096, 256)], None, api.WeightScheme('float32'))\n"
+        "ops.linear(torch.ones(4, 256), packed)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    assert ops.linear(torch.ones(4, 256), packed)[3, 4095] == 256\n"
+        "    sys.exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_a_weight_that_is_not_finite_shows(ops, scheme):
+    for value in (float("nan"), float("inf")):
+        weight = torch.ones(40, 128)
+        weight[3, 70] = value
+        y = ops.linear(torch.ones(2, 128), ops.pack_linear([weight], None, scheme))
+        assert not y[:, 3].isfinite().any()
+        assert y[:, :3].isfinite().all()
+        assert y[:, 4:].isfinite().all()
+
+
+@pytest.mark.skipif(not shutil.which("g++") or not shutil.which("nm"), reason="needs g++ and nm")
+def test_no_code_is_shared_between_instruction_sets(tmp_path):
+    """A template of common types would be compiled once for each, and the linker would keep any one of them."""
+    source = Path(api.__file__).parent / "native" / "csrc" / "isa_portable.cpp"
+    flags = ["-O2", "-std=gnu++17", "-fno-math-errno", "-Wno-psabi", "-c", "-o", str(tmp_path / "isa.o")]
+    subprocess.run(["g++", *flags, str(source)], check=True, timeout=110)
+    listed = subprocess.run(["nm", "-C", str(tmp_path / "isa.o")], check=True, capture_output=True, text=True).stdout
+    weak = [line.split(" ", 2)[2] for line in listed.splitlines() if line[17:18] in ("W", "V", "u")]
+    assert not [name for name in weak if "portable" not in name]

@@ -213,12 +213,58 @@ def test_a_packed_file_gives_back_what_was_put_in(tmp_path):
 
 
 def test_what_a_dead_process_left_is_removed(tmp_path):
-    left, fresh = tmp_path / ".a.packed.1.tmp", tmp_path / ".b.packed.2.tmp"
+    left = tmp_path / ".a.packed.1.tmp"
     left.write_bytes(b"x")
-    fresh.write_bytes(b"x")
-    os.utime(left, (0, 0))
+    alive = PackedWriter(tmp_path / "b.packed")
     PackedWriter(tmp_path / "c.packed").abandon()
-    assert [path.name for path in tmp_path.iterdir()] == [fresh.name]
+    assert [path.name for path in tmp_path.iterdir()] == [alive._waiting.name]
+    alive.abandon()
+    alive.abandon()  # twice does no harm
+    assert not list(tmp_path.iterdir())
+
+
+@needs_native
+@pytest.mark.parametrize("trouble", ["folder deleted", "a folder has its name"])
+def test_what_happens_to_the_folder_meanwhile_costs_a_warning(model, tmp_path, trouble, caplog, monkeypatch):
+    folder, finish = tmp_path / "cache", PackedWriter.finish
+
+    def disturbed(writer):
+        if trouble == "folder deleted":
+            shutil.rmtree(folder)
+        else:
+            writer.path.mkdir()
+        finish(writer)
+
+    monkeypatch.setattr(PackedWriter, "finish", disturbed)
+    blobs, story = load(model, folder)
+    assert blobs is not None
+    assert story.startswith("not kept")
+    assert "not kept" in caplog.text
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@needs_native
+def test_restored_times_do_not_hide_another_content(model, tmp_path):
+    """As `rsync --inplace --times` leaves a file: same size, time, inode."""
+    path = model / "model.safetensors"
+    before, _ = load(model, tmp_path / "cache")
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[-400:] = bytes(400)
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after, story = load(model, tmp_path / "cache")
+    assert story.startswith("wrote")
+    assert not torch.equal(before, after)
+
+
+@needs_native
+def test_a_tied_head_and_one_of_its_own_are_not_confused(model, tmp_path):
+    config = json.loads((model / "config.json").read_text())
+    own, _ = load(model, tmp_path / "cache")
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tied, _ = load(model, tmp_path / "cache")
+    assert not torch.equal(own, tied)
 
 
 def test_the_folder_says_what_it_is():

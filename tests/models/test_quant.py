@@ -118,8 +118,9 @@ def test_the_torch_weight_stays_integers(monkeypatch):
 
 
 def test_which_weight_is_kept_in_which_scheme():
-    assert str(plan.choose(None, "bfloat16")) == "bfloat16"
-    assert str(plan.choose("int8", "float32")) == "int8, router float32"
+    assert plan.choose(None, "bfloat16").describe(True) == "bfloat16"
+    assert plan.choose("int8", "float32").describe(True) == "int8, router float32"
+    assert plan.choose("int8", "float32").describe(False) == "int8"
     four = plan.choose("int4", "bfloat16")
     assert (four.layers, four.head, four.router) == (INT4, INT8, WeightScheme("bfloat16"))
-    assert str(four) == "int4 in groups of 64, head int8, router bfloat16"
+    assert four.describe(True) == "int4 in groups of 64, head int8, router bfloat16"

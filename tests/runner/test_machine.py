@@ -66,8 +66,24 @@ def test_packed_cache_folder(monkeypatch, tmp_path):
     assert machine.packed_cache_folder("off") is None
     assert machine.packed_cache_folder("~/mine") == tmp_path / "home" / "mine"
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="no folder"):
-        machine.packed_cache_folder(str(tmp_path / "file"))
+    for useless in (str(tmp_path / "file"), "~nosuchuser/x", "x" * 300, "nul\0"):
+        with pytest.raises(ConfigError, match="no folder"):
+            machine.packed_cache_folder(useless)
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    """A container's arbitrary user."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(machine.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert machine.packed_cache_folder("auto") is None
+
+
+@pytest.mark.parametrize(("quota", "want"), [("max 100000", 8), ("150000 100000", 2), ("20000 100000", 1), ("", 8)])
+def test_cores_are_what_the_control_group_gives(monkeypatch, tmp_path, quota, want):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    (tmp_path / "cpu.max").write_text(quota)
+    assert machine.num_cores() == want
 
 
 def test_threads():

@@ -67,6 +67,7 @@ FILTERS = {
     "top_k 7": {"top_k": 7},
     "top_k beyond the candidates": {"top_k": 200, "temperature": 4.0},
     "top_k beyond the vocabulary": {"top_k": 9999},
+    "top_k beyond 31 bits": {"top_k": 2**63 - 1},
     "top_p": {"top_p": 0.8},
     "top_p tiny": {"top_p": 1e-6},
     "top_p flat": {"top_p": 0.95, "temperature": 8.0},

@@ -84,7 +84,13 @@ SETTINGS = (
     ),
     Setting("block_size", "whole", 16, "Tokens in a block of KV cache.", _BOTH, 1, 1024),
     Setting(
-        "num_threads", "whole", None, "CPU threads; default: measured at start on a decode step.", ("runner",), 1, 1024
+        "num_threads",
+        "whole",
+        None,
+        "CPU threads; default: one a core, or measured at start where weights are at most 256 MiB.",
+        ("runner",),
+        1,
+        1024,
     ),
     Setting(
         "kernels",
@@ -107,7 +113,8 @@ SETTINGS = (
         "max_prefill_tokens",
         "whole",
         None,
-        "Prompt tokens of these; default: what a step computes in 0.25 s, measured at start.",
+        "Prompt tokens of these; default: what a step computes in 0.25 s, measured at start, at least 16. "
+        "Not heeded without chunked prefill.",
         ("scheduler",),
         1,
     ),

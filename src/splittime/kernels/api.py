@@ -41,7 +41,7 @@ class WeightScheme:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Who attends to what in one step: R rows, T query tokens in all. Rows of one token (decode) come first.
+    """Who attends to what in one step: R rows, T query tokens in all. Decode rows, of one token each, come first.
 
     query_begins: R + 1 ints; row r's query tokens are [query_begins[r], query_begins[r + 1]).
     context_lens: R ints; tokens of row r up to and with its last query token. Row r's first query token is at position

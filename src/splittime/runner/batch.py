@@ -1,6 +1,8 @@
 """From a plan's rows to tensors: tokens, positions, block tables, where K and V go, which tokens are sampled.
 
-Rows are put in the order that attention likes: decode rows (one token) by length, then the others as they come.
+Rows are put in the order that attention likes: decode rows by length, then the others as they come. A decode row is one
+token after the prompt; the last token of a prompt that was cut is not one, though it is alone. So how a prompt was cut,
+which depends on who else is served, decides nothing about the arithmetic that its tokens get.
 `Batch.rows` keeps that order; results go back to the plan's order by request id.
 """
 
@@ -30,7 +32,7 @@ class Batch:
 
 def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int) -> Batch:
     """Raises `EngineError` when a row's tokens lie outside its request's blocks, or it brings drafts."""
-    ordered = sorted(rows, key=lambda row: (len(row.token_ids) > 1, row.start if len(row.token_ids) == 1 else 0))
+    ordered = sorted(rows, key=lambda row: row.start if _is_decode(row, slots) else 1 << 62)
     chosen = [slots[row.request_id] for row in ordered]
     for row, slot in zip(ordered, chosen, strict=True):
         _check(row, slot, block_size)
@@ -48,10 +50,14 @@ def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int) -
         block_tables=torch.from_numpy(tables),
         token_blocks=torch.from_numpy(token_blocks),
         token_offsets=torch.from_numpy(positions % block_size),
-        num_decode_rows=sum(length == 1 for length in lengths),
+        num_decode_rows=sum(_is_decode(row, slots) for row in ordered),
     )
     token_ids = torch.tensor([token for row in ordered for token in row.token_ids])
     return Batch(ordered, chosen, token_ids, torch.from_numpy(positions), attention)
+
+
+def _is_decode(row: Row, slots: Slots) -> bool:
+    return len(row.token_ids) == 1 and row.start >= slots[row.request_id].prompt_len
 
 
 def _block_tables(slots: Sequence[Slot], zero_block: int) -> np.ndarray:

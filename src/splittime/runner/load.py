@@ -112,7 +112,7 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "kernels": ops.name,
         "dtype": _name(choices.dtype),
         "activation_dtype": _name(ops.activation_dtype),
-        "weights": str(choices.plan),
+        "weights": choices.plan.describe(choices.model.moe is not None),
         "weights_bytes": loaded.weights_bytes,
         "embedding_bytes": loaded.embedding_bytes,
         "packed_cache": loaded.cache_story,

@@ -11,6 +11,7 @@ OMP_WAIT_POLICY=passive in the environment before torch is imported.)
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from splittime.runner.config import RunnerConfig
 
 log = logging.getLogger("splittime.runner")
 
+CGROUP = Path("/sys/fs/cgroup")
 SMALL_MODEL_BYTES = 128 << 20
 FREE_MEMORY_SHARE = 0.5
 
@@ -79,21 +81,35 @@ def choose_kv_cache_dtype(asked: str, dtype: torch.dtype, kernels: str) -> torch
 
 
 def packed_cache_folder(setting: str) -> Path | None:
-    """Where packed weights are kept. Raises `ConfigError` for a path that is there and no folder."""
+    """Where packed weights are kept; None for nowhere: as asked, or because this user has no home.
+
+    Raises `ConfigError` for a path that cannot be a folder.
+    """
     if setting == "off":
         return None
     if setting == "auto":
-        home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        return (home if home.is_absolute() else Path.home() / ".cache") / "splittime" / "packed"
-    folder = Path(setting).expanduser()
-    if folder.exists() and not folder.is_dir():
+        with suppress(RuntimeError):  # no home directory, as in many containers
+            home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+            return (home if home.is_absolute() else Path.home() / ".cache") / "splittime" / "packed"
+        return None
+    try:
+        folder = Path(setting).expanduser()
+        is_usable = "\0" not in setting and (folder.is_dir() or not folder.exists())
+    except (OSError, RuntimeError, ValueError):
+        is_usable = False
+    if not is_usable:
         raise ConfigError(f"packed_cache is {setting!r}, which is no folder", param="packed_cache", value=setting)
     return folder.absolute()
 
 
 def num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """That this process may use: by its affinity, and by its control group's quota, rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        return max(1, min(cores, -(-int(quota) // int(period))))  # ValueError when the quota is "max"
+    except (OSError, ValueError):
+        return cores
 
 
 def choose_num_threads(asked: int | None, weights_bytes: int) -> tuple[int, str]:
@@ -117,10 +133,9 @@ def free_memory_bytes() -> int:
 
 
 def _cgroup_room_bytes() -> int:
-    root = Path("/sys/fs/cgroup")
     try:
-        limit = int((root / "memory.max").read_text())  # ValueError when it says "max"
-        return max(0, limit - int((root / "memory.current").read_text()))
+        limit = int((CGROUP / "memory.max").read_text())  # ValueError when it says "max"
+        return max(0, limit - int((CGROUP / "memory.current").read_text()))
     except (OSError, ValueError):
         return 1 << 62
 

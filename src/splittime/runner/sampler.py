@@ -26,6 +26,7 @@ from splittime.runner.randomness import uniforms
 
 CANDIDATES = (128, 2048)
 MIN_TEMPERATURE = 1e-5
+MAX_TOP_K = 2**31 - 1  # what the kernel's integer holds; no vocabulary is larger
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _draws(params: list[SamplingParams], indices: list[int]) -> np.ndarray:
     draws["uniform"] = _uniforms(params, indices)
     draws["temperature"] = [max(one.temperature, MIN_TEMPERATURE) for one in params]
     draws["min_p"] = [one.min_p for one in params]
-    draws["top_k"] = [one.top_k for one in params]
+    draws["top_k"] = [min(one.top_k, MAX_TOP_K) for one in params]
     return draws
 
 

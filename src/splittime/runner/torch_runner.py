@@ -49,7 +49,10 @@ class TorchRunner:
         runner = TorchRunner(*load(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer))
         is_small = runner.resolved.weights_bytes <= threads.LARGE_BYTES
         if config.num_threads is None and runner.decoder.ops.name == "native" and is_small:
+            begin_ns = time.monotonic_ns()
             runner.choose_threads(machine.num_cores())
+            if on_phase is not None:
+                on_phase("measure threads", begin_ns, time.monotonic_ns())
         return runner
 
     def warm_up(self) -> None:

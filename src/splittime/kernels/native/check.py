@@ -1,52 +1,124 @@
 """Choosing the instruction set: the best that the CPU has and whose results agree with the portable code's.
 
 An instruction set that was compiled but never run on such a CPU before must not be trusted blindly, so each start
-spends a few milliseconds on one small product of each scheme. What disagrees is left for the next one, and said.
+spends some milliseconds on small cases of every kernel. What disagrees is left for the next one, and said.
 """
 
 import ctypes
 import functools
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 
+from splittime.kernels.api import DRAW
 from splittime.kernels.native import library as native
-from splittime.kernels.native.library import BFLOAT16, FLOAT32, INT4, INT8, Linear, library
+from splittime.kernels.native.library import BFLOAT16, FLOAT32, INT4, INT8, Batch, Kv, Linear, library
 
-OUT, IN, TOKENS, GROUP = 48, 128, 7, 64
+OUT, IN, GROUP = 48, 192, 64
+TOKENS = (1, 7, 40)
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 64, 16
 TOLERANCE = 0.02  # of the largest result; bfloat16 instructions round the activations, a wrong layout is off by 100 %
 
 
 @functools.cache
 def choose_isa() -> str:
-    """Select an instruction set and return its name. Raises `LibraryMissing`."""
+    """Select an instruction set and return its name. Raises `LibraryMissing`; RuntimeError if none is right."""
     names = native.isa_names()
     native.select_isa(names[0])
-    expected = [_product(scheme) for scheme in (FLOAT32, BFLOAT16, INT8, INT4)]
+    expected = results()
     for name in reversed(names):
         native.select_isa(name)
-        found = [_product(scheme) for scheme in (FLOAT32, BFLOAT16, INT8, INT4)]
-        if all(_agree(one, other) for one, other in zip(found, expected, strict=True)):
+        if all(_agree(found, wanted) for found, wanted in zip(results(), expected, strict=True)):
             return name
         warnings.warn(f"the {name} kernels give wrong results on this CPU and are not used", stacklevel=2)
-    raise native.LibraryMissing("the kernels disagree with themselves")
+    raise RuntimeError("the kernels do not give the same results twice")
+
+
+def results() -> list[np.ndarray]:
+    """Of the selected instruction set, the same cases each time."""
+    products = [_product(scheme, tokens) for scheme in (FLOAT32, BFLOAT16, INT8, INT4) for tokens in TOKENS]
+    return [*products, *_elementwise(), *(_attention(kv_type) for kv_type in (FLOAT32, BFLOAT16, INT8)), *_choices()]
 
 
 def _agree(found: np.ndarray, expected: np.ndarray) -> bool:
     largest = np.abs(expected).max()
-    return bool(largest > 1 and np.abs(found - expected).max() <= TOLERANCE * largest)
+    return bool(largest > 0 and np.abs(found - expected).max() <= TOLERANCE * largest)
 
 
-def _product(scheme: int) -> np.ndarray:
-    """float32 [TOKENS, OUT], the same numbers each time."""
-    lib, random = library(), np.random.default_rng(scheme)
-    weight = random.standard_normal((OUT, IN), dtype=np.float32)
-    x = random.standard_normal((TOKENS, IN), dtype=np.float32)
-    size = lib.st_packed_bytes(scheme, OUT, IN, GROUP, 0)
-    raw = np.zeros(size + native.BLOB_ALIGNMENT, dtype=np.uint8)
-    blob = raw.ctypes.data + -raw.ctypes.data % native.BLOB_ALIGNMENT
+def _normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def _aligned(num_bytes: int) -> tuple[np.ndarray, int]:
+    """Zeros, and the aligned address within them."""
+    raw = np.zeros(num_bytes + native.BLOB_ALIGNMENT, dtype=np.uint8)
+    return raw, raw.ctypes.data + -raw.ctypes.data % native.BLOB_ALIGNMENT
+
+
+def _product(scheme: int, tokens: int) -> np.ndarray:
+    """[tokens, OUT]."""
+    lib, weight, x = library(), _normal(scheme, OUT, IN), _normal(tokens, tokens, IN)
+    raw, blob = _aligned(lib.st_packed_bytes(scheme, OUT, IN, GROUP, 0))
     lib.st_pack(scheme, OUT, IN, GROUP, weight.ctypes.data, FLOAT32, 0, OUT, blob)
-    y = np.zeros((TOKENS, OUT), dtype=np.float32)
+    y = np.zeros((tokens, OUT), dtype=np.float32)
     linear = Linear(scheme, OUT, IN, GROUP, 0, blob, None)
-    lib.st_linear(ctypes.byref(linear), TOKENS, x.ctypes.data, IN, None, y.ctypes.data, OUT)
+    lib.st_linear(ctypes.byref(linear), tokens, x.ctypes.data, IN, None, y.ctypes.data, OUT)
+    del raw
     return y
+
+
+def _elementwise() -> Iterator[np.ndarray]:
+    lib, x, weight = library(), _normal(1, 5, 2 * IN), _normal(2, 2 * IN)
+    normed, gated = np.zeros_like(x), np.zeros((5, IN), dtype=np.float32)
+    lib.st_rms_norm(5, 2 * IN, x.ctypes.data, 2 * IN, weight.ctypes.data, 1e-5, normed.ctypes.data)
+    lib.st_silu_mul(5, IN, x.ctypes.data, gated.ctypes.data)
+    yield normed
+    yield gated
+
+
+def _attention(kv_type: int) -> np.ndarray:
+    """A decode row at position 19, whose past a first call computed, and a prompt of six: [7, HEADS * HEAD_DIM]."""
+    itemsize = {FLOAT32: 4, BFLOAT16: 2, INT8: 1}[kv_type]
+    raw, data = _aligned(4 * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM * itemsize)
+    scales = np.zeros((4, 2, KV_HEADS, BLOCK_SIZE), dtype=np.float32)
+    kv = Kv(kv_type, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM, data, scales.ctypes.data)
+    _attend(kv, [0, 19], [19], [[0, 1]], list(range(19)), 0)
+    found = _attend(kv, [0, 1, 7], [20, 6], [[0, 1], [2, 3]], [19, *range(6)], 1)
+    del raw
+    return found
+
+
+def _attend(
+    kv: Kv, begins: list[int], contexts: list[int], tables: list[list[int]], positions: list[int], decode_rows: int
+) -> np.ndarray:
+    tokens = begins[-1]
+    rows = np.repeat(np.arange(len(contexts)), np.diff(begins))
+    blocks = [tables[row][position // BLOCK_SIZE] for row, position in zip(rows, positions, strict=True)]
+    offsets = [position % BLOCK_SIZE for position in positions]
+    arrays = [np.array(values, dtype=np.int32) for values in (begins, contexts, tables, blocks, offsets)]
+    angles = np.outer(positions, np.linspace(1, 0.01, HEAD_DIM // 2))
+    turns = np.stack((np.cos(angles), np.sin(angles)), axis=-1).astype(np.float32)
+    addresses = [array.ctypes.data for array in arrays]
+    batch = Batch(len(contexts), tokens, decode_rows, 2, *addresses, turns.ctypes.data)
+    heads, norm = _normal(tokens, tokens, HEADS + 2 * KV_HEADS, HEAD_DIM), _normal(3, HEADS + KV_HEADS, HEAD_DIM)
+    out, stride = np.zeros((tokens, HEADS * HEAD_DIM), dtype=np.float32), heads[0].size
+    lib, step, store = library(), ctypes.byref(batch), ctypes.byref(kv)
+    lib.st_rope_write(step, store, HEADS, norm.ctypes.data, 1e-5, heads.ctypes.data)
+    lib.st_attention(step, store, HEADS, 0, HEAD_DIM**-0.5, heads.ctypes.data, stride, out.ctypes.data)
+    return out
+
+
+def _choices() -> Iterator[np.ndarray]:
+    """Tokens and flags, which must be the same: they are spread so that a difference exceeds the tolerance."""
+    lib, logits = library(), _normal(4, 6, 999) * 3
+    logits[5, 500] = np.nan
+    draws = np.zeros(5, dtype=DRAW)
+    draws["temperature"], draws["uniform"] = 0.9, np.linspace(0, 0.99, 5)
+    draws["top_p"], draws["top_k"], draws["min_p"] = (1, 0.9, 1, 1, 0.5), (0, 0, 20, 0, 300), (0, 0, 0, 0.05, 0.01)
+    tokens, flags = np.zeros(5, dtype=np.int32), np.zeros(6, dtype=np.uint8)
+    for call, *arguments in ((lib.st_draw, draws.ctypes.data), (lib.st_argmax,)):
+        call(5, 999, logits.ctypes.data, *arguments, tokens.ctypes.data)
+        yield np.eye(999)[tokens]
+    lib.st_finite(6, 999, logits.ctypes.data, flags.ctypes.data)
+    yield flags.astype(np.float64)

@@ -85,7 +85,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_isa_runs": (_I, (_I,)),
     "st_isa_select": (None, (_I,)),
     "st_isa_selected": (_I, ()),
-    "st_set_threads": (None, (_I,)),
+    "st_set_threads": (_I, (_I,)),
     "st_packed_bytes": (_L, (_I, _I, _I, _I, _I)),
     "st_pack": (None, (_I, _I, _I, _I, _P, _I, _I, _I, _P)),
     "st_pack_quantized": (None, (_I, _I, _I, _I, _P, _P, _P, _P)),
@@ -113,11 +113,9 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(path)
     except OSError as error:
         raise LibraryMissing(f"cannot load {path}: {error}") from error
-    version = loaded.st_interface_version()
     missing = [name for name in SIGNATURES if not hasattr(loaded, name)]
-    if version != INTERFACE_VERSION or missing:
-        found = f"interface {version} instead of {INTERFACE_VERSION}" if not missing else f"no {missing[0]}"
-        raise LibraryMissing(f"{path} is of another version (it has {found}): reinstall splittime")
+    if missing or loaded.st_interface_version() != INTERFACE_VERSION:
+        raise LibraryMissing(f"{path} is of another version of splittime: reinstall")
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments

@@ -6,12 +6,14 @@ A head that is not finite has a scale that is not, so that it shows when it is r
 import torch
 from torch import Tensor
 
+LEAST_SCALE = 1e-38  # a head of smaller values is kept as zeros
+
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [.., D] -> int8 [.., D], float32 [..]."""
     wide = x.float()
     scales = wide.abs().amax(-1) / 127
-    is_usable = (scales > 0) & scales.isfinite()
+    is_usable = (scales >= LEAST_SCALE) & scales.isfinite()
     rounded = (wide / scales[..., None]).round().clamp(-127, 127)
     return torch.where(is_usable[..., None], rounded, 0.0).to(torch.int8), scales
 

@@ -31,8 +31,9 @@ class WeightPlan:
     head: WeightScheme
     router: WeightScheme
 
-    def __str__(self) -> str:
-        others = {"head": self.head, "router": self.router}
+    def describe(self, has_experts: bool) -> str:
+        """For the user, in one line."""
+        others = {"head": self.head} | ({"router": self.router} if has_experts else {})
         told = [f"{kind} {_name(scheme)}" for kind, scheme in others.items() if scheme != self.layers]
         return ", ".join([_name(self.layers), *told])
 

@@ -29,7 +29,15 @@ from splittime.models.weights.packed_file import PackedFileBroken, PackedReader,
 log = logging.getLogger("splittime.weights")
 
 ROW_ORDER_VERSION = 1  # raise with any change to which rows a packed weight has, or their order (`load`)
-CONFIG_FIELDS = ("architecture", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+CONFIG_FIELDS = (
+    "architecture",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
 NOTE = "packed weights, made from checkpoints by splittime; may be deleted at any time\n"
 
 

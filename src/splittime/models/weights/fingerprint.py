@@ -1,4 +1,5 @@
-"""What files hold, as short hashes: read once, then remembered by path, size, time of change and inode.
+"""What files hold, as short hashes: read once, then remembered by path, size, times and inode (the time of the
+inode's last change cannot be set back by a tool that restores the other one).
 
 The hash of a file is the SHA-256 of the SHA-256s of its 16 MiB pieces, so that several threads share one file (hashlib
 lets go of the GIL). The memory is a JSON file beside the cache; losing it costs one more reading.
@@ -33,12 +34,12 @@ def fingerprints(paths: Sequence[Path], folder: Path) -> list[str]:
 
 def _identity(path: Path) -> list[int]:
     status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
 
 
 def _known(entry: object, identity: list[int]) -> str | None:
-    if isinstance(entry, list) and len(entry) == 4 and entry[:3] == identity and isinstance(entry[3], str):
-        return entry[3]
+    if isinstance(entry, list) and entry[:-1] == identity and isinstance(entry[-1], str):
+        return entry[-1]
     return None
 
 

@@ -9,14 +9,15 @@ the sums tell. `PackedReader` starts to read all blobs at once, several threads 
 in, and raises `PackedFileBroken` for a file that is cut short or changed.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import struct
 import tempfile
-import time
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -27,7 +28,6 @@ ALIGNMENT = 4096
 MAGIC = b"STPACK01"
 TRAILER = struct.Struct("<Q32s8s")
 READ_BYTES = 1 << 20
-STALE_S = 3600.0  # a `.tmp` that nobody has touched for so long was left by a process that died
 THREADS = 4
 
 
@@ -43,6 +43,7 @@ class PackedWriter:
         _remove_stale(path.parent)
         self.path = path
         descriptor, waiting = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed, by us or by our death
         self._waiting = Path(waiting)
         self._descriptor = descriptor
         self._end = 0
@@ -60,12 +61,18 @@ class PackedWriter:
         begin = self._end
         self._write(table)
         self._write(TRAILER.pack(begin, hashlib.sha256(table).digest(), MAGIC))
-        os.close(self._descriptor)
-        self._waiting.replace(self.path)
+        self._waiting.replace(self.path)  # while it is ours: nobody takes it for one that was left behind
+        self._close()
 
     def abandon(self) -> None:
-        os.close(self._descriptor)
-        self._waiting.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._waiting.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _write(self, content: bytes | memoryview) -> None:
         left = memoryview(content)
@@ -131,10 +138,8 @@ def _bytes_of(blob: Tensor) -> memoryview:
 
 
 def _remove_stale(folder: Path) -> None:
-    oldest = time.time() - STALE_S
-    for left in folder.glob(".*.tmp"):
-        try:
-            if left.stat().st_mtime < oldest:
-                left.unlink()
-        except OSError:  # another process was quicker
-            continue
+    """What processes that died were writing: nobody holds its lock."""
+    for left in folder.glob(".*.packed.*.tmp"):
+        with suppress(OSError), left.open("rb") as file:  # another process is writing it, or was quicker
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()

@@ -102,9 +102,12 @@ inline float scale_of(const float *x, int32_t n) {
   return is_number ? most / 127 : NAN;
 }
 
+// Below this the division is not exact enough to stay within a byte; such a head is kept as zeros.
+constexpr float LEAST_SCALE = 1e-38f;
+
 // What is not finite has a scale that is not, so that it shows when it is read, whatever integer stands here.
 inline void narrow_scaled(const float *x, int32_t n, float scale, int64_t step, int8_t *to) {
-  const bool usable = scale > 0 && scale < INFINITY;
+  const bool usable = scale >= LEAST_SCALE && scale < INFINITY;
   for (int32_t i = 0; i < n; i++) to[i * step] = usable ? (int8_t)((x[i] / scale + ROUNDER) - ROUNDER) : 0;
 }
 

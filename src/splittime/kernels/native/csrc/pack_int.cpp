@@ -86,6 +86,7 @@ void round_all(const float *values, int64_t count, float scale, int32_t zero, in
 // The value of largest magnitude, the first of equals.
 float extreme(const float *values, int64_t count) {
   const float magnitude = largest_magnitude(values, count);
+  if (magnitude != magnitude) return magnitude;  // a NaN must show in what the weight gives
   for (int64_t i = 0; i < count; i++)
     if (fabsf(values[i]) == magnitude) return values[i];
   return 0;

@@ -1,8 +1,11 @@
 #include "pool.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -37,9 +40,8 @@ struct Pool {
   std::atomic<int32_t> sleeping{0};
   std::atomic<bool> stops{false};
 
-  ~Pool() { resize(1); }
-
-  void resize(int32_t num_threads) {
+  // Returns the number there is: fewer than wanted where the system refuses more.
+  int32_t resize(int32_t num_threads) {
     std::lock_guard<std::mutex> mine(turn);
     stops = true;
     {
@@ -50,7 +52,11 @@ struct Pool {
     threads.clear();
     stops = false;
     uint32_t generation = ticket.load() >> 32;
-    for (int32_t i = 1; i < num_threads; i++) threads.emplace_back([this, generation] { serve(generation); });
+    try {
+      for (int32_t i = 1; i < num_threads; i++) threads.emplace_back([this, generation] { serve(generation); });
+    } catch (const std::system_error &) {
+    }
+    return (int32_t)threads.size() + 1;
   }
 
   void run(int32_t new_items, PoolWork new_work, void *new_context) {
@@ -117,20 +123,28 @@ struct Pool {
   }
 };
 
-Pool pool;
 std::atomic<int32_t> num_threads{1};
+
+// A forked child has none of the threads, and locks in whatever state they were in: it starts again with a new pool. The
+// old one is not destroyed there, nor any at exit, where that would wait for threads that are gone.
+Pool *pool = [] {
+  pthread_atfork(nullptr, nullptr, [] {
+    pool = new Pool;
+    num_threads = 1;
+  });
+  return new Pool;
+}();
 
 }  // namespace
 
 int32_t pool_threads() { return num_threads.load(std::memory_order_relaxed); }
 
 void pool_run(int32_t items, PoolWork work, void *context) {
-  if (!is_working) return pool.run(items, work, context);
+  if (!is_working) return pool->run(items, work, context);
   for (int32_t item = 0; item < items; item++) work(context, item);
 }
 
-extern "C" void st_set_threads(int32_t wanted) {
-  wanted = wanted < 1 ? 1 : wanted;
-  pool.resize(wanted);
-  num_threads = wanted;
+extern "C" int32_t st_set_threads(int32_t wanted) {
+  num_threads = pool->resize(wanted < 1 ? 1 : wanted);
+  return num_threads;
 }

@@ -5,18 +5,44 @@
 // bin in which the threshold lies is known from the bins' sums, and only its members, a few hundred of a flat distribution
 // over 128 thousand tokens, are sorted. top_k weighs each token 1, top_p by its probability; all else is the same. Ties at a
 // threshold stay, as in runner/sampler.py, whose definitions these are.
+#include <stdlib.h>
+
 #include <algorithm>
-#include <vector>
 
 #include "vecmath.inl"
 
 namespace ST_ISA {
 
+// Everything that the standard library's templates are made with here belongs to this namespace: a template of common types
+// would be one function for all instruction sets, and the linker might keep the one with instructions that the CPU lacks.
+template <class T> struct Room {
+  T *data = nullptr;
+  int64_t size = 0;
+  ~Room() { free(data); }
+  T *of(int64_t wanted) {
+    if (wanted > size) {
+      free(data);
+      data = static_cast<T *>(malloc(wanted * sizeof(T)));
+      size = wanted;
+    }
+    return data;
+  }
+  T &operator[](int64_t i) { return data[i]; }
+};
+
+struct Member {
+  float logit, weight;
+};
+struct Falling {
+  bool operator()(float a, float b) const { return a > b; }
+  bool operator()(const Member &a, const Member &b) const { return a.logit > b.logit; }
+};
+
 // What a thread keeps from row to row.
 struct DrawScratch {
-  std::vector<float> weights, maxima, order;
-  std::vector<double> sums;
-  std::vector<std::pair<float, float>> members;  // logit, weight
+  Room<float> weights, maxima, order;
+  Room<double> sums;
+  Room<Member> members;
 };
 
 // One row's draw. weights: [vocab], exp((logit - largest) / temperature). The row is worked on in blocks of BLOCK tokens;
@@ -30,9 +56,10 @@ struct Drawing {
   float most = 0, scale = 1;
 
   Drawing(const float *logits, int32_t vocab, DrawScratch &own) : logits(logits), vocab(vocab), own(own) {
-    own.weights.resize(vocab);
-    own.maxima.resize(blocks());
-    own.sums.resize(blocks());
+    own.weights.of(vocab);
+    own.maxima.of(blocks());
+    own.order.of(blocks());
+    own.sums.of(blocks());
   }
 
   int32_t blocks() const { return (vocab + BLOCK - 1) / BLOCK; }
@@ -81,30 +108,28 @@ struct Drawing {
   float threshold(float floor, double target, bool counts) {
     double mass[BINS] = {};
     each(floor, [&](float logit, float weight) { mass[bin_of(logit)] += counts ? 1.0f : weight; });
-    double above = 0;
+    double above = 0, reached = 0;  // what weighs more than the chosen bin, and that with it
     int32_t chosen = 0;
-    for (int32_t bin = 0; bin < BINS && above < target; bin++)
-      if (mass[bin] > 0) chosen = bin, above += mass[bin];
-    above -= mass[chosen];
-    own.members.clear();
+    for (int32_t bin = 0; bin < BINS && reached < target; bin++)
+      if (mass[bin] > 0) chosen = bin, above = reached, reached += mass[bin];
+    Member *members = own.members.of(vocab);
+    int64_t count = 0;
     each(floor, [&](float logit, float weight) {
-      if (bin_of(logit) == chosen) own.members.push_back({logit, counts ? 1.0f : weight});
+      if (bin_of(logit) == chosen) members[count++] = {logit, counts ? 1.0f : weight};
     });
-    std::sort(own.members.begin(), own.members.end(), [](auto &a, auto &b) { return a.first > b.first; });
+    std::sort(members, members + count, Falling());
     float found = floor;
-    for (auto &[logit, weight] : own.members) {
-      if (above >= target) break;
-      found = logit, above += weight;
-    }
+    for (int64_t i = 0; i < count && above < target; i++) found = members[i].logit, above += members[i].weight;
     return found;
   }
 
   // The wanted-th largest of the blocks' maxima: at least so many logits reach it, and few others.
   float likely_floor(int32_t wanted) {
     if (wanted >= blocks()) return -INFINITY;
-    own.order.assign(own.maxima.begin(), own.maxima.begin() + blocks());
-    std::nth_element(own.order.begin(), own.order.begin() + wanted - 1, own.order.end(), std::greater<float>());
-    return own.order[wanted - 1];
+    float *order = own.order.data;
+    memcpy(order, own.maxima.data, blocks() * sizeof(float));
+    std::nth_element(order, order + wanted - 1, order + blocks(), Falling());
+    return order[wanted - 1];
   }
 
   // The sum of all weights at or above `floor`, block by block into `sums`.

@@ -36,7 +36,7 @@ typedef struct {
   float *scales;
 } StKv;
 
-/* One step: R rows, T tokens; see splittime.kernels.api.AttentionBatch. Rows of one token come first.
+/* One step: R rows, T tokens; see splittime.kernels.api.AttentionBatch. The first decode_rows rows have one token.
  * turns: [T][head_dim / 2] pairs (cos, sin). */
 typedef struct {
   int32_t rows, tokens, decode_rows, max_blocks;
@@ -65,7 +65,8 @@ int32_t st_isa_runs(int32_t index);
 void st_isa_select(int32_t index);
 int32_t st_isa_selected(void);
 
-void st_set_threads(int32_t num_threads); /* the calling thread counts as one */
+/* The calling thread counts as one. Returns how many there are, fewer if the system refuses more. */
+int32_t st_set_threads(int32_t num_threads);
 
 /* Bytes of the blob of a packed weight (a multiple of 64; the blob must be aligned to 64 bytes). */
 int64_t st_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t has_zeros);
