@@ -41,6 +41,7 @@ def read_gb_per_s(cores: int) -> float:
     return block.nbytes / min(taken) / 1e9
 
 
+@torch.inference_mode()
 def fill(runner: TorchRunner) -> None:
     for layer in runner.store.layers:
         if layer.scales is None:
@@ -54,7 +55,7 @@ def admit(runner: TorchRunner, name: str, context: int, first_block: int) -> int
     """A request that stands at `context` tokens; returns the next free block. One step is run to make it known."""
     blocks = -(-(context + 1) // runner.resolved.block_size)
     table = tuple(range(first_block, first_block + blocks))
-    admitted = Admitted(name, (1,) * context, 0, SamplingParams(temperature=0.0, seed=0), ())
+    admitted = Admitted(name, (1,) * context, 1, SamplingParams(temperature=0.0, seed=0), ())
     runner.run(StepPlan(0, (Row(name, context - 1, (1,), table, True),), (admitted,)))
     return first_block + blocks
 

@@ -53,7 +53,7 @@ class Probe:
 
     def __enter__(self) -> "Probe":
         tokens = (0,) * self.max_tokens
-        admitted = (Admitted("probe", tokens, 0, SamplingParams(temperature=0.0, seed=0), ()),)
+        admitted = (Admitted("probe", tokens, 1, SamplingParams(temperature=0.0, seed=0), ()),)
         self.run(StepPlan(0, (Row("probe", 0, tokens, self._block_ids, True),), admitted))
         return self
 
