@@ -3,6 +3,7 @@
 A dense decoder layer is one call (`fused`); what is composed in Python goes through `torch_ops`.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,9 @@ class NativeOps:
     def set_threads(self, num_threads: int) -> None:
         """torch keeps one: what it still does is small, and two pools would fight for the same cores."""
         torch.set_num_threads(1)
-        library().st_set_threads(num_threads)
+        started = library().st_set_threads(num_threads)
+        if started < num_threads:
+            warnings.warn(f"the system gives {started} of {num_threads} threads", stacklevel=2)
 
     def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> int:
         return int(library().st_packed_bytes(SCHEMES[scheme.name], out_features, in_features, scheme.group, 0))

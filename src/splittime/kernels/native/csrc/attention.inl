@@ -2,8 +2,6 @@
 // stretch of its context (attention_decode.inl), for a longer row a tile of its queries (attention_prefill.inl), each
 // for one KV head with all query heads that share it, so that keys and values are read once. The cut follows from the
 // row alone: neither its neighbours nor the number of threads change a bit of its result.
-#include <stdlib.h>
-
 #include <type_traits>
 
 #include "vecmath.inl"
@@ -12,23 +10,6 @@ namespace ST_ISA::paged {
 
 constexpr int PANEL = 2 * LANES;  // keys, or columns of values, that a register tile covers
 constexpr float LOG2_E = 1.44269504f;
-
-// Memory of one thread that grows to what the largest call needed, and stays. (No std::vector: its code would be
-// compiled for one instruction set and linked into all.)
-struct Scratch {
-  char *memory = nullptr;
-  int64_t size = 0;
-  ~Scratch() { free(memory); }
-  template <class V> V *of(int64_t count) {
-    const int64_t bytes = (count * (int64_t)sizeof(V) + 4095) / 4096 * 4096;
-    if (bytes > size) {
-      free(memory);
-      memory = (char *)aligned_alloc(4096, bytes);
-      size = bytes;
-    }
-    return (V *)memory;
-  }
-};
 
 // One call. `seen`: tokens of context that a query can see at most.
 struct Attend {
@@ -223,12 +204,13 @@ namespace ST_ISA {
 void attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, float scale,
                const float *q, int64_t q_stride, float *out) {
   using namespace paged;
-  static thread_local Scratch row_memory, partial_memory;
+  static thread_local Room<RowItems> row_memory;
+  static thread_local Room<float> partial_memory;
   const int32_t wide_dim = (kv->head_dim + PANEL - 1) / PANEL * PANEL;
   const Attend call = {*batch, *kv, num_heads, num_heads / kv->num_kv_heads, wide_dim, window_tokens, scale, q,
                        q_stride, out};
-  const Schedule all = schedule_of(call, row_memory.of<RowItems>(batch->rows));
-  float *partials = all.partials ? partial_memory.of<float>(all.partials * partial_floats(call)) : nullptr;
+  const Schedule all = schedule_of(call, row_memory.of(batch->rows));
+  float *partials = all.partials ? partial_memory.of(all.partials * partial_floats(call)) : nullptr;
   with_kv_type(kv->type, [&](auto *element) {
     using T = std::remove_pointer_t<decltype(element)>;
     run_items(all.items, all.work, [&](int64_t item) { run_item<T>(call, all, partials, item); });

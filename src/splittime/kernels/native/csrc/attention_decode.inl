@@ -225,13 +225,13 @@ template <class T> void finish(const Decode<T> &state, int32_t row, int32_t kv_h
 }
 
 template <class T> void decode_part(const Attend &call, int32_t row, int32_t kv_head, int32_t part, float *partial) {
-  static thread_local Scratch memory;
+  static thread_local Room<float> memory;
   const Parts parts = parts_of(call, row);
   const int32_t begin = parts.origin + part * parts.each;
   const int32_t end = parts.end - begin < parts.each ? parts.end : begin + parts.each;
   const bool in_place = reads_in_place(call.kv);
   const int64_t sharing = call.sharing, wide = call.wide_dim;
-  float *at = memory.of<float>(sharing * (2 * wide + CHUNK + 2 * LANES) + 2 * wide * CHUNK + ints_floats(call));
+  float *at = memory.of(sharing * (2 * wide + CHUNK + 2 * LANES) + 2 * wide * CHUNK + ints_floats(call));
   Softmax *softmaxes = (Softmax *)at;
   float *q = at + sharing * 2 * LANES, *results = q + sharing * wide, *scores = results + sharing * wide;
   float *keys = scores + sharing * CHUNK, *values = keys + wide * CHUNK;

@@ -147,12 +147,12 @@ template <class T> void take_tiles(Prefill &state, const int32_t *table) {
 
 // Tiles of late queries see most and come first: items are taken from the last to the first.
 template <class T> void prefill_tile(const Attend &call, int32_t row, int32_t kv_head, int32_t part) {
-  static thread_local Scratch memory;
+  static thread_local Room<float> memory;
   const int32_t count = call.queries(row), each = tile_queries(call), begin = part * each;
   const int32_t rows = (count - begin < each ? count - begin : each) * call.sharing;
   const int64_t padded = (rows + QUERY_ROWS - 1) / QUERY_ROWS * QUERY_ROWS;
   const int64_t dim = call.kv.head_dim, wide = call.wide_dim;
-  float *at = memory.of<float>(padded * (2 * LANES + dim + KEY_TILE + wide + 1) + KEY_TILE * (dim + wide));
+  float *at = memory.of(padded * (2 * LANES + dim + KEY_TILE + wide + 1) + KEY_TILE * (dim + wide));
   const int32_t token = call.batch.query_begins[row] + begin, position = call.batch.context_lens[row] - count + begin;
   Prefill state = {call, kv_head, token, position, rows, (int32_t)padded};
   state.softmaxes = (Softmax *)at;

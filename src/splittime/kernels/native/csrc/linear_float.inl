@@ -8,8 +8,6 @@
 //
 // Few tokens: the weights are read once, from memory, and the next block is prefetched. Many tokens: the activations of
 // one K block stay in L2, a panel's block in L1, and the tiles pass over it.
-#include <stdlib.h>
-
 #include "linear_float_tiles.inl"
 
 namespace ST_ISA {
@@ -19,21 +17,7 @@ constexpr int BLOCK_ROWS = 192;             // tokens whose K block (192 KiB) st
 constexpr int64_t NEAR = 2048;              // bytes to prefetch ahead in one stream; a block of float32 would fill L1
 constexpr int64_t SMALL_PRODUCT = 1 << 16;  // multiplications (2 us of them) that are not worth a second thread
 
-// Memory that grows to the largest call and stays.
-struct Buffer {
-  float *data = nullptr;
-  int64_t size = 0;
-  ~Buffer() { free(data); }
-  float *of(int64_t floats) {
-    if (floats > size) {
-      free(data);
-      size = (floats + 1023) / 1024 * 1024;
-      data = static_cast<float *>(aligned_alloc(LINE, size * sizeof(float)));
-    }
-    return data;
-  }
-};
-inline thread_local Buffer activations, sums;
+inline thread_local Room<float> activations, sums;
 
 // `count` things in `parts` parts that differ by one at most: the first of part i.
 inline int64_t begin_of(int64_t count, int64_t parts, int64_t i) { return count * i / parts; }

@@ -19,9 +19,6 @@ inline __attribute__((always_inline)) void accumulate(F32 &sum, F32 w, F32 x) {
 #endif
 }
 
-// x in every lane (`splat` would add it to zero, which is an instruction).
-inline __attribute__((always_inline)) F32 broadcast(float x) { return x - F32{}; }
-
 // body(0), .., body(N - 1), each index a constant: plain loops are unrolled too late for their arrays to be registers.
 template <class F, int... I>
 inline __attribute__((always_inline)) void each(F &&body, std::integer_sequence<int, I...>) {
@@ -37,7 +34,7 @@ template <int R, int N, class F>
 inline __attribute__((always_inline)) void products(const float *x, F &&weights, F32 (&sum)[N][R]) {
   if constexpr (R < N) {
     F32 xs[R];
-    ST_EACH(r, R) { xs[r] = broadcast(x[r * BLOCK]); });
+    ST_EACH(r, R) { xs[r] = splat(x[r * BLOCK]); });
     ST_EACH(i, N) {
       const F32 w = weights(i);
       ST_EACH(r, R) { accumulate(sum[i][r], w, xs[r]); });
@@ -46,7 +43,7 @@ inline __attribute__((always_inline)) void products(const float *x, F &&weights,
     F32 ws[N];
     ST_EACH(i, N) { ws[i] = weights(i); });
     ST_EACH(r, R) {
-      const F32 xr = broadcast(x[r * BLOCK]);
+      const F32 xr = splat(x[r * BLOCK]);
       ST_EACH(i, N) { accumulate(sum[i][r], ws[i], xr); });
     });
   }

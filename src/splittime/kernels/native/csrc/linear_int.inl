@@ -4,7 +4,6 @@
 #include "linear_int_tiles.inl"
 
 #include <math.h>
-#include <stdlib.h>
 
 #include <utility>
 
@@ -15,21 +14,6 @@ constexpr int64_t MOST_TOKENS = 512;    // rounded at a time, which bounds the s
 constexpr int64_t ITEM_TOKENS = 128;    // of an item: their chunk of activations stays in L2
 constexpr int64_t DIRECT4 = 12;         // up to here, tiles split nibbles themselves; beyond, the first does for all
 constexpr int64_t ORDERED_TOKENS = 32;  // up to here, weights are read in the order of memory
-
-// Memory aligned to 64 that grows and stays.
-struct IntScratch {
-  uint8_t *memory = nullptr;
-  int64_t size = 0;
-  ~IntScratch() { free(memory); }
-  uint8_t *of(int64_t bytes) {
-    if (bytes > size) {
-      free(memory);
-      size = (bytes + 4095) / 4096 * 4096;
-      memory = (uint8_t *)aligned_alloc(64, size);
-    }
-    return memory;
-  }
-};
 
 inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -256,7 +240,7 @@ template <class F> inline void finish(const IntProduct &c, int64_t p, int64_t to
 
 // Panels [first, last) for tokens [begin, begin + tokens).
 inline void int_item(const IntProduct &c, int64_t first, int64_t last, int64_t begin, int64_t tokens) {
-  static thread_local IntScratch scratch;
+  static thread_local Room<uint8_t> scratch;
   const bool is_int8 = c.weight.scheme == ST_INT8;
   const int64_t panel_sums = tokens * (is_int8 ? SUMS8 : PANEL);  // of 4 bytes each, integers or floats
   // Few tokens: panel by panel, in the order of memory. Many: chunk by chunk, so that activations stay in the cache.
@@ -304,7 +288,7 @@ inline int64_t panel_items(const IntLayout &layout, int64_t tokens, int64_t toke
 
 void linear_int(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
                 int64_t y_stride) {
-  static thread_local IntScratch scratch;
+  static thread_local Room<uint8_t> scratch;
   const int64_t in = weight->in_features, residual_stride = residual == y ? y_stride : weight->out_features;
   const bool is_int8 = weight->scheme == ST_INT8;
   const int32_t block = is_int8 ? 64 : weight->group % 64 ? 32 : 64;

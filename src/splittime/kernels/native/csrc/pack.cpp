@@ -4,6 +4,7 @@
 // float32, or two neighbouring bfloat16. Rows and columns that a panel lacks are zero.
 #include <string.h>
 
+#include "halves.h"
 #include "pack_int.h"
 #include "pool.h"
 #include "splittime.h"
@@ -14,42 +15,11 @@ constexpr int BLOCK = 256;  // columns that are converted, then transposed, in t
 
 bool is_float(int32_t scheme) { return scheme == ST_FLOAT32 || scheme == ST_BFLOAT16; }
 int64_t words_of(int32_t scheme, int32_t columns) { return scheme == ST_FLOAT32 ? columns : (columns + 1) / 2; }
-int64_t size_of(int32_t dtype) { return dtype == ST_FLOAT32 ? 4 : 2; }
-
-float from_bits(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-uint32_t to_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-// Without branches, so that the compiler makes vectors of it. Infinity and NaN: the exponent becomes the highest.
-float from_half(uint16_t half) {
-  const uint32_t sign = (uint32_t)(half & 0x8000) << 16;
-  const float size = from_bits((uint32_t)(half & 0x7fff) << 13) * 0x1p112f;
-  const uint32_t special = (half & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
-  return from_bits(sign | to_bits(size) | special);
-}
-
 // Round to nearest, ties to even; a NaN stays one.
 uint16_t to_bfloat16(float x) {
   const uint32_t bits = to_bits(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return (uint16_t)(x != x ? (bits >> 16) | 64 : rounded);
-}
-
-void to_float32(const void *from, int32_t dtype, int64_t count, float *to) {
-  const uint16_t *halves = static_cast<const uint16_t *>(from);
-  if (dtype == ST_FLOAT32)
-    memcpy(to, from, count * sizeof *to);
-  else if (dtype == ST_BFLOAT16)
-    for (int64_t i = 0; i < count; i++) to[i] = from_bits((uint32_t)halves[i] << 16);
-  else
-    for (int64_t i = 0; i < count; i++) to[i] = from_half(halves[i]);
 }
 
 void to_bfloat16s(const void *from, int32_t dtype, int64_t count, uint16_t *to) {

@@ -7,22 +7,10 @@
 
 #include <vector>
 
+#include "halves.h"
 #include "pool.h"
 
 namespace {
-
-float f32_of_f16(uint16_t h) {
-  // The float whose exponent and mantissa are h's, times 2^112 for the difference of the biases; right for subnormals too.
-  uint32_t bits = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
-  float x;
-  memcpy(&x, &bits, 4);
-  x *= 0x1p112f;
-  memcpy(&bits, &x, 4);
-  if ((h & 0x7c00) == 0x7c00) bits |= 0x7f800000;
-  bits |= sign;
-  memcpy(&x, &bits, 4);
-  return x;
-}
 
 // Ties to even; beyond 65504 infinite.
 uint16_t f16_of(float x) {
@@ -38,19 +26,6 @@ uint16_t f16_of(float x) {
     return sign | (uint16_t)(bits - 0x3f000000);
   }
   return sign | (uint16_t)((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
-}
-
-void to_floats(const void *from, int32_t dtype, int64_t begin, int64_t count, float *to) {
-  if (dtype == ST_FLOAT32) {
-    memcpy(to, (const float *)from + begin, count * sizeof(float));
-  } else if (dtype == ST_BFLOAT16) {
-    const uint16_t *halves = (const uint16_t *)from + begin;
-    uint32_t *bits = (uint32_t *)to;
-    for (int64_t i = 0; i < count; i++) bits[i] = (uint32_t)halves[i] << 16;
-  } else {
-    const uint16_t *halves = (const uint16_t *)from + begin;
-    for (int64_t i = 0; i < count; i++) to[i] = f32_of_f16(halves[i]);
-  }
 }
 
 // The largest magnitude, found among bit patterns: they sort like magnitudes, and integers the compiler can reorder.
@@ -126,7 +101,7 @@ struct Panel {
     }
     for (int64_t g = 0; g * group < in; g++) {
       const int64_t at = g * group, count = in - at < group ? in - at : group;
-      const float scale = f32_of_f16(f16_of(extreme(values + at, count) / -8));
+      const float scale = from_half(f16_of(extreme(values + at, count) / -8));
       set_scale(g, n, scale);
       round_all(values + at, count, scale, 8, 0, 15, row(n) + at);
     }
@@ -172,7 +147,8 @@ void pack_int(int32_t scheme, int32_t out_features, int32_t in_features, int32_t
     Panel panel(layout, scheme, group, first + item, blob, rows);
     for (int32_t n = 0; n < PANEL && (first + item) * PANEL + n < row_end; n++) {
       const int64_t row = (int64_t)item * PANEL + n;  // of `weight`, which starts at row_begin
-      to_floats(weight, dtype, row * in_features, in_features, floats.data());
+      const char *from = (const char *)weight + row * in_features * size_of(dtype);
+      to_float32(from, dtype, in_features, floats.data());
       panel.round_row(n, floats.data(), in_features);
     }
     panel.weave();
@@ -214,7 +190,7 @@ void unpack_int(const StLinear *linear, float *weight) {
         } else {
           uint16_t half;
           memcpy(&half, panel + 2 * (g * PANEL + n), 2);
-          scale = f32_of_f16(half);
+          scale = from_half(half);
         }
         const int32_t zero = scheme == ST_INT8 ? 128 : linear->has_zeros ? panel[layout.zeros_at + g * PANEL + n] : 8;
         row[k] = (float)(integer_at(layout, scheme, panel, k, n) - zero) * scale;

@@ -5,30 +5,11 @@
 // bin in which the threshold lies is known from the bins' sums, and only its members, a few hundred of a flat distribution
 // over 128 thousand tokens, are sorted. top_k weighs each token 1, top_p by its probability; all else is the same. Ties at a
 // threshold stay, as in runner/sampler.py, whose definitions these are.
-#include <stdlib.h>
-
 #include <algorithm>
 
 #include "vecmath.inl"
 
 namespace ST_ISA {
-
-// Everything that the standard library's templates are made with here belongs to this namespace: a template of common types
-// would be one function for all instruction sets, and the linker might keep the one with instructions that the CPU lacks.
-template <class T> struct Room {
-  T *data = nullptr;
-  int64_t size = 0;
-  ~Room() { free(data); }
-  T *of(int64_t wanted) {
-    if (wanted > size) {
-      free(data);
-      data = static_cast<T *>(malloc(wanted * sizeof(T)));
-      size = wanted;
-    }
-    return data;
-  }
-  T &operator[](int64_t i) { return data[i]; }
-};
 
 struct Member {
   float logit, weight;

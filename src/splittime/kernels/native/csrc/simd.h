@@ -6,6 +6,7 @@
 #pragma once
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -23,6 +24,25 @@ typedef uint16_t U16h __attribute__((vector_size(LANES * 2)));  // LANES of them
 typedef int16_t I16h __attribute__((vector_size(LANES * 2)));
 typedef int8_t I8h __attribute__((vector_size(LANES * 2)));     // 2 LANES of them
 typedef int8_t I8q __attribute__((vector_size(LANES)));         // LANES of them
+
+// Memory of one thread that grows to what the largest call needed, and stays. It is in this namespace, as is everything that
+// the standard library's templates are made with in the kernels: a template of common types (a std::vector<float>) would
+// be one function for all instruction sets, and the linker might keep the one with instructions that the CPU lacks.
+template <class T> struct Room {
+  T *data = nullptr;
+  int64_t size = 0;
+  ~Room() { free(data); }
+  T *of(int64_t wanted) {
+    if (wanted > size) {
+      free(data);
+      const int64_t bytes = (wanted * (int64_t)sizeof(T) + 4095) / 4096 * 4096;
+      data = static_cast<T *>(aligned_alloc(4096, bytes));
+      size = bytes / sizeof(T);
+    }
+    return data;
+  }
+  T &operator[](int64_t i) { return data[i]; }
+};
 
 template <class V> inline __attribute__((always_inline)) V load(const void *p) {
   V v;
