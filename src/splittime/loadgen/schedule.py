@@ -1,0 +1,106 @@
+"""What is sent and when, drawn whole before the first byte leaves: so that a slow server cannot slow the questions.
+
+A schedule is a value with a seed. It can be saved and replayed (`save`, `load_schedule`); its digest says whether two
+runs sent the same. Arrivals come from `arrivals`, prompts and lengths from `workload` and `traces`, `run` carries it out.
+
+Open loop: `at_ns` is the intended start, from the run's begin. Closed loop: `at_ns` is None, and so many workers as
+`concurrency` says each take the next request when the last has ended; its intended start is that instant.
+A session's later turns: `think_ns` after the *expected* end of the turn before (`at_ns` of the turn before plus
+`expected_ns`), or after its real end if that is later; the intended start counts from the former, so that a slow answer
+is not forgiven (HdrHistogram, issue 148).
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from splittime.core.errors import ConfigError, NotFound
+from splittime.ledger.client_book import Phase
+
+FORMAT = 1
+
+Message = dict[str, Any]
+
+
+class Planned(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """One request to be sent.
+
+    prompt: token ids (exact, preferred) or a text, for the completions endpoint; messages: a chat, instead of a prompt.
+    expected_prompt_tokens, expected_cached_tokens: what the server should find, if known beforehand.
+    output_tokens: asked for exactly (with ignore_eos, where the server knows it) if `exact_output`, else at most.
+    cancel_after_ns: hang up so long after sending. read_delay_ns: wait so long before reading each chunk.
+    think_ns, expected_ns: of a session, see above. body: more fields for the request's JSON.
+    """
+
+    index: int
+    at_ns: int | None
+    output_tokens: int
+    prompt: tuple[int, ...] | str = ()
+    messages: tuple[Message, ...] | None = None
+    exact_output: bool = True
+    phase: Phase = Phase.MEASURED
+    expected_prompt_tokens: int | None = None
+    expected_cached_tokens: int | None = None
+    session: int | None = None
+    turn: int = 0
+    think_ns: int = 0
+    expected_ns: int = 0
+    cancel_after_ns: int | None = None
+    read_delay_ns: int = 0
+    body: dict[str, Any] = {}
+    tags: dict[str, str] = {}
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """All requests in the order of their index. `concurrency` is None for an open loop."""
+
+    format: int = FORMAT
+    seed: int
+    concurrency: int | None = None
+    duration_ns: int | None = None
+    settings: dict[str, Any] = {}
+    requests: tuple[Planned, ...]
+
+    @property
+    def digest(self) -> str:
+        """Of what is sent and when, not of the settings' wording."""
+        whole = hashlib.blake2b(digest_size=8)
+        for planned in self.requests:
+            whole.update(msgspec.msgpack.encode(planned))
+        whole.update(msgspec.msgpack.encode((self.concurrency, self.duration_ns)))
+        return whole.hexdigest()
+
+
+def save(schedule: Schedule, path: Path) -> None:
+    """One JSON document a line: what all requests share, then each request."""
+    lines = [msgspec.json.encode(msgspec.structs.replace(schedule, requests=()))]
+    lines += [msgspec.json.encode(planned) for planned in schedule.requests]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\n".join(lines) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write the schedule to {path}: {error}", param="schedule", value=str(path)) from error
+
+
+def load_schedule(path: Path) -> Schedule:
+    """Raises `NotFound` for no file and `ConfigError` for one that is no schedule."""
+    if not path.is_file():
+        raise NotFound(f"no schedule at {path}", param="schedule", value=str(path))
+    try:
+        head, *rest = path.read_bytes().splitlines()
+        schedule = msgspec.json.decode(head, type=Schedule)
+        requests = tuple(_requests(rest))
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise ConfigError(f"{path} is not a schedule: {error}", param="schedule", value=str(path)) from error
+    return msgspec.structs.replace(schedule, requests=requests)
+
+
+def _requests(lines: list[bytes]) -> Iterator[Planned]:
+    for place, line in enumerate(lines):
+        planned = msgspec.json.decode(line, type=Planned)
+        if planned.index != place:
+            raise ValueError(f"request {place} says it is number {planned.index}")
+        yield planned
