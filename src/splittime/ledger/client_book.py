@@ -1,8 +1,8 @@
 """The client's book: what a load generator saw of each request, and all that belongs to one run of it.
 
 It is the other of the two books: the server's account says where its time went, this says what the user felt. A `Run`
-is one file of JSON with everything in it (`save`, `load_run`), so that a report, a comparison or a diagnosis can be made
-from it later, elsewhere, again.
+is one file of JSON with everything in it (`save`, `load_run`): a report, a comparison or a diagnosis is made from it
+later, elsewhere, again.
 
 Every time is in ns on the client's monotonic clock, from the run's begin (`Run.begin_ns`). The clocks of two hosts are
 never subtracted: the joined account keeps its own, and only durations are compared.
@@ -39,8 +39,8 @@ class Ending(StrEnum):
 
 
 class Phase(StrEnum):
-    """Warm-up is not counted; there is no drain between it and what is measured. What is intended after the window's end
-    keeps the load up while the window's last requests finish, and is not counted either."""
+    """Warm-up is not counted; there is no drain between it and what is measured. What is intended after the window's
+    end keeps the load up while the window's last requests finish, and is not counted either."""
 
     WARM_UP = "warm_up"
     MEASURED = "measured"

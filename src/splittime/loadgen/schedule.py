@@ -1,7 +1,8 @@
 """What is sent and when, drawn whole before the first byte leaves: so that a slow server cannot slow the questions.
 
 A schedule is a value with a seed. It can be saved and replayed (`save`, `load_schedule`); its digest says whether two
-runs sent the same. Arrivals come from `arrivals`, prompts and lengths from `workload` and `traces`, `run` carries it out.
+runs sent the same. Arrivals come from `arrivals`, prompts and lengths from `workload` and `traces`; `run` carries it
+out.
 
 Open loop: `at_ns` is the intended start, from the run's begin. Closed loop: `at_ns` is None, and so many workers as
 `concurrency` says each take the next request when the last has ended; its intended start is that instant.
