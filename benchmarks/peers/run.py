@@ -7,7 +7,8 @@ All engines of a precision class are loaded at once and asleep but one. A round 
 another first, between two probes of the machine's limits. A figure is the median of the rounds with its quartiles; the
 ratio to a peer is the median of the rounds' own ratios, so that a slow minute hits both sides. What the words mean:
 `protocol.py`; who takes part: `contenders.py`; the roofline: `ceilings.py`. Results: benchmarks/results, one file a
-model and class. `--lock FILE` holds that file locked through each round, for a machine shared with other measurements.
+model and class; cells that were not run this time stay in it, each with the commit and the time of its own measurement.
+`--lock FILE` holds that file locked through each round, for a machine shared with other measurements.
 """
 
 import argparse
@@ -25,10 +26,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.peers import show
 from benchmarks.peers.ceilings import Limits, Prober, Shape, roofline, scratch
 from benchmarks.peers.contenders import CLASSES, OURS, Contender, build_llama, entries, started, without_folders
-from benchmarks.report import conditions, file_result
+from benchmarks.report import RESULTS, conditions, file_result
 
 DEFAULT_CELLS = ["decode:1,4,8,16,32", "prefill:128,512"]
 PROMPT_TOKENS = 16
+STAMPED = ("commit", "is_dirty", "date", "load_1min")
 Samples = dict[str, dict[int, float]]  # tokens/s by contender and round
 
 
@@ -151,6 +153,18 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {**kept, "contenders": about, "errors": book.errors}
 
 
+def with_filed(name: str, cells: dict[str, Any]) -> dict[str, Any]:
+    """These cells, each stamped with when it was measured, and those filed under this name that they do not replace."""
+    stamp = {key: value for key, value in conditions().items() if key in STAMPED}
+    found = {cell: {**figures, "measured": stamp} for cell, figures in cells.items()}
+    path = RESULTS / f"{name}.json"
+    if path.exists():
+        filed = json.loads(path.read_text())
+        then = {key: value for key, value in filed["conditions"].items() if key in STAMPED}
+        found = {cell: {"measured": then, **old} for cell, old in filed["figures"]["cells"].items()} | found
+    return dict(sorted(found.items(), key=lambda item: (item[0].split(":")[0], int(item[0].split(":")[1]))))
+
+
 def bars(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console)
@@ -187,6 +201,7 @@ def main() -> None:
     figures["load_1min_before"] = before["load_1min"]
     if not arguments.no_file:
         name = f"peers_{arguments.model}_{arguments.precision}"
+        figures["cells"] = with_filed(name, figures["cells"])
         file_result(name, figures, {**vars(arguments), "setting": dict(arguments.setting)}, arguments.json)
     elif arguments.json:
         print(json.dumps(figures))

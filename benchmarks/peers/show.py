@@ -1,4 +1,4 @@
-"""Results of `run.py` as a table and as a picture: python -m benchmarks.peers.show --model llama-1b
+"""Results of `run.py` as tables and as a picture: python -m benchmarks.peers.show --model llama-1b [--markdown]
 
 The picture, docs/cpu_peers_MODEL.png: tokens/s against the batch in each precision class filed, with the quartiles of
 each contender and the roofline of the same minutes.
@@ -62,6 +62,26 @@ def _ratio(cell: dict[str, Any]) -> str:
     return f"{ratio['median']:.2f} ({ratio['p25']:.2f}-{ratio['p75']:.2f})\n{cell['best_peer']}"
 
 
+def markdown(figures: dict[str, Any]) -> str:
+    """The same for a document."""
+    names = [name for name, about in figures["contenders"].items() if "absent" not in about]
+    rows = [[figures["precision"], *names, "roofline", "ours over the best peer"], ["---"] * (len(names) + 3)]
+    for name, cell in figures["cells"].items():
+        top, ratio = cell["roofline_tokens_per_s"], cell.get("ours_over_best_peer")
+        last = f"{ratio['median']:.2f} ({ratio['p25']:.2f}-{ratio['p75']:.2f})" if ratio else "-"
+        rates = [_rate_in_words(cell, one) for one in names]
+        rows.append([name.replace(":", " "), *rates, f"{top:.0f}" if top else "-", last])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _rate_in_words(cell: dict[str, Any], name: str) -> str:
+    found, share = cell["tokens_per_s"].get(name), cell["share_of_roofline"].get(name)
+    if found is None:
+        return "-"
+    tail = f", {share:.0%} of the roofline" if name == OURS and share is not None else ""
+    return f"{found['median']:.1f} ({found['p25']:.1f}-{found['p75']:.1f}){tail}"
+
+
 def picture(model: str, results: list[dict[str, Any]], path: Path) -> None:
     """One panel a class."""
     import matplotlib
@@ -116,11 +136,15 @@ def _line(axes: Any, rates: dict[int, dict[str, Any] | None], name: str, style: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-1b")
+    parser.add_argument("--markdown", action="store_true", help="tables for a document, and no picture")
     arguments = parser.parse_args()
     paths = [RESULTS / f"peers_{arguments.model}_{precision}.json" for precision in CLASSES]
     results = [json.loads(path.read_text()) for path in paths if path.exists()]
     if not results:
         raise SystemExit(f"nothing filed for {arguments.model}: python -m benchmarks.peers.run first")
+    if arguments.markdown:
+        print("\n\n".join(markdown(result["figures"]) for result in results))
+        return
     for result in results:
         wide().print(table(result["figures"]))
     picture(arguments.model, results, DOCS / f"cpu_peers_{arguments.model}.png")
