@@ -23,6 +23,7 @@ SHAPES = [  # head_dim, block_size, num_heads, num_kv_heads, window
     (80, 5, 2, 1, 19),
     (128, 32, 4, 2, 70),
     (128, 128, 7, 1, None),
+    (64, 256, 4, 2, 300),
     (20, 48, 10, 1, None),
 ]
 ROWS = {

@@ -1,7 +1,7 @@
 // Attention over the paged store, in place. A call is cut into items that threads take: for a row of one query token a
-// stretch of its context (attention_decode.inl), for a longer row a tile of its queries (attention_prefill.inl), each
-// for one KV head with all query heads that share it, so that keys and values are read once. The cut follows from the
-// row alone: neither its neighbours nor the number of threads change a bit of its result.
+// stretch of its context (attention_decode.inl), for a longer row a tile of its queries and one KV head
+// (attention_prefill.inl); always with all query heads that share a KV head, so that keys and values are read once. Where
+// sums are cut follows from the row alone: neither its neighbours nor the number of threads change a bit of its result.
 #include <type_traits>
 
 #include "vecmath.inl"
@@ -133,10 +133,10 @@ namespace ST_ISA::paged {
 
 constexpr int64_t SERIAL_WORK = 1 << 16;  // products of a call that other threads would only hear of when it is done
 
-// Items of a row: for each KV head its parts (stretches of context, or tiles of queries).
+// Items of a row: its parts (stretches of context, or tiles of queries), each for `groups` of its KV heads.
 struct RowItems {
   int64_t begin;
-  int32_t parts, first_partial;
+  int32_t parts, groups, first_partial;
 };
 
 struct Schedule {
@@ -150,8 +150,9 @@ inline Schedule schedule_of(const Attend &call, RowItems *rows) {
   for (int32_t row = 0; row < call.batch.rows; row++) {
     const bool decodes = row < call.batch.decode_rows;
     const int32_t parts = decodes ? decode_parts(call, row) : prefill_parts(call, row);
-    rows[row] = {all.items, parts, all.partials};
-    all.items += (int64_t)parts * call.kv.num_kv_heads;
+    const int32_t groups = decodes ? decode_groups(call, parts) : call.kv.num_kv_heads;
+    rows[row] = {all.items, parts, groups, all.partials};
+    all.items += (int64_t)parts * groups;
     if (decodes && parts > 1) all.partials += parts * call.kv.num_kv_heads;
     all.work += (int64_t)call.queries(row) * call.batch.context_lens[row] * call.num_heads * call.kv.head_dim;
   }
@@ -173,8 +174,11 @@ template <class T> void run_item(const Attend &call, const Schedule &all, float 
   const RowItems &mine = all.rows[row];
   const int32_t within = (int32_t)(item - mine.begin), heads = call.kv.num_kv_heads;
   if (row >= call.batch.decode_rows) return prefill_tile<T>(call, row, within / mine.parts, within % mine.parts);
-  float *partial = mine.parts > 1 ? partials + (mine.first_partial + within) * partial_floats(call) : nullptr;
-  decode_part<T>(call, row, within % heads, within / heads, partial);
+  const int32_t part = within / mine.groups, group = within % mine.groups;
+  const int32_t head = group * heads / mine.groups, end = (group + 1) * heads / mine.groups;
+  const int64_t first_partial = mine.first_partial + part * heads + head;
+  float *partial = mine.parts > 1 ? partials + first_partial * partial_floats(call) : nullptr;
+  decode_part<T>(call, row, head, end - head, part, partial);
 }
 
 // body(item) for [0, items), largest first: long rows come last in a batch, and late queries see most.

@@ -1,13 +1,14 @@
-// One query token of a row, for the query heads that share a KV head, against a stretch of the row's context. Bound by
-// memory: each tile of keys and values is read once, straight from the store, and asked for half a chunk before it is
-// needed.
+// One query token of a row, all heads together, against a stretch of the row's context. Each tile of keys and values
+// is read once, straight from the store and in its order: the tiles of a block's heads follow each other, and only long
+// runs are read at the memory's rate.
 #pragma once
 
 namespace ST_ISA::paged {
 
-constexpr int CHUNK = 64;        // tokens between two steps of the running softmax, at most
-constexpr int PART_TOKENS = 512;  // tokens of context that one item covers ..
+constexpr int CHUNK = 128;       // tokens between two steps of the running softmax, at most
+constexpr int PART_TOKENS = 256;  // tokens of context that one item covers ..
 constexpr int MAX_PARTS = 32;     // .. and more where that would cut a row into more items than this
+constexpr int AHEAD = 2;          // tiles between what is read and what is asked for
 constexpr int MAX_TILES = CHUNK / LANES;
 constexpr int TOGETHER = 4;  // query heads that a pass over a tile serves
 
@@ -43,7 +44,14 @@ inline int32_t decode_parts(const Attend &call, int32_t row) {
   return parts.end <= parts.origin ? 1 : (parts.end - parts.origin + parts.each - 1) / parts.each;
 }
 
-// A partial result: for each head the largest score and the sum of weights, then the heads' results.
+// Into how many items a row's parts are cut by their KV heads, so that there is one for each thread. Heads do not meet,
+// so this changes no bit, whatever it follows from.
+inline int32_t decode_groups(const Attend &call, int32_t parts) {
+  const int32_t uncut = parts * call.batch.decode_rows, wanted = (pool_threads() + uncut - 1) / uncut;
+  return wanted < call.kv.num_kv_heads ? wanted : call.kv.num_kv_heads;
+}
+
+// A partial result of a KV head: for each head the largest score and the sum of weights, then the heads' results.
 inline int64_t partial_floats(const Attend &call) { return (int64_t)call.sharing * (2 + call.wide_dim); }
 
 }  // namespace ST_ISA::paged
@@ -52,51 +60,79 @@ inline int64_t partial_floats(const Attend &call) { return (int64_t)call.sharing
 
 namespace ST_ISA::paged {
 
+// Up to CHUNK tokens of context: the `count` tiles of an item's first KV head, each followed by those of its other
+// heads. Tokens before `low` and from `tokens` on are not seen. `order`: what is read one after the other, each time
+// all heads: keys tile by tile, values, the next chunk's keys.
+template <class T> struct Chunk {
+  Tile<T> tiles[MAX_TILES];
+  int32_t count, low, tokens;
+  const char *order[3 * MAX_TILES];
+};
+
 // The state of one item; T is the store's element, or float where tiles are gathered first.
 template <class T> struct Decode {
   const Attend &call;
+  int32_t kv_heads;             // of this item, sharing * kv_heads query heads
   int32_t size, dim;            // of a tile of keys, [dim][size]
   int32_t width;                // of a row of values: dim, or whole panels
   int32_t run;                  // tokens of a tile that a chunk holds: size, or CHUNK
-  float *q, *scores, *results;  // [sharing][dim] by pass, [sharing][CHUNK], [sharing][wide_dim]
+  float *q, *scores, *results;  // [query heads][dim] by pass, [query heads][CHUNK], [query heads][wide_dim]
   Softmax *softmaxes;
 
-  template <int R> void score(const Column<T> *columns, int32_t count, int32_t head) const {
-    constexpr int NV = VECTORS<R>;
-    const float *mine = q + (int64_t)head * dim;
-    float *to = scores + head * CHUNK;
-    int32_t i = 0;
-    for (; i + NV <= count; i += NV) score_columns<T, R, NV>(mine, columns + i, size, dim, to + i * LANES);
-    for (; i + 2 <= count; i += 2) score_columns<T, R, 2>(mine, columns + i, size, dim, to + i * LANES);
-    if (i < count) score_columns<T, R, 1>(mine, columns + i, size, dim, to + i * LANES);
+  int32_t heads() const { return kv_heads * call.sharing; }
+  int64_t apart() const { return (int64_t)size * dim; }  // of two heads' tiles
+
+  // What is read AHEAD tiles after a head's `i`-th tile of a chunk, in the chunk's order.
+  const char *ahead(const Chunk<T> &chunk, int32_t i, int32_t kv_head) const {
+    const int32_t later = i * kv_heads + kv_head + AHEAD, last = 3 * chunk.count - 1;
+    const int32_t stretch = later / kv_heads < last ? later / kv_heads : last;
+    return chunk.order[stretch] + later % kv_heads * apart() * sizeof(T);
   }
 
-  template <int R> void mix(const Tile<T> *tiles, const Tile<T> *next, int32_t head, int32_t from, int32_t to) {
+  template <int R> void score(const T *keys, const char *ahead, int32_t head, int32_t at, int32_t tokens) const {
+    const float *mine = q + (int64_t)head * dim;
+    float *to = scores + (int64_t)head * CHUNK + at;
+    int32_t t = 0;
+    for (; t < tokens && t + 2 * LANES <= run; t += 2 * LANES)
+      score_vectors<T, R, 2>(mine, keys + t, size, dim, ahead + t * dim * sizeof(T), to + t);
+    if (t < tokens) score_vectors<T, R, 1>(mine, keys + t, size, dim, ahead + t * dim * sizeof(T), to + t);
+  }
+
+  template <int R>
+  void mix(const T *values, const char *ahead, int32_t head, int32_t at, int32_t from, int32_t to) const {
     constexpr int NV = VECTORS<R>;
-    const float *mine = scores + head * CHUNK;
-    float *result = results + head * (int64_t)call.wide_dim;
+    const float *mine = scores + (int64_t)head * CHUNK + at + from;
+    float *result = results + (int64_t)head * call.wide_dim;
+    const int64_t wide = call.wide_dim, step = run * sizeof(T);
+    const int32_t tokens = to - from;
+    values += (int64_t)from * width;
     int32_t d = 0;
     for (; d + NV * LANES <= width; d += NV * LANES)
-      mix_vectors<T, R, NV>(mine, tiles, next, run, width, d, from, to, result + d, call.wide_dim);
+      mix_vectors<T, R, NV>(mine, values + d, width, tokens, ahead + d * step, result + d, wide);
     for (; d + 2 * LANES <= width; d += 2 * LANES)
-      mix_vectors<T, R, 2>(mine, tiles, next, run, width, d, from, to, result + d, call.wide_dim);
+      mix_vectors<T, R, 2>(mine, values + d, width, tokens, ahead + d * step, result + d, wide);
     for (; d < width; d += LANES)
-      mix_vectors<T, R, 1>(mine, tiles, next, run, width, d, from, to, result + d, call.wide_dim);
+      mix_vectors<T, R, 1>(mine, values + d, width, tokens, ahead + d * step, result + d, wide);
   }
 
-  // body(std::integral_constant<int, R>, first head) for passes over the heads that share this KV head.
-  template <class F> void passes(F &&body) const {
-    int32_t head = 0;
-    for (; head + TOGETHER <= call.sharing; head += TOGETHER) body(std::integral_constant<int, TOGETHER>(), head);
-    const int32_t left = call.sharing - head;
+  // body(std::integral_constant<int, R>, first head) for passes over the heads that share a KV head.
+  template <class F> void passes(int32_t kv_head, F &&body) const {
+    int32_t head = kv_head * call.sharing;
+    const int32_t end = head + call.sharing;
+    for (; head + TOGETHER <= end; head += TOGETHER) body(std::integral_constant<int, TOGETHER>(), head);
+    const int32_t left = end - head;
     if (left == 1) body(std::integral_constant<int, 1>(), head);
     if (left == 2) body(std::integral_constant<int, 2>(), head);
     if (left == 3) body(std::integral_constant<int, 3>(), head);
   }
 
+  template <class F> void all_passes(F &&body) const {
+    for (int32_t kv_head = 0; kv_head < kv_heads; kv_head++) passes(kv_head, body);
+  }
+
   void start(const float *query) {
     const float factor = call.scale * LOG2_E;
-    passes([&](auto together, int32_t head) {
+    all_passes([&](auto together, int32_t head) {
       constexpr int R = decltype(together)::value;
       for (int32_t r = 0; r < R; r++)
         for (int32_t d = 0; d < dim; d++)
@@ -106,52 +142,59 @@ template <class T> struct Decode {
   }
 
   void clear() {
-    for (int32_t head = 0; head < call.sharing; head++) softmaxes[head] = Softmax();
-    memset(results, 0, sizeof(float) * call.sharing * call.wide_dim);
+    for (int32_t head = 0; head < heads(); head++) softmaxes[head] = Softmax();
+    memset(results, 0, sizeof(float) * heads() * call.wide_dim);
   }
 
   // A head's results so far are worth this much of what they were.
-  void keep(int32_t head, float share) {
+  void keep(int32_t head, float share) const {
     float *result = results + (int64_t)head * call.wide_dim;
     if (share != 1)
       for (int32_t d = 0; d < width; d += LANES) store(result + d, load<F32>(result + d) * share);
   }
 
-  // Scores of a chunk of `tokens`, while its values are asked for.
-  void score_chunk(const Tile<T> *tiles, int32_t tokens) {
-    Column<T> columns[CHUNK / LANES];
-    const int32_t count = (tokens + LANES - 1) / LANES;
-    for (int32_t i = 0; i < count; i++) {
-      const Tile<T> &one = tiles[i * LANES / run];
-      const int32_t place = i * LANES % run;
-      columns[i] = {one.keys + place, (const char *)(one.values + (int64_t)place * width)};
-    }
-    passes([&](auto together, int32_t head) { score<decltype(together)::value>(columns, count, head); });
+  void score_chunk(const Chunk<T> &chunk) const {
+    for (int32_t i = 0; i * run < chunk.tokens; i++)
+      for (int32_t kv_head = 0; kv_head < kv_heads; kv_head++)
+        passes(kv_head, [&](auto together, int32_t head) {
+          const T *keys = chunk.tiles[i].keys + kv_head * apart();
+          score<decltype(together)::value>(keys, ahead(chunk, i, kv_head), head, i * run, chunk.tokens - i * run);
+        });
   }
 
   static ST_INLINE void scale_vector(float *x, const float *by) { store(x, load<F32>(x) * load<F32>(by)); }
 
-  // The running softmax over [low, tokens) of the chunk.
-  void weigh_chunk(const Tile<T> *tiles, int32_t low, int32_t tokens) {
-    for (int32_t head = 0; head < call.sharing; head++) {
-      float *mine = scores + head * CHUNK;
+  // The running softmax over the tokens that are seen.
+  void weigh_chunk(const Chunk<T> &chunk) const {
+    for (int32_t head = 0; head < heads(); head++) {
+      float *mine = scores + (int64_t)head * CHUNK;
+      const int64_t skipped = head / call.sharing * (int64_t)size;
       if (sizeof(T) == 1)
-        for (int32_t t = 0; t < tokens; t += LANES) scale_vector(mine + t, tiles[t / run].key_scales + t % run);
-      keep(head, softmaxes[head].take(mine, low, tokens, round_up(tokens, LANES)));
+        for (int32_t t = 0; t < chunk.tokens; t += LANES)
+          scale_vector(mine + t, chunk.tiles[t / run].key_scales + skipped + t % run);
+      keep(head, softmaxes[head].take(mine, chunk.low, chunk.tokens, round_up(chunk.tokens, LANES)));
       if (sizeof(T) > 1) continue;
-      for (int32_t t = 0; t < tokens; t += LANES) scale_vector(mine + t, tiles[t / run].value_scales + t % run);
+      for (int32_t t = 0; t < chunk.tokens; t += LANES)
+        scale_vector(mine + t, chunk.tiles[t / run].value_scales + skipped + t % run);
     }
   }
 
-  // Results += weights times values, while the next chunk's keys are asked for.
-  void mix_chunk(const Tile<T> *tiles, const Tile<T> *next, int32_t low, int32_t tokens) {
-    passes([&](auto together, int32_t head) { mix<decltype(together)::value>(tiles, next, head, low, tokens); });
+  // Results += weights times values.
+  void mix_chunk(const Chunk<T> &chunk) const {
+    for (int32_t i = chunk.low / run; i * run < chunk.tokens; i++)
+      for (int32_t kv_head = 0; kv_head < kv_heads; kv_head++)
+        passes(kv_head, [&](auto together, int32_t head) {
+          const T *values = chunk.tiles[i].values + kv_head * apart();
+          const int32_t at = i * run, from = chunk.low > at ? chunk.low - at : 0;
+          const int32_t to = chunk.tokens - at < run ? chunk.tokens - at : run;
+          mix<decltype(together)::value>(values, ahead(chunk, chunk.count + i, kv_head), head, at, from, to);
+        });
   }
 
-  void take_chunk(const Tile<T> *tiles, const Tile<T> *next, int32_t low, int32_t tokens) {
-    score_chunk(tiles, tokens);
-    weigh_chunk(tiles, low, tokens);
-    mix_chunk(tiles, next, low, tokens);
+  void take_chunk(const Chunk<T> &chunk) const {
+    score_chunk(chunk);
+    weigh_chunk(chunk);
+    mix_chunk(chunk);
   }
 };
 
@@ -163,95 +206,112 @@ namespace ST_ISA::paged {
 
 // The tiles of the chunk at token `at`, or the last ones before `end` once more.
 template <class T>
-void find_tiles(const Attend &call, const int32_t *table, int head, int32_t at, int32_t end, int32_t count,
-                Tile<T> *tiles) {
-  const StKv &kv = call.kv;
+void find_tiles(const Decode<T> &state, const int32_t *table, int head, int32_t at, int32_t end, Chunk<T> &chunk) {
+  const StKv &kv = state.call.kv;
   const int32_t last = (end - 1) / kv.block_size;
-  for (int32_t i = 0; i < count; i++) {
+  for (int32_t i = 0; i < chunk.count; i++) {
     const int32_t column = at / kv.block_size + i, place = at % kv.block_size;
     const int32_t block = table[column < last ? column : last];
-    tiles[i] = {tile<T>(kv, block, 0, head) + place, tile<T>(kv, block, 1, head) + (int64_t)place * kv.head_dim,
-                scales<T>(kv, block, 0, head) + place, scales<T>(kv, block, 1, head) + place};
-    if (sizeof(T) > 1) continue;
-    __builtin_prefetch(tiles[i].key_scales);
-    __builtin_prefetch(tiles[i].value_scales);
+    const int64_t skipped = (int64_t)place * kv.head_dim;
+    const T *keys = tile<T>(kv, block, 0, head), *values = tile<T>(kv, block, 1, head) + skipped;
+    chunk.tiles[i] = {keys + place, values, scales<T>(kv, block, 0, head) + place,
+                      scales<T>(kv, block, 1, head) + place};
+    chunk.order[i] = (const char *)(keys + skipped), chunk.order[chunk.count + i] = (const char *)values;
+    for (int32_t k = 0; sizeof(T) == 1 && k < state.kv_heads; k++) {
+      __builtin_prefetch(chunk.tiles[i].key_scales + (int64_t)k * kv.block_size);
+      __builtin_prefetch(chunk.tiles[i].value_scales + (int64_t)k * kv.block_size);
+    }
   }
 }
 
 template <class T, class State>
-void decode_in_place(State &state, const int32_t *table, int head, int32_t begin, int32_t first, int32_t end) {
-  const int32_t chunk = chunk_of(state.call.kv), count = chunk / state.run;
-  Tile<T> both[2][MAX_TILES], *tiles = both[0], *next = both[1];
-  find_tiles(state.call, table, head, begin, end, count, tiles);
-  for (int32_t at = begin; at < end; at += chunk) {
-    find_tiles(state.call, table, head, at + chunk, end, count, next);
-    state.take_chunk(tiles, next, first > at ? first - at : 0, end - at < chunk ? end - at : chunk);
-    Tile<T> *used = tiles;
-    tiles = next, next = used;
+void decode_in_place(const State &state, const int32_t *table, int head, int32_t begin, int32_t first, int32_t end) {
+  const int32_t step = chunk_of(state.call.kv), count = step / state.run;
+  Chunk<T> both[2], *chunk = &both[0], *next = &both[1];
+  chunk->count = next->count = count;
+  find_tiles<T>(state, table, head, begin, end, *chunk);
+  for (int32_t at = begin; at < end; at += step) {
+    find_tiles<T>(state, table, head, at + step, end, *next);
+    for (int32_t i = 0; i < count; i++) chunk->order[2 * count + i] = next->order[i];
+    chunk->low = first > at ? first - at : 0, chunk->tokens = end - at < step ? end - at : step;
+    state.take_chunk(*chunk);
+    std::swap(chunk, next);
   }
 }
 
-// The same for odd sizes, through a copy in panels that the state (of float) can read.
+// The same for odd sizes, a KV head at a time, through a copy in panels that the state (of float) can read.
 template <class T>
-void decode_gathered(Decode<float> &state, const int32_t *table, int head, int32_t begin, int32_t first, int32_t end,
-                     float *keys, float *values) {
+void decode_gathered(const Decode<float> &state, const int32_t *table, int head, int32_t begin, int32_t first,
+                     int32_t end, float *keys, float *values) {
   const Attend &call = state.call;
-  const int32_t chunk = chunk_of(call.kv), wide = call.wide_dim;
-  Tile<float> tiles[MAX_TILES];
-  for (int32_t i = 0; i < CHUNK / PANEL; i++)
-    tiles[i] = {keys + (int64_t)i * PANEL * state.dim, values + (int64_t)i * PANEL * wide, nullptr, nullptr};
-  for (int32_t at = begin; at < end; at += chunk) {
-    const int32_t from = first > at ? first : at, to = end < at + chunk ? end : at + chunk;
+  const int32_t step = chunk_of(call.kv), wide = call.wide_dim;
+  Chunk<float> chunk;
+  chunk.count = CHUNK / PANEL;
+  for (int32_t i = 0; i < chunk.count; i++) {
+    float *its_keys = keys + (int64_t)i * PANEL * state.dim, *its_values = values + (int64_t)i * PANEL * wide;
+    chunk.tiles[i] = {its_keys, its_values, nullptr, nullptr};
+    for (int32_t part = 0; part < 3; part++)
+      chunk.order[part * chunk.count + i] = (const char *)(part == 1 ? its_values : its_keys);
+  }
+  for (int32_t at = begin; at < end; at += step) {
+    const int32_t from = first > at ? first : at, to = end < at + step ? end : at + step;
     gather_keys<T>(call.kv, table, head, at, from, to, keys);
     gather_values<T>(call.kv, table, head, at, from, to, PANEL, wide, values);
-    state.take_chunk(tiles, tiles, from - at, to - at);
+    chunk.low = from - at, chunk.tokens = to - at;
+    state.take_chunk(chunk);
   }
 }
 
-// Results over their sums, or as they are with what a merge needs to know.
-template <class T> void finish(const Decode<T> &state, int32_t row, int32_t kv_head, float *partial) {
+// Results over their sums, or as they are with what a merge needs to know. `head`: the first KV head of the item.
+template <class T> void finish(const Decode<T> &state, int32_t row, int32_t head, float *partial) {
   const Attend &call = state.call;
-  for (int32_t i = 0; i < call.sharing; i++) {
-    const float *result = state.results + (int64_t)i * call.wide_dim, sum = sum_of(state.softmaxes[i].sums);
+  for (int32_t i = 0; i < state.heads(); i++) {
+    float *result = state.results + (int64_t)i * call.wide_dim;
+    const float sum = sum_of(state.softmaxes[i].sums);
+    put_in_order<T>(result, state.width);
     if (partial) {
-      partial[2 * i] = state.softmaxes[i].most;
-      partial[2 * i + 1] = sum;
-      memcpy(partial + 2 * call.sharing + (int64_t)i * call.wide_dim, result, sizeof(float) * call.wide_dim);
+      float *mine = partial + i / call.sharing * partial_floats(call), *its = mine + 2 * (i % call.sharing);
+      its[0] = state.softmaxes[i].most, its[1] = sum;
+      memcpy(mine + 2 * call.sharing + i % call.sharing * (int64_t)call.wide_dim, result,
+             sizeof(float) * call.wide_dim);
     } else {
-      float *out = call.result(call.batch.query_begins[row], kv_head * call.sharing + i);
+      float *out = call.result(call.batch.query_begins[row], head * call.sharing + i);
       for (int32_t d = 0; d < call.kv.head_dim; d++) out[d] = result[d] * (1 / sum);
     }
   }
 }
 
-template <class T> void decode_part(const Attend &call, int32_t row, int32_t kv_head, int32_t part, float *partial) {
+// KV heads [head, head + count) of a row, over one of its parts.
+template <class T>
+void decode_part(const Attend &call, int32_t row, int32_t head, int32_t count, int32_t part, float *partial) {
   static thread_local Room<float> memory;
   const Parts parts = parts_of(call, row);
   const int32_t begin = parts.origin + part * parts.each;
   const int32_t end = parts.end - begin < parts.each ? parts.end : begin + parts.each;
-  const bool in_place = reads_in_place(call.kv);
-  const int64_t sharing = call.sharing, wide = call.wide_dim;
-  float *at = memory.of(sharing * (2 * wide + CHUNK + 2 * LANES) + 2 * wide * CHUNK + ints_floats(call));
+  const int64_t heads = (int64_t)count * call.sharing, wide = call.wide_dim;
+  float *at = memory.of(heads * (2 * wide + CHUNK + 2 * LANES) + 2 * wide * CHUNK + ints_floats(call, heads));
   Softmax *softmaxes = (Softmax *)at;
-  float *q = at + sharing * 2 * LANES, *results = q + sharing * wide, *scores = results + sharing * wide;
-  float *keys = scores + sharing * CHUNK, *values = keys + wide * CHUNK;
-  const float *query = call.query(call.batch.query_begins[row], kv_head * call.sharing);
-  if (in_place) {
-    const int32_t size = call.kv.block_size, dim = call.kv.head_dim;
-    const Decode<T> plain = {call, size, dim, dim, size < CHUNK ? size : CHUNK, q, scores, results, softmaxes};
+  float *q = at + heads * 2 * LANES, *results = q + heads * wide, *scores = results + heads * wide;
+  float *keys = scores + heads * CHUNK, *values = keys + wide * CHUNK;
+  const float *query = call.query(call.batch.query_begins[row], head * call.sharing);
+  const int32_t size = call.kv.block_size, dim = call.kv.head_dim;
+  if (reads_in_place(call.kv)) {
+    const Decode<T> plain = {call, count, size, dim, dim, size < CHUNK ? size : CHUNK, q, scores, results, softmaxes};
     auto run = [&](auto state) {
       state.start(query);
-      decode_in_place<T>(state, call.table(row), kv_head, begin, parts.first, end);
-      finish<T>(state, row, kv_head, partial);
+      decode_in_place<T>(state, call.table(row), head, begin, parts.first, end);
+      finish(plain, row, head, partial);
     };
     if constexpr (sizeof(T) == 1)
       if (reads_as_ints(call.kv)) return run(DecodeInts(plain, keys));
     return run(plain);
   }
-  Decode<float> state = {call, PANEL, call.kv.head_dim, call.wide_dim, PANEL, q, scores, results, softmaxes};
-  state.start(query);
-  decode_gathered<T>(state, call.table(row), kv_head, begin, parts.first, end, keys, values);
-  finish(state, row, kv_head, partial);
+  for (int32_t k = 0; k < count; k++) {
+    Decode<float> state = {call, 1, PANEL, dim, call.wide_dim, PANEL, q, scores, results, softmaxes};
+    state.start(query + (int64_t)k * call.sharing * dim);
+    decode_gathered<T>(state, call.table(row), head + k, begin, parts.first, end, keys, values);
+    finish(state, row, head + k, partial ? partial + k * partial_floats(call) : nullptr);
+  }
 }
 
 // One row and KV head, from `parts` partial results that lie num_kv_heads apart.

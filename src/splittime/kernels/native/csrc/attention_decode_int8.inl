@@ -65,22 +65,19 @@ __attribute__((noinline)) void score_panel_of_ints(const int32_t *q, const int8_
   }
 }
 
-// results[r][0 .. PANEL) += steps[r] * the weighted values of tokens [from, to) of a chunk, both even.
+// results[r][0 .. PANEL) += steps[r] * the weighted values of `tokens`, an even number.
 template <int R>
-__attribute__((noinline)) void mix_panel_of_ints(const int16_t *weights, const float *steps, const Tile<int8_t> *tiles,
-                                                 const Tile<int8_t> *next, int32_t size, int32_t width, int32_t column,
-                                                 int32_t from, int32_t to, float *results, int64_t wide_dim) {
+__attribute__((noinline)) void mix_panel_of_ints(const int16_t *weights, const float *steps, const int8_t *values,
+                                                 int64_t width, int32_t tokens, const char *ahead, float *results,
+                                                 int64_t wide_dim) {
   I32 sums[R][2] = {};
-  int32_t t = from, place = from % size;
-  for (int32_t i = from / size; t < to; i++, place = 0) {
-    const int32_t end = to - t < size - place ? to : t + size - place;
-    const char *ahead = (const char *)(next[i].keys + column * size + place * PANEL);
-    const int8_t *values = tiles[i].values + (int64_t)place * width + column;
-    for (; t < end; t += 2, values += 2 * width, ahead += 2 * PANEL) {
-      ask_for<2 * PANEL>(ahead);
-      add_pairs<R>((const int32_t *)(weights + t), CHUNK / 2, values, width, sums);
-    }
+  int32_t t = 0;
+  for (; t + 4 <= tokens; t += 4, values += 4 * width, ahead += 4 * PANEL) {
+    ask_for<4 * PANEL>(ahead);
+    add_pairs<R>((const int32_t *)(weights + t), CHUNK / 2, values, width, sums);
+    add_pairs<R>((const int32_t *)(weights + t + 2), CHUNK / 2, values + 2 * width, width, sums);
   }
+  if (t < tokens) add_pairs<R>((const int32_t *)(weights + t), CHUNK / 2, values, width, sums);
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) {
     F32 first, second;
@@ -108,31 +105,31 @@ inline float round_to_int16(float *x, const float *by, int32_t count, int16_t *t
 }
 
 // Of the memory that an item needs besides what Decode does.
-inline int64_t ints_floats(const Attend &call) {
-  return 2 * CHUNK + (int64_t)call.sharing * (2 + (CHUNK + call.wide_dim) / 2);
+inline int64_t ints_floats(const Attend &call, int64_t heads) {
+  return 2 * CHUNK + heads * (2 + (CHUNK + call.wide_dim) / 2);
 }
 
 struct DecodeInts : Decode<int8_t> {
-  int16_t *weights;                 // [sharing][CHUNK], and while it starts [sharing][dim]
+  int16_t *weights;                  // [query heads][CHUNK], and while it starts [query heads][dim]
   float *key_scales, *value_scales;  // [CHUNK] each
-  float *q_steps, *steps;            // [sharing] each
+  float *q_steps, *steps;            // [query heads] each
 
   DecodeInts(const Decode<int8_t> &plain, float *memory) : Decode<int8_t>(plain) {
     key_scales = memory, value_scales = memory + CHUNK;
-    q_steps = memory + 2 * CHUNK, steps = q_steps + call.sharing;
-    weights = (int16_t *)(steps + call.sharing);
+    q_steps = memory + 2 * CHUNK, steps = q_steps + heads();
+    weights = (int16_t *)(steps + heads());
   }
 
   int32_t *pairs() const { return (int32_t *)q; }
 
   void start(const float *query) {
     for (int32_t d = 0; d < dim; d++) results[d] = 1;
-    for (int32_t head = 0; head < call.sharing; head++) {
+    for (int32_t head = 0; head < heads(); head++) {
       float *mine = q + (int64_t)head * dim;
       memcpy(mine, query + (int64_t)head * dim, sizeof(float) * dim);
       q_steps[head] = round_to_int16(mine, results, dim, weights + (int64_t)head * dim) * call.scale * LOG2_E;
     }
-    passes([&](auto together, int32_t head) {
+    all_passes([&](auto together, int32_t head) {
       constexpr int R = decltype(together)::value;
       const int16_t *rounded = weights + (int64_t)head * dim;
       for (int32_t d = 0; d < dim / 2; d++)
@@ -142,54 +139,63 @@ struct DecodeInts : Decode<int8_t> {
     clear();
   }
 
-  void score_chunk(const Tile<int8_t> *tiles, int32_t tokens) {
-    passes([&](auto together, int32_t head) {
-      for (int32_t t = 0; t < tokens; t += PANEL) {
-        const Tile<int8_t> &one = tiles[t / run];
-        const char *ahead = (const char *)(one.values + (int64_t)(t % run) * width);
-        score_panel_of_ints<decltype(together)::value>(pairs() + (int64_t)head * dim / 2, one.keys + t % run, size, dim,
-                                                       ahead, scores + head * CHUNK + t);
-      }
-    });
+  void score_chunk(const Chunk<int8_t> &chunk) const {
+    for (int32_t i = 0; i * run < chunk.tokens; i++)
+      for (int32_t kv_head = 0; kv_head < kv_heads; kv_head++)
+        passes(kv_head, [&](auto together, int32_t head) {
+          const int8_t *keys = chunk.tiles[i].keys + kv_head * apart();
+          const char *later = ahead(chunk, i, kv_head);
+          float *to = scores + (int64_t)head * CHUNK + i * run;
+          for (int32_t t = 0; t < run && i * run + t < chunk.tokens; t += PANEL)
+            score_panel_of_ints<decltype(together)::value>(pairs() + (int64_t)head * dim / 2, keys + t, size, dim,
+                                                           later + t * dim, to + t);
+        });
   }
 
   // The chunk's scales; those of values are 0 for tokens that are not seen.
-  void gather_scales(const Tile<int8_t> *tiles, int32_t low, int32_t tokens) {
-    int32_t t = 0;
-    for (int32_t i = 0; t < tokens; i++)
-      for (int32_t place = 0; place < run && t < tokens; place += LANES, t += LANES) {
-        const I32 at = lane_numbers() + t;
-        store(key_scales + t, load<F32>(tiles[i].key_scales + place));
-        store(value_scales + t, (at >= low) & (at < tokens) ? load<F32>(tiles[i].value_scales + place) : F32{});
-      }
-  }
-
-  // The running softmax over [low, tokens) of the chunk, then weights times scales as integers; 0 for the rest.
-  void weigh_chunk(const Tile<int8_t> *tiles, int32_t low, int32_t tokens) {
-    const int32_t count = round_up(tokens, LANES);
-    gather_scales(tiles, low, tokens);
-    for (int32_t head = 0; head < call.sharing; head++) {
-      float *mine = scores + head * CHUNK;
-      for (int32_t t = 0; t < count; t += LANES)
-        store(mine + t, load<F32>(mine + t) * (load<F32>(key_scales + t) * q_steps[head]));
-      keep(head, softmaxes[head].take(mine, low, tokens, count));
-      steps[head] = round_to_int16(mine, value_scales, count, weights + head * CHUNK);
+  void gather_scales(const Chunk<int8_t> &chunk, int32_t kv_head) const {
+    const int64_t skipped = (int64_t)kv_head * size;
+    for (int32_t t = 0; t < chunk.tokens; t += LANES) {
+      const Tile<int8_t> &one = chunk.tiles[t / run];
+      const I32 at = lane_numbers() + t;
+      const F32 value_scale = load<F32>(one.value_scales + skipped + t % run);
+      store(key_scales + t, load<F32>(one.key_scales + skipped + t % run));
+      store(value_scales + t, (at >= chunk.low) & (at < chunk.tokens) ? value_scale : F32{});
     }
   }
 
-  void mix_chunk(const Tile<int8_t> *tiles, const Tile<int8_t> *next, int32_t low, int32_t tokens) {
-    passes([&](auto together, int32_t head) {
-      for (int32_t d = 0; d < width; d += PANEL)
-        mix_panel_of_ints<decltype(together)::value>(weights + head * CHUNK, steps + head, tiles, next, run, width, d,
-                                                     low & ~1, round_up(tokens, 2),
-                                                     results + head * (int64_t)call.wide_dim + d, call.wide_dim);
-    });
+  // The running softmax over what is seen of the chunk, then weights times scales as integers; 0 for the rest.
+  void weigh_chunk(const Chunk<int8_t> &chunk) const {
+    const int32_t count = round_up(chunk.tokens, LANES);
+    for (int32_t head = 0; head < heads(); head++) {
+      if (head % call.sharing == 0) gather_scales(chunk, head / call.sharing);
+      float *mine = scores + (int64_t)head * CHUNK;
+      for (int32_t t = 0; t < count; t += LANES)
+        store(mine + t, load<F32>(mine + t) * (load<F32>(key_scales + t) * q_steps[head]));
+      keep(head, softmaxes[head].take(mine, chunk.low, chunk.tokens, count));
+      steps[head] = round_to_int16(mine, value_scales, count, weights + (int64_t)head * CHUNK);
+    }
   }
 
-  void take_chunk(const Tile<int8_t> *tiles, const Tile<int8_t> *next, int32_t low, int32_t tokens) {
-    score_chunk(tiles, tokens);
-    weigh_chunk(tiles, low, tokens);
-    mix_chunk(tiles, next, low, tokens);
+  void mix_chunk(const Chunk<int8_t> &chunk) const {
+    for (int32_t i = chunk.low / run; i * run < chunk.tokens; i++)
+      for (int32_t kv_head = 0; kv_head < kv_heads; kv_head++)
+        passes(kv_head, [&](auto together, int32_t head) {
+          const int32_t at = i * run, from = chunk.low > at ? (chunk.low - at) & ~1 : 0;
+          const int32_t to = chunk.tokens - at < run ? round_up(chunk.tokens - at, 2) : run;
+          const int8_t *values = chunk.tiles[i].values + kv_head * apart() + (int64_t)from * width;
+          const char *later = ahead(chunk, chunk.count + i, kv_head);
+          for (int32_t d = 0; d < width; d += PANEL)
+            mix_panel_of_ints<decltype(together)::value>(weights + (int64_t)head * CHUNK + at + from, steps + head,
+                                                         values + d, width, to - from, later + d * run,
+                                                         results + (int64_t)head * call.wide_dim + d, call.wide_dim);
+        });
+  }
+
+  void take_chunk(const Chunk<int8_t> &chunk) const {
+    score_chunk(chunk);
+    weigh_chunk(chunk);
+    mix_chunk(chunk);
   }
 };
 

@@ -14,7 +14,7 @@ template <class T> struct Tile {
   const float *key_scales, *value_scales;  // int8 only
 };
 
-// Sums that a register tile of R heads holds for each: enough chains to keep the multipliers busy, few enough for 16
+// Vectors of values that a register tile of R heads covers: enough sums to keep the multipliers busy, few enough for 16
 // registers.
 template <int R> constexpr int VECTORS = R == 1 ? 8 : R == 2 || LANES == 16 ? 4 : 2;
 
@@ -42,56 +42,80 @@ ST_INLINE void add_products(const float *a, int step, F32 (&b)[NV], F32 (&sums)[
   }
 }
 
-// LANES tokens of a chunk: where their keys begin, [dim][size], and their values, [LANES][width], which are wanted
-// soon.
-template <class T> struct Column {
-  const T *keys;
-  const char *ahead;
-};
+// NV vectors of elements in memory as floats. Pairs of bfloat16 vectors come as (even elements, odd elements): one
+// operation each, of one load; `in_order` undoes it on sums.
+template <class T> ST_INLINE void widen_pair(const T *p, F32 &first, F32 &second) {
+  first = widen(p), second = widen(p + LANES);
+}
+ST_INLINE void widen_pair(const uint16_t *p, F32 &even, F32 &odd) {
+  const U32 both = load<U32>(p);
+  even = (F32)(both << 16), odd = (F32)(both & 0xffff0000);
+}
+template <class T, int NV> ST_INLINE void widen_vectors(const T *p, F32 (&to)[NV]) {
+#pragma GCC unroll 4
+  for (int v = 0; v + 2 <= NV; v += 2) widen_pair(p + v * LANES, to[v], to[v + 1]);
+  if (NV % 2) to[NV - 1] = widen(p + (NV - 1) * LANES);
+}
+template <class T> ST_INLINE void in_order(F32 &first, F32 &second) {
+  if (!std::is_same_v<T, uint16_t>) return;
+  const I32 order = lane_numbers() / 2 + (lane_numbers() & 1) * LANES;
+  const F32 low = __builtin_shuffle(first, second, order);
+  second = __builtin_shuffle(first, second, order + LANES / 2);
+  first = low;
+}
 
-// scores[r][0 .. NV LANES) = q_r . keys of NV columns; q: [dim][R].
+template <class T> void put_in_order(float *results, int32_t width) {
+  for (int32_t d = 0; d + 2 * LANES <= width; d += 2 * LANES) {
+    F32 first = load<F32>(results + d), second = load<F32>(results + d + LANES);
+    in_order<T>(first, second);
+    store(results + d, first), store(results + d + LANES, second);
+  }
+}
+
+// scores[r][0 .. NV LANES) = q_r . NV vectors of a tile's keys, [dim][size]; q: [dim][R]. `ahead`: as many bytes that
+// are wanted soon.
 template <class T, int R, int NV>
-__attribute__((noinline)) void score_columns(const float *q, const Column<T> *columns, int64_t size, int32_t dim,
-                                             float *scores) {
+__attribute__((noinline)) void score_vectors(const float *q, const T *keys, int64_t size, int32_t dim,
+                                             const char *ahead, float *scores) {
   constexpr int CHAINS = R * NV >= 8 ? 1 : R * NV >= 4 ? 2 : R * NV >= 2 ? 4 : 8;
-  constexpr int BYTES = LANES * sizeof(T), LINE = 64 / BYTES, STEPS = LINE > CHAINS ? LINE : CHAINS;
-  Column<T> mine[NV];
-  for (int v = 0; v < NV; v++) mine[v] = columns[v];
+  constexpr int BYTES = NV * LANES * sizeof(T), LINE = BYTES < 64 ? 64 / BYTES : 1;
+  constexpr int STEPS = LINE > CHAINS ? LINE : CHAINS;
   F32 sums[CHAINS][R][NV] = {};
   auto take = [&](int32_t d, int chain) __attribute__((always_inline)) {
-    F32 keys[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) keys[v] = widen(mine[v].keys + d * size);
-    add_products<R, NV>(q + d * R, 1, keys, sums[chain]);
+    F32 some[NV];
+    widen_vectors<T, NV>(keys + d * size, some);
+    add_products<R, NV>(q + d * R, 1, some, sums[chain]);
   };
   int32_t d = 0;
   for (; d + STEPS <= dim; d += STEPS) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) ask_for<STEPS * BYTES>(mine[v].ahead + d * BYTES);
+    ask_for<STEPS * BYTES>(ahead + d * BYTES);
 #pragma GCC unroll 8
     for (int u = 0; u < STEPS; u++) take(d + u, u % CHAINS);
   }
   for (; d < dim; d++) take(d, 0);
 #pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
+  for (int r = 0; r < R; r++) {
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) {
-      F32 sum = sums[0][r][v];
-#pragma GCC unroll 8
-      for (int c = 1; c < CHAINS; c++) sum += sums[c][r][v];
-      store(scores + r * CHUNK + v * LANES, sum);
-    }
+    for (int c = 1; c < CHAINS; c++)
+      for (int v = 0; v < NV; v++) sums[0][r][v] += sums[c][r][v];
+    if (NV == 2) in_order<T>(sums[0][r][0], sums[0][r][NV - 1]);
+    for (int v = 0; v < NV; v++) store(scores + r * CHUNK + v * LANES, sums[0][r][v]);
+  }
 }
 
-// sums[r] += sum over `tokens` of weights[r][token] * values[token]; values: [token][width].
+// results[r][0 .. NV LANES) += the weighted values of `tokens`, [token][width]; pairs as widen_pair has them.
 template <class T, int R, int NV>
-ST_INLINE void mix_tokens(const float *weights, const T *values, int64_t width, int32_t tokens, const char *ahead,
-                          F32 (&sums)[R][NV]) {
+__attribute__((noinline)) void mix_vectors(const float *weights, const T *values, int64_t width, int32_t tokens,
+                                           const char *ahead, float *results, int64_t wide_dim) {
   constexpr int BYTES = NV * LANES * sizeof(T), LINE = BYTES < 64 ? 64 / BYTES : 1;  // LINE: tokens that read a line
+  F32 sums[R][NV];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) sums[r][v] = load<F32>(results + r * wide_dim + v * LANES);
   auto take = [&](int u) __attribute__((always_inline)) {
     F32 some[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) some[v] = widen(values + u * width + v * LANES);
+    widen_vectors<T, NV>(values + u * width, some);
     add_products<R, NV>(weights + u, CHUNK, some, sums);
   };
   int32_t t = 0;
@@ -101,27 +125,6 @@ ST_INLINE void mix_tokens(const float *weights, const T *values, int64_t width, 
     for (int u = 0; u < LINE; u++) take(u);
   }
   for (; t < tokens; t++, weights++, values += width) take(0);
-}
-
-// results[r][0 .. NV LANES) += the weighted values of tokens [from, to) of a chunk, in tiles of `size`, from column
-// `column` on. `next`: the next chunk's tiles, whose keys are wanted soon.
-template <class T, int R, int NV>
-__attribute__((noinline)) void mix_vectors(const float *weights, const Tile<T> *tiles, const Tile<T> *next,
-                                           int32_t size, int32_t width, int32_t column, int32_t from, int32_t to,
-                                           float *results, int64_t wide_dim) {
-  F32 sums[R][NV];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) sums[r][v] = load<F32>(results + r * wide_dim + v * LANES);
-  int32_t t = from, place = from % size;
-  for (int32_t i = from / size; t < to; i++, place = 0) {
-    const int32_t run = to - t < size - place ? to - t : size - place;
-    const char *ahead = (const char *)(next[i].keys + column * size + place * NV * LANES);
-    const T *values = tiles[i].values + (int64_t)place * width + column;
-    mix_tokens<T, R, NV>(weights + t, values, width, run, ahead, sums);
-    t += run;
-  }
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
