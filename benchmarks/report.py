@@ -15,7 +15,7 @@ def conditions() -> dict[str, Any]:
     """Commit, hardware and load. `load_1min` well above 0 before a run means that the figures are not to be trusted."""
     return {
         "commit": _run("git", "rev-parse", "--short", "HEAD"),
-        "is_dirty": bool(_run("git", "status", "--porcelain", "--untracked-files=no")),
+        "is_dirty": bool(_run("git", "status", "--porcelain", "--untracked-files=no", "..", ":!results")),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
