@@ -10,6 +10,7 @@ from pathlib import Path
 
 from splittime.cli.settings_table import SETTINGS, Setting
 from splittime.core import errors
+from splittime.diagnose import doctor, finding
 from splittime.ledger import derive
 from splittime.ledger.export.prometheus import EDGES_NS, METRICS
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
@@ -68,11 +69,42 @@ def metrics_page() -> str:
     )
 
 
+def findings_page() -> str:
+    needed = {
+        "accounts": "accounts",
+        "steps": "steps",
+        "run": "a run of `splittime bench`",
+        "facts": "the server's facts",
+        "parts": "prompts of 64 tokens or more",
+        "floor": "the machine's ceilings",
+    }
+    rows = [
+        (
+            f"`{r.name}`",
+            r.meaning,
+            ", ".join(needed[n] for n in r.needs) or "-",
+            ", ".join(f"`{s}`" for s in r.root_of) or "-",
+        )
+        for r in finding.RULES.values()
+    ]
+    return (
+        "# Findings\n\n"
+        "What `splittime doctor` can name. Each finding comes with its evidence, the share of the requests' time it "
+        "explains, a prescription, its cost, and what would refute it. A rule whose needs are not met says so.\n\n"
+        f"It abstains below {doctor.MIN_REQUESTS} requests or {doctor.MIN_STEPS} steps, and where more than "
+        f"{doctor.MAX_RESIDUAL:.0%} of the requests' time is in neither book.\n\n"
+        "The order: illnesses before limits (`weight_bandwidth_bound`, `kv_bandwidth_bound`, `compute_bound`: what a "
+        "healthy server is bound by); the larger share of time first; but a root before its symptoms.\n\n"
+        + _table(("finding", "meaning", "needs", "is the root of"), rows)
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "stages.md": stages_page,
     "errors.md": errors_page,
     "metrics.md": metrics_page,
+    "findings.md": findings_page,
 }
 
 

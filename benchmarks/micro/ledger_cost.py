@@ -8,6 +8,7 @@ and is taken off nothing.
 """
 
 import argparse
+import random
 import statistics
 import tempfile
 import time
@@ -22,6 +23,7 @@ from splittime.engine.messages import EngineStats
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.export.account_json import account_json
 from splittime.ledger.export.prometheus import PrometheusExporter
+from splittime.ledger.prompt_parts import prompt_parts
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
@@ -152,6 +154,18 @@ def send_lag(calls: int) -> None:
         observe(40_000)
 
 
+def parts_of(num_tokens: int) -> Body:
+    """What is kept of a prompt, in the tokenising thread."""
+    draw = random.Random(0)
+    prompt = tuple(draw.randrange(150_000) for _ in range(num_tokens))
+
+    def body(calls: int) -> None:
+        for _ in range(calls):
+            prompt_parts(prompt)
+
+    return body
+
+
 def make_json(calls: int) -> None:
     account = closed_account()
     for _ in range(calls):
@@ -195,6 +209,9 @@ def run(repeats: int, folder: Path) -> dict[str, dict[str, float]]:
         "ledger.add_step, memory and file": (add_step(on_file), 400),
         "ledger.add_step, with Prometheus": (add_step(exporter_ledger()), 20_000),
         "observe_send_lag": (send_lag, 100_000),
+        "prompt_parts, 100 tokens": (parts_of(100), 10_000),
+        "prompt_parts, 1,000 tokens": (parts_of(1000), 5_000),
+        "prompt_parts, 16,000 tokens": (parts_of(16_000), 500),
         f"account_json ({NUM_TOKENS} tokens)": (make_json, 1_000),
         "metrics page": (render, 20),
     }

@@ -38,6 +38,8 @@ from splittime.engine.messages import StepOutput
 from splittime.engine.output import OutputText
 from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.account import Account, ClosedAccount
+from splittime.ledger.facts import Machine, Process, ServerFacts
+from splittime.ledger.prompt_parts import prompt_parts
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger
 from splittime.server.params import check_token_ids
@@ -79,6 +81,7 @@ class LLM:
         tokenizer = Tokenizer.load(folder)
         self._assemble(engine, tokenizer, tuple(resolved["eos_token_ids"]), ledger)
         self.timeline += timeline
+        self._started_ns, self._ready_ns = timeline[0][1], time.monotonic_ns()
         self.resolved |= resolved
         self._vocab_size = resolved["vocab_size"]
         self.name = model_source.default_name(chosen["model"], folder)
@@ -102,8 +105,29 @@ class LLM:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = tokenizer.vocab_size
         self._max_model_len = engine.scheduler.config.max_model_len
+        self._started_ns = self._ready_ns = time.monotonic_ns()
+        self.ledger.tell_facts = self._facts
         self._numbers = itertools.count()
+        self._machine: Machine | None = None  # measured by this process
         self._is_busy = False
+
+    def facts(self) -> ServerFacts | None:
+        """Settings, costs and the machine's ceilings, for a diagnosis; None over a runner that knows none. The first
+        call measures the ceilings, a tenth of a second, unless an earlier start has lately."""
+        if self.engine.measuring is not None:
+            self._machine = next(filter(None, self.engine.measuring), None)
+            self.engine.measuring = None
+        return self._facts()
+
+    def _facts(self) -> ServerFacts | None:
+        said = self.engine.facts
+        if said is None:
+            return None
+        process = Process(name="llm", started_ns=self._started_ns, ready_ns=self._ready_ns)
+        knobs = self.engine.scheduler.config.knobs()
+        machine = self._machine or said.machine
+        settings = said.settings | knobs
+        return msgspec.structs.replace(said, model=self.name, settings=settings, machine=machine, processes=(process,))
 
     def generate(
         self,
@@ -209,6 +233,7 @@ class LLM:
     def _choice(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Choice:
         account = Account(f"llm-{next(self._numbers)}", time.monotonic_ns(), Stage.TOKENIZE)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        parts = prompt_parts(token_ids)
         submitted_ns = time.monotonic_ns()
         account.enter(Stage.HANDOFF, submitted_ns)
         request = Request(
@@ -218,7 +243,8 @@ class LLM:
             eos_token_ids=self._eos_token_ids,
             submitted_ns=submitted_ns,
         )
-        return Choice(index, request, account, OutputText(self.tokenizer, token_ids, stop=sampling.stop))
+        text = OutputText(self.tokenizer, token_ids, stop=sampling.stop)
+        return Choice(index, request, account, text, prompt_parts=parts)
 
     def _complete(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """With a seed and a bound: to the end of the context, if nothing else was said."""

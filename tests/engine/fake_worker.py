@@ -1,5 +1,6 @@
 """An engine process on a FakeRunner, for the tests of the process boundary. Settings: JSON of `Settings`."""
 
+import gc
 import sys
 
 import msgspec
@@ -9,6 +10,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.plan import StepPlan, StepResult
 from splittime.engine.engine import Engine
 from splittime.engine.worker import Tell, Timeline, work
+from splittime.ledger.facts import Machine, ServerFacts
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
@@ -18,6 +20,8 @@ class Settings(msgspec.Struct):
     step_ns: int = 0
     refuse: bool = False
     fail_on_token: int = -1
+    measures: bool = False
+    collects_garbage: bool = False
 
 
 class FailingRunner(FakeRunner):
@@ -25,7 +29,12 @@ class FailingRunner(FakeRunner):
 
     fail_on_token = -1
 
+    collects_garbage = False
+
     def run(self, plan: StepPlan) -> StepResult:
+        if self.collects_garbage:
+            self.rubbish = [[] for _ in range(500_000)]
+            gc.collect()
         if any(self.fail_on_token in row.token_ids for row in plan.rows):
             raise RuntimeError("the runner broke")
         return super().run(plan)
@@ -36,11 +45,17 @@ def build(settings: bytes, timeline: Timeline, tell: Tell) -> tuple[Engine, dict
     if config.refuse:
         raise ConfigError("no such model")
     runner = FailingRunner(step_ns=config.step_ns)
-    runner.fail_on_token = config.fail_on_token
+    runner.fail_on_token, runner.collects_garbage = config.fail_on_token, config.collects_garbage
     timeline.append(("load", 1, 2))
     tell("layer 1 of 2, 3 MB")
     tell("layer 2 of 2, 6 MB")  # too soon after the first
-    return Engine(Scheduler(SchedulerConfig()), runner, SystemClock()), {"architecture": "fake"}
+    engine = Engine(Scheduler(SchedulerConfig()), runner, SystemClock())
+    engine.facts = ServerFacts(
+        version="1", model="Fake", max_model_len=9, settings={"block_size": 16, "max_num_seqs": 0}
+    )
+    if config.measures:
+        engine.measuring = iter([None, None, Machine(cpu="fake", threads=1, measured_at_unix_ns=7)])
+    return engine, {"architecture": "fake"}
 
 
 if __name__ == "__main__":

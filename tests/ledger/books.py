@@ -49,6 +49,9 @@ def accounts(draw) -> ClosedAccount:
         token_written_ns=tuple(ready_ns[:num_written]),
         cancelled_ns=draw(st.none() | st.just(now_ns)),
         freed_ns=draw(st.none() | st.just(account.end_ns)),
+        prompt_parts=tuple(
+            draw(st.lists(st.tuples(st.integers(0, 2**52), st.integers(0, 99), st.integers(1, 99)), max_size=3))
+        ),
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from splittime.core.errors import ConfigError, NotFound
 from splittime.ledger import sqlite_file
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.sqlite_file import FileWriter
 from splittime.ledger.store import Ledger, open_readonly
 
@@ -211,3 +212,82 @@ def test_a_damaged_record_is_told_as_a_damaged_file(tmp_path):
         connection.execute("INSERT INTO accounts(request_id, group_id, e2e_ns, body) VALUES('a', 'a', 1, '{}')")
     with pytest.raises(ConfigError, match=r"l\.sqlite is not a readable ledger file"):
         open_readonly(path).account("a")
+
+
+FACTS = ServerFacts(version="1", model="code", max_model_len=9, settings={"a": 1})
+
+
+def test_the_file_keeps_the_latest_facts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite_file, "FACTS_INTERVAL_S", 0.0)
+    path = tmp_path / "l.sqlite"
+    ledger = Ledger(path)
+    ledger.add_step(books.step(1, 0))
+    assert ledger.flush()
+    assert open_readonly(path).facts() is None  # nobody has told any
+    told = [FACTS]
+    ledger.tell_facts = lambda: told[-1]
+    wait_for(lambda: open_readonly(path).facts() == FACTS)
+    told.append(msgspec.structs.replace(FACTS, settings={"a": 2}))
+    wait_for(lambda: open_readonly(path).facts() == told[-1])
+    time.sleep(0.3)
+    ledger.close()
+    assert sqlite3.connect(path).execute("SELECT count(*) FROM facts").fetchone() == (2,)  # only what is new
+
+
+def test_facts_of_the_end_are_kept(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    ledger.tell_facts = lambda: FACTS
+    ledger.close()
+    assert open_readonly(tmp_path / "l.sqlite").facts() == FACTS
+
+
+def test_who_tells_facts_cannot_break_the_file(tmp_path, caplog):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    ledger.tell_facts = lambda: 1 / 0
+    ledger.add_step(books.step(1, 0))
+    ledger.close()
+    assert len(open_readonly(tmp_path / "l.sqlite").steps()) == 1
+    assert "facts could not be had" in caplog.text
+
+
+def old_file(path: Path, version: int) -> None:
+    """As version 1 wrote it: no facts, and accounts without prompt parts."""
+    ledger = Ledger(path)
+    ledger.add_account(books.example())
+    ledger.close()
+    connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE facts")
+    connection.execute("UPDATE accounts SET body = json_remove(body, '$.prompt_parts')")
+    connection.execute(f"PRAGMA user_version={version}")
+    connection.commit()
+    connection.close()
+
+
+def test_a_file_of_format_1_is_read_and_continued(tmp_path):
+    path = tmp_path / "l.sqlite"
+    old_file(path, 1)
+    assert open_readonly(path).facts() is None
+    assert open_readonly(path).accounts() == [books.example()]
+    ledger = Ledger(path)
+    ledger.tell_facts = lambda: FACTS
+    ledger.add_account(books.example("cmpl-b-0"))
+    ledger.close()
+    assert open_readonly(path).facts() == FACTS
+    assert len(open_readonly(path).accounts()) == 2
+
+
+def test_a_file_of_a_later_format_is_left_alone(tmp_path):
+    path = tmp_path / "l.sqlite"
+    old_file(path, 3)
+    with pytest.raises(ConfigError, match="format 3"):
+        Ledger(path)
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA user_version").fetchone() == (3,)
+    assert connection.execute("SELECT name FROM sqlite_master WHERE name = 'facts'").fetchone() is None
+
+
+def wait_for(condition, timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)

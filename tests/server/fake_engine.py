@@ -14,6 +14,7 @@ from splittime.core.request import FinishReason, Request
 from splittime.engine.client import StreamItem
 from splittime.engine.messages import EngineStats
 from splittime.ledger.account import Account, Mark
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput
 
@@ -99,6 +100,9 @@ class FakeEngine:
             blocks_total=100,
             knobs=dict(self.knobs_now),
         )
+
+    def facts(self) -> ServerFacts | None:
+        return None
 
     async def configure(self, knobs):
         from splittime.core.errors import ConfigError

@@ -1,4 +1,4 @@
-"""`splittime explain REQUEST_ID`: one request's life, from a running server or from a ledger file."""
+"""`splittime explain [REQUEST_ID]`: one request's life, and why it was slow, from a running server or a ledger file."""
 
 import http.client
 import json as json_module
@@ -19,26 +19,38 @@ from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.export import account_from_json, account_json
 from splittime.ledger.steps import StepRecord
-from splittime.ledger.store import open_readonly
+from splittime.ledger.store import LedgerFile, open_readonly
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_STEPS = 10_000
+MAX_OTHERS = 1_000
 TIMEOUT_S = 10.0
 
 EXAMPLES = """\b
 Examples:
   splittime explain cmpl-5f3a                              from the server on port 8000
+  splittime explain --slowest 3                            the slowest of its latest requests
   splittime explain cmpl-5f3a --ledger runs/today.sqlite   from a ledger file, also after a crash
 """
 
-Found = tuple[list[ClosedAccount], list[StepRecord]]
+
+class Found(msgspec.Struct, frozen=True):
+    """What to explain, who to hold it against, and the steps in its time."""
+
+    accounts: list[ClosedAccount]
+    others: list[ClosedAccount]
+    steps: list[StepRecord]
 
 
 @fails_clearly
 def explain(
     request_id: Annotated[
-        str, typer.Argument(metavar="REQUEST_ID", help="The id in the response, or of one of its choices.")
-    ],
+        str | None,
+        typer.Argument(metavar="[REQUEST_ID]", help="The id in the response, or of one of its choices."),
+    ] = None,
+    slowest: Annotated[
+        int | None, typer.Option("--slowest", metavar="N", min=1, max=100, help="The N slowest instead of an id.")
+    ] = None,
     url: Annotated[str, typer.Option("--url", metavar="URL", help="The server to ask.")] = DEFAULT_URL,
     ledger: Annotated[Path | None, typer.Option("--ledger", metavar="FILE", help="Read this file instead.")] = None,
     api_key: Annotated[
@@ -46,27 +58,58 @@ def explain(
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Show where a request's time went, and why it waited."""
-    accounts, steps = _from_file(ledger, request_id) if ledger else _from_server(url, request_id, api_key)
+    """Show where a request's time went, why it waited, and what made it slower than its like."""
+    if (request_id is None) == (slowest is None):
+        raise ConfigError("give a REQUEST_ID or --slowest N, one of them", param="request_id")
+    found = _from_file(ledger, request_id, slowest) if ledger else _from_server(url, request_id, slowest, api_key)
     if json:
-        sys.stdout.buffer.write(orjson.dumps({"accounts": [account_json(account) for account in accounts]}) + b"\n")
+        sys.stdout.buffer.write(orjson.dumps(_as_json(found)) + b"\n")
         return
+    _print(found)
+
+
+def _as_json(found: Found) -> dict[str, Any]:
+    from splittime.diagnose.against_median import compare
+
+    compared = [compare(account, found.others, found.steps) for account in found.accounts]
+    return {
+        "accounts": [account_json(account) for account in found.accounts],
+        "against_median": msgspec.to_builtins(compared),
+    }
+
+
+def _print(found: Found) -> None:
+    from splittime.diagnose.against_median import compare, told
     from splittime.diagnose.explain import explain as explain_account
 
     console = Console(highlight=False, soft_wrap=True)
-    for account in accounts:
-        console.print(explain_account(account, steps))
+    for account in found.accounts:
+        console.print(explain_account(account, found.steps))
+        console.print(told(compare(account, found.others, found.steps)))
 
 
-def _from_file(path: Path, request_id: str) -> Found:
+def _slowest(others: list[ClosedAccount], number: int, where: str) -> list[ClosedAccount]:
+    """Of those that were served, the slowest first."""
+    served = [account for account in others if account.finish_reason != "refused"]
+    if not served:
+        raise NotFound(f"no request in {where} yet", param="slowest")
+    return sorted(served, key=lambda account: account.start_ns - account.end_ns)[:number]
+
+
+def _from_file(path: Path, request_id: str | None, slowest: int | None) -> Found:
     file = open_readonly(path)
     try:
-        accounts = file.account(request_id)
-        if not accounts:
-            raise NotFound(f"no request {request_id!r} in {path}", param="request_id", value=request_id)
-        return accounts, file.steps_between(*_step_range(accounts))
+        return _read(file, path, request_id, slowest)
     finally:
         file.close()
+
+
+def _read(file: LedgerFile, path: Path, request_id: str | None, slowest: int | None) -> Found:
+    others = file.accounts(limit=MAX_OTHERS)
+    accounts = file.account(request_id) if request_id is not None else _slowest(others, slowest or 1, str(path))
+    if not accounts:
+        raise NotFound(f"no request {request_id!r} in {path}", param="request_id", value=request_id)
+    return Found(accounts, others, file.steps_between(*_step_range(accounts)))
 
 
 def _step_range(accounts: list[ClosedAccount]) -> tuple[int, int]:
@@ -74,18 +117,25 @@ def _step_range(accounts: list[ClosedAccount]) -> tuple[int, int]:
     return min(account.start_ns for account in accounts), max(account.end_ns for account in accounts)
 
 
-def _from_server(url: str, request_id: str, api_key: str | None) -> Found:
+def _from_server(url: str, request_id: str | None, slowest: int | None, api_key: str | None) -> Found:
     base = url.rstrip("/")
-    answer = _get(f"{base}/ledger/requests/{urllib.parse.quote(request_id, safe='')}", api_key)
-    steps = _get(f"{base}/ledger/steps?limit={MAX_STEPS}", api_key)
+    asked = None
+    if request_id is not None:
+        asked = get_json(f"{base}/ledger/requests/{urllib.parse.quote(request_id, safe='')}", api_key)
+    listed = get_json(f"{base}/ledger/requests?limit={MAX_OTHERS}", api_key)
+    steps = get_json(f"{base}/ledger/steps?limit={MAX_STEPS}", api_key)
     try:
-        accounts = [account_from_json(entry) for entry in answer.get("choices", [answer])]
-        return accounts, msgspec.convert(steps["steps"], list[StepRecord])
+        others = [account_from_json(entry) for entry in listed["accounts"]]
+        records = msgspec.convert(steps["steps"], list[StepRecord])
+        if asked is None:
+            return Found(_slowest(others, slowest or 1, base), others, records)
+        return Found([account_from_json(entry) for entry in asked.get("choices", [asked])], others, records)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # msgspec's errors are ValueErrors
         raise EngineError(f"what {base} answered is no account: {error}", hint="Is it a splittime server?") from None
 
 
-def _get(url: str, api_key: str | None) -> Any:
+def get_json(url: str, api_key: str | None) -> Any:
+    """A GET of a running server; raises what a user can act on."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as response:

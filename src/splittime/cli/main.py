@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from splittime import __version__
-from splittime.cli import explain, generate, serve
+from splittime.cli import bench, doctor, explain, generate, serve
 from splittime.cli.config import app as config_app
 
 app = typer.Typer(
@@ -20,6 +20,8 @@ app = typer.Typer(
 app.command(name="serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command(name="generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command(name="explain", epilog=explain.EXAMPLES)(explain.explain)
+app.command(name="doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app.add_typer(bench.app, name="bench")
 app.add_typer(config_app, name="config")
 
 

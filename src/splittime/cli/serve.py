@@ -73,6 +73,7 @@ async def _serve(
             tokenizer = Tokenizer.load(folder)
         known: list[ModelInfo] = []
         application = build_app(client, tokenizer, ledger, config, lambda: known[0] if known else None)
+        application.service.started_ns = timeline.start_ns
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(run(application, config, on_listening=listening.set_result))
         try:

@@ -7,18 +7,22 @@ input (`WorkerSettings`).
 import os
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from splittime import __version__
 from splittime.core.clock import SystemClock
 from splittime.engine.engine import Engine
 from splittime.engine.worker import Tell, Timeline, work
+from splittime.ledger.facts import Machine, ServerFacts, TokenCost
 from splittime.runner.config import RunnerConfig
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from splittime.runner.ceilings import Ceilings
     from splittime.runner.torch_runner import TorchRunner
 
 
@@ -26,6 +30,14 @@ MIN_PREFILL_TOKENS = 16
 PREFILL_SLICE_S = 0.25
 """How long a step may compute prompts while others wait for their next token, unless `max_prefill_tokens` is set.
 Products are as fast for some dozens of tokens as for thousands, so small slices cost little."""
+
+
+NOT_TOLD = ("model_path", "packed_cache")  # where things lie is nobody's business
+DECIDED = (
+    *("dtype", "kv_cache_dtype", "kernels", "num_threads", "linear_backend", "attention_backend"),
+    *("weights", "weights_bytes", "activation_dtype", "num_blocks", "kv_bytes_per_block", "num_parameters"),
+    *("context_length", "sliding_window", "vocab_size", "architecture"),
+)
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -53,6 +65,11 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     scheduler_config = _fit(config.scheduler, runner)
     timeline.append(("warm-up", begin_ns, time.monotonic_ns()))
     engine = Engine(Scheduler(scheduler_config), runner, SystemClock())
+    gauge = runner.gauge(config.runner)
+    known = gauge.known()
+    engine.facts = _facts(config, scheduler_config, runner, _machine(known))
+    if gauge.is_due():
+        engine.measuring = (None if found is None else _machine(found) for found in gauge.measure())
     return engine, {**msgspec.to_builtins(runner.resolved), "scheduler": msgspec.to_builtins(scheduler_config)}
 
 
@@ -69,6 +86,25 @@ def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:
         max_model_len=resolved.max_model_len,
         max_prefill_tokens=prefill_tokens,
     )
+
+
+def _facts(config: WorkerSettings, scheduler: SchedulerConfig, runner: "TorchRunner", known: Machine) -> ServerFacts:
+    """By their flags' names: what was asked, then what the machine decided, then what the scheduler goes by."""
+    resolved = msgspec.structs.asdict(runner.resolved)
+    decided = {name: resolved[name] for name in DECIDED}
+    asked = {name: value for name, value in msgspec.structs.asdict(config.runner).items() if name not in NOT_TOLD}
+    return ServerFacts(
+        version=__version__,
+        model=runner.resolved.architecture,
+        max_model_len=runner.resolved.max_model_len,
+        settings=asked | decided | msgspec.structs.asdict(scheduler),
+        cost=TokenCost(**asdict(runner.cost)),
+        machine=known,
+    )
+
+
+def _machine(found: "Ceilings") -> Machine:
+    return Machine(**asdict(found))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from splittime.engine.client import StreamItem
 from splittime.engine.messages import RequestOutput
 from splittime.engine.output import OutputText
 from splittime.ledger.account import Account, ClosedAccount
+from splittime.ledger.prompt_parts import PromptParts
 from splittime.ledger.stages import Cause, Stage
 
 CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this after the last token is the client's doing
@@ -57,6 +58,7 @@ class Choice:
     text: OutputText
     echo: Echo | None = None
     hides_output: bool = False  # echo with max_tokens 0
+    prompt_parts: PromptParts = ()
     token_ids: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     ready_ns: list[int] = field(default_factory=list)
@@ -237,4 +239,5 @@ class Choice:
             token_written_ns=tuple(self.written_ns),
             cancelled_ns=self.cancelled_ns,
             freed_ns=self.freed_ns,
+            prompt_parts=self.prompt_parts,
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from splittime.core.request import Request
 from splittime.engine.messages import EngineStats, RequestOutput
+from splittime.ledger.facts import ServerFacts
 
 
 class StreamItem(NamedTuple):
@@ -37,6 +38,10 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """The latest gauges, without asking the engine."""
+        ...
+
+    def facts(self) -> ServerFacts | None:
+        """What the engine is, with its knobs as of now; None before it has said so."""
         ...
 
     async def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Owns the step's own split and the gap before it; between two steps the gap is `h
 while there was none. The caller (the loop in a process, `LLM.generate` in yours) owns waiting for work.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from splittime.core.clock import Clock
@@ -13,10 +14,15 @@ from splittime.core.request import FinishReason, Request
 from splittime.engine.gc_pauses import GcPauses
 from splittime.engine.messages import EngineStats, StepOutput
 from splittime.ledger.account import Account
+from splittime.ledger.facts import Machine, ServerFacts
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
+
+Measuring = Iterator[Machine | None]
+"""Measures the machine's ceilings: each `next` is a short piece of it, to be taken while there is nothing else to do;
+the last one yields the result."""
 
 
 class Engine:
@@ -24,6 +30,8 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock) -> None:
         self.scheduler = scheduler
+        self.facts: ServerFacts | None = None  # set by who built it, and so is the next
+        self.measuring: Measuring | None = None
         self._runner = runner
         self._clock = clock
         self.gc_pauses: GcPauses | None = None  # set by a process that has frozen its heap and wants them counted
@@ -32,6 +40,7 @@ class Engine:
         self._idle_since_ns: int | None = None
         self._idle_ns = 0
         self._num_steps = 0
+        self._told_pauses: tuple[tuple[int, int], ...] = ()
 
     def submit(self, request: Request, received_ns: int) -> None:
         """Take a request in; one that can never be served ends at once with `error`."""
@@ -80,7 +89,7 @@ class Engine:
         if not self.scheduler.has_requests:
             self._start_idling(end_ns)
         outputs, self._pending = tuple(self._pending), []
-        return StepOutput(plan.step_id, ready_ns, outputs, self.stats(end_ns), record)
+        return StepOutput(plan.step_id, ready_ns, outputs, self.stats(end_ns), record, self._new_pauses())
 
     def stats(self, now_ns: int | None = None) -> EngineStats:
         """Gauges and counters as of now."""
@@ -104,6 +113,15 @@ class Engine:
             gc_collections=self.gc_pauses.num_collections if self.gc_pauses else 0,
             knobs=scheduler.config.knobs(),
         )
+
+    def _new_pauses(self) -> tuple[tuple[int, int], ...]:
+        """The long collections of garbage since it was last asked."""
+        latest = self.gc_pauses.latest if self.gc_pauses is not None else ()
+        if latest is self._told_pauses:
+            return ()
+        last_ns = self._told_pauses[-1][0] if self._told_pauses else -1
+        self._told_pauses = latest
+        return tuple(pause for pause in latest if pause[0] > last_ns)
 
     def _take_news(self, now_ns: int) -> StepOutput | None:
         """News without a step: refusals, aborts, expired deadlines."""

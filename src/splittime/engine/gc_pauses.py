@@ -1,7 +1,8 @@
 """Garbage collector pauses, controlled and measured.
 
 A full collection walks every live object: 100 ms and more in a large heap, when nobody expects it. `freeze_heap` moves
-what start-up made out of the collector's sight and makes the young generation rarer; `GcPauses` adds up what is left.
+what start-up made out of the collector's sight and makes the young generation rarer; `GcPauses` adds up what is left,
+and keeps the latest long ones with their times, for a diagnosis to hold against the gaps that requests saw.
 """
 
 import gc
@@ -11,6 +12,8 @@ from splittime.core.clock import Clock
 YOUNG_GENERATION = (
     20_000  # allocations between young collections; CPython's default of 700 costs a pass every few steps
 )
+LONG_NS = 1_000_000
+MAX_KEPT = 64
 
 
 def freeze_heap() -> None:
@@ -21,7 +24,11 @@ def freeze_heap() -> None:
 
 
 class GcPauses:
-    """Counts collections and their time from its creation to `close`."""
+    """Counts collections and their time from its creation to `close`.
+
+    latest: (begin, duration) in ns of the latest of `LONG_NS` and more, oldest first; never changed in place, so that
+        any thread may read it.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -29,6 +36,7 @@ class GcPauses:
         self.total_ns = 0
         self.longest_ns = 0
         self.num_collections = 0
+        self.latest: tuple[tuple[int, int], ...] = ()
         gc.callbacks.append(self._on_gc)
 
     def summary(self) -> dict[str, float | int]:
@@ -49,3 +57,5 @@ class GcPauses:
         self.total_ns += pause_ns
         self.longest_ns = max(self.longest_ns, pause_ns)
         self.num_collections += 1
+        if pause_ns >= LONG_NS:
+            self.latest = (*self.latest[1 - MAX_KEPT :], (self._begin_ns, pause_ns))

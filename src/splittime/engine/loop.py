@@ -2,6 +2,9 @@
 
 A thread receives, so that a message has its arrival time even while a step runs: what it waits after that is queueing
 (`step_in_flight`), not hand-off. The loop itself is single-threaded and owns the engine.
+
+The machine's ceilings are measured here, in short pieces, each after it has been quiet for `QUIET_S`: a request that
+comes meanwhile waits for one piece at most.
 """
 
 import threading
@@ -11,9 +14,10 @@ from collections.abc import Callable
 from splittime.core.clock import Clock
 from splittime.core.errors import ConfigError
 from splittime.engine.engine import Engine
-from splittime.engine.messages import Abort, Configure, ConfigureDone, StepOutput, Submit, ToEngine
+from splittime.engine.messages import Abort, Configure, ConfigureDone, Measured, StepOutput, Submit, ToEngine
 
-Send = Callable[[StepOutput | ConfigureDone], None]
+Send = Callable[[StepOutput | ConfigureDone | Measured], None]
+QUIET_S = 0.1
 
 
 class Inbox:
@@ -33,9 +37,9 @@ class Inbox:
         self.is_closed = True
         self._arrived.set()
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Return when something has arrived, or after the timeout."""
-        self._arrived.wait(timeout_s)
+    def wait(self, timeout_s: float | None) -> bool:
+        """Return when something has arrived (True), or after the timeout."""
+        return self._arrived.wait(timeout_s)
 
     def take_all(self) -> list[tuple[ToEngine, int]]:
         self._arrived.clear()
@@ -50,12 +54,24 @@ def run_loop(engine: Engine, inbox: Inbox, send: Send, clock: Clock) -> None:
     is not to be trusted after it."""
     while not inbox.is_closed:
         if not engine.has_work:
-            inbox.wait(_seconds_to_deadline(engine, clock))
+            _wait(engine, inbox, send, clock)
         for message, received_ns in inbox.take_all():
             _handle(engine, message, received_ns, send)
         output = engine.step()
         if output is not None:
             send(output)
+
+
+def _wait(engine: Engine, inbox: Inbox, send: Send, clock: Clock) -> None:
+    """Until something arrives or is due, or a piece of measuring is done."""
+    timeout_s = _seconds_to_deadline(engine, clock)
+    if engine.measuring is None or (timeout_s is not None and timeout_s <= QUIET_S):
+        inbox.wait(timeout_s)
+    elif not inbox.wait(QUIET_S):
+        machine = next(engine.measuring)
+        if machine is not None:
+            engine.measuring = None
+            send(Measured(machine))
 
 
 def _handle(engine: Engine, message: ToEngine, received_ns: int, send: Send) -> None:

@@ -1,8 +1,8 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
 Client to engine: `Submit`, `Abort`, `Configure`, `Ping`. Engine to client: `Loading` now and then, `Ready` once, then
-one `StepOutput` for each step (and for each change while idle), `ConfigureDone`, `Pong`, `Fatal` as the last word
-before it dies.
+one `StepOutput` for each step (and for each change while idle), `Measured` when the machine's ceilings are known,
+`ConfigureDone`, `Pong`, `Fatal` as the last word before it dies.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import msgspec
 
 from splittime.core.errors import ErrorInfo
 from splittime.core.request import Request
+from splittime.ledger.facts import Machine, ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.events import RequestOutput
 
@@ -45,6 +46,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
     """All that one step (or one change while idle: then `record` is None) has to tell.
 
     step_id, ready_ns: the step whose tokens these are, and the instant they were ready (after commit).
+    pauses: (begin, duration) in ns of the long collections of garbage since the last output.
     """
 
     step_id: int
@@ -52,6 +54,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
     outputs: tuple[RequestOutput, ...]
     stats: EngineStats
     record: StepRecord | None = None
+    pauses: tuple[tuple[int, int], ...] = ()
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -62,11 +65,19 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The engine can serve. `resolved` is what the machine decided (blocks, backend, dtype, ...); `timeline` is
-    (phase, begin_ns, end_ns) of its start-up."""
+    (phase, begin_ns, end_ns) of its start-up. `facts` name the model's architecture for want of a name: what it is
+    called is the server's to say."""
 
     resolved: dict[str, Any]
     timeline: tuple[tuple[str, int, int], ...]
     stats: EngineStats
+    facts: ServerFacts | None = None
+
+
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """The ceilings of the machine, when they were not known at `Ready`."""
+
+    machine: Machine
 
 
 class ConfigureDone(msgspec.Struct, frozen=True, tag="configured"):
@@ -107,4 +118,4 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
 
 
 ToEngine = Submit | Abort | Configure | Ping
-FromEngine = StepOutput | Loading | Ready | ConfigureDone | Fatal | Pong
+FromEngine = StepOutput | Loading | Ready | Measured | ConfigureDone | Fatal | Pong

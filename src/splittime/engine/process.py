@@ -26,6 +26,7 @@ import zmq.asyncio
 from splittime.core.errors import Conflict, EngineError, ErrorInfo, Overloaded, SplittimeError, error_from_info
 from splittime.core.request import FinishReason, Request
 from splittime.engine.client import StreamItem
+from splittime.engine.known_facts import KnownFacts
 from splittime.engine.messages import (
     Abort,
     Configure,
@@ -34,6 +35,7 @@ from splittime.engine.messages import (
     Fatal,
     FromEngine,
     Loading,
+    Measured,
     Ping,
     Ready,
     StepOutput,
@@ -41,6 +43,7 @@ from splittime.engine.messages import (
     ToEngine,
 )
 from splittime.ledger.account import Mark
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput
 
@@ -129,6 +132,7 @@ class ProcessClient:
         self._call_ids = itertools.count()
         self._changed_knobs: dict[str, Any] = {}
         self._stats = EngineStats(now_ns=time.monotonic_ns())
+        self._known_facts = KnownFacts()
         self._generation: Generation | None = None
         self._last_words: Fatal | None = None
         self._num_deaths_in_row = 0
@@ -206,6 +210,9 @@ class ProcessClient:
     def stats(self) -> EngineStats:
         return self._stats
 
+    def facts(self) -> ServerFacts | None:
+        return self._known_facts.now(self._stats.knobs)
+
     async def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
         if not self.is_ready:
             raise Overloaded("the engine is not running", status=503, code="engine_not_ready", retry_after_s=2.0)
@@ -272,9 +279,13 @@ class ProcessClient:
                 self._on_loading(message.progress)
             case Ready():
                 self.ready_info, self._stats = message, message.stats
+                assert self._generation is not None
+                self._known_facts.take_ready(message, self._generation.started_ns, self.num_restarts)
                 self._repeat_knobs()
                 self._is_up = self._was_ever_ready = True
                 self._became_ready.set()
+            case Measured(machine):
+                self._known_facts.take_machine(machine)
             case ConfigureDone():
                 self._take_answer(message)
             case Fatal():
@@ -282,6 +293,7 @@ class ProcessClient:
 
     def _take_step(self, output: StepOutput) -> None:
         self._stats = output.stats
+        self._known_facts.add_pauses(output.pauses)
         self._on_step(output)
         for news in output.outputs:
             stream = self._streams.get(news.request_id)

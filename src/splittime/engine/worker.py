@@ -65,7 +65,7 @@ def _work(inbound: str, outbound: str, build: Build, send: Callable[[FromEngine]
         freeze_heap()
         engine.gc_pauses = GcPauses(SystemClock())
         inbox = _receive(inbound, outbound)
-        send(Ready(resolved, tuple(timeline), engine.stats()))
+        send(Ready(resolved, tuple(timeline), engine.stats(), engine.facts))
         run_loop(engine, inbox, send, SystemClock())
     except SplittimeError as error:  # of whoever wrote the settings: the message says it all
         send(Fatal(str(error), error=error.info))

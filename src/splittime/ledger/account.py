@@ -111,6 +111,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     token_written_ns: for each output token, the instant the chunk that holds it had been given to the socket;
         shorter than `token_steps` if the client went away.
     first_chunk_tokens: output tokens in the first chunk written (TPOT's divisor leaves them out).
+    prompt_parts: (hash, start, num_tokens) of the prompt's parts, cut by content (`ledger.prompt_parts`); () for a
+        short one, and for one that was refused before it was tokenised.
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     """
 
@@ -134,6 +136,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     token_written_ns: tuple[int, ...] = ()
     cancelled_ns: int | None = None
     freed_ns: int | None = None
+    prompt_parts: tuple[tuple[int, int, int], ...] = ()
 
     def verify(self) -> None:
         """Raise ValueError if the ledger's first law does not hold for this account."""

@@ -52,6 +52,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     index: its place in the schedule. arm: which of the servers, when two are compared in one run.
     request_id: sent as X-Request-Id, and the name of the server's account.
+    held_ns: how long it was held back on purpose, by a cap on requests in flight or by its session's turn before.
     picked_up_ns: when the client turned to it; sent_ns: its last byte had been given to a socket; connect_ns: how long
         the connection took, 0 for one that was open already.
     chunk_ns: when each chunk with content was read off the socket; chunk_tokens: the tokens in each, if told.
@@ -69,12 +70,14 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     session: int | None = None
     turn: int = 0
     worker: int = 0
+    held_ns: int = 0
     picked_up_ns: int | None = None
     connect_ns: int | None = None
     sent_ns: int | None = None
     headers_ns: int | None = None
     chunk_ns: tuple[int, ...] = ()
     chunk_tokens: tuple[int, ...] | None = None
+    read_gap_ns: tuple[int, ...] | None = None
     end_ns: int | None = None
     status: int | None = None
     error: str | None = None
@@ -89,7 +92,11 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing the client asked itself: a name, what was found, what is allowed, and the sentence for people."""
+    """One thing the client asked itself: a name, what was found, what is allowed, and the sentence for people.
+
+    voids: the client is at fault if it fails, and the figures are about it. If not, it is a note about the server or the
+    workload: the figures stand.
+    """
 
     name: str
     ok: bool
@@ -97,6 +104,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     limit: float | None
     unit: str
     sentence: str
+    voids: bool = True
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -113,7 +121,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """One server of a run.
 
-    kind: splittime, vllm, sglang, tgi, llama.cpp, mock or unknown.
+    kind: splittime, vllm, sglang, tgi, llama.cpp, mock or unknown. max_model_len: prompt and output, in tokens.
     connect_ns, round_trip_ns: probed on their own, before and after the load.
     metrics_before, metrics_after: every sample of its /metrics by name with labels, as scraped; {} if it has none.
     accounts, steps, facts: a splittime server's own book of these requests.
@@ -123,6 +131,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     model: str | None = None
     version: str | None = None
+    max_model_len: int | None = None
     connect_ns: tuple[int, ...] = ()
     round_trip_ns: tuple[int, ...] = ()
     metrics_before: dict[str, float] = {}
@@ -159,7 +168,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_void(self) -> bool:
         """The client was at fault: the figures are about it, not about the server."""
-        return not all(check.ok for check in self.checks)
+        return any(check.voids and not check.ok for check in self.checks)
 
     def measured(self, arm: int = 0) -> list[Outcome]:
         return [o for o in self.outcomes if o.phase is Phase.MEASURED and o.arm == arm]

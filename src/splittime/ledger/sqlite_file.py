@@ -2,11 +2,13 @@
 
 Promises: `put` never waits and never raises (a full queue drops the record and counts it); the file is readable at any
 moment, also after kill -9, and then lacks at most the last batch; rows beyond the bound are deleted, oldest first.
+The server's facts are asked for every `FACTS_INTERVAL_S` and at the end, and kept when they differ from the last.
 A path that cannot be written is a `ConfigError` at once; a disk that fails later costs records (`num_unwritten`),
 logged once for each outage, and serving goes on.
 
     accounts(seq, request_id, group_id, e2e_ns, body)      body is the record as JSON, so that other tools can read it
     steps(seq, begin_ns, body)
+    facts(seq, at_ns, body)                                since format 2; at_ns: of the host's monotonic clock
 """
 
 import logging
@@ -15,20 +17,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from time import monotonic
+from time import monotonic, monotonic_ns
 from typing import Any, TypeVar
 
 import msgspec
 
 from splittime.core.errors import ConfigError, NotFound
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.ledger")
 
-Record = TypeVar("Record", ClosedAccount, StepRecord)
+Record = TypeVar("Record", ClosedAccount, StepRecord, ServerFacts)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+FACTS_INTERVAL_S = 10.0
+MAX_FACTS = 100
 BATCH_INTERVAL_S = 0.1
 MAX_BATCH_RECORDS = 2_000
 MAX_QUEUED_RECORDS = 50_000
@@ -41,6 +46,7 @@ CREATE INDEX IF NOT EXISTS accounts_request_id ON accounts(request_id);
 CREATE INDEX IF NOT EXISTS accounts_group_id ON accounts(group_id);
 CREATE TABLE IF NOT EXISTS steps(seq INTEGER PRIMARY KEY, begin_ns INTEGER NOT NULL, body TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS steps_begin_ns ON steps(begin_ns);
+CREATE TABLE IF NOT EXISTS facts(seq INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL, body TEXT NOT NULL);
 """
 
 
@@ -48,10 +54,18 @@ class FileWriter:
     """The only writer of a ledger file."""
 
     def __init__(
-        self, path: Path, max_accounts: int, max_steps: int, max_queued_records: int = MAX_QUEUED_RECORDS
+        self,
+        path: Path,
+        max_accounts: int,
+        max_steps: int,
+        max_queued_records: int = MAX_QUEUED_RECORDS,
+        tell_facts: Callable[[], ServerFacts | None] = lambda: None,
     ) -> None:
         self._path = path
-        self._max_rows = {"accounts": max_accounts, "steps": max_steps}
+        self._max_rows = {"accounts": max_accounts, "steps": max_steps, "facts": MAX_FACTS}
+        self._tell_facts = tell_facts
+        self._facts: ServerFacts | None = None  # the last ones written
+        self._facts_due_s = 0.0
         self._queue: deque[ClosedAccount | StepRecord] = deque()
         self._max_queued_records = max_queued_records
         self.num_dropped = self.num_unwritten = 0
@@ -95,21 +109,40 @@ class FileWriter:
             self._wake.clear()
             while self._queue:
                 self._write_batch()
+            if monotonic() >= self._facts_due_s:
+                self._keep_facts()
+        self._keep_facts()
         self._connection.close()  # the last connection to close also folds the WAL into the file
 
     def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH_RECORDS))]
+        if not self._write(lambda: self._insert(batch)):
+            self.num_unwritten += len(batch)
+        self._num_done += len(batch)
+
+    def _write(self, insert: Callable[[], object]) -> bool:
         try:
             with self._connection:  # one transaction: committed whole, or rolled back whole
-                self._insert(batch)
+                insert()
                 self._delete_oldest()
             self._is_failing = False
         except sqlite3.Error as error:
-            self.num_unwritten += len(batch)
             if not self._is_failing:
                 log.error("ledger file %s: %s; records are lost until it can be written again", self._path, error)
             self._is_failing = True
-        self._num_done += len(batch)
+        return not self._is_failing
+
+    def _keep_facts(self) -> None:
+        try:
+            facts = self._tell_facts()
+        except Exception:  # the fault of who tells them is not the file's
+            log.exception("the server's facts could not be had")
+            facts = None
+        if facts is not None and facts != self._facts:
+            insert, row = "INSERT INTO facts(at_ns, body) VALUES(?, ?)", (monotonic_ns(), _to_json(facts))
+            if self._write(lambda: self._connection.execute(insert, row)):
+                self._facts = facts
+        self._facts_due_s = monotonic() + (FACTS_INTERVAL_S if facts is not None else BATCH_INTERVAL_S)
 
     def _insert(self, batch: list[ClosedAccount | StepRecord]) -> None:
         accounts = [
@@ -139,6 +172,8 @@ class LedgerFile:
         try:
             self._connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
             self._connection.execute("SELECT seq FROM accounts LIMIT 1")
+            tables = self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            self._has_facts = ("facts",) in tables.fetchall()
         except sqlite3.Error as error:
             raise ConfigError(f"{path} is not a readable ledger file: {error}", param="ledger") from error
 
@@ -162,6 +197,12 @@ class LedgerFile:
         query = "SELECT body FROM steps WHERE begin_ns BETWEEN ? AND ? ORDER BY seq"
         return self._records(query, (begin_ns, end_ns), _to_step)
 
+    def facts(self) -> ServerFacts | None:
+        """The server's facts as they were last; None in a file of format 1, or of a server that never got ready."""
+        if not self._has_facts:
+            return None
+        return next(iter(self._records("SELECT body FROM facts ORDER BY seq DESC LIMIT 1", (), _to_facts)), None)
+
     def _records(self, query: str, values: tuple[Any, ...], decode: Callable[[str], Record]) -> list[Record]:
         try:
             return [decode(body) for (body,) in self._connection.execute(query, values)]
@@ -182,19 +223,20 @@ def _create(path: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")  # survives kill -9; a power cut may cost the last batches
-        connection.executescript(_SCHEMA)
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        if version <= SCHEMA_VERSION:  # 0: a new file; of an older one only tables are missing
+            connection.executescript(_SCHEMA)
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         connection.commit()
     except sqlite3.Error as error:
         hint = "Name a file in a folder that exists and can be written, on a local disk with room."
         raise ConfigError(f"cannot write the ledger file {path}: {error}", param="ledger_file", hint=hint) from error
-    if version not in (0, SCHEMA_VERSION):
+    if version > SCHEMA_VERSION:
         raise ConfigError(f"ledger file {path} has format {version}, this splittime writes {SCHEMA_VERSION}")
     return connection
 
 
-def _to_json(record: ClosedAccount | StepRecord) -> str:
+def _to_json(record: ClosedAccount | StepRecord | ServerFacts) -> str:
     return msgspec.json.encode(record).decode()
 
 
@@ -204,3 +246,7 @@ def _to_account(body: str) -> ClosedAccount:
 
 def _to_step(body: str) -> StepRecord:
     return msgspec.json.decode(body, type=StepRecord)
+
+
+def _to_facts(body: str) -> ServerFacts:
+    return msgspec.json.decode(body, type=ServerFacts)

@@ -17,12 +17,14 @@ from pathlib import Path
 import msgspec
 
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.sqlite_file import FileWriter, LedgerFile
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.ledger")
 
 Subscriber = Callable[[ClosedAccount | StepRecord], None]
+TellFacts = Callable[[], ServerFacts | None]
 ID_PREFIXES = ("cmpl-", "chatcmpl-")
 
 
@@ -56,7 +58,12 @@ class Ledger:
         self._steps: deque[StepRecord] = deque(maxlen=max_steps)
         self._subscribers: list[Subscriber] = []
         self._num_accounts = self._num_steps = self._num_invalid = self._num_subscriber_errors = 0
-        self._file = FileWriter(Path(path), max_file_accounts, max_file_steps) if path is not None else None
+        self.tell_facts: TellFacts = lambda: None
+        self._file = (
+            FileWriter(Path(path), max_file_accounts, max_file_steps, tell_facts=self.facts)
+            if path is not None
+            else None
+        )
 
     def add_account(self, account: ClosedAccount) -> None:
         try:
@@ -95,6 +102,10 @@ class Ledger:
     def steps(self, limit: int = 100) -> list[StepRecord]:
         with self._lock:
             return list(islice(reversed(self._steps), limit))[::-1]
+
+    def facts(self) -> ServerFacts | None:
+        """What the server says of itself now (`tell_facts`, set by who serves); the file's thread asks too."""
+        return self.tell_facts()
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call `subscriber` with each account and step from now on, on the adding thread: it must be quick."""

@@ -56,13 +56,22 @@ class Planned(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """All requests in the order of their index. `concurrency` is None for an open loop."""
+    """All requests in the order of their index. `concurrency` is None for an open loop.
+
+    duration_ns: no request is begun from then on, counted from the run's begin; None: the schedule ends by its requests.
+    measured_from_ns, measured_until_ns: of an open loop, the window of intended starts that are MEASURED; None in a
+    closed loop, where the window is from the first MEASURED request's start to the last one's end.
+    notes: what drawing it had to change, in sentences for people (lengths that were cut, rows used twice, ...).
+    """
 
     format: int = FORMAT
     seed: int
     concurrency: int | None = None
     duration_ns: int | None = None
+    measured_from_ns: int | None = None
+    measured_until_ns: int | None = None
     settings: dict[str, Any] = {}
+    notes: tuple[str, ...] = ()
     requests: tuple[Planned, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""From a `RunnerConfig` to a decoder, an empty KV cache, and the record of what the machine decided."""
+"""From a `RunnerConfig` to a decoder, an empty KV cache, the record of what the machine decided, and a step's cost."""
 
 import time
 from collections.abc import Callable
@@ -16,12 +16,15 @@ from splittime.models.quant.plan import WeightPlan, choose
 from splittime.models.weights.load import Loaded, OnLayer, load_decoder
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
+from splittime.runner.cost import Cost, cost
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
 OnPhase = Callable[[str, int, int], None]
 
 
-def load(config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer | None = None) -> tuple[Decoder, KvStore, Resolved]:
+def load(
+    config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer | None = None
+) -> tuple[Decoder, KvStore, Resolved, Cost]:
     """Raises `ConfigError` for what cannot be honoured, before the weights are read where that is possible.
 
     Also sets the number of threads, for this process.
@@ -51,7 +54,10 @@ def load(config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer | None = Non
         config.num_threads, loaded.weights_bytes
     )
     choices.ops.set_threads(num_threads)
-    return loaded.decoder, store, _resolved(config, choices, loaded, store, num_threads)
+    resolved = _resolved(config, choices, loaded, store, num_threads)
+    kv_bytes_per_token = resolved.kv_bytes_per_block // resolved.block_size
+    least = cost(choices.model, choices.plan, choices.ops, loaded.weights_bytes, kv_bytes_per_token)
+    return loaded.decoder, store, resolved, least
 
 
 @dataclass(frozen=True)

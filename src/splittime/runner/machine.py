@@ -11,6 +11,7 @@ OMP_WAIT_POLICY=passive in the environment before torch is imported.)
 
 import logging
 import os
+import platform
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from splittime.runner.config import RunnerConfig
 log = logging.getLogger("splittime.runner")
 
 CGROUP = Path("/sys/fs/cgroup")
+CPUS = Path("/sys/devices/system/cpu")
 SMALL_MODEL_BYTES = 128 << 20
 FREE_MEMORY_SHARE = 0.5
 
@@ -110,6 +112,31 @@ def num_cores() -> int:
         return max(1, min(cores, -(-int(quota) // int(period))))  # ValueError when the quota is "max"
     except (OSError, ValueError):
         return cores
+
+
+def cpu_name() -> str:
+    """As the system calls the processor."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cache_bytes(threads: int) -> int | None:
+    """The last-level caches that so many threads of this process can use together; None where the system tells none."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    found = {}  # size by (level, the cores that share it)
+    for core in cores:
+        for folder in CPUS.glob(f"cpu{core}/cache/index*"):
+            with suppress(OSError, ValueError):
+                level, shared, size = (
+                    (folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size")
+                )
+                found[int(level), shared] = int(size.removesuffix("K")) << 10
+    last = max((level for level, _ in found), default=None)
+    sizes = sorted((size for (level, _), size in found.items() if level == last), reverse=True)
+    return sum(sizes[:threads]) or None
 
 
 def choose_num_threads(asked: int | None, weights_bytes: int) -> tuple[int, str]:

@@ -16,11 +16,14 @@ from torch import Tensor
 from splittime.core.plan import RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.core.sampling import SamplingParams
 from splittime.models.decoder import Decoder
+from splittime.models.quant.plan import choose
 from splittime.models.weights.load import OnLayer
 from splittime.runner import batch as batches
 from splittime.runner import logprobs, machine, penalties, sampler, threads
 from splittime.runner.batch import Batch
+from splittime.runner.ceilings import Gauge
 from splittime.runner.config import Resolved, RunnerConfig
+from splittime.runner.cost import Cost
 from splittime.runner.kv_store import KvStore
 from splittime.runner.load import OnPhase, load
 from splittime.runner.slots import Slots
@@ -33,8 +36,9 @@ Results = dict[str, RowResult]  # by request id
 class TorchRunner:
     """Implements `core.plan.Runner`. Make it with `TorchRunner.load`."""
 
-    def __init__(self, decoder: Decoder, store: KvStore, resolved: Resolved) -> None:
+    def __init__(self, decoder: Decoder, store: KvStore, resolved: Resolved, cost: Cost) -> None:
         self.decoder = decoder
+        self.cost = cost
         self.store = store
         self.resolved = resolved
         self.slots = Slots(resolved.max_model_len, resolved.vocab_size)
@@ -71,6 +75,12 @@ class TorchRunner:
         with Probe(self.run, self.resolved) as probe:
             taken_ns = threads.shortest_ns(probe.prefill, repeats=2)
             return max(1, int(seconds * 1e9 * probe.max_tokens / taken_ns))
+
+    def gauge(self, config: RunnerConfig) -> Gauge:
+        """What measures the machine for this runner, made with `config`."""
+        scheme = choose(config.quantization, self.resolved.dtype).layers
+        folder = machine.packed_cache_folder(config.packed_cache)
+        return Gauge(self.decoder.ops, scheme, self.resolved.num_threads, folder)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

@@ -15,7 +15,7 @@ from splittime.core.errors import NotFound, RequestError, error_body
 from splittime.engine.client import EngineClient
 from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.store import Ledger
-from splittime.server import routes_docs, routes_info, routes_ledger
+from splittime.server import routes_dashboard, routes_docs, routes_info, routes_ledger
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.edge import Edge
 from splittime.server.http import Receive, Scope, Send
@@ -25,7 +25,7 @@ from splittime.server.run import serve
 from splittime.server.service import Service
 
 PATHS: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/", routes_info.index),
+    ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
     ("GET", "/v1/models/{name:path}", routes_info.one_model),
     ("POST", "/tokenize", routes_info.tokenize),
@@ -39,7 +39,12 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ledger/requests", routes_ledger.requests),
     ("GET", "/ledger/requests/{request_id:path}", routes_ledger.one_request),
     ("GET", "/ledger/steps", routes_ledger.steps),
+    ("GET", "/ledger/facts", routes_ledger.facts),
     ("GET", "/ledger/trace.json", routes_ledger.trace_json),
+    ("GET", "/dashboard/data", routes_dashboard.data),
+    ("GET", "/dashboard/requests/{request_id:path}", routes_dashboard.one_request),
+    ("GET", "/dashboard/findings", routes_dashboard.findings),
+    ("GET", "/dashboard/static/{name}", routes_dashboard.static),
     ("GET", "/openapi.json", routes_docs.openapi),
     ("GET", "/docs", routes_docs.docs),
 )

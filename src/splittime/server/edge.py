@@ -9,6 +9,7 @@ import logging
 import time
 
 from splittime.core.errors import EngineError, RequestError
+from splittime.server.dashboard.files import is_page
 from splittime.server.http import START_NS, Message, Receive, Scope, Send, header, respond_error
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no key
@@ -32,7 +33,7 @@ class Edge:
         await self._guarded(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] in OPEN_PATHS:
+        if self._expected is None or scope["path"] in OPEN_PATHS or is_page(scope):
             return True
         given = header(scope, b"authorization") or ""
         return hmac.compare_digest(given.encode("latin-1"), self._expected)

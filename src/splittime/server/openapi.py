@@ -96,6 +96,7 @@ def _paths() -> Schema:
         "/ledger/requests": {"get": _get("The latest accounts", [slower, limit], errors=(400,))},
         "/ledger/requests/{request_id}": {"get": _get("A request's account", [request_id], errors=(404,))},
         "/ledger/steps": {"get": _get("The latest steps", [limit], errors=(400,))},
+        "/ledger/facts": {"get": _get("What the server knows of itself: settings, costs, ceilings", errors=(503,))},
         "/ledger/trace.json": {"get": _get("A trace for Perfetto", [limit], errors=(400,))},
         "/openapi.json": {"get": _get("This description")},
         "/docs": {"get": _get("A page that shows it", content={"text/html": {"schema": {"type": "string"}}})},

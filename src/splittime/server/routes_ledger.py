@@ -48,6 +48,12 @@ async def steps(service: Service, scope: http.Scope, receive: http.Receive, send
     await http.respond(send, body)
 
 
+async def facts(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """What the server knows of itself, as `splittime.ledger.facts.ServerFacts`."""
+    service.require_model()
+    await http.respond(send, msgspec.json.encode(service.facts()))
+
+
 async def trace_json(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The latest accounts and the steps in their time as a Chrome trace."""
     limit = _limit(http.query(scope))

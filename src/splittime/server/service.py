@@ -4,7 +4,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
+import msgspec
+
+from splittime import __version__
 from splittime.core.clock import SystemClock
 from splittime.core.errors import ErrorInfo
 from splittime.engine.client import EngineClient
@@ -13,6 +17,7 @@ from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import send_lag_ns
 from splittime.ledger.export.prometheus import PrometheusExporter
+from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import Ledger
 from splittime.server.admission import Admission, Bounds, Refused
 from splittime.server.config import ModelInfo, ServerConfig
@@ -37,6 +42,8 @@ class Service:
         self._model = model
         self.exporter = PrometheusExporter(ledger, client.stats)
         self.gc_pauses: GcPauses | None = None
+        self.started_ns = self._ready_ns = time.monotonic_ns()  # until who made the process says better
+        ledger.tell_facts = self.facts
         bounds = Bounds(config.max_queued_requests, config.max_queued_prompt_tokens)
         self.admission = Admission(bounds, self.exporter.count_refusal)
         self.pool = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
@@ -82,6 +89,25 @@ class Service:
         """Start-up is over: take what it made out of the garbage collector's sight, and count the pauses from here."""
         freeze_heap()
         self.gc_pauses = GcPauses(SystemClock())
+        self._ready_ns = time.monotonic_ns()
+
+    # ---- what it knows of itself
+
+    def facts(self) -> ServerFacts | None:
+        """As of now, of this process and of the engine's; None until the model is known."""
+        model = self.model
+        if model is None:
+            return None
+        said = self.client.facts() or ServerFacts(version=__version__, model="", max_model_len=0)
+        pauses = self.gc_pauses.latest if self.gc_pauses is not None else ()
+        own = Process(name="server", started_ns=self.started_ns, ready_ns=self._ready_ns, pauses=pauses)
+        return msgspec.structs.replace(
+            said,
+            model=model.name,
+            max_model_len=model.max_model_len,
+            settings=said.settings | asdict(self.admission.bounds),
+            processes=(own, *said.processes),
+        )
 
     # ---- who is in flight
 

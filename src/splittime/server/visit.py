@@ -15,6 +15,7 @@ from splittime.core.request import FinishReason, Request
 from splittime.engine.choice import Choice, Echo
 from splittime.engine.output import OutputText, make_detokenizer
 from splittime.ledger.account import Account, ClosedAccount
+from splittime.ledger.prompt_parts import PromptParts, prompt_parts
 from splittime.ledger.stages import Stage
 from splittime.server import http
 from splittime.server.admission import Place
@@ -43,6 +44,7 @@ class Visit:
         self._account = Account("", self.start_ns, Stage.RECEIVE)
         self._place: Place | None = None
         self._is_reserved = False
+        self._prompt_parts: list[PromptParts] = []  # of each prompt
 
     @property
     def group_id(self) -> str:
@@ -95,21 +97,23 @@ class Visit:
         """The prompts' ids; long texts are worked on beside the event loop."""
         self._account.enter(Stage.TOKENIZE, now_ns())
         if _text_size(ask) <= self.service.config.inline_tokenize_bytes:
-            prompts = self._encode_all(ask)
+            prompts, self._prompt_parts = self._encode_all(ask)
         else:
             loop = asyncio.get_running_loop()
-            prompts = await loop.run_in_executor(self.service.pool, self._encode_all, ask)
+            prompts, self._prompt_parts = await loop.run_in_executor(self.service.pool, self._encode_all, ask)
         self._account.enter(Stage.ADMIT, now_ns())
         if self.is_gone:
             raise http.Disconnected
         return prompts
 
-    def _encode_all(self, ask: Ask) -> list[tuple[int, ...]]:
+    def _encode_all(self, ask: Ask) -> tuple[list[tuple[int, ...]], list[PromptParts]]:
         tokenizer = self.service.tokenizer
         if ask.is_chat:
             text = tokenizer.render_chat(ask.messages)
-            return [tuple(tokenizer.encode(text, add_special_tokens=False))]
-        return [tuple(tokenizer.encode(p)) if isinstance(p, str) else p for p in ask.prompts]
+            prompts = [tuple(tokenizer.encode(text, add_special_tokens=False))]
+        else:
+            prompts = [tuple(tokenizer.encode(p)) if isinstance(p, str) else p for p in ask.prompts]
+        return prompts, [prompt_parts(token_ids) for token_ids in prompts]
 
     def _check_in_time(self, deadline_ns: int | None) -> None:
         if deadline_ns is not None and now_ns() >= deadline_ns:
@@ -135,20 +139,20 @@ class Visit:
                 deadline_ns=deadline_ns,
                 cache_salt=ask.cache_salt,
             )
-            choices.append(self._choice(index, request, ask, sources[p]))
+            choices.append(self._choice(index, request, ask, sources[p], self._prompt_parts[p]))
         generation = Generation(self.group_id, self.service.client, choices, place)
         generation.start()
         self.service.generations[self.request_id] = generation
         return generation
 
-    def _choice(self, index: int, request: Request, ask: Ask, source: Prompt) -> Choice:
+    def _choice(self, index: int, request: Request, ask: Ask, source: Prompt, parts: PromptParts) -> Choice:
         account = Account(request.request_id, self.start_ns, Stage.RECEIVE)
         account.extend(self._account.marks[1:])
         account.enter(Stage.HANDOFF, request.submitted_ns)
         tokenizer = self.service.tokenizer
         text = OutputText(tokenizer, request.prompt_token_ids, stop=ask.sampling.stop)
         echo = self._echo(request.prompt_token_ids, source, ask) if ask.echo else None
-        return Choice(index, request, account, text, echo, hides_output=ask.echo_only)
+        return Choice(index, request, account, text, echo, ask.echo_only, parts)
 
     def _echo(self, prompt_ids: Sequence[int], source: Prompt, ask: Ask) -> Echo:
         """The prompt as it was given, and where each of its tokens begins."""

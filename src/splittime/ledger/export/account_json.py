@@ -2,7 +2,7 @@
 
 Times inside are relative to `start_ns`, for people to read; `start_ns` itself is of the host's monotonic clock.
 `stages` are contiguous and end at `end_ns - start_ns`. `derived` holds the figures of `ledger.derive`, nothing else.
-`account_from_json(account_json(a)) == a`.
+`prompt_parts` are [hash, start, num_tokens] each. `account_from_json(account_json(a)) == a`.
 """
 
 from collections.abc import Iterable
@@ -42,6 +42,7 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "tokens": _tokens_json(account),
         "cancelled_ns": _relative(account.cancelled_ns, account.start_ns),
         "freed_ns": _relative(account.freed_ns, account.start_ns),
+        "prompt_parts": account.prompt_parts,
         "derived": _derived_json(account),
     }
 
@@ -71,6 +72,7 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         token_written_ns=tuple(start_ns + t["written_ns"] for t in tokens if t["written_ns"] is not None),
         cancelled_ns=_absolute(data["cancelled_ns"], start_ns),
         freed_ns=_absolute(data["freed_ns"], start_ns),
+        prompt_parts=tuple(tuple(part) for part in data.get("prompt_parts", ())),
     )
 
 

@@ -1,0 +1,149 @@
+"""The illnesses, made: settings, a load and what spoils it, so that on the packaged model one thing is wrong."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from benchmarks.scenarios.doctor.loads import Ask, chats, ids, schedule
+from benchmarks.scenarios.doctor.proxies import Buffering, DelayedAck, SlowReader, Spoiler
+from splittime.loadgen.schedule import Planned, Schedule
+
+DURATION_S = 10.0
+BLOCK_BYTES = 32768  # of the packaged model: 16 tokens, keys and values, 4 layers of 4 heads of 32, bfloat16
+
+Load = Callable[[int], Schedule]
+
+
+class Ward(msgspec.Struct, frozen=True, kw_only=True):
+    """One scenario. expected: the finding that must come first, None for a healthy one.
+
+    settings: of `splittime serve`. sabotage: what `sabotage/sitecustomize.py` does in the server.
+    blocks_client: the client's own event loop is blocked now and then. is_early: the load begins with the process.
+    """
+
+    name: str
+    expected: str | None
+    load: Load
+    settings: tuple[str, ...] = ()
+    spoiler: Callable[[], Spoiler] | None = None
+    sabotage: str = ""
+    blocks_client: bool = False
+    is_early: bool = False
+
+
+def _poisson(rate: float, prompt: int, output: int, duration_s: float = DURATION_S) -> Load:
+    def load(seed: int) -> Schedule:
+        return schedule(chats(random.Random(seed), rate, duration_s, prompt, output), seed)
+
+    return load
+
+
+def _chats_and_long(rate: float, output: int, long_tokens: int, every_s: float, chat_tokens: int = 16) -> Load:
+    def load(seed: int) -> Schedule:
+        rng = random.Random(seed)
+        asks: list[Ask] = chats(rng, rate, DURATION_S, chat_tokens, output)
+        asks += [(0.5 + every_s * i, ids(rng, long_tokens), 2) for i in range(int((DURATION_S - 0.5) / every_s))]
+        return schedule(asks, seed)
+
+    return load
+
+
+def _made_of(make: Callable[[random.Random, tuple[int, ...]], tuple[int, ...]], shared: int, rate: float) -> Load:
+    """Prompts made of a shared part and of something of their own."""
+
+    def load(seed: int) -> Schedule:
+        rng = random.Random(seed)
+        common = ids(rng, shared)
+        return schedule([(at_s, make(rng, common), 12) for at_s, _, _ in chats(rng, rate, DURATION_S, 1, 1)], seed)
+
+    return load
+
+
+def _texts(seed: int) -> Schedule:
+    rng = random.Random(seed)
+    words = [f"word{i}" for i in range(200)]
+    asks: list[Ask] = [(at_s, " ".join(rng.choices(words, k=6)), 8) for at_s, _, _ in chats(rng, 5, DURATION_S, 1, 1)]
+    return schedule(asks, seed)
+
+
+def _wide_answers(seed: int) -> Schedule:
+    """Long answers with log-probabilities: about a kilobyte a token."""
+    plain = schedule(chats(random.Random(seed), 2.5, DURATION_S, 16, 300), seed)
+    wide: dict[str, Any] = {"logprobs": 10}
+    requests = tuple(msgspec.structs.replace(planned, body=wide) for planned in plain.requests)
+    return msgspec.structs.replace(plain, requests=requests)
+
+
+def _from_the_start(seed: int) -> Schedule:
+    rng = random.Random(seed)
+    requests = [Planned(index=i, at_ns=int(0.1e9 * i), prompt=ids(rng, 24), output_tokens=8) for i in range(160)]
+    return Schedule(seed=seed, requests=tuple(requests))
+
+
+SMALL_CACHE = ("--max-model-len", "512", "--kv-cache-memory-bytes", str(40 * BLOCK_BYTES))
+WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048")
+
+ILLNESSES: tuple[Ward, ...] = (
+    Ward(name="one slot", expected="slot_bound", settings=("--max-num-seqs", "1"), load=_poisson(13, 24, 40)),
+    Ward(name="a small cache", expected="kv_bound", settings=SMALL_CACHE, load=_poisson(7, 200, 100)),
+    Ward(
+        name="answers outgrow the cache",
+        expected="preemption_thrash",
+        settings=SMALL_CACHE,
+        load=_poisson(3, 16, 380, 14.0),
+    ),
+    Ward(name="too many arrivals", expected="overload", load=_poisson(32, 300, 16, 7.0)),
+    Ward(
+        name="whole prompts beside chats",
+        expected="prefill_interference",
+        settings=WHOLE_PROMPTS,
+        load=_chats_and_long(4, 150, 1500, 1.0),
+    ),
+    Ward(
+        name="short prompts behind long ones",
+        expected="head_of_line",
+        settings=("--max-prefill-tokens", "128"),
+        load=_chats_and_long(8, 3, 1900, 1.3),
+    ),
+    Ward(
+        name="a tiny token budget",
+        expected="token_budget_bound",
+        settings=("--max-prefill-tokens", "8"),
+        load=_poisson(8, 200, 4),
+    ),
+    Ward(
+        name="shared prefix, cache off",
+        expected="uncached_reuse",
+        settings=("--no-enable-prefix-caching",),
+        load=_made_of(lambda rng, common: common + ids(rng, 30), 500, 4),
+    ),
+    Ward(
+        name="a timestamp first",
+        expected="prefix_broken",
+        load=_made_of(lambda rng, common: ids(rng, 8) + common, 500, 4),
+    ),
+    Ward(
+        name="a blob twice in each prompt",
+        expected="repeated_part",
+        load=_made_of(lambda rng, common: 2 * ids(rng, 280), 1, 4),
+    ),
+    Ward(name="a slow tokenizer", expected="slow_tokenizing", sabotage="tokenizer", load=_texts),
+    Ward(name="a host that dawdles between steps", expected="host_bound", sabotage="host", load=_poisson(3, 24, 40)),
+    Ward(name="collections of garbage", expected="gc_pauses", sabotage="gc", load=_poisson(4, 24, 40)),
+    Ward(name="load from the start of the process", expected="cold_start", is_early=True, load=_from_the_start),
+    Ward(name="a proxy that buffers", expected="buffering_proxy", spoiler=Buffering, load=_poisson(4, 24, 60)),
+    Ward(name="a proxy under Nagle", expected="nagle", spoiler=DelayedAck, load=_poisson(3, 24, 60)),
+    Ward(name="a client that blocks", expected="client_bound", blocks_client=True, load=_poisson(4, 24, 40)),
+    Ward(name="clients that read slowly", expected="slow_client", spoiler=SlowReader, load=_wide_answers),
+)
+
+_SHARED = _made_of(lambda rng, common: common + ids(rng, 30), 300, 4)
+HEALTHY: tuple[Ward, ...] = (
+    Ward(name="a few chats", expected=None, load=_poisson(3, 24, 40, 8.0)),
+    Ward(name="more chats", expected=None, load=_poisson(8, 40, 24, 8.0)),
+    Ward(name="longer prompts", expected=None, load=_poisson(3, 180, 24, 10.0)),
+    Ward(name="shared prefixes, cache on", expected=None, load=_SHARED),
+    Ward(name="eight slots, enough", expected=None, settings=("--max-num-seqs", "8"), load=_poisson(5, 24, 40, 8.0)),
+)

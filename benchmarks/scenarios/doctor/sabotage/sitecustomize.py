@@ -1,0 +1,71 @@
+"""Put on PYTHONPATH by the doctor's scenarios, so that a real server falls ill:
+
+SABOTAGE=host         burns 4 ms of Python before each step
+SABOTAGE=gc           keeps a million objects alive in the engine process and has them collected twice a second
+SABOTAGE=tokenizer    takes 60 ms longer for each text
+"""
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+HOST_S, COLLECT_S, TOKENIZE_S = 0.004, 0.5, 0.06
+
+
+def _slower(whole: type, name: str, burn: Callable[[Any], None]) -> None:
+    plain = getattr(whole, name)
+
+    def slow(self, *args, **kwargs):
+        burn(self)
+        return plain(self, *args, **kwargs)
+
+    setattr(whole, name, slow)
+
+
+def _spoil_host(engine_class: type) -> None:
+    def dawdle(engine: Any) -> None:
+        until = time.monotonic() + HOST_S
+        while engine.scheduler.has_requests and time.monotonic() < until:
+            pass
+
+    _slower(engine_class, "step", dawdle)
+
+
+def _spoil_heap(engine_class: type) -> None:
+    while gc.get_freeze_count() == 0:  # what exists before the heap is frozen is never collected
+        time.sleep(0.05)
+    kept = [[] for _ in range(1_000_000)]
+    while kept:
+        time.sleep(COLLECT_S)
+        gc.collect()
+
+
+def _spoil_tokenizer(tokenizer_class: type) -> None:
+    _slower(tokenizer_class, "encode", lambda tokenizer: time.sleep(TOKENIZE_S))
+
+
+ILLNESSES = {
+    "host": ("splittime.engine.engine", "Engine", _spoil_host),
+    "gc": ("splittime.engine.engine", "Engine", _spoil_heap),
+    "tokenizer": ("splittime.engine.tokenizer", "Tokenizer", _spoil_tokenizer),
+}
+
+
+def _when_loaded(module: str, name: str, spoil: Callable[[type], None]) -> None:
+    while not hasattr(sys.modules.get(module), name):
+        time.sleep(0.05)
+    spoil(getattr(sys.modules[module], name))
+
+
+def _is_meant() -> bool:
+    """The engine process for its illnesses, the server for the tokenizer's; not the benchmark itself."""
+    word = "serve" if os.environ["SABOTAGE"] == "tokenizer" else "splittime.cli.worker"
+    return word in sys.orig_argv
+
+
+if os.environ.get("SABOTAGE") and _is_meant():
+    threading.Thread(target=_when_loaded, args=ILLNESSES[os.environ["SABOTAGE"]], daemon=True).start()

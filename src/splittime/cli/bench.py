@@ -1,0 +1,90 @@
+"""`splittime bench`: load for any OpenAI-compatible server, and what became of it. One file for each command."""
+
+import asyncio
+import sys
+from typing import Annotated
+
+import orjson
+import typer
+
+from splittime.cli import bench_compare, bench_report, bench_run, bench_search
+from splittime.cli.bench_flags import time_ns
+from splittime.cli.options import JsonFlag, fails_clearly, talk
+
+app = typer.Typer(help="Load for any OpenAI-compatible server, measured and explained.", no_args_is_help=True)
+
+EXAMPLES = """\b
+Examples:
+  splittime bench mock-server                                          50 ms to the first token, 10 ms between
+  splittime bench mock-server --ttft 200ms --itl 20ms --slots 8        with a capacity, so that requests queue
+  splittime bench mock-server --freeze 3s:2s                           frozen from second 3 to 5 of the load
+"""
+
+
+@app.callback()
+def _group() -> None:
+    """Load for any OpenAI-compatible server, measured and explained."""
+
+
+app.command(name="run", epilog=bench_run.EXAMPLES)(bench_run.run)
+app.command(name="search", epilog=bench_search.SEARCH_EXAMPLES)(bench_search.search)
+app.command(name="sweep", epilog=bench_search.SWEEP_EXAMPLES)(bench_search.sweep)
+app.command(name="compare", epilog=bench_compare.EXAMPLES)(bench_compare.compare)
+app.command(name="report", epilog=bench_report.EXAMPLES)(bench_report.report)
+
+
+@app.command(name="mock-server", epilog=EXAMPLES)
+@fails_clearly
+def mock_server(
+    ttft: Annotated[str, typer.Option(metavar="TIME", help="To the first token.")] = "50ms",
+    ttft_per_token: Annotated[str, typer.Option(metavar="TIME", help="And for each token of the prompt.")] = "0ms",
+    itl: Annotated[str, typer.Option(metavar="TIME", help="Between tokens.")] = "10ms",
+    tokens_per_chunk: Annotated[int, typer.Option(metavar="N", help="So many tokens in each event.")] = 1,
+    buffer_chunks: Annotated[int, typer.Option(metavar="N", help="Hold events back until there are so many.")] = 1,
+    nagle_every: Annotated[int, typer.Option(metavar="N", help="Each N-th chunk waits 40 ms more. 0: none.")] = 0,
+    freeze: Annotated[
+        list[str] | None, typer.Option(metavar="BEGIN:LENGTH", help="Stand still, counted from the first request.")
+    ] = None,
+    error_rate: Annotated[float, typer.Option(metavar="X", help="Share of requests that are answered 500.")] = 0.0,
+    break_rate: Annotated[float, typer.Option(metavar="X", help="Share of streams that break off.")] = 0.0,
+    slots: Annotated[int | None, typer.Option(metavar="N", help="Serve so many at a time, queue the rest.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of who fails.")] = 0,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", help="0: a free one.")] = 8001,
+    json: JsonFlag = False,
+) -> None:
+    """A server with declared timings: to check a load generator against, or to try one without a model."""
+    from splittime.loadgen.event_loop import run_loop
+    from splittime.loadgen.mock_server import Timings
+
+    timings = Timings(
+        ttft_ns=time_ns(ttft, "--ttft"),
+        ttft_per_token_ns=time_ns(ttft_per_token, "--ttft-per-token"),
+        itl_ns=time_ns(itl, "--itl"),
+        tokens_per_chunk=tokens_per_chunk,
+        buffer_chunks=buffer_chunks,
+        nagle_every=nagle_every,
+        freezes=tuple(_freeze(text) for text in freeze or ()),
+        error_rate=error_rate,
+        break_rate=break_rate,
+        slots=slots,
+        seed=seed,
+    )
+    run_loop(_serve_mock(timings, host, port, json))
+
+
+def _freeze(text: str) -> tuple[int, int]:
+    begin, _, length = text.partition(":")
+    return time_ns(begin, "--freeze"), time_ns(length, "--freeze")
+
+
+async def _serve_mock(timings: "object", host: str, port: int, as_json: bool) -> None:
+    from splittime.loadgen.mock_server import MockServer
+
+    async with MockServer(timings, host, port) as server:  # type: ignore[arg-type]
+        if as_json:
+            sys.stdout.buffer.write(orjson.dumps({"url": server.url}) + b"\n")
+            sys.stdout.buffer.flush()
+        else:
+            talk().print(f"mock server on {server.url} (Ctrl-C ends it)")
+        await asyncio.Event().wait()

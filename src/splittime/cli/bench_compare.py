@@ -1,0 +1,120 @@
+"""`splittime bench compare A.json B.json`: is B better? Exit codes: 0 better or equivalent, 1 worse, 2 inconclusive.
+
+An SLO is asked of B alone; one that is missed makes the exit code 1, whatever the comparison says.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from splittime.cli.options import JsonFlag, fails_clearly
+from splittime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from splittime.diagnose.compare import Comparison, Terms
+    from splittime.ledger.client_book import Run
+    from splittime.loadgen.slo import SloResult
+
+EXAMPLES = """\b
+Examples:
+  splittime bench compare before.json after.json
+  splittime bench compare both.json                          a run that was made with two servers
+  splittime bench compare a1.json b1.json a2.json b2.json a3.json b3.json --metric ttft_p99
+  splittime bench compare main.json branch.json --slo ttft_p99=300ms,error_rate=1%
+\b
+Exit codes: 0 better or equivalent, 1 worse or an SLO missed, 2 inconclusive.
+"""
+
+
+@fails_clearly
+def compare(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="A.json B.json ...", help="Runs: A and B, or A B A B ..., or one of two servers."),
+    ],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric", metavar="NAME", help="May be repeated; the first decides. Default: e2e_mean and others."
+        ),
+    ] = None,
+    margin: Annotated[
+        str, typer.Option("--margin", metavar="X%", help="A difference within it does not matter.")
+    ] = "5%",
+    confidence: Annotated[
+        str, typer.Option("--confidence", metavar="X%", help="With which all verdicts hold together.")
+    ] = "95%",
+    slo: Annotated[
+        str | None, typer.Option("--slo", metavar="TERMS", help="Asked of B, as in ttft_p99=300ms,error_rate=1%.")
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Compare runs: BETTER, WORSE, EQUIVALENT or INCONCLUSIVE, with intervals."""
+    from splittime.diagnose.compare import DEFAULT_METRICS, Terms
+    from splittime.diagnose.compare_table import render_comparison
+    from splittime.loadgen.slo import limits_of, parse_slo
+
+    wanted = parse_slo(slo) if slo else {}
+    terms = Terms(
+        metrics=tuple(metric or DEFAULT_METRICS),
+        margin=parse_share(margin, "margin"),
+        confidence=parse_share(confidence, "confidence"),
+        limits=limits_of(wanted, {}) or None,
+    )
+    terms.validate()
+    found, of_b = _compared(files, terms)
+    results = [result for run, arm in of_b for result in _slo_results(run, wanted, arm)]
+    missed = [result for result in results if not result.ok]
+    exit_code = 1 if missed else found.exit_code
+    if json:
+        whole = {"comparison": found, "slo": results, "exit_code": exit_code}
+        sys.stdout.buffer.write(msgspec.json.encode(whole) + b"\n")
+    else:
+        console = Console(highlight=False)
+        console.print(render_comparison(found))
+        for result in results:
+            console.print(
+                f"SLO {'kept' if result.ok else 'MISSED'}: {result.sentence}", style="" if result.ok else "red"
+            )
+    raise typer.Exit(exit_code)
+
+
+def _compared(files: Sequence[Path], terms: "Terms") -> tuple["Comparison", list[tuple["Run", int]]]:
+    """The comparison, and B's runs with their arms."""
+    from splittime.diagnose.compare import compare as compare_runs
+    from splittime.diagnose.compare import compare_arms
+    from splittime.ledger.client_book import load_run
+
+    named = [_named(load_run(path), path) for path in files]
+    if len(named) == 1:
+        return compare_arms(named[0], terms), [(named[0], 1)]
+    if len(named) % 2:
+        hint = "name them in turn, A B A B, or one run that was made with two servers"
+        raise ConfigError(f"{len(named)} runs cannot be two sides", param="files", value=len(named), hint=hint)
+    return compare_runs(named[::2], named[1::2], terms), [(run, 0) for run in named[1::2]]
+
+
+def _named(run: "Run", path: Path) -> "Run":
+    return run if run.label else msgspec.structs.replace(run, label=path.name)
+
+
+def _slo_results(run: "Run", slo: dict[str, float], arm: int) -> list["SloResult"]:
+    from splittime.loadgen.slo import check_slo
+
+    return check_slo(run, slo, arm) if slo else []
+
+
+def parse_share(text: str, param: str) -> float:
+    """`5%` or `0.05`."""
+    number, sign, rest = text.strip().partition("%")
+    try:
+        if rest:
+            raise ValueError
+        return float(number) / 100 if sign else float(number)
+    except ValueError:
+        raise ConfigError(f"{param}: {text!r} is no share", param=param, value=text, hint=f"--{param} 5%") from None

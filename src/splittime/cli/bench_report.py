@@ -1,0 +1,90 @@
+"""`splittime bench report RUN.json`: a saved run as tables, as one HTML page, as CSV or as JSON, and against an SLO."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from splittime.cli.options import JsonFlag, fails_clearly, talk
+
+if TYPE_CHECKING:
+    from splittime.ledger.client_book import Run
+
+EXAMPLES = """\b
+Examples:
+  splittime bench report run.json
+  splittime bench report run.json --html run.html --csv run.csv
+  splittime bench report run.json --slo ttft_p99=300ms,tpot_p99=40ms
+\b
+Exit codes, with --slo: 0 kept, 1 missed, 2 the run is void.
+"""
+
+
+@fails_clearly
+def report(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.json", help="What `splittime bench` saved.")],
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write a row for each request.")] = None,
+    slo: Annotated[
+        str | None, typer.Option("--slo", metavar="TERMS", help="Judge by this instead of the run's own.")
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Show a saved run again."""
+    from splittime.ledger.client_book import load_run
+    from splittime.loadgen.slo import check_terms, limits_of, parse_slo
+
+    run = load_run(run_file)
+    if slo:
+        terms = parse_slo(slo)
+        check_terms(terms, run.slo)
+        run = msgspec.structs.replace(run, slo={**limits_of(terms, run.slo), **terms})
+    _write_files(run, html, csv)
+    if json:
+        sys.stdout.buffer.write(msgspec.json.encode(as_json(run)) + b"\n")
+    elif html is None and csv is None:
+        from splittime.loadgen.report import render
+
+        Console(highlight=False).print(render(run))
+    if slo:
+        raise typer.Exit(exit_code(run))
+
+
+def _write_files(run: "Run", html: Path | None, csv: Path | None) -> None:
+    if html is not None:
+        from splittime.loadgen.report.html import write_html
+
+        write_html(run, html)
+        talk().print(f"wrote {html}", markup=False)
+    if csv is not None:
+        from splittime.loadgen.report.csv import write_csv
+
+        write_csv(run, csv)
+        talk().print(f"wrote {csv}", markup=False)
+
+
+def as_json(run: "Run") -> dict[str, Any]:
+    """The figures of each arm, the checks, the SLO's results and what the words mean."""
+    from splittime.ledger.client_figures import definitions, summary
+    from splittime.loadgen.slo import check_slo
+
+    arms = range(len(run.arms))
+    return {
+        "is_void": run.is_void,
+        "checks": run.checks,
+        "summaries": [summary(run, arm) for arm in arms],
+        "slo": [check_slo(run, run.slo, arm) if run.slo else [] for arm in arms],
+        "definitions": dict(definitions()),
+    }
+
+
+def exit_code(run: "Run") -> int:
+    """0 every SLO kept by every arm, 1 missed, 2 nobody can tell since the run is void."""
+    from splittime.loadgen.slo import check_slo
+
+    if run.is_void:
+        return 2
+    return int(not all(result.ok for arm in range(len(run.arms)) for result in check_slo(run, run.slo, arm)))

@@ -1,0 +1,179 @@
+"""`splittime doctor`: what holds the requests back, from a running server, a ledger file, or a run of a bench.
+
+Exit codes, for a CI: 0 nothing found (a healthy server's limits are told, and are no finding), 1 something found,
+2 a usage error, 3 cannot tell (too little to go by, or nobody there to ask).
+"""
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import orjson
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from splittime.cli.explain import DEFAULT_URL, get_json
+from splittime.cli.options import JsonFlag, fails_clearly, say_error
+from splittime.core.errors import EngineError, NotFound
+
+if TYPE_CHECKING:
+    from splittime.diagnose.books import Books
+    from splittime.diagnose.doctor import Diagnosis
+    from splittime.diagnose.finding import Finding
+
+MAX_LIMIT = 10_000
+NOTHING_FOUND, FOUND, CANNOT_TELL = 0, 1, 3
+_LINE = 80
+
+EXAMPLES = """\b
+Examples:
+  splittime doctor                           the server on port 8000, its latest requests
+  splittime doctor runs/today.sqlite         a ledger file, also after a crash
+  splittime doctor bench.json --json         a run of splittime bench, of any server
+Exit codes: 0 nothing found, 1 something found, 2 usage, 3 cannot tell.
+"""
+
+
+@fails_clearly
+def doctor(
+    source: Annotated[
+        str, typer.Argument(metavar="[URL|LEDGER.sqlite|RUN.json]", help="A server, its ledger file, or a bench's run.")
+    ] = DEFAULT_URL,
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", min=1, max=MAX_LIMIT, help="The latest so many requests.")
+    ] = 1000,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="The server's.")
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Name what holds the requests back, with evidence, a prescription, and what would refute it."""
+    from splittime.diagnose.doctor import diagnose
+
+    try:
+        diagnosis = diagnose(_read(source, limit, api_key))
+    except EngineError as error:  # nobody there is no finding
+        say_error(error)
+        raise typer.Exit(CANNOT_TELL) from None
+    if json:
+        sys.stdout.buffer.write(orjson.dumps(as_json(diagnosis)) + b"\n")
+    else:
+        Console(highlight=False, soft_wrap=True).print(told(diagnosis))
+    raise typer.Exit(exit_code(diagnosis))
+
+
+def exit_code(diagnosis: "Diagnosis") -> int:
+    if diagnosis.illnesses:
+        return FOUND
+    return CANNOT_TELL if diagnosis.thin or diagnosis.withheld else NOTHING_FOUND
+
+
+def as_json(diagnosis: "Diagnosis") -> dict[str, Any]:
+    """The diagnosis and its verdict; each finding with the command that its cure is."""
+    shown = msgspec.to_builtins(diagnosis)
+    for entry, finding in zip(shown["findings"], diagnosis.findings, strict=True):
+        entry["cure"]["command"] = finding.cure.command
+    return {**shown, "healthy": diagnosis.healthy, "exit_code": exit_code(diagnosis)}
+
+
+def _read(source: str, limit: int, api_key: str | None) -> "Books":
+    """A URL is asked; a file says by its content what it is."""
+    from splittime.diagnose.books import books_from_file
+
+    if source.startswith(("http://", "https://")):
+        return _ask(source.rstrip("/"), limit, api_key)
+    path = Path(source)
+    if not path.exists():
+        hint = (
+            "Give a URL (http://...), a ledger file (splittime serve --ledger-file) or a run (splittime bench --out)."
+        )
+        raise NotFound(f"{source!r} is neither a URL nor a file", param="source", value=source, hint=hint)
+    books = books_from_file(path)
+    return msgspec.structs.replace(books, accounts=books.accounts[-limit:]) if books.run is None else books
+
+
+def _ask(base: str, limit: int, api_key: str | None) -> "Books":
+    """The server's facts (an older one has none), its latest requests, and the steps in their time."""
+    from splittime.cli.live_books import books_from_answers
+
+    try:
+        facts = get_json(f"{base}/ledger/facts", api_key)
+    except NotFound:
+        facts = None
+    accounts = get_json(f"{base}/ledger/requests?limit={limit}", api_key)
+    return books_from_answers(facts, accounts, get_json(f"{base}/ledger/steps?limit={MAX_LIMIT}", api_key), base)
+
+
+def told(diagnosis: "Diagnosis") -> Text:
+    """For people, in 80 columns: the findings first, then the limits, then what could not be told."""
+    text = Text(f"{diagnosis.num_requests} requests, {diagnosis.num_steps} steps: {diagnosis.source}\n", style="dim")
+    for number, finding in enumerate(diagnosis.illnesses, 1):
+        text.append_text(_finding(finding, f"{number}. "))
+    if not diagnosis.illnesses:
+        text.append_text(_nothing(diagnosis))
+    if diagnosis.limits:
+        text.append("\nWhat it is bound by, which is no illness\n", style="bold not dim")
+    for finding in diagnosis.limits:
+        text.append_text(_finding(finding, "- "))
+    return text.append_text(_untold(diagnosis))
+
+
+def _nothing(diagnosis: "Diagnosis") -> Text:
+    if exit_code(diagnosis) == CANNOT_TELL:
+        return Text("\nCannot tell: there is too little to go by.\n", style="bold yellow not dim")
+    return Text("\nNothing found that a setting would cure.\n", style="bold green not dim")
+
+
+def _finding(finding: "Finding", mark: str) -> Text:
+    style = "bold not dim" if finding.is_limit else "bold red not dim"
+    text = Text(f"\n{mark}{finding.name}", style=style)
+    text.append(f"  {finding.share_of_time:.0%} of the requests' time\n", style="not bold")
+    text.append(_wrapped(finding.claim, "  ", "  "), style="not bold default")
+    evidence = "".join(_wrapped(f"- {_fact(fact)}", "  ", "    ") for fact in finding.evidence)
+    text.append(evidence, style="not bold dim")
+    text.append(_entry("try", finding.cure.sentence), style="not bold default")
+    if finding.cure.command is not None:
+        text.append(f"{'':10}{finding.cure.command}\n", style="bold default")
+    rest = (("costs", finding.cost), ("unless", finding.counter_check), ("holds", finding.regime))
+    sure = f"{finding.confidence:.2f}: {finding.confidence_from}"
+    entries = "".join(_entry(name, sentence) for name, sentence in (*rest, ("sure", sure)))
+    return text.append(entries + _where(finding), style="not bold default")
+
+
+def _entry(name: str, sentence: str) -> str:
+    return _wrapped(f"{name:<7} {sentence}", "  ", " " * 10)
+
+
+def _fact(fact: Any) -> str:
+    value = f"{fact.value:,g}" if isinstance(fact.value, float) else str(fact.value)
+    return f"{fact.what}: {value} {fact.unit}".rstrip()
+
+
+def _where(finding: "Finding") -> str:
+    """The ids, on lines of their own: they are to be copied."""
+    shown = ""
+    if finding.request_ids:
+        shown += f"  see     splittime explain {finding.request_ids[0]}\n"
+        rest = finding.request_ids[1:]
+        shown += _entry("", f"also {', '.join(rest)}") if rest else ""
+    if finding.step_ids:
+        shown += _entry("", f"steps {', '.join(map(str, finding.step_ids))}")
+    return shown
+
+
+def _untold(diagnosis: "Diagnosis") -> Text:
+    """What could not be told, the rules of one reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for abstention in diagnosis.abstentions:
+        by_reason.setdefault(abstention.why, []).append(abstention.name)
+    text = Text("\nCould not be told\n" if by_reason else "", style="bold not dim")
+    for why, names in by_reason.items():
+        text.append(_wrapped(f"- {', '.join(names)}: {why}", "  ", "    "), style="dim not bold")
+    return text
+
+
+def _wrapped(sentence: str, indent: str, hang: str) -> str:
+    return textwrap.fill(sentence, _LINE, initial_indent=indent, subsequent_indent=hang, break_on_hyphens=False) + "\n"

@@ -1,0 +1,26 @@
+"""A live server's answers as the books that a diagnosis reads. Who asks, over HTTP, is `cli.doctor`."""
+
+from typing import Any
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+from splittime.diagnose.books import Books, make_books
+from splittime.ledger.export.account_json import account_from_json
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.steps import StepRecord
+
+
+def books_from_answers(facts_json: Any, requests_json: Any, steps_json: Any, source: str) -> Books:
+    """The decoded bodies of `/ledger/facts` (None if there was none), `/ledger/requests` and `/ledger/steps`.
+
+    Raises `ConfigError` for what no splittime server answers.
+    """
+    try:
+        facts = None if facts_json is None else msgspec.convert(facts_json, ServerFacts)
+        accounts = [account_from_json(entry) for entry in requests_json["accounts"]]
+        steps = msgspec.convert(steps_json["steps"], list[StepRecord])
+    except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
+        hint = "is it a splittime server, and of this version?"
+        raise ConfigError(f"the ledger of {source} cannot be read: {error!r}", param="url", hint=hint) from error
+    return make_books(facts, accounts, steps, source)

@@ -1,0 +1,219 @@
+"""Why this request was slow: against the usual request of its prompt-length bucket, and who caused the difference.
+
+What is usual is the median of the others, stage by stage and cause by cause, one that did not occur counting as 0.
+(Medians of stages need not sum to the median of the whole.) The three largest differences are told, longest first, each
+with the requests that had what it waited for in the steps that ran meanwhile:
+
+    token budget, step in flight     whose prompt tokens filled those steps
+    slots, KV blocks, policy         who had rows in them
+    prefill, decode                  who shared the steps that computed it
+
+Longer answers take longer: what more tokens account for is told apart from what each token took more.
+"""
+
+import textwrap
+from collections.abc import Sequence
+
+import msgspec
+from rich.text import Text
+
+from splittime.diagnose.rules.evidence import is_whole, median, ms
+from splittime.ledger import derive
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.stages import CAUSE_MEANING, Cause, Stage
+from splittime.ledger.steps import StepRecord
+
+MIN_OTHERS = 8  # of one bucket: a median of fewer is anybody's
+MOST = 3
+MAX_BLAMED = 3
+WORTH_TELLING_NS = 1_000_000
+_BY_TOKENS = (Cause.TOKEN_BUDGET, Cause.STEP_IN_FLIGHT)
+_WAITS = (Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
+_COMPUTES = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)
+_LINE = 80
+
+Key = tuple[Stage, Cause | None]
+
+
+class Blamed(msgspec.Struct, frozen=True):
+    """Another request: its prompt tokens and all its tokens in the steps meanwhile, and the time it was in them."""
+
+    request_id: str
+    prefill_tokens: int
+    tokens: int
+    shared_ns: int
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    stage: Stage
+    cause: Cause | None
+    own_ns: int
+    usual_ns: float
+    blamed: tuple[Blamed, ...]
+    sentence: str
+
+    @property
+    def extra_ns(self) -> float:
+        return self.own_ns - self.usual_ns
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """thin: why nothing can be said; then there are no differences."""
+
+    request_id: str
+    bucket: str
+    num_others: int
+    own_ns: int
+    usual_ns: float | None
+    differences: tuple[Difference, ...]
+    thin: str | None = None
+
+
+def compare(account: ClosedAccount, accounts: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> Comparison:
+    """`accounts` may hold this one and those of other buckets; they are left out."""
+    bucket = derive.prompt_bucket(account.prompt_tokens)
+    others = [a for a in accounts if a.request_id != account.request_id and is_whole(a)]
+    others = [a for a in others if derive.prompt_bucket(a.prompt_tokens) == bucket]
+    enough = len(others) >= MIN_OTHERS
+    thin = None if enough else f"{len(others)} other requests of {bucket} prompt tokens; {MIN_OTHERS} are the least"
+    return Comparison(
+        request_id=account.request_id,
+        bucket=bucket,
+        num_others=len(others),
+        own_ns=derive.e2e_ns(account),
+        usual_ns=median(derive.e2e_ns(other) for other in others) if enough else None,
+        differences=_differences(account, others, steps) if enough else (),
+        thin=thin,
+    )
+
+
+def _differences(
+    account: ClosedAccount, others: Sequence[ClosedAccount], steps: Sequence[StepRecord]
+) -> tuple[Difference, ...]:
+    own, theirs = derive.stage_totals_ns(account), [derive.stage_totals_ns(other) for other in others]
+    usual = {key: median(totals.get(key, 0) for totals in theirs) or 0 for key in own}
+    largest = sorted(own, key=lambda key: usual[key] - own[key])[:MOST]
+    told = [key for key in largest if own[key] - usual[key] >= WORTH_TELLING_NS]
+    return tuple(_difference(account, others, steps, key, own[key], usual[key]) for key in told)
+
+
+def _difference(
+    account: ClosedAccount,
+    others: Sequence[ClosedAccount],
+    steps: Sequence[StepRecord],
+    key: Key,
+    own_ns: int,
+    usual_ns: float,
+) -> Difference:
+    blamed = _blamed(account, steps, key)
+    stage, cause = key
+    extra = f"{_shown(own_ns - usual_ns)} longer in {stage.value}"
+    extra += f" ({cause.value})" if cause is not None else ""
+    why = _why(account, others, key, blamed)
+    sentence = f"{extra} than usual ({_shown(own_ns)} against {_shown(usual_ns)})"
+    sentence += f": {why}." if why else "."
+    return Difference(stage=stage, cause=cause, own_ns=own_ns, usual_ns=usual_ns, blamed=blamed, sentence=sentence)
+
+
+def _why(account: ClosedAccount, others: Sequence[ClosedAccount], key: Key, blamed: Sequence[Blamed]) -> str:
+    stage, cause = key
+    if stage is Stage.DECODE:
+        return _and(_longer_answer(account, others), _shared_with(blamed))
+    if stage is Stage.PREFILL:
+        return _and(_less_cached(account, others), _shared_with(blamed))
+    if stage in _WAITS and cause is not None:
+        return _and(CAUSE_MEANING[cause], _who_had_it(cause, blamed))
+    return _shared_with(blamed) if stage is Stage.RECOMPUTE else ""
+
+
+def _and(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def _longer_answer(account: ClosedAccount, others: Sequence[ClosedAccount]) -> str:
+    usual = median(other.output_tokens for other in others) or 0
+    usual_tpot = median(tpot for other in others if (tpot := derive.tpot_ns(other)) is not None)
+    more = account.output_tokens - usual
+    own_tpot = derive.tpot_ns(account)
+    if usual_tpot is None or own_tpot is None:
+        return ""
+    parts = [f"{more:.0f} more tokens of output account for {_shown(more * usual_tpot)}"] if more > 0 else []
+    if own_tpot > usual_tpot:
+        parts.append(f"each token took {_shown(own_tpot)} against {_shown(usual_tpot)}")
+    return ", ".join(parts)
+
+
+def _less_cached(account: ClosedAccount, others: Sequence[ClosedAccount]) -> str:
+    computed = account.prompt_tokens - account.cached_tokens
+    usual = median(other.prompt_tokens - other.cached_tokens for other in others) or 0
+    if computed <= usual:
+        return ""
+    return f"{computed} prompt tokens to compute against {usual:.0f}, {account.cached_tokens} came from the cache"
+
+
+def _who_had_it(cause: Cause, blamed: Sequence[Blamed]) -> str:
+    if not blamed:
+        return ""
+    if cause in _BY_TOKENS:
+        return "the tokens went to " + _listed([f"{b.request_id} (prefill of {b.prefill_tokens:,})" for b in blamed])
+    return "they were held by " + _listed([f"{b.request_id} (for {_shown(b.shared_ns)})" for b in blamed])
+
+
+def _shared_with(blamed: Sequence[Blamed]) -> str:
+    prompts = [b for b in blamed if b.prefill_tokens]
+    if not prompts:
+        return ""
+    return "its steps also computed " + _listed(
+        [f"{b.prefill_tokens:,} prompt tokens of {b.request_id}" for b in prompts]
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _blamed(account: ClosedAccount, steps: Sequence[StepRecord], key: Key) -> tuple[Blamed, ...]:
+    """Who was in the steps that ran while the account was in this stage for this cause, the most to blame first."""
+    if key[0] not in _WAITS + _COMPUTES:
+        return ()
+    spans = [(i.begin_ns, i.end_ns) for i in account.intervals if (i.stage, i.cause) == key]
+    found: dict[str, Blamed] = {}
+    for step in steps:
+        shared_ns = sum(max(0, min(step.end_ns, end) - max(step.begin_ns, begin)) for begin, end in spans)
+        if shared_ns > 0:
+            for request_id, _, num_tokens in step.rows:
+                before = found.get(request_id, Blamed(request_id, 0, 0, 0))
+                prefill = before.prefill_tokens + (num_tokens if num_tokens > 1 else 0)
+                found[request_id] = Blamed(
+                    request_id, prefill, before.tokens + num_tokens, before.shared_ns + shared_ns
+                )
+    found.pop(account.request_id, None)
+    return tuple(sorted(found.values(), key=lambda b: _blame(key, b), reverse=True)[:MAX_BLAMED])
+
+
+def _blame(key: Key, blamed: Blamed) -> tuple[int, int]:
+    by_tokens = key[1] in _BY_TOKENS or key[0] in _COMPUTES
+    return (blamed.prefill_tokens, blamed.shared_ns) if by_tokens else (blamed.shared_ns, blamed.tokens)
+
+
+def told(comparison: Comparison) -> Text:
+    """For people, in 80 columns."""
+    if comparison.thin is not None:
+        return Text(_wrapped(f"Not compared: {comparison.thin}."))
+    assert comparison.usual_ns is not None
+    heading = f"Against the median of {comparison.num_others} others with {comparison.bucket} prompt tokens: "
+    heading += f"{_shown(comparison.own_ns)} against {_shown(comparison.usual_ns)}."
+    text = Text(_wrapped(heading), style="bold")
+    for difference in comparison.differences:
+        text.append(_wrapped("- " + difference.sentence), style="not bold")
+    if not comparison.differences:
+        text.append("Nothing took a millisecond longer than usual.\n", style="not bold")
+    return text
+
+
+def _wrapped(sentence: str) -> str:
+    return textwrap.fill(sentence, _LINE, subsequent_indent="  ") + "\n"
+
+
+def _shown(duration_ns: float) -> str:
+    return f"{ms(duration_ns):,.1f} ms" if abs(duration_ns) < 1e10 else f"{duration_ns / 1e9:,.1f} s"

@@ -1,0 +1,96 @@
+"""What a diagnosis reads: closed accounts, step records and the server's facts, from wherever they come. Values only.
+
+books_from_file(path)       a ledger file, or what `splittime bench` saved; which, its content says; of a file
+                                that several servers have written to, what belongs to the last one, whose facts it has
+books_from_run(run, arm)    of one server of a run
+(a live server's answers are taken in by `cli.live_books`, which may import the exporters' forms)
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from splittime.core.errors import ConfigError, NotFound
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.client_book import Arm, Run, load_run
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.steps import StepRecord
+from splittime.ledger.store import open_readonly
+
+SQLITE_BEGIN = b"SQLite format 3\0"
+MAX_ACCOUNTS = 100_000
+MAX_STEPS = 1_000_000
+
+
+class Books(msgspec.Struct, frozen=True, kw_only=True):
+    """facts: None from a server that tells none. accounts by their ends, steps by their begins.
+    run, arm: with what the client saw, and which of its servers this is. source: for people, where this is from."""
+
+    facts: ServerFacts | None
+    accounts: tuple[ClosedAccount, ...]
+    steps: tuple[StepRecord, ...]
+    run: Run | None
+    source: str
+    arm: int = 0
+
+    @property
+    def served(self) -> Arm | None:
+        """The server's own side of `run`."""
+        return None if self.run is None else self.run.arms[self.arm]
+
+
+def books_from_file(path: Path, arm: int = 0) -> Books:
+    """Raises `NotFound` for no file, `ConfigError` for one that is neither."""
+    if not path.is_file():
+        raise NotFound(f"no file at {path}", param="file", value=str(path))
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(SQLITE_BEGIN))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}", param="file", value=str(path)) from error
+    if begin == SQLITE_BEGIN:
+        return _from_ledger_file(path)
+    if begin.lstrip()[:1] == b"{":
+        return books_from_run(load_run(path), arm, source=f"run {path.name}")
+    hint = "give a ledger file (splittime serve --ledger-file) or a run (splittime bench --out)"
+    raise ConfigError(f"{path} is neither a ledger file nor a run", param="file", value=str(path), hint=hint)
+
+
+def books_from_run(run: Run, arm: int = 0, source: str = "") -> Books:
+    """Raises `NotFound` if the run has no such server."""
+    if not 0 <= arm < len(run.arms):
+        raise NotFound(f"the run has {len(run.arms)} servers, no number {arm}", param="arm", value=arm)
+    served = run.arms[arm]
+    return make_books(served.facts, served.accounts, served.steps, source or f"run {run.label}".strip(), run, arm)
+
+
+def make_books(
+    facts: ServerFacts | None,
+    accounts: Sequence[ClosedAccount],
+    steps: Sequence[StepRecord],
+    source: str,
+    run: Run | None = None,
+    arm: int = 0,
+) -> Books:
+    """In order, whatever order they came in."""
+    return Books(
+        facts=facts,
+        accounts=tuple(sorted(accounts, key=lambda account: account.end_ns)),
+        steps=tuple(sorted(steps, key=lambda step: step.begin_ns)),
+        run=run,
+        source=source,
+        arm=arm,
+    )
+
+
+def _from_ledger_file(path: Path) -> Books:
+    file = open_readonly(path)
+    try:
+        facts = file.facts()
+        since_ns = min((process.started_ns for process in facts.processes), default=0) if facts is not None else 0
+        accounts = [account for account in file.accounts(limit=MAX_ACCOUNTS) if account.start_ns >= since_ns]
+        steps = [step for step in file.steps(limit=MAX_STEPS) if step.begin_ns >= since_ns]
+        return make_books(facts, accounts, steps, f"ledger file {path.name}")
+    finally:
+        file.close()

@@ -1,0 +1,71 @@
+"""A comparison for people: a row a metric, then the verdict in one sentence, then what else there is to know."""
+
+import textwrap
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from splittime.diagnose.compare import SHARE_MARGIN, Compared, Comparison, Design, Verdict
+from splittime.ledger.client_intervals import Interval
+from splittime.ledger.client_metrics import shown
+
+COLUMNS = 100
+STYLES = {
+    Verdict.BETTER: "green",
+    Verdict.WORSE: "bold red",
+    Verdict.EQUIVALENT: "cyan",
+    Verdict.INCONCLUSIVE: "yellow",
+}
+
+
+def render_comparison(found: Comparison) -> RenderableType:
+    title = Text("B against A: ", style="bold")
+    title.append(found.verdict.value, style=STYLES[found.verdict])
+    lines = [_wrapped(f"A  {found.label_a}"), _wrapped(f"B  {found.label_b}"), _wrapped(_how(found), "dim")]
+    notes = [_wrapped(f"Note: {note}", "yellow") for note in found.notes]
+    return Group(title, *lines, Text(), _table(found), Text(), _wrapped(f"{found.verdict.value}: {found.why}"), *notes)
+
+
+def _how(found: Comparison) -> str:
+    by = {
+        Design.PAIRED: f"Paired, {found.num_pairs} requests on both sides; block bootstrap.",
+        Design.UNPAIRED: "Two runs, unpaired; block bootstrap of each.",
+        Design.RUNS: f"{found.runs_a} runs against {found.runs_b}; t interval over the runs.",
+    }[found.design]
+    return (
+        f"{by} Each interval has {100 * found.level:.4g} %, so that all {len(found.metrics)} hold together with "
+        f"{100 * found.confidence:.4g} %. Equivalent: within {100 * found.margin:.3g} %, of shares within "
+        f"{100 * SHARE_MARGIN:g} points. Times are from the intended start."
+    )
+
+
+def _table(found: Comparison) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, width=COLUMNS, show_edge=False, pad_edge=False)
+    table.add_column("metric", no_wrap=True)
+    for name in ("A", "B", "B / A", "interval"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for one in found.metrics:
+        table.add_row(*_cells(one), Text(one.verdict.value, STYLES[one.verdict]))
+    return table
+
+
+def _cells(one: Compared) -> tuple[str, ...]:
+    a, b = ("-" if value is None else shown(one.name, value) for value in (one.a, one.b))
+    return one.name, a, b, _effect(one, one.effect), _interval(one, one.interval)
+
+
+def _effect(one: Compared, value: float | None) -> str:
+    if value is None:
+        return ".."
+    return f"{100 * value:+.2f} pt" if one.is_difference else f"{value:.3f}"
+
+
+def _interval(one: Compared, found: Interval | None) -> str:
+    return "-" if found is None else f"{_effect(one, found.low)} to {_effect(one, found.high)}"
+
+
+def _wrapped(sentence: str, style: str = "") -> Text:
+    return Text(textwrap.fill(sentence, COLUMNS, subsequent_indent="   "), style)

@@ -1,0 +1,172 @@
+"""The doctor: every rule over closed books, what was found in order, and what could not be told.
+
+It abstains rather than guesses. A rule runs only when the books hold what it needs, in a number that carries it
+(`MIN_REQUESTS`, `MIN_STEPS`); what is missing is named. When more than `MAX_RESIDUAL` of the requests' time is
+unattributed, or lies in neither book and no finding about the way between them accounts for it, the rules about the
+server are withheld: what they would explain might not be the time that was lost.
+
+    diagnose(books) -> Diagnosis        pure; the same books give the same answer
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+
+import msgspec
+
+from splittime.diagnose.books import Books
+from splittime.diagnose.finding import RULES, Abstention, Finding, Rule, in_order
+from splittime.diagnose.rules.client import felt_ns, pairs, sent
+from splittime.diagnose.rules.evidence import served, times_ns, total_ns
+from splittime.ledger.stages import Stage
+
+for _theme in ("client", "queue", "kv", "prefill", "prompts", "host", "decode"):
+    import_module(f"splittime.diagnose.rules.{_theme}")
+
+MIN_REQUESTS = 20  # below, one request is more than a twentieth of what is said
+MIN_STEPS = 50  # below, the gaps and costs of steps are anecdotes
+MAX_RESIDUAL = 0.05  # the issue's bound
+RESIDUAL_NS = 1_000_000  # of each request: what two clocks and a socket cost, and the goal of the joined books
+CLIENT_RULES = frozenset({"client_bound", "buffering_proxy", "nagle", "slow_client"})
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """findings: in the order in which they should be read. residual: the unexplained share of the requests' time.
+    thin: too little was seen for any rule. withheld: the residual is too large for the rules about the server."""
+
+    findings: tuple[Finding, ...]
+    abstentions: tuple[Abstention, ...]
+    num_requests: int
+    num_steps: int
+    source: str
+    residual: float
+    thin: bool
+    withheld: bool
+
+    @property
+    def illnesses(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if not finding.is_limit)
+
+    @property
+    def limits(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.is_limit)
+
+    @property
+    def healthy(self) -> bool:
+        """Enough was seen to say that nothing was found."""
+        return not (self.thin or self.withheld or self.illnesses)
+
+
+def diagnose(books: Books) -> Diagnosis:
+    """See the module's docstring. Steps in which none of these requests was in flight are left out."""
+    books = _in_their_time(books)
+    findings, abstentions = _run(books, [rule for rule in RULES.values() if rule.name in CLIENT_RULES])
+    residual = _residual(books)
+    rest = [rule for rule in RULES.values() if rule.name not in CLIENT_RULES]
+    withheld = residual > MAX_RESIDUAL and not any(finding.name in CLIENT_RULES for finding in findings)
+    if withheld:
+        why = f"{residual:.0%} of the requests' time is explained by neither book: first find out where that goes"
+        abstentions += [Abstention(rule.name, why) for rule in rest]
+    else:
+        more, unable = _run(books, rest)
+        findings, abstentions = findings + more, abstentions + unable
+    return Diagnosis(
+        findings=in_order(findings, roots()),
+        abstentions=tuple(abstentions),
+        num_requests=len(served(books.accounts)) or _num_outcomes(books),
+        num_steps=len(books.steps),
+        source=books.source,
+        residual=residual,
+        thin=not findings and all(_lacks(books, need) for need in ("accounts", "run")),
+        withheld=withheld,
+    )
+
+
+def _in_their_time(books: Books) -> Books:
+    if not books.accounts:
+        return books
+    begin_ns, end_ns = min(a.start_ns for a in books.accounts), max(a.end_ns for a in books.accounts)
+    during = tuple(step for step in books.steps if step.end_ns > begin_ns and step.begin_ns < end_ns)
+    return msgspec.structs.replace(books, steps=during)
+
+
+def roots() -> dict[str, tuple[str, ...]]:
+    """Of which names each rule is the root."""
+    return {rule.name: rule.root_of for rule in RULES.values()}
+
+
+def _run(books: Books, rules: list[Rule]) -> tuple[list[Finding], list[Abstention]]:
+    findings: list[Finding] = []
+    abstentions: list[Abstention] = []
+    for rule in rules:
+        lack = next((why for need in rule.needs if (why := _lacks(books, need))), None)
+        answer = Abstention(rule.name, lack) if lack else rule.check(books)
+        if isinstance(answer, Finding):
+            findings.append(answer)
+        elif answer is not None:
+            abstentions.append(answer)
+    return findings, abstentions
+
+
+def _lacks(books: Books, need: str) -> str | None:
+    """Why the books do not hold what a rule needs; None if they do."""
+    return _NEEDS[need](books)
+
+
+def _accounts(books: Books) -> str | None:
+    num = len(served(books.accounts))
+    if not books.accounts:
+        return "no accounts: only a splittime server keeps them, and what happens inside cannot be told without"
+    return f"only {num} requests were served; {MIN_REQUESTS} are the least" if num < MIN_REQUESTS else None
+
+
+def _steps(books: Books) -> str | None:
+    if not books.steps:
+        return "no records of steps"
+    return f"only {len(books.steps)} steps; {MIN_STEPS} are the least" if len(books.steps) < MIN_STEPS else None
+
+
+def _facts(books: Books) -> str | None:
+    return "the server's facts (settings, processes) are not in these books" if books.facts is None else None
+
+
+def _floor(books: Books) -> str | None:
+    if books.facts is None or books.facts.cost is None or books.facts.machine is None:
+        return "the machine's ceilings or the model's cost are not known, so no step has a floor"
+    return None
+
+
+def _parts(books: Books) -> str | None:
+    return None if any(a.prompt_parts for a in books.accounts) else "no prompt is long enough to be told by its parts"
+
+
+def _from_client(books: Books) -> str | None:
+    if books.run is None:
+        return "no client's book: what the client saw is in a run of `splittime bench` only"
+    num = _num_outcomes(books)
+    return f"only {num} requests in the run; {MIN_REQUESTS} are the least" if num < MIN_REQUESTS else None
+
+
+_NEEDS: dict[str, Callable[[Books], str | None]] = {
+    "accounts": _accounts,
+    "steps": _steps,
+    "facts": _facts,
+    "floor": _floor,
+    "parts": _parts,
+    "run": _from_client,
+}
+
+
+def _num_outcomes(books: Books) -> int:
+    return len(sent(books))
+
+
+def _residual(books: Books) -> float:
+    """The larger of what the server's book leaves open and what lies between the books, beyond what is allowed."""
+    accounts = served(books.accounts)
+    lost = times_ns(accounts, lambda interval: interval.stage is Stage.UNATTRIBUTED)
+    inside = sum(lost.values()) / total_ns(accounts)
+    both = pairs(books)
+    round_trips = sorted(books.served.round_trip_ns) if books.served is not None else []
+    allowed_ns = RESIDUAL_NS + (round_trips[len(round_trips) // 2] if round_trips else 0)
+    between_ns = sum(max(0, abs(pair.between_ns) - allowed_ns) for pair in both)
+    return max(inside, between_ns / felt_ns([pair.outcome for pair in both]) if both else 0.0)

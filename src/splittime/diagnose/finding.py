@@ -1,0 +1,124 @@
+"""What a diagnosis is made of: findings, abstentions, and the order in which they are told.
+
+One function is one finding. A rule reads closed books and answers with a `Finding`, with an `Abstention` (it could not
+tell, and why), or with None (it looked and found nothing). `rule` notes beside the function what it needs to read and
+whose root it is. An *illness* is something that a change cures; a *limit* is what a healthy server is bound by: it is
+told, and is no reason to fail a build.
+
+The order of what is told (`in_order`):
+1. illnesses before limits;
+2. the larger share of the requests' time first;
+3. but a root before its symptoms: a finding counts with the largest share among itself and what it is the root of, and
+   is told before those. (An overloaded server makes everything queue; a server with two slots is overloaded because of
+   the slots.)
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """One piece of evidence: what was looked at, what was found, in which unit."""
+
+    what: str
+    value: float | int | str
+    unit: str = ""
+
+
+class Cure(msgspec.Struct, frozen=True, kw_only=True):
+    """What to try: a sentence, and the flag of `splittime serve` with the value, where a flag does it.
+
+    flags: as they are typed, ("--max-num-seqs", "16"). elsewhere: what other servers call it, by server.
+    """
+
+    sentence: str
+    flags: tuple[str, ...] = ()
+    elsewhere: dict[str, str] = {}
+
+    @property
+    def command(self) -> str | None:
+        return " ".join(("splittime serve", *self.flags)) if self.flags else None
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that holds the requests back.
+
+    claim: one plain sentence with its numbers. request_ids, step_ids: where to look (`splittime explain ID`).
+    share_of_time: how much of all requests' time it explains; time that two findings share is counted in both.
+    confidence: 0 to 1, and confidence_from: what it was worked out from.
+    cost: what the cure will cost. counter_check: what, when measured, would refute the finding.
+    regime: the batch sizes or loads in which it holds.
+    """
+
+    name: str
+    claim: str
+    evidence: tuple[Fact, ...]
+    share_of_time: float
+    confidence: float
+    confidence_from: str
+    cure: Cure
+    cost: str
+    counter_check: str
+    regime: str
+    request_ids: tuple[str, ...] = ()
+    step_ids: tuple[int, ...] = ()
+    is_limit: bool = False
+
+
+class Abstention(msgspec.Struct, frozen=True):
+    """A rule that could not tell, and why."""
+
+    name: str
+    why: str
+
+
+Answer = Finding | Abstention | None
+Check = Callable[[Any], Answer]
+CheckT = TypeVar("CheckT", bound=Callable[..., Answer])
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """A check with what it needs of the books (`accounts`, `steps`, `run`, ...) and the names of its symptoms."""
+
+    name: str
+    check: Check
+    needs: tuple[str, ...]
+    root_of: tuple[str, ...]
+    meaning: str
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*needs: str, root_of: tuple[str, ...] = ()) -> Callable[[CheckT], CheckT]:
+    """Register a check under its function's name; its docstring's first paragraph is what the finding means."""
+
+    def register(check: CheckT) -> CheckT:
+        meaning = " ".join((check.__doc__ or "").split("\n\n")[0].split())
+        RULES[check.__name__] = Rule(check.__name__, check, needs, root_of, meaning)
+        return check
+
+    return register
+
+
+def in_order(findings: Iterable[Finding], roots: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:
+    """See the module's docstring. `roots` says of which names a finding is the root."""
+    left = {finding.name: finding for finding in findings}
+    weights = {name: _weight(name, left, roots, frozenset()) for name in left}
+    ordered: list[Finding] = []
+    while left:
+        symptoms = {symptom for name in left for symptom in roots.get(name, ())}
+        candidates = [f for f in left.values() if f.name not in symptoms] or list(left.values())
+        best = min(candidates, key=lambda f: (f.is_limit, -weights[f.name], -f.share_of_time))
+        ordered.append(left.pop(best.name))
+    return tuple(ordered)
+
+
+def _weight(
+    name: str, found: Mapping[str, Finding], roots: Mapping[str, tuple[str, ...]], above: frozenset[str]
+) -> float:
+    """The largest share among a finding and what it is the root of."""
+    below = [symptom for symptom in roots.get(name, ()) if symptom in found and symptom not in above | {name}]
+    return max([found[name].share_of_time, *(_weight(symptom, found, roots, above | {name}) for symptom in below)])

@@ -1,0 +1,234 @@
+"""The floor of a step: the least time that this machine needs for it, and what share of the step that was.
+
+    bytes      = weights (less the head's, when no row samples) + KV bytes x positions that are read or written
+    operations = tokens x operations_per_token + samples x operations_per_sample
+                 + pairs x operations_per_context_token
+    floor      = max(bytes / read_bytes_per_s, operations / operations_per_s)            (the roofline of Williams,
+    share      = floor / device_ns                                                        Waterman, Patterson 2009)
+
+With a row of n tokens from position s on: its positions are s + n (the s old ones are read, the n new ones written),
+its pairs n s + n (n + 1) / 2; under a sliding window of w positions, the layers that have it see w at most.
+A step reads each weight once, whatever is in it. `samples` are the rows known to sample, those of one token; the last
+chunk of a longer prompt samples too, which a step's record does not tell, so a floor of prefill may lack one product
+with the head, and its bytes. Also left out: norms, activations, the embedding's rows, of a mixture of experts all that
+more than one token chooses (`TokenCost`).
+
+A floor is an estimate and is stored nowhere. It errs on both sides: too low by what is left out; too high where rows of
+one step share a prefix, which then is read from memory once, and by as much as the ceilings were measured in a better
+moment than the step ran (memory of virtual machines varies by a factor of 1.7 within minutes: `Machine`). A share above
+1 means the reverse, a ceiling measured in a worse one. Where weights and KV fit into the processor's last-level cache,
+memory's bandwidth is no bound at all: `bytes_ns` is 0 then, and `fits_cache` says so.
+"""
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from splittime.ledger.facts import Machine, ServerFacts, TokenCost
+from splittime.ledger.steps import StepRecord
+
+
+class Bound(StrEnum):
+    """What a step's time is bound by, at the least: the largest part of its floor, or the host where that took longer
+    than the device."""
+
+    WEIGHTS = "weights"
+    KV = "kv"
+    COMPUTE = "compute"
+    HOST = "host"
+    NONE = "none"  # nothing was measured that could say
+
+
+class Kind(StrEnum):
+    """decode: one token for each row. prefill: no row that decodes. mixed: both."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    MIXED = "mixed"
+
+
+class StepFloor(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's floor. weights_ns, kv_ns: reading them from memory, one after the other; 0 if they fit the cache.
+    operations_ns: None if the machine's rate is not known. host_ns: what the host took of the step, and before it."""
+
+    weights_ns: int
+    kv_ns: int
+    operations_ns: int | None
+    device_ns: int
+    host_ns: int
+    fits_cache: bool
+
+    @property
+    def bytes_ns(self) -> int:
+        return self.weights_ns + self.kv_ns
+
+    @property
+    def floor_ns(self) -> int:
+        return max(self.bytes_ns, self.operations_ns or 0)
+
+    @property
+    def share(self) -> float | None:
+        """None for a step that took no time."""
+        return self.floor_ns / self.device_ns if self.device_ns > 0 else None
+
+    @property
+    def bound(self) -> Bound:
+        if self.host_ns > self.device_ns:
+            return Bound.HOST
+        if self.floor_ns == 0:
+            return Bound.NONE
+        if (self.operations_ns or 0) >= self.bytes_ns:
+            return Bound.COMPUTE
+        return Bound.WEIGHTS if self.weights_ns >= self.kv_ns else Bound.KV
+
+
+class FloorGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps of one kind and, for decoding, of one class of batch size, taken together: sums of their times in ns.
+
+    rows: the class, as (fewest, most) rows; only decoding is told apart by it. bound: of most of the time.
+    """
+
+    kind: Kind
+    rows: tuple[int, int]
+    num_steps: int
+    tokens: int
+    device_ns: int
+    host_ns: int
+    floor_ns: int
+    weights_ns: int
+    kv_ns: int
+    operations_ns: int
+    fits_cache: bool
+    bound: Bound
+
+    @property
+    def share(self) -> float | None:
+        return self.floor_ns / self.device_ns if self.device_ns > 0 else None
+
+
+def kind(step: StepRecord) -> Kind:
+    if step.prefill_tokens == 0:
+        return Kind.DECODE
+    return Kind.PREFILL if step.decode_tokens == 0 else Kind.MIXED
+
+
+def batch_class(num_rows: int) -> tuple[int, int]:
+    """1, 2, 3-4, 5-8, 9-16, ...: (fewest, most) rows."""
+    most = 1 << max(0, num_rows - 1).bit_length()
+    return most // 2 + 1 if most > 1 else 1, most
+
+
+def step_floor(step: StepRecord, cost: TokenCost, machine: Machine) -> StepFloor | None:
+    """None if the machine's bandwidth was not measured, or the step computed nothing."""
+    if machine.read_bytes_per_s is None or not step.rows:
+        return None
+    weight_bytes = cost.weight_bytes if step.decode_tokens else cost.weight_bytes - cost.head_bytes
+    kv_bytes = _positions(step, cost) * cost.kv_bytes_per_token
+    fits_cache = machine.cache_bytes is not None and weight_bytes + kv_bytes <= machine.cache_bytes
+    ns_per_byte = 0.0 if fits_cache else 1e9 / machine.read_bytes_per_s
+    rate = machine.operations_per_s
+    return StepFloor(
+        weights_ns=round(weight_bytes * ns_per_byte),
+        kv_ns=round(kv_bytes * ns_per_byte),
+        operations_ns=None if rate is None else round(operations(step, cost) / rate * 1e9),
+        device_ns=step.device_ns,
+        host_ns=step.host_gap_ns + step.plan_ns + step.launch_ns + step.commit_ns,
+        fits_cache=fits_cache,
+    )
+
+
+def operations(step: StepRecord, cost: TokenCost) -> float:
+    tokens = sum(num_tokens for _, _, num_tokens in step.rows)
+    pairs = sum(
+        _windowed(cost, _pairs(start, n, None), _pairs(start, n, cost.window_tokens)) for _, start, n in step.rows
+    )
+    products = tokens * cost.operations_per_token + step.decode_tokens * cost.operations_per_sample
+    return products + pairs * cost.operations_per_context_token
+
+
+def _positions(step: StepRecord, cost: TokenCost) -> float:
+    """That are read or written, over all rows."""
+    window = cost.window_tokens
+    total = 0.0
+    for _, start, num_tokens in step.rows:
+        old = start if window is None else min(start, window - 1)
+        total += _windowed(cost, start, old) + num_tokens
+    return total
+
+
+def _pairs(start: int, num_tokens: int, window: int | None) -> int:
+    """Of a token and a position that it attends to, for tokens `start` to `start + num_tokens - 1`."""
+    if window is None:
+        return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    growing = min(max(0, window - start), num_tokens)  # tokens that still see all before them
+    return _pairs(start, growing, None) + (num_tokens - growing) * window
+
+
+def _windowed(cost: TokenCost, everywhere: float, in_window: float) -> float:
+    """The mean over the layers."""
+    return everywhere + cost.windowed_share * (in_window - everywhere)
+
+
+def floors(steps: Iterable[StepRecord], facts: ServerFacts | None) -> list[FloorGroup]:
+    """By kind and batch class, the most device time first; empty if facts, cost or ceilings are missing."""
+    if facts is None or facts.cost is None or facts.machine is None:
+        return []
+    groups: dict[tuple[Kind, tuple[int, int]], list[tuple[StepRecord, StepFloor]]] = {}
+    for step in steps:
+        floor = step_floor(step, facts.cost, facts.machine)
+        if floor is not None:
+            what = kind(step)
+            key = (what, batch_class(len(step.rows)) if what is Kind.DECODE else (1, 1 << 20))
+            groups.setdefault(key, []).append((step, floor))
+    made = [_group(what, rows, members) for (what, rows), members in groups.items()]
+    return sorted(made, key=lambda group: -group.device_ns)
+
+
+def _group(what: Kind, rows: tuple[int, int], members: Sequence[tuple[StepRecord, StepFloor]]) -> FloorGroup:
+    floors = [floor for _, floor in members]
+    time_ns: dict[Bound, int] = {}
+    for floor in floors:
+        time_ns[floor.bound] = time_ns.get(floor.bound, 0) + floor.device_ns + floor.host_ns
+    return FloorGroup(
+        kind=what,
+        rows=rows,
+        num_steps=len(members),
+        tokens=sum(step.prefill_tokens + step.decode_tokens for step, _ in members),
+        device_ns=sum(floor.device_ns for floor in floors),
+        host_ns=sum(floor.host_ns for floor in floors),
+        floor_ns=sum(floor.floor_ns for floor in floors),
+        weights_ns=sum(floor.weights_ns for floor in floors),
+        kv_ns=sum(floor.kv_ns for floor in floors),
+        operations_ns=sum(floor.operations_ns or 0 for floor in floors),
+        fits_cache=all(floor.fits_cache for floor in floors),
+        bound=max(time_ns, key=lambda bound: time_ns[bound]),
+    )
+
+
+def sentence(group: FloorGroup) -> str:
+    """For people: what it runs at, and of what; what a step took, and how much of that it needed."""
+    who = group.kind.value if group.kind is not Kind.DECODE else f"decode of {_span(group.rows)}"
+    device, floor, host = (
+        f"{ns / group.num_steps / 1e6:.3g}" for ns in (group.device_ns, group.floor_ns, group.host_ns)
+    )
+    times = f"of the {device} ms that a step takes on the device it needs {floor}; the host adds {host}"
+    if group.bound is Bound.HOST:
+        return f"{who}: the host takes longer than the device, {host} ms a step and {device}"
+    if group.share is None or group.bound is Bound.NONE:
+        return f"{who}: no floor is known; a step takes {device} ms on the device"
+    percent = f"{100 * group.share:.0f} %"
+    beyond = " (more than all of it: the ceiling was measured in a slower moment)" if group.share > 1 else ""
+    if group.bound is Bound.COMPUTE:
+        note = (
+            "; what it reads fits in the processor's cache, memory's bandwidth is no bound" if group.fits_cache else ""
+        )
+        return f"{who} runs at {percent} of what this machine can multiply{beyond}: {times}{note}"
+    of_weights = group.weights_ns / max(1, group.weights_ns + group.kv_ns)
+    reads = f"{100 * of_weights:.0f} % of the bytes are weights, {100 * (1 - of_weights):.0f} % KV"
+    return f"{who} runs at {percent} of what this memory can do{beyond}: {times}; {reads}"
+
+
+def _span(rows: tuple[int, int]) -> str:
+    low, high = rows
+    return f"{low} to {high} rows" if low < high else f"{low} row{'s' if low > 1 else ''}"

@@ -1,0 +1,152 @@
+"""What the device itself is bound by, held against the floor of each step (`diagnose.floor`). These are limits, not
+illnesses: a healthy server is always bound by something, and what helps depends on the batch.
+
+    crossover batch = time to read the weights / time to multiply one token
+
+Below it a step takes as long as reading the weights takes, however few rows share them; above it every row costs its
+products, and fewer bytes no longer help (weight-only 4-bit was found slower than 16-bit from about 64 rows on: vllm
+issue 3399, AutoAWQ issue 235).
+"""
+
+from collections.abc import Sequence
+
+from splittime.diagnose.books import Books
+from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.floor import Bound, FloorGroup, floors, sentence
+from splittime.diagnose.rules.evidence import LIKELY, in_stages, served, setting, slowest_steps, times_ns, total_ns
+from splittime.ledger.stages import Stage
+
+MIN_LIMIT_SHARE = 0.3  # of the requests' time: a limit is told when it is where the time goes
+MIN_OF_CEILING = 0.5  # a step at less than half of a ceiling is not held by it
+
+_COMPUTING = in_stages(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Stage.PREFILL_STALL, Stage.DECODE_STALL)
+
+
+def _bound_by(books: Books, bound: Bound) -> tuple[list[FloorGroup], float]:
+    """The groups of steps that are held by this ceiling, and their share of the requests' time."""
+    groups = floors(books.steps, books.facts)
+    all_ns = max(1, sum(group.device_ns + group.host_ns for group in groups))
+    held = [g for g in groups if g.bound is bound and (g.share or 0.0) >= MIN_OF_CEILING]
+    accounts = served(books.accounts)
+    computing = sum(times_ns(accounts, _COMPUTING).values()) / total_ns(accounts)
+    return held, computing * sum(group.device_ns for group in held) / all_ns
+
+
+def crossover_rows(books: Books) -> float | None:
+    """The batch from which products, not weights, bind a decode step."""
+    facts = books.facts
+    if facts is None or facts.cost is None or facts.machine is None:
+        return None
+    cost, machine = facts.cost, facts.machine
+    if not machine.read_bytes_per_s or not machine.operations_per_s:
+        return None
+    token_s = (cost.operations_per_token + cost.operations_per_sample) / machine.operations_per_s
+    return cost.weight_bytes / machine.read_bytes_per_s / token_s if token_s > 0 else None
+
+
+def _evidence(groups: Sequence[FloorGroup]) -> tuple[Fact, ...]:
+    """The groups that take most of the time, in their own words."""
+    return tuple(Fact(f"{group.num_steps} steps", sentence(group)) for group in groups[:3])
+
+
+def _limit(name: str, claim: str, share: float, groups: Sequence[FloorGroup], books: Books, **told: object) -> Finding:
+    lows, highs = zip(*(group.rows for group in groups), strict=True)
+    within = [s for s in books.steps if min(lows) <= len(s.rows) <= max(highs)]
+    return Finding(
+        name=name,
+        claim=claim,
+        evidence=_evidence(groups),
+        step_ids=slowest_steps(within),
+        share_of_time=share,
+        confidence=LIKELY,
+        confidence_from="the step's bytes and operations over this machine's measured ceilings: an estimate",
+        is_limit=True,
+        **told,  # type: ignore[arg-type]
+    )
+
+
+@rule("accounts", "steps", "floor")
+def weight_bandwidth_bound(books: Books) -> Answer:
+    """Decoding takes as long as reading the weights from memory takes."""
+    groups, share = _bound_by(books, Bound.WEIGHTS)
+    if share < MIN_LIMIT_SHARE:
+        return None
+    crossover = crossover_rows(books)
+    until = f"up to about {crossover:.0f} rows" if crossover is not None else "small batches"
+    now = setting(books, "quantization")
+    smaller = {None: "int8", "int8": "int4"}.get(now)
+    cure = Cure(sentence="Share the weights among more rows (more requests at once), or take a smaller model.")
+    if smaller is not None:
+        cure = Cure(
+            sentence=f"Read fewer bytes: {smaller} weights.",
+            flags=("--quantization", smaller),
+            elsewhere={"vllm": "an AWQ or GPTQ checkpoint", "sglang": "--quantization", "llama.cpp": "a Q4_K_M file"},
+        )
+    return _limit(
+        "weight_bandwidth_bound",
+        f"{share:.0%} of the requests' time is decoding that waits for the weights to be read from memory.",
+        share,
+        groups,
+        books,
+        cure=cure,
+        cost="Rounded weights change answers a little: see the routes in BENCHMARKS.md for perplexity and KL."
+        if smaller is not None
+        else "Larger batches lengthen TPOT; a smaller model answers worse.",
+        counter_check="With weights of half the bytes TPOT p50 at the same batch does not fall by a quarter.",
+        regime=f"{until}; beyond, products bind, and at 64 rows smaller weights gain nothing or cost time",
+    )
+
+
+@rule("accounts", "steps", "floor")
+def kv_bandwidth_bound(books: Books) -> Answer:
+    """Decoding takes as long as reading the cached keys and values takes."""
+    groups, share = _bound_by(books, Bound.KV)
+    if share < MIN_LIMIT_SHARE:
+        return None
+    is_small = setting(books, "kv_cache_dtype") == "int8"
+    cure = Cure(sentence="Shorten the context, or take a model with fewer KV heads (GQA, MQA).")
+    if not is_small:
+        cure = Cure(
+            sentence="Read fewer bytes: an int8 KV cache.",
+            flags=("--kv-cache-dtype", "int8"),
+            elsewhere={"vllm": "--kv-cache-dtype fp8", "sglang": "--kv-cache-dtype fp8_e5m2"},
+        )
+    return _limit(
+        "kv_bandwidth_bound",
+        f"{share:.0%} of the requests' time is decoding that waits for keys and values to be read from memory.",
+        share,
+        groups,
+        books,
+        cure=cure,
+        cost="int8 KV rounds keys and values: check answers at long contexts, where it matters most.",
+        counter_check="With an int8 cache TPOT p50 at the same contexts does not fall by a fifth.",
+        regime="large batches of long contexts; at one short request the weights are more bytes than the KV",
+    )
+
+
+@rule("accounts", "steps", "floor")
+def compute_bound(books: Books) -> Answer:
+    """Steps take as long as their multiplications take."""
+    groups, share = _bound_by(books, Bound.COMPUTE)
+    if share < MIN_LIMIT_SHARE:
+        return None
+    machine = books.facts.machine if books.facts is not None else None
+    spare = machine is not None and machine.cores is not None and machine.threads < machine.cores
+    cure = Cure(
+        sentence="Compute less (share prefixes, shorten prompts) or elsewhere too (a second server).",
+        elsewhere={"vllm": "an FP8 or W8A8 checkpoint", "sglang": "--quantization w8a8_int8"},
+    )
+    if machine is not None and spare:
+        flags = ("--num-threads", str(machine.cores))
+        cure = Cure(sentence=f"Use all {machine.cores} cores; the server uses {machine.threads}.", flags=flags)
+    return _limit(
+        "compute_bound",
+        f"{share:.0%} of the requests' time is steps that are bound by multiplications.",
+        share,
+        groups,
+        books,
+        cure=cure,
+        cost="Small steps gain less from a second thread than waiting for it costs." if spare else "A second machine.",
+        counter_check="With half the prompt tokens a step these steps do not take about half as long.",
+        regime="prompts, and decoding in batches above the crossover; at batch 1 memory binds, not products",
+    )

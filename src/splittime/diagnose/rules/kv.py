@@ -1,0 +1,171 @@
+"""KV memory: requests that wait for blocks, and requests that are thrown out and computed again.
+
+When the first in the queue waits for blocks, those behind it wait for `policy`: nobody overtakes it. Their wait counts
+as one for blocks for as long as somebody's wait for blocks runs beside it.
+"""
+
+from collections.abc import Sequence
+
+from splittime.diagnose.books import Books
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.rules import step_cost
+from splittime.diagnose.rules.evidence import (
+    CERTAIN,
+    LIKELY,
+    MIN_SHARE,
+    in_stages,
+    median,
+    ms,
+    overlap_ns,
+    served,
+    setting,
+    slowest_steps,
+    times_ns,
+    total_ns,
+    union,
+    waits_for,
+    worst,
+)
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.stages import Cause, Stage
+
+MIN_GAIN = 1.1  # as for slots: a batch twice as large must serve a tenth more
+THRASH_SHARE = 0.05  # recomputing is pure loss, so half of what other rules ask for is worth telling
+MAX_TIMES = 8  # a cache more than eight times as large is another machine, not a setting
+
+_ELSEWHERE = {
+    "vllm": "--gpu-memory-utilization, --kv-cache-dtype fp8",
+    "sglang": "--mem-fraction-static, --kv-cache-dtype fp8_e5m2",
+    "tgi": "--max-batch-total-tokens",
+    "llama.cpp": "--ctx-size, --cache-type-k q8_0",
+}
+
+
+def waits_for_blocks_ns(accounts: Sequence[ClosedAccount]) -> dict[str, int]:
+    """By request: its own waits for blocks in the queue, and its waits behind one that waits for blocks."""
+    own = waits_for(Cause.KV_BLOCKS, Stage.QUEUE)
+    any_wait = waits_for(Cause.KV_BLOCKS)
+    spans = union((i.begin_ns, i.end_ns) for a in accounts for i in a.intervals if any_wait(i))
+    found: dict[str, int] = {}
+    for account in accounts:
+        for interval in account.intervals:
+            if own(interval):
+                waited_ns = interval.duration_ns
+            elif interval.stage is Stage.QUEUE and interval.cause is Cause.POLICY:
+                waited_ns = overlap_ns(interval.begin_ns, interval.end_ns, spans)
+            else:
+                continue
+            found[account.request_id] = found.get(account.request_id, 0) + waited_ns
+    return {request_id: ns for request_id, ns in found.items() if ns > 0}
+
+
+@rule("accounts", "steps", root_of=("overload", "head_of_line", "token_budget_bound"))
+def kv_bound(books: Books) -> Answer:
+    """Requests wait in the queue for KV cache blocks, and more of them at once would be served faster."""
+    accounts = served(books.accounts)
+    waits = waits_for_blocks_ns(accounts)
+    share = sum(waits.values()) / total_ns(accounts)
+    if share < MIN_SHARE:
+        return None
+    batch = max(1, max(step.num_running for step in books.steps))
+    cost = step_cost.fit(books.steps)
+    gain = step_cost.batch_gain(cost, accounts, batch, 2 * batch) if cost else None
+    if gain is not None and gain < MIN_GAIN:
+        why = f"requests wait for blocks, but twice {batch} at once would serve only {gain - 1:.0%} more"
+        return Abstention("kv_bound", why)
+    wanted = sorted(step.num_running + step.num_waiting for step in books.steps)[int(0.95 * (len(books.steps) - 1))]
+    times = min(MAX_TIMES, max(2, -(-wanted // batch)))
+    return Finding(
+        name="kv_bound",
+        claim=f"{len(waits)} of {len(accounts)} requests waited for KV cache blocks, {share:.0%} of all requests' "
+        f"time; {batch} fitted at once.",
+        evidence=(
+            Fact("waiting for blocks, or behind who does", ms(sum(waits.values())), "ms over all requests"),
+            Fact("blocks in use at most", max(step.blocks_used for step in books.steps), _of_blocks(books)),
+            Fact("requests running at most", batch),
+            Fact("preemptions", sum(a.num_preemptions for a in accounts)),
+        ),
+        request_ids=worst(waits),
+        step_ids=slowest_steps(step for step in books.steps if step.victims),
+        share_of_time=share,
+        confidence=CERTAIN if gain is not None else LIKELY,
+        confidence_from="the scheduler stated the cause of each wait"
+        + ("" if gain is not None else "; the steps are too much alike to say what a larger batch costs"),
+        cure=_more_memory(books, times),
+        cost=_cost_of_memory(books, times),
+        counter_check="With the larger cache and the same load the queue's kv_blocks time stays.",
+        regime=f"{batch} requests at once; without waits for blocks or preemptions more KV memory changes nothing",
+    )
+
+
+@rule("accounts", "steps", root_of=("overload", "prefill_interference"))
+def preemption_thrash(books: Books) -> Answer:
+    """Running requests are thrown out for want of KV blocks and their tokens computed a second time."""
+    accounts = served(books.accounts)
+    lost = times_ns(accounts, in_stages(Stage.PREEMPTED, Stage.RECOMPUTE))
+    preemptions = sum(account.num_preemptions for account in accounts)
+    share = sum(lost.values()) / total_ns(accounts)
+    if preemptions == 0 or share < THRASH_SHARE:
+        return None
+    again_ns = sum(times_ns(accounts, in_stages(Stage.RECOMPUTE)).values())
+    victims = {a.request_id: float(a.num_preemptions) for a in accounts if a.num_preemptions}
+    fewer = max(1, int(median(step.num_running for step in books.steps if step.victims) or 1))
+    memory = _more_memory(books, 2)
+    return Finding(
+        name="preemption_thrash",
+        claim=f"{len(victims)} requests were preempted {preemptions} times for want of KV blocks; waiting to come "
+        f"back and computing again took {share:.0%} of all requests' time.",
+        evidence=(
+            Fact("preemptions", preemptions),
+            Fact("out of the batch", ms(sum(lost.values()) - again_ns), "ms over all requests"),
+            Fact("computing again", ms(again_ns), "ms over all requests"),
+            Fact("blocks in use at most", max(step.blocks_used for step in books.steps), _of_blocks(books)),
+        ),
+        request_ids=worst(victims),
+        step_ids=slowest_steps(step for step in books.steps if step.victims),
+        share_of_time=share,
+        confidence=CERTAIN,
+        confidence_from="each preemption is in the records, with its victim",
+        cure=Cure(
+            sentence=f"{memory.sentence} Or admit fewer at once: --max-num-seqs {fewer}.",
+            flags=memory.flags or ("--max-num-seqs", str(fewer)),
+            elsewhere=_ELSEWHERE | {"vllm": "--max-num-seqs, --gpu-memory-utilization"},
+        ),
+        cost=f"{_cost_of_memory(books, 2)} With fewer slots the wait moves into the queue, where it throws no work "
+        "away.",
+        counter_check="With either change and the same load the preemptions stay, or E2E p99 does not fall.",
+        regime="answers that outgrow the cache together; with no preemptions there is nothing to cure here",
+    )
+
+
+def _of_blocks(books: Books) -> str:
+    num_blocks = setting(books, "num_blocks")
+    return f"of {num_blocks}" if num_blocks else ""
+
+
+def _bytes(books: Books) -> int | None:
+    """What the cache takes now, if the server says."""
+    num_blocks, block_size = setting(books, "num_blocks"), setting(books, "block_size")
+    if not num_blocks or not block_size or books.facts is None or books.facts.cost is None:
+        return None
+    return int(num_blocks) * int(block_size) * books.facts.cost.kv_bytes_per_token
+
+
+def _more_memory(books: Books, times: int) -> Cure:
+    now_bytes = _bytes(books)
+    if now_bytes is None:
+        sentence = f"Give the KV cache {times} times the memory (--kv-cache-memory-bytes), or halve what a token takes."
+        return Cure(sentence=sentence, flags=("--kv-cache-dtype", "int8"), elsewhere=_ELSEWHERE)
+    size = f"{-(-times * now_bytes // 2**20)}MiB"
+    other = "" if setting(books, "kv_cache_dtype") == "int8" else ", or --kv-cache-dtype int8 where memory is short"
+    return Cure(
+        sentence=f"Give the KV cache {times} times its {now_bytes / 2**20:.1f} MiB{other}.",
+        flags=("--kv-cache-memory-bytes", size),
+        elsewhere=_ELSEWHERE,
+    )
+
+
+def _cost_of_memory(books: Books, times: int) -> str:
+    now_bytes = _bytes(books)
+    more = f"{(times - 1) * now_bytes / 2**20:.1f} MiB of memory" if now_bytes else "memory"
+    return f"{more}, and a longer TPOT in the larger batch; int8 KV rounds keys and values (see BENCHMARKS.md)."

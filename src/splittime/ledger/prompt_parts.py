@@ -1,0 +1,65 @@
+"""What a prompt is made of, in a few numbers: parts cut by their content, each with a hash.
+
+A part ends where a hash of the last `WINDOW` tokens is small, so that the same text falls into the same parts wherever
+it stands: a JSON blob that comes after a longer greeting keeps all its parts but, at most, its first and its last.
+(Content-defined chunking, as in LBFS, Muthitacharoen et al., SOSP 2001.) A cut within `MIN_TOKENS` of the one before is
+left out, or a run of equal tokens would be cut at each. A part's hash says whether two are the same, not what they say.
+
+    mixed[i] = hash(tokens[i - WINDOW + 1 .. i])        cut after i if mixed[i] < 2**64 / ODDS
+    part     = sum of mixed over the part, modulo 2**64, of which the upper `HASH_BITS` bits
+
+So it depends on the part's own tokens and on the WINDOW - 1 before it, the end of the cut. It is the same in every
+process (`hash()` is not), and small enough to be exact in JavaScript. Parts of equal hash are the same text but for
+chance: a million different ones hold about 0.1 such pairs.
+"""
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+PromptParts = tuple[tuple[int, int, int], ...]  # (hash, start, num_tokens)
+
+SHORT_TOKENS = 64  # prompts below this have no parts
+MAX_TOKENS = 16_384  # what lies beyond has none either
+WINDOW = 4
+MIN_TOKENS = 16
+ODDS = 48  # cuts come on average every ODDS + MIN_TOKENS = 64 tokens
+HASH_BITS = 52
+
+# odd, so that each bit of a token counts in the upper bits: multiply-shift hashing (Dietzfelbinger et al., 1997)
+_WEIGHTS = np.array([0x1F35A7BD8C2E6B13, 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85], np.int64)
+_SHIFT = np.uint64(29)
+_THRESHOLD = np.uint64(2**64 // ODDS)
+
+
+def prompt_parts(token_ids: Sequence[int]) -> PromptParts:
+    """The parts, contiguous from 0; () for fewer than `SHORT_TOKENS` tokens."""
+    count = len(token_ids)
+    if count < SHORT_TOKENS:
+        return ()
+    if count > MAX_TOKENS:
+        token_ids, count = token_ids[:MAX_TOKENS], MAX_TOKENS
+    mixed = _mixed(np.frombuffer(struct.Struct(f"{count}q").pack(*token_ids), np.int64))
+    firsts = _first_windows(mixed)
+    sums = np.add.reduceat(mixed, firsts).tolist()
+    starts = [0, *[first + WINDOW - 1 for first in firsts[1:]]]
+    parts = zip(sums, starts, [*starts[1:], count], strict=True)
+    return tuple([(total >> 64 - HASH_BITS, start, end - start) for total, start, end in parts])
+
+
+def _mixed(tokens: np.ndarray) -> np.ndarray:
+    """uint64 [count - WINDOW + 1], of the windows that end at token WINDOW - 1 and after it."""
+    mixed = np.correlate(tokens, _WEIGHTS).view(np.uint64)
+    mixed ^= mixed >> _SHIFT  # or a part's sum would hardly depend on the order of its tokens
+    return mixed
+
+
+def _first_windows(mixed: np.ndarray) -> list[int]:
+    """Of each part, the index in `mixed` of the first window that is summed: 0, and after each cut but the last."""
+    firsts, before = [0], -MIN_TOKENS
+    for cut in (mixed[:-1] < _THRESHOLD).nonzero()[0].tolist():
+        if cut - before >= MIN_TOKENS:
+            firsts.append(cut + 1)
+        before = cut
+    return firsts

@@ -1,0 +1,216 @@
+"""One run while it goes on: the parts that make its load, their news, the server's gauges, and when to stop."""
+
+import asyncio
+import bisect
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import aiohttp
+
+from splittime.ledger.client_book import Arm, Outcome, Sample
+from splittime.loadgen import saturation, servers
+from splittime.loadgen.jobs import Job, split
+from splittime.loadgen.load import Load, no_garbage_collection
+from splittime.loadgen.progress import OnProgress, Progress, Tally
+from splittime.loadgen.schedule import Schedule
+from splittime.loadgen.share import News, Share, Vitals
+from splittime.loadgen.target import RunOptions, Target
+from splittime.loadgen.workers import WorkerProcess, allow_sockets, num_workers
+
+now_ns = time.monotonic_ns
+LEAD_NS = 50_000_000  # from "all are ready" to the run's begin
+WATCH_S = 0.1
+
+
+class Part(Protocol):
+    """One process' share of the load."""
+
+    async def prepare(self) -> None: ...
+    async def run(self, begin_ns: int) -> tuple[list[Outcome], Vitals]: ...
+    def news(self) -> News: ...
+    def stop(self, why: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class InThisProcess:
+    """A share that is carried out here."""
+
+    def __init__(self, share: Share) -> None:
+        self._load = Load(share)
+
+    async def prepare(self) -> None:
+        await self._load.prepare()
+
+    async def run(self, begin_ns: int) -> tuple[list[Outcome], Vitals]:
+        return await self._load.run(begin_ns), self._load.vitals()
+
+    def news(self) -> News:
+        return self._load.news()
+
+    def stop(self, why: str) -> None:
+        self._load.stop(why)
+
+    def close(self) -> None:
+        self._load.close()
+
+
+class Conductor:
+    """`carry_out` does it all; what was found stands in the public attributes then."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        jobs: Sequence[Job],
+        targets: Sequence[Target],
+        arms: Sequence[Arm],
+        options: RunOptions,
+        session: aiohttp.ClientSession,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._schedule, self._jobs, self._targets, self._arms = schedule, jobs, targets, arms
+        self._options, self._session, self._on_progress = options, session, on_progress
+        self.begin_ns = self.begin_unix_ns = 0
+        self.outcomes: list[Outcome] = []
+        self.vitals: list[Vitals] = []
+        self.samples: list[Sample] = []
+        self.stopped: str | None = None
+        self._tally = Tally()
+        self._in_flight = [0] * len(arms)
+        self._judge = saturation.Judge()
+        self._run_id = f"bench-{secrets.token_hex(6)}"
+        self._instants = sorted(job.at_ns for job in jobs if job.at_ns is not None)
+        self._parts = self._make_parts()
+
+    def _make_parts(self) -> list[Part]:
+        limits = [limit for limit in (self._schedule.concurrency, self._options.max_in_flight) if limit is not None]
+        count = min(num_workers(self._options.workers, self._jobs), *limits, len(self._jobs))
+        allow_sockets()
+        shares = [self._share(jobs, place, count) for place, jobs in enumerate(split(self._jobs, count))]
+        if self._options.workers == 0:
+            return [InThisProcess(shares[0])]
+        return [WorkerProcess(share) for share in shares]
+
+    def _share(self, jobs: Sequence[Job], worker: int, count: int) -> Share:
+        """Concurrency and the cap on requests in flight are dealt out too."""
+
+        def dealt(whole: int | None) -> int | None:
+            return None if whole is None else whole // count + (worker < whole % count)
+
+        return Share(
+            jobs=tuple(jobs),
+            concurrency=dealt(self._schedule.concurrency),
+            duration_ns=self._schedule.duration_ns,
+            targets=tuple(self._targets),
+            kinds=tuple(arm.kind for arm in self._arms),
+            models=tuple(t.model or arm.model for t, arm in zip(self._targets, self._arms, strict=True)),
+            run_id=self._run_id,
+            timeout_s=self._options.timeout_s,
+            max_in_flight=dealt(self._options.max_in_flight),
+            worker=worker,
+        )
+
+    # ---- while it goes on
+
+    async def carry_out(self, stop: asyncio.Event | None) -> None:
+        with no_garbage_collection():
+            try:
+                await asyncio.gather(*(part.prepare() for part in self._parts))
+                await self._carry_out(stop)
+            finally:
+                for part in self._parts:
+                    part.close()
+
+    async def _carry_out(self, stop: asyncio.Event | None) -> None:
+        self.begin_ns = now_ns() + LEAD_NS
+        self.begin_unix_ns = time.time_ns() + LEAD_NS
+        running = [asyncio.create_task(part.run(self.begin_ns)) for part in self._parts]
+        watching = [asyncio.create_task(self._watch(stop)), asyncio.create_task(self._sample())]
+        try:
+            done = await asyncio.gather(*running)
+        finally:
+            for task in (*watching, *running):
+                task.cancel()
+            troubles = await asyncio.gather(*watching, *running, return_exceptions=True)
+        for trouble in troubles:
+            if isinstance(trouble, Exception):
+                raise trouble
+        self._take_news()
+        self.outcomes = sorted((o for found, _ in done for o in found), key=lambda o: (o.index, o.arm))
+        self.vitals = [vitals for _, vitals in done]
+        died = [vitals.died for vitals in self.vitals if vitals.died is not None]
+        self.stopped = self.stopped or (died[0] if died else None)
+
+    async def _watch(self, stop: asyncio.Event | None) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            is_measured_done = self._take_news()
+            if is_measured_done:
+                self._stop_all("the run was over")
+            elif stop is not None and stop.is_set():
+                self._end("interrupted")
+            elif self._options.stop_on_saturation and self._schedule.concurrency is None:
+                verdict = self._judge.look(self._elapsed_ns())
+                if verdict is not None:
+                    self._end(verdict)
+            if self._on_progress is not None:
+                self._on_progress(self._progress())
+
+    def _take_news(self) -> bool:
+        """Whether every process has all its measured outcomes."""
+        news = [part.news() for part in self._parts]
+        for one in news:
+            self._tally.add(one)
+            self._judge.add_ttft(one.ttft_ns)
+        for arm in range(len(self._arms)):
+            self._in_flight[arm] = sum(one.in_flight[arm] for one in news if one.in_flight)
+        self._judge.add_in_flight(self._elapsed_ns(), sum(self._in_flight))
+        return all(one.is_measured_done for one in news)
+
+    def _end(self, why: str) -> None:
+        if self.stopped is None:
+            self.stopped = why
+            self._stop_all(f"the run was stopped: {why}")
+
+    def _stop_all(self, why: str) -> None:
+        for part in self._parts:
+            part.stop(why)
+
+    async def _sample(self) -> None:
+        """Ask each server's metrics now and then. One that answers slowly is asked less often."""
+        while True:
+            await asyncio.sleep(self._options.sample_interval_s)
+            for place, (arm, target) in enumerate(zip(self._arms, self._targets, strict=True)):
+                at_ns, in_flight = self._elapsed_ns(), self._in_flight[place]
+                waiting, running, kv_usage = await servers.sample(self._session, arm, target)
+                self.samples.append(
+                    Sample(
+                        at_ns=at_ns,
+                        arm=place,
+                        in_flight=in_flight,
+                        waiting=waiting,
+                        running=running,
+                        kv_usage=kv_usage,
+                    )
+                )
+
+    def _elapsed_ns(self) -> int:
+        return now_ns() - self.begin_ns
+
+    def _progress(self) -> Progress:
+        elapsed_ns, tally = max(0, self._elapsed_ns()), self._tally
+        last_ns = self._instants[-1] if self._instants else self._schedule.duration_ns
+        return Progress(
+            elapsed_s=elapsed_ns / 1e9,
+            planned=len(self._jobs),
+            due=bisect.bisect_right(self._instants, elapsed_ns) if self._instants else tally.begun,
+            begun=tally.begun,
+            ended=tally.ended,
+            failed=tally.failed,
+            in_flight=sum(self._in_flight),
+            output_tokens=tally.output_tokens,
+            ttft_p50_s=tally.ttft_s(50),
+            ttft_p99_s=tally.ttft_s(99),
+            ends_at_s=None if last_ns is None else last_ns / 1e9,
+        )

@@ -1,0 +1,168 @@
+"""Both books side by side: each request that the client saw, with the account that the server kept of it.
+
+What the user felt, from the *intended* start to the first chunk (TTFT) or to the end (E2E), becomes lines that sum to
+it with `==`. Clocks of two hosts are never subtracted, only durations are:
+
+    held         held back on purpose: by a cap on requests in flight, by its session          client's clock
+    client_lag   the rest from the intended start until the client turned to it               client's clock
+    connect      making the connection; 0 for one that was open already                      client's clock
+    send         the rest up to the request's last byte: waiting for a connection, writing   client's clock
+    receive ...  the account's stages, each by its cause, up to the instant that the first
+                 token was ready (TTFT) or to the account's end (E2E)                         server's clock
+    deliver      for TTFT: from there until its chunk had been given to the socket            server's clock
+    read_lag     how late the client read the chunk, at most, where it knows                  client's clock
+    network      up and down together, as far as the probed round trip explains it
+    residual     what neither book explains
+
+With S the client's time from sent to the figure's end, A the account's time from its start to the same event, G the
+read lag and P the median of the probed round trips:
+
+    N = S - A     read_lag = min(G, max(N, 0))     network = min(P, max(N - read_lag, 0))
+    residual = N - read_lag - network
+
+The two ways cannot be told apart without subtracting clocks, so they are one line. P was probed on a kept connection
+while there was no load, and holds both sides' handling of one small HTTP request: it is an allowance. Whatever lies
+between the books and exceeds it is residual: bytes that waited in the kernel because the server's or the client's event
+loop was busy, a slow network under load. A negative residual means that the server began before the client had sent its
+last byte. The goal: a mean absolute residual of at most 1 ms or 1 % of the mean, whichever is more.
+
+`join` loses nobody: for each figure, those joined and those left out (with a reason) are all measured requests.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median_low
+
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.client_book import Ending, Outcome, Run
+from splittime.ledger.stages import Stage
+from splittime.loadgen.joined import (
+    CLIENT_BEFORE,
+    E2E,
+    NETWORK,
+    READ_LAG,
+    RESIDUAL,
+    TTFT,
+    JoinedBooks,
+    JoinedRequest,
+    Key,
+    Split,
+    books,
+)
+from splittime.loadgen.own_book import by_request
+
+
+def join(run: Run, arm: int = 0) -> JoinedBooks:
+    """The measured requests of one server, each with its account. Of a server without accounts, all are left out."""
+    accounts, probed = by_request(run.arms[arm].accounts), run.arms[arm].round_trip_ns
+    round_trip_ns = median_low(probed) if probed else None
+    outcomes = run.measured(arm)
+    joined: list[JoinedRequest] = []
+    left_out: dict[str, Counter[str]] = {TTFT: Counter(), E2E: Counter()}
+    for outcome in outcomes:
+        choices = accounts.get(outcome.request_id, [])
+        splits: dict[str, Split | None] = {}
+        for figure, counter in left_out.items():
+            reason = why_not(outcome, choices, figure)
+            splits[figure] = split(outcome, choices, figure, round_trip_ns or 0) if reason is None else None
+            if reason is not None:
+                counter[reason] += 1
+        if any(splits.values()):
+            joined.append(_joined(outcome, choices, splits))
+    return JoinedBooks(
+        arm=arm,
+        intended=len(outcomes),
+        round_trip_ns=round_trip_ns,
+        requests=tuple(joined),
+        books=tuple(book for figure in left_out for book in books(figure, joined)),
+        left_out={figure: dict(counter) for figure, counter in left_out.items()},
+    )
+
+
+def why_not(outcome: Outcome, choices: Sequence[ClosedAccount], figure: str) -> str | None:
+    """Why a request has no such figure in both books; None if it has."""
+    if outcome.sent_ns is None:
+        return "not sent"
+    if figure == E2E and outcome.ending is not Ending.COMPLETE:
+        return outcome.ending.value
+    if not outcome.chunk_ns if figure == TTFT else outcome.end_ns is None:
+        return "no answer" if outcome.ending is Ending.COMPLETE else outcome.ending.value
+    if not choices:
+        return "no account"
+    if not all(_adds_up(account) for account in choices):
+        return "account does not add up"
+    if figure == TTFT and not any(account.token_written_ns for account in choices):
+        return "no token in the account"
+    return None
+
+
+def _adds_up(account: ClosedAccount) -> bool:
+    try:
+        account.verify()
+    except ValueError:
+        return False
+    return True
+
+
+def split(outcome: Outcome, choices: Sequence[ClosedAccount], figure: str, round_trip_ns: int) -> Split:
+    """One request's figure by lines. `why_not` has said that it has one."""
+    assert outcome.sent_ns is not None
+    if figure == TTFT:
+        at_ns, server, gap_index = outcome.chunk_ns[0], first_token_lines(choices), 0
+    else:
+        assert outcome.end_ns is not None
+        last = max(choices, key=lambda account: account.end_ns)
+        at_ns, server, gap_index = outcome.end_ns, _stage_lines(last, last.end_ns), -1
+    between_ns = at_ns - outcome.sent_ns - sum(server.values())
+    gap_ns = outcome.read_gap_ns[gap_index] if outcome.read_gap_ns else 0
+    read_lag_ns = min(gap_ns, max(between_ns, 0))
+    network_ns = min(round_trip_ns, max(between_ns - read_lag_ns, 0))
+    lines = {
+        **_client_lines(outcome, outcome.sent_ns),
+        (NETWORK, None): network_ns,
+        **server,
+        (READ_LAG, None): read_lag_ns,
+        (RESIDUAL, None): between_ns - read_lag_ns - network_ns,
+    }
+    return Split(at_ns - outcome.intended_ns, tuple((stage, cause, ns) for (stage, cause), ns in lines.items()))
+
+
+def _client_lines(outcome: Outcome, sent_ns: int) -> dict[Key, int]:
+    picked_up_ns = outcome.picked_up_ns if outcome.picked_up_ns is not None else sent_ns
+    connect_ns = min(outcome.connect_ns or 0, sent_ns - picked_up_ns)
+    late_ns = picked_up_ns - outcome.intended_ns
+    held_ns = min(outcome.held_ns, max(late_ns, 0))
+    durations_ns = (held_ns, late_ns - held_ns, connect_ns, sent_ns - picked_up_ns - connect_ns)
+    return {(name, None): ns for name, ns in zip(CLIENT_BEFORE, durations_ns, strict=True)}
+
+
+def first_token_lines(choices: Sequence[ClosedAccount]) -> dict[Key, int]:
+    """From the account's start until the first token's chunk had been given to the socket, of whichever choice was
+    first."""
+    first = min((a for a in choices if a.token_written_ns), key=lambda account: account.token_written_ns[0])
+    lines = _stage_lines(first, first.token_ready_ns[0])
+    deliver = (Stage.DELIVER.value, None)
+    lines[deliver] = lines.get(deliver, 0) + first.token_written_ns[0] - first.token_ready_ns[0]
+    return lines
+
+
+def _stage_lines(account: ClosedAccount, until_ns: int) -> dict[Key, int]:
+    """The account's time by stage and cause, up to an instant of its own clock."""
+    lines: dict[Key, int] = {}
+    for interval in account.intervals:
+        key = (interval.stage.value, interval.cause.value if interval.cause is not None else None)
+        duration_ns = min(interval.end_ns, until_ns) - interval.begin_ns
+        if duration_ns > 0:
+            lines[key] = lines.get(key, 0) + duration_ns
+    return lines
+
+
+def _joined(outcome: Outcome, choices: Sequence[ClosedAccount], splits: dict[str, Split | None]) -> JoinedRequest:
+    return JoinedRequest(
+        index=outcome.index,
+        request_id=outcome.request_id,
+        prompt_tokens=choices[0].prompt_tokens,
+        output_tokens=sum(account.output_tokens for account in choices),
+        ttft=splits[TTFT],
+        e2e=splits[E2E],
+    )

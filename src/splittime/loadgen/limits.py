@@ -1,0 +1,51 @@
+"""What a server says of its own limits, to be asked before a schedule is drawn for it."""
+
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from splittime.core.errors import EngineError
+from splittime.loadgen.scrape import Target, get, get_json
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What is not told is None. block_size: of the prefix cache. takes_ids: prompts may be token ids."""
+
+    vocab_size: int | None = None
+    max_model_len: int | None = None
+    block_size: int | None = None
+    takes_ids: bool = True
+
+
+async def server_limits(target: Target) -> Limits:
+    """Raises `EngineError` if nothing answers there."""
+    async with aiohttp.ClientSession() as session:
+        answer = await get(session, target, "/v1/models")
+        if answer is None:
+            hint = "Is the server running there? Give its base address, such as http://127.0.0.1:8000."
+            raise EngineError(f"nothing answers at {target.url}", param="url", value=target.url, hint=hint)
+        card = _first_card(answer.json)
+        owner = card.get("owned_by")
+        facts = await get_json(session, target, "/ledger/facts") if owner == "splittime" else None
+        info = await get_json(session, target, "/info") if not card else None
+    meta, settings = _dict(card.get("meta")), _dict(_dict(facts).get("settings"))
+    return Limits(
+        vocab_size=_whole(settings.get("vocab_size") or card.get("vocab_size") or meta.get("n_vocab")),
+        max_model_len=_whole(card.get("max_model_len") or meta.get("n_ctx") or _dict(info).get("max_total_tokens")),
+        block_size=_whole(settings.get("block_size")),
+        takes_ids="max_total_tokens" not in _dict(info),  # TGI
+    )
+
+
+def _first_card(listed: Any) -> dict[str, Any]:
+    cards = _dict(listed).get("data")
+    return _dict(cards[0]) if isinstance(cards, list) and cards else {}
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None

@@ -1,0 +1,124 @@
+"""A run as one HTML page: everything in it, nothing fetched. It opens from disk, on paper and in a mail ten years on.
+
+`write_html` is the door. The order is that of a reader's questions: may I believe it, how fast was it, when and how
+was it slow, for whom, why, what does the server say, how was it measured. Plots are drawn by `html_plot` as SVG, with
+no charting library: the library's script alone would be 4.8 MB in every report, needs WebGL for ten thousand dots, and
+neither prints nor follows the reader's light. The page's own script (`assets/report.js`) only adds zoom and read-out.
+
+Colours of stages are the dashboard's own file, read as it is: one stage has one colour everywhere. All that comes from
+a run goes through the template's escaping, and a content policy lets no other script run and nothing be loaded.
+`tests/loadgen/test_html_report.py` and `tests/browser/test_report.py` check it.
+"""
+
+import base64
+import hashlib
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import orjson
+from markupsafe import Markup
+
+from splittime.core.errors import ConfigError
+from splittime.ledger import client_request as one
+from splittime.ledger.client_book import Outcome, Run
+from splittime.ledger.client_figures import definitions, prompt_tokens, summary
+from splittime.loadgen.dialects import DIALECTS
+from splittime.loadgen.dialects.view import server_view
+from splittime.loadgen.join import join
+from splittime.loadgen.report import html_rows as rows
+from splittime.loadgen.report import html_words as words
+from splittime.loadgen.report.html_books import largest_part, left_out, part_lines, time_went
+from splittime.loadgen.report.html_slowest import slowest
+from splittime.loadgen.report.html_spread import histograms, ttft_by_prompt
+from splittime.loadgen.report.html_time import TimePlots
+from splittime.loadgen.slo import judge
+
+MOST_NAMED = 20_000  # requests whose dots say who they are; beyond, that alone would be megabytes
+COLOURS = "server/dashboard/colours.css"
+
+
+def write_html(run: Run, path: Path) -> None:
+    """Write whole or not at all. Raises `ConfigError` where it cannot be written."""
+    page = render_html(run)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(page, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the report to {path}: {error}", param="html", value=str(path)) from error
+
+
+def render_html(run: Run) -> str:
+    """The page. The same run gives the same bytes."""
+    package = files("splittime")
+    assets = {name: package.joinpath("loadgen/report/assets", name).read_text("utf-8") for name in _ASSETS}
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    script = assets["report.js"]
+    return environment.from_string(assets["report.html"]).render(
+        run=run,
+        words=words,
+        rows=rows,
+        arms=[_arm(run, arm) for arm in range(len(run.arms))],
+        failed_checks=[check for check in run.checks if check.voids and not check.ok],
+        definitions=definitions(),
+        styles=Markup(package.joinpath(COLOURS).read_text("utf-8") + assets["report.css"]),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+_ASSETS = ("report.html", "report.css", "report.js")
+
+
+def _arm(run: Run, arm: int) -> dict[str, Any]:
+    """All that the page says of one server."""
+    found, joined = summary(run, arm), join(run, arm)
+    server = run.arms[arm]
+    view = server_view(run, arm)
+    outcomes = [outcome for outcome in run.outcomes if outcome.arm == arm]
+    return {
+        "key": "AB"[arm],
+        "found": found,
+        "server": server,
+        "slo": judge(found, run.slo) if run.slo else [],
+        "time": TimePlots(run, arm),
+        "histograms": histograms(run, found),
+        "ttft_by_prompt": ttft_by_prompt(run, arm),
+        "time_went": time_went(joined),
+        "parts": part_lines(joined),
+        "largest_part": largest_part(joined),
+        "left_out": left_out(joined),
+        "slowest": slowest(run, arm, joined),
+        "has_accounts": bool(joined.books),
+        "view": view if server.kind in DIALECTS and server.metrics_after else None,
+        "notes": view.notes,
+        "data": _embedded(outcomes),
+    }
+
+
+def _embedded(outcomes: Sequence[Outcome]) -> Markup:
+    """What the read-out of a dot says, by columns. `<` is written so that no text can end the script element."""
+    named = outcomes if len(outcomes) <= MOST_NAMED else []
+    columns = {
+        "index": [o.index for o in named],
+        "id": [o.request_id for o in named],
+        "t": [round(o.intended_ns / 1e9, 4) for o in named],
+        "prompt": [prompt_tokens(o) for o in named],
+        "output": [one.output_tokens(o) for o in named],
+        "ttft": [one.response_ttft_ns(o) for o in named],
+        "sttft": [one.service_ttft_ns(o) for o in named],
+        "e2e": [one.response_ns(o) for o in named],
+        "se2e": [one.service_ns(o) for o in named],
+        "ending": [o.ending.value for o in named],
+        "phase": [o.phase.value for o in named],
+    }
+    text = orjson.dumps(columns).decode().replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return Markup(text)

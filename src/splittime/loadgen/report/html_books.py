@@ -1,0 +1,88 @@
+"""Both books as bars: where the mean request's time went, by prompt length, until its first token and until its end.
+
+A bar's pieces are durations in the order of a request's life, laid end to end: first the client's, then the network's
+(up and down are one piece, since clocks of two hosts are never subtracted), then the account's stages as the server
+kept them, then what is left. What is too short for a bar stands in the table of parts.
+"""
+
+from splittime.loadgen.joined import ALL, E2E, NETWORK, RESIDUAL, TTFT, Book, BookLine, JoinedBooks
+from splittime.loadgen.report.html_bars import (
+    Bar,
+    Bars,
+    Line,
+    axis,
+    duration_words,
+    key_classes,
+    key_meaning,
+    key_name,
+    pieces,
+    place,
+    seen,
+)
+from splittime.loadgen.report.html_scale import from_zero
+from splittime.loadgen.report.text import listed, ms, percent
+
+
+def time_went(joined: JoinedBooks) -> list[Bars]:
+    titles = {TTFT: "Until the first token", E2E: "Until the end"}
+    return [_book_bars(joined, figure, title) for figure, title in titles.items() if joined.book(figure)]
+
+
+def _book_bars(joined: JoinedBooks, figure: str, title: str) -> Bars:
+    found = [book for book in joined.books if book.figure == figure]
+    shown = found if len(found) > 2 else found[:1]
+    high_ns = from_zero([book.mean_ns for book in shown], 1.0).high
+    bars = [_book_bar(book, high_ns) for book in shown]
+    return Bars(title, axis(high_ns), bars, seen(bars), _verdict(found[0]))
+
+
+def _book_bar(book: Book, high_ns: float) -> Bar:
+    timed = [((line.stage, line.cause), round(line.mean_ns)) for line in book.lines]
+    name = "all" if book.bucket == ALL else book.bucket
+    return Bar(name, f"{book.count:,}", duration_words(book.mean_ns), pieces(timed, high_ns))
+
+
+def _verdict(book: Book) -> str:
+    held = "within" if book.is_within_goal else "OVER"
+    return (
+        f"The two books differ by {ms(book.residual_abs_mean_ns)} ms in the mean of its size (p99 "
+        f"{ms(book.residual_abs_p99_ns)} ms), {held} the goal of 1 ms or 1 %."
+    )
+
+
+def part_lines(joined: JoinedBooks) -> list[Line]:
+    """Every part of TTFT and of E2E in figures, mean, p99 and share of each; the sums last."""
+    books = [joined.book(figure) for figure in (TTFT, E2E)]
+    lines = [{(line.stage, line.cause): line for line in book.lines} if book else {} for book in books]
+    keys = sorted(set().union(*lines), key=place)
+    rows = [(key, [its.get(key) for its in lines]) for key in keys]
+    made = [
+        Line(key_classes(key), key_name(key), key_meaning(key), (*_cells(found[0]), *_cells(found[1])))
+        for key, found in rows
+        if key[0] in (NETWORK, RESIDUAL) or any(line is not None and line.share for line in found)
+    ]
+    sums = [cell for book in books for cell in ((ms(book.mean_ns), ms(book.p99_ns), "100 %") if book else ("",) * 3)]
+    return [*made, Line("", "sum", "", tuple(sums))]
+
+
+def _cells(line: BookLine | None) -> tuple[str, str, str]:
+    return ("", "", "") if line is None else (ms(line.mean_ns), ms(line.p99_ns), percent(line.share))
+
+
+def largest_part(joined: JoinedBooks) -> str:
+    """A sentence on what the mean request waited for most, until its first token."""
+    whole = joined.book(TTFT)
+    if whole is None or not whole.mean_ns:
+        return ""
+    line = max(whole.lines, key=lambda found: found.share)
+    key = (line.stage, line.cause)
+    part = f"{percent(line.share)} of the mean {duration_words(whole.mean_ns)} until the first token"
+    name = f"{line.stage} ({line.cause.replace('_', ' ')})" if line.cause else key_name(key)
+    return f"{part} was {name}: {key_meaning(key)[:1].lower()}{key_meaning(key)[1:]}"
+
+
+def left_out(joined: JoinedBooks) -> str:
+    """Who is in the client's book alone, and why; empty if nobody."""
+    reasons = joined.left_out.get(E2E, {})
+    counts = [f"{count:,} {reason}" for reason, count in reasons.items()]
+    return f"Of {joined.intended:,} measured requests, not in both books: {listed(counts)}." if counts else ""

@@ -1,0 +1,265 @@
+"""A run for people: the tables that `splittime bench` ends with, within `COLUMNS` columns, the same without colour.
+
+`render` shows, in this order: whether the figures may be believed (VOID comes first, with the checks that failed), what
+was asked of whom, how many requests ended how, latencies by both clocks with their intervals, rates, drift, prompt
+lengths, the SLO, what the server said of itself, and what every word means.
+"""
+
+import datetime
+import textwrap
+from collections.abc import Iterator, Mapping
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from splittime.ledger.client_book import Check, Ending, Run
+from splittime.ledger.client_figures import Drift, Figure, Summary, Trend, definitions, summary
+from splittime.loadgen.report.text import UNKNOWN, digits, ends, estimate, listed, ms, percent
+from splittime.loadgen.slo import judge, limits_of
+
+COLUMNS = 100
+STATISTICS = ("p50", "p90", "p95", "p99")
+CLOCKS_DIFFER = 0.05
+ROWS = (
+    ("ttft", "TTFT, response"),
+    ("service_ttft", "TTFT, service"),
+    ("e2e", "E2E, response"),
+    ("service_e2e", "E2E, service"),
+    ("tpot", "TPOT"),
+    ("itl", "ITL, server's"),
+    ("chunk_gap", "chunk gap"),
+    ("token_gap", "token gap"),
+    ("max_stall", "max stall"),
+    ("schedule_lag", "schedule lag"),
+)
+TREND_STYLES = {Trend.STEADY: "green", Trend.UNCLEAR: "yellow"}
+
+
+def render(run: Run, slo: Mapping[str, float] | None = None) -> RenderableType:
+    """All arms of a run. `slo`, if given, is judged instead of the run's own; {} judges nothing."""
+    terms = dict(run.slo if slo is None else slo)
+    parts: list[RenderableType] = [banner(run), _header(run)]
+    parts += [render_arm(run, arm, terms) for arm in range(len(run.arms))]
+    return Group(*parts, _checks(run), _definitions())
+
+
+def render_arm(run: Run, arm: int, slo: Mapping[str, float]) -> RenderableType:
+    """One server's figures."""
+    found = summary(run, arm, limits=limits_of(slo, run.slo))
+    parts: list[RenderableType] = [_arm_line(run, arm), _endings(found), Text(), _latencies(found), Text()]
+    parts += [*_clocks(found), *_rates(found), *_drifts(found)]
+    if len(found.buckets) > 1:
+        parts += [Text(), _buckets(found)]
+    if slo:
+        parts += [Text(), *_slo(found, slo)]
+    return Group(*parts, *_of_server(run, arm), Text())
+
+
+def banner(run: Run) -> RenderableType:
+    """VOID with its reasons, or nothing."""
+    if not run.is_void:
+        return Group()
+    failed = [check for check in run.checks if check.voids and not check.ok]
+    text = Text("The client was at fault: these figures are about it, not about the server.", style="bold")
+    for check in failed:
+        text.append(f"\n{check.name}: {_check_sentence(check)}", style="not bold")
+    return Panel(text, title="VOID", border_style="red", width=COLUMNS, box=box.HEAVY)
+
+
+def _check_sentence(check: Check) -> str:
+    if check.value is None or check.limit is None:
+        return f"{check.sentence}."
+    return f"{check.sentence} (allowed: {check.limit:g} {check.unit})".rstrip()
+
+
+def _header(run: Run) -> RenderableType:
+    began = datetime.datetime.fromtimestamp(run.begin_unix_ns / 1e9, datetime.UTC)
+    seconds = (run.measured_until_ns - run.measured_from_ns) / 1e9
+    lines = [
+        ("run", f"{run.label}  {began:%Y-%m-%d %H:%M:%S} UTC".strip()),
+        ("load", _settings(run)),
+        ("window", f"{digits(seconds)} s of intended starts, from {digits(run.measured_from_ns / 1e9)} s on"),
+    ]
+    if run.stopped:
+        lines.append(("stopped", run.stopped))
+    return Group(*(_line(name, said) for name, said in lines))
+
+
+def _settings(run: Run) -> str:
+    asked = [f"{name} {value}" for name, value in run.settings.items() if value not in (None, "", [], {})]
+    digest = [f"schedule {run.schedule_digest}"] if run.schedule_digest else []
+    return ", ".join([*asked, *digest]) or UNKNOWN
+
+
+def _line(name: str, said: str, style: str = "") -> Text:
+    wrapped = textwrap.fill(
+        said, COLUMNS, initial_indent=f"{name:<10}", subsequent_indent=" " * 10, break_on_hyphens=False
+    )
+    text = Text(wrapped, style=style)
+    text.stylize("dim", 0, 10)
+    return text
+
+
+def _arm_line(run: Run, arm: int) -> Text:
+    server = run.arms[arm]
+    words = [server.url, " ".join(filter(None, (server.kind, server.version))), f"model {server.model or UNKNOWN}"]
+    if server.round_trip_ns:
+        words.append(f"round trip {ms(sorted(server.round_trip_ns)[len(server.round_trip_ns) // 2])} ms")
+    name = "server" if len(run.arms) == 1 else f"server {'AB'[arm]}"
+    return _line(name, ", ".join(words), "bold")
+
+
+def _endings(found: Summary) -> RenderableType:
+    counts = [f"{count:,} {name.replace('_', ' ')}" for name, count in found.endings.items() if count]
+    said = f"{found.intended:,} intended: {listed(counts)}"
+    if found.errors:
+        said += f"; {percent(found.error_rate)} errors, which are in no latency below"
+    if found.endings[Ending.CANCELLED.value]:
+        said += "; what the schedule cancelled counts neither as good nor as bad"
+    return _line("requests", said, "yellow" if found.errors else "")
+
+
+def _latencies(found: Summary) -> Table:
+    """A row for the estimates, one beneath for their intervals."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), width=COLUMNS, show_edge=False, pad_edge=False)
+    table.add_column(f"ms, {found.confidence:.0%} beneath", no_wrap=True)
+    for name in ("mean", *STATISTICS, "max"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, title in ROWS:
+        if name in found.figures and not _says_nothing_new(found, name):
+            table.add_row(Text(title), *_values(found.figures[name]))
+            table.add_row(Text(f"  {_count(found.figures[name])}", "dim"), *_intervals(found.figures[name]))
+    return table
+
+
+def _says_nothing_new(found: Summary, name: str) -> bool:
+    """Token gaps are the chunk gaps where every chunk is a token."""
+    return name == "token_gap" and found.figures["token_gap"].count == found.figures["chunk_gap"].count
+
+
+def _count(figure: Figure) -> str:
+    return f"{figure.count:,}" if figure.count == figure.num_requests else f"{figure.count:,} gaps"
+
+
+def _values(figure: Figure) -> Iterator[str]:
+    for estimate_of in (figure.mean, *(figure.percentiles[name] for name in STATISTICS)):
+        yield ms(estimate_of.value)
+    yield ms(figure.max)
+
+
+def _intervals(figure: Figure) -> Iterator[Text]:
+    for estimate_of in (figure.mean, *(figure.percentiles[name] for name in STATISTICS)):
+        yield Text(ends(estimate_of.interval, 1e-6, "-"), "dim")
+    yield Text("")
+
+
+def _clocks(found: Summary) -> Iterator[Text]:
+    """When the two clocks tell different stories, say which one the user felt."""
+    felt, served = found.figures.get("ttft"), found.figures.get("service_ttft")
+    if felt is None or served is None:
+        return
+    late_ns = felt.percentiles["p99"].value - served.percentiles["p99"].value
+    if late_ns > CLOCKS_DIFFER * served.percentiles["p99"].value:
+        said = (
+            f"Requests were sent later than intended: {ms(late_ns)} ms lie between the clocks at p99 of TTFT. Users "
+            "feel the response times; service times alone would have hidden this."
+        )
+        yield _line("clocks", said, "yellow")
+    if found.tpot_unknown:
+        said = f"unknown for {found.tpot_unknown:,} requests: the server did not tell how many tokens came in a chunk."
+        yield _line("TPOT", said, "yellow")
+
+
+def _rates(found: Summary) -> Iterator[Text]:
+    if found.window.is_makespan:
+        yield _line("rates", f"over {digits(found.window.seconds)} s, from the window's begin to the last end")
+    yield _line("output", f"{estimate(found.output_token_rate)} tokens/s")
+    if found.prompt_token_rate.value:
+        yield _line("prompts", f"{estimate(found.prompt_token_rate)} tokens/s")
+    done = estimate(found.request_rate)
+    yield _line("answered", f"{done} requests/s, of {digits(found.intended_rate)} intended")
+    now = found.concurrency
+    yield _line("in flight", f"{digits(now.mean)} requests on average, {now.peak:,} at most")
+    if found.goodput is not None:
+        yield _line("goodput", _goodput(found))
+    if found.cached_share is not None:
+        expected = found.expected_cached_share
+        of = f", expected {percent(expected)}" if expected is not None else ""
+        yield _line("prefixes", f"{percent(found.cached_share)} of the prompt tokens came from the server's cache{of}")
+
+
+def _goodput(found: Summary) -> str:
+    good = found.goodput
+    assert good is not None
+    limits = listed([f"{name} <= {ms(limit)} ms" for name, limit in good.limits.items()])
+    return (
+        f"{estimate(good.share, 100)} % ({good.good:,} of {good.intended:,} intended) within {limits}; "
+        f"{digits(good.per_s)} good requests/s"
+    )
+
+
+def _drifts(found: Summary) -> Iterator[Text]:
+    for name, title in (("ttft", "TTFT"), ("tpot", "TPOT")):
+        its: Drift = found.drift[name]
+        if its.ratio is None:
+            continue
+        said = f"{title} {its.trend.value}: second half / first half {digits(its.ratio)} [{ends(its.interval, 1, '-')}]"
+        yield _line("drift", said, TREND_STYLES.get(its.trend, "red"))
+
+
+def _buckets(found: Summary) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), width=COLUMNS, show_edge=False, pad_edge=False)
+    table.add_column("prompt tokens", no_wrap=True)
+    table.add_column("requests", justify="right")
+    shown = (("ttft", "TTFT"), ("tpot", "TPOT"), ("e2e", "E2E"))
+    for _, title in shown:
+        for statistic in ("p50", "p99"):
+            table.add_column(f"{title} {statistic}", justify="right", no_wrap=True)
+    for bucket, figures in found.buckets.items():
+        cells = [
+            ms(figures[name].percentiles[statistic].value) if name in figures else UNKNOWN
+            for name, _ in shown
+            for statistic in ("p50", "p99")
+        ]
+        table.add_row(bucket, f"{figures['e2e'].count:,}" if "e2e" in figures else UNKNOWN, *cells)
+    return table
+
+
+def _slo(found: Summary, slo: Mapping[str, float]) -> Iterator[Text]:
+    for result in judge(found, slo):
+        said, style = ("kept", "green") if result.ok else ("MISSED", "bold red")
+        yield _line("SLO", f"{said}: {result.sentence}", style)
+
+
+def _of_server(run: Run, arm: int) -> Iterator[RenderableType]:
+    """Its own metrics over the run, where it has any that are understood."""
+    from splittime.loadgen.dialects import DIALECTS
+    from splittime.loadgen.dialects.view import render_server_view
+
+    if run.arms[arm].kind in DIALECTS and run.arms[arm].metrics_after:
+        yield Text()
+        yield render_server_view(run, arm)
+    for note in run.arms[arm].notes:
+        yield _line("note", note)
+
+
+def _checks(run: Run) -> RenderableType:
+    """What the client found of itself: the good in one line, each other by itself."""
+    good = [check.name.replace("_", " ") for check in run.checks if check.ok]
+    lines = [
+        _line("note", _check_sentence(check), "yellow") for check in run.checks if not check.ok and not check.voids
+    ]
+    if good:
+        lines.append(_line("checked", f"in order: {listed(good)}"))
+    return Group(*lines)
+
+
+def _definitions() -> Text:
+    text = Text()
+    for name, sentence in definitions():
+        text.append("\n")
+        text.append_text(Text(textwrap.fill(f"{name}: {sentence}", COLUMNS, subsequent_indent="  "), "dim"))
+    return text

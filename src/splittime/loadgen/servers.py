@@ -1,0 +1,169 @@
+"""One server of a run, from outside: which it is, how far away it is, and what it says of itself.
+
+    arm = await open_arm(session, target)                     before the load: recognise, probe, scrape
+    waiting, running, kv_usage = await sample(session, arm, target)      meanwhile, in one cheap GET
+    arm = await close_arm(session, arm, target, outcomes)     after it: scrape, probe again, fetch its own book
+
+Nothing is raised because a server lacks something: it is absent in the arm, and `Arm.notes` says in a sentence what
+cannot be told and how it could. Only a server that does not answer at all is refused, by `open_arm`, before the load.
+A splittime server also exports three gauges under vLLM's names, so it is asked for first.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from splittime.core.errors import ConfigError, EngineError
+from splittime.ledger.client_book import Arm, Outcome
+from splittime.loadgen import own_book, probe
+from splittime.loadgen.dialects import DIALECTS
+from splittime.loadgen.scrape import Answer, Samples, Target, base_url, get, get_json, parse, scrape, values
+
+OWNERS = {"splittime": "splittime", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
+MOCK = "mock"
+NO_GAUGES = (None, None, None)
+
+Gauges = tuple[float | None, float | None, float | None]
+
+
+class Seen(NamedTuple):
+    """What the first questions brought: the answer to /v1/models, its first card, /info, and the metrics."""
+
+    answer: Answer | None
+    card: dict[str, Any]
+    info: dict[str, Any]
+    metrics: Samples
+
+
+async def open_arm(session: aiohttp.ClientSession, target: Target) -> Arm:
+    """Raises `EngineError` if nothing answers there, `ConfigError` if the server wants another key."""
+    seen = await _look(session, target)
+    kind = recognise(seen)
+    version, max_model_len = await _details(session, target, kind, seen)
+    path = cheap_path(kind)
+    return Arm(
+        url=target.url,
+        kind=kind,
+        model=target.model or seen.card.get("id") or seen.info.get("model_id"),
+        version=version,
+        max_model_len=max_model_len,
+        connect_ns=await probe.connect_times(target),
+        round_trip_ns=await probe.round_trips(session, target, path),
+        metrics_before=seen.metrics,
+        notes=tuple(_notes(kind, seen)),
+    )
+
+
+async def _look(session: aiohttp.ClientSession, target: Target) -> Seen:
+    answer = await get(session, target, "/v1/models")
+    if answer is None:
+        hint = "Is the server running there? Give its base address, such as http://127.0.0.1:8000."
+        raise EngineError(f"nothing answers at {base_url(target)}", param="url", value=target.url, hint=hint)
+    if answer.status in (401, 403):
+        raise ConfigError(f"{base_url(target)} refuses the API key", param="api_key", hint="Give the server's key.")
+    listed = answer.json
+    cards = listed.get("data") if isinstance(listed, dict) else None
+    card = cards[0] if isinstance(cards, list) and cards and isinstance(cards[0], dict) else {}
+    info = None if card.get("owned_by") in OWNERS else await get_json(session, target, "/info")
+    return Seen(answer, card, info if isinstance(info, dict) else {}, await scrape(session, target))
+
+
+def recognise(seen: Seen) -> str:
+    """The kind of server, by who says to own the model, by its metrics' names, by what only it answers."""
+    owner = str(seen.card.get("owned_by", "")).lower()
+    software = (seen.answer.headers.get("Server", "") if seen.answer else "").lower()
+    if MOCK in owner or MOCK in software:
+        return MOCK
+    if owner in OWNERS:
+        return OWNERS[owner]
+    if any(name.startswith("splittime_") for name in seen.metrics):
+        return "splittime"
+    for kind, dialect in DIALECTS.items():
+        if any(name.startswith(dialect.prefix) for name in seen.metrics):
+            return kind
+    if "max_total_tokens" in seen.info and "model_id" in seen.info:
+        return "tgi"
+    return "llama.cpp" if software == "llama.cpp" else "unknown"
+
+
+VERSION_AT = {
+    "splittime": ("/", "version"),
+    "vllm": ("/version", "version"),
+    "sglang": ("/server_info", "version"),
+    "llama.cpp": ("/props", "build_info"),
+}
+
+
+async def _details(
+    session: aiohttp.ClientSession, target: Target, kind: str, seen: Seen
+) -> tuple[str | None, int | None]:
+    """Version and longest context, each where this kind of server says it."""
+    version = seen.info.get("version")
+    if kind in VERSION_AT:
+        path, field = VERSION_AT[kind]
+        about = await get_json(session, target, path)
+        version = about.get(field) if isinstance(about, dict) else None
+    meta = seen.card.get("meta")
+    n_ctx = meta.get("n_ctx") if isinstance(meta, dict) else None
+    length = seen.card.get("max_model_len") or n_ctx or seen.info.get("max_total_tokens")
+    return (str(version) if version is not None else None), (length if isinstance(length, int) else None)
+
+
+def cheap_path(kind: str) -> str:
+    """A path that answers without the model."""
+    if kind in DIALECTS:
+        return DIALECTS[kind].cheap_path
+    return "/health" if kind == "splittime" else "/v1/models"
+
+
+def _notes(kind: str, seen: Seen) -> list[str]:
+    if kind == "unknown":
+        return ["The server is none that is known here; it is measured from outside only."]
+    if kind in DIALECTS and not seen.metrics:
+        hint = DIALECTS[kind].metrics_hint
+        return [f"This {kind} server shows no metrics, so it tells nothing of its inside. {hint}".strip()]
+    return []
+
+
+async def sample(session: aiohttp.ClientSession, arm: Arm, target: Target) -> Gauges:
+    """Requests waiting, running, and the used share of the KV cache; None for what is not told."""
+    if arm.kind == "splittime":
+        return _own_gauges(await get_json(session, target, "/stats"))
+    if arm.kind not in DIALECTS or not arm.metrics_before:
+        return NO_GAUGES
+    answer = await get(session, target, "/metrics")
+    if answer is None or answer.status != 200:
+        return NO_GAUGES
+    names = [DIALECTS[arm.kind].metrics(state) for state in ("waiting", "running", "kv_usage")]
+    samples = parse(answer.body.decode("utf-8", "replace"), tuple(name for some in names for name in some))
+    waiting, running, kv_usage = ([value for name in some for value in values(samples, name)] for some in names)
+    return sum(waiting) if waiting else None, sum(running) if running else None, max(kv_usage) if kv_usage else None
+
+
+def _own_gauges(stats: Any) -> Gauges:
+    """From a splittime server's /stats."""
+    engine = stats.get("engine") if isinstance(stats, dict) else None
+    if not isinstance(engine, dict):
+        return NO_GAUGES
+    blocks, used = engine.get("blocks_total"), engine.get("blocks_used")
+    usage = used / blocks if blocks and used is not None else None
+    return engine.get("num_waiting"), engine.get("num_running"), usage
+
+
+async def close_arm(session: aiohttp.ClientSession, arm: Arm, target: Target, outcomes: Sequence[Outcome]) -> Arm:
+    """The arm with all that can be known after the load. Never raises: what the server does not tell is a note."""
+    metrics = await scrape(session, target)
+    connects, trips = await probe.connect_times(target), await probe.round_trips(session, target, cheap_path(arm.kind))
+    notes = list(arm.notes)
+    if arm.round_trip_ns and not trips:
+        notes.append("The server did not answer any more after the load.")
+    arm = msgspec.structs.replace(
+        arm,
+        connect_ns=arm.connect_ns + connects,
+        round_trip_ns=arm.round_trip_ns + trips,
+        metrics_after=metrics,
+        notes=tuple(notes),
+    )
+    return arm if arm.kind != "splittime" else await own_book.fetch(session, arm, target, outcomes)

@@ -1,0 +1,168 @@
+"""The machine's ceilings, measured by short loops with the server's own threads and kernels: bytes read a second, and
+operations a second of the product that the weights use.
+
+    read        `READ_BYTES_PER_CACHE` times the last-level cache, by plain sums and (native kernels) by a product with
+                one token, which asks for its weights ahead: the best pass of either
+    operations  a product of `TOKENS` tokens whose operands stay in the cache, the best pass
+
+What they are worth: two virtual cores of one machine read 31 GB/s at one time and 18 some minutes later, for all
+programs alike (a neighbour's doing), so a share of a ceiling may be wrong by a factor of 1.7 either way. A program that
+runs beside the measurement takes its part of it: half of the operations, on two cores. So what counts is the best of
+what was measured in `ceilings_file.MAX_AGE_S`, and a start measures again when the last time is `RENEW_AFTER_S` ago.
+A product with one token has read up to a fifth more than a plain sum of one thread, so both are tried.
+
+The figures are kept beside the packed weights, by processor, cores, threads, kernels and scheme. It takes a tenth of a
+second, in pieces of some milliseconds while nobody is served (`engine.loop`).
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from splittime.kernels.api import Ops, WeightScheme
+from splittime.runner import ceilings_file, machine
+from splittime.runner.ceilings_file import Found
+
+log = logging.getLogger("splittime.runner")
+
+RENEW_AFTER_S = 3600
+READ_BYTES_PER_CACHE = 4
+MIN_READ_BYTES, MAX_READ_BYTES = 64 << 20, 256 << 20
+TOUCH_BYTES = 32 << 20
+PASSES = 5
+TOKENS, WIDTH = 128, 1024
+FILLING = 60  # two of it are 0.0115 as a bfloat16: nothing here is zero, infinite or denormal
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Field by field as in `ledger.facts.Machine`, which says what they mean."""
+
+    cpu: str
+    cores: int
+    threads: int
+    cache_bytes: int | None
+    read_bytes_per_s: float | None = None
+    operations_per_s: float | None = None
+    measured_at_unix_ns: int | None = None
+
+
+class Gauge:
+    """For one backend, scheme of weights and number of threads. folder: where ceilings are kept; None for nowhere."""
+
+    def __init__(self, ops: Ops, scheme: WeightScheme, threads: int, folder: Path | None) -> None:
+        self._ops, self._scheme = ops, scheme
+        self._path = None if folder is None else folder / ceilings_file.NAME
+        self._plain = Ceilings(machine.cpu_name(), machine.num_cores(), threads, machine.cache_bytes(threads))
+        self._key = self._make_key()
+
+    def known(self) -> Ceilings:
+        """The best of what earlier starts measured lately; without figures if none did."""
+        return self._best(ceilings_file.recall(self._path).get(self._key, []))
+
+    def is_due(self) -> bool:
+        """It is time to measure again."""
+        return time.time_ns() - (self.known().measured_at_unix_ns or 0) > RENEW_AFTER_S * 10**9
+
+    def measure(self) -> Iterator[Ceilings | None]:
+        """Each `next` is a short piece of the work, the last one yields the result and keeps it. Does not raise: what
+        could not be measured is None."""
+        best = []
+        for way in (self._read, self._multiply):
+            best.append(0.0)
+            try:
+                for rate in way():
+                    best[-1] = rate
+                    yield None
+            except (MemoryError, RuntimeError) as error:  # torch's words for no memory are a RuntimeError
+                log.warning("a ceiling of the machine could not be measured: %s", error)
+        found = (time.time_ns(), best[0], best[1])
+        yield self._best(ceilings_file.remember(self._path, self._key, found) if self._path is not None else [found])
+
+    def _read(self) -> Iterator[float]:
+        """Bytes a second, the best so far; 0 while the memory is being touched."""
+        wanted = (self._plain.cache_bytes or 0) * READ_BYTES_PER_CACHE
+        memory = self._allocate(min(max(wanted, MIN_READ_BYTES), MAX_READ_BYTES))
+        for piece in memory.split(TOUCH_BYTES):
+            piece.fill_(FILLING)  # a page that was never written is the one page of zeros, and always in the cache
+            yield 0.0
+        best_s = float("inf")
+        with ThreadPoolExecutor(self._plain.threads) as threads, torch.inference_mode():
+            for read in self._reads(memory, threads):
+                for _ in range(PASSES):
+                    best_s = min(best_s, _seconds(read))
+                    yield len(memory) / best_s
+
+    def _reads(self, memory: Tensor, threads: ThreadPoolExecutor) -> Iterator[Callable[[], object]]:
+        """Ways to read it all."""
+        numbers = memory[: len(memory) // 4 * 4].view(torch.float32)
+        if self._ops.name != "native":
+            yield numbers.sum  # torch has its own threads
+            return
+        parts = numbers.chunk(self._plain.threads)
+        yield lambda: list(threads.map(torch.sum, parts))
+        scheme, width = WeightScheme("bfloat16"), 2 * WIDTH
+        rows = len(memory) // (2 * width) // 16 * 16
+        weight = self._ops.linear_from_blob(memory, rows, width, None, scheme)
+        token = torch.ones(1, width)
+        yield lambda: self._ops.linear(token, weight)
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        if self._ops.name != "native":
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        from splittime.kernels.native.memory import allocate
+
+        return allocate(num_bytes)  # on huge pages, as weights are
+
+    def _multiply(self) -> Iterator[float]:
+        """Operations a second, the best so far."""
+        with torch.inference_mode():
+            generator = torch.Generator().manual_seed(0)
+            weight = self._ops.pack_linear([torch.randn(WIDTH, WIDTH, generator=generator)], None, self._scheme)
+            tokens = torch.randn(TOKENS, WIDTH, generator=generator).to(self._ops.activation_dtype)
+            best_s = float("inf")
+            for _ in range(1 + PASSES):
+                best_s = min(best_s, _seconds(lambda: self._ops.linear(tokens, weight)))
+                yield 2 * TOKENS * WIDTH * WIDTH / best_s
+
+    def _best(self, found: Sequence[Found]) -> Ceilings:
+        if not found:
+            return self._plain
+        times_ns, reads, operations = zip(*found, strict=True)
+        return replace(
+            self._plain,
+            read_bytes_per_s=max(reads) or None,
+            operations_per_s=max(operations) or None,
+            measured_at_unix_ns=max(times_ns),
+        )
+
+    def _make_key(self) -> str:
+        plain = self._plain
+        facts = [plain.cpu, plain.cores, plain.threads, plain.cache_bytes, asdict(self._scheme)]
+        facts += [self._ops.name, self._ops.linear_name, str(self._ops.activation_dtype), _build(self._ops)]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _build(ops: Ops) -> list[object]:
+    """Which build of the kernels: another one may be faster."""
+    if ops.name != "native":
+        return [torch.__version__]
+    from splittime.kernels.native.library import library
+
+    status = os.stat(library()._name)
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin_ns = time.monotonic_ns()
+    work()
+    return max(1, time.monotonic_ns() - begin_ns) / 1e9

@@ -1,0 +1,114 @@
+/** The page: what is asked for once a second, and who shows it. */
+
+import { KeyNeeded, Refused, storeKey } from "./api.js";
+import { Charts } from "./charts.js";
+import { Detail } from "./detail.js";
+import { byId, el, say, show } from "./dom.js";
+import { Findings } from "./findings.js";
+import { count } from "./format.js";
+import { hasFailed } from "./line.js";
+import { Playground } from "./playground.js";
+import { Poll } from "./poll.js";
+import { Store } from "./store.js";
+import { Table } from "./table.js";
+import { Tiles } from "./tiles.js";
+import { classOf, learnWords, shortLabel } from "./words.js";
+
+const FILTERS = {
+  ended: (row) => !row.isOpen,
+  open: (row) => row.isOpen,
+  all: () => true,
+  queued: (row) => !row.isOpen && row.stages.some(([key, ns]) => key.startsWith("queue") && ns > 1e6),
+  preempted: (row) => row.preemptions > 0,
+  failed: (row) => hasFailed(row),
+};
+
+const store = new Store();
+const tiles = new Tiles(byId("tiles"));
+const charts = new Charts(byId("charts"));
+const detail = new Detail();
+const table = new Table(store, (row, from) => detail.open(row, from));
+const findings = new Findings((id, from) => detail.open({ id }, from));
+const poll = new Poll(onAnswer, onTrouble);
+const playground = new Playground((id, from) => detail.open({ id }, from), onTrouble, () => poll.wake());
+let span = 300;
+let process = null;
+
+function onAnswer(answer) {
+  if (answer.words) learnWords(answer.words);
+  const hasRestarted = process !== null && answer.reset;
+  process = answer.cursor.split(".")[0];
+  store.apply(answer);
+  tiles.update(store);
+  charts.update(store, span);
+  table.update();
+  detail.update(store);
+  playground.update(store);
+  showState(answer, hasRestarted);
+}
+
+function showState({ server, engine }, hasRestarted) {
+  say(byId("model"), server.model ?? "");
+  document.title = `${engine.num_running} running · splittime`;
+  say(byId("total"), `${count(store.rows.size)} kept${store.numLeftOut ? `, ${count(store.numLeftOut)} came too fast to be shown` : ""}`);
+  if (server.is_draining) state("wait", "shutting down", "The server is shutting down: it finishes what is open and admits nobody.");
+  else if (!server.is_ready) state("wait", "not ready", "The engine is not ready: it is starting, or was restarted. Requests get 503 until then.");
+  else if (engine.is_paused) state("wait", "paused", "The engine is paused: requests wait until it goes on.");
+  else state("live", hasRestarted ? "live again" : "live", "");
+}
+
+function onTrouble(error, retryMs) {
+  if (error instanceof KeyNeeded) askForKey();
+  else if (retryMs && error instanceof Refused) state("down", "trouble", `${error.message}. Asking again in ${retryMs / 1000} s.`);
+  else if (retryMs) state("down", "no answer", `The server does not answer. Asking again in ${retryMs / 1000} s; what is shown is the last that was known.`);
+}
+
+function state(kind, word, sentence) {
+  byId("state").dataset.kind = kind;
+  say(byId("state-word"), word);
+  say(byId("banner"), sentence);
+  show(byId("banner"), Boolean(sentence));
+}
+
+// ---- the API key
+
+function askForKey() {
+  state("down", "key needed", "");
+  const dialog = byId("key-dialog");
+  if (!dialog.open) dialog.showModal();
+}
+
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  storeKey(byId("key-input").value.trim());
+  byId("key-input").value = "";
+  byId("key-dialog").close();
+  poll.wake();
+  findings.wake();
+});
+
+// ---- what the bars' colours mean
+
+const SHOWN = [
+  "before", "queue:batch_slots", "queue:kv_blocks", "queue:token_budget", "queue:policy", "queue:step_in_flight",
+  "queue:not_told", "prefill", "decode", "decode_stall:policy", "preempted:kv_blocks", "deliver", "client_wait",
+];
+const EXAMPLES = { "decode_stall:policy": "stalled, by cause", "preempted:kv_blocks": "preempted, by cause" };
+byId("colours").append(...SHOWN.map((key) => el("li", {}, el("i", { class: `swatch ${classOf(key)}` }), EXAMPLES[key] ?? shortLabel(key))));
+
+// ---- switches
+
+byId("span").addEventListener("change", (event) => {
+  span = Number(event.target.value);
+  if (store.answer) charts.update(store, span);
+});
+byId("filter").addEventListener("change", (event) => {
+  table.filter = FILTERS[event.target.value];
+  table.refresh(true);
+});
+byId("by-time").addEventListener("change", (event) => {
+  table.isByTime = event.target.checked;
+  table.refresh(false);
+});
+
+poll.wake();

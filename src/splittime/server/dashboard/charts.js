@@ -1,0 +1,105 @@
+/** The six charts of the last minutes, and what each is made from. */
+
+import { Chart } from "./chart.js";
+import { amount, count, duration, percent, tickDuration } from "./format.js";
+import { percentile } from "./store.js";
+import { classOf, label, meaning, rank, shortLabel } from "./words.js";
+
+const RATE_S = 5; // percentiles over the requests that ended in this many seconds
+const LEAST_S = 60;
+const SMALL_SHARE = 0.02; // stages with less of the time than this are drawn as one
+
+const TOKENS = [
+  { key: "decode_tokens", label: "decode", className: "ink stage-decode", title: "Rows of one token that sample" },
+  { key: "prefill_tokens", label: "prefill", className: "ink stage-prefill", title: "Tokens of prompts" },
+];
+const ENGINE = [
+  { key: "device_ns", label: "forward", className: "ink part-device", title: "The model's forward pass" },
+  { key: "sample_ns", label: "sample", className: "ink part-sample", title: "Choosing the next tokens" },
+  { key: "host_ns", label: "plan and commit", className: "ink part-host", title: "Planning, launching, committing" },
+  { key: "host_gap_ns", label: "host gap", className: "ink part-gap", title: "Between steps, while there was work" },
+];
+
+export class Charts {
+  constructor(host) {
+    const add = (title, hint, kind, format, tick) => new Chart(host, { title, hint, kind, format, tick });
+    const mean = (value) => amount(value);
+    this.presence = add("Requests by stage or cause of waiting", "How many requests were in each, on average in each second.", "areas", mean, count);
+    this.ttft = add("Time to first token", "From arrival to the first token written, the queue included. A dot is a request, at its end.", "lines", duration, tickDuration);
+    this.tpot = add("Time per output token", "After the first. A dot is a request, at its end.", "lines", duration, tickDuration);
+    this.tokens = add("Tokens computed per second", "What the steps were made of.", "areas", count);
+    this.engine = add("The engine's time", "Shares of each second; what is left was idle.", "areas", percent);
+    this.blocks = add("KV blocks in use", "The most in any step of the second; the axis ends at all there are.", "areas", count);
+  }
+
+  /** Draw the last `span` whole seconds, or as many as there is something to show of. */
+  update(store, span) {
+    const to = store.nowAt;
+    const from = to - Math.min(span, Math.max(LEAST_S, to - store.earliestAt()));
+    this.#presence(store, from, to);
+    this.#latencies(store, from, to);
+    this.tokens.update({ from, to, series: stepSeries(store, TOKENS, from, to, 1) });
+    this.engine.update({ from, to, max: 1, series: stepSeries(store, ENGINE, from, to, 1e-9) });
+    this.#blocks(store, from, to);
+  }
+
+  #presence(store, from, to) {
+    const found = [...store.presentKeys()].map((key) => ({ key, values: seconds(from, to, (at) => store.present(key, at)) }));
+    const sumOf = ({ values }) => values.reduce((sum, value) => sum + value, 0);
+    const least = found.reduce((sum, one) => sum + sumOf(one), 0) * SMALL_SHARE;
+    const large = found.filter((one) => sumOf(one) > least).sort((a, b) => rank(a.key) - rank(b.key));
+    const small = found.filter((one) => sumOf(one) <= least);
+    const series = large.map((one) => ({ ...one, label: shortLabel(one.key), className: classOf(one.key), title: meaning(one.key) }));
+    if (small.length) series.push(together(small));
+    this.presence.update({ from, to, series });
+  }
+
+  #latencies(store, from, to) {
+    const rows = store.recent(to - from + 1);
+    for (const [chart, field] of [[this.ttft, "ttft_ns"], [this.tpot, "tpot_ns"]]) {
+      const told = rows.filter((row) => row[field] !== null && row[field] !== undefined);
+      const bySecond = new Map();
+      for (const row of told) push(bySecond, Math.floor(row.end_ns / 1e9), row[field]);
+      const points = told.map((row) => [row.end_ns / 1e9, row[field]]).filter(([at]) => at >= from && at <= to);
+      const series = [50, 99].map((p) => ({
+        key: `p${p}`,
+        label: `p${p}`,
+        className: `ink line-p${p}`,
+        title: `Of the requests that ended in the last ${RATE_S} s`,
+        values: seconds(from, to, (at) => percentile(lastSeconds(bySecond, at), p)),
+      }));
+      chart.update({ from, to, points, series });
+    }
+  }
+
+  #blocks(store, from, to) {
+    const values = seconds(from, to, (at) => store.steps.get(at)?.blocks_used ?? 0);
+    const series = [{ key: "blocks", label: "in use", className: "ink part-blocks", values }];
+    this.blocks.update({ from, to, max: store.answer.engine.blocks_total || undefined, series });
+  }
+}
+
+function stepSeries(store, kinds, from, to, factor) {
+  return kinds.map((kind) => ({ ...kind, values: seconds(from, to, (at) => (store.steps.get(at)?.[kind.key] ?? 0) * factor) }));
+}
+
+/** Several short stages as one. */
+function together(small) {
+  const values = small[0].values.map((_, i) => small.reduce((sum, one) => sum + one.values[i], 0));
+  return { key: "rest", label: "short stages", className: "ink stage-before", title: small.map(({ key }) => label(key)).join(", "), values };
+}
+
+function seconds(from, to, valueAt) {
+  return Array.from({ length: to - from }, (_, i) => valueAt(from + i));
+}
+
+function push(map, key, value) {
+  if (map.has(key)) map.get(key).push(value);
+  else map.set(key, [value]);
+}
+
+function lastSeconds(bySecond, at) {
+  const found = [];
+  for (let second = at - RATE_S + 1; second <= at; second++) found.push(...(bySecond.get(second) ?? []));
+  return found;
+}

@@ -1,0 +1,124 @@
+/**
+ * What the page knows: the latest requests and the last minutes by the second. `apply` takes in an answer of the server;
+ * bins are added up, since later books tell more of the same second.
+ */
+
+import { coarse } from "./words.js";
+
+const MAX_ROWS = 2000;
+const PEAKS = new Set(["running", "waiting", "blocks_used"]);
+
+/** A request may come twice under one id; its start tells the two apart. */
+const keyOf = (row) => `${row.id} ${row.start_ns}`;
+
+export class Store {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.rows = new Map();
+    this.open = [];
+    this.presence = new Map();
+    this.presenceOpen = new Map();
+    this.steps = new Map();
+    this.answer = null;
+    this.before = null;
+    this.numLeftOut = 0;
+  }
+
+  /** Take in an answer of `dashboard/data`. */
+  apply(answer) {
+    if (answer.reset) this.clear();
+    this.before = this.answer;
+    this.answer = answer;
+    this.numLeftOut += answer.reset ? 0 : answer.left_out.accounts;
+    this.nowAt = Math.floor(answer.now_ns / 1e9);
+    this.open = answer.open.map((row) => ({ ...row, isOpen: true, key: keyOf(row), end_ns: answer.now_ns }));
+    for (const row of answer.rows) this.rows.set(keyOf(row), { ...row, key: keyOf(row) });
+    for (const key of this.rows.keys()) if (this.rows.size > MAX_ROWS) this.rows.delete(key); else break;
+    addPresence(this.presence, answer.presence);
+    this.presenceOpen = addPresence(new Map(), answer.presence_open);
+    this.#addSteps(answer);
+    this.#forget(this.nowAt - answer.horizon_s);
+  }
+
+  #addSteps({ step_fields: fields, step_bins: bins }) {
+    for (const bin of bins) {
+      const known = this.steps.get(bin[0]) ?? {};
+      fields.forEach((name, i) => {
+        if (i > 0) known[name] = PEAKS.has(name) ? Math.max(known[name] ?? 0, bin[i]) : (known[name] ?? 0) + bin[i];
+      });
+      this.steps.set(bin[0], known);
+    }
+  }
+
+  #forget(beforeAt) {
+    for (const bins of [...this.presence.values(), this.steps]) {
+      for (const at of bins.keys()) if (at < beforeAt) bins.delete(at);
+    }
+    for (const [key, bins] of this.presence) if (!bins.size) this.presence.delete(key);
+  }
+
+  /** Mean number of requests in a stage during a second. */
+  present(key, at) {
+    return ((this.presence.get(key)?.get(at) ?? 0) + (this.presenceOpen.get(key)?.get(at) ?? 0)) / 1e9;
+  }
+
+  /** The first second of which anything is known. */
+  earliestAt() {
+    const firsts = [...this.presence.values(), this.steps].flatMap((bins) => [...bins.keys()]);
+    return firsts.reduce((least, at) => Math.min(least, at), this.nowAt);
+  }
+
+  presentKeys() {
+    return new Set([...this.presence.keys(), ...this.presenceOpen.keys()]);
+  }
+
+  /** Mean number waiting in the queue during the last seconds, by cause. */
+  waitingByCause(seconds) {
+    const found = new Map();
+    for (const key of this.presentKeys()) {
+      if (!key.startsWith("queue") && !key.startsWith("preempted")) continue;
+      let sum = 0;
+      for (let at = this.nowAt - seconds; at < this.nowAt; at++) sum += this.present(key, at);
+      if (sum > 0) found.set(key, sum / seconds);
+    }
+    return found;
+  }
+
+  hasClosed(id) {
+    return [...this.rows.values()].some((row) => row.id === id);
+  }
+
+  /** Closed requests that ended in the last seconds. */
+  recent(seconds) {
+    const sinceNs = this.answer ? this.answer.now_ns - seconds * 1e9 : 0;
+    return [...this.rows.values()].filter((row) => row.end_ns >= sinceNs);
+  }
+
+  /** A counter's growth per second between the last two answers. */
+  rate(name) {
+    const [then, now] = [this.before?.engine, this.answer?.engine];
+    if (!then || now[name] < then[name]) return null;
+    const seconds = (this.answer.now_ns - this.before.now_ns) / 1e9;
+    return seconds > 0 ? (now[name] - then[name]) / seconds : null;
+  }
+}
+
+function addPresence(into, told) {
+  for (const [key, bins] of Object.entries(told)) {
+    const name = coarse(key);
+    if (!into.has(name)) into.set(name, new Map());
+    const known = into.get(name);
+    for (const [at, ns] of bins) known.set(at, (known.get(at) ?? 0) + ns);
+  }
+  return into;
+}
+
+/** The nearest-rank percentile, as in `ledger/derive.py`; null for no values. */
+export function percentile(values, percentOf) {
+  const ordered = values.filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
+  if (!ordered.length) return null;
+  return ordered[Math.max(0, Math.ceil((ordered.length * percentOf) / 100) - 1)];
+}

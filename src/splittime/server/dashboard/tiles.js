@@ -1,0 +1,75 @@
+/** How things are now: six figures, each with what it is measured against. */
+
+import { el, say } from "./dom.js";
+import { DASH, amount, count, duration, percent } from "./format.js";
+import { stageBar } from "./bar.js";
+import { percentile } from "./store.js";
+import { rank } from "./words.js";
+
+const RECENT_S = 60;
+const CAUSE_S = 10;
+
+export class Tiles {
+  constructor(host) {
+    const tile = (title, hint) => {
+      const value = el("b", { class: "value" }, DASH);
+      const unit = el("span", { class: "unit" });
+      const note = el("p", { class: "note" }, " ");
+      const gauge = el("div", { class: "gauge" });
+      host.append(el("div", { class: "tile", title: hint }, el("h3", {}, title), el("p", {}, value, unit), gauge, note));
+      return { value, unit, note, gauge };
+    };
+    this.running = tile("Running", "Requests in the batch, of as many as max_num_seqs allows");
+    this.waiting = tile("Waiting", `Requests in the engine's queue; the bar: mean of the last ${CAUSE_S} s by cause`);
+    this.blocks = tile("KV blocks", "Blocks of the KV cache that requests hold, of all there are");
+    this.tokens = tile("Output tokens/s", "Since the last look; below: prompt tokens, and how many of them the prefix cache had");
+    this.ttft = tile("TTFT p50", `Time to first token of the requests that ended in the last ${RECENT_S} s`);
+    this.tpot = tile("TPOT p50", `Time per output token after the first, of the last ${RECENT_S} s`);
+  }
+
+  update(store) {
+    const { engine, server } = store.answer;
+    this.#level(this.running, engine.num_running, engine.knobs.max_num_seqs, "slots");
+    this.#level(this.blocks, engine.blocks_used, engine.blocks_total, "blocks");
+    this.#queue(store, engine, server);
+    say(this.tokens.value, amount(store.rate("output_tokens")));
+    say(this.tokens.note, this.#prompts(store));
+    this.#latency(store);
+  }
+
+  #level(tile, used, total, word) {
+    say(tile.value, count(used));
+    say(tile.unit, total ? ` / ${count(total)}` : "");
+    const share = total ? Math.min(1, used / total) : 0;
+    say(tile.note, total ? `${percent(share)} of the ${word}` : " ");
+    if (!tile.fill) tile.gauge.append((tile.fill = el("i", { class: "fill" })));
+    tile.fill.style.width = `${share * 100}%`;
+  }
+
+  #queue(store, engine, server) {
+    say(this.waiting.value, count(engine.num_waiting));
+    const causes = [...store.waitingByCause(CAUSE_S)].sort(([a], [b]) => rank(a) - rank(b));
+    this.waiting.gauge.replaceChildren(...(causes.length ? [stageBar(causes)] : []));
+    const largest = causes.filter(([key]) => key.includes(":") && !key.endsWith("not_told")).sort((a, b) => b[1] - a[1])[0];
+    const wait = server.predicted_wait_ms;
+    const words = largest ? largest[0].split(":")[1].replaceAll("_", " ") : engine.num_waiting ? "cause not told yet" : "nobody";
+    say(this.waiting.note, engine.num_waiting && wait !== null ? `${words} · next ≈ ${duration(wait * 1e6)}` : words);
+  }
+
+  #prompts(store) {
+    const prompts = store.rate("prompt_tokens");
+    const [asked, hit] = [store.rate("prefix_query_tokens"), store.rate("prefix_hit_tokens")];
+    const saved = asked ? `, ${percent(hit / asked)} hit` : "";
+    return prompts === null ? " " : `prompt ${amount(prompts)}/s${saved}`;
+  }
+
+  #latency(store) {
+    const rows = store.recent(RECENT_S);
+    for (const [tile, field] of [[this.ttft, "ttft_ns"], [this.tpot, "tpot_ns"]]) {
+      const values = rows.map((row) => row[field]);
+      say(tile.value, duration(percentile(values, 50)));
+      const told = values.filter((value) => value !== null).length;
+      say(tile.note, told ? `p99 ${duration(percentile(values, 99))} · ${count(told)} in 60 s` : "none ended in 60 s");
+    }
+  }
+}

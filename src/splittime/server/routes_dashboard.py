@@ -1,0 +1,199 @@
+"""The page at `/` and what it asks for: `GET /dashboard/data?after=CURSOR` answers what is new since the last answer.
+
+What is read of the ledger and of the requests in flight is taken in the event loop, in one turn, so that a record is in
+exactly one answer and a request is either open or closed; what is made of it, in a thread beside. That thread is one,
+whoever looks, and is started by the first look: a server that nobody looks at does nothing. While it works it holds the
+interpreter's lock for `TURN_S` at a time, not for Python's 5 ms, since a token may be waiting to be written.
+An answer is bounded (`MAX_ROWS`, `MAX_STEPS`, `MAX_OPEN`) and says what it left out. The cursor is of this process: one
+from before a restart gets everything anew, with `reset`.
+"""
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import islice
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import msgspec
+import orjson
+
+from splittime import __version__
+from splittime.core.errors import NotFound, RequestError
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
+from splittime.ledger.steps import StepRecord
+from splittime.ledger.store import Ledger
+from splittime.server import http, routes_info
+from splittime.server.dashboard import bins, files, rows
+from splittime.server.service import Service
+
+MAX_ROWS, MAX_STEPS, MAX_OPEN, MAX_STEPS_SEARCHED = 1_000, 8_000, 256, 16_384
+DIAGNOSED_ACCOUNTS, DIAGNOSED_STEPS = 500, 4_000
+DIAGNOSED_FOR_S = 5.0  # a diagnosis is kept so long, whoever asks
+TURN_S = 0.0005
+PROCESS = secrets.token_hex(6)
+NO_STORE: http.Headers = [(b"cache-control", b"no-store"), *files.HEADERS[:2]]
+WORDS = {
+    "stages": {stage.value: meaning for stage, meaning in STAGE_MEANING.items()},
+    "causes": {cause.value: meaning for cause, meaning in CAUSE_MEANING.items()},
+}
+
+
+_diagnoses: WeakKeyDictionary[Ledger, tuple[float, bytes]] = WeakKeyDictionary()  # when it was made, and its answer
+
+
+class Cursor(NamedTuple):
+    """Records that the page has been told of, since the start."""
+
+    accounts: int = 0
+    steps: int = 0
+
+
+class View(NamedTuple):
+    """All that an answer is made from, as it was in one turn of the event loop."""
+
+    head: dict[str, Any]
+    now_ns: int
+    accounts: list[ClosedAccount]
+    steps: list[StepRecord]
+    open_books: list[rows.OpenBook]
+
+
+@cache
+def _beside() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="dashboard")
+
+
+def _in_short_turns(work: Callable[..., bytes], *args: Any) -> bytes:
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_S)
+    try:
+        return work(*args)
+    finally:
+        sys.setswitchinterval(usual_s)
+
+
+async def _respond(send: http.Send, work: Callable[..., bytes], *args: Any) -> None:
+    body = await asyncio.get_running_loop().run_in_executor(_beside(), _in_short_turns, work, *args)
+    await http.respond(send, body, headers=NO_STORE)
+
+
+async def index(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The page for a browser, a few words in JSON for everybody else."""
+    if files.wants_html(scope):
+        await files.send_file(scope, send, "index.html")
+    else:
+        await routes_info.index(service, scope, receive, send)
+
+
+async def static(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    await files.send_file(scope, send, scope["path_params"]["name"])
+
+
+async def data(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """What is new since the cursor, and how things are now."""
+    view = _look(service, _read_cursor(http.query(scope).get("after"), service))
+    await _respond(send, _data, view)
+
+
+async def one_request(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """A closed account with the steps of its time."""
+    await _respond(send, _waterfall, service.ledger, scope["path_params"]["request_id"])
+
+
+async def findings(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """What the doctor says of the latest books."""
+    await _respond(send, _findings, service.ledger, service.facts())
+
+
+def _read_cursor(text: str | None, service: Service) -> Cursor | None:
+    """None for a first look, and for a cursor of another process."""
+    process, _, rest = (text or "").partition(".")
+    if process != PROCESS:
+        return None
+    numbers = rest.split(".")
+    if len(numbers) != 2 or not all(number.isascii() and number.isdigit() and len(number) < 20 for number in numbers):
+        raise RequestError("not a cursor of this page", param="after", value=(text or "")[:64])
+    cursor, counts = Cursor(*map(int, numbers)), service.ledger.counts()
+    return cursor if cursor.accounts <= counts.accounts and cursor.steps <= counts.steps else None
+
+
+def _look(service: Service, after: Cursor | None) -> View:
+    ledger, counts = service.ledger, service.ledger.counts()
+    since = after or Cursor()
+    num_accounts, num_steps = counts.accounts - since.accounts, counts.steps - since.steps
+    accounts = ledger.accounts(None, min(num_accounts, MAX_ROWS))
+    steps = ledger.steps(min(num_steps, MAX_STEPS))
+    head = {
+        "cursor": f"{PROCESS}.{counts.accounts}.{counts.steps}",
+        "reset": after is None,
+        "left_out": {"accounts": num_accounts - len(accounts), "steps": num_steps - len(steps)},
+        "server": _server(service),
+        "engine": msgspec.to_builtins(service.client.stats()),
+        **({"words": WORDS} if after is None else {}),
+    }
+    open_books = list(islice(rows.open_books(list(service.generations.values())), MAX_OPEN))
+    return View(head, time.monotonic_ns(), accounts, steps, open_books)
+
+
+def _server(service: Service) -> dict[str, Any]:
+    model, wait_s = service.model, service.admission.predicted_wait_s()
+    return {
+        "version": __version__,
+        "model": model.name if model is not None else None,
+        "max_model_len": model.max_model_len if model is not None else None,
+        "is_ready": service.is_serving,
+        "is_draining": service.is_draining,
+        "open_requests": service.num_open,
+        "predicted_wait_ms": None if wait_s is None else round(wait_s * 1e3, 3),
+        "refusals": dict(service.admission.refusals),
+    }
+
+
+def _data(view: View) -> bytes:
+    now_ns, since_ns = view.now_ns, view.now_ns - bins.HORIZON_S * bins.BIN_NS
+    closed = bins.presence((bins.spans(account.intervals) for account in view.accounts), since_ns)
+    still_open = bins.presence((book.spans(now_ns) for book in view.open_books), since_ns)
+    answer = {
+        **view.head,
+        "now_ns": now_ns,
+        "now_unix_ms": time.time_ns() // 1_000_000,
+        "horizon_s": bins.HORIZON_S,
+        "rows": [rows.line(account) for account in view.accounts],
+        "open": [rows.open_line(book, now_ns) for book in view.open_books],
+        "presence": bins.presence_json(closed),
+        "presence_open": bins.presence_json(still_open),
+        "step_fields": ("at_s", *bins.SUMS, *bins.PEAKS),
+        "step_bins": bins.step_bins(view.steps, since_ns),
+    }
+    return orjson.dumps(answer, default=str)
+
+
+def _waterfall(ledger: Ledger, request_id: str) -> bytes:
+    found = ledger.account(request_id)
+    if not found:
+        raise NotFound(f"no closed account of {request_id!r}", code="request_not_found", value=request_id)
+    account = max(found, key=lambda account: account.end_ns)
+    return orjson.dumps(rows.waterfall(account, ledger.steps(MAX_STEPS_SEARCHED)))
+
+
+def _findings(ledger: Ledger, facts: ServerFacts | None) -> bytes:
+    made_at_s, answer = _diagnoses.get(ledger, (float("-inf"), b""))
+    if time.monotonic() - made_at_s >= DIAGNOSED_FOR_S:
+        answer = _diagnose(ledger, facts)
+        _diagnoses[ledger] = (time.monotonic(), answer)
+    return answer
+
+
+def _diagnose(ledger: Ledger, facts: ServerFacts | None) -> bytes:
+    from splittime.diagnose.books import make_books  # here, so that a server's start does not wait for it
+    from splittime.diagnose.doctor import diagnose
+
+    accounts, steps = ledger.accounts(None, DIAGNOSED_ACCOUNTS), ledger.steps(DIAGNOSED_STEPS)
+    return msgspec.json.encode(diagnose(make_books(facts, accounts, steps, "the live ledger")))

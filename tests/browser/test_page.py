@@ -1,0 +1,288 @@
+"""The page on a server whose books are given: what it shows, by which keys, in which light; what it never runs."""
+
+import time
+
+import pytest
+
+from . import books
+
+EVIL = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+
+
+@pytest.fixture
+def live(launch):
+    return launch()
+
+
+def fill(live, accounts, steps=()) -> None:
+    live.call(lambda: [*map(live.ledger.add_account, accounts), *map(live.ledger.add_step, steps)])
+
+
+def lines(page):
+    return page.locator("#grid-lines .line:visible")
+
+
+def test_shows_what_is_in_the_books(live, visit):
+    fill(live, books.accounts(40, seconds=50), books.steps(200, ("r37", "r38", "r39")))
+    page = visit(live.url)
+    lines(page).first.wait_for()
+    assert page.locator("#state-word").inner_text() == "live"
+    assert page.locator("#total").inner_text() == "40 kept"
+    assert page.locator("#grid").get_attribute("aria-rowcount") == "41"
+    ends = lines(page).first.locator(".when").inner_text()
+    assert len(ends) == 8, ends
+    assert "40 in 60 s" in page.locator("#tiles").inner_text()
+    legend = page.locator("#charts figure").first.inner_text()
+    assert "batch slots" in legend
+    assert "decode" in legend
+    assert page.locator("#charts figure").nth(3).locator("path.area").count() == 2
+
+
+def test_new_requests_appear_while_it_is_open(live, visit):
+    page = visit(live.url)
+    page.locator("#grid-empty").wait_for()
+    fill(live, [books.account("late", time.monotonic_ns())])
+    lines(page).filter(has_text="late").wait_for()
+    assert page.locator("#grid-empty").is_hidden()
+
+
+def test_a_waterfall_by_keyboard_and_back(live, visit):
+    fill(live, books.accounts(12, seconds=5), books.steps(300, ("r10", "r11")))
+    page = visit(live.url)
+    lines(page).first.wait_for()
+    page.focus("#grid")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowUp")
+    active = page.locator("#grid").get_attribute("aria-activedescendant")
+    assert page.locator(f"#{active} .id").inner_text() == "r11"
+    page.keyboard.press("Enter")
+    page.locator("#detail .waterfall").wait_for()
+    words = page.locator("#detail").inner_text()
+    assert "queue · batch slots" in words
+    assert "decode stall · token budget" in words
+    assert "Shared its steps with" in words
+    page.locator("#detail .neighbours button").first.click()
+    page.locator("#detail-title", has_text="r10").wait_for()
+    page.keyboard.press("Escape")
+    assert page.locator("#detail").is_hidden()
+    assert page.evaluate("document.activeElement.id") == "grid"
+
+
+def test_lanes_lie_where_their_stages_were(live, visit):
+    fill(live, [books.account("one", time.monotonic_ns())])
+    page = visit(live.url)
+    lines(page).first.click()
+    lane = page.locator("#detail .lane", has_text="queue · kv blocks")
+    whole = sum(ms for _, _, ms in books.PLAN)
+    before = sum(ms for _, _, ms in books.PLAN[:4])
+    track, piece = lane.locator(".track").bounding_box(), lane.locator("i").bounding_box()
+    assert (piece["x"] - track["x"]) / track["width"] == pytest.approx(before / whole, abs=0.01)
+    assert piece["width"] / track["width"] == pytest.approx(30 / whole, abs=0.01)
+
+
+def test_holds_still_while_it_is_read(live, visit):
+    fill(live, books.accounts(30, seconds=5))
+    page = visit(live.url)
+    lines(page).first.hover()
+    before = lines(page).first.locator(".id").inner_text()
+    fill(live, [books.account("newer", time.monotonic_ns())])
+    page.locator("#held", has_text="1 new request").wait_for()
+    assert lines(page).first.locator(".id").inner_text() == before
+    page.locator("#held").click()
+    assert lines(page).first.locator(".id").inner_text() == "newer"
+
+
+def test_two_thousand_requests_are_a_handful_of_elements(live, visit):
+    fill(live, books.accounts(1000))
+    page = visit(live.url)
+    lines(page).first.wait_for()
+    assert page.locator("#grid").get_attribute("aria-rowcount") == "1001"
+    assert page.locator("#grid-lines .line").count() < 60
+    page.focus("#grid")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("End")
+    assert lines(page).last.locator(".id").inner_text() == "r0"
+    fill(live, books.accounts(1000, seconds=1, seed=2))
+    page.locator("#held", has_text="1,000 new requests").wait_for()
+    assert page.locator("#grid-lines .line").count() < 60
+
+
+def test_sorting_and_filters(live, visit):
+    fill(live, [*books.accounts(20), books.account("bad", time.monotonic_ns(), error="no such thing")])
+    page = visit(live.url)
+    page.get_by_role("button", name="Total").click()
+    totals = page.locator("#grid-lines .line:visible .total").all_inner_texts()
+    assert totals == sorted(totals, key=lambda text: -float(text.split()[0]) * {"ms": 1, "s": 1000}[text.split()[1]])
+    page.select_option("#filter", "failed")
+    assert [line.locator(".id").inner_text() for line in lines(page).all()] == ["bad"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast_in_both_lights(live, visit, scheme):
+    fill(live, books.accounts(5))
+    page = visit(live.url, color_scheme=scheme)
+    lines(page).first.wait_for()
+    assert page.evaluate(WORST_CONTRAST) >= 4.5
+    page.select_option("#theme", "dark" if scheme == "light" else "light")
+    assert page.evaluate(WORST_CONTRAST) >= 4.5
+
+
+WORST_CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const rgb = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const luminance = (channels) => channels.slice(0, 3)
+    .map((c) => c / 255).map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const colour = rgb(getComputedStyle(at).backgroundColor);
+      if (colour[3] === 255) return colour;
+    }
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let worst = 21;
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.textContent.trim() || !element.checkVisibility() || element.matches(":disabled")) continue;
+    const style = getComputedStyle(element);
+    const front = rgb(element instanceof SVGElement ? style.fill : style.color);
+    const [a, b] = [luminance(front), luminance(behind(element))].sort((x, y) => y - x);
+    worst = Math.min(worst, (a + 0.05) / (b + 0.05));
+  }
+  return worst;
+}"""
+
+
+def test_texts_of_requests_stay_texts(live, visit):
+    now_ns = time.monotonic_ns()
+    fill(live, [books.account(EVIL, now_ns), books.account("refused", now_ns, error=f"no model {EVIL!r}")])
+    page = visit(live.url)
+    lines(page).nth(1).wait_for()
+    assert EVIL in [line.locator(".id").inner_text() for line in lines(page).all()]
+    lines(page).filter(has_text="refused").first.click()
+    page.locator("#detail .trouble", has_text=EVIL).wait_for()
+    page.keyboard.press("Escape")
+    lines(page).filter(has_text="<img").click()
+    page.locator("#detail-title", has_text=EVIL).wait_for()
+    page.locator("#detail .waterfall").wait_for()
+    assert page.locator("img[src=x]").count() == 0
+    assert "owned" not in page.title()
+
+
+INSERT_SCRIPT = """() => {
+  const script = document.createElement("script");
+  script.textContent = "document.title = 'owned'";
+  document.body.append(script);
+}"""
+
+
+def test_what_is_written_into_it_as_html_cannot_run(live, visit):
+    """The policy is a second wall: even a page that inserted HTML would not run its scripts."""
+    page = visit(live.url, expected=("Content Security Policy", "img", "404"))
+    page.evaluate("html => document.body.insertAdjacentHTML('beforeend', html)", EVIL)
+    page.evaluate(INSERT_SCRIPT)
+    page.wait_for_timeout(200)
+    assert "owned" not in page.title()
+
+
+def test_asks_for_a_key_and_keeps_it_for_the_tab(launch, visit):
+    live = launch(config={"api_key": "secret"})
+    fill(live, books.accounts(3))
+    page = visit(live.url, expected=("401",))
+    page.locator("#key-dialog").wait_for()
+    page.fill("#key-input", "wrong")
+    with page.expect_response(lambda response: response.status == 401):
+        page.keyboard.press("Enter")
+    page.locator("#key-dialog").wait_for()
+    page.fill("#key-input", "secret")
+    page.keyboard.press("Enter")
+    lines(page).first.wait_for()
+    page.reload()
+    lines(page).first.wait_for()
+    assert page.evaluate("Object.values(localStorage).join()").find("secret") == -1
+
+
+def test_nothing_moves_sideways_on_a_narrow_screen(live, visit):
+    fill(live, books.accounts(20, seconds=20), books.steps(100, ("r18", "r19")))
+    page = visit(live.url, viewport={"width": 360, "height": 740})
+    lines(page).first.click()
+    page.locator("#detail .waterfall").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("document.getElementById('detail').scrollWidth") <= 360
+
+
+WATCH_SHIFTS = """() => {
+  window.shift = 0;
+  const watch = (list) => list.getEntries().forEach((entry) => (window.shift += entry.value));
+  new PerformanceObserver(watch).observe({type: "layout-shift"});
+}"""
+
+
+def test_layout_stays_where_it_is_while_news_come(live, visit):
+    page = visit(live.url)
+    page.locator("#state-word", has_text="live").wait_for()
+    page.locator("#findings-note", has_text="from the latest").wait_for()
+    page.wait_for_timeout(300)
+    page.evaluate(WATCH_SHIFTS)
+    fill(live, books.accounts(60, seconds=50), books.steps(500, ("r58", "r59")))
+    for i in range(2):
+        fill(live, books.accounts(20, seconds=2, seed=10 + i))
+        page.wait_for_timeout(1100)
+    assert page.evaluate("window.shift") < 0.01
+
+
+def test_every_control_is_reached_by_tab(live, visit):
+    fill(live, books.accounts(5))
+    page = visit(live.url)
+    lines(page).first.wait_for()
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        focused = page.evaluate(
+            "(() => { const a = document.activeElement; return [a.id || a.name || a.className || a.tagName,"
+            " getComputedStyle(a).outlineStyle]; })()"
+        )
+        reached.add(focused[0])
+        assert focused[0] == "BODY" or focused[1] != "none", focused
+    assert {"theme", "span", "filter", "by-time", "grid", "chart", "play-prompt", "max_tokens", "play-send"} <= reached
+
+
+def test_findings_name_the_illness_and_lead_to_its_requests(live, visit):
+    fill(live, books.accounts(60, seconds=60), books.steps(400, tuple(f"r{i}" for i in range(50, 60))))
+    page = visit(live.url)
+    finding = page.locator("#findings details:has(.claim):has(button)").first
+    finding.locator("summary").click()
+    assert "Refuted by" in finding.inner_text()
+    request = finding.locator("button").first
+    name = request.inner_text()
+    request.click()
+    page.locator("#detail-title", has_text=name).wait_for()
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.textContent") == name
+
+
+# ---- when the server is not well
+
+
+def test_says_that_the_engine_is_not_ready_and_recovers(live, visit):
+    page = visit(live.url)
+    live.call(live.engine.die)
+    page.locator("#banner", has_text="not ready").wait_for()
+    live.engine.is_ready = True
+    page.locator("#banner").wait_for(state="hidden")
+    assert page.locator("#state-word").inner_text() == "live"
+
+
+def test_says_that_the_server_is_gone(live, visit):
+    fill(live, books.accounts(4))
+    page = visit(live.url, expected=("ERR_CONNECTION",))
+    lines(page).first.wait_for()
+    live.stop()
+    page.locator("#banner", has_text="does not answer").wait_for()
+    assert lines(page).count() == 4

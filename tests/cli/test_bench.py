@@ -1,0 +1,185 @@
+"""`splittime bench`: flags, files, exit codes and words, against the mock server."""
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from splittime.cli import bench_flags, bench_live
+from splittime.cli.main import app
+from splittime.core.errors import ConfigError
+from splittime.ledger.client_book import Ending, load_run
+from splittime.loadgen.progress import Progress
+from splittime.loadgen.schedule import load_schedule
+from splittime.loadgen.spec import LoadSpec
+
+SMALL = ["--input-tokens", "8", "--output-tokens", "3"]
+
+
+@contextmanager
+def mock_server(*flags):
+    command = [sys.executable, "-m", "splittime.cli.main", "bench", "mock-server", "--port", "0", "--json", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        process.wait(10)
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with mock_server("--ttft", "5ms", "--itl", "1ms") as url:
+        yield url
+
+
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_a_run_leaves_its_files_and_prints_its_table(url, tmp_path):
+    out, csv, html = (tmp_path / name for name in ("run.json", "run.csv", "run.html"))
+    kept = tmp_path / "schedule.jsonl"
+    rate = ["--rate", 50, "--duration", "500ms", "--seed", 7, "--label", "first", "--goodput", "ttft=10s"]
+    done = bench("run", url, *rate, *SMALL, "--out", out, "--csv", csv, "--html", html, "--save-schedule", kept)
+    assert done.exit_code in (0, 3), done.output  # a busy machine may void it
+    run = load_run(out)
+    assert (run.label, run.seed, run.arms[0].kind) == ("first", 7, "mock")
+    assert {o.ending for o in run.outcomes} == {Ending.COMPLETE}
+    assert run.slo == {"ttft": 10e9}
+    assert len(csv.read_text().splitlines()) == len(run.outcomes) + 1
+    assert "<html" in html.read_text()
+    assert load_schedule(kept).digest == run.schedule_digest
+    assert "TTFT" in done.stdout
+    again = bench("run", url, "--schedule", kept, "--out", out)
+    assert again.exit_code in (0, 3)
+    assert load_run(out).schedule_digest == run.schedule_digest
+
+
+def test_a_url_alone_is_a_first_look(url, monkeypatch):
+    monkeypatch.setattr("splittime.cli.bench_run.LOOK_AROUND", {"concurrency": 2, "duration_s": 0.3})
+    done = bench("run", url.removeprefix("http://"), *SMALL, "--json")
+    assert done.exit_code in (0, 3)
+    run = json.loads(done.stdout)
+    assert run["settings"]["concurrency"] == 2
+    assert run["outcomes"]
+
+
+def test_a_missed_slo_is_1_unless_the_run_is_void(url):
+    load = ["--num-requests", 5, "--concurrency", 1, *SMALL]
+    missed = bench("run", url, *load, "--slo", "ttft_p99=1ms")
+    kept = bench("run", url, *load, "--slo", "ttft_p99=100s")
+    assert missed.exit_code in (1, 3)
+    assert kept.exit_code in (0, 3)
+    assert (missed.exit_code == 3) == ("VOID" in missed.stdout)
+
+
+def test_a_void_run_is_3(url, monkeypatch):
+    monkeypatch.setattr("splittime.loadgen.audit.CPU_SHARE_LIMIT", 0.0)
+    done = bench("run", url, "--num-requests", 5, "--concurrency", 1, *SMALL, "--slo", "ttft_p99=1ms")
+    assert done.exit_code == 3
+    assert "VOID" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rate", "5", "--duration", "soon"], "is no time"),
+        (["--rate", "-1"], "rate"),
+        (["--rate", "5", "--concurrency", "2"], "--concurrency"),
+        (["--arrivals", "sometimes", "--rate", "1"], "--arrivals"),
+        (["--slo", "ttft_p99=fast"], "no number"),
+        (["--goodput", "speed=1"], "speed"),
+        (["--interleave", "somehow"], "paired, blocks"),
+        (["--schedule", "nowhere.jsonl"], "no schedule"),
+        (["--schedule", "nowhere.jsonl", "--rate", "1"], "leave out --rate"),
+        (["--timeout", "0s"], "above 0"),
+        (["--rate", "1", "--out", "/"], "cannot write /"),
+        (["--warm-up", "1s"], "Give --rate"),
+        (["--no-such-flag"], "No such option"),
+    ],
+)
+def test_usage_errors_are_2_and_say_what_to_do(url, flags, words):
+    done = bench("run", url, *flags)
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+def test_nobody_there_is_1():
+    done = bench("run", "http://127.0.0.1:9", "--rate", "1")
+    assert done.exit_code == 1
+    assert "nothing answers" in done.output
+
+
+def test_a_mock_server_says_why_it_cannot(url):
+    taken = bench("mock-server", "--port", url.rpartition(":")[2])
+    assert taken.exit_code == 2
+    assert "cannot listen" in taken.output
+    assert bench("mock-server", "--freeze", "1s").exit_code == 2
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["mock-server"], ["search"], ["sweep"], ["compare"], ["report"]])
+def test_help_has_examples(command):
+    done = bench(*command, "--help")
+    assert done.exit_code == 0
+    assert not command or "Examples:" in done.output
+
+
+def test_every_field_of_a_load_is_a_flag():
+    shown = bench("run", "--help").output
+    for name in LoadSpec.__struct_fields__:
+        assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", shown), name
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "expected_ns"),
+    [("300ms", "s", 300e6), ("5", "s", 5e9), ("5", "ms", 5e6), ("1.5m", "s", 90e9), ("2 us", "s", 2000)],
+)
+def test_times(text, unit, expected_ns):
+    assert bench_flags.time_ns(text, "--flag", unit) == expected_ns
+    for wrong in ("", "s", "-1s", "1 year"):
+        with pytest.raises(ConfigError, match="is no time"):
+            bench_flags.time_ns(wrong, "--flag")
+
+
+def test_times_that_may_be_distributions():
+    given = {"think_s": "250ms", "cancel_after_s": "exponential:2", "slow_reader_delay_ms": "1s", "duration_s": "2m"}
+    values = {name: bench_flags._value(name, value) for name, value in given.items()}
+    assert values == {
+        "think_s": "0.25",
+        "cancel_after_s": "exponential:2",
+        "slow_reader_delay_ms": 1000.0,
+        "duration_s": 120.0,
+    }
+    msgspec.convert(values, LoadSpec)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_what_is_shown_meanwhile(is_closed):
+    progress = Progress(
+        elapsed_s=10,
+        planned=100,
+        due=52,
+        begun=50,
+        ended=40,
+        failed=2,
+        in_flight=10,
+        output_tokens=400,
+        ttft_p50_s=0.1,
+        ttft_p99_s=0.25,
+        ends_at_s=20.0,
+    )
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(bench_live.view(progress, is_closed))
+    text = console.export_text()
+    for words in ("5.0/s", "in flight 10", "p50 100 ms", "p99 250 ms", "2 failed", "10 / 20 s"):
+        assert words in text
+    assert ("of 5.2/s" in text) != is_closed

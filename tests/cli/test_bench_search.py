@@ -1,0 +1,173 @@
+"""`bench search` and `bench sweep` on a server that is a formula: what they ask, print, keep, and exit with."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from splittime.cli import bench_levels, bench_search
+from splittime.ledger.client_book import Arm, Check, Ending, Outcome, Run, load_run
+from splittime.loadgen.limits import Limits
+
+CAPACITY = 40.0
+MS = 1_000_000
+URL = "http://127.0.0.1:9"
+SHORT = ["--duration", "2s", "--warm-up", "0s", "--cool-down", "0s", "--input-tokens", "20", "--output-tokens", "2"]
+
+
+class FormulaServer:
+    """TTFT of base / (1 - load) for every request; keeps the schedules it was sent."""
+
+    def __init__(self) -> None:
+        self.schedules: list = []
+        self.is_void = False
+
+    async def run_schedule(self, schedule, targets, options=None, on_progress=None, stop=None) -> Run:
+        self.schedules.append(schedule)
+        rate = schedule.settings.get("rate") or 2.0 * schedule.concurrency
+        ttft_ns = round(50 * MS / max(0.001, 1 - rate / CAPACITY))
+        lag = Check(name="lag", ok=not self.is_void, value=9.0, limit=1.0, unit="ms", sentence="it lagged by 9 ms")
+        return Run(
+            begin_ns=0,
+            begin_unix_ns=0,
+            measured_from_ns=0,
+            measured_until_ns=2_000 * MS,
+            settings=schedule.settings,
+            schedule_digest=schedule.digest,
+            arms=(Arm(url=URL, kind="mock"),),
+            outcomes=tuple(outcome(planned, ttft_ns) for planned in schedule.requests),
+            checks=(lag,),
+        )
+
+
+def outcome(planned, ttft_ns: int) -> Outcome:
+    at_ns = planned.at_ns or planned.index * MS
+    chunks = (at_ns + ttft_ns, at_ns + ttft_ns + 10 * MS)
+    return Outcome(
+        index=planned.index,
+        request_id=str(planned.index),
+        phase=planned.phase,
+        ending=Ending.COMPLETE,
+        intended_ns=at_ns,
+        picked_up_ns=at_ns,
+        sent_ns=at_ns,
+        chunk_ns=chunks,
+        chunk_tokens=(1, 1),
+        end_ns=chunks[-1],
+        output_tokens=2,
+        prompt_tokens=20,
+    )
+
+
+@pytest.fixture
+def server(monkeypatch):
+    formula = FormulaServer()
+
+    async def limits(target) -> Limits:
+        return Limits(vocab_size=4096, max_model_len=2048, block_size=16)
+
+    monkeypatch.setattr(bench_levels, "run_schedule", formula.run_schedule)
+    monkeypatch.setattr(bench_levels, "server_limits", limits)
+    return formula
+
+
+def app() -> typer.Typer:
+    made = typer.Typer()
+    made.command("search")(bench_search.search)
+    made.command("sweep")(bench_search.sweep)
+    return made
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app(), [*arguments, "--pause", "0s"])
+
+
+def test_the_knee_is_found(server, tmp_path):
+    """50 / (1 - r / 40) is 200 ms at 30 requests/s."""
+    found = run("search", URL, "--slo", "ttft_p99=200ms", *SHORT, "--low", "5", "--out", str(tmp_path), "--json")
+    assert found.exit_code == 0, found.stderr
+    answer = json.loads(found.stdout)
+    assert answer["kept"] <= 30 <= answer["broken"] <= answer["kept"] * 1.06
+    assert answer["trials"][0]["figures"]["ttft_p99"] == pytest.approx(50 * MS / (1 - 5 / 40), rel=1e-6)
+    assert len(list(tmp_path.iterdir())) == len(answer["trials"]) == found.stderr.count("run ")
+    assert load_run(tmp_path / "01-rate-5.json").settings["rate"] == 5.0
+
+
+def test_runs_of_one_rate_are_drawn_anew_and_others_are_not(server):
+    run("search", URL, "--slo", "ttft_p99=200ms", *SHORT, "--low", "5", "--seed", "7")
+    by_rate: dict[float, list] = {}
+    for schedule in server.schedules:
+        by_rate.setdefault(schedule.settings["rate"], []).append(schedule)
+    assert {schedules[0].seed for schedules in by_rate.values()} == {7}
+    assert max(map(len, by_rate.values())) == 2
+    assert all(schedules[1].seed == 8 for schedules in by_rate.values() if len(schedules) == 2)
+    assert len({schedule.settings["salt"] for schedule in server.schedules}) == len(server.schedules)
+
+
+def test_the_answer_is_a_sentence_and_a_table(server):
+    found = run("search", URL, "--slo", "ttft_p99=200ms", *SHORT, "--low", "5")
+    assert "requests/s keep the promise" in found.stdout
+    assert "ttft_p99" in found.stdout
+    assert found.stdout.count("kept") > 2
+
+
+def test_no_rate_keeps_it(server):
+    found = run("search", URL, "--slo", "ttft_p99=1ms", *SHORT)
+    assert found.exit_code == bench_search.NOT_FOUND
+    assert "not even 1 requests/s" in found.stdout
+
+
+def test_a_client_at_fault_is_void(server):
+    server.is_void = True
+    for command in (["search", URL, "--slo", "ttft_p99=1s"], ["sweep", URL, "--rates", "5,10"]):
+        found = run(*command, *SHORT)
+        assert found.exit_code == 3
+        assert "lagged by 9 ms" in found.stdout.replace("\n", " ")
+        assert len(server.schedules) == 2
+        server.schedules.clear()
+
+
+def test_a_sweep_of_rates(server):
+    found = run("sweep", URL, "--rates", "5,20,38", *SHORT, "--slo", "ttft_p99=200ms", "--json")
+    assert found.exit_code == 0, found.stderr
+    trials = json.loads(found.stdout)["trials"]
+    assert [(trial["level"], trial["verdict"]) for trial in trials] == [(5, "kept"), (20, "kept"), (38, "broken")]
+    assert [trial["slo"][0]["ok"] for trial in trials] == [True, True, False]
+
+
+def test_a_sweep_of_concurrencies(server):
+    found = run("sweep", URL, "--concurrencies", "1,4", "--num-requests", "10", *SHORT[-4:])
+    assert found.exit_code == 0, found.stderr
+    assert [schedule.concurrency for schedule in server.schedules] == [1, 4]
+    assert [len(schedule.requests) for schedule in server.schedules] == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sweep", URL], "--rates 1,2,4"),
+        (["sweep", URL, "--rates", "1", "--concurrencies", "1"], "over rates or over"),
+        (["sweep", URL, "--rates", "1,x"], "no levels"),
+        (["sweep", URL, "--concurrencies", "1.5"], "whole"),
+        (["sweep", URL, "--rates", "5", "--cv", "2"], "gamma"),
+        (["search", URL, "--slo", "ttft=1s", "--low", "9", "--high", "3"], "no rates lie"),
+        (["search", URL, "--slo", "speed=1"], "speed"),
+        (["search", URL, "--slo", "ttft=1s", "--resolution", "2"], "resolution"),
+        (["search", URL, "--slo", "ttft=1s", "--out", __file__], "is a file"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_sent(server, arguments, said):
+    found = run(*arguments)
+    assert found.exit_code == 2
+    assert said in found.stderr
+    assert server.schedules == []
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("search", ("--slo", "--confirmations", "--prefix-share")), ("sweep", ("--rates", "--turns"))],
+)
+def test_help_names_the_flags(command, words):
+    found = CliRunner().invoke(app(), [command, "--help"], env={"COLUMNS": "200"})
+    assert all(word in found.stdout for word in words)

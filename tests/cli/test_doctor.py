@@ -1,0 +1,155 @@
+"""`splittime doctor` and the comparison in `splittime explain`, as a user runs them: from a file, a run, a server."""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
+from test_rules_client import buffered, with_client
+from test_rules_queue import poisson
+from ward import Ward
+
+from splittime.cli.main import app
+from splittime.ledger import derive
+from splittime.ledger.client_book import save
+from splittime.ledger.export import account_json
+from splittime.ledger.store import Ledger
+
+run = CliRunner()
+
+
+def invoke(*words: str):
+    return run.invoke(app, words)
+
+
+@pytest.fixture(scope="module")
+def ill():
+    return Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100))
+
+
+@pytest.fixture(scope="module")
+def well():
+    return Ward().run(*poisson(8, 80, output=40))
+
+
+def ledger_file(books, path: Path) -> Path:
+    ledger = Ledger(path)
+    ledger.tell_facts = lambda: books.facts
+    for account in books.accounts:
+        ledger.add_account(account)
+    for step in books.steps:
+        ledger.add_step(step)
+    ledger.close()
+    return path
+
+
+def test_a_ledger_file(ill, tmp_path):
+    path = ledger_file(ill, tmp_path / "l.sqlite")
+    result = invoke("doctor", str(path))
+    assert result.exit_code == 1
+    assert "1. slot_bound" in result.stdout
+    assert "splittime serve --max-num-seqs 16" in result.stdout
+    answer = json.loads(invoke("doctor", str(path), "--json").stdout)
+    assert answer["exit_code"] == 1
+    assert answer["healthy"] is False
+    assert answer["findings"][0]["cure"]["command"] == "splittime serve --max-num-seqs 16"
+    assert answer["findings"][0]["request_ids"][0].startswith("r")
+
+
+def test_a_healthy_one_and_a_thin_one(well, tmp_path):
+    path = ledger_file(well, tmp_path / "l.sqlite")
+    result = invoke("doctor", str(path))
+    assert result.exit_code == 0
+    assert "Nothing found" in result.stdout
+    result = invoke("doctor", str(path), "--limit", "5")
+    assert result.exit_code == 3
+    assert "only 5 requests were served" in " ".join(result.stdout.split())
+
+
+def test_a_run_of_a_bench(well, tmp_path):
+    save(with_client(well, buffered).run, tmp_path / "run.json")
+    result = invoke("doctor", str(tmp_path / "run.json"))
+    assert result.exit_code == 1
+    assert "1. buffering_proxy" in result.stdout
+    assert "only a splittime server" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("doctor", "missing.sqlite"), 2, "neither a URL nor a file"),
+        (("doctor", "http://127.0.0.1:9"), 3, "splittime serve"),
+        (("doctor", __file__), 2, "neither a ledger file nor a run"),
+        (("explain",), 2, "REQUEST_ID or --slowest"),
+        (("explain", "x", "--slowest", "2"), 2, "REQUEST_ID or --slowest"),
+    ],
+)
+def test_what_cannot_be(words, code, told):
+    result = invoke(*words)
+    assert result.exit_code == code
+    assert told in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.fixture
+def server(ill):
+    """The ledger's routes of a server, over the books."""
+    answers = {
+        "/ledger/facts": msgspec.to_builtins(ill.facts),
+        "/ledger/requests": {"accounts": [account_json(account) for account in ill.accounts]},
+        "/ledger/steps": {"steps": [msgspec.to_builtins(step) for step in ill.steps]},
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.split("?")[0]
+            found = answers.get(path) if self.headers.get("Authorization") == "Bearer k" else None
+            self.send_response(200 if found is not None else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(found or {"error": {"message": "not here"}}).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{serving.server_address[1]}", answers
+    serving.shutdown()
+    serving.server_close()
+
+
+def test_a_live_server(server):
+    url, answers = server
+    result = invoke("doctor", url, "--api-key", "k")
+    assert result.exit_code == 1, result.stderr
+    assert "1. slot_bound" in result.stdout
+    assert "100 requests" in result.stdout
+    del answers["/ledger/facts"]  # an older server
+    result = invoke("doctor", url, "--api-key", "k")
+    assert "1. slot_bound" in result.stdout
+    assert invoke("doctor", url).exit_code == 2
+
+
+def test_the_slowest_of_a_server(server, ill):
+    url, _ = server
+    result = invoke("explain", "--slowest", "2", "--url", url, "--api-key", "k")
+    assert result.exit_code == 0, result.stderr
+    slowest = sorted(ill.accounts, key=derive.e2e_ns)[-2:]
+    assert all(account.request_id in result.stdout for account in slowest)
+    assert result.stdout.count("Against the median of") == 2
+    assert "longer in queue (batch_slots)" in " ".join(result.stdout.split())
+
+
+def test_explain_compares_in_json(ill, tmp_path):
+    path = ledger_file(ill, tmp_path / "l.sqlite")
+    answer = json.loads(invoke("explain", "--slowest", "1", "--ledger", str(path), "--json").stdout)
+    compared = answer["against_median"][0]
+    assert compared["request_id"] == answer["accounts"][0]["request_id"]
+    assert compared["differences"][0]["stage"] == "queue"
+    assert compared["differences"][0]["blamed"]

@@ -1,0 +1,139 @@
+"""The doctor as a whole: the order of what it says, when it abstains, and that a run without accounts is still read."""
+
+import io
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from test_rules_queue import poisson
+from ward import Ward
+
+from splittime.cli.doctor import CANNOT_TELL, FOUND, NOTHING_FOUND, as_json, exit_code, told
+from splittime.diagnose.doctor import MIN_REQUESTS, Diagnosis, diagnose, roots
+from splittime.diagnose.finding import RULES, Cure, Finding, in_order
+from splittime.ledger.stages import Cause, Stage
+
+
+def finding(name: str, share: float, is_limit: bool = False) -> Finding:
+    return Finding(
+        name=name,
+        claim="c",
+        evidence=(),
+        share_of_time=share,
+        confidence=1.0,
+        confidence_from="f",
+        cure=Cure(sentence="s"),
+        cost="c",
+        counter_check="k",
+        regime="r",
+        is_limit=is_limit,
+    )
+
+
+names = st.sampled_from("abcdef")
+found = st.lists(st.builds(finding, names, st.floats(0, 1), st.booleans()), unique_by=lambda f: f.name)
+trees = st.dictionaries(names, st.lists(names, max_size=3).map(tuple), max_size=6)
+
+
+@given(found, trees)
+def test_nothing_is_lost_and_limits_come_last(findings, tree):
+    ordered = in_order(findings, tree)
+    assert sorted(f.name for f in ordered) == sorted(f.name for f in findings)
+    if not tree:
+        assert [f.is_limit for f in ordered] == sorted(f.is_limit for f in findings)
+        illnesses = [f.share_of_time for f in ordered if not f.is_limit]
+        assert illnesses == sorted(illnesses, reverse=True)
+
+
+def test_a_root_comes_before_its_symptoms_and_takes_their_rank():
+    findings = [finding("symptom", 0.9), finding("other", 0.5), finding("root", 0.1), finding("limit", 1.0, True)]
+    ordered = [f.name for f in in_order(findings, {"root": ("symptom",)})]
+    assert ordered == ["root", "symptom", "other", "limit"]
+
+
+def test_roots_of_roots():
+    findings = [finding("c", 0.9), finding("a", 0.2), finding("b", 0.1)]
+    assert [f.name for f in in_order(findings, {"a": ("b",), "b": ("c",)})] == ["a", "b", "c"]
+
+
+def test_the_rules_name_existing_symptoms_and_make_no_circle():
+    tree = roots()
+    assert set().union(*tree.values()) <= set(RULES)
+
+    def below(name: str, above: frozenset[str]) -> None:
+        assert name not in above, f"{name} is its own root"
+        for symptom in tree[name]:
+            below(symptom, above | {name})
+
+    for name in RULES:
+        below(name, frozenset())
+    for rule in RULES.values():
+        assert rule.meaning.endswith("."), rule.name
+
+
+def test_every_finding_says_all_that_it_must():
+    books = Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100))
+    for one in diagnose(books).findings:
+        for field in ("claim", "cost", "counter_check", "regime", "confidence_from"):
+            assert len(getattr(one, field)) > 20, field
+        assert one.evidence
+        assert 0 < one.share_of_time <= 1
+        assert 0 < one.confidence <= 1
+
+
+def test_a_ledger_with_holes_is_not_diagnosed():
+    """More than a twentieth of the time unattributed: what is known might not be what was lost."""
+    books = Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100))
+    holed = [_with_hole(account, 0.2) for account in books.accounts]
+    diagnosis = diagnose(msgspec.structs.replace(books, accounts=tuple(holed)))
+    assert diagnosis.findings == ()
+    assert diagnosis.withheld
+    assert not diagnosis.healthy
+    assert exit_code(diagnosis) == CANNOT_TELL
+    assert "neither book" in diagnosis.abstentions[-1].why
+    small = [_with_hole(account, 0.02) for account in books.accounts]
+    assert diagnose(msgspec.structs.replace(books, accounts=tuple(small))).findings[0].name == "slot_bound"
+
+
+def _with_hole(account, share: float):
+    """Its end lies later, and nobody knows why."""
+    wall_ns = account.end_ns - account.start_ns
+    hole_ns = int(wall_ns * share / (1 - share))
+    last = account.intervals[-1]
+    hole = type(last)(Stage.UNATTRIBUTED, Cause.ENGINE_DIED, account.end_ns, account.end_ns + hole_ns)
+    return msgspec.structs.replace(account, end_ns=account.end_ns + hole_ns, intervals=(*account.intervals, hole))
+
+
+def test_exit_codes():
+    assert exit_code(diagnose(Ward().run(*poisson(10, 80)))) == NOTHING_FOUND
+    assert exit_code(diagnose(Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100)))) == FOUND
+    assert exit_code(diagnose(Ward().run(*poisson(10, MIN_REQUESTS - 1)))) == CANNOT_TELL
+
+
+def test_the_same_books_give_the_same_answer():
+    books = Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100))
+    assert as_json(diagnose(books)) == as_json(diagnose(books))
+    back = msgspec.json.decode(msgspec.json.encode(diagnose(books)), type=Diagnosis)
+    assert back == diagnose(books)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 2}, {"num_blocks": 40, "max_model_len": 512}])
+def test_told_in_80_columns(settings):
+    shown = io.StringIO()
+    diagnosis = diagnose(Ward(settings=settings).run(*poisson(25, 100, output=60)))
+    Console(file=shown, width=200, color_system=None).print(told(diagnosis))
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+    if diagnosis.illnesses:
+        assert "1. " + diagnosis.illnesses[0].name in shown.getvalue()
+        assert "splittime explain r" in shown.getvalue()
+    else:
+        assert "Nothing found" in shown.getvalue()
+
+
+def test_an_old_server_without_facts_is_diagnosed_as_far_as_it_goes():
+    books = msgspec.structs.replace(Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100)), facts=None)
+    diagnosis = diagnose(books)
+    assert diagnosis.findings[0].name == "slot_bound"
+    assert {"gc_pauses", "cold_start"} <= {abstention.name for abstention in diagnosis.abstentions}

@@ -1,0 +1,79 @@
+"""What the device is bound by: told as a limit, with the batch up to which it holds; never as an illness."""
+
+import msgspec
+import pytest
+from test_rules_queue import poisson
+from ward import Ward
+
+from splittime.diagnose.doctor import diagnose
+from splittime.diagnose.rules.decode import crossover_rows
+from splittime.ledger.facts import Machine, TokenCost
+
+GB_PER_S = 10**9  # so that a byte takes a nanosecond
+MACHINE = Machine(cpu="any", threads=1, cores=2, read_bytes_per_s=GB_PER_S, operations_per_s=10**9, cache_bytes=0)
+NOTHING = {"weight_bytes": 1, "kv_bytes_per_token": 0, "operations_per_token": 0, "operations_per_context_token": 0}
+
+
+def bound(books, machine: Machine = MACHINE, settings: dict | None = None, **cost):
+    """The same books on a machine and a model of which this would be the cost."""
+    facts = msgspec.structs.replace(
+        books.facts,
+        cost=TokenCost(**(NOTHING | cost)),
+        machine=machine,
+        settings=books.facts.settings | (settings or {}),
+    )
+    return msgspec.structs.replace(books, facts=facts)
+
+
+@pytest.fixture(scope="module")
+def books():
+    return Ward(step_ms=4.0, token_ms=0.02).run(*poisson(10, 80, output=60))
+
+
+def limits(books) -> list[str]:
+    diagnosis = diagnose(books)
+    assert diagnosis.healthy, "a limit is no illness"
+    return [finding.name for finding in diagnosis.limits]
+
+
+def test_weights(books):
+    ill = bound(books, weight_bytes=3_600_000, operations_per_token=100_000)
+    assert limits(ill) == ["weight_bandwidth_bound"]
+    finding = diagnose(ill).limits[0]
+    assert finding.cure.flags == ("--quantization", "int8")
+    assert crossover_rows(ill) == pytest.approx(36)
+    assert "up to about 36 rows" in finding.regime
+    assert "64" in finding.regime
+
+
+@pytest.mark.parametrize(("now", "flags"), [("int8", ("--quantization", "int4")), ("int4", ())])
+def test_what_is_small_already_is_prescribed_smaller_or_not_at_all(books, now, flags):
+    ill = bound(books, weight_bytes=3_600_000, settings={"quantization": now})
+    assert diagnose(ill).limits[0].cure.flags == flags
+
+
+def test_keys_and_values(books):
+    ill = bound(books, kv_bytes_per_token=16_000)
+    assert limits(ill) == ["kv_bandwidth_bound"]
+    assert diagnose(ill).limits[0].cure.flags == ("--kv-cache-dtype", "int8")
+
+
+def test_products(books):
+    ill = bound(books, operations_per_token=1_700_000)
+    assert limits(ill) == ["compute_bound"]
+    assert diagnose(ill).limits[0].cure.flags == ("--num-threads", "2")
+    busy = bound(books, machine=msgspec.structs.replace(MACHINE, threads=2), operations_per_token=1_700_000)
+    assert diagnose(busy).limits[0].cure.flags == ()
+
+
+def test_far_below_every_ceiling_nothing_is_said(books):
+    assert limits(bound(books, weight_bytes=1_000_000, operations_per_token=100_000)) == []
+
+
+def test_weights_in_the_cache_are_not_read_from_memory(books):
+    cached = msgspec.structs.replace(MACHINE, cache_bytes=10**9)
+    assert limits(bound(books, machine=cached, weight_bytes=3_600_000)) == []
+
+
+def test_without_ceilings_it_says_so(books):
+    assert {a.name for a in diagnose(books).abstentions} >= {"weight_bandwidth_bound", "compute_bound"}

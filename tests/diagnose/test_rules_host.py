@@ -1,0 +1,70 @@
+"""The machine around the model."""
+
+import msgspec
+from test_rules_queue import names, poisson
+from ward import MS, Case, Ward, ids
+
+from splittime.core.errors import ErrorInfo
+from splittime.diagnose.doctor import diagnose
+from splittime.ledger.facts import Process
+
+
+def with_process(books, **facts):
+    engine = msgspec.structs.replace(books.facts.process("engine"), **facts)
+    others = tuple(process for process in books.facts.processes if process.name != "engine")
+    return msgspec.structs.replace(books, facts=msgspec.structs.replace(books.facts, processes=(engine, *others)))
+
+
+def test_a_host_that_keeps_the_device_waiting():
+    first = diagnose(Ward(step_ms=1, token_ms=0.01, gap_ms=2).run(*poisson(10, 80))).findings[0]
+    assert first.name == "host_bound"
+    assert "between steps" in first.claim
+
+
+def test_a_quick_host():
+    assert names(Ward(step_ms=1, token_ms=0.01, gap_ms=0.1).run(*poisson(10, 80))) == []
+
+
+def test_long_pauses_are_named_and_short_ones_not():
+    books = Ward().run(*poisson(10, 80))
+    begin_ns = books.accounts[10].start_ns
+    felt = tuple((begin_ns + 300 * i * MS, 60 * MS) for i in range(20))
+    assert names(with_process(books, pauses=felt)) == ["gc_pauses"]
+    short = tuple((begin_ns + 300 * i * MS, MS) for i in range(20))
+    assert names(with_process(books, pauses=short)) == []
+    before = tuple((books.accounts[0].start_ns - 10**9 + i * MS, 200 * MS) for i in range(3))
+    assert names(with_process(books, pauses=before)) == []
+
+
+def test_texts_that_take_longer_to_tokenise_than_to_compute():
+    cases = [Case(200 * i, ids(200, i), 1, tokenize_ms=30) for i in range(40)]
+    assert names(Ward().run(*cases))[0] == "slow_tokenizing"
+
+
+def test_slow_first_steps_after_the_start():
+    """The first five seconds cost five times as much."""
+    cold, warm = Ward(step_ms=20), Ward(step_ms=4)
+    early = cold.run(*(Case(100 * i, ids(32, i), 10) for i in range(40)))
+    warm.clock.advance(cold.clock.now_ns())
+    late = warm.run(*(Case(5000 + 100 * i, ids(32, 100 + i), 10) for i in range(40)))
+    books = msgspec.structs.replace(
+        late, accounts=early.accounts + renamed(late.accounts), steps=early.steps + late.steps
+    )
+    first = diagnose(with_process(books, ready_ns=early.accounts[0].start_ns)).findings[0]
+    assert first.name == "cold_start"
+
+
+def renamed(accounts):
+    return tuple(msgspec.structs.replace(account, request_id=f"late-{account.request_id}") for account in accounts)
+
+
+def test_requests_before_it_was_ready():
+    books = Ward().run(*poisson(10, 60))
+    error = ErrorInfo("overloaded_error", "the engine is not ready yet", "not_ready", 503)
+    refused = [
+        msgspec.structs.replace(a, request_id=f"early-{i}", finish_reason="refused", error=error)
+        for i, a in enumerate(books.accounts[:20])
+    ]
+    books = msgspec.structs.replace(books, accounts=(*refused, *books.accounts))
+    assert names(books) == ["cold_start"]
+    assert isinstance(books.facts.processes[0], Process)

@@ -1,0 +1,67 @@
+"""Waiting to be admitted: the illness made with the real scheduler is named, its healthy neighbour is not."""
+
+import random
+
+from ward import Case, Ward, ids
+
+from splittime.diagnose.doctor import diagnose
+
+
+def names(books) -> list[str]:
+    return [finding.name for finding in diagnose(books).illnesses]
+
+
+def poisson(rate: float, count: int, prompt: int = 32, output: int = 20, seed: int = 1) -> list[Case]:
+    """Independent prompts at true Poisson instants."""
+    rng = random.Random(seed)
+    at_ms, cases = 0.0, []
+    for i in range(count):
+        at_ms += rng.expovariate(rate) * 1e3
+        cases.append(Case(at_ms, ids(prompt, seed=i), output))
+    return cases
+
+
+def test_too_few_slots():
+    ward = Ward(settings={"max_num_seqs": 2})
+    diagnosis = diagnose(ward.run(*poisson(25, 100)))
+    first = diagnosis.findings[0]
+    assert first.name == "slot_bound"
+    assert first.cure.flags == ("--max-num-seqs", "16")
+    assert first.share_of_time > 0.5
+    assert set(first.request_ids) <= {account.request_id for account in ward.closed}
+
+
+def test_as_many_slots_as_the_finding_says_cure_it():
+    assert names(Ward(settings={"max_num_seqs": 16}).run(*poisson(25, 100))) == []
+
+
+def test_slots_are_no_cure_where_a_larger_batch_is_no_faster():
+    ward = Ward(step_ms=0.01, token_ms=5.0, settings={"max_num_seqs": 4})
+    diagnosis = diagnose(ward.run(*poisson(12, 100, prompt=2)))
+    assert "slot_bound" not in [finding.name for finding in diagnosis.findings]
+    assert "slot_bound" in [abstention.name for abstention in diagnosis.abstentions]
+
+
+def test_overload_grows():
+    ward = Ward(step_ms=0.1, token_ms=2.0, settings={"max_num_seqs": 64})
+    diagnosis = diagnose(ward.run(*poisson(15, 150)))
+    assert diagnosis.findings[0].name == "overload"
+
+
+def test_a_burst_is_no_overload():
+    burst = [Case(0, ids(32, i), 20) for i in range(12)]
+    later = [Case(800 + 300 * i, ids(32, 100 + i), 20) for i in range(40)]
+    assert "overload" not in names(Ward(settings={"max_num_seqs": 16}).run(*burst, *later))
+
+
+def test_healthy_at_many_seeds():
+    for seed in range(20):
+        assert names(Ward().run(*poisson(10, 80, seed=seed))) == []
+
+
+def test_few_requests_are_too_few():
+    diagnosis = diagnose(Ward(settings={"max_num_seqs": 1}).run(*poisson(50, 10)))
+    assert diagnosis.thin
+    assert not diagnosis.healthy
+    assert diagnosis.findings == ()
+    assert "10 requests" in diagnosis.abstentions[-1].why

@@ -1,0 +1,133 @@
+"""Ceilings: measured in short pieces, kept for a while, the best counts; trouble costs a figure, not the start."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from splittime.kernels.api import WeightScheme, resolve
+from splittime.kernels.cpu.ops import CpuOps
+from splittime.kernels.native.library import LibraryMissing, library
+from splittime.runner import ceilings, ceilings_file, machine
+from splittime.runner.ceilings import Gauge
+
+FLOAT32 = WeightScheme("float32")
+
+
+def native_is_there() -> bool:
+    try:
+        library()
+    except LibraryMissing:
+        return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A megabyte: what is measured is the processor's cache, in no time."""
+    for name, value in (("MIN_READ_BYTES", 1 << 20), ("MAX_READ_BYTES", 1 << 20), ("TOUCH_BYTES", 1 << 19)):
+        monkeypatch.setattr(ceilings, name, value)
+
+
+def gauge(folder, ops=None, threads: int = 1) -> Gauge:
+    return Gauge(ops or CpuOps(torch.float32), FLOAT32, threads, folder)
+
+
+def measured(one: Gauge) -> ceilings.Ceilings:
+    found = list(one.measure())
+    assert found[:-1] == [None] * (len(found) - 1)
+    return found[-1]
+
+
+def test_what_is_measured_is_known_at_the_next_start(tmp_path):
+    first = gauge(tmp_path / "made" / "here")
+    assert first.known().measured_at_unix_ns is None
+    assert first.is_due()
+    found = measured(first)
+    assert found.read_bytes_per_s > 1e8
+    assert found.operations_per_s > 1e7
+    assert found.cpu
+    assert found.threads == 1
+    assert found.cores == machine.num_cores()
+    second = gauge(tmp_path / "made" / "here")
+    assert second.known() == found
+    assert not second.is_due()
+    assert gauge(tmp_path / "made" / "here", threads=2).known().measured_at_unix_ns is None  # another server's
+
+
+@pytest.mark.skipif(not native_is_there(), reason="no native kernels")
+@pytest.mark.parametrize("scheme", ["float32", "int8", "int4"])
+def test_native_kernels_are_measured_in_their_scheme(tmp_path, scheme):
+    one = Gauge(resolve("native", torch.float32), WeightScheme(scheme, 64 if scheme == "int4" else 0), 2, tmp_path)
+    assert measured(one).operations_per_s > 1e7
+
+
+def test_the_best_of_the_last_days_counts(tmp_path):
+    measured(gauge(tmp_path))
+    path = tmp_path / ceilings_file.NAME
+    [(key, [(at_ns, _, _)])] = json.loads(path.read_text()).items()
+    long_ago_ns = at_ns - (ceilings_file.MAX_AGE_S + 60) * 10**9
+    hours_ago_ns = at_ns - 7200 * 10**9
+    path.write_text(
+        json.dumps({key: [[long_ago_ns, 1e18, 1e18], [hours_ago_ns, 1e15, 2.0], [hours_ago_ns, 3.0, 1e14]]})
+    )
+    known = gauge(tmp_path).known()
+    assert (known.read_bytes_per_s, known.operations_per_s) == (1e15, 1e14)
+    assert known.measured_at_unix_ns == hours_ago_ns
+    assert gauge(tmp_path).is_due()
+    found = measured(gauge(tmp_path))
+    assert (found.read_bytes_per_s, found.operations_per_s) == (1e15, 1e14)
+    assert found.measured_at_unix_ns >= at_ns
+    assert len(json.loads(path.read_text())[key]) == 3  # what is too old has left
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"k": 3}', '{"k": [[1, "a", 3]]}', '{"k": [[1]]}', "\x00\xff"])
+def test_a_damaged_file_is_as_none(tmp_path, damage):
+    (tmp_path / ceilings_file.NAME).write_bytes(damage.encode("latin-1"))
+    assert gauge(tmp_path).known().measured_at_unix_ns is None
+    assert measured(gauge(tmp_path)) == gauge(tmp_path).known()
+
+
+def test_nothing_is_kept_where_nothing_may_be(tmp_path):
+    assert measured(gauge(None)).read_bytes_per_s > 0
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert measured(gauge(blocked)).read_bytes_per_s > 0
+    assert gauge(blocked).known().measured_at_unix_ns is None
+
+
+def test_no_memory_costs_a_figure_only(tmp_path, monkeypatch, caplog):
+    def no_memory(self, num_bytes):
+        raise MemoryError("no")
+
+    monkeypatch.setattr(Gauge, "_allocate", no_memory)
+    found = measured(gauge(tmp_path))
+    assert found.read_bytes_per_s is None
+    assert found.operations_per_s > 0
+    assert "could not be measured" in caplog.text
+    assert found.measured_at_unix_ns <= time.time_ns()
+
+
+def cache_tree(folder, *caches):
+    for core, index, level, size, shared in caches:
+        one = folder / f"cpu{core}" / "cache" / f"index{index}"
+        one.mkdir(parents=True)
+        for name, value in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+            (one / name).write_text(f"{value}\n")
+
+
+def test_last_level_caches_of_as_many_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CPUS", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    assert machine.cache_bytes(2) is None
+    cache_tree(
+        tmp_path,
+        (0, 0, 1, "32K", "0"),
+        (0, 3, 3, "32768K", "0-1"),
+        (1, 3, 3, "32768K", "0-1"),
+        (2, 3, 3, "16384K", "2"),
+    )
+    assert machine.cache_bytes(1) == 32 << 20
+    assert machine.cache_bytes(2) == 48 << 20
+    assert machine.cache_bytes(8) == 48 << 20

@@ -1,0 +1,220 @@
+"""The page's files and its data: who gets what, that no record is told twice or lost, and that bins keep the time."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from browser import books
+from splittime.ledger.account import Interval
+from splittime.ledger.stages import Cause, Stage
+from splittime.server import routes_dashboard
+from splittime.server.dashboard import bins, files
+
+from .conftest import say
+
+HTML = {"Accept": "text/html,application/xhtml+xml"}
+
+
+def fill(live, accounts, steps=()) -> None:
+    live.call(lambda: [*map(live.ledger.add_account, accounts), *map(live.ledger.add_step, steps)])
+
+
+def look(live, after: str = "") -> dict:
+    status, fields, answer = live.get(f"/dashboard/data?after={after}")
+    assert status == 200, answer
+    assert fields["cache-control"] == "no-store"
+    return answer
+
+
+# ---- files
+
+
+def test_a_browser_gets_the_page_and_others_json(launch) -> None:
+    live = launch()
+    status, fields, body = live.get("/", **HTML)
+    assert (status, fields["content-type"]) == (200, "text/html; charset=utf-8")
+    assert fields["content-security-policy"].startswith("default-src 'self';")
+    assert b'<script type="module" src="dashboard/static/app.js">' in body
+    assert live.get("/")[2]["name"] == "splittime"
+    assert live.get("/", Accept="*/*")[2]["docs"] == "/docs"
+
+
+def test_files_are_kept_by_the_browser_until_they_change(launch) -> None:
+    live = launch()
+    _, fields, body = live.get("/dashboard/static/app.js")
+    assert fields["content-type"].startswith("text/javascript")
+    assert fields["cache-control"] == "no-cache"
+    status, again, nothing = live.get("/dashboard/static/app.js", **{"If-None-Match": fields["etag"]})
+    assert (status, nothing, again["etag"]) == (304, b"", fields["etag"])
+    assert live.get("/dashboard/static/app.js", **{"If-None-Match": '"other"'})[2] == body
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2Frows.py", "rows.py", "__init__.py", "%2e%2e/app.py", "%00"])
+def test_only_the_page_s_own_files_are_given(launch, name) -> None:
+    assert launch().get(f"/dashboard/static/{name}")[0] == 404
+
+
+def test_every_file_that_the_page_names_is_there() -> None:
+    known = files.files()
+    for name, file in known.items():
+        for part in file.body.decode().split('"'):
+            if part.startswith("./") and part.endswith(".js"):
+                assert part[2:] in known, (name, part)
+            if part.startswith("dashboard/static/"):
+                assert part.removeprefix("dashboard/static/") in known, (name, part)
+
+
+def test_the_page_needs_no_key_and_the_data_does(launch) -> None:
+    live = launch(config={"api_key": "secret"})
+    fill(live, books.accounts(1))
+    assert live.get("/", **HTML)[0] == 200
+    assert live.get("/dashboard/static/app.css")[0] == 200
+    for path in ("/", "/dashboard/data", "/dashboard/requests/r0", "/dashboard/findings", "/dashboard/static/../data"):
+        assert live.get(path)[0] == 401, path
+    assert live.request("POST", "/", headers=HTML)[0] == 401
+    assert live.get("/dashboard/data", Authorization="Bearer secret")[0] == 200
+
+
+# ---- data
+
+
+def test_each_record_is_told_once(launch) -> None:
+    live = launch()
+    fill(live, books.accounts(5), books.steps(7, ("r1",)))
+    first = look(live)
+    assert first["reset"]
+    assert [row["id"] for row in first["rows"]] == ["r0", "r1", "r2", "r3", "r4"]
+    assert sum(told[1] for told in first["step_bins"]) == 7
+    nothing = look(live, first["cursor"])
+    assert (nothing["reset"], nothing["rows"], nothing["step_bins"], nothing["presence"]) == (False, [], [], {})
+    fill(live, [books.account("new", time.monotonic_ns())])
+    assert [row["id"] for row in look(live, nothing["cursor"])["rows"]] == ["new"]
+
+
+def test_a_cursor_of_another_process_gets_everything_anew(launch) -> None:
+    live = launch()
+    fill(live, books.accounts(2))
+    for cursor in ("", "0123456789ab.1.1", f"{routes_dashboard.PROCESS}.999.0"):
+        answer = look(live, cursor)
+        assert answer["reset"]
+        assert len(answer["rows"]) == 2
+
+
+@pytest.mark.parametrize("rest", ["", "1", "1.2.3", "-1.2", "x.y", "1.²", "9" * 30 + ".0"])
+def test_a_cursor_that_is_none_is_refused(launch, rest) -> None:
+    from urllib.parse import quote
+
+    status, _, answer = launch().get(f"/dashboard/data?after={routes_dashboard.PROCESS}.{quote(rest)}")
+    assert status == 400
+    assert answer["error"]["param"] == "after"
+
+
+def test_an_answer_is_bounded_and_says_what_it_left_out(launch, monkeypatch) -> None:
+    monkeypatch.setattr(routes_dashboard, "MAX_ROWS", 10)
+    monkeypatch.setattr(routes_dashboard, "MAX_STEPS", 20)
+    live = launch()
+    fill(live, books.accounts(25), books.steps(50, ("r1",)))
+    answer = look(live)
+    assert answer["left_out"] == {"accounts": 15, "steps": 30}
+    assert [row["id"] for row in answer["rows"]] == [f"r{i}" for i in range(15, 25)]
+    assert look(live, answer["cursor"])["left_out"] == {"accounts": 0, "steps": 0}
+
+
+def test_a_request_is_open_and_then_closed_and_never_both(launch) -> None:
+    live = launch(say("abc"), step_s=0.005)
+    live.engine.paused = True
+    import threading
+
+    thread = threading.Thread(target=live.post, args=("/v1/completions", {"prompt": "x", "max_tokens": 3}))
+    thread.start()
+    while not (answer := look(live))["open"]:
+        time.sleep(0.01)
+    assert answer["rows"] == []
+    assert answer["open"][0]["stages"][-1][0] == "queue:not_told"
+    assert sum(ns for _, ns in answer["open"][0]["stages"]) == answer["open"][0]["e2e_ns"]
+    live.engine.paused = False
+    thread.join()
+    answer = look(live)
+    assert (answer["open"], len(answer["rows"])) == ([], 1)
+    assert sum(ns for _, ns in answer["rows"][0]["stages"]) == answer["rows"][0]["e2e_ns"]
+
+
+def test_a_request_is_closed_though_the_engine_has_not_let_go_yet(launch) -> None:
+    live = launch(say("abc"), step_s=0.3)
+    assert live.post("/v1/completions", {"prompt": "x", "stop": "b", "max_tokens": 3})[0] == 200
+    assert live.service.generations
+    answer = look(live)
+    assert (answer["open"], len(answer["rows"])) == ([], 1)
+
+
+def test_a_waterfall_tells_the_steps_and_who_shared_them(launch) -> None:
+    live = launch()
+    steps = books.steps(40, ("one", "two", "three"))
+    fill(live, [books.account("one", steps[-1].end_ns)], steps)
+    status, _, told = live.get("/dashboard/requests/one")
+    assert status == 200
+    assert {n["id"] for n in told["neighbours"]} == {"two", "three"}
+    assert told["num_steps"] == len(told["steps"])
+    prompts = [step for step in told["steps"] if step["own_tokens"] == 256]
+    assert prompts
+    assert all(step["other_decode_tokens"] == 2 for step in told["steps"])
+    assert live.get("/dashboard/requests/nobody")[0] == 404
+
+
+def test_a_diagnosis_is_of_the_live_ledger_and_kept_a_while(launch, monkeypatch) -> None:
+    live = launch()
+    told = live.get("/dashboard/findings")[2]
+    assert (told["findings"], told["thin"]) == ([], True)
+    fill(live, books.accounts(60, seconds=60), books.steps(400, ("r58", "r59")))
+    assert live.get("/dashboard/findings")[2] == told
+    monkeypatch.setattr(routes_dashboard, "DIAGNOSED_FOR_S", 0.0)
+    told = live.get("/dashboard/findings")[2]
+    assert (told["num_requests"], told["thin"]) == (60, False)
+    assert told["findings"], "an hour of waiting for slots, and nothing found"
+
+
+def test_the_interpreter_s_turns_are_as_long_as_before(launch) -> None:
+    import sys
+
+    before_s = sys.getswitchinterval()
+    assert before_s > routes_dashboard.TURN_S
+    live = launch()
+    look(live)
+    assert live.get("/dashboard/requests/nobody")[0] == 404
+    assert sys.getswitchinterval() == before_s
+
+
+# ---- bins
+
+instants = st.integers(0, 20 * bins.BIN_NS)
+
+
+@given(st.lists(st.tuples(instants, instants), max_size=20), instants)
+def test_bins_hold_all_the_time_after_since_and_no_more(pairs, since_ns) -> None:
+    spans = [("decode", min(pair), max(pair)) for pair in pairs]
+    found = bins.presence([spans], since_ns).get("decode", {})
+    expected_ns = sum(max(0, end - max(begin, since_ns)) for _, begin, end in spans)
+    assert sum(found.values()) == expected_ns
+    for at, ns in found.items():
+        assert 0 < ns <= len(spans) * bins.BIN_NS
+        assert any(begin < (at + 1) * bins.BIN_NS and end > at * bins.BIN_NS for _, begin, end in spans)
+
+
+@given(st.integers(1, 30), st.integers(20, 3 * bins.BIN_NS))
+def test_the_parts_of_steps_keep_their_time(count, length_ns) -> None:
+    records = books.steps(count, ("a", "b"), length_ns)
+    rows = bins.step_bins(records, since_ns=-(2**60))
+    columns = {name: sum(row[1 + i] for row in rows) for i, name in enumerate(bins.SUMS)}
+    assert columns["steps"] == count
+    assert columns["device_ns"] == sum(record.device_ns for record in records)
+    assert columns["host_ns"] == sum(r.plan_ns + r.launch_ns + r.commit_ns for r in records)
+    assert columns["host_gap_ns"] == sum(record.host_gap_ns for record in records)
+    times = sum(columns[name] for name in ("device_ns", "sample_ns", "host_ns", "host_gap_ns", "idle_ns"))
+    assert times == records[-1].end_ns - records[0].begin_ns + records[0].host_gap_ns
+
+
+def test_a_stage_s_key_names_its_cause() -> None:
+    found = bins.spans([Interval(Stage.QUEUE, Cause.KV_BLOCKS, 1, 2), Interval(Stage.DECODE, None, 2, 3)])
+    assert found == [("queue:kv_blocks", 1, 2), ("decode", 2, 3)]
