@@ -52,6 +52,7 @@ from splittime.loadgen.target import RunOptions, Target
 
 TTFT_MS, GAP_MS, TOKENS, PER_S = 50.0, 10.0, 21, 200
 GOAL_MS = 1.0
+WARM_UP_S = 2.0  # in which the connections are opened
 MS = 1_000_000
 PROMPT = tuple(range(16))
 
@@ -70,7 +71,7 @@ def mock_server(*flags: str) -> Iterator[str]:
 
 def schedule(seconds: float, in_step: bool = False) -> Schedule:
     load: dict[str, Any] = {"rate": PER_S, "duration_s": seconds, "arrivals": "constant" if in_step else "poisson"}
-    spec = LoadSpec(**load, input_tokens="16", output_tokens=str(TOKENS))
+    spec = LoadSpec(**load, input_tokens="16", output_tokens=str(TOKENS), warm_up_s=WARM_UP_S)
     return draw(spec, vocab_size=1000, max_model_len=None)
 
 
@@ -79,10 +80,11 @@ def spread(values_ms: list[float]) -> dict[str, float]:
 
 
 def errors_of(run: Run) -> dict[str, Any]:
-    whole = [o for o in run.outcomes if o.ending is Ending.COMPLETE and len(o.chunk_ns) == TOKENS]
+    measured = run.measured()
+    whole = [o for o in measured if o.ending is Ending.COMPLETE and len(o.chunk_ns) == TOKENS]
     gaps = [later - earlier for o in whole for earlier, later in pairwise(o.chunk_ns)]
     return {
-        "requests": len(run.outcomes),
+        "requests": len(measured),
         "complete": len(whole),
         "ttft_error_ms": spread([(o.chunk_ns[0] - (o.sent_ns or 0)) / MS - TTFT_MS for o in whole]),
         "gap_error_ms": spread([abs(gap / MS - GAP_MS) for gap in gaps]),
@@ -176,7 +178,7 @@ async def by_aiohttp(url: str, seconds: float) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=7.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -1,5 +1,5 @@
-"""The report in headless Chromium, opened from disk and offline: it reads in both lights, on any screen, and runs nothing
-that came with a run. Its console must stay empty."""
+"""The report in headless Chromium, from disk and offline: it reads in both lights, on any screen, and runs nothing that
+came with a run. Its console must stay empty."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,8 @@ from splittime.loadgen.report.html import write_html
 
 from .test_page import WORST_CONTRAST
 
-sys.path[:0] = [str(Path(__file__).parents[1] / part) for part in ("ledger", "loadgen")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "ledger"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "loadgen"))
 from client_runs import drawn_run
 from test_html_report import both_books, evil_run
 

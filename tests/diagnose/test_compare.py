@@ -284,6 +284,7 @@ def test_exit_codes():
 def test_it_is_shown_within_100_columns_and_survives_json():
     found = compare(*of_one_schedule(1, 1.5))
     assert [one.name for one in found.metrics] == list(DEFAULT_METRICS)
+    assert found.level == pytest.approx(0.99)  # five intervals, all together at 95 %
     out = io.StringIO()
     Console(file=out, width=120, color_system=None).print(render_comparison(found))
     shown = out.getvalue()

@@ -40,6 +40,8 @@ def test_an_open_loop_sees_the_whole_freeze():
     begin_ns = outcomes[0].intended_ns  # the freeze counts from the first arrival
     for o in outcomes:
         into_freeze_ms = (o.intended_ns - begin_ns) / MS - 500
+        if abs(into_freeze_ms) < 100:  # a busy machine decides on which side it falls
+            continue
         expected_ms = FREEZE_MS - into_freeze_ms if 0 <= into_freeze_ms < FREEZE_MS else 0
         response_ms = (o.chunk_ns[0] - o.intended_ns) / MS
         assert abs(response_ms - expected_ms) < 250, o.index

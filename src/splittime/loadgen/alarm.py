@@ -83,8 +83,9 @@ class Alarm:
         at_ns = now_ns()
         while self._entries and self._entries[0].at_ns <= at_ns:
             entry = heapq.heappop(self._entries)
-            if entry.callback is not None:
-                entry.callback()
+            callback, entry.callback = entry.callback, None  # what it holds is free at once
+            if callback is not None:
+                callback()
         self._arm()
 
 

@@ -13,8 +13,10 @@ from numpy.typing import ArrayLike
 
 from splittime.loadgen.report.html_scale import HEIGHT, WIDTH, Array, Scale
 
+MANY = 20_000  # dots, from which on they are put on a grid of about a pixel: no screen shows more
+COARSE = np.array([WIDTH / 1500, HEIGHT / 300])
+LAST = 0.97  # of the x axis, from which on a label would reach beyond the page
 LAYERS = 4  # dots in so many see-through layers, so that where many lie it is darker
-MIN_TICK_GAP = 0.04  # of the axis; ticks nearer than this to its end would collide with its name
 
 
 class Plot:
@@ -41,7 +43,9 @@ class Plot:
         """Labels beneath, and no lines: what lies above them is read by the y axis."""
         places = self.x.ticks() if ticks is None else ticks
         for value, place in zip(places, self.x.share(places), strict=True):
-            self._x_ticks.append(Markup('<span style="left:{:.3f}%">{}</span>').format(100 * place, label(value)))
+            side = "last" if place > LAST else ""
+            words = Markup('<span class="{}" style="left:{:.3f}%">{}</span>').format(side, 100 * place, label(value))
+            self._x_ticks.append(words)
         return self
 
     def y_axis(self, label: Callable[[float], str]) -> "Plot":
@@ -53,8 +57,12 @@ class Plot:
         return self
 
     def dots(self, xs: ArrayLike, ys: ArrayLike, ink: str) -> None:
-        """One place is drawn once, however many lie there."""
-        places = np.unique(np.stack([self.x.x(xs), self.y.y(ys)], axis=1), axis=0)
+        """One place is drawn once, however many lie there; what is nan has none."""
+        places = np.stack([self.x.x(xs), self.y.y(ys)], axis=1)
+        places = places[~np.isnan(places).any(axis=1)]
+        if len(places) > MANY:
+            places = np.rint(places / COARSE) * COARSE
+        places = np.unique(places, axis=0)
         for layer in range(min(LAYERS, len(places))):
             self._path("".join(f"M{x:.0f} {y:.0f}h.1" for x, y in places[layer::LAYERS]), f"dots c-{ink}")
 

@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 class Failure(NamedTuple):
-    count: str
+    requests: str
     what: str
     error: str
     first: str

@@ -55,7 +55,7 @@ def fitting(values: ArrayLike) -> Scale:
     if not len(above):
         return Scale(0.0, 1.0)
     if above.max() / np.percentile(above, 1) < WIDE:
-        return from_zero(array, 1.12)
+        return from_zero(above, 1.12)
     return Scale(float(above.min()) / 1.15, float(above.max()) * 1.5, is_log=True)
 
 

@@ -100,7 +100,7 @@ class TimePlots:
     def _window_notes(self, plot: Plot) -> None:
         low, high = self.run.measured_from_ns / 1e9, self.run.measured_until_ns / 1e9
         top = plot.y.high
-        if low > 0.04 * self.time.high:
+        if low > 0.08 * self.time.high:
             plot.note("warm-up", 0.0, top, "dim", "right above", moves=True)
         plot.note("measured", low, top, "dim", "right above", moves=True)
         if high < 0.9 * self.time.high:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from splittime.ledger.client_book import Check, Run
 from splittime.ledger.client_figures import Figure, Summary, Trend
 from splittime.ledger.client_intervals import Estimate, Interval
+from splittime.loadgen.report.html_scale import number
 from splittime.loadgen.report.text import OUT_OF_REACH, digits, ends, listed, ms, percent
 
 CLOCKS_DIFFER = 0.05
@@ -58,7 +59,7 @@ def check_sentence(check: Check) -> str:
     sentence = check.sentence[:1].upper() + check.sentence[1:]
     if check.ok or check.value is None or check.limit is None:
         return f"{sentence}."
-    return f"{sentence}. Allowed: {digits(check.limit)} {check.unit}".rstrip() + "."
+    return f"{sentence}. Allowed: {number(check.limit)} {check.unit}".rstrip() + "."
 
 
 def tiles(found: Summary) -> list[Tile]:

@@ -1,7 +1,7 @@
 // What the drawn page cannot do by itself: look closer in time, and say which request a dot is. It draws nothing new.
 "use strict";
 
-const NEAR_PX = 14, LEAST_SPAN = 0.002, WIDTH = 100000;
+const NEAR_PX = 14, LEAST_SPAN = 0.002, WIDTH = 100000, LAST = 0.97;
 const LABEL = new Intl.NumberFormat("en", { maximumSignificantDigits: 5 });
 
 for (const article of document.querySelectorAll(".arm")) {
@@ -31,6 +31,7 @@ function zoomable(stack) {
     }
     axis.replaceChildren(...ticks(view.from * until, (view.from + view.span) * until).map(([left, text]) => {
       const tick = document.createElement("span");
+      tick.className = left > LAST ? "last" : "";
       tick.style.left = `${100 * left}%`;
       tick.textContent = text;
       return tick;
@@ -97,7 +98,7 @@ function ticks(low, high) {
 function readable(place, requests, view) {
   const [xField, ...yFields] = place.dataset.fields.split(" ");
   const [xLow, xHigh, xLog, yLow, yHigh, yLog] = place.dataset.scales.split(" ").map(Number);
-  const at = (value, low, high, isLog) => isLog ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
+  const at = (value, low, high, isLog) => value === null ? NaN : isLog ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
   const answer = place.parentElement.querySelector(".answer");
   const room = place.querySelector(".room");
   const nearest = (px, py, box) => {
