@@ -70,7 +70,7 @@ def _texts(seed: int) -> Schedule:
 
 def _wide_answers(seed: int) -> Schedule:
     """Long answers with log-probabilities: about a kilobyte a token."""
-    plain = schedule(chats(random.Random(seed), 2.5, DURATION_S, 16, 300), seed)
+    plain = schedule(chats(random.Random(seed), 2.5, DURATION_S, 16, 700), seed)
     wide: dict[str, Any] = {"logprobs": 10}
     requests = tuple(msgspec.structs.replace(planned, body=wide) for planned in plain.requests)
     return msgspec.structs.replace(plain, requests=requests)
@@ -94,7 +94,7 @@ ILLNESSES: tuple[Ward, ...] = (
         settings=SMALL_CACHE,
         load=_poisson(3, 16, 380, 14.0),
     ),
-    Ward(name="too many arrivals", expected="overload", load=_poisson(32, 300, 16, 7.0)),
+    Ward(name="too many arrivals", expected="overload", load=_poisson(70, 300, 16, 6.0)),
     Ward(
         name="whole prompts beside chats",
         expected="prefill_interference",

@@ -8,7 +8,7 @@ from typing import Annotated
 import orjson
 import typer
 
-from splittime.cli import bench_compare, bench_report, bench_run, bench_search
+from splittime.cli import bench_books, bench_compare, bench_report, bench_run, bench_search
 from splittime.cli.bench_flags import time_ns
 from splittime.cli.options import JsonFlag, fails_clearly, talk
 
@@ -33,6 +33,7 @@ app.command(name="search", epilog=bench_search.SEARCH_EXAMPLES)(bench_search.sea
 app.command(name="sweep", epilog=bench_search.SWEEP_EXAMPLES)(bench_search.sweep)
 app.command(name="compare", epilog=bench_compare.EXAMPLES)(bench_compare.compare)
 app.command(name="report", epilog=bench_report.EXAMPLES)(bench_report.report)
+app.command(name="books", epilog=bench_books.EXAMPLES)(bench_books.books)
 
 
 @app.command(name="mock-server", epilog=EXAMPLES)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
-from splittime.cli.options import JsonFlag, fails_clearly
+from splittime.cli.options import JsonFlag, fails_clearly, wide
 from splittime.core.errors import NotFound
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def books(
         whole = {"books": joined, "servers": [server_view(run, arm) for arm in arms]}
         sys.stdout.buffer.write(msgspec.json.encode(chosen if chosen is not None else whole) + b"\n")
         return
-    console = Console(highlight=False)
+    console = wide()
     for arm in arms if chosen is None else ():
         console.print(_of_arm(run, arm, joined[arm]))
     if chosen is not None:

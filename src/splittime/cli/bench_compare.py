@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
-from splittime.cli.options import JsonFlag, fails_clearly
+from splittime.cli.options import JsonFlag, fails_clearly, wide
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def compare(
         whole = {"comparison": found, "slo": results, "exit_code": exit_code}
         sys.stdout.buffer.write(msgspec.json.encode(whole) + b"\n")
     else:
-        console = Console(highlight=False)
+        console = wide()
         console.print(render_comparison(found))
         for result in results:
             console.print(

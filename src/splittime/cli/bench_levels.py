@@ -10,13 +10,12 @@ from typing import Any
 
 import msgspec
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from splittime.cli.bench_flags import spec_of
 from splittime.cli.bench_live import shown_live
 from splittime.cli.bench_run import USUAL_VOCAB_SIZE
-from splittime.cli.options import talk
+from splittime.cli.options import talk, wide
 from splittime.core.errors import ConfigError
 from splittime.ledger.client_book import Run, save
 from splittime.ledger.client_figures import summary
@@ -31,7 +30,6 @@ from splittime.loadgen.target import RunOptions, Target
 
 FIGURES = ("ttft_p50", "ttft_p99", "tpot_p99", "e2e_p99", "request_rate", "throughput", "error_rate")
 STYLES = {Verdict.KEPT: "green", Verdict.BROKEN: "yellow", Verdict.VOID: "red"}
-COLUMNS = 100  # where the output is no terminal, which would say
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,9 +128,7 @@ def print_trials(setup: Setup, trials: Sequence[Trial], found: Found | Swept, se
         whole = {**answer, "sentence": sentence, "level": setup.level, "trials": listed}
         sys.stdout.buffer.write(msgspec.json.encode(whole) + b"\n")
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = COLUMNS
+    console = wide()
     console.print(_table(setup, trials))
     if sentence:
         console.print(sentence, markup=False)

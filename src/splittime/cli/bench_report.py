@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 
-from splittime.cli.options import JsonFlag, fails_clearly, talk
+from splittime.cli.options import JsonFlag, fails_clearly, talk, wide
 
 if TYPE_CHECKING:
     from splittime.ledger.client_book import Run
@@ -48,7 +47,7 @@ def report(
     elif html is None and csv is None:
         from splittime.loadgen.report import render
 
-        Console(highlight=False).print(render(run))
+        wide().print(render(run))
     if slo:
         raise typer.Exit(exit_code(run))
 

@@ -14,11 +14,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 
 from splittime.cli.bench_flags import spec_of, time_ns, with_load_flags
 from splittime.cli.bench_live import shown_live
-from splittime.cli.options import JsonFlag, talk
+from splittime.cli.options import JsonFlag, talk, wide
 from splittime.core.errors import ConfigError
 from splittime.ledger.client_book import Run, save
 from splittime.loadgen import schedule as schedules
@@ -92,6 +91,7 @@ def run(
 ) -> None:
     """Send a load and measure what becomes of each request, on both clocks."""
     from splittime.loadgen.event_loop import run_loop
+    from splittime.loadgen.slo import check_terms
 
     targets = [Target(url=_with_scheme(one), api_key=api_key, model=model) for one in url]
     asked = Asked(
@@ -103,6 +103,7 @@ def run(
         salt=salt,
     )
     terms, limits = _terms(slo), _terms(goodput)
+    check_terms({**limits, **terms})
     options = RunOptions(
         timeout_s=time_ns(timeout, "--timeout") / 1e9,
         max_in_flight=max_in_flight,
@@ -241,12 +242,9 @@ def _tell(run: Run, terms: dict[str, float], files: Sequence[tuple[Path, Writer]
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(run) + b"\n")
         return
-    from splittime.loadgen.report.table import COLUMNS, render
+    from splittime.loadgen.report.table import render
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=COLUMNS)
-    console.print(render(run, terms))
+    wide().print(render(run, terms))
 
 
 def _write_csv(run: Run, path: Path) -> None:

@@ -115,7 +115,7 @@ def told(diagnosis: "Diagnosis") -> Text:
     if not diagnosis.illnesses:
         text.append_text(_nothing(diagnosis))
     if diagnosis.limits:
-        text.append("\nWhat it is bound by, which is no illness\n", style="bold not dim")
+        text.append("\nWorth knowing, and no illness\n", style="bold not dim")
     for finding in diagnosis.limits:
         text.append_text(_finding(finding, "- "))
     return text.append_text(_untold(diagnosis))

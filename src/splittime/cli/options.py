@@ -18,6 +18,8 @@ from splittime.cli import settings as settings_module
 from splittime.cli.settings_table import SETTINGS, Setting
 from splittime.core.errors import ConfigError, RequestError, SplittimeError
 
+TABLE_COLUMNS = 100
+
 _TYPES: dict[str, Any] = {
     "text": str | None,
     "whole": int | None,
@@ -38,6 +40,14 @@ ConfigFlag = Annotated[
 def talk() -> Console:
     """Where everything that is not data goes."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def wide() -> Console:
+    """Standard output for tables that need 100 columns: a file or a pipe gets them."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(TABLE_COLUMNS, console.width)
+    return console
 
 
 def with_settings(*parts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -109,7 +109,7 @@ def in_order(findings: Iterable[Finding], roots: Mapping[str, tuple[str, ...]]) 
     weights = {name: _weight(name, left, roots, frozenset()) for name in left}
     ordered: list[Finding] = []
     while left:
-        symptoms = {symptom for name in left for symptom in roots.get(name, ())}
+        symptoms = {symptom for f in left.values() if not f.is_limit for symptom in roots.get(f.name, ())}
         candidates = [f for f in left.values() if f.name not in symptoms] or list(left.values())
         best = min(candidates, key=lambda f: (f.is_limit, -weights[f.name], -f.share_of_time))
         ordered.append(left.pop(best.name))

@@ -13,6 +13,7 @@ never subtracted: the joined account keeps its own, and only durations are compa
 """
 
 import os
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One thing the client asked itself: a name, what was found, what is allowed, and the sentence for people.
 
-    voids: the client is at fault if it fails, and the figures are about it. If not, it is a note about the server or the
-    workload: the figures stand.
+    voids: the client is at fault if it fails, and the figures are about it. If not, it is a note about the server or
+    the workload: the figures stand.
     """
 
     name: str
@@ -182,7 +183,8 @@ def save(run: Run, path: Path) -> None:
         beside.write_bytes(msgspec.json.encode(run))
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise ConfigError(f"cannot write the run to {path}: {error}", param="out", value=str(path)) from error
 
 

@@ -58,7 +58,7 @@ class Planned(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     """All requests in the order of their index. `concurrency` is None for an open loop.
 
-    duration_ns: no request is begun from then on, counted from the run's begin; None: the schedule ends by its requests.
+    duration_ns: no request is begun from then on, counted from the run's begin; None: its requests end it.
     measured_from_ns, measured_until_ns: of an open loop, the window of intended starts that are MEASURED; None in a
     closed loop, where the window is from the first MEASURED request's start to the last one's end.
     notes: what drawing it had to change, in sentences for people (lengths that were cut, rows used twice, ...).

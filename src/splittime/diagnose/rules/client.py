@@ -126,6 +126,7 @@ def client_bound(books: Books) -> Answer:
         cost="This run's client figures are to be thrown away; the server's own book stands.",
         counter_check="With twice the client processes TTFT from the actual send stays and the lag goes.",
         regime="this client at this rate; it says nothing about the server",
+        is_limit=share < MIN_SHARE,  # what its checks found is too little to explain what was felt
     )
 
 
