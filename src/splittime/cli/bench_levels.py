@@ -73,6 +73,7 @@ class Runs:
             self._console.print(f"note: {note}", markup=False)
         options = RunOptions(
             timeout_s=setup.timeout_s,
+            workers=None,  # not in the process that draws the progress
             stop_on_saturation=setup.stop_on_saturation,
             slo=setup.slo,
             label=f"{setup.level} {level:g}",

@@ -6,6 +6,7 @@ Times are in ms from the run's begin, durations in ms; a field is empty where no
 import csv
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -66,7 +67,8 @@ def write_csv(run: Run, path: Path) -> None:
             write_rows(run.outcomes, file)
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise ConfigError(f"cannot write the table to {path}: {error}", param="csv", value=str(path)) from error
 
 
