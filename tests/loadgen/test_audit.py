@@ -75,7 +75,7 @@ def test_a_good_run_is_not_void_and_asks_everything():
     run, found = checks(USUAL)
     assert failed(found) == set()
     assert not run.is_void
-    asked = {"loop_lag", "schedule_lag", "cpu", "sockets", "nodelay", "output_length", "prompt_length", "cached"}
+    asked = {"loop_lag", "start_lag", "cpu", "sockets", "nodelay", "output_length", "prompt_length", "cached"}
     assert set(found) == asked | {"steps_40ms", "buffered"}
 
 
@@ -98,14 +98,14 @@ def test_the_clients_own_faults_void(name, faulty):
 
 def test_sending_late_voids():
     run, found = checks([outcome(i, lag_ms=30.0 if i < 2 else 0.1) for i in range(20)])
-    assert failed(found) == {"schedule_lag"}
+    assert failed(found) == {"start_lag"}
     assert run.is_void
 
 
 def test_what_adds_little_is_allowed():
     """6 ms of lag are too much at a TTFT of 100 ms, and nothing at one of 2 s."""
     late = {"lag_ms": 6.0}
-    assert failed(checks([outcome(i, **late) for i in range(20)])[1]) == {"schedule_lag"}
+    assert failed(checks([outcome(i, **late) for i in range(20)])[1]) == {"start_lag"}
     assert failed(checks([outcome(i, ttft_ms=2000.0, **late) for i in range(20)])[1]) == set()
 
 

@@ -72,7 +72,7 @@ def test_a_run_is_whole(tmp_path):
     assert run.samples
     assert all(sample.in_flight >= 0 for sample in run.samples)
     assert progress[-1].ended <= 20
-    assert {"loop_lag", "schedule_lag", "cpu", "sockets", "nodelay", "output_length"} <= {c.name for c in run.checks}
+    assert {"loop_lag", "start_lag", "cpu", "sockets", "nodelay", "output_length"} <= {c.name for c in run.checks}
     save(run, tmp_path / "run.json")
     assert load_run(tmp_path / "run.json") == run
 

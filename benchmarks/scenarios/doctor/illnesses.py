@@ -70,7 +70,7 @@ def _texts(seed: int) -> Schedule:
 
 def _wide_answers(seed: int) -> Schedule:
     """Long answers with log-probabilities: about a kilobyte a token."""
-    plain = schedule(chats(random.Random(seed), 2.5, DURATION_S, 16, 700), seed)
+    plain = schedule(chats(random.Random(seed), 2.5, DURATION_S, 16, 500), seed)
     wide: dict[str, Any] = {"logprobs": 10}
     requests = tuple(msgspec.structs.replace(planned, body=wide) for planned in plain.requests)
     return msgspec.structs.replace(plain, requests=requests)
@@ -99,7 +99,7 @@ ILLNESSES: tuple[Ward, ...] = (
         name="whole prompts beside chats",
         expected="prefill_interference",
         settings=WHOLE_PROMPTS,
-        load=_chats_and_long(4, 150, 1500, 1.0),
+        load=_chats_and_long(4, 200, 1900, 0.5),
     ),
     Ward(
         name="short prompts behind long ones",
@@ -141,7 +141,7 @@ ILLNESSES: tuple[Ward, ...] = (
 
 _SHARED = _made_of(lambda rng, common: common + ids(rng, 30), 300, 4)
 HEALTHY: tuple[Ward, ...] = (
-    Ward(name="a few chats", expected=None, load=_poisson(3, 24, 40, 8.0)),
+    Ward(name="a few chats", expected=None, load=_poisson(4, 24, 40, 9.0)),
     Ward(name="more chats", expected=None, load=_poisson(8, 40, 24, 8.0)),
     Ward(name="longer prompts", expected=None, load=_poisson(3, 180, 24, 10.0)),
     Ward(name="shared prefixes, cache on", expected=None, load=_SHARED),

@@ -67,10 +67,10 @@ class DelayedAck:
 
 
 class SlowReader:
-    """A client at the end of a thin line: small packets, a small window, and 4 KiB read every 60 ms. (On loopback alone
-    the server's kernel would take megabytes off its hands.)"""
+    """A client at the end of a thin line: small packets, a small window, and 4 KiB read every 150 ms. (On loopback
+    alone the server's kernel would take megabytes off its hands.)"""
 
-    receive_buffer_bytes, packet_bytes, read_bytes, pause_s = 4096, 536, 4096, 0.06
+    receive_buffer_bytes, packet_bytes, read_bytes, pause_s = 4096, 536, 4096, 0.15
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         is_stream = False

@@ -20,6 +20,7 @@ from splittime.core.errors import ConfigError
 from splittime.loadgen.spec import LoadSpec
 
 NS_PER_UNIT = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "min": 60e9, "h": 3600e9}
+MAX_NS = 10_000 * 3600e9
 _TIME = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([a-zµ]*)")
 _UNITS = {"_s": 1e9, "_ms": 1e6}
 FIELDS: Any = msgspec.inspect.type_info(LoadSpec).fields  # type: ignore[attr-defined]
@@ -31,7 +32,10 @@ def time_ns(text: str, flag: str, unit: str = "s") -> int:
     if match is None or (match[2] or unit) not in NS_PER_UNIT:
         hint = f"for example {flag} 300ms; units are {', '.join(NS_PER_UNIT)}"
         raise ConfigError(f"{flag}: {text!r} is no time", param=flag, value=text, hint=hint)
-    return round(float(match[1]) * NS_PER_UNIT[match[2] or unit])
+    found_ns = float(match[1]) * NS_PER_UNIT[match[2] or unit]
+    if found_ns > MAX_NS:
+        raise ConfigError(f"{flag}: {text!r} is too long", param=flag, value=text, limit=f"{MAX_NS / 3600e9:.0f}h")
+    return round(found_ns)
 
 
 def with_load_flags(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

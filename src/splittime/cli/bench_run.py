@@ -145,7 +145,10 @@ def _terms(text: str | None) -> dict[str, float]:
 
 
 def _check_writable(path: Path) -> None:
-    """Raises `ConfigError` now, rather than after the run."""
+    """Raises `ConfigError` now, rather than after the run. A device or pipe would be replaced by a file: refused."""
+    if path.exists() and not path.is_file():
+        hint = "Name a file; --json writes the run to standard output."
+        raise ConfigError(f"cannot write {path}: it is no file", param="out", value=str(path), hint=hint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         was_there = path.exists()
@@ -235,10 +238,24 @@ async def _drawn(asked: Asked, target: Target) -> Schedule:
 
 
 def _tell(run: Run, terms: dict[str, float], files: Sequence[tuple[Path, Writer]], as_json: bool) -> None:
-    """Data to standard output and to files; which files, to standard error."""
-    for path, write in files:
+    """Data to standard output and to files; which files, to standard error. A file that cannot be written takes neither
+    the others nor the table with it."""
+    troubles = [trouble for path, write in files if (trouble := _written(run, path, write)) is not None]
+    _show(run, terms, as_json)
+    if troubles:
+        raise troubles[0]
+
+
+def _written(run: Run, path: Path, write: Writer) -> ConfigError | None:
+    try:
         write(run, path)
-        talk().print(f"wrote {path}", markup=False)
+    except ConfigError as error:
+        return error
+    talk().print(f"wrote {path}", markup=False)
+    return None
+
+
+def _show(run: Run, terms: dict[str, float], as_json: bool) -> None:
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(run) + b"\n")
         return

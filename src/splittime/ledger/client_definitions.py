@@ -30,6 +30,11 @@ _DEFINITIONS = (
         "from the intended start to when the client turned to the request, less what it was held back on purpose.",
     ),
     (
+        "start lag",
+        "from the intended start to sent, less what it was held back on purpose and what connecting took: all that the "
+        "client itself was late; checked, not shown.",
+    ),
+    (
         "throughput",
         "tokens that arrived, or requests that ended whole, within the measured window, whichever phase they belong to,"
         " over its length: neither ramp nor tail biases it. A chunk that tells no tokens has its request's mean.",

@@ -68,7 +68,8 @@ def rate(at_ns: NDArray[np.int64], amounts: Array, window: Window, *, seed: int 
         return Estimate(value)
     pooled = one_each(parts)
     drawn = bootstrap(pooled, seed=seed)
-    return Estimate(value, spread(mean_replicates(pooled, drawn), drawn))
+    found = spread(mean_replicates(pooled, drawn), drawn)
+    return Estimate(value, Interval(max(0.0, found.low or 0.0), found.high))  # widened, but no rate is below 0
 
 
 def request_ends(outcomes: Sequence[Outcome]) -> tuple[NDArray[np.int64], Array]:

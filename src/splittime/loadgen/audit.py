@@ -15,7 +15,7 @@ from splittime.loadgen.share import Vitals
 
 ALLOWED_SHARE = 0.05
 LOOP_LAG_FLOOR_MS = 2.0
-SCHEDULE_LAG_FLOOR_MS = 5.0
+START_LAG_FLOOR_MS = 5.0
 CPU_SHARE_LIMIT = 0.9
 SPARE_SOCKETS = 16
 
@@ -27,7 +27,7 @@ def audit(run: Run, vitals: Sequence[Vitals]) -> tuple[Check, ...]:
     checks = [
         _died(vitals),
         _loop_lag(vitals, max(LOOP_LAG_FLOOR_MS, allowed_ms)),
-        _schedule_lag(measured, max(SCHEDULE_LAG_FLOOR_MS, allowed_ms)),
+        _start_lag(measured, max(START_LAG_FLOOR_MS, allowed_ms)),
         _cpu(vitals),
         _sockets(vitals),
         _nodelay(vitals),
@@ -42,7 +42,7 @@ def median_ttft_ms(outcomes: Sequence[Outcome]) -> float | None:
     return None if median_ns is None else median_ns / 1e6
 
 
-def send_lag_ns(outcome: Outcome) -> int | None:
+def start_lag_ns(outcome: Outcome) -> int | None:
     """How late the client itself sent: not what a cap, a session or connecting took."""
     if outcome.sent_ns is None:
         return None
@@ -65,11 +65,11 @@ def _loop_lag(vitals: Sequence[Vitals], limit_ms: float) -> Check:
     return Check(name="loop_lag", ok=value <= limit_ms, value=value, limit=limit_ms, unit="ms", sentence=sentence)
 
 
-def _schedule_lag(measured: Sequence[Outcome], limit_ms: float) -> Check:
-    lags = [lag for outcome in measured if (lag := send_lag_ns(outcome)) is not None]
+def _start_lag(measured: Sequence[Outcome], limit_ms: float) -> Check:
+    lags = [lag for outcome in measured if (lag := start_lag_ns(outcome)) is not None]
     value = (percentile(lags, 99) or 0.0) / 1e6
     sentence = f"99 % of the requests were sent within {value:.2f} ms of their time"
-    return Check(name="schedule_lag", ok=value <= limit_ms, value=value, limit=limit_ms, unit="ms", sentence=sentence)
+    return Check(name="start_lag", ok=value <= limit_ms, value=value, limit=limit_ms, unit="ms", sentence=sentence)
 
 
 def _cpu(vitals: Sequence[Vitals]) -> Check:

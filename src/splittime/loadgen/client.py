@@ -140,7 +140,7 @@ class Client:
         finally:
             for timer in timers:
                 timer.cancel()
-            if exchange.ending in (None, Ending.CANCELLED, Ending.TIMED_OUT):
+            if not exchange.is_over_on_the_wire:
                 connection.hang_up()
 
     def _end_at(self, at_ns: int, exchange: Exchange, ending: Ending, error: str | None) -> Entry:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from splittime.ledger.client_book import Ending
-from splittime.loadgen.sse import EventLines, Reading, body_text, clipped
+from splittime.loadgen.sse import MAX_EVENT_BYTES, EventLines, Reading, body_text, clipped
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
 
@@ -28,6 +28,7 @@ class Exchange:
         self.headers_ns: int | None = None
         self.end_ns: int | None = None
         self.status: int | None = None
+        self.is_over_on_the_wire = False  # the connection told the end itself: whole, or lost
         self._lines = EventLines()
         self._on_first = on_first
         self.after_reading: Callable[[], None] | None = None
@@ -54,6 +55,10 @@ class Exchange:
             return
         for data in self._lines.feed(piece):
             self.reading.take(data, at_ns)
+        if self._lines.is_too_long:
+            what = f"an event of the stream is longer than {MAX_EVENT_BYTES:,} bytes"
+            self.finish(Ending.FAILED, what, at_ns)
+            return
         if self._on_first is not None and self.reading.chunk_ns:
             self._on_first(at_ns)
             self._on_first = None
@@ -61,9 +66,11 @@ class Exchange:
             self.after_reading()
 
     def on_end(self, at_ns: int) -> None:
+        self.is_over_on_the_wire = True
         self.finish(*self._judge(), at_ns)
 
     def on_lost(self, error: Exception | None, at_ns: int) -> None:
+        self.is_over_on_the_wire = True
         if self.reading.is_done and self.reading.error is None:
             self.finish(Ending.COMPLETE, None, at_ns)
             return

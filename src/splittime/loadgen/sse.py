@@ -12,21 +12,40 @@ from typing import Any
 import msgspec
 
 MAX_QUOTED_CHARS = 500
+MAX_EVENT_BYTES = 16 * 2**20
+MAX_TOKENS = 2**31
+
+
+def plain(text: str) -> str:
+    """Without the characters that a terminal would obey instead of showing; line ends and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def clipped(text: str) -> str:
+    text = plain(text[: MAX_QUOTED_CHARS + 1])
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]} ..."
 
 
 class EventLines:
-    """`feed` returns the data of each event that is now whole. Lines end with LF or CRLF."""
+    """`feed` returns the data of each event that is now whole. Lines end with LF or CRLF. `is_too_long`: an event is
+    longer than `MAX_EVENT_BYTES`, and no more is to be fed."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self._data: list[bytes] = []
+        self._num_open_bytes = 0
+
+    @property
+    def is_too_long(self) -> bool:
+        return self._num_open_bytes > MAX_EVENT_BYTES
 
     def feed(self, piece: bytes) -> list[bytes]:
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if b"\n" not in piece:
+            self._rest += piece
+            self._num_open_bytes += len(piece)
+            return []
+        *lines, rest = b"".join((self._rest, piece)).split(b"\n")
+        self._rest = bytearray(rest)
         events = []
         for line in lines:
             line = line.removesuffix(b"\r")
@@ -40,6 +59,7 @@ class EventLines:
                 self._data.append(value.removeprefix(b" "))
             elif field == b"error":  # as older llama.cpp servers have it
                 self._data.append(b'{"error":' + value + b"}")
+        self._num_open_bytes = len(self._rest) + sum(map(len, self._data))
         return events
 
 
@@ -126,7 +146,7 @@ class Reading:
 
     def _take_choice(self, chunk: Chunk, choice: Choice, at_ns: int) -> None:
         if choice.finish_reason is not None:
-            self.finish_reason = str(choice.finish_reason)
+            self.finish_reason = clipped(str(choice.finish_reason))
         if not has_content(choice):
             return
         self.chunk_ns.append(at_ns)
@@ -134,19 +154,25 @@ class Reading:
             self._chunk_tokens.append(len(choice.token_ids))
             return
         so_far = tokens_so_far(chunk)
-        if so_far is not None:
+        if so_far is not None and so_far >= self._tokens_before:
             self._chunk_tokens.append(so_far - self._tokens_before)
             self._tokens_before = so_far
 
     def _take_usage(self, chunk: Chunk) -> None:
         usage, timings = chunk.usage, chunk.timings
         if usage is not None:
-            self.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else self.prompt_tokens
-            self.output_tokens = usage.completion_tokens if usage.completion_tokens is not None else self.output_tokens
+            prompt, output = possible(usage.prompt_tokens), possible(usage.completion_tokens)
+            self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
+            self.output_tokens = output if output is not None else self.output_tokens
             if usage.prompt_tokens_details is not None:
-                self.cached_tokens = usage.prompt_tokens_details.cached_tokens
+                self.cached_tokens = possible(usage.prompt_tokens_details.cached_tokens)
         if timings is not None and timings.cache_n is not None:
-            self.cached_tokens = timings.cache_n
+            self.cached_tokens = possible(timings.cache_n)
+
+
+def possible(tokens: int | None) -> int | None:
+    """A number of tokens that can be one; what a server says beyond that counts as not told."""
+    return tokens if tokens is not None and 0 <= tokens <= MAX_TOKENS else None
 
 
 def has_content(choice: Choice) -> bool:
@@ -159,8 +185,8 @@ def has_content(choice: Choice) -> bool:
 def tokens_so_far(chunk: Chunk) -> int | None:
     """The output tokens up to and with this chunk, if it says so."""
     if chunk.usage is not None and chunk.usage.completion_tokens is not None:
-        return chunk.usage.completion_tokens
-    return chunk.timings.predicted_n if chunk.timings is not None else None
+        return possible(chunk.usage.completion_tokens)
+    return possible(chunk.timings.predicted_n) if chunk.timings is not None else None
 
 
 def error_text(chunk: Chunk) -> str:

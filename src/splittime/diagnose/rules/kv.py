@@ -29,7 +29,7 @@ from splittime.diagnose.rules.evidence import (
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Cause, Stage
 
-MIN_GAIN = 1.1  # as for slots: a batch twice as large must serve a tenth more
+MIN_GAIN = 1.1  # as for slots: the batch that fits then must serve a tenth more
 THRASH_SHARE = 0.05  # recomputing is pure loss, so half of what other rules ask for is worth telling
 MAX_TIMES = 8  # a cache more than eight times as large is another machine, not a setting
 
@@ -69,12 +69,12 @@ def kv_bound(books: Books) -> Answer:
         return None
     batch = max(1, max(step.num_running for step in books.steps))
     cost = step_cost.fit(books.steps)
-    gain = step_cost.batch_gain(cost, accounts, batch, 2 * batch) if cost else None
-    if gain is not None and gain < MIN_GAIN:
-        why = f"requests wait for blocks, but twice {batch} at once would serve only {gain - 1:.0%} more"
-        return Abstention("kv_bound", why)
     wanted = sorted(step.num_running + step.num_waiting for step in books.steps)[int(0.95 * (len(books.steps) - 1))]
     times = min(MAX_TIMES, max(2, -(-wanted // batch)))
+    gain = step_cost.batch_gain(cost, accounts, batch, times * batch) if cost else None
+    if gain is not None and gain < MIN_GAIN:
+        why = f"requests wait for blocks, but {times} times {batch} at once would serve only {gain - 1:.0%} more"
+        return Abstention("kv_bound", why)
     return Finding(
         name="kv_bound",
         claim=f"{len(waits)} of {len(accounts)} requests waited for KV cache blocks, {share:.0%} of all requests' "

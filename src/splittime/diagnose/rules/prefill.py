@@ -95,7 +95,8 @@ def _smaller_chunks(books: Books) -> tuple[Cure, str]:
         "tgi": "--max-batch-prefill-tokens",
         "llama.cpp": "--ubatch-size",
     }
-    tokens = _tokens_within(books, TARGET_STALL_NS)
+    largest = max(step.prefill_tokens for step in books.steps)
+    tokens = max(1, min(_tokens_within(books, TARGET_STALL_NS), largest // 2))
     if setting(books, "enable_chunked_prefill") is False:
         flags: tuple[str, ...] = ("--enable-chunked-prefill",)
         sentence = f"Cut prompts into chunks, of at most {tokens} tokens beside decoding requests."

@@ -49,11 +49,11 @@ def slot_bound(books: Books) -> Answer:
     if share < MIN_SHARE or not slots or _kv_use(books) > KV_FULL:
         return None
     cost = step_cost.fit(books.steps)
-    gain = step_cost.batch_gain(cost, accounts, slots, 2 * slots) if cost else None
-    if gain is not None and gain < MIN_GAIN:
-        why = f"requests wait for slots, but twice {slots} slots would serve only {gain - 1:.0%} more: no cure in them"
-        return Abstention("slot_bound", why)
     wanted = _slots_wanted(books.steps, slots)
+    gain = step_cost.batch_gain(cost, accounts, slots, wanted) if cost else None
+    if gain is not None and gain < MIN_GAIN:
+        why = f"requests wait for one of {slots} slots, but {wanted} would serve only {gain - 1:.0%} more: no cure"
+        return Abstention("slot_bound", why)
     times = f"{gain:.2f} times as many" if gain is not None else "not known how many more"
     return Finding(
         name="slot_bound",
@@ -63,7 +63,7 @@ def slot_bound(books: Books) -> Answer:
             Fact("waiting for a slot", ms(sum(waits.values())), "ms over all requests"),
             Fact("slots (max_num_seqs)", setting(books, "max_num_seqs") or slots),
             Fact("KV blocks in use at most", f"{_kv_use(books):.0%}"),
-            Fact("requests that twice the slots would serve, by the fitted cost of steps", times),
+            Fact(f"requests that {wanted} slots would serve, by the fitted cost of steps", times),
         ),
         request_ids=worst(waits),
         share_of_time=share,

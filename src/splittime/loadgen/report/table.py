@@ -7,6 +7,7 @@ lengths, the SLO, what the server said of itself, and what every word means.
 
 import datetime
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from rich import box
@@ -15,12 +16,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from splittime.ledger.client_book import Check, Ending, Run
+from splittime.ledger.client_book import Check, Ending, Phase, Run
 from splittime.ledger.client_figures import Drift, Figure, Summary, Trend, definitions, summary
 from splittime.loadgen.report.text import UNKNOWN, digits, ends, estimate, listed, ms, percent
 from splittime.loadgen.slo import judge, limits_of
+from splittime.loadgen.sse import plain
 
 COLUMNS = 100
+ERRORS_SHOWN, ERROR_CHARACTERS = 3, 200
+ERRORS = (Ending.REFUSED, Ending.FAILED, Ending.TIMED_OUT)
 STATISTICS = ("p50", "p90", "p95", "p99")
 CLOCKS_DIFFER = 0.05
 ROWS = (
@@ -49,7 +53,14 @@ def render(run: Run, slo: Mapping[str, float] | None = None) -> RenderableType:
 def render_arm(run: Run, arm: int, slo: Mapping[str, float]) -> RenderableType:
     """One server's figures."""
     found = summary(run, arm, limits=limits_of(slo, run.slo))
-    parts: list[RenderableType] = [_arm_line(run, arm), _endings(found), Text(), _latencies(found), Text()]
+    parts: list[RenderableType] = [
+        _arm_line(run, arm),
+        _endings(found),
+        *_errors(run, arm),
+        Text(),
+        _latencies(found),
+        Text(),
+    ]
     parts += [*_clocks(found), *_rates(found), *_drifts(found)]
     if len(found.buckets) > 1:
         parts += [Text(), _buckets(found)]
@@ -98,7 +109,7 @@ def _line(name: str, said: str, style: str = "") -> Text:
     wrapped = textwrap.fill(
         said, COLUMNS, initial_indent=f"{name:<10}", subsequent_indent=" " * 10, break_on_hyphens=False
     )
-    text = Text(wrapped, style=style)
+    text = Text(plain(wrapped), style=style)
     text.stylize("dim", 0, 10)
     return text
 
@@ -120,6 +131,19 @@ def _endings(found: Summary) -> RenderableType:
     if found.endings[Ending.CANCELLED.value]:
         said += "; what the schedule cancelled counts neither as good nor as bad"
     return _line("requests", said, "yellow" if found.errors else "")
+
+
+def _errors(run: Run, arm: int) -> Iterator[Text]:
+    """What went wrong most often, in the server's words where it gave any."""
+    told = Counter(
+        (outcome.ending.value.replace("_", " "), (outcome.error or "")[:ERROR_CHARACTERS])
+        for outcome in run.outcomes
+        if outcome.arm == arm and outcome.phase is Phase.MEASURED and outcome.error and outcome.ending in ERRORS
+    )
+    for (ending, error), count in told.most_common(ERRORS_SHOWN):
+        yield _line("", f"{count:,} {ending}: {error}", "yellow")
+    if len(told) > ERRORS_SHOWN:
+        yield _line("", f"and {len(told) - ERRORS_SHOWN:,} other errors; --out or --csv has all", "yellow")
 
 
 def _latencies(found: Summary) -> Table:
