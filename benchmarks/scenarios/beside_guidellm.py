@@ -2,10 +2,11 @@
 
     python -m benchmarks.scenarios.beside_guidellm --guidellm PROGRAM [--rounds 3] [--folder FOLDER] [--json]
 
-Each round starts `splittime serve` (the packaged model) and sends the load from one tool and then from the other, the
-order alternating: constant arrivals, prompts and answers of one length, on /v1/completions, streamed. The server's own
-account of each request is the referee. The same functions make every figure of either (`beside_guidellm_told`), so
-that what differs is the tools' clocks and not their words. What each publishes is filed beside:
+Each round starts `splittime serve` (the packaged model), warms it, and sends the load from one tool and then from the
+other, the order alternating: constant arrivals, prompts and answers of one length, on /v1/completions, streamed; token
+ids from splittime, text of as many tokens from guidellm, which cannot send ids. The server's own account of each
+request is the referee. The same functions make every figure of either (`beside_guidellm_told`), so that what differs is
+the tools' clocks and not their words. What each publishes is filed beside:
 
     guidellm's TTFT     first token - headers begin to be written     our service TTFT, but for the write
     guidellm's ITL      (last token - first) / (n - 1)                our TPOT, but that ours ends with the stream
@@ -44,7 +45,7 @@ from benchmarks.server_process import get_json, served
 
 PACKAGED = Path(__file__).parents[2] / "src" / "splittime" / "packaged" / "code"
 TOOLS = ("guidellm", "splittime")
-TIMEOUT_S = 120
+TIMEOUT_S, WARM_UP_S = 120, 2
 VOID = 3  # a client at fault: filed as such
 
 
@@ -76,9 +77,9 @@ def _synthetic(asked: argparse.Namespace) -> dict[str, Any]:
     return {"kind": "synthetic_text", "prompt_tokens": asked.input_tokens, "output_tokens": asked.output_tokens}
 
 
-def run_splittime(url: str, asked: argparse.Namespace, path: Path) -> None:
+def run_splittime(url: str, asked: argparse.Namespace, seconds: int, path: Path) -> None:
     lengths = ["--input-tokens", str(asked.input_tokens), "--output-tokens", str(asked.output_tokens)]
-    load = ["--rate", str(asked.rate), "--arrivals", "constant", "--duration", f"{asked.seconds}s", *lengths]
+    load = ["--rate", str(asked.rate), "--arrivals", "constant", "--duration", f"{seconds}s", *lengths]
     command = [sys.executable, "-m", "splittime.cli.main", "bench", "run", url, *load, "--out", str(path)]
     _carry_out(command, {}, allowed=(0, VOID))
 
@@ -116,9 +117,13 @@ def measure(program: Path, asked: argparse.Namespace, folder: Path) -> None:
     begun = len(list(folder.glob("*_splittime.json")))
     for number in range(begun, begun + asked.rounds):
         with served("--num-threads", str(asked.threads)) as url:
+            run_splittime(url, asked, WARM_UP_S, folder / "warm_up.json")
             for tool in TOOLS if number % 2 == 0 else reversed(TOOLS):
                 path = folder / f"{number}_{tool}.json"
-                run_guidellm(program, url, asked, path) if tool == "guidellm" else run_splittime(url, asked, path)
+                if tool == "guidellm":
+                    run_guidellm(program, url, asked, path)
+                else:
+                    run_splittime(url, asked, asked.seconds, path)
                 print(f"round {number}: {tool} done", file=sys.stderr)
 
 

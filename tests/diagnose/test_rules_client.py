@@ -152,6 +152,17 @@ def waiting(case: Case, client_wait_ms: float) -> Case:
     return Case(case.at_ms, case.prompt, case.output, client_wait_ms=client_wait_ms)
 
 
+def test_slow_readers_whose_kernels_take_it_all(healthy):
+    """The server has written everything, and the chunks trickle into the client's program."""
+
+    def way(written_ns: Sequence[int]) -> list[int]:
+        return [at_ns + NETWORK_NS + 15 * MS * i for i, at_ns in enumerate(written_ns)]
+
+    diagnosis = diagnose(with_client(healthy, way))
+    assert [finding.name for finding in diagnosis.illnesses] == ["slow_client"]
+    assert diagnosis.findings[0].share_of_time > 0.5
+
+
 def test_those_that_were_dropped_are_named(healthy):
     error = ErrorInfo("slow_reader", "the client did not read", "slow_reader", 408)
     one = msgspec.structs.replace(healthy.accounts[3], error=error, finish_reason="error")

@@ -42,6 +42,7 @@ ACK_NS = (36_000_000, 48_000_000)  # Linux's delayed acknowledgement: 40 ms, and
 ACK_SHARE = 0.4  # of the gaps that are felt
 ACK_ELSEWHERE = 0.1  # of the server's own
 FELT_GAP_NS = 5_000_000
+DRAGGED_SPREAD = 1.5  # a network's jitter does not stretch a stream by half
 SLOW_CLIENT_SHARE = 0.05  # it is its own time that a slow reader loses: told earlier than what harms all
 
 
@@ -287,13 +288,23 @@ def _held_ns(outcomes: Sequence[Outcome], both: Sequence[Pair]) -> Iterator[tupl
         yield outcome.request_id, first.get(outcome.request_id, 0) + held
 
 
+def _drags(pair: Pair) -> bool:
+    """The chunks came over a longer time than the server took to write them, and late by what is felt."""
+    spread_ns, written_ns = _spread_ns(pair.outcome.chunk_ns), _spread_ns(pair.account.token_written_ns)
+    return spread_ns > DRAGGED_SPREAD * written_ns and pair.between_ns > MIN_SPREAD_NS
+
+
 @rule("accounts")
 def slow_client(books: Books) -> Answer:
-    """All tokens are ready, and the client does not read them."""
+    """All tokens are ready, and the client does not read them, or takes far longer to read than they took to write."""
     accounts = served(books.accounts)
     waits = times_ns(accounts, in_stages(Stage.CLIENT_WAIT))
     dropped = [a.request_id for a in accounts if a.error is not None and a.error.code == "slow_reader"]
     share = sum(waits.values()) / total_ns(accounts)
+    dragged = {p.account.request_id: p.between_ns for p in pairs(books) if _drags(p)}
+    in_kernels = sum(dragged.values()) / felt_ns([pair.outcome for pair in pairs(books)])
+    if in_kernels > share:
+        waits, share = dragged, in_kernels
     if share < SLOW_CLIENT_SHARE and not dropped:
         return None
     lag = derive.percentiles([ns for a in accounts for ns in derive.send_lag_ns(a)], (50, 99))
@@ -303,13 +314,17 @@ def slow_client(books: Books) -> Answer:
         + (f", and {len(dropped)} were dropped for it." if dropped else "."),
         evidence=(
             Fact("waiting for the client", ms(sum(waits.values())), "ms over all requests"),
+            Fact("of it written by the server, and kept by the kernels", ms(sum(dragged.values())), "ms"),
             Fact("token ready to written, p99", ms(lag.get("p99", 0)), "ms"),
             Fact("dropped as slow readers", len(dropped), "requests"),
         ),
         request_ids=(*dropped[:5], *worst(waits)[: 5 - len(dropped[:5])]),
         share_of_time=share,
-        confidence=CERTAIN,
-        confidence_from="the socket did not take the bytes: a stage of the accounts",
+        confidence=LIKELY if waits is dragged else CERTAIN,
+        confidence_from="chunks reached the client's program over a longer time than they were written in: it reads "
+        "slowly, or the line is thin"
+        if waits is dragged
+        else "the socket did not take the bytes: a stage of the accounts",
         cure=Cure(
             sentence="Read each chunk as it comes: no work between reads, no pause in the event loop; where the "
             "reader is a proxy, let it read ahead. Such clients are dropped after slow_reader_s.",
