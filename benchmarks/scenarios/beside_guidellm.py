@@ -14,6 +14,7 @@ the tools' clocks and not their words. What each publishes is filed beside:
     guidellm's tokens/s over begin to end, ramp and tail included; each request's tokens evenly spaced
     our tokens/s        over the measured window, each chunk when it came
 
+Server and tools get half of the cores each, unless --shared-cores: a tool that computes may slow what it measures.
 `outside` is what a tool measured less what the server did, request by request: the network and the tool itself.
 --folder keeps every round's files, and rounds found there are evaluated too: a long measurement in pieces.
 """
@@ -106,17 +107,20 @@ def table(found: dict[str, Any]) -> Table:
 
 def sentence(apart: tuple[str, dict[str, Any]]) -> str:
     figure, of = apart
-    noise = "within" if of["is_within_noise"] else "beyond"
+    verdict = "the tools agree" if of["tools_agree"] else "the tools differ"
     return (
-        f"{figure} mean: guidellm {of['difference_ms']:+.2f} ms ({of['relative']:+.1%}), {noise} the rounds' range of "
-        f"{of['noise_ms']:.2f} ms; the server itself {of['of_server_ms']:+.2f}, the tools {of['of_tools_ms']:+.2f}"
+        f"{figure} mean: guidellm {of['difference_ms']:+.2f} ms ({of['relative']:+.1%}), of which the server itself "
+        f"{of['of_server_ms']:+.2f}, the tools {of['of_tools_ms']:+.2f}; rounds' range {of['range_ms']:.2f}: {verdict}"
     )
 
 
 def measure(program: Path, asked: argparse.Namespace, folder: Path) -> None:
+    servers, tools = halves(sorted(os.sched_getaffinity(0)), asked.shared_cores)
     begun = len(list(folder.glob("*_splittime.json")))
     for number in range(begun, begun + asked.rounds):
+        os.sched_setaffinity(0, servers)  # its processes inherit it
         with served("--num-threads", str(asked.threads)) as url:
+            os.sched_setaffinity(0, tools)
             run_splittime(url, asked, WARM_UP_S, folder / "warm_up.json")
             for tool in TOOLS if number % 2 == 0 else reversed(TOOLS):
                 path = folder / f"{number}_{tool}.json"
@@ -130,6 +134,12 @@ def measure(program: Path, asked: argparse.Namespace, folder: Path) -> None:
 def _version(program: Path) -> str:
     done = subprocess.run([str(program), "--version"], capture_output=True, text=True, timeout=60, check=False)
     return done.stdout.strip()
+
+
+def halves(cores: list[int], is_shared: bool) -> tuple[list[int], list[int]]:
+    """The cores of the server and those of the tool: apart, unless asked or there is but one."""
+    half = len(cores) // 2
+    return (cores, cores) if is_shared or not half else (cores[:half], cores[half:])
 
 
 def rounds_in(folder: Path) -> Iterator[tuple[Told, Told]]:
@@ -147,6 +157,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1, help="of the engine")
     parser.add_argument("--processes", type=int, default=10, help="of guidellm's workers, at most; 10 is its default")
+    parser.add_argument("--shared-cores", action="store_true", help="let the tool take the server's cores")
     parser.add_argument("--folder", type=Path, help="keep every round's files here, and evaluate those found here")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
@@ -163,7 +174,8 @@ def main() -> None:
     settings = {name: value for name, value in vars(asked).items() if name not in ("rounds", "folder")}
     settings["version"] = _version(program)
     figures = {"num_rounds": len(rounds), **found, "differences": apart, "rounds": rounds}
-    path = file_result("beside_guidellm", figures, settings, asked.json)
+    name = "beside_guidellm_shared_cores" if asked.shared_cores else "beside_guidellm"
+    path = file_result(name, figures, settings, asked.json)
     Console(width=170, stderr=asked.json).print(table(found), *map(sentence, apart.items()), sep="\n")
     print(f"written to {path.name}", file=sys.stderr)
 

@@ -19,6 +19,8 @@ from splittime.ledger.derive import percentile
 from splittime.ledger.export.account_json import account_from_json
 from splittime.loadgen.own_book import sent_as
 
+AGREED_MS, AGREED_SHARE = 1.0, 0.01
+
 
 class Timed(NamedTuple):
     """An answered request in ms on its teller's clock. due: when it was meant to be sent; the server cannot know."""
@@ -152,7 +154,8 @@ def medians(rounds: list[Any]) -> Any:
 def differences(guidellm: Any, splittime: Any) -> dict[str, dict[str, Any]]:
     """Of each figure's mean: guidellm's less splittime's, and how much of that the server says it was itself.
 
-    of_tools is the rest: what the two tools add or leave out. noise: the larger range of the rounds of either.
+    of_tools is the rest: what the two tools add or leave out; the tools agree if that is at most `AGREED_MS` or
+    `AGREED_SHARE`. range: the larger one of the rounds of either tool; beyond it a difference is no accident.
     """
     found = {}
     for figure in FIGURES:
@@ -161,13 +164,12 @@ def differences(guidellm: Any, splittime: Any) -> dict[str, dict[str, Any]]:
             for told in (splittime, guidellm)
         )
         total, server, outside = (theirs[book][1] - ours[book][1] for book in ("client", "server", "outside"))
-        noise = max(one["client"][2] - one["client"][0] for one in (ours, theirs))
         found[figure] = {
             "difference_ms": total,
             "of_server_ms": server,
             "of_tools_ms": outside,
-            "noise_ms": noise,
-            "is_within_noise": abs(total) <= noise,
+            "range_ms": max(one["client"][2] - one["client"][0] for one in (ours, theirs)),
             "relative": total / ours["client"][1],
+            "tools_agree": abs(outside) <= max(AGREED_MS, AGREED_SHARE * theirs["client"][1]),
         }
     return found

@@ -27,7 +27,7 @@ def chromium() -> str | None:
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # no longer than needed: playwright keeps this thread's event loop running
 def browser() -> Iterator:
     hint = "pip install playwright; it needs no browser download"
     playwright_api = pytest.importorskip("playwright.sync_api", reason=hint)

@@ -183,3 +183,8 @@ def test_what_is_shown_meanwhile(is_closed):
     for words in ("5.0/s", "in flight 10", "p50 100 ms", "p99 250 ms", "2 failed", "10 / 20 s"):
         assert words in text
     assert ("of 5.2/s" in text) != is_closed
+
+
+def test_a_device_is_not_replaced_by_a_file_and_a_time_is_finite(url, tmp_path):
+    assert bench("run", url, "--out", "/dev/null").exit_code == 2
+    assert bench("run", url, "--timeout", f"{'9' * 400}s").exit_code == 2

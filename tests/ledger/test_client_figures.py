@@ -278,6 +278,12 @@ def test_drift_is_seen_and_not_imagined():
     assert drift(np.exp(2 * runs.ar1(rng, 60, 0.5))).trend is Trend.UNCLEAR
 
 
+def test_no_rate_is_below_zero():
+    found = rate(np.full(8, S // 2), np.ones(8), Window(0, S))  # all at once: the widened interval would pass 0
+    assert found.interval is not None
+    assert found.interval.low == 0.0
+
+
 def test_a_rate_of_nothing_is_zero_without_an_interval():
     nothing = np.array([], dtype=np.int64)
     assert rate(nothing, nothing.astype(float), Window(0, S)) == figures.Estimate(0.0)

@@ -112,6 +112,8 @@ def test_without_being_told_a_chunk_is_no_token():
         ),
         (CHUNKED + chunk(b'error: {"message":"old boom"}\n\n') + b"0\r\n\r\n", Ending.FAILED, "old boom"),
         (CHUNKED + chunk(b"data: {not json\n\n" + DONE) + b"0\r\n\r\n", Ending.FAILED, "cannot be read"),
+        (CHUNKED + chunk(b"data: " + b"a" * (17 * 2**20)), Ending.FAILED, "longer than"),
+        (whole(500, b"\x1b[31mred"), Ending.REFUSED, "\ufffd[31mred"),
         (b"this is no HTTP\r\n\r\n", Ending.FAILED, "not HTTP"),
         (b"", Ending.FAILED, "before an answer"),
     ],
@@ -341,3 +343,15 @@ def test_the_alarm_rings_in_order_and_never_early(without_timerfd, monkeypatch):
     rung = asyncio.run(main())
     assert [delay for delay, _ in rung] == [10, 10, 20, 30]
     assert all(at_ns >= delay * MS for delay, at_ns in rung)
+
+
+@pytest.mark.parametrize("tokens", [-5, 10**30, 2**62])
+def test_impossible_numbers_of_tokens_count_as_not_told(tokens):
+    usage = b'{"prompt_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}' % (
+        (tokens,) * 3
+    )
+    last = b'data: {"choices":[{"text":"b","finish_reason":"stop"}],"usage":' + usage + b"}\n\n"
+    outcome = outcome_of(*[CHUNKED + chunk(event() + last + DONE) + b"0\r\n\r\n"] * 2)
+    assert outcome.ending is Ending.COMPLETE
+    assert (outcome.prompt_tokens, outcome.output_tokens, outcome.cached_tokens) == (None, None, None)
+    assert outcome.chunk_tokens is None

@@ -149,3 +149,10 @@ def test_what_is_not_known_is_shown_as_such():
     assert ends(None) == ""
     assert ends(Interval(1.0, None)) == "1.000 .."
     assert msgspec.json.decode(msgspec.json.encode(Interval(1.0, None)), type=Interval) == Interval(1.0, None)
+
+
+def test_the_commonest_errors_are_told_and_nothing_is_obeyed_by_a_terminal():
+    failed = [runs.outcome(i, ending=Ending.FAILED, error="no model \x1b[31mx", chunk_ns=()) for i in range(3)]
+    said = shown(runs.run(failed))
+    assert "3 failed: no model \ufffd[31mx" in said
+    assert "\x1b" not in said

@@ -19,7 +19,7 @@ from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import served, times_ns, total_ns
 from splittime.ledger.stages import Stage
 
-for _theme in ("client", "queue", "kv", "prefill", "prompts", "host", "decode"):
+for _theme in ("client", "way", "queue", "kv", "prefill", "prompts", "host", "decode"):
     import_module(f"splittime.diagnose.rules.{_theme}")
 
 MIN_REQUESTS = 20  # below, one request is more than a twentieth of what is said

@@ -1,12 +1,10 @@
-"""What lies between the server's last byte and the user: the client, its network, its proxies, its reading.
+"""The client: whether it was at fault itself, and whether it reads. What lies on the way to it is in `way`.
 
 Read from the client's book (a run of `splittime bench`), held against the server's where there is one: an outcome and
-its account are the same request. Clocks are never subtracted across the two, only durations compared. Without the
-server's book the pattern of the chunks must do, with less confidence.
+its account are the same request. Clocks are never subtracted across the two, only durations compared.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,9 +14,7 @@ from splittime.diagnose.rules.evidence import (
     CERTAIN,
     LIKELY,
     MIN_SHARE,
-    POSSIBLE,
     in_stages,
-    median,
     ms,
     served,
     times_ns,
@@ -31,17 +27,7 @@ from splittime.ledger.client_book import Outcome
 from splittime.ledger.stages import Stage
 
 MIN_CHUNKS = 8  # fewer make no pattern
-MIN_PAIRS = 10  # requests with a pattern to look at
-BUFFERED_SPREAD = 0.5  # the chunks come within half of the time in which the server wrote them
-BUFFERED_GAP = 0.2  # or the usual gap is a fifth of the server's: they come in bursts
 MIN_SPREAD_NS = 50_000_000  # a server that writes all within this leaves nothing to see
-BURST_GAP_NS = 1_000_000  # chunks nearer than this came in one piece
-BURST_SHARE = 0.8
-LATE_TTFT = 0.7  # of a request's time, before its first chunk: nearly all came at the end
-ACK_NS = (36_000_000, 48_000_000)  # Linux's delayed acknowledgement: 40 ms, and a timer's and a scheduler's slack
-ACK_SHARE = 0.4  # of the gaps that are felt
-ACK_ELSEWHERE = 0.1  # of the server's own
-FELT_GAP_NS = 5_000_000
 DRAGGED_SPREAD = 1.5  # a network's jitter does not stretch a stream by half
 SLOW_CLIENT_SHARE = 0.05  # it is its own time that a slow reader loses: told earlier than what harms all
 
@@ -93,15 +79,6 @@ def felt_ns(outcomes: Sequence[Outcome]) -> int:
     return max(1, sum(o.end_ns - o.intended_ns for o in outcomes if o.end_ns is not None))
 
 
-def _gaps(instants_ns: Sequence[int]) -> list[int]:
-    return [after - before for before, after in pairwise(instants_ns)]
-
-
-def _written_gaps(account: ClosedAccount) -> list[int]:
-    """Between the server's writes; tokens of one write are one chunk."""
-    return _gaps(sorted(set(account.token_written_ns)))
-
-
 @rule("run", root_of=("buffering_proxy", "nagle", "slow_client"))
 def client_bound(books: Books) -> Answer:
     """The load generator itself was late or busy: what it measured is about it."""
@@ -141,157 +118,14 @@ def _lag_ns(outcome: Outcome) -> int:
     return picked_up_ns - outcome.intended_ns - outcome.held_ns
 
 
-@rule("run")
-def buffering_proxy(books: Books) -> Answer:
-    """Something between the two collects chunks and passes them on in bursts: TTFT is up, and gaps are gone."""
-    both = [pair for pair in pairs(books) if _spread_ns(pair.account.token_written_ns) >= MIN_SPREAD_NS]
-    if len(both) >= MIN_PAIRS:
-        return _buffered_by_both(both)
-    outcomes = [o for o in streamed(books) if _first_share(o) >= LATE_TTFT and _burst_share(o) >= BURST_SHARE]
-    if both or len(outcomes) < max(MIN_PAIRS, len(streamed(books)) / 2):
-        return None
-    lost = {o.request_id: _first_share(o) * (o.end_ns - o.intended_ns) for o in outcomes if o.end_ns is not None}
-    facts = (Fact("of a request's time before its first chunk", f"{_first_share(outcomes[0]):.0%}"),)
-    share = sum(lost.values()) / felt_ns(streamed(books))
-    return _buffered(len(outcomes), len(streamed(books)), lost, share, facts, POSSIBLE)
-
-
-def _buffered_by_both(both: Sequence[Pair]) -> Finding | None:
-    held = [pair for pair in both if _is_buffered(pair)]
-    late = {pair.account.request_id: float(max(0, pair.late_ns)) for pair in held}
-    share = sum(late.values()) / felt_ns([pair.outcome for pair in both])
-    if len(held) < len(both) / 2 or share < MIN_SHARE:
-        return None
-    spreads = [_spread_ns(p.outcome.chunk_ns) / _spread_ns(p.account.token_written_ns) for p in held]
-    facts = (
-        Fact("first chunk later than the server wrote it, median", ms(median(late.values()) or 0), "ms"),
-        Fact("first to last chunk at the client, of the server's", f"{median(spreads) or 0:.0%}"),
-    )
-    return _buffered(len(held), len(both), late, share, facts, CERTAIN)
-
-
-def _is_buffered(pair: Pair) -> bool:
-    """The chunks come closer together than they were written."""
-    spread = _spread_ns(pair.outcome.chunk_ns) / _spread_ns(pair.account.token_written_ns)
-    gap, server_gap = median(_gaps(pair.outcome.chunk_ns)), median(_written_gaps(pair.account))
-    in_bursts = gap is not None and server_gap is not None and gap < BUFFERED_GAP * server_gap
-    return spread < BUFFERED_SPREAD or in_bursts
-
-
-def _buffered(
-    num: int, of: int, lost: dict[str, float], share: float, facts: tuple[Fact, ...], confidence: float
-) -> Finding:
-    return Finding(
-        name="buffering_proxy",
-        claim=f"The chunks of {num} of {of} answers came in bursts: something between server and client collects "
-        f"them, for {share:.0%} of the time that was felt.",
-        evidence=(*facts, Fact("time until the first burst", ms(sum(lost.values())), "ms over all requests")),
-        request_ids=worst(lost),
-        share_of_time=min(1.0, share),
-        confidence=confidence,
-        confidence_from="the instants of writing and of reading, each by its own clock"
-        if confidence == CERTAIN
-        else "the client's clock alone: a server that answers all at once looks the same",
-        cure=Cure(
-            sentence="Turn off buffering and compression for text/event-stream in the proxy (nginx: proxy_buffering "
-            "off; gzip off; or answer with X-Accel-Buffering: no), or ask the server directly."
-        ),
-        cost="More, smaller packets through the proxy.",
-        counter_check="Asked directly, past the proxy, the chunks still come in bursts.",
-        regime="streamed answers; without streaming nothing changes",
-    )
-
-
-def _spread_ns(instants_ns: Sequence[int]) -> int:
+def spread_ns(instants_ns: Sequence[int]) -> int:
     return max(1, instants_ns[-1] - instants_ns[0])
-
-
-def _first_share(outcome: Outcome) -> float:
-    assert outcome.sent_ns is not None
-    assert outcome.end_ns is not None
-    return (outcome.chunk_ns[0] - outcome.sent_ns) / max(1, outcome.end_ns - outcome.sent_ns)
-
-
-def _burst_share(outcome: Outcome) -> float:
-    gaps = _gaps(outcome.chunk_ns)
-    return sum(gap < BURST_GAP_NS for gap in gaps) / len(gaps)
-
-
-def _in_ack(duration_ns: int) -> bool:
-    return ACK_NS[0] <= duration_ns <= ACK_NS[1]
-
-
-@rule("run", root_of=("buffering_proxy",))
-def nagle(books: Books) -> Answer:
-    """Small writes wait about 40 ms for an acknowledgement: Nagle's algorithm against delayed ACK."""
-    both = pairs(books)
-    outcomes = [pair.outcome for pair in both] or streamed(books)
-    if len(outcomes) < MIN_PAIRS:
-        return None
-    late = [pair.late_ns for pair in both]
-    first = sum(map(_in_ack, late)) / len(late) if late else 0.0
-    felt = [gap for o in outcomes for gap in _gaps(o.chunk_ns) if gap >= FELT_GAP_NS]
-    held = [gap for gap in felt if _in_ack(gap)]
-    of_gaps = len(held) / len(felt) if felt else 0.0
-    if max(first, of_gaps) < ACK_SHARE or _server_has_it(both) or (not both and not _some_in_bursts(outcomes)):
-        return None
-    lost = dict(_held_ns(outcomes, both if first >= ACK_SHARE else ()))
-    share = sum(lost.values()) / felt_ns(outcomes)
-    if share < MIN_SHARE / 2:  # 40 ms, where they are felt at all, are felt in every answer
-        return None
-    return Finding(
-        name="nagle",
-        claim=f"Chunks wait about 40 ms on their way: {first:.0%} of the first chunks and {of_gaps:.0%} of the gaps "
-        "that are felt, as when small writes wait for a delayed acknowledgement.",
-        evidence=(
-            Fact("first chunks 36 to 48 ms later than written", f"{first:.0%}"),
-            Fact("gaps of 36 to 48 ms, of those above 5 ms", f"{of_gaps:.0%}"),
-            Fact("the same in the server's own gaps", f"{_server_share(both):.0%}" if both else "not told"),
-            Fact("time lost", ms(sum(lost.values())), "ms over all requests"),
-        ),
-        request_ids=worst(lost),
-        share_of_time=min(1.0, share),
-        confidence=LIKELY if both else POSSIBLE,
-        confidence_from="the length of the steps, which the server's own writes do not have"
-        if both
-        else "the length of the steps and the bursts between them, by the client's clock alone",
-        cure=Cure(
-            sentence="Set TCP_NODELAY on both sides of every hop (splittime does on its own; nginx: tcp_nodelay on; "
-            "Go and aiohttp do; Python's http.server and plain sockets do not), and write each event in one piece."
-        ),
-        cost="More, smaller packets.",
-        counter_check="With TCP_NODELAY on every hop the 40 ms stay; or asked directly, past the proxy, they stay.",
-        regime="streams whose tokens come faster than every 40 ms, and first chunks written in two pieces",
-    )
-
-
-def _server_share(both: Sequence[Pair]) -> float:
-    gaps = [gap for pair in both for gap in _written_gaps(pair.account) if gap >= FELT_GAP_NS]
-    return sum(map(_in_ack, gaps)) / len(gaps) if gaps else 0.0
-
-
-def _server_has_it(both: Sequence[Pair]) -> bool:
-    """The server itself makes a token every 40 ms or so."""
-    return _server_share(both) > ACK_ELSEWHERE
-
-
-def _some_in_bursts(outcomes: Sequence[Outcome]) -> bool:
-    gaps = [gap for outcome in outcomes for gap in _gaps(outcome.chunk_ns)]
-    return sum(gap < BURST_GAP_NS for gap in gaps) >= len(gaps) / 3
-
-
-def _held_ns(outcomes: Sequence[Outcome], both: Sequence[Pair]) -> Iterator[tuple[str, float]]:
-    """What each request lost: its first chunk's 40 ms, and half of each held gap (a chunk comes at any time in it)."""
-    first = {pair.outcome.request_id: pair.late_ns for pair in both if _in_ack(pair.late_ns)}
-    for outcome in outcomes:
-        held = sum(gap for gap in _gaps(outcome.chunk_ns) if _in_ack(gap)) / 2
-        yield outcome.request_id, first.get(outcome.request_id, 0) + held
 
 
 def _drags(pair: Pair) -> bool:
     """The chunks came over a longer time than the server took to write them, and late by what is felt."""
-    spread_ns, written_ns = _spread_ns(pair.outcome.chunk_ns), _spread_ns(pair.account.token_written_ns)
-    return spread_ns > DRAGGED_SPREAD * written_ns and pair.between_ns > MIN_SPREAD_NS
+    read_ns, written_ns = spread_ns(pair.outcome.chunk_ns), spread_ns(pair.account.token_written_ns)
+    return read_ns > DRAGGED_SPREAD * written_ns and pair.between_ns > MIN_SPREAD_NS
 
 
 @rule("accounts")
