@@ -44,12 +44,12 @@ def test_processes_are_stopped_together():
 
 
 def test_a_worker_that_dies_voids_the_run(monkeypatch):
-    processes = []
+    processes = {}
     prepare = workers.WorkerProcess.prepare
 
     async def noted(self):
         await prepare(self)
-        processes.append(self._process)
+        processes[self._share.worker] = self._process
 
     monkeypatch.setattr(workers.WorkerProcess, "prepare", noted)
 
