@@ -33,10 +33,33 @@ BACKENDS = ("native", "torch", "reference")
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How a weight is kept: "float32", "bfloat16", "int8" (one scale an output) or "int4" (one a group of columns)."""
+    """How a weight is kept: "float32", "bfloat16", "int8" or "int4".
+
+    group: columns that share a scale; 0, one scale an output (of int8 only). has_zeros, has_minima: what `RoundedRows`
+    comes with; only checkpoints that are already quantised do.
+    """
 
     name: str
     group: int = 0
+    has_zeros: bool = False
+    has_minima: bool = False
+
+
+@dataclass(frozen=True)
+class RoundedRows:
+    """Some rows of a weight that is already integers. For row i, column j and its group g:
+
+        w[i, j] = scales[i, g] * (integers[i, j] - zeros[i, g]) - minima[i, g]
+
+    integers: int8 [rows, in]: 0..15 for "int4", -128..127 for "int8". scales: float32 [rows, groups].
+    zeros: uint8 [rows, groups], zero points of "int4"; None: 8 for "int4", 0 for "int8".
+    minima: float32 [rows, groups], what is taken off whatever the integer is; None: nothing.
+    """
+
+    integers: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    minima: Tensor | None = None
 
 
 @dataclass(frozen=True)
