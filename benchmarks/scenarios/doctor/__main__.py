@@ -3,6 +3,7 @@
     python -m benchmarks.scenarios.doctor                        all of it, about ten minutes on an idle machine
     python -m benchmarks.scenarios.doctor --only "one slot"      some of it; what was measured before is kept
     python -m benchmarks.scenarios.doctor --piece 2/8            an eighth of it, for a machine that is shared
+    python -m benchmarks.scenarios.doctor --seeds 5              each illness five times: once as tuned, four held out
     python -m benchmarks.scenarios.doctor --json
 
 Each illness is a real `splittime serve` with settings, a load, and now and then a proxy, a client or a sabotaged engine
@@ -11,6 +12,7 @@ process that make one thing wrong. The doctor reads the run's two books, as `spl
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.report import RESULTS, file_result
 from benchmarks.scenarios.doctor.illnesses import HEALTHY, ILLNESSES, Ward
+from benchmarks.scenarios.doctor.loads import TUNED_SEED
 from benchmarks.scenarios.doctor.visit import Seen, visit, visits
 
 NAME = "doctor"
@@ -27,25 +30,29 @@ HEALTHY_RUNS = 20
 Task = tuple[Ward, list[int]]
 
 
-def tasks(healthy_runs: int) -> list[Task]:
-    each = healthy_runs // len(HEALTHY)
-    return [(ward, [1]) for ward in ILLNESSES] + [(ward, list(range(1, each + 1))) for ward in HEALTHY]
+def tasks(seeds: int, healthy_runs: int) -> list[Task]:
+    """A server each. Seeds begin with the tuned one."""
+    each = range(TUNED_SEED, TUNED_SEED + healthy_runs // len(HEALTHY))
+    made = [(ward, [TUNED_SEED + i]) for i in range(seeds) for ward in ILLNESSES]
+    return made + [(ward, list(each)) for ward in HEALTHY]
 
 
 def chosen(arguments: argparse.Namespace) -> list[Task]:
-    found = tasks(arguments.healthy)
+    found = tasks(arguments.seeds, arguments.healthy)
     if arguments.only:
         found = [task for task in found if task[0].name in arguments.only or task[0].expected in arguments.only]
+    if arguments.held_out:
+        found = [(ward, [seed for seed in seeds if seed != TUNED_SEED]) for ward, seeds in found]
     if arguments.piece:
         piece, of = map(int, arguments.piece.split("/"))
         found = found[piece - 1 :: of]
-    return found
+    return [task for task in found if task[1]]
 
 
 def seen(todo: list[Task], keep: Path | None) -> Iterator[Seen]:
     for ward, seeds in todo:
         if ward.expected is None:
-            yield from visits(ward, seeds)
+            yield from visits(ward, seeds, keep)
         else:
             yield from (visit(ward, seed, keep) for seed in seeds)
 
@@ -61,20 +68,41 @@ def before() -> dict[tuple[str, int], Seen]:
 
 def figures(rows: list[Seen]) -> dict[str, object]:
     ill, well = ([row for row in rows if (row.expected is None) == is_well] for is_well in (False, True))
-    matrix: dict[str, dict[str, int]] = {}
-    for row in rows:
-        named = row.found[0] if row.found else "nothing"
-        counts = matrix.setdefault(row.expected or "healthy", {})
-        counts[named] = counts.get(named, 0) + 1
+    held_out = [row for row in rows if row.seed != TUNED_SEED]
+    return {
+        "tuned": counted([row for row in rows if row.seed == TUNED_SEED]),
+        "held_out": counted(held_out),
+        **counted(rows),
+        "by_illness": {name: by_illness([r for r in ill if r.expected == name]) for name in sorted(expected(ill))},
+        "false_alarms_by_rule": Counter(name for row in well for name in row.found),
+        "seeds": sorted({row.seed for row in rows}),
+        "commits": sorted({row.commit for row in rows}),
+        "runs": [msgspec.to_builtins(row) for row in rows],
+    }
+
+
+def expected(ill: list[Seen]) -> set[str]:
+    return {row.expected for row in ill if row.expected is not None}
+
+
+def counted(rows: list[Seen]) -> dict[str, int]:
+    ill, well = ([row for row in rows if (row.expected is None) == is_well] for is_well in (False, True))
     return {
         "illnesses": len(ill),
         "named_first": sum(row.is_right for row in ill),
         "named_at_all": sum(row.expected in row.found for row in ill),
         "healthy_runs": len(well),
         "false_alarms": sum(bool(row.found) for row in well),
-        "matrix": matrix,
-        "runs": [msgspec.to_builtins(row) for row in rows],
     }
+
+
+def by_illness(rows: list[Seen]) -> dict[str, object]:
+    """Of one illness, over its seeds."""
+    first = sum(row.is_right for row in rows)
+    named = sum(row.expected in row.found for row in rows)
+    instead = Counter(row.found[0] if row.found else "nothing" for row in rows if not row.is_right)
+    told = {"named_first": first, "named": named - first, "missed": len(rows) - named}
+    return {**told, "first_instead": dict(instead), "seeds": sorted(row.seed for row in rows)}
 
 
 def show(rows: list[Seen]) -> None:
@@ -91,8 +119,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="a scenario's or a finding's name; may be repeated")
     parser.add_argument("--piece", help="I/N: every N-th scenario, beginning with the I-th")
-    parser.add_argument("--healthy", type=int, default=HEALTHY_RUNS)
-    parser.add_argument("--keep", type=Path, help="a folder for the illnesses' runs")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="make each illness so many times")
+    parser.add_argument("--healthy", type=int, default=HEALTHY_RUNS, metavar="N", help="healthy runs in all")
+    parser.add_argument("--held-out", action="store_true", help="leave out the seed that the rules were tuned on")
+    parser.add_argument("--keep", type=Path, help="a folder for the runs")
     parser.add_argument("--dry", action="store_true", help="file nothing")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -100,9 +130,11 @@ def main() -> None:
     show(new)
     if arguments.dry:
         return
-    is_part = bool(arguments.only or arguments.piece)
+    is_part = bool(arguments.only or arguments.piece or arguments.held_out)
     rows = {**(before() if is_part else {}), **{(row.name, row.seed): row for row in new}}
-    file_result(NAME, figures(list(rows.values())), {"healthy": arguments.healthy}, arguments.json)
+    file_result(
+        NAME, figures(list(rows.values())), {"seeds": arguments.seeds, "healthy": arguments.healthy}, arguments.json
+    )
 
 
 if __name__ == "__main__":

@@ -2,12 +2,37 @@
 
 import random
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from splittime.loadgen.schedule import Planned, Schedule
 
 VOCABULARY = range(10, 4000)
 
+TUNED_SEED = 1  # of the loads that the rules were tuned on
+
 Ask = tuple[float, tuple[int, ...] | str, int]  # second, prompt, output tokens
+
+
+class Size(NamedTuple):
+    """By what a held-out load differs from the tuned one: factors. length: of prompts and answers. load_factor: of the
+    tokens that are asked for in a second, so the rate's is load_factor / length."""
+
+    length: float = 1.0
+    load_factor: float = 1.0
+    duration: float = 1.0
+
+    @classmethod
+    def of(cls, seed: int, is_ill: bool = True) -> "Size":
+        if seed == TUNED_SEED:
+            return cls()
+        rng = random.Random(f"size of {seed}")
+        length, load_factor = ((0.8, 1.0), (1.0, 1.2)) if is_ill else ((0.8, 1.25), (0.7, 1.1))
+        return cls(rng.uniform(*length), rng.uniform(*load_factor), rng.uniform(0.9, 1.3))
+
+    def load(self, rate: float, prompt: int, output: int, duration_s: float) -> tuple[float, float, int, int]:
+        """Rate, duration, prompt and output of this size: what `chats` takes."""
+        tokens = round(prompt * self.length), round(output * self.length)
+        return rate * self.load_factor / self.length, duration_s * self.duration, *tokens
 
 
 def ids(rng: random.Random, length: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,19 +15,27 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from benchmarks.report import conditions
 from benchmarks.scenarios.doctor.illnesses import Ward
 from benchmarks.scenarios.doctor.proxies import proxy
 from benchmarks.server_process import free_port, served
 from splittime.cli.live_books import books_from_answers
 from splittime.diagnose.books import Books, books_from_run
 from splittime.diagnose.doctor import Diagnosis, diagnose
-from splittime.ledger.client_book import Run
+from splittime.ledger.client_book import Run, save
 from splittime.loadgen.run import run_schedule
 from splittime.loadgen.schedule import Schedule
 from splittime.loadgen.target import Target
 
 SABOTAGE = str(Path(__file__).with_name("sabotage"))
 BLOCK_S, BLOCK_EVERY_S = 0.08, 0.15
+
+
+@cache
+def commit() -> str:
+    """With a `+` behind it if the code differs from it."""
+    found = conditions()
+    return str(found["commit"]) + ("+" if found["is_dirty"] else "")
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +51,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     steps: int
     seconds: float
+    commit: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -57,12 +67,13 @@ def visit(ward: Ward, seed: int, keep: Path | None = None) -> Seen:
     return _seen(ward, seed, diagnose(books), time.monotonic() - begin)
 
 
-def visits(ward: Ward, seeds: list[int]) -> Iterator[Seen]:
+def visits(ward: Ward, seeds: list[int], keep: Path | None = None) -> Iterator[Seen]:
     """The same server for several loads."""
     with served(*ward.settings) as url:
         for seed in seeds:
             begin = time.monotonic()
             run = asyncio.run(_run(url, ward, ward.load(seed)))
+            _keep(run, ward, seed, keep)
             yield _seen(ward, seed, diagnose(books_from_run(run)), time.monotonic() - begin)
 
 
@@ -78,17 +89,20 @@ def _seen(ward: Ward, seed: int, diagnosis: Diagnosis, seconds: float) -> Seen:
         requests=diagnosis.num_requests,
         steps=diagnosis.num_steps,
         seconds=round(seconds, 1),
+        commit=commit(),
     )
 
 
 def _books(ward: Ward, seed: int, keep: Path | None) -> Books:
     with served(*ward.settings) as url:
         run = asyncio.run(_run(url, ward, ward.load(seed)))
-    if keep is not None:
-        from splittime.ledger.client_book import save
-
-        save(run, keep / f"{ward.name.replace(' ', '-')}-{seed}.json")
+    _keep(run, ward, seed, keep)
     return books_from_run(run)
+
+
+def _keep(run: Run, ward: Ward, seed: int, folder: Path | None) -> None:
+    if folder is not None:
+        save(run, folder / f"{ward.name.replace(' ', '-')}-{seed}.json")
 
 
 async def _run(url: str, ward: Ward, schedule: Schedule) -> Run:
