@@ -78,7 +78,7 @@ class LLM:
         folder = model_source.locate(chosen["model"])
         timeline: list[tuple[str, int, int]] = []
         engine, resolved = build_engine(worker_settings(chosen, folder), timeline)
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = model_source.load_tokenizer(folder)
         self._assemble(engine, tokenizer, tuple(resolved["eos_token_ids"]), ledger)
         self.timeline += timeline
         self._started_ns, self._ready_ns = timeline[0][1], time.monotonic_ns()

@@ -27,9 +27,11 @@ MAY = {
     "kernels": {"core"},
     "models": {"core", "kernels"},
     "runner": {"core", "kernels", "models"},
+    "quantize": {"core", "kernels", "models"},
+    "quality": {"core"},
 }
 ROOTS = {"cli", "cluster", "llm"}
-TENSOR_COLUMN = {"kernels", "models", "runner"}
+TENSOR_COLUMN = {"kernels", "models", "runner", "quantize"}
 TENSOR_LIBRARIES = {"torch", "triton", "transformers"}
 # within an allowed edge, the module that is meant all the same not to be seen
 FORBIDDEN_MODULES = {

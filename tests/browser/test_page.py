@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 
 from . import books
@@ -36,6 +37,26 @@ def test_shows_what_is_in_the_books(live, visit):
     assert "batch slots" in legend
     assert "decode" in legend
     assert page.locator("#charts figure").nth(3).locator("path.area").count() == 2
+
+
+def test_what_those_in_the_queue_wait_for_now(live, visit):
+    causes: dict[str, int] = {}
+    idle = live.engine.stats()
+    live.engine.stats = lambda: msgspec.structs.replace(
+        idle, num_waiting=sum(causes.values()), waiting_for=dict(causes)
+    )
+    page = visit(live.url)
+    tile = page.locator("#tiles .tile").nth(1)
+    tile.locator(".note", has_text="nobody").wait_for()
+    assert tile.locator(".bar i").count() == 0
+    causes |= {"kv_blocks": 1, "policy": 9}
+    tile.locator(".note", has_text="9 policy, 1 kv blocks").wait_for()
+    assert tile.locator(".value").inner_text() == "10"
+    widths = [piece.bounding_box()["width"] for piece in tile.locator(".bar i").all()]
+    assert widths[1] / widths[0] == pytest.approx(9, rel=0.15)
+    del causes["policy"]
+    tile.locator(".note", has_text="kv blocks").and_(tile.locator(".note:not(:has-text('policy'))")).wait_for()
+    assert tile.locator(".bar i").count() == 1
 
 
 def test_new_requests_appear_while_it_is_open(live, visit):

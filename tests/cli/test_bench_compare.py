@@ -134,7 +134,7 @@ def test_report_shows_a_run_writes_csv_and_judges(folder):
     assert written.stdout == ""
     assert call("report", path, "--slo", "ttft_p99=10s").exit_code == 0
     assert call("report", path, "--slo", "ttft_p99=1us").exit_code == 1
-    assert call("report", folder / "void.json", "--slo", "ttft_p99=10s").exit_code == 2
+    assert call("report", folder / "void.json", "--slo", "ttft_p99=10s").exit_code == 3
     assert "VOID" in call("report", folder / "void.json").stdout
 
 

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from splittime.cli import bench_levels, bench_search
+from splittime.cli import bench_exit, bench_levels, bench_search
 from splittime.ledger.client_book import Arm, Check, Ending, Outcome, Run, load_run
 from splittime.loadgen.limits import Limits
 
@@ -114,7 +114,7 @@ def test_the_answer_is_a_sentence_and_a_table(server):
 
 def test_no_rate_keeps_it(server):
     found = run("search", URL, "--slo", "ttft_p99=1ms", *SHORT)
-    assert found.exit_code == bench_search.NOT_FOUND
+    assert found.exit_code == bench_exit.SHORT
     assert "not even 1 requests/s" in found.stdout
 
 

@@ -14,7 +14,7 @@ except native.LibraryMissing as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 INT8, INT4 = native.INT8, native.INT4
-SCHEMES = [(INT8, 64), (INT4, 32), (INT4, 64), (INT4, 128)]
+SCHEMES = [(INT8, 0), (INT8, 16), (INT8, 32), (INT8, 96), (INT8, 128), (INT4, 32), (INT4, 64), (INT4, 128)]
 SHAPES = [(1, 4), (17, 64), (172, 172), (259, 1100), (40, 8192)]
 BEST = native.selected_isa()
 
@@ -107,7 +107,7 @@ def rounded(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def activation_group(scheme: int, group: int, columns: int) -> int:
-    return columns if scheme == INT8 else group
+    return group or columns
 
 
 def activations(rng: np.random.Generator, tokens: int, columns: int) -> np.ndarray:
@@ -176,7 +176,7 @@ def test_packing_rounds_to_nearest(dtype: int) -> None:
 
     scale = np.abs(exact).max(axis=1, keepdims=True) / np.float32(127)
     integers = np.rint(np.divide(exact, scale, where=scale > 0, out=np.zeros_like(exact)))
-    assert (unpacked(packed(INT8, given, 64, dtype)) == integers * scale).all()
+    assert (unpacked(packed(INT8, given, 0, dtype)) == integers * scale).all()
 
     expected = np.zeros_like(exact)
     for begin in range(0, 200, 64):

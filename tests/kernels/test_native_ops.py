@@ -117,7 +117,7 @@ def test_torch_knows_the_custom_ops(ops):
     x, batch = weights(6, 64, 11), a_batch()
     opcheck, custom = torch.library.opcheck, torch.ops.splittime
     for residual in (None, weights(6, 40, 12)):
-        opcheck(custom.linear.default, (x, packed.blob, None, residual, 2, 40, 0, False), test_utils=checks)
+        opcheck(custom.linear.default, (x, packed.blob, None, None, residual, 2, 40, 0, 0), test_utils=checks)
     opcheck(custom.rms_norm.default, (x, torch.ones(64), 1e-5), test_utils=checks)
     opcheck(custom.silu_mul.default, (x,), test_utils=checks)
     arrays = ops.plan_attention(batch, SHAPE, None, torch.float32).arrays

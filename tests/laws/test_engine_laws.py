@@ -6,6 +6,7 @@ was generated is what an undisturbed request alone would have got (chunked = who
 = cold, batched = alone).
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,7 +17,7 @@ from splittime.core.clock import VirtualClock
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.engine.engine import Engine
-from splittime.engine.messages import StepOutput
+from splittime.engine.messages import EngineStats, StepOutput
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord, verify_steps
@@ -40,6 +41,7 @@ class World:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, list[FinishReason]] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
+    told: list[EngineStats] = field(default_factory=list)
     began_waiting: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -64,6 +66,8 @@ class World:
         self.ends[request.request_id] = []
         self.clock.advance(7)
         self.engine.submit(request, self.clock.now_ns())
+        self.told.append(self.engine.stats())
+        self.clock.advance(1)
 
     def step(self) -> None:
         overdue = self.overdue()
@@ -71,6 +75,7 @@ class World:
         output = self.engine.step()
         self.scheduler.check()
         self.verify_nobody_overtook(overdue, output)
+        self.told.append(self.engine.stats())
         self.clock.advance(3)
         if output is None:
             return
@@ -118,6 +123,19 @@ class World:
         assert self.scheduler.cache.num_used == 0
         assert not self.scheduler.has_requests
         verify_steps(self.records)
+        for stats in self.told:
+            self.verify_waiting(stats)
+
+    def verify_waiting(self, stats: EngineStats) -> None:
+        """Who was said to wait, and for what, is what the books say once they are closed."""
+        waits = [
+            interval.cause or "not_told"
+            for account in self.accounts.values()
+            for interval in account.intervals()
+            if interval.stage in (Stage.QUEUE, Stage.PREEMPTED) and interval.begin_ns <= stats.now_ns < interval.end_ns
+        ]
+        assert Counter(waits) == stats.waiting_for
+        assert len(waits) == stats.num_waiting
 
     def verify_tokens(self, request: Request, end: FinishReason, tokens: list[int]) -> None:
         limit = min(request.sampling.max_tokens or 0, MAX_MODEL_LEN - len(request.prompt_token_ids))

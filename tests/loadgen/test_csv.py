@@ -49,6 +49,19 @@ def test_a_row_by_hand():
     assert (row["tags"], row["error"]) == ("a=b kind=chat", 'said "no", and\nleft')
 
 
+def test_no_text_is_taken_for_a_formula():
+    said = ["=1+1", "+1", "-1", "@a", "\t=1"]
+    for text in said:
+        (row,) = rows([runs.outcome(request_id=text, finish_reason=text, error=text, tags={text: ""})])
+        assert row["request_id"] == row["finish_reason"] == row["error"] == f"'{text}"
+        assert row["tags"].startswith("'")
+    assert rows([runs.outcome(error="a\rb\r\nc")])[0]["error"] == "a\nb\nc"
+    (row,) = rows([runs.outcome(intended_ns=-3 * 10**6, error="a=b")])
+    assert (row["error"], row["tags"]) == ("a=b", "")
+    assert row["service_ttft_ms"] == "50.000000"
+    assert row["intended_ms"] == "-3.000000", "a number stays a number"
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(runs.outcomes(), max_size=8))
 def test_any_outcomes_come_back_in_their_order_with_their_figures(outcomes):

@@ -1,18 +1,15 @@
-"""Several processes make one load: nothing is lost or sent twice, on one clock; one that dies is told of."""
+"""Several processes make one load: nothing is lost or sent twice, on one clock. (Deaths: `test_interruption`.)"""
 
-import asyncio
 import os
-import signal
 
 import pytest
 
 from splittime.ledger.client_book import Ending
 from splittime.loadgen import workers
 from splittime.loadgen.jobs import Job
-from splittime.loadgen.mock_server import MockServer, Timings
-from splittime.loadgen.run import run_schedule
+from splittime.loadgen.mock_server import Timings
 from splittime.loadgen.share import News
-from splittime.loadgen.target import RunOptions, Target
+from splittime.loadgen.target import RunOptions
 from tests.loadgen.test_run import MS, at, carried_out, schedule_of
 
 TWO = RunOptions(workers=2)
@@ -41,34 +38,6 @@ def test_processes_are_stopped_together():
     run, _ = carried_out(schedule_of(*requests), options=TWO, stop_after_s=1.5)
     assert [o.ending for o in run.outcomes] == [Ending.CANCELLED] * 4 + [Ending.UNSENT] * 2
     assert run.stopped == "interrupted"
-
-
-def test_a_worker_that_dies_voids_the_run(monkeypatch):
-    processes = {}
-    prepare = workers.WorkerProcess.prepare
-
-    async def noted(self):
-        await prepare(self)
-        processes[self._share.worker] = self._process
-
-    monkeypatch.setattr(workers.WorkerProcess, "prepare", noted)
-
-    async def main():
-        async with MockServer(Timings(ttft_ns=MS, itl_ns=MS)) as server:
-            requests = [at(i, 20 * i) for i in range(40)]
-            running = asyncio.create_task(run_schedule(schedule_of(*requests), [Target(url=server.url)], TWO))
-            while len(processes) < 2:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
-            os.kill(processes[1].pid, signal.SIGKILL)
-            return await running
-
-    run = asyncio.run(main())
-    assert run.is_void
-    assert "worker 1" in run.stopped
-    assert [o.index for o in run.outcomes] == list(range(40))
-    assert {o.ending for o in run.outcomes if o.index % 2 == 1} == {Ending.UNSENT}
-    assert {o.ending for o in run.outcomes if o.index % 2 == 0} == {Ending.COMPLETE}
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ class FakeEngine:
         return EngineStats(
             now_ns=time.monotonic_ns(),
             num_waiting=len(self.waiting),
+            waiting_for={"batch_slots": len(self.waiting)} if self.waiting else {},
             num_running=len(self.running),
             blocks_used=len(self.running),
             blocks_total=100,

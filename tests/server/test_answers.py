@@ -51,6 +51,47 @@ def test_a_stream_says_what_the_whole_answer_says(launch, chat: bool) -> None:
         assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
+def counted(events: list, index: int) -> list[int]:
+    """The output tokens that the chunks of one choice tell, in their order."""
+    chunks = [e for e in events[:-1] if e["choices"] and e["choices"][0]["index"] == index]
+    assert all(len(chunk["choices"]) == 1 for chunk in chunks)
+    assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in (c["usage"] for c in chunks))
+    return [chunk["usage"]["completion_tokens"] for chunk in chunks]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}])
+def test_each_chunk_counts_the_tokens_so_far_and_the_last_ones_are_the_sum(launch, chat: bool, more: dict) -> None:
+    live = launch(lambda request: [*list("héllo".encode()[request.sampling.seed :]), EOS], cached_tokens=1)
+    path, body = ("/v1/chat/completions", CHAT) if chat else ("/v1/completions", {"prompt": ["ab", "c"]})
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**body, **more, "n": 2, "seed": 0, "max_tokens": 60, "stream_options": options}
+    events = live.events(path, body)
+    choices = range(2 if chat else 4)
+    told = [counted(events, index) for index in choices]
+    assert all(counts == sorted(counts) for counts in told)
+    assert [counts[-1] for counts in told] == [7 - index % 2 for index in choices]
+    assert not chat or {counts[0] for counts in told} == {0}
+    whole = events[-2]
+    assert whole["choices"] == []
+    assert whole["usage"]["completion_tokens"] == sum(counts[-1] for counts in told)
+    assert whole["usage"] == live.post(path, {k: v for k, v in body.items() if k != "stream_options"})[2]["usage"]
+
+
+def test_tokens_so_far_without_the_chunk_at_the_end(launch) -> None:
+    live = launch(say("abc"))
+    events = live.events("/v1/completions", {"prompt": "xy", "stream_options": {"continuous_usage_stats": True}})
+    assert counted(events, 0)[-1] == 4
+    assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {2}
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_tokens_so_far_of_a_prompt_that_is_only_echoed(launch) -> None:
+    body = {"prompt": "abc", "max_tokens": 0, "echo": True, "stream_options": {"continuous_usage_stats": True}}
+    events = launch(say("zzz")).events("/v1/completions", body)
+    assert counted(events, 0)[-1] == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_over_several_tokens_is_cut_and_ends_it_in_the_engine(launch, stream: bool) -> None:
     live = launch(say("one two three four five"))

@@ -1,5 +1,6 @@
 """The page's files and its data: who gets what, that no record is told twice or lost, and that bins keep the time."""
 
+import threading
 import time
 
 import pytest
@@ -125,8 +126,6 @@ def test_an_answer_is_bounded_and_says_what_it_left_out(launch, monkeypatch) -> 
 def test_a_request_is_open_and_then_closed_and_never_both(launch) -> None:
     live = launch(say("abc"), step_s=0.005)
     live.engine.paused = True
-    import threading
-
     thread = threading.Thread(target=live.post, args=("/v1/completions", {"prompt": "x", "max_tokens": 3}))
     thread.start()
     while not (answer := look(live))["open"]:
@@ -139,6 +138,22 @@ def test_a_request_is_open_and_then_closed_and_never_both(launch) -> None:
     answer = look(live)
     assert (answer["open"], len(answer["rows"])) == ([], 1)
     assert sum(ns for _, ns in answer["rows"][0]["stages"]) == answer["rows"][0]["e2e_ns"]
+
+
+def test_those_who_wait_now_are_told_by_cause(launch) -> None:
+    live = launch(say("abc"))
+    assert look(live)["engine"]["waiting_for"] == {}
+    live.engine.paused = True
+    threads = [threading.Thread(target=live.post, args=("/v1/completions", {"prompt": "x"})) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while (engine := look(live)["engine"])["num_waiting"] < 3:
+        time.sleep(0.01)
+    assert engine["waiting_for"] == {"batch_slots": 3}
+    assert live.get("/stats")[2]["engine"]["waiting_for"] == {"batch_slots": 3}
+    live.engine.paused = False
+    for thread in threads:
+        thread.join()
 
 
 def test_a_request_is_closed_though_the_engine_has_not_let_go_yet(launch) -> None:

@@ -85,7 +85,7 @@ def _texts(seed: int) -> Schedule:
 def _wide_answers(seed: int) -> Schedule:
     """Long answers with log-probabilities: about a kilobyte a token."""
     size = Size.of(seed)
-    plain = schedule(chats(random.Random(seed), 2.5, DURATION_S * size.duration, 16, 500), seed)
+    plain = schedule(chats(random.Random(seed), 3 * size.load_factor, DURATION_S * size.duration, 16, 500), seed)
     wide: dict[str, Any] = {"logprobs": 10}
     requests = tuple(msgspec.structs.replace(planned, body=wide) for planned in plain.requests)
     return msgspec.structs.replace(plain, requests=requests)

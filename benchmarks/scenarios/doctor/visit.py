@@ -170,9 +170,18 @@ async def _early(url: str, schedule: Schedule) -> Books:
         begin_s = time.monotonic()
         asked = [asyncio.create_task(_ask(session, url, planned, begin_s)) for planned in schedule.requests]
         await asyncio.gather(*asked)
+        while not await _is_ready(session, url):  # on a busy machine the load may be over before the start is
+            await asyncio.sleep(0.1)
         answers = {name: await _get(session, f"{url}/ledger/{name}") for name in ("requests", "steps")}
         facts = await _get(session, f"{url}/ledger/facts")
         return books_from_answers(facts, answers["requests"], answers["steps"], url)
+
+
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    with suppress(aiohttp.ClientError):
+        async with session.get(f"{url}/ready") as response:
+            return response.status == 200
+    return False
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, planned: Any, begin_s: float) -> None:

@@ -9,10 +9,13 @@ import orjson
 import typer
 
 from splittime.cli import bench_books, bench_compare, bench_report, bench_run, bench_search
+from splittime.cli.bench_exit import HELP
 from splittime.cli.bench_flags import time_ns
 from splittime.cli.options import JsonFlag, fails_clearly, talk
 
-app = typer.Typer(help="Load for any OpenAI-compatible server, measured and explained.", no_args_is_help=True)
+app = typer.Typer(
+    help="Load for any OpenAI-compatible server, measured and explained.", epilog=HELP, no_args_is_help=True
+)
 
 RARELY = (50_000, 50, 1000)
 EXAMPLES = """\b

@@ -1,17 +1,20 @@
-"""`splittime bench compare A.json B.json`: is B better? Exit codes: 0 better or equivalent, 1 worse, 2 inconclusive.
+"""`splittime bench compare A.json B.json`: is B better? Exit codes: `bench_exit`.
 
 An SLO is asked of B alone; one that is missed makes the exit code 1, whatever the comparison says.
 """
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from splittime.cli.options import JsonFlag, fails_clearly, wide
+from splittime.cli.bench_exit import HELP, SHORT, UNCLEAR, exit_code
+from splittime.cli.bench_flags import with_options
+from splittime.cli.options import JsonFlag, wide
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,68 +22,76 @@ if TYPE_CHECKING:
     from splittime.ledger.client_book import Run
     from splittime.loadgen.slo import SloResult
 
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
   splittime bench compare before.json after.json
   splittime bench compare both.json                          a run that was made with two servers
   splittime bench compare a1.json b1.json a2.json b2.json a3.json b3.json --metric ttft_p99
   splittime bench compare main.json branch.json --slo ttft_p99=300ms,error_rate=1%
-\b
-Exit codes: 0 better or equivalent, 1 worse or an SLO missed, 2 inconclusive.
-"""
+
+{HELP}"""
 
 
-@fails_clearly
-def compare(
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
     files: Annotated[
         list[Path],
         typer.Argument(metavar="A.json B.json ...", help="Runs: A and B, or A B A B ..., or one of two servers."),
-    ],
+    ]
     metric: Annotated[
         list[str] | None,
         typer.Option(
             "--metric", metavar="NAME", help="May be repeated; the first decides. Default: e2e_mean and others."
         ),
-    ] = None,
-    margin: Annotated[
-        str, typer.Option("--margin", metavar="X%", help="A difference within it does not matter.")
-    ] = "5%",
-    confidence: Annotated[
-        str, typer.Option("--confidence", metavar="X%", help="With which all verdicts hold together.")
-    ] = "95%",
+    ] = None
+    margin: Annotated[str, typer.Option(metavar="X%", help="A difference within it does not matter.")] = "5%"
+    confidence: Annotated[str, typer.Option(metavar="X%", help="With which all verdicts hold together.")] = "95%"
     slo: Annotated[
-        str | None, typer.Option("--slo", metavar="TERMS", help="Asked of B, as in ttft_p99=300ms,error_rate=1%.")
-    ] = None,
-    json: JsonFlag = False,
-) -> None:
-    """Compare runs: BETTER, WORSE, EQUIVALENT or INCONCLUSIVE, with intervals."""
-    from splittime.diagnose.compare import DEFAULT_METRICS, Terms
-    from splittime.diagnose.compare_table import render_comparison
-    from splittime.loadgen.slo import limits_of, parse_slo
+        str | None, typer.Option(metavar="TERMS", help="Asked of B, as in ttft_p99=300ms,error_rate=1%.")
+    ] = None
+    json: JsonFlag = False
 
-    wanted = parse_slo(slo) if slo else {}
-    terms = Terms(
-        metrics=tuple(metric or DEFAULT_METRICS),
-        margin=parse_share(margin, "margin"),
-        confidence=parse_share(confidence, "confidence"),
-        limits=limits_of(wanted, {}) or None,
-    )
-    terms.validate()
-    found, of_b = _compared(files, terms)
+
+@with_options(CompareOptions)
+def compare(given: CompareOptions) -> None:
+    """Compare saved runs: BETTER, WORSE, EQUIVALENT or INCONCLUSIVE, with intervals."""
+    from splittime.loadgen.slo import parse_slo
+
+    wanted = parse_slo(given.slo) if given.slo else {}
+    found, of_b = _compared(given.files, _terms(given, wanted))
     results = [result for run, arm in of_b for result in _slo_results(run, wanted, arm)]
-    missed = [result for result in results if not result.ok]
-    exit_code = 1 if missed else found.exit_code
-    if json:
-        whole = {"comparison": found, "slo": results, "exit_code": exit_code}
+    short = found.exit_code == SHORT or any(not result.ok for result in results)
+    code = exit_code(falls_short=short, is_unclear=found.exit_code == UNCLEAR)
+    if given.json:
+        whole = {"comparison": found, "slo": results, "exit_code": code}
         sys.stdout.buffer.write(msgspec.json.encode(whole) + b"\n")
     else:
-        console = wide()
-        console.print(render_comparison(found))
-        for result in results:
-            console.print(
-                f"SLO {'kept' if result.ok else 'MISSED'}: {result.sentence}", style="" if result.ok else "red"
-            )
-    raise typer.Exit(exit_code)
+        _show(found, results)
+    raise typer.Exit(code)
+
+
+def _terms(given: CompareOptions, slo: dict[str, float]) -> "Terms":
+    from splittime.diagnose.compare import DEFAULT_METRICS, Terms
+    from splittime.loadgen.slo import limits_of
+
+    terms = Terms(
+        metrics=tuple(given.metric or DEFAULT_METRICS),
+        margin=parse_share(given.margin, "margin"),
+        confidence=parse_share(given.confidence, "confidence"),
+        limits=limits_of(slo, {}) or None,
+    )
+    terms.validate()
+    return terms
+
+
+def _show(found: "Comparison", results: Sequence["SloResult"]) -> None:
+    from splittime.diagnose.compare_table import render_comparison
+
+    console = wide()
+    console.print(render_comparison(found))
+    for result in results:
+        verdict, style = ("kept", "") if result.ok else ("MISSED", "red")
+        console.print(f"SLO {verdict}: {result.sentence}", style=style, markup=False)
 
 
 def _compared(files: Sequence[Path], terms: "Terms") -> tuple["Comparison", list[tuple["Run", int]]]:
@@ -89,6 +100,7 @@ def _compared(files: Sequence[Path], terms: "Terms") -> tuple["Comparison", list
     from splittime.diagnose.compare import compare_arms
     from splittime.ledger.client_book import load_run
 
+    _refuse_twice(files)
     named = [_named(load_run(path), path) for path in files]
     if len(named) == 1:
         return compare_arms(named[0], terms), [(named[0], 1)]
@@ -96,6 +108,16 @@ def _compared(files: Sequence[Path], terms: "Terms") -> tuple["Comparison", list
         hint = "name them in turn, A B A B, or one run that was made with two servers"
         raise ConfigError(f"{len(named)} runs cannot be two sides", param="files", value=len(named), hint=hint)
     return compare_runs(named[::2], named[1::2], terms), [(run, 0) for run in named[1::2]]
+
+
+def _refuse_twice(files: Sequence[Path]) -> None:
+    """A run beside itself would be EQUIVALENT whatever the server did."""
+    seen: set[Path] = set()
+    for path in files:
+        if path.resolve() in seen:
+            hint = "compare it with another run"
+            raise ConfigError(f"{path} is named twice", param="files", value=str(path), hint=hint)
+        seen.add(path.resolve())
 
 
 def _named(run: "Run", path: Path) -> "Run":

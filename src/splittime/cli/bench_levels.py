@@ -1,7 +1,11 @@
-"""One run after another on one server, at levels of a rate or a concurrency, and how they look side by side."""
+"""One run after another on one server, at levels of a rate or a concurrency, and how they look side by side.
+
+What was measured is never lost to what came after: Ctrl-C, a server that is gone, or a file that cannot be written ends
+the series with the runs made so far.
+"""
 
 import asyncio
-import secrets
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -12,39 +16,75 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from splittime.cli.bench_flags import spec_of
+from splittime.cli.bench_draw import corrected, drawn
+from splittime.cli.bench_exit import interrupted
+from splittime.cli.bench_flags import spec_of, time_ns
 from splittime.cli.bench_live import shown_live
-from splittime.cli.bench_run import USUAL_VOCAB_SIZE
+from splittime.cli.bench_options import SeriesOptions
 from splittime.cli.options import talk, wide
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, SplittimeError
 from splittime.ledger.client_book import Run, save
 from splittime.ledger.client_figures import summary
 from splittime.ledger.client_metrics import shown, value_of
-from splittime.loadgen.draw import draw
 from splittime.loadgen.limits import Limits, server_limits
 from splittime.loadgen.run import run_schedule
 from splittime.loadgen.schedule import Schedule
-from splittime.loadgen.search import Found, Swept, Trial, Verdict
-from splittime.loadgen.slo import check_slo
+from splittime.loadgen.search import Found, Stopped, Swept, Trial, Verdict
+from splittime.loadgen.slo import check_slo, check_terms, parse_slo
 from splittime.loadgen.target import RunOptions, Target
 
 FIGURES = ("ttft_p50", "ttft_p99", "tpot_p99", "e2e_p99", "request_rate", "throughput", "error_rate")
 STYLES = {Verdict.KEPT: "green", Verdict.BROKEN: "yellow", Verdict.VOID: "red"}
+USUAL = {"duration_s": 30.0, "warm_up_s": 5.0, "cool_down_s": 5.0}  # of each run of a rate, where not said
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What all runs have in common."""
+    """What all runs have in common. level: the field of the load that differs, rate or concurrency."""
 
     target: Target
     load: dict[str, Any]
-    level: str  # the field of the load that a level is: rate or concurrency
+    level: str
     slo: dict[str, float]
     pause_s: float
-    timeout_s: float
+    options: RunOptions
     vocab_size: int | None
     max_model_len: int | None
     out: Path | None
-    stop_on_saturation: bool = False
+
+
+def setup(
+    given: SeriesOptions, load: dict[str, Any], level: str, slo: str | None, stop_on_saturation: bool = False
+) -> Setup:
+    """Raises `ConfigError` for a flag that cannot be."""
+    terms = parse_slo(slo) if slo is not None else {}
+    check_terms(terms)
+    options = RunOptions(
+        timeout_s=given.timeout_s,
+        workers=None,  # not in the process that draws the progress
+        stop_on_saturation=stop_on_saturation,
+        slo=terms,
+    )
+    options.validate()
+    return Setup(
+        target=given.target(given.url),
+        load=_with_usual(load) if level == "rate" else load,
+        level=level,
+        slo=terms,
+        pause_s=time_ns(given.pause, "--pause") / 1e9,
+        options=options,
+        vocab_size=given.vocab_size,
+        max_model_len=given.max_model_len,
+        out=given.out,
+    )
+
+
+def _with_usual(load: dict[str, Any]) -> dict[str, Any]:
+    """A window and what is around it, for whoever says nothing of them."""
+    says_length = {"duration_s", "num_requests"} & set(load)
+    usual = {name: value for name, value in USUAL.items() if name != "duration_s" or not says_length}
+    if "warm_up_requests" in load:
+        usual.pop("warm_up_s")
+    return {**usual, **load}
 
 
 class Runs:
@@ -54,51 +94,55 @@ class Runs:
         self._setup, self._limits = setup, limits
         self._made: Counter[float] = Counter()
         self._console = talk()
+        self._stop = interrupted()
 
     @classmethod
-    async def on(cls, setup: Setup) -> "Runs":
-        """Refuses what cannot be before anything is asked of the server."""
-        if setup.out is not None and setup.out.is_file():
+    async def on(cls, setup: Setup, levels: Sequence[float]) -> "Runs":
+        """Refuses what cannot be at any of these levels before anything is asked of the server."""
+        if setup.out is not None and setup.out.exists() and not setup.out.is_dir():
             raise ConfigError(f"{setup.out} is a file", param="out", value=str(setup.out), hint="Name a folder.")
-        spec_of({**setup.load, setup.level: 1}).validate()
-        return cls(setup, await server_limits(setup.target))
+        for level in levels:
+            spec_of({**setup.load, setup.level: _value(setup, level)}).validate()
+        limits = await server_limits(setup.target)
+        return cls(setup, corrected(limits, setup.vocab_size, setup.max_model_len))
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self._stop.is_set()
 
     async def measure(self, level: float) -> Run:
-        setup = self._setup
-        if self._made:
-            await asyncio.sleep(setup.pause_s)
-        schedule = self._schedule(level)
-        self._made[level] += 1
-        for note in schedule.notes if self._made.total() == 1 else ():
+        """Raises `Stopped` where the series cannot go on; of the first run, what was the matter."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), self._setup.pause_s if self._made else 0)
+        if self.is_interrupted:
+            raise Stopped("interrupted")
+        try:
+            run = await self._carried_out(level)
+        except SplittimeError as error:
+            if not self._made:
+                raise
+            raise Stopped(error.info.message) from error
+        if self.is_interrupted:
+            raise Stopped(f"interrupted; the run at {level:g} was cut short and is left out")
+        return run
+
+    async def _carried_out(self, level: float) -> Run:
+        setup, schedule = self._setup, self._schedule(level)
+        for note in () if self._made else schedule.notes:
             self._console.print(f"note: {note}", markup=False)
-        options = RunOptions(
-            timeout_s=setup.timeout_s,
-            workers=None,  # not in the process that draws the progress
-            stop_on_saturation=setup.stop_on_saturation,
-            slo=setup.slo,
-            label=f"{setup.level} {level:g}",
-        )
+        options = msgspec.structs.replace(setup.options, label=f"{setup.level} {level:g}")
         with shown_live(self._console, setup.level == "concurrency") as on_progress:
-            run = await run_schedule(schedule, [setup.target], options, on_progress)
+            run = await run_schedule(schedule, [setup.target], options, on_progress, self._stop)
+        self._made[level] += 1
         if setup.out is not None:
             save(run, setup.out / f"{self._made.total():02d}-{setup.level}-{level:g}.json")
         return run
 
     def _schedule(self, level: float) -> Schedule:
         """The same load at this level; run again, with another seed."""
-        setup, limits = self._setup, self._limits
+        setup = self._setup
         seed = setup.load.get("seed", 0) + self._made[level]
-        value = round(level) if setup.level == "concurrency" else level
-        spec = spec_of({**setup.load, setup.level: value, "seed": seed})
-        if spec.prompt_form is None and not limits.takes_ids:
-            spec = msgspec.structs.replace(spec, prompt_form="text")
-        return draw(
-            spec,
-            vocab_size=setup.vocab_size or limits.vocab_size or USUAL_VOCAB_SIZE,
-            max_model_len=setup.max_model_len or limits.max_model_len,
-            block_size=limits.block_size,
-            salt=None if spec.reuse_prompts else secrets.token_hex(6),
-        )
+        return drawn({**setup.load, setup.level: _value(setup, level), "seed": seed}, self._limits)
 
     def keeps(self, run: Run) -> bool:
         """A run that had to be stopped kept nothing."""
@@ -111,6 +155,10 @@ class Runs:
         why = f" ({trial.run.stopped})" if trial.run.stopped else ""
         values = ", ".join(f"{name} {text}" for name, text in _figures(trial.run, self._setup.slo).items())
         self._console.print(f"{said}{why}  {values}", style=STYLES[trial.verdict], markup=False)
+
+
+def _value(setup: Setup, level: float) -> float:
+    return round(level) if setup.level == "concurrency" else level
 
 
 def _figures(run: Run, slo: dict[str, float]) -> dict[str, str]:

@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from splittime.cli.bench_exit import HELP, exit_code, falls_short
 from splittime.cli.options import JsonFlag, fails_clearly, talk, wide
 
 if TYPE_CHECKING:
     from splittime.ledger.client_book import Run
 
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
   splittime bench report run.json
   splittime bench report run.json --html run.html --csv run.csv
   splittime bench report run.json --slo ttft_p99=300ms,tpot_p99=40ms
-\b
-Exit codes, with --slo: 0 kept, 1 missed, 2 the run is void.
-"""
+
+Without --slo it shows and does not judge: the exit code is 0, whatever the run was.
+
+{HELP}"""
 
 
 @fails_clearly
@@ -49,7 +51,7 @@ def report(
 
         wide().print(render(run))
     if slo:
-        raise typer.Exit(exit_code(run))
+        raise typer.Exit(exit_code(is_void=run.is_void, falls_short=falls_short(run, run.slo)))
 
 
 def _write_files(run: "Run", html: Path | None, csv: Path | None) -> None:
@@ -78,12 +80,3 @@ def as_json(run: "Run") -> dict[str, Any]:
         "slo": [check_slo(run, run.slo, arm) if run.slo else [] for arm in arms],
         "definitions": dict(definitions()),
     }
-
-
-def exit_code(run: "Run") -> int:
-    """0 every SLO kept by every arm, 1 missed, 2 nobody can tell since the run is void."""
-    from splittime.loadgen.slo import check_slo
-
-    if run.is_void:
-        return 2
-    return int(not all(result.ok for arm in range(len(run.arms)) for result in check_slo(run, run.slo, arm)))

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from splittime import __version__
-from splittime.cli import bench, doctor, explain, generate, serve
+from splittime.cli import bench, doctor, explain, generate, quality, quantize, serve
 from splittime.cli.config import app as config_app
 
 app = typer.Typer(
@@ -21,6 +21,8 @@ app.command(name="serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command(name="generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command(name="explain", epilog=explain.EXAMPLES)(explain.explain)
 app.command(name="doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(name="quantize", epilog=quantize.EXAMPLES)(quantize.quantize)
+app.command(name="quality", epilog=quality.EXAMPLES)(quality.quality)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config_app, name="config")
 

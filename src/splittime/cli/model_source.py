@@ -1,7 +1,8 @@
-"""From what the user calls a model to a folder on this machine.
+"""From what the user calls a model to a folder, or a GGUF file, on this machine; and its tokenizer, from either.
 
 nothing                  the model that ships in the package
-an existing folder       that folder
+an existing folder       that folder; if it holds no config.json but one .gguf file, that file
+a .gguf file             that file, which brings its config and its tokenizer; of several parts, the first
 owner/name               a Hugging Face repository: its config, safetensors and tokenizer, fetched once and kept in
                          the Hub's own cache; no code and no pickles are ever fetched
 """
@@ -9,16 +10,22 @@ owner/name               a Hugging Face repository: its config, safetensors and 
 import re
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from splittime.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from splittime.engine.tokenizer import Tokenizer
+
 PACKAGED_NAME = "code"
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+GGUF_SUFFIX = ".gguf"
+_PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def locate(model: str | None) -> Path:
-    """The model's folder. Raises `ConfigError` that says what was looked for."""
+    """The model's folder, or its (first) GGUF file. Raises `ConfigError` that says what was looked for."""
     if model is None:
         return _packaged()
     try:
@@ -27,9 +34,9 @@ def locate(model: str | None) -> Path:
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be entered, ~nobody
         raise ConfigError(f"cannot look for the model {model[:200]!r}: {error}", param="model") from None
     if is_folder:
-        return _complete(folder)
+        return _gguf_in(folder) or _complete(folder)
     if is_file:
-        raise ConfigError(f"{model} is a file; name the folder that holds config.json", param="model", value=model)
+        return _gguf(folder)
     if _HUB_ID.fullmatch(model):
         return _from_hub(model)
     raise ConfigError(
@@ -38,10 +45,24 @@ def locate(model: str | None) -> Path:
 
 
 def default_name(model: str | None, folder: Path) -> str:
-    """What the API calls it: the id as given, or the folder's name."""
+    """What the API calls it: the id as given, or the folder's name, or the file's without its suffix."""
     if model is None:
         return f"splittime-{PACKAGED_NAME}"
+    if folder.is_file():
+        return _PART.sub("", folder.stem)
     return folder.name if Path(model).expanduser().is_dir() else model
+
+
+def load_tokenizer(folder: Path) -> "Tokenizer":
+    """Of what `locate` gave. Brings no torch."""
+    from splittime.engine.tokenizer import Tokenizer
+
+    if not folder.is_file():
+        return Tokenizer.load(folder)
+    from splittime.engine.gguf_tokenizer import build
+    from splittime.models.gguf.file import GgufFile
+
+    return build(GgufFile(folder).metadata)
 
 
 def _packaged() -> Path:
@@ -54,6 +75,32 @@ def _packaged() -> Path:
             hint="name a folder or a Hugging Face id, or train it: see training/",
         )
     return folder
+
+
+def _gguf(path: Path) -> Path:
+    if path.suffix != GGUF_SUFFIX:
+        said = f"{path} is a file, and no {GGUF_SUFFIX}; name the folder that holds config.json"
+        raise ConfigError(said, param="model", value=str(path))
+    part = _PART.search(path.stem)
+    if part is not None and int(part[1]) != 1:
+        first = path.with_name(f"{_PART.sub('', path.stem)}-00001-of-{part[2]}{GGUF_SUFFIX}")
+        raise ConfigError(
+            f"{path.name} is part {int(part[1])} of {int(part[2])}; name the first, {first}", param="model"
+        )
+    return path
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    """The one GGUF model in a folder that is no checkpoint of another kind."""
+    if (folder / "config.json").is_file():
+        return None
+    found = sorted(path for path in folder.glob(f"*{GGUF_SUFFIX}") if path.is_file())
+    parts = {path: _PART.search(path.stem) for path in found}
+    firsts = [path for path in found if (part := parts[path]) is None or int(part[1]) == 1]
+    if len(firsts) > 1:
+        shown = ", ".join(path.name for path in firsts[:5])
+        raise ConfigError(f"{folder} holds {len(firsts)} models ({shown}); name one file", param="model")
+    return firsts[0] if firsts else None
 
 
 def _complete(folder: Path) -> Path:

@@ -31,6 +31,7 @@ EXAMPLES = """\b
 Examples:
   splittime serve                                      the model in the package, on port 8000
   splittime serve ./models/llama --port 9000 --ledger-file runs/today.sqlite
+  splittime serve ./llama-q4_k_m.gguf                  one GGUF file: weights, tokenizer and chat template
   SPLITTIME_API_KEY=secret splittime serve owner/name --host 0.0.0.0
 """
 
@@ -66,11 +67,10 @@ async def _serve(
     client.spawn()
     try:
         with timeline.phase("import server"):  # meanwhile the engine process imports torch
-            from splittime.engine.tokenizer import Tokenizer
             from splittime.server.app import build_app
             from splittime.server.run import run
         with timeline.phase("load tokenizer"):
-            tokenizer = Tokenizer.load(folder)
+            tokenizer = model_source.load_tokenizer(folder)
         known: list[ModelInfo] = []
         application = build_app(client, tokenizer, ledger, config, lambda: known[0] if known else None)
         application.service.started_ns = timeline.start_ns

@@ -19,14 +19,29 @@ from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import served, times_ns, total_ns
 from splittime.ledger.stages import Stage
 
-for _theme in ("client", "way", "queue", "kv", "prefill", "prompts", "host", "decode"):
+for _theme in (
+    "client",
+    "way",
+    "queue",
+    "overload",
+    "kv",
+    "prefill",
+    "line",
+    "prompts",
+    "host",
+    "start",
+    "decode",
+    "told",
+):
     import_module(f"splittime.diagnose.rules.{_theme}")
 
 MIN_REQUESTS = 20  # below, one request is more than a twentieth of what is said
 MIN_STEPS = 50  # below, the gaps and costs of steps are anecdotes
 MAX_RESIDUAL = 0.05  # the issue's bound
 RESIDUAL_NS = 1_000_000  # of each request: what two clocks and a socket cost, and the goal of the joined books
-CLIENT_RULES = frozenset({"client_bound", "buffering_proxy", "nagle", "slow_client"})
+OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book explains does not shake them
+    ("client_bound", "buffering_proxy", "nagle", "slow_client", "told_queue", "told_preemptions", "told_prefix_misses")
+)
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,9 +74,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 def diagnose(books: Books) -> Diagnosis:
     """See the module's docstring. Steps in which none of these requests was in flight are left out."""
     books = _in_their_time(books)
-    findings, abstentions = _run(books, [rule for rule in RULES.values() if rule.name in CLIENT_RULES])
+    findings, abstentions = _run(books, [rule for rule in RULES.values() if rule.name in OUTSIDE_RULES])
     residual = _residual(books)
-    rest = [rule for rule in RULES.values() if rule.name not in CLIENT_RULES]
+    rest = [rule for rule in RULES.values() if rule.name not in OUTSIDE_RULES]
     withheld = residual > MAX_RESIDUAL and all(finding.is_limit for finding in findings)
     if withheld:
         why = f"{residual:.0%} of the requests' time is explained by neither book: first find out where that goes"

@@ -47,6 +47,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     claim: one plain sentence with its numbers. request_ids, step_ids: where to look (`splittime explain ID`).
     share_of_time: how much of all requests' time it explains; time that two findings share is counted in both.
+    share_interval: what another run of the same load would show (`rules.share`), one in ten less than its lower end.
     confidence: 0 to 1, and confidence_from: what it was worked out from.
     cost: what the cure will cost. counter_check: what, when measured, would refute the finding.
     regime: the batch sizes or loads in which it holds.
@@ -65,6 +66,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     request_ids: tuple[str, ...] = ()
     step_ids: tuple[int, ...] = ()
     is_limit: bool = False
+    share_interval: tuple[float, float] | None = None
 
 
 class Abstention(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from splittime.ledger.steps import StepRecord
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
 
+NOT_TOLD = "not_told"  # the cause of who waits before any plan has looked at it
 Measuring = Iterator[Machine | None]
 """Measures the machine's ceilings: each `next` is a short piece of it, to be taken while there is nothing else to do;
 the last one yields the result."""
@@ -97,6 +98,7 @@ class Engine:
         return EngineStats(
             now_ns=self._clock.now_ns() if now_ns is None else now_ns,
             num_waiting=scheduler.num_waiting,
+            waiting_for={cause or NOT_TOLD: count for cause, count in scheduler.queue.waiting_for().items()},
             num_running=scheduler.num_running,
             waiting_prompt_tokens=scheduler.queue.num_tokens,
             blocks_used=cache.num_used,

@@ -17,10 +17,11 @@ from splittime.scheduler.events import RequestOutput
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and counters of the engine at one instant."""
+    """Gauges and counters of the engine at one instant. `waiting_for`: of `num_waiting`, how many by cause."""
 
     now_ns: int
     num_waiting: int = 0
+    waiting_for: dict[str, int] = {}
     num_running: int = 0
     waiting_prompt_tokens: int = 0
     blocks_used: int = 0

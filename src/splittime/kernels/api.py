@@ -18,7 +18,7 @@ Rotary embedding turns *adjacent pairs* (2i, 2i + 1) of a head, as one complex p
 so the loader reorders the rows of the query and key weights once (`models.weights.load`): scores do not change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
+from splittime.kernels import reads
 
 BACKENDS = ("native", "torch", "reference")
 
@@ -126,10 +127,35 @@ class Ops(Protocol):
         reference backends use and `models.quant` re-states with its error bounds: models import kernels, never back.)
         """
 
-    def linear_from_blob(
-        self, blob: Tensor, out_features: int, in_features: int, bias: Tensor | None, scheme: WeightScheme
+    def pack_rounded(
+        self,
+        parts: Iterable[RoundedRows],
+        out_features: int,
+        in_features: int,
+        bias: Tensor | None,
+        scheme: WeightScheme,
+        columns: Tensor | None = None,
     ) -> Any:
-        """What `pack_linear` made, from the blob that it had."""
+        """The same of a weight that is integers already: these rows, one below the other, each part asked for when the
+        one before is done with. columns: int64 [in], its product is with x[:, columns]; None: with x.
+
+        `kernels.rounded` says which schemes there are, and raises `ConfigError` for others. `.blob` is there as above.
+        """
+
+    def linear_from_blob(
+        self,
+        blob: Tensor,
+        out_features: int,
+        in_features: int,
+        bias: Tensor | None,
+        scheme: WeightScheme,
+        columns: Tensor | None = None,
+    ) -> Any:
+        """What `pack_linear` or `pack_rounded` made, from the blob that it had."""
+
+    def stack_linear(self, packed: Sequence[Any]) -> Any:
+        """These packed weights of the same columns as one, the outputs of each below those of the one before. They may
+        differ in scheme and in `columns`, and keep their biases. The result has no blob: its parts have theirs."""
 
     def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> x W^T + bias (+ residual [T, out]), a new tensor [T, out]."""
@@ -169,6 +195,14 @@ class Ops(Protocol):
         """A token for each row of logits [N, vocab], float32, by its line of `draws` (`DRAW`); see `runner.sampler`,
         which does it when this is None."""
 
+    def bytes_read(self) -> dict[str, int]:
+        """Since this process began, by all of this backend: bytes of weights that products have read, by scheme
+        ("weights.int4"), and of keys and values that attention has, by dtype ("kv.int8"). What is 0 may be left out.
+
+        Counted where the reading is done, once a call: a product counts the whole of its weight, as it lies in memory,
+        and nothing for no tokens; attention the positions that it looks at, with their scales.
+        """
+
     def fuse_layer(self, layer: Any) -> Any | None:
         """One callable in the place of a `models.layers.DecoderLayer`, with its signature; None where there is none."""
 
@@ -177,6 +211,17 @@ DRAW = np.dtype(
     [("top_p", "f8"), ("uniform", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("unused", "i4")]
 )
 """How one token is drawn, `StDraw` of csrc/splittime.h: top_k and min_p are off at 0, top_p at 1; uniform in [0, 1)."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Packed weights, the outputs of each beside those of the one before; of backends that compose."""
+
+    parts: tuple[Any, ...]
+
+    def product(self, linear: Callable[[Tensor, Any], Tensor], x: Tensor, residual: Tensor | None) -> Tensor:
+        y = torch.cat([linear(x, part) for part in self.parts], dim=1)
+        return y if residual is None else y.add_(residual)
 
 
 class PlainOps:
@@ -190,6 +235,12 @@ class PlainOps:
 
     def linear_from_blob(self, *_: Any) -> Any:
         raise NotImplementedError("this backend has no blobs")
+
+    def stack_linear(self, packed: Sequence[Any]) -> "Stack":
+        return Stack(tuple(packed))
+
+    def bytes_read(self) -> dict[str, int]:
+        return reads.total()
 
     def fuse_layer(self, layer: Any) -> None:
         return None

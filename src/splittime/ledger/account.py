@@ -49,6 +49,10 @@ class Account:
     def stage(self) -> Stage:
         return self.marks[-1].stage
 
+    @property
+    def cause(self) -> Cause | None:
+        return self.marks[-1].cause
+
     def enter(self, stage: Stage, now_ns: int, cause: Cause | None = None) -> None:
         """Close the current stage at `now_ns` and open `stage`; nothing happens if that is the current one."""
         last = self.marks[-1]

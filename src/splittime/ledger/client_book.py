@@ -12,8 +12,6 @@ never subtracted: the joined account keeps its own, and only durations are compa
                                                             |<---------------- service time ------------------->|
 """
 
-import os
-from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from splittime.core.errors import ConfigError, NotFound
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
+from splittime.ledger.whole_file import write_whole
 
 FORMAT = 1
 
@@ -57,8 +56,6 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     picked_up_ns: when the client turned to it; sent_ns: its last byte had been given to a socket; connect_ns: how long
         the connection took, 0 for one that was open already.
     chunk_ns: when each chunk with content was read off the socket; chunk_tokens: the tokens in each, if told.
-    read_gap_ns: for each chunk, how late the client was: from bytes ready in the kernel or the loop's queue to read, at
-        most, if known.
     prompt_tokens, output_tokens, cached_tokens: as the server's usage says; expected_*: as the schedule meant them.
     """
 
@@ -78,7 +75,6 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     headers_ns: int | None = None
     chunk_ns: tuple[int, ...] = ()
     chunk_tokens: tuple[int, ...] | None = None
-    read_gap_ns: tuple[int, ...] | None = None
     end_ns: int | None = None
     status: int | None = None
     error: str | None = None
@@ -176,16 +172,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save(run: Run, path: Path) -> None:
-    """Write whole or not at all. Raises `ConfigError` where it cannot be written."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(msgspec.json.encode(run))
-        beside.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write the run to {path}: {error}", param="out", value=str(path)) from error
+    """Write whole or not at all. Raises `ConfigError` where it cannot be written; it says where the run is then."""
+    write_whole(path, msgspec.json.encode(run), keeps=True)
 
 
 def load_run(path: Path) -> Run:
@@ -194,7 +182,7 @@ def load_run(path: Path) -> Run:
         raise NotFound(f"no run file at {path}", param="run", value=str(path))
     try:
         run = msgspec.json.decode(path.read_bytes(), type=Run)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise ConfigError(f"{path} is not a run of splittime bench: {error}", param="run", value=str(path)) from error
     if run.format != FORMAT:
         raise ConfigError(f"{path} has format {run.format}, this splittime reads {FORMAT}", param="run")

@@ -17,7 +17,8 @@ from splittime.loadgen.exchange import Exchange
 from splittime.loadgen.jobs import Job
 from splittime.loadgen.pool import SLOW_READER_BUFFER_BYTES, Pool
 from splittime.loadgen.schedule import Planned
-from splittime.loadgen.target import Target
+from splittime.loadgen.sse import clipped
+from splittime.loadgen.target import Target, check_key
 
 now_ns = time.monotonic_ns
 
@@ -106,21 +107,22 @@ class Client:
             self.in_flight.add(exchange)
             connect_ns = None
             try:
-                connection, connect_ns = await self._connect(planned)
+                connection, connect_ns = await self._connect(planned, (deadline_ns - now_ns()) / 1e9)
                 await self._carry_out(connection, request, exchange, planned, deadline_ns)
             except OSError as error:
-                exchange.finish(Ending.FAILED, f"cannot connect: {error}", now_ns())
+                ending = Ending.TIMED_OUT if now_ns() >= deadline_ns else Ending.FAILED
+                exchange.finish(ending, clipped(f"cannot connect: {error}"), now_ns())
             finally:
                 self.in_flight.discard(exchange)
             was_stale = connect_ns == 0 and exchange.ending is Ending.FAILED and not exchange.has_begun
             if not was_stale:
                 return exchange, connect_ns
 
-    async def _connect(self, planned: Planned) -> tuple[Connection, int]:
+    async def _connect(self, planned: Planned, within_s: float) -> tuple[Connection, int]:
         """A slow reader gets a connection of its own with a small buffer: else the kernel would read for it."""
         if not planned.read_delay_ns:
-            return await self.pool.take()
-        connection, connect_ns = await self.pool.connect(SLOW_READER_BUFFER_BYTES)
+            return await self.pool.take(within_s)
+        connection, connect_ns = await self.pool.connect(within_s, SLOW_READER_BUFFER_BYTES)
         connection.is_for_one = True
         return connection, connect_ns
 
@@ -215,6 +217,7 @@ def _since(begin_ns: int, at_ns: int | None) -> int | None:
 def _head(target: Target) -> tuple[bytes, bytes]:
     """What stands before and after the path of every request."""
     address = target.address
+    check_key(target.api_key)
     lines = [f" HTTP/1.1\r\nHost: {address.authority}", "Content-Type: application/json", "Accept: text/event-stream"]
     if target.api_key is not None:
         lines.append(f"Authorization: Bearer {target.api_key}")

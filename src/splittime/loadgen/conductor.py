@@ -11,6 +11,7 @@ import aiohttp
 
 from splittime.ledger.client_book import Arm, Outcome, Sample
 from splittime.loadgen import saturation, servers
+from splittime.loadgen.interruption import before_the_load
 from splittime.loadgen.jobs import Job, split
 from splittime.loadgen.load import Load, no_garbage_collection
 from splittime.loadgen.progress import OnProgress, Progress, Tally
@@ -31,7 +32,7 @@ class Part(Protocol):
     async def run(self, begin_ns: int) -> tuple[list[Outcome], Vitals]: ...
     def news(self) -> News: ...
     def stop(self, why: str) -> None: ...
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 class InThisProcess:
@@ -52,7 +53,7 @@ class InThisProcess:
     def stop(self, why: str) -> None:
         self._load.stop(why)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._load.close()
 
 
@@ -116,16 +117,19 @@ class Conductor:
     async def carry_out(self, stop: asyncio.Event | None) -> None:
         with no_garbage_collection():
             try:
-                await asyncio.gather(*(part.prepare() for part in self._parts))
+                await before_the_load(stop, self._prepare())
                 await self._carry_out(stop)
             finally:
-                for part in self._parts:
-                    part.close()
+                await asyncio.gather(*(part.close() for part in self._parts))
+
+    async def _prepare(self) -> bool:
+        await asyncio.gather(*(part.prepare() for part in self._parts))
+        return True
 
     async def _carry_out(self, stop: asyncio.Event | None) -> None:
         self.begin_ns = now_ns() + LEAD_NS
         self.begin_unix_ns = time.time_ns() + LEAD_NS
-        running = [asyncio.create_task(part.run(self.begin_ns)) for part in self._parts]
+        running = [asyncio.create_task(self._run(part)) for part in self._parts]
         watching = [asyncio.create_task(self._watch(stop)), asyncio.create_task(self._sample())]
         try:
             done = await asyncio.gather(*running)
@@ -139,8 +143,13 @@ class Conductor:
         self._take_news()
         self.outcomes = sorted((o for found, _ in done for o in found), key=lambda o: (o.index, o.arm))
         self.vitals = [vitals for _, vitals in done]
-        died = [vitals.died for vitals in self.vitals if vitals.died is not None]
-        self.stopped = self.stopped or (died[0] if died else None)
+
+    async def _run(self, part: Part) -> tuple[list[Outcome], Vitals]:
+        """A part's outcomes. One that died voids the run: the others need not go on."""
+        outcomes, vitals = await part.run(self.begin_ns)
+        if vitals.died is not None:
+            self._end(vitals.died)
+        return outcomes, vitals
 
     async def _watch(self, stop: asyncio.Event | None) -> None:
         while True:
@@ -154,8 +163,15 @@ class Conductor:
                 verdict = self._judge.look(self._elapsed_ns())
                 if verdict is not None:
                     self._end(verdict)
-            if self._on_progress is not None:
+            self._show()
+
+    def _show(self) -> None:
+        """The run goes on without its display if that is gone."""
+        if self._on_progress is not None:
+            try:
                 self._on_progress(self._progress())
+            except OSError:
+                self._on_progress = None
 
     def _take_news(self) -> bool:
         """Whether every process has all its measured outcomes."""

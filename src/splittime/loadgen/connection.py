@@ -9,7 +9,8 @@ What it promises, and `tests/loadgen/test_client.py` checks:
 * with a write buffer limit of 0, `on_sent` is called when the last byte has gone to the kernel (under TLS: to it or to
   the encrypting layer's buffer);
 * an answer is whole by its length, by its last chunk, or by the connection's close if it has neither;
-* a connection is used again only after an answer that was whole and allows it.
+* a connection is used again only after an answer that was whole and allows it;
+* a header, or what stands between two pieces of a body, is read for at most `MAX_HEAD_BYTES`.
 """
 
 import asyncio
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from splittime.loadgen.pool import Pool
 
 now_ns = time.monotonic_ns
+MAX_HEAD_BYTES = 2**20
+MAX_TYPE_BYTES = 200
 
 
 class Exchange(Protocol):
@@ -50,6 +53,7 @@ class Connection(asyncio.Protocol):
         self._content_type = ""
         self._has_length = False
         self._is_full = False
+        self._num_head_bytes = 0  # since the last byte of a body
         self._read_ns = 0
         self._unread: list[tuple[int, bytes]] = []
         self.uses = 0
@@ -61,6 +65,7 @@ class Connection(asyncio.Protocol):
     def ask(self, request: bytes, exchange: Exchange) -> None:
         self._exchange = exchange
         self.uses += 1
+        self._num_head_bytes = 0
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(request)
         if not self._is_full:
@@ -109,13 +114,19 @@ class Connection(asyncio.Protocol):
             self._feed(data)
 
     def _feed(self, data: bytes) -> None:
+        self._num_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            exchange, self._exchange = self._exchange, None
-            self._transport.abort()
-            if exchange is not None:
-                exchange.on_lost(ValueError(f"the answer is not HTTP: {error}"), self._read_ns)
+            self._give_up(f"the answer is not HTTP: {error}")
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._give_up(f"the answer's header is longer than {MAX_HEAD_BYTES:,} bytes")
+
+    def _give_up(self, why: str) -> None:
+        exchange, self._exchange = self._exchange, None
+        self._transport.abort()
+        if exchange is not None:
+            exchange.on_lost(ValueError(why), self._read_ns)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.understand()
@@ -141,22 +152,26 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         if name == b"content-type":
-            self._content_type = value.decode("latin-1")
+            self._content_type = value[:MAX_TYPE_BYTES].decode("latin-1")
         elif name in (b"content-length", b"transfer-encoding"):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
+        if self._parser is None or self._exchange is None:  # more than was asked for, behind a whole answer
+            return
         status = self._parser.get_status_code()
-        if status >= 200 and self._exchange is not None:
+        if status >= 200:
             self._exchange.on_headers(status, self._content_type, self._read_ns)
 
     def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
         if self._exchange is not None:
             self._exchange.on_body(body, self._read_ns)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() < 200 or self._exchange is None:
+        if self._parser is None or self._parser.get_status_code() < 200 or self._exchange is None:
             return
+        self._num_head_bytes = 0
         exchange, self._exchange = self._exchange, None
         self._pool.give_back(self, self._parser.should_keep_alive())
         self._parser = None

@@ -13,6 +13,7 @@ from splittime.ledger.client_book import Ending
 from splittime.loadgen.sse import MAX_EVENT_BYTES, EventLines, Reading, body_text, clipped
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
+MAX_CHUNKS = 2**20
 
 
 class Exchange:
@@ -58,6 +59,9 @@ class Exchange:
         if self._lines.is_too_long:
             what = f"an event of the stream is longer than {MAX_EVENT_BYTES:,} bytes"
             self.finish(Ending.FAILED, what, at_ns)
+            return
+        if len(self.reading.chunk_ns) > MAX_CHUNKS:
+            self.finish(Ending.FAILED, f"the stream has more than {MAX_CHUNKS:,} chunks", at_ns)
             return
         if self._on_first is not None and self.reading.chunk_ns:
             self._on_first(at_ns)

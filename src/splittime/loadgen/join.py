@@ -10,15 +10,13 @@ it with `==`. Clocks of two hosts are never subtracted, only durations are:
     receive ...  the account's stages, each by its cause, up to the instant that the first
                  token was ready (TTFT) or to the account's end (E2E)                         server's clock
     deliver      for TTFT: from there until its chunk had been given to the socket            server's clock
-    read_lag     how late the client read the chunk, at most, where it knows                  client's clock
     network      up and down together, as far as the probed round trip explains it
     residual     what neither book explains
 
-With S the client's time from sent to the figure's end, A the account's time from its start to the same event, G the
-read lag and P the median of the probed round trips:
+With S the client's time from sent to the figure's end, A the account's time from its start to the same event, and P the
+median of the probed round trips:
 
-    N = S - A     read_lag = min(G, max(N, 0))     network = min(P, max(N - read_lag, 0))
-    residual = N - read_lag - network
+    N = S - A     network = min(P, max(N, 0))     residual = N - network
 
 The two ways cannot be told apart without subtracting clocks, so they are one line. P was probed on a kept connection
 while there was no load, and holds both sides' handling of one small HTTP request: it is an allowance. Whatever lies
@@ -40,7 +38,6 @@ from splittime.loadgen.joined import (
     CLIENT_BEFORE,
     E2E,
     NETWORK,
-    READ_LAG,
     RESIDUAL,
     TTFT,
     JoinedBooks,
@@ -108,21 +105,18 @@ def split(outcome: Outcome, choices: Sequence[ClosedAccount], figure: str, round
     """One request's figure by lines. `why_not` has said that it has one."""
     assert outcome.sent_ns is not None
     if figure == TTFT:
-        at_ns, server, gap_index = outcome.chunk_ns[0], first_token_lines(choices), 0
+        at_ns, server = outcome.chunk_ns[0], first_token_lines(choices)
     else:
         assert outcome.end_ns is not None
         last = max(choices, key=lambda account: account.end_ns)
-        at_ns, server, gap_index = outcome.end_ns, _stage_lines(last, last.end_ns), -1
+        at_ns, server = outcome.end_ns, _stage_lines(last, last.end_ns)
     between_ns = at_ns - outcome.sent_ns - sum(server.values())
-    gap_ns = outcome.read_gap_ns[gap_index] if outcome.read_gap_ns else 0
-    read_lag_ns = min(gap_ns, max(between_ns, 0))
-    network_ns = min(round_trip_ns, max(between_ns - read_lag_ns, 0))
+    network_ns = min(round_trip_ns, max(between_ns, 0))
     lines = {
         **_client_lines(outcome, outcome.sent_ns),
         (NETWORK, None): network_ns,
         **server,
-        (READ_LAG, None): read_lag_ns,
-        (RESIDUAL, None): between_ns - read_lag_ns - network_ns,
+        (RESIDUAL, None): between_ns - network_ns,
     }
     return Split(at_ns - outcome.intended_ns, tuple((stage, cause, ns) for (stage, cause), ns in lines.items()))
 

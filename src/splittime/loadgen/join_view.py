@@ -16,7 +16,6 @@ from splittime.loadgen.joined import (
     GOAL_SHARE,
     HELD,
     NETWORK,
-    READ_LAG,
     RESIDUAL,
     SEND,
     TTFT,
@@ -37,7 +36,6 @@ MEANING = {
     CONNECT: "making the connection",
     SEND: "waiting for a connection, and writing the request",
     NETWORK: "up and down, as far as the probed round trip explains",
-    READ_LAG: "how late the client read the bytes, at most",
     RESIDUAL: "what neither book explains",
     **{stage.value: meaning.rstrip(".").lower() for stage, meaning in STAGE_MEANING.items()},
     Stage.QUEUE.value: "the engine has it, and the next step takes it",
@@ -119,7 +117,7 @@ def _style(line: BookLine) -> str:
 def _owner(line: BookLine) -> str:
     if line.stage in (NETWORK, RESIDUAL):
         return line.stage
-    if line.stage in (*CLIENT_BEFORE, READ_LAG):
+    if line.stage in CLIENT_BEFORE:
         return "client"
     return "waits" if line.stage in WAITS else "works"
 

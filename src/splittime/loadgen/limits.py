@@ -5,8 +5,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from splittime.core.errors import EngineError
-from splittime.loadgen.scrape import Target, get, get_json
+from splittime.loadgen.scrape import Target, ask_first, get_json
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,12 +18,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def server_limits(target: Target) -> Limits:
-    """Raises `EngineError` if nothing answers there."""
+    """Raises `EngineError` if nothing answers there, `ConfigError` for a key that it does not take."""
     async with aiohttp.ClientSession() as session:
-        answer = await get(session, target, "/v1/models")
-        if answer is None:
-            hint = "Is the server running there? Give its base address, such as http://127.0.0.1:8000."
-            raise EngineError(f"nothing answers at {target.url}", param="url", value=target.url, hint=hint)
+        answer = await ask_first(session, target)
         card = _first_card(answer.json)
         owner = card.get("owned_by")
         facts = await get_json(session, target, "/ledger/facts") if owner == "splittime" else None

@@ -1,8 +1,8 @@
 """A splittime server's own book of a run's requests, fetched after the load: accounts, steps and facts.
 
 `fetch` gives back the arm with them. An account closes just after the last byte that the client read, so what is
-missing is asked for again, for at most `PATIENCE_S`. What stays missing is a note: the ring that a server without a
-ledger file keeps its accounts in is bounded.
+missing is asked for again, for as long as more come within `PATIENCE_S`. What stays missing is a note: the ring that a
+server without a ledger file keeps its accounts in is bounded.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from splittime.loadgen.scrape import Target, get_json
 MAX_LIMIT = 10_000  # of /ledger/requests and /ledger/steps
 MARGIN = 200  # accounts of others that may lie between ours
 LIST_TIMEOUT_S = 120.0  # thousands of accounts are tens of megabytes
+MAX_LIST_BYTES = 512 * 2**20
 PATIENCE_S = 2.0
 PAUSE_S = 0.05
 AT_ONCE = 8
@@ -67,7 +68,7 @@ async def fetch(session: aiohttp.ClientSession, arm: Arm, target: Target, outcom
 async def _accounts(session: aiohttp.ClientSession, target: Target, wanted: Sequence[str]) -> Accounts:
     """The latest accounts in one GET; then one by one, as long as more come or patience lasts."""
     limit = min(MAX_LIMIT, len(wanted) + MARGIN)
-    listed = await get_json(session, target, f"/ledger/requests?limit={limit}", LIST_TIMEOUT_S)
+    listed = await get_json(session, target, f"/ledger/requests?limit={limit}", LIST_TIMEOUT_S, MAX_LIST_BYTES)
     accounts, ours = _read_all(listed), set(wanted)
     found = {name: choices for name, choices in by_request(accounts).items() if name in ours}
     if len(accounts) == limit:
@@ -77,15 +78,18 @@ async def _accounts(session: aiohttp.ClientSession, target: Target, wanted: Sequ
         for start in range(0, len(missing), AT_ONCE):
             names = missing[start : start + AT_ONCE]
             answers = await asyncio.gather(*(_one(session, target, name) for name in names))
-            found.update((name, choices) for name, choices in zip(names, answers, strict=True) if choices)
-        if time.monotonic() > until:
-            break
+            came = {name: choices for name, choices in zip(names, answers, strict=True) if choices}
+            found.update(came)
+            if came:
+                until = time.monotonic() + PATIENCE_S
+            elif time.monotonic() > until:
+                return found
         await asyncio.sleep(PAUSE_S)
     return found
 
 
 async def _one(session: aiohttp.ClientSession, target: Target, request_id: str) -> list[ClosedAccount]:
-    answer = await get_json(session, target, f"/ledger/requests/{quote(request_id, safe='')}")
+    answer = await get_json(session, target, f"/ledger/requests/{quote(request_id, safe='')}", PATIENCE_S)
     if not isinstance(answer, dict):
         return []
     return _read_all({"accounts": answer.get("choices", [answer])})
@@ -95,7 +99,7 @@ def _read_all(listed: Any) -> list[ClosedAccount]:
     """What of a server's answer is accounts; [] if it is not what is expected of one."""
     try:
         return [account_from_json(entry) for entry in listed["accounts"]]
-    except (KeyError, TypeError, ValueError, AttributeError):  # msgspec's errors are ValueErrors
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # msgspec's errors are ValueErrors
         return []
 
 
@@ -105,7 +109,7 @@ async def _steps(
     """The steps in the accounts' time, and a note if the first of them are no longer kept."""
     if not accounts:
         return (), []
-    listed = await get_json(session, target, f"/ledger/steps?limit={MAX_LIMIT}", LIST_TIMEOUT_S)
+    listed = await get_json(session, target, f"/ledger/steps?limit={MAX_LIMIT}", LIST_TIMEOUT_S, MAX_LIST_BYTES)
     records = _converted(listed.get("steps") if isinstance(listed, dict) else None, list[StepRecord]) or []
     begin_ns, end_ns = min(a.start_ns for a in accounts), max(a.end_ns for a in accounts)
     during = tuple(step for step in records if step.end_ns > begin_ns and step.begin_ns < end_ns)

@@ -39,7 +39,7 @@ class Pool:
         """Find an address that takes connections, and keep the first one. Raises `ConfigError`."""
         found, error = await addresses(self._address), None
         for family, place in found:
-            self._place = (family, place)
+            self.use((family, place))
             try:
                 connection, _ = await self.connect()
             except OSError as reason:
@@ -50,47 +50,56 @@ class Pool:
         where = f"{self._address.host}:{self._address.port}"
         raise ConfigError(f"cannot connect to {where}: {error}", param="url", hint="is the server running there?")
 
-    async def take(self) -> tuple[Connection, int]:
+    def use(self, place: tuple[int, Any]) -> None:
+        """Connect to this family and address."""
+        self._place = place
+
+    async def take(self, within_s: float = CONNECT_TIMEOUT_S) -> tuple[Connection, int]:
         """An open connection, and how long it took to connect: 0 for one that was open. Raises `OSError`."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
                 return connection, 0
-        return await self.connect()
+        return await self.connect(within_s)
 
-    async def connect(self, receive_buffer_bytes: int | None = None) -> tuple[Connection, int]:
-        """A new connection, and how long it took."""
+    async def connect(
+        self, within_s: float = CONNECT_TIMEOUT_S, receive_buffer_bytes: int | None = None
+    ) -> tuple[Connection, int]:
+        """A new connection, with TLS if the address says so, and how long it took. Raises `OSError`."""
+        within_s = min(within_s, CONNECT_TIMEOUT_S)
+        begin_ns = now_ns()
+        try:
+            async with asyncio.timeout(within_s):
+                connection = await self._connect(receive_buffer_bytes)
+        except TimeoutError:
+            raise ConnectionError(f"no connection within {within_s:g} s") from None
+        except OSError as error:
+            self.out_of_sockets += error.errno in OUT_OF_SOCKETS
+            raise
+        return connection, now_ns() - begin_ns
+
+    async def _connect(self, receive_buffer_bytes: int | None) -> Connection:
         if self._place is None:
             raise RuntimeError("look_up comes first")
         loop = asyncio.get_running_loop()
-        begin_ns = now_ns()
         family, place = self._place
-        plain = None
+        plain = socket.socket(family, socket.SOCK_STREAM)
         try:
-            plain = socket.socket(family, socket.SOCK_STREAM)
             plain.setblocking(False)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if receive_buffer_bytes is not None:
                 plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-            await asyncio.wait_for(loop.sock_connect(plain, place), CONNECT_TIMEOUT_S)
+            await loop.sock_connect(plain, place)
             if not plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
                 self.sockets_without_nodelay += 1
             name = self._address.host if self._tls else None
             _, connection = await loop.create_connection(
                 lambda: Connection(self), sock=plain, ssl=self._tls, server_hostname=name
             )
-        except BaseException as error:
-            if plain is not None:
-                plain.close()
-            raise self._named(error) from None
-        return connection, now_ns() - begin_ns
-
-    def _named(self, error: BaseException) -> BaseException:
-        if isinstance(error, OSError) and error.errno in OUT_OF_SOCKETS:
-            self.out_of_sockets += 1
-        if isinstance(error, TimeoutError):
-            return ConnectionError(f"no connection within {CONNECT_TIMEOUT_S:g} s")
-        return error
+        except BaseException:
+            plain.close()
+            raise
+        return connection
 
     def close(self) -> None:
         for connection in list(self._all):

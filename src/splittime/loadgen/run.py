@@ -5,9 +5,13 @@
 `conductor` looks after the middle. The load is made in this process, or by processes of its own, so that neither a
 display nor the reading of metrics makes it late (`RunOptions.workers`; the command line asks for that).
 
-A run ends when its schedule is done, when `stop` is set (Ctrl-C), or when the test of `saturation` says that going on
-tells nothing new; `Run.stopped` says which. Cool-down requests that are still open when the last measured one has ended
-are hung up: they only kept the load up.
+A run ends when its schedule is done, when `stop` is set (Ctrl-C), when one of its processes died, or when the test of
+`saturation` says that going on tells nothing new; `Run.stopped` says which. Cool-down requests that are still open when
+the last measured one has ended are hung up: they only kept the load up.
+
+What was measured is not lost to what comes after it: if `stop` is set while the servers are asked about the load, they
+are asked no more; if it was set before, they have `PATIENCE_S`; and what goes wrong with their answers is a note.
+`tests/loadgen/test_interruption.py` checks it. Set before the load began, `stop` leaves nothing to be told: an error.
 """
 
 import asyncio
@@ -21,10 +25,14 @@ from splittime.ledger.client_book import Arm, Ending, Outcome, Phase, Run
 from splittime.loadgen import servers
 from splittime.loadgen.audit import audit
 from splittime.loadgen.conductor import Conductor
+from splittime.loadgen.interruption import before_the_load, unless
 from splittime.loadgen.jobs import jobs_of
 from splittime.loadgen.progress import OnProgress
 from splittime.loadgen.schedule import Schedule
+from splittime.loadgen.sse import clipped
 from splittime.loadgen.target import Interleave, RunOptions, Target
+
+PATIENCE_S = 10.0
 
 
 async def run_schedule(
@@ -44,15 +52,39 @@ async def run_schedule(
         raise ConfigError("no request of the schedule is measured", param="schedule", hint="give one phase 'measured'")
     jobs = jobs_of(schedule, len(targets), options.interleave, int(options.block_s * 1e9))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        arms = [await servers.open_arm(session, target) for target in targets]
+        arms = await before_the_load(stop, _open(session, targets))
         conductor = Conductor(schedule, jobs, targets, arms, options, session, on_progress)
         await conductor.carry_out(stop)
-        outcomes = conductor.outcomes
         arms = [
-            await servers.close_arm(session, arm, target, [o for o in outcomes if o.arm == place])
+            await _close(session, arm, target, [o for o in conductor.outcomes if o.arm == place], stop)
             for place, (arm, target) in enumerate(zip(arms, targets, strict=True))
         ]
     return book(schedule, options, conductor, arms)
+
+
+async def _open(session: aiohttp.ClientSession, targets: Sequence[Target]) -> list[Arm]:
+    return [await servers.open_arm(session, target) for target in targets]
+
+
+async def _close(
+    session: aiohttp.ClientSession, arm: Arm, target: Target, outcomes: Sequence[Outcome], stop: asyncio.Event | None
+) -> Arm:
+    """The arm with what its server says after the load, or with a note of why not."""
+    work = servers.close_arm(session, arm, target, outcomes)
+    try:
+        if stop is not None and stop.is_set():
+            closed = await asyncio.wait_for(work, PATIENCE_S)
+        else:
+            closed = await unless(stop, work)
+        why = "the run was interrupted"
+    except TimeoutError:
+        closed, why = None, f"the run was interrupted, and it did not answer within {PATIENCE_S:g} s"
+    except Exception as error:  # whatever it is, the load is over, and its outcomes are not to be lost
+        closed, why = None, clipped(f"{type(error).__name__}: {error}")
+    if closed is not None:
+        return closed
+    note = f"What the server says of itself after the load is not here: {why}."
+    return msgspec.structs.replace(arm, notes=(*arm.notes, note))
 
 
 def book(schedule: Schedule, options: RunOptions, conductor: Conductor, arms: Sequence[Arm]) -> Run:

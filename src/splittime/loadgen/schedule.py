@@ -20,6 +20,7 @@ import msgspec
 
 from splittime.core.errors import ConfigError, NotFound
 from splittime.ledger.client_book import Phase
+from splittime.ledger.whole_file import write_whole
 
 FORMAT = 1
 
@@ -85,14 +86,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save(schedule: Schedule, path: Path) -> None:
-    """One JSON document a line: what all requests share, then each request."""
+    """One JSON document a line: what all requests share, then each request. Raises `ConfigError`."""
     lines = [msgspec.json.encode(msgspec.structs.replace(schedule, requests=()))]
     lines += [msgspec.json.encode(planned) for planned in schedule.requests]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"\n".join(lines) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write the schedule to {path}: {error}", param="schedule", value=str(path)) from error
+    write_whole(path, b"\n".join(lines) + b"\n", param="save_schedule")
 
 
 def load_schedule(path: Path) -> Schedule:

@@ -48,6 +48,10 @@ class Trial(msgspec.Struct, frozen=True):
 OnTrial = Callable[[Trial], None]
 
 
+class Stopped(Exception):
+    """For `measure` to raise: no more runs can be made, and the text says why. Those that were made are kept."""
+
+
 class Found(msgspec.Struct, frozen=True):
     """The knee is in [kept, broken]. None: not even `low` keeps, or not even `high` breaks. `stopped`: why the search
     ended before both ends were confirmed, if it did."""
@@ -66,12 +70,19 @@ class Found(msgspec.Struct, frozen=True):
         """For people."""
         runs = f"({len(self.trials)} runs)"
         if self.stopped is not None:
-            return f"the search ended early: {self.stopped} {runs}"
+            return f"the search ended early: {self.stopped} {runs}{self._so_far}"
         if self.kept is None:
             return f"not even {self.broken:g} requests/s keep the promise {runs}"
         if self.broken is None:
             return f"{self.kept:g} requests/s, the most that was asked for, keep the promise {runs}"
         return f"{self.kept:g} requests/s keep the promise, {self.broken:g} break it {runs}"
+
+    @property
+    def _so_far(self) -> str:
+        """Which rates it had come to, though not both were confirmed."""
+        ends = ((self.kept, "kept"), (self.broken, "broke"))
+        told = [f"{rate:g} requests/s {verb} the promise" for rate, verb in ends if rate is not None]
+        return f"; so far {', '.join(told)}" if told else ""
 
 
 class Swept(msgspec.Struct, frozen=True):
@@ -83,6 +94,11 @@ class Swept(msgspec.Struct, frozen=True):
     @property
     def is_void(self) -> bool:
         return _ends_void(self.trials)
+
+    @property
+    def sentence(self) -> str:
+        """For people; empty if all is in the table."""
+        return "" if self.stopped is None else f"the sweep ended early: {self.stopped} ({len(self.trials)} runs)"
 
 
 def _ends_void(trials: Sequence[Trial]) -> bool:
@@ -98,7 +114,10 @@ async def sweep(
     for level in levels:
         is_void = True
         while is_void:
-            trials.append(await _try(measure, keeps or (lambda _: True), level, on_trial))
+            try:
+                trials.append(await _try(measure, keeps or (lambda _: True), level, on_trial))
+            except Stopped as why:
+                return Swept(tuple(trials), str(why))
             is_void = trials[-1].verdict is Verdict.VOID
             if _ends_void(trials):
                 return Swept(tuple(trials), _void_sentence(trials[-1]))
@@ -116,30 +135,36 @@ async def highest_rate(
     on_trial: OnTrial | None = None,
 ) -> Found:
     """Raises `ConfigError` for bounds that are none, and what `measure` raises."""
-    _check(low, high, resolution, confirmations)
+    check_search(low, high, resolution, confirmations, max_runs)
     votes = _Votes(confirmations)
     while len(votes.trials) < max_runs:
         rate = _next_rate(votes, low, high, resolution)
         if rate is None:
             return Found(*votes.ends(), tuple(votes.trials))
-        votes.trials.append(await _try(measure, keeps, rate, on_trial))
+        try:
+            votes.trials.append(await _try(measure, keeps, rate, on_trial))
+        except Stopped as why:
+            return Found(*votes.ends(), tuple(votes.trials), str(why))
         if _ends_void(votes.trials):
             return Found(*votes.ends(), tuple(votes.trials), _void_sentence(votes.trials[-1]))
     why = f"{max_runs} runs did not agree; make them longer, or the resolution coarser"
     return Found(*votes.ends(), tuple(votes.trials), why)
 
 
-def _check(low: float, high: float, resolution: float, confirmations: int) -> None:
+def check_search(low: float, high: float, resolution: float, confirmations: int, max_runs: int) -> None:
+    """Raises `ConfigError` for bounds that are none."""
     if not 0 < low < high < math.inf:
         hint = "The lower one is above 0 and below the higher one."
         raise ConfigError(f"no rates lie between {low:g} and {high:g}", param="low", value=low, limit=high, hint=hint)
     if not MIN_RESOLUTION <= resolution < 1:
         limit = f"{MIN_RESOLUTION} to 1"
-        raise ConfigError(
-            f"resolution is {resolution:g}", param="resolution", value=resolution, limit=limit, hint=limit
-        )
+        what = f"the resolution is {resolution:g}; it must be {limit}"
+        raise ConfigError(what, param="resolution", value=resolution, limit=limit, hint="0.05 is 5%.")
     if confirmations < 1:
-        raise ConfigError("an end is run at least once", param="confirmations", value=confirmations, limit=1)
+        what = f"an end is run at least once, not {confirmations} times"
+        raise ConfigError(what, param="confirmations", value=confirmations, limit=1)
+    if max_runs < 1:
+        raise ConfigError(f"a search of {max_runs} runs finds nothing", param="max_runs", value=max_runs, limit=1)
 
 
 class _Votes:

@@ -15,26 +15,37 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from splittime.core.errors import ConfigError, EngineError
 from splittime.ledger.client_book import Arm, Outcome
 from splittime.loadgen import own_book, probe
 from splittime.loadgen.dialects import DIALECTS
-from splittime.loadgen.scrape import Answer, Samples, Target, base_url, get, get_json, parse, scrape, values
+from splittime.loadgen.scrape import MAX_BODY_BYTES, Answer, Samples, Target, ask_first, get, get_json, parse, values
+from splittime.loadgen.sse import clipped
 
 OWNERS = {"splittime": "splittime", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 MOCK = "mock"
+MAX_NAME_CHARS = 500
 NO_GAUGES = (None, None, None)
 
 Gauges = tuple[float | None, float | None, float | None]
 
 
 class Seen(NamedTuple):
-    """What the first questions brought: the answer to /v1/models, its first card, /info, and the metrics."""
+    """What the first questions brought: the answer to /v1/models, its first card, /info, and /metrics."""
 
-    answer: Answer | None
+    answer: Answer
     card: dict[str, Any]
     info: dict[str, Any]
-    metrics: Samples
+    asked_metrics: Answer | None
+
+    @property
+    def metrics(self) -> Samples:
+        return self.asked_metrics.samples if self.asked_metrics is not None else {}
+
+    @property
+    def model(self) -> str | None:
+        """The name of the first model, if it is one."""
+        name = self.card.get("id") or self.info.get("model_id")
+        return name if isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS else None
 
 
 async def open_arm(session: aiohttp.ClientSession, target: Target) -> Arm:
@@ -46,34 +57,29 @@ async def open_arm(session: aiohttp.ClientSession, target: Target) -> Arm:
     return Arm(
         url=target.url,
         kind=kind,
-        model=target.model or seen.card.get("id") or seen.info.get("model_id"),
+        model=target.model or seen.model,
         version=version,
         max_model_len=max_model_len,
         connect_ns=await probe.connect_times(target),
         round_trip_ns=await probe.round_trips(session, target, path),
         metrics_before=seen.metrics,
-        notes=tuple(_notes(kind, seen)),
+        notes=tuple(_notes(kind, seen, target.model)),
     )
 
 
 async def _look(session: aiohttp.ClientSession, target: Target) -> Seen:
-    answer = await get(session, target, "/v1/models")
-    if answer is None:
-        hint = "Is the server running there? Give its base address, such as http://127.0.0.1:8000."
-        raise EngineError(f"nothing answers at {base_url(target)}", param="url", value=target.url, hint=hint)
-    if answer.status in (401, 403):
-        raise ConfigError(f"{base_url(target)} refuses the API key", param="api_key", hint="Give the server's key.")
+    answer = await ask_first(session, target)
     listed = answer.json
     cards = listed.get("data") if isinstance(listed, dict) else None
     card = cards[0] if isinstance(cards, list) and cards and isinstance(cards[0], dict) else {}
-    info = None if card.get("owned_by") in OWNERS else await get_json(session, target, "/info")
-    return Seen(answer, card, info if isinstance(info, dict) else {}, await scrape(session, target))
+    info = None if str(card.get("owned_by")) in OWNERS else await get_json(session, target, "/info")
+    return Seen(answer, card, info if isinstance(info, dict) else {}, await get(session, target, "/metrics"))
 
 
 def recognise(seen: Seen) -> str:
     """The kind of server, by who says to own the model, by its metrics' names, by what only it answers."""
     owner = str(seen.card.get("owned_by", "")).lower()
-    software = (seen.answer.headers.get("Server", "") if seen.answer else "").lower()
+    software = seen.answer.headers.get("Server", "").lower()
     if MOCK in owner or MOCK in software:
         return MOCK
     if owner in OWNERS:
@@ -108,7 +114,12 @@ async def _details(
     meta = seen.card.get("meta")
     n_ctx = meta.get("n_ctx") if isinstance(meta, dict) else None
     length = seen.card.get("max_model_len") or n_ctx or seen.info.get("max_total_tokens")
-    return (str(version) if version is not None else None), (length if isinstance(length, int) else None)
+    return (clipped(str(version)) if version is not None else None), (length if is_whole(length) else None)
+
+
+def is_whole(value: Any) -> bool:
+    """A number that can count something; what else a server says counts as not told."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**53
 
 
 def cheap_path(kind: str) -> str:
@@ -118,13 +129,24 @@ def cheap_path(kind: str) -> str:
     return "/health" if kind == "splittime" else "/v1/models"
 
 
-def _notes(kind: str, seen: Seen) -> list[str]:
+def _notes(kind: str, seen: Seen, model: str | None) -> list[str]:
+    notes = []
+    named = seen.card.get("id") or seen.info.get("model_id")
+    if model is None and named is not None and seen.model is None:
+        said = clipped(repr(named)[:MAX_NAME_CHARS])
+        notes.append(f"The server calls its first model {said}, which is no name, so none was sent: --model gives one.")
     if kind == "unknown":
-        return ["The server is none that is known here; it is measured from outside only."]
-    if kind in DIALECTS and not seen.metrics:
+        notes.append("The server is none that is known here; it is measured from outside only.")
+    if seen.asked_metrics is not None and seen.asked_metrics.is_too_long:
+        notes.append(_too_long("/metrics"))
+    elif kind in DIALECTS and not seen.metrics:
         hint = DIALECTS[kind].metrics_hint
-        return [f"This {kind} server shows no metrics, so it tells nothing of its inside. {hint}".strip()]
-    return []
+        notes.append(f"This {kind} server shows no metrics, so it tells nothing of its inside. {hint}".strip())
+    return notes
+
+
+def _too_long(path: str) -> str:
+    return f"The server's {path} is longer than {MAX_BODY_BYTES:,} bytes and was not read."
 
 
 async def sample(session: aiohttp.ClientSession, arm: Arm, target: Target) -> Gauges:
@@ -137,7 +159,8 @@ async def sample(session: aiohttp.ClientSession, arm: Arm, target: Target) -> Ga
     if answer is None or answer.status != 200:
         return NO_GAUGES
     names = [DIALECTS[arm.kind].metrics(state) for state in ("waiting", "running", "kv_usage")]
-    samples = parse(answer.body.decode("utf-8", "replace"), tuple(name for some in names for name in some))
+    wanted = tuple(name for some in names for name in some)
+    samples = parse(answer.body.decode("utf-8", "replace"), wanted)
     waiting, running, kv_usage = ([value for name in some for value in values(samples, name)] for some in names)
     return sum(waiting) if waiting else None, sum(running) if running else None, max(kv_usage) if kv_usage else None
 
@@ -147,18 +170,26 @@ def _own_gauges(stats: Any) -> Gauges:
     engine = stats.get("engine") if isinstance(stats, dict) else None
     if not isinstance(engine, dict):
         return NO_GAUGES
-    blocks, used = engine.get("blocks_total"), engine.get("blocks_used")
+    blocks, used = _number(engine.get("blocks_total")), _number(engine.get("blocks_used"))
     usage = used / blocks if blocks and used is not None else None
-    return engine.get("num_waiting"), engine.get("num_running"), usage
+    return _number(engine.get("num_waiting")), _number(engine.get("num_running")), usage
+
+
+def _number(value: Any) -> float | None:
+    """What a server says of a quantity, if it is one."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**53 else None
 
 
 async def close_arm(session: aiohttp.ClientSession, arm: Arm, target: Target, outcomes: Sequence[Outcome]) -> Arm:
     """The arm with all that can be known after the load. Never raises: what the server does not tell is a note."""
-    metrics = await scrape(session, target)
+    asked_metrics = await get(session, target, "/metrics")
+    metrics = asked_metrics.samples if asked_metrics is not None else {}
     connects, trips = await probe.connect_times(target), await probe.round_trips(session, target, cheap_path(arm.kind))
     notes = list(arm.notes)
     if arm.round_trip_ns and not trips:
         notes.append("The server did not answer any more after the load.")
+    if asked_metrics is not None and asked_metrics.is_too_long and _too_long("/metrics") not in notes:
+        notes.append(_too_long("/metrics"))
     arm = msgspec.structs.replace(
         arm,
         connect_ns=arm.connect_ns + connects,
@@ -166,4 +197,6 @@ async def close_arm(session: aiohttp.ClientSession, arm: Arm, target: Target, ou
         metrics_after=metrics,
         notes=tuple(notes),
     )
-    return arm if arm.kind != "splittime" else await own_book.fetch(session, arm, target, outcomes)
+    if arm.kind != "splittime" or not trips:
+        return arm
+    return await own_book.fetch(session, arm, target, outcomes)

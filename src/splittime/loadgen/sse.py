@@ -33,7 +33,7 @@ class EventLines:
     def __init__(self) -> None:
         self._rest = bytearray()
         self._data: list[bytes] = []
-        self._num_open_bytes = 0
+        self._num_data_bytes = self._num_open_bytes = 0  # of whole lines, and with the last that is not yet whole
 
     @property
     def is_too_long(self) -> bool:
@@ -53,13 +53,15 @@ class EventLines:
                 if self._data:
                     events.append(b"\n".join(self._data))
                     self._data.clear()
+                self._num_data_bytes = 0
                 continue
+            self._num_data_bytes += len(line)
             field, _, value = line.partition(b":")
             if field == b"data":
                 self._data.append(value.removeprefix(b" "))
             elif field == b"error":  # as older llama.cpp servers have it
                 self._data.append(b'{"error":' + value + b"}")
-        self._num_open_bytes = len(self._rest) + sum(map(len, self._data))
+        self._num_open_bytes = len(self._rest) + self._num_data_bytes
         return events
 
 

@@ -11,6 +11,13 @@ from splittime.core.errors import ConfigError
 PORTS = {"http": 80, "https": 443}
 
 
+def check_key(key: str | None) -> None:
+    """Raises `ConfigError` for one that would be more than one header."""
+    if key is not None and not key.isprintable():
+        hint = "Was it read from a file with its line end?"
+        raise ConfigError("the key has a character that no header can have", param="api_key", hint=hint)
+
+
 class Address(NamedTuple):
     """A URL's parts, as a connection needs them. `path` is what stands before `/v1`, without a slash at its end."""
 

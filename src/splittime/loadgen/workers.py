@@ -5,10 +5,12 @@ The jobs are dealt out, the outcomes merged.
 Each worker is this file as a program: it reads its share from standard input, says that it is ready, is told the begin
 (CLOCK_MONOTONIC is one clock for all processes of a host), carries the share out and writes news and outcomes to
 standard output. Frames are a length and msgpack. A worker that dies makes the run say so: its requests are UNSENT, and
-`Vitals.died` voids the run.
+`Vitals.died` voids the run. Each has a session of its own, so that no signal that is meant for the run reaches it; it
+ends with the pipe to the run.
 """
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -30,7 +32,6 @@ from splittime.loadgen.share import News, Share, Vitals
 CHUNKS_PER_S_OF_ONE = 8_000.0  # what one process reads with its event loop mostly idle
 NEWS_S = 0.1
 START_S = 30.0
-MAX_FRAME_BYTES = 2**31
 
 
 class Begin(msgspec.Struct, tag=True):
@@ -105,12 +106,16 @@ class WorkerProcess:
         """Returns when it is ready for the begin. Raises `EngineError`."""
         command = [sys.executable, "-m", "splittime.loadgen.workers"]
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=2**20)
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, limit=2**20, start_new_session=True
+        )
         self._write(self._share)
         try:
             await asyncio.wait_for(self._read(), START_S)
-        except (TimeoutError, asyncio.IncompleteReadError) as error:
-            raise EngineError(f"a worker process of the load did not start: {error!r}", hint="--workers 1") from None
+        except TimeoutError:
+            raise _not_started(f"it was not ready within {START_S:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise _not_started(f"it ended with status {await self._process.wait()}") from None
 
     async def run(self, begin_ns: int) -> tuple[list[Outcome], Vitals]:
         assert self._process is not None
@@ -141,8 +146,11 @@ class WorkerProcess:
 
     def _dead(self, status: int) -> tuple[list[Outcome], Vitals]:
         share = self._share
-        outcomes = [unsent(job, share.run_id, job.at_ns or 0, share.worker) for job in share.jobs]
         died = f"worker {share.worker} of the load died with status {status}"
+        outcomes = [
+            msgspec.structs.replace(unsent(job, share.run_id, job.at_ns or 0, share.worker), error=f"{died}: not known")
+            for job in share.jobs
+        ]
         return outcomes, Vitals.empty(share.worker, died)
 
     async def _read(self) -> Any:
@@ -156,9 +164,17 @@ class WorkerProcess:
         if not self._process.stdin.is_closing():
             self._process.stdin.write(frame(message))
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Returns when no process is left."""
         if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+
+def _not_started(why: str) -> EngineError:
+    hint = "What it said stands above. With --workers 1 there is only one."
+    return EngineError(f"a worker process of the load did not start: {why}", hint=hint)
 
 
 # ---- in the worker
@@ -218,11 +234,14 @@ async def _pipes() -> tuple[asyncio.StreamReader, Any]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides when to stop
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)  # the run decides when to stop; if it is gone, the pipes say so
     try:
         run_loop(work())
     except SplittimeError as error:
         sys.exit(str(error))
+    except (asyncio.IncompleteReadError, BrokenPipeError):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

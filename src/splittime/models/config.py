@@ -14,13 +14,18 @@ from splittime.core.errors import ConfigError
 from splittime.models import registry
 from splittime.models.fields import Fields, bad
 from splittime.models.registry import Architecture
+from splittime.models.weights.formats import read as formats
+from splittime.models.weights.formats.recipe import Recipe
 
 ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding; the last four are read only by the types that use them."""
+    """Rotary embedding; all after `theta` are read only by the types that use them.
+
+    divisors: of type "divided", which is how GGUF files say what they do: each pair's frequency is divided by its own.
+    """
 
     rope_type: str
     theta: float
@@ -28,6 +33,7 @@ class RopeConfig(msgspec.Struct, frozen=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
+    divisors: tuple[float, ...] = ()
 
 
 class MoeConfig(msgspec.Struct, frozen=True):
@@ -41,7 +47,8 @@ class MoeConfig(msgspec.Struct, frozen=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """layer_windows: for each layer, its sliding window in tokens, or None. checkpoint_dtype: as config.json says."""
+    """layer_windows: for each layer, its sliding window in tokens, or None. checkpoint_dtype: as config.json says, of
+    what is not quantised; quantization: how the rest is stored."""
 
     architecture: str
     vocab_size: int
@@ -63,6 +70,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe: MoeConfig | None
     checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
+    quantization: Recipe | None = None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -116,6 +124,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         moe=_moe(fields, facts, num_layers),
         checkpoint_dtype=_dtype(fields),
         eos_token_ids=fields.ints("eos_token_id"),
+        quantization=formats.parse(values),
     )
 
 
@@ -127,16 +136,6 @@ def _architecture_name(values: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(values: dict[str, Any]) -> None:
-    quantization = values.get("quantization_config") or values.get("compression_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ConfigError(
-            f"quantised checkpoints are not supported: quantization_config has quant_method {method!r}; "
-            f"supported are unquantised {', '.join(DTYPES)}",
-            param="quantization_config",
-            value=method,
-            limit=list(DTYPES),
-        )
     activation = values.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise bad("hidden_act", activation, "silu (the only activation implemented)")

@@ -17,14 +17,15 @@ from splittime.models.layers import DecoderLayer, embed
 
 @dataclass(frozen=True)
 class Decoder:
-    """embedding: [vocab, hidden]; turns: complex64 [positions, head_dim / 2]; head: packed [vocab, hidden].
+    """embedding: [vocab, hidden], or a `weights.source.Table`; turns: complex64 [positions, head_dim / 2]; head: packed
+    [vocab, hidden].
 
     layers: each a `DecoderLayer`, or the backend's one call in its place (`Ops.fuse_layer`).
     """
 
     config: ModelConfig
     ops: Ops
-    embedding: Tensor
+    embedding: Any
     turns: Tensor
     layers: tuple[DecoderLayer, ...]
     final_norm: Any

@@ -91,7 +91,8 @@ class DecoderLayer:
         return self.mlp(self.ops.rms_norm(hidden, self.mlp_norm), hidden)
 
 
-def embed(table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """table [vocab, hidden] (it may be a view of a file: only the rows asked for are read), token_ids int64 [T] ->
-    a new tensor [T, hidden] of `dtype`."""
-    return torch.index_select(table, 0, token_ids).to(dtype)
+def embed(table: Any, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """table [vocab, hidden] (it may be a view of a file: only the rows asked for are read) or a `weights.source.Table`,
+    token_ids int64 [T] -> a new tensor [T, hidden] of `dtype`."""
+    rows = torch.index_select(table, 0, token_ids) if isinstance(table, Tensor) else table.look_up(token_ids)
+    return rows.to(dtype)

@@ -2,7 +2,8 @@
 
 `turns` are unit complex numbers, exp(i * position * frequency); a pair (a, b) of a query or key becomes
 (a + ib) * turn. Scaling: "linear" divides every frequency; "llama3" (Llama 3.1) divides the slow ones, keeps the fast
-ones, and blends between: a frequency is slow or fast by how often it turns within the context it was trained on.
+ones, and blends between: a frequency is slow or fast by how often it turns within the context it was trained on;
+"divided" divides each by a number of its own.
 """
 
 import math
@@ -21,6 +22,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return plain
     if rope.rope_type == "linear":
         return plain / rope.factor
+    if rope.rope_type == "divided":
+        return plain / torch.tensor(rope.divisors)
     return _llama3(plain, rope)
 
 

@@ -12,16 +12,19 @@ from splittime.core.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8")
 BACKENDS = ("auto", "native", "torch", "reference")
+LOAD_FORMATS = ("auto", "safetensors", "gguf")
 QUANTIZATIONS = ("int8", "int4")
 
 
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the runner.
 
-    model_path: a local folder with config.json and safetensors.
+    model_path: a local folder with config.json and safetensors, or a .gguf file.
+    load_format: "auto" tells which of the two by the path; the others insist.
     dtype: of weights that are not quantised. The native kernels compute in float32 whatever it is, the others in it.
         "auto": `runner.machine.choose_dtype`.
-    quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are.
+    quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are. A
+        checkpoint that is quantised already is served as it is and refuses this.
     kv_cache_dtype: "auto" is bfloat16 where the weights' dtype is, else float32.
     kernels: "auto" takes "native", and "torch" where the native library is missing; "reference" is the slow oracle.
     packed_cache: the folder for quantised weights; "auto" is one below the user's cache folder, "off" keeps none.
@@ -48,7 +51,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raise `ConfigError` naming the first setting that is not honoured."""
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kernels", self.kernels, BACKENDS)
-        _one_of("load_format", self.load_format, ("auto", "safetensors"))
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
@@ -68,8 +71,9 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """What the machine decided; ints and strings only, so that it can be printed, sent and stored.
 
     kernels, linear_backend: which kernels, and with which instructions. activation_dtype: what is computed in.
-    weights: the scheme of the packed weights. weights_bytes: what they take in memory. embedding_bytes: what the
-        embedding table takes in the checkpoint's mapping; only rows that are looked up come into memory.
+    weights: the schemes of the packed weights, with the format of a checkpoint that came in them. weights_bytes: what
+        they take in memory. embedding_bytes: what the embedding table takes in the checkpoint's mapping; only rows that
+        are looked up come into memory.
     packed_cache: what became of the cache of packed weights.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.

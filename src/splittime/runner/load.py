@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import torch
 
+from splittime.core.errors import ConfigError
 from splittime.kernels.api import KvShape, Ops, resolve
-from splittime.models.config import ModelConfig, load_config
+from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
 from splittime.models.quant.plan import WeightPlan, choose
 from splittime.models.weights.load import Loaded, OnLayer, load_decoder
+from splittime.models.weights.source import is_gguf, read_config
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.cost import Cost, cost
@@ -56,7 +58,7 @@ def load(
     choices.ops.set_threads(num_threads)
     resolved = _resolved(config, choices, loaded, store, num_threads)
     kv_bytes_per_token = resolved.kv_bytes_per_block // resolved.block_size
-    least = cost(choices.model, choices.plan, choices.ops, loaded.weights_bytes, kv_bytes_per_token)
+    least = cost(choices.model, loaded.plan, choices.ops, loaded.weights_bytes, kv_bytes_per_token)
     return loaded.decoder, store, resolved, least
 
 
@@ -74,7 +76,10 @@ class _Choices:
 
     @staticmethod
     def make(config: RunnerConfig) -> "_Choices":
-        model = load_config(Path(config.model_path))
+        path = Path(config.model_path)
+        _check_load_format(config.load_format, path)
+        model = read_config(path)
+        _refuse_to_round_again(config, model, path)
         kernels, kernels_reason = machine.choose_kernels(config.kernels)
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
@@ -90,6 +95,29 @@ class _Choices:
         )
         _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
         return choices
+
+
+def _check_load_format(asked: str, path: Path) -> None:
+    found = "gguf" if is_gguf(path) else "safetensors"
+    if asked not in ("auto", found):
+        message = f"load_format is {asked!r}, but {path} is read as {found}"
+        raise ConfigError(message, param="load_format", value=asked, hint="load_format=auto")
+
+
+def _refuse_to_round_again(config: RunnerConfig, model: ModelConfig, path: Path) -> None:
+    """Integers that stand for a model's weights are served as they are: to round them again would only lose more."""
+    if config.quantization is None:
+        return
+    held = "a GGUF file" if is_gguf(path) else None
+    if model.quantization is not None:
+        held = f"already quantised ({model.quantization.method}, {model.quantization.bits} bits)"
+    if held is not None:
+        raise ConfigError(
+            f"quantization is {config.quantization!r}, but the checkpoint is {held} and is served as it is",
+            param="quantization",
+            value=config.quantization,
+            hint="leave --quantization out, or take the unquantised model",
+        )
 
 
 def _allocate(config: RunnerConfig, choices: _Choices) -> tuple[KvStore, str]:
@@ -118,7 +146,7 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "kernels": ops.name,
         "dtype": _name(choices.dtype),
         "activation_dtype": _name(ops.activation_dtype),
-        "weights": choices.plan.describe(choices.model.moe is not None),
+        "weights": loaded.weights,
         "weights_bytes": loaded.weights_bytes,
         "embedding_bytes": loaded.embedding_bytes,
         "packed_cache": loaded.cache_story,

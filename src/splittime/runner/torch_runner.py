@@ -8,6 +8,7 @@ that nobody inherits it). The clock is read at the two borders of the step's own
 """
 
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -31,10 +32,15 @@ from splittime.runner.warm_up import Probe, warm_up_plans
 
 NOT_FINITE = "what the model computes for this request is not finite"
 Results = dict[str, RowResult]  # by request id
+OnHidden = Callable[[Batch, Tensor], None]
 
 
 class TorchRunner:
-    """Implements `core.plan.Runner`. Make it with `TorchRunner.load`."""
+    """Implements `core.plan.Runner`. Make it with `TorchRunner.load`.
+
+    on_hidden: told of each step's batch and hidden states [T, hidden], of which `decoder.logits` makes the logits of
+        every position; for those who measure a model's predictions (`splittime quality`). None: nobody.
+    """
 
     def __init__(self, decoder: Decoder, store: KvStore, resolved: Resolved, cost: Cost) -> None:
         self.decoder = decoder
@@ -42,6 +48,7 @@ class TorchRunner:
         self.store = store
         self.resolved = resolved
         self.slots = Slots(resolved.max_model_len, resolved.vocab_size)
+        self.on_hidden: OnHidden | None = None
 
     @staticmethod
     def load(config: RunnerConfig, on_phase: OnPhase | None = None, on_layer: OnLayer | None = None) -> "TorchRunner":
@@ -99,6 +106,8 @@ class TorchRunner:
         batch = batches.build(rows, self.slots, self.store.shape.block_size, self.store.zero_block)
         begin_ns = time.monotonic_ns()
         hidden = self._forward(batch)
+        if self.on_hidden is not None:
+            self.on_hidden(batch, hidden)
         sampling = [index for index, row in enumerate(batch.rows) if row.samples]
         logits = self.decoder.logits(_last_hidden(hidden, batch, sampling)) if sampling else None
         forward_ns = time.monotonic_ns()

@@ -10,7 +10,7 @@ not fit) and is marked directly for as long as it is first.
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from splittime.ledger.stages import Cause, Stage
@@ -31,6 +31,11 @@ class CauseLog:
     @property
     def _end(self) -> int:
         return self._num_dropped + len(self._entries)
+
+    @property
+    def cause(self) -> Cause:
+        """What its readers wait for now."""
+        return self._entries[-1][1]
 
     def state_cause(self, now_ns: int, cause: Cause) -> None:
         if self._entries and self._entries[-1][1] is cause:
@@ -133,6 +138,18 @@ class WaitingQueue:
         self._fresh.clear()
         self._first = first
         first.account.enter(waiting_stage(first), now_ns, first_cause)
+
+    def waiting_for(self) -> dict[Cause | None, int]:
+        """How many wait for what now, in O(arrivals since the last plan). None: no plan has looked at it yet."""
+        if not self._length:
+            return {}
+        alone = [state for state in self._fresh if state.pushed]
+        if self._first is not None:
+            alone.append(self._first)
+        found = Counter(state.account.cause for state in alone)
+        if self._length > len(alone):
+            found[self._log.cause] += self._length - len(alone)
+        return found
 
     def rerank(self, new_rank: Callable[[RequestState], Rank]) -> None:
         """Rank everybody anew: the policy has changed."""

@@ -1,7 +1,8 @@
 """How an answer is written: OpenAI's two forms, whole and in chunks.
 
-A chunk without extras (no logprobs, no token ids) is a few preformatted bytes around the text: that is the hot path.
-Everything else goes through a dict. Each entry of logprobs stands for one output token, also for the stop token.
+A chunk without extras (no logprobs, no token ids, no usage so far) is a few preformatted bytes around the text: that is
+the hot path. Everything else goes through a dict. Each entry of logprobs stands for one output token, also for the stop
+token.
 """
 
 import time
@@ -43,6 +44,7 @@ class Answer:
         self._head: dict[str, Any] = {"id": group_id, "created": int(time.time()), "model": ask.model}
         self.is_plain = not ask.return_token_ids and ask.sampling.logprobs is None
         self._usage_field: dict[str, Any] = {"usage": None} if ask.include_usage else {}
+        self._is_preformatted = self.is_plain and not ask.continuous_usage
         self._opened: set[int] = set()
         self._plain_parts = self._preformat()
 
@@ -62,18 +64,19 @@ class Answer:
     def event(self, choice: Choice) -> bytes:
         """A chunk with all that is new of a choice that goes on."""
         delta = choice.take()
-        if self.is_plain and choice.index in self._opened:
+        if self._is_preformatted and choice.index in self._opened:
             before, between, after = self._plain_parts
             return b"%b%d%b%b%b" % (before, choice.index, between, orjson.dumps(delta.text), after)
         piece = {**self._piece(choice, delta), "finish_reason": None}
-        return self._opening(choice) + self._event(piece)
+        return self._opening(choice) + self._event(piece, **self._so_far(choice, choice.num_output_tokens))
 
     def last_event(self, choice: Choice, own_timing: Timing | None = None, /, **more: Any) -> bytes:
         """The chunk that says why a choice ended; `more` goes beside the choices."""
         piece = {**self._piece(choice, choice.take()), "finish_reason": finish_word(choice)}
         if own_timing is not None:
             piece["timing"] = own_timing
-        return self._opening(choice) + self._event(piece, **more)
+        so_far = self._so_far(choice, choice.num_output_tokens)
+        return self._opening(choice) + self._event(piece, **so_far, **more)
 
     def usage_event(self, choices: Sequence[Choice], **more: Any) -> bytes:
         return b"data: " + orjson.dumps({**self._chunk([]), "usage": usage(choices, self.ask.n), **more}) + b"\n\n"
@@ -84,7 +87,15 @@ class Answer:
             return b""
         self._opened.add(choice.index)
         opening = self._form.opening(choice)
-        return self._event({"index": choice.index, **opening, "finish_reason": None}) if opening else b""
+        if opening is None:
+            return b""
+        return self._event({"index": choice.index, **opening, "finish_reason": None}, **self._so_far(choice, 0))
+
+    def _so_far(self, choice: Choice, output_tokens: int) -> dict[str, Any]:
+        """The tokens of one choice up to this chunk, for whoever asked for them in each."""
+        if not self.ask.continuous_usage:
+            return {}
+        return {"usage": _counted(len(choice.request.prompt_token_ids), output_tokens, choice.cached_tokens)}
 
     def _piece(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         piece = {"index": choice.index, **self._form.piece(choice, delta)}
@@ -123,11 +134,15 @@ def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
     """Each prompt counts once, however many answers it got (choices are in the order of the prompts)."""
     prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in choices[::n])
     completion_tokens = sum(choice.num_output_tokens for choice in choices)
+    return _counted(prompt_tokens, completion_tokens, sum(choice.cached_tokens for choice in choices[::n]))
+
+
+def _counted(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in choices[::n])},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 

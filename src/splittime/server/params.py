@@ -40,6 +40,7 @@ class Ask:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     include_timing: bool = False
     return_token_ids: bool = False
     echo: bool = False
@@ -119,6 +120,7 @@ def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, config: ServerCo
         n=n,
         stream=stream,
         include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.continuous_usage_stats,
         include_timing=timing or (options is not None and options.include_timing),
         return_token_ids=bool(body.return_token_ids),
         priority=priority,

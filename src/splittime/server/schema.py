@@ -39,7 +39,12 @@ class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StreamOptions(_Strict, kw_only=True):
-    include_usage: bool = False
+    include_usage: Annotated[
+        bool, Meta(description="A chunk before the end mark counts the tokens of all choices.")
+    ] = False
+    continuous_usage_stats: Annotated[
+        bool, Meta(description="vLLM's: each chunk carries `usage`, the tokens of its own choice so far.")
+    ] = False
     include_timing: Annotated[bool, Meta(description="The last chunk carries the request's account.")] = False
 
 

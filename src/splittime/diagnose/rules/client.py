@@ -4,7 +4,7 @@ Read from the client's book (a run of `splittime bench`), held against the serve
 its account are the same request. Clocks are never subtracted across the two, only durations compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -13,14 +13,13 @@ from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import (
     CERTAIN,
     LIKELY,
-    MIN_SHARE,
     in_stages,
     ms,
     served,
     times_ns,
-    total_ns,
     worst,
 )
+from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, ratio
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.client_book import Outcome
@@ -79,32 +78,40 @@ def felt_ns(outcomes: Sequence[Outcome]) -> int:
     return max(1, sum(o.end_ns - o.intended_ns for o in outcomes if o.end_ns is not None))
 
 
+def of_outcomes(lost_ns: Mapping[str, float], outcomes: Sequence[Outcome], least: float = MIN_SHARE) -> Share:
+    """By the id that the client sent, of the time that was felt."""
+    ended = sorted((o for o in outcomes if o.end_ns is not None), key=lambda outcome: outcome.intended_ns)
+    felt = [(o.end_ns or 0) - o.intended_ns for o in ended]
+    return ratio([lost_ns.get(o.request_id, 0.0) for o in ended], felt, least)
+
+
 @rule("run", root_of=("buffering_proxy", "nagle", "slow_client"))
 def client_bound(books: Books) -> Answer:
     """The load generator itself was late or busy: what it measured is about it."""
     assert books.run is not None
     failed = [check for check in books.run.checks if check.voids and not check.ok]
     lags = {o.request_id: float(_lag_ns(o)) for o in sent(books) if _lag_ns(o) > 0}
-    share = sum(lags.values()) / felt_ns(sent(books))
-    if not failed and share < MIN_SHARE:
-        return None
+    share = of_outcomes(lags, sent(books))
+    if not failed and not share.is_worth_it:
+        return share.unsure("client_bound")
     told = " ".join(_as_sentence(check.sentence) for check in failed)
     return Finding(
         name="client_bound",
-        claim=f"The client itself was late, by {share:.1%} of the time that was felt. {told}".strip(),
+        claim=f"The client itself was late, by {share.value:.1%} of the time that was felt. {told}".strip(),
         evidence=(
             Fact("intended start to picked up", ms(sum(lags.values())), "ms over all requests"),
             *(Fact(c.name, round(c.value or 0, 3), f"{c.unit} (allowed: {c.limit})") for c in failed),
         ),
         request_ids=worst(lags),
-        share_of_time=share,
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=CERTAIN,
         confidence_from="the client's own checks and its two clocks, intended and actual",
         cure=Cure(sentence="Use more client processes, a machine of its own, or a lower rate; then measure again."),
         cost="This run's client figures are to be thrown away; the server's own book stands.",
         counter_check="With twice the client processes TTFT from the actual send stays and the lag goes.",
         regime="this client at this rate; it says nothing about the server",
-        is_limit=share < MIN_SHARE,  # what its checks found is too little to explain what was felt
+        is_limit=not share.is_worth_it,  # what its checks found is too little to explain what was felt
     )
 
 
@@ -134,17 +141,18 @@ def slow_client(books: Books) -> Answer:
     accounts = served(books.accounts)
     waits = times_ns(accounts, in_stages(Stage.CLIENT_WAIT))
     dropped = [a.request_id for a in accounts if a.error is not None and a.error.code == "slow_reader"]
-    share = sum(waits.values()) / total_ns(accounts)
-    dragged = {p.account.request_id: p.between_ns for p in pairs(books) if _drags(p)}
-    in_kernels = sum(dragged.values()) / felt_ns([pair.outcome for pair in pairs(books)])
-    if in_kernels > share:
+    share = of_requests(waits, accounts, SLOW_CLIENT_SHARE)
+    both = pairs(books)
+    dragged = {p.outcome.request_id: p.between_ns for p in both if _drags(p)}
+    in_kernels = of_outcomes(dragged, [pair.outcome for pair in both], SLOW_CLIENT_SHARE)
+    if in_kernels.value > share.value:
         waits, share = dragged, in_kernels
-    if share < SLOW_CLIENT_SHARE and not dropped:
-        return None
+    if not share.is_worth_it and not dropped:
+        return share.unsure("slow_client")
     lag = derive.percentiles([ns for a in accounts for ns in derive.send_lag_ns(a)], (50, 99))
     return Finding(
         name="slow_client",
-        claim=f"{len(waits)} clients did not read what was ready, {share:.0%} of all requests' time"
+        claim=f"{len(waits)} clients did not read what was ready, {share.value:.0%} of all requests' time"
         + (f", and {len(dropped)} were dropped for it." if dropped else "."),
         evidence=(
             Fact("waiting for the client", ms(sum(waits.values())), "ms over all requests"),
@@ -153,7 +161,8 @@ def slow_client(books: Books) -> Answer:
             Fact("dropped as slow readers", len(dropped), "requests"),
         ),
         request_ids=(*dropped[:5], *worst(waits)[: 5 - len(dropped[:5])]),
-        share_of_time=share,
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=LIKELY if waits is dragged else CERTAIN,
         confidence_from="chunks reached the client's program over a longer time than they were written in: it reads "
         "slowly, or the line is thin"

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.floor import Bound, FloorGroup, floors, sentence
-from splittime.diagnose.rules.evidence import LIKELY, in_stages, served, setting, slowest_steps, times_ns, total_ns
+from splittime.diagnose.rules.evidence import LIKELY, in_stages, served, setting, slowest_steps, times_ns
+from splittime.diagnose.rules.share import Share, of_requests
 from splittime.ledger.stages import Stage
 
 MIN_LIMIT_SHARE = 0.3  # of the requests' time: a limit is told when it is where the time goes
@@ -22,14 +23,15 @@ MIN_OF_CEILING = 0.5  # a step at less than half of a ceiling is not held by it
 _COMPUTING = in_stages(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Stage.PREFILL_STALL, Stage.DECODE_STALL)
 
 
-def _bound_by(books: Books, bound: Bound) -> tuple[list[FloorGroup], float]:
+def _bound_by(books: Books, bound: Bound) -> tuple[list[FloorGroup], Share]:
     """The groups of steps that are held by this ceiling, and their share of the requests' time."""
     groups = floors(books.steps, books.facts)
     all_ns = max(1, sum(group.device_ns + group.host_ns for group in groups))
     held = [g for g in groups if g.bound is bound and (g.share or 0.0) >= MIN_OF_CEILING]
     accounts = served(books.accounts)
-    computing = sum(times_ns(accounts, _COMPUTING).values()) / total_ns(accounts)
-    return held, computing * sum(group.device_ns for group in held) / all_ns
+    of_steps = sum(group.device_ns for group in held) / all_ns
+    lost = {request_id: ns * of_steps for request_id, ns in times_ns(accounts, _COMPUTING).items() if of_steps}
+    return held, of_requests(lost, accounts, MIN_LIMIT_SHARE)
 
 
 def crossover_rows(books: Books) -> float | None:
@@ -49,7 +51,7 @@ def _evidence(groups: Sequence[FloorGroup]) -> tuple[Fact, ...]:
     return tuple(Fact(f"{group.num_steps} steps", sentence(group)) for group in groups[:3])
 
 
-def _limit(name: str, claim: str, share: float, groups: Sequence[FloorGroup], books: Books, **told: object) -> Finding:
+def _limit(name: str, claim: str, share: Share, groups: Sequence[FloorGroup], books: Books, **told: object) -> Finding:
     lows, highs = zip(*(group.rows for group in groups), strict=True)
     within = [s for s in books.steps if min(lows) <= len(s.rows) <= max(highs)]
     return Finding(
@@ -57,7 +59,8 @@ def _limit(name: str, claim: str, share: float, groups: Sequence[FloorGroup], bo
         claim=claim,
         evidence=_evidence(groups),
         step_ids=slowest_steps(within),
-        share_of_time=share,
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=LIKELY,
         confidence_from="the step's bytes and operations over this machine's measured ceilings: an estimate",
         is_limit=True,
@@ -69,8 +72,8 @@ def _limit(name: str, claim: str, share: float, groups: Sequence[FloorGroup], bo
 def weight_bandwidth_bound(books: Books) -> Answer:
     """Decoding takes as long as reading the weights from memory takes."""
     groups, share = _bound_by(books, Bound.WEIGHTS)
-    if share < MIN_LIMIT_SHARE:
-        return None
+    if not share.is_worth_it:
+        return share.unsure("weight_bandwidth_bound")
     crossover = crossover_rows(books)
     until = f"up to about {crossover:.0f} rows" if crossover is not None else "small batches"
     now = setting(books, "quantization")
@@ -84,7 +87,7 @@ def weight_bandwidth_bound(books: Books) -> Answer:
         )
     return _limit(
         "weight_bandwidth_bound",
-        f"{share:.0%} of the requests' time is decoding that waits for the weights to be read from memory.",
+        f"{share.value:.0%} of the requests' time is decoding that waits for the weights to be read from memory.",
         share,
         groups,
         books,
@@ -101,8 +104,8 @@ def weight_bandwidth_bound(books: Books) -> Answer:
 def kv_bandwidth_bound(books: Books) -> Answer:
     """Decoding takes as long as reading the cached keys and values takes."""
     groups, share = _bound_by(books, Bound.KV)
-    if share < MIN_LIMIT_SHARE:
-        return None
+    if not share.is_worth_it:
+        return share.unsure("kv_bandwidth_bound")
     is_small = setting(books, "kv_cache_dtype") == "int8"
     cure = Cure(sentence="Shorten the context, or take a model with fewer KV heads (GQA, MQA).")
     if not is_small:
@@ -113,7 +116,7 @@ def kv_bandwidth_bound(books: Books) -> Answer:
         )
     return _limit(
         "kv_bandwidth_bound",
-        f"{share:.0%} of the requests' time is decoding that waits for keys and values to be read from memory.",
+        f"{share.value:.0%} of the requests' time is decoding that waits for keys and values to be read from memory.",
         share,
         groups,
         books,
@@ -128,8 +131,8 @@ def kv_bandwidth_bound(books: Books) -> Answer:
 def compute_bound(books: Books) -> Answer:
     """Steps take as long as their multiplications take."""
     groups, share = _bound_by(books, Bound.COMPUTE)
-    if share < MIN_LIMIT_SHARE:
-        return None
+    if not share.is_worth_it:
+        return share.unsure("compute_bound")
     machine = books.facts.machine if books.facts is not None else None
     spare = machine is not None and machine.cores is not None and machine.threads < machine.cores
     cure = Cure(
@@ -141,7 +144,7 @@ def compute_bound(books: Books) -> Answer:
         cure = Cure(sentence=f"Use all {machine.cores} cores; the server uses {machine.threads}.", flags=flags)
     return _limit(
         "compute_bound",
-        f"{share:.0%} of the requests' time is steps that are bound by multiplications.",
+        f"{share.value:.0%} of the requests' time is steps that are bound by multiplications.",
         share,
         groups,
         books,

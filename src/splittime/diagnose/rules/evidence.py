@@ -14,7 +14,6 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
 WORST = 5  # ids to name in a finding: enough to look at, few enough to read
-MIN_SHARE = 0.10  # below a tenth of the requests' time a cure cannot be told from noise in a re-measurement
 CERTAIN, LIKELY, POSSIBLE = 0.95, 0.8, 0.6  # stated by the scheduler; computed from records; inferred from a pattern
 
 Span = tuple[int, int]

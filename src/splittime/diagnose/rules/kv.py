@@ -12,7 +12,6 @@ from splittime.diagnose.rules import step_cost
 from splittime.diagnose.rules.evidence import (
     CERTAIN,
     LIKELY,
-    MIN_SHARE,
     in_stages,
     median,
     ms,
@@ -21,11 +20,11 @@ from splittime.diagnose.rules.evidence import (
     setting,
     slowest_steps,
     times_ns,
-    total_ns,
     union,
     waits_for,
     worst,
 )
+from splittime.diagnose.rules.share import of_requests
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Cause, Stage
 
@@ -64,9 +63,9 @@ def kv_bound(books: Books) -> Answer:
     """Requests wait in the queue for KV cache blocks, and more of them at once would be served faster."""
     accounts = served(books.accounts)
     waits = waits_for_blocks_ns(accounts)
-    share = sum(waits.values()) / total_ns(accounts)
-    if share < MIN_SHARE:
-        return None
+    share = of_requests(waits, accounts)
+    if not share.is_worth_it:
+        return share.unsure("kv_bound")
     batch = max(1, max(step.num_running for step in books.steps))
     cost = step_cost.fit(books.steps)
     wanted = sorted(step.num_running + step.num_waiting for step in books.steps)[int(0.95 * (len(books.steps) - 1))]
@@ -77,8 +76,8 @@ def kv_bound(books: Books) -> Answer:
         return Abstention("kv_bound", why)
     return Finding(
         name="kv_bound",
-        claim=f"{len(waits)} of {len(accounts)} requests waited for KV cache blocks, {share:.0%} of all requests' "
-        f"time; {batch} fitted at once.",
+        claim=f"{len(waits)} of {len(accounts)} requests waited for KV cache blocks, {share.value:.0%} of all "
+        f"requests' time; {batch} fitted at once.",
         evidence=(
             Fact("waiting for blocks, or behind who does", ms(sum(waits.values())), "ms over all requests"),
             Fact("blocks in use at most", max(step.blocks_used for step in books.steps), _of_blocks(books)),
@@ -87,7 +86,8 @@ def kv_bound(books: Books) -> Answer:
         ),
         request_ids=worst(waits),
         step_ids=slowest_steps(step for step in books.steps if step.victims),
-        share_of_time=share,
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=CERTAIN if gain is not None else LIKELY,
         confidence_from="the scheduler stated the cause of each wait"
         + ("" if gain is not None else "; the steps are too much alike to say what a larger batch costs"),
@@ -104,9 +104,9 @@ def preemption_thrash(books: Books) -> Answer:
     accounts = served(books.accounts)
     lost = times_ns(accounts, in_stages(Stage.PREEMPTED, Stage.RECOMPUTE))
     preemptions = sum(account.num_preemptions for account in accounts)
-    share = sum(lost.values()) / total_ns(accounts)
-    if preemptions == 0 or share < THRASH_SHARE:
-        return None
+    share = of_requests(lost, accounts, THRASH_SHARE)
+    if preemptions == 0 or not share.is_worth_it:
+        return share.unsure("preemption_thrash") if preemptions else None
     again_ns = sum(times_ns(accounts, in_stages(Stage.RECOMPUTE)).values())
     victims = {a.request_id: float(a.num_preemptions) for a in accounts if a.num_preemptions}
     fewer = max(1, int(median(step.num_running for step in books.steps if step.victims) or 1))
@@ -114,7 +114,7 @@ def preemption_thrash(books: Books) -> Answer:
     return Finding(
         name="preemption_thrash",
         claim=f"{len(victims)} requests were preempted {preemptions} times for want of KV blocks; waiting to come "
-        f"back and computing again took {share:.0%} of all requests' time.",
+        f"back and computing again took {share.value:.0%} of all requests' time.",
         evidence=(
             Fact("preemptions", preemptions),
             Fact("out of the batch", ms(sum(lost.values()) - again_ns), "ms over all requests"),
@@ -123,7 +123,8 @@ def preemption_thrash(books: Books) -> Answer:
         ),
         request_ids=worst(victims),
         step_ids=slowest_steps(step for step in books.steps if step.victims),
-        share_of_time=share,
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=CERTAIN,
         confidence_from="each preemption is in the records, with its victim",
         cure=Cure(

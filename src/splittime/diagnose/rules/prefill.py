@@ -1,7 +1,8 @@
-"""Prompts in others' way: decoding that stands still for them, and queues behind them."""
+"""Prompts in others' way: decoding that stands still for them, and steps too small for them."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
@@ -9,65 +10,114 @@ from splittime.diagnose.rules import step_cost
 from splittime.diagnose.rules.evidence import (
     CERTAIN,
     LIKELY,
-    MIN_SHARE,
-    Span,
     median,
     ms,
-    overlap_ns,
     served,
     setting,
     slowest_steps,
     times_ns,
-    total_ns,
-    union,
     waits_for,
     worst,
 )
+from splittime.diagnose.rules.share import Share, of_requests
 from splittime.ledger import derive
-from splittime.ledger.account import ClosedAccount, Interval
-from splittime.ledger.stages import Cause, Stage
-from splittime.ledger.steps import StepRecord
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.stages import Cause
 
 STALL_MATTERS_NS = 50_000_000  # a reader takes 20 tokens a second or more for a steady flow
 STALL_TIMES = 4.0  # and it must stand out from the ordinary gap
-LONG_TIMES = 4.0  # a prompt so many times the median one is a long one
-MIN_LONG_TOKENS = 64  # whatever the median is
+MIN_STALLED_STEPS = 5  # fewer are a few odd moments, however many requests were held in them
 MIN_GAIN = 1.1
 TARGET_STALL_NS = 40_000_000  # what a smaller budget should leave of the longest gap: below what matters
+
+
+class Gap(NamedTuple):
+    """Between two tokens of a request that followed each other in consecutive steps; the second is of `step_id`."""
+
+    request_id: str
+    step_id: int
+    ns: int
+
+
+class Stalls(NamedTuple):
+    """Gaps that are felt, in steps with prompts, beside the gaps without.
+
+    quiet_ns: the median gap without prompts. felt: the gaps of `bar_ns` or more in steps with prompts. lost_ns: what
+    each request lost by them, less what it would have lost without prompts, as gaps without them are long at times too.
+    """
+
+    quiet_ns: float
+    bar_ns: float
+    felt: list[Gap]
+    lost_ns: dict[str, float]
+
+    @property
+    def step_ids(self) -> set[int]:
+        return {gap.step_id for gap in self.felt}
 
 
 @rule("accounts", "steps")
 def prefill_interference(books: Books) -> Answer:
     """Decoding requests stand still while a step computes others' prompts, long enough to be felt."""
     accounts = served(books.accounts)
-    with_prompts = {step.step_id: step for step in books.steps if step.prefill_tokens > 0}
+    stalls = _stalls(accounts, {step.step_id for step in books.steps if step.prefill_tokens > 0})
+    if stalls is None or len(stalls.step_ids) < MIN_STALLED_STEPS:
+        return None
+    share = of_requests(stalls.lost_ns, accounts)
+    return _interference(books, stalls, share) if share.is_worth_it else share.unsure("prefill_interference")
+
+
+def _stalls(accounts: Sequence[ClosedAccount], with_prompts: set[int]) -> Stalls | None:
+    """None without gaps to compare with."""
     gaps = list(_gaps(accounts))
-    quiet_ns = median(gap_ns for _, step_id, gap_ns in gaps if step_id not in with_prompts)
+    quiet = [gap.ns for gap in gaps if gap.step_id not in with_prompts]
+    quiet_ns = median(quiet)
     if quiet_ns is None:
         return None
-    excess: dict[str, float] = {}
-    stalls = [(r, s, g) for r, s, g in gaps if s in with_prompts and g > quiet_ns]
-    for request_id, _, gap_ns in stalls:
-        excess[request_id] = excess.get(request_id, 0) + gap_ns - quiet_ns
-    share = sum(excess.values()) / total_ns(accounts)
-    worst_ns = derive.percentile([gap_ns for _, _, gap_ns in stalls], 95) or 0
-    if share < MIN_SHARE or worst_ns < max(STALL_MATTERS_NS, STALL_TIMES * quiet_ns):
-        return None
-    felt = [with_prompts[step_id] for _, step_id, gap_ns in stalls if gap_ns >= worst_ns]
+    bar_ns = max(STALL_MATTERS_NS, STALL_TIMES * quiet_ns)
+    usual_ns = sum(gap_ns - quiet_ns for gap_ns in quiet if gap_ns >= bar_ns) / len(quiet)
+    lost_ns: dict[str, float] = {}
+    busy = [gap for gap in gaps if gap.step_id in with_prompts]
+    for gap in busy:
+        over_ns = gap.ns - quiet_ns if gap.ns >= bar_ns else 0.0
+        lost_ns[gap.request_id] = lost_ns.get(gap.request_id, 0.0) + over_ns - usual_ns
+    return Stalls(quiet_ns, bar_ns, [gap for gap in busy if gap.ns >= bar_ns], lost_ns)
+
+
+def behind_prompts_ns(books: Books) -> dict[str, float]:
+    """By request: what its gaps between tokens took longer in steps with prompts than the median gap without."""
+    accounts = served(books.accounts)
+    with_prompts = {step.step_id for step in books.steps if step.prefill_tokens > 0}
+    gaps = list(_gaps(accounts))
+    quiet_ns = median(gap.ns for gap in gaps if gap.step_id not in with_prompts)
+    lost_ns: dict[str, float] = {}
+    for gap in gaps:
+        if quiet_ns is not None and gap.step_id in with_prompts and gap.ns > quiet_ns:
+            lost_ns[gap.request_id] = lost_ns.get(gap.request_id, 0.0) + gap.ns - quiet_ns
+    return lost_ns
+
+
+def _interference(books: Books, stalls: Stalls, share: Share) -> Finding:
+    worst_ns = derive.percentile([gap.ns for gap in stalls.felt], 95) or 0
+    felt = [step for step in books.steps if step.step_id in stalls.step_ids]
     cure, cost = _smaller_chunks(books)
     return Finding(
         name="prefill_interference",
-        claim=f"{len(excess)} decoding requests stood still while others' prompts were computed: gaps of "
-        f"{ms(worst_ns):.0f} ms (p95) beside {ms(quiet_ns):.1f} ms without, {share:.0%} of all requests' time.",
+        claim=f"{len({gap.request_id for gap in stalls.felt})} decoding requests stood still while others' prompts "
+        f"were computed: gaps of {ms(worst_ns):.0f} ms (p95) beside {ms(stalls.quiet_ns):.1f} ms without, "
+        f"{share.value:.0%} of all requests' time.",
         evidence=(
-            Fact("gap between tokens, step without prompts, median", ms(quiet_ns), "ms"),
-            Fact("gap, step with prompts, p95", ms(worst_ns), "ms"),
-            Fact("time above the ordinary gap", ms(sum(excess.values())), "ms over all requests"),
+            Fact("gap between tokens, step without prompts, median", ms(stalls.quiet_ns), "ms"),
+            Fact(f"gaps of {ms(stalls.bar_ns):.0f} ms or more in steps with prompts", len(stalls.felt)),
+            Fact("in so many steps", len(felt)),
+            Fact("the 95th percentile of them", ms(worst_ns), "ms"),
+            Fact("time above the ordinary gap", ms(sum(stalls.lost_ns.values())), "ms over all requests"),
             Fact("prompt tokens in the step, at most", max(step.prefill_tokens for step in felt)),
         ),
-        request_ids=worst(excess),
-        step_ids=slowest_steps({step.step_id: step for step in felt}.values()),
-        share_of_time=share,
+        request_ids=worst(stalls.lost_ns),
+        step_ids=slowest_steps(felt),
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=LIKELY,
         confidence_from="gaps of the same requests with and without prompts in the step that made the token",
         cure=cure,
@@ -78,14 +128,12 @@ def prefill_interference(books: Books) -> Answer:
     )
 
 
-def _gaps(accounts: Sequence[ClosedAccount]) -> Iterator[tuple[str, int, int]]:
-    """(request, the step that made the later token, gap in ns), for each two tokens that consecutive steps made: in
-    between, the request was in the batch all the time."""
+def _gaps(accounts: Sequence[ClosedAccount]) -> Iterator[Gap]:
     for account in accounts:
         timed = zip(account.token_steps, account.token_ready_ns, strict=False)
         for (before_id, before_ns), (step_id, after_ns) in pairwise(timed):
             if step_id == before_id + 1:
-                yield account.request_id, step_id, after_ns - before_ns
+                yield Gap(account.request_id, step_id, after_ns - before_ns)
 
 
 def _smaller_chunks(books: Books) -> tuple[Cure, str]:
@@ -125,84 +173,15 @@ def _chunk_cost(books: Books, tokens: int) -> str:
     return f", here {cost.fixed_ns / (tokens * cost.prefill_ns):.0%} more time for each."
 
 
-def _waits_for_budget(interval: Interval) -> bool:
-    """Somebody else had the step's tokens, or the step itself was running when it came."""
-    by_budget = interval.cause is Cause.TOKEN_BUDGET and interval.stage in (Stage.QUEUE, Stage.PREFILL_STALL)
-    return by_budget or (interval.cause is Cause.STEP_IN_FLIGHT and interval.stage is Stage.QUEUE)
-
-
-@rule("accounts", "steps")
-def head_of_line(books: Books) -> Answer:
-    """Short prompts wait while a long one has the step's token budget."""
-    accounts = served(books.accounts)
-    usual = median(account.prompt_tokens for account in accounts) or 0
-    long_ids = {a.request_id for a in accounts if a.prompt_tokens >= max(MIN_LONG_TOKENS, LONG_TIMES * usual)}
-    blockers = _prefill_spans(books.steps, long_ids)
-    waits: dict[str, float] = {}
-    blamed: dict[str, float] = {}
-    for account in accounts:
-        if account.request_id in long_ids:
-            continue
-        for interval in account.intervals:
-            if _waits_for_budget(interval):
-                for request_id, spans in blockers.items():
-                    waited_ns = overlap_ns(interval.begin_ns, interval.end_ns, spans)
-                    if waited_ns:
-                        waits[account.request_id] = waits.get(account.request_id, 0) + waited_ns
-                        blamed[request_id] = blamed.get(request_id, 0) + waited_ns
-    share = sum(waits.values()) / total_ns(accounts)
-    if share < MIN_SHARE:
-        return None
-    longest = max(a.prompt_tokens for a in accounts if a.request_id in blamed)
-    is_chunked = setting(books, "enable_chunked_prefill") is not False
-    return Finding(
-        name="head_of_line",
-        claim=f"{len(waits)} requests waited behind {len(blamed)} long prompts (up to {longest} tokens, the median "
-        f"is {usual:.0f}): {share:.0%} of all requests' time.",
-        evidence=(
-            Fact("waiting while a long prompt had the step", ms(sum(waits.values())), "ms over all requests"),
-            Fact("long prompts", ", ".join(worst(blamed))),
-            Fact("median prompt", usual, "tokens"),
-            Fact("most that one of them cost the others", ms(max(blamed.values())), "ms"),
-        ),
-        request_ids=worst(waits),
-        step_ids=slowest_steps(s for s in books.steps if any(row[0] in blamed and row[2] > 1 for row in s.rows)),
-        share_of_time=share,
-        confidence=LIKELY,
-        confidence_from="the scheduler stated that the token budget was spent; whose rows spent it is in the steps",
-        cure=Cure(
-            sentence="Let short prompts go first; a request that has waited for starvation_bound_ms goes before all."
-            if is_chunked
-            else "Cut long prompts into chunks and let short prompts go first.",
-            flags=("--policy", "shortest_prefill", *(() if is_chunked else ("--enable-chunked-prefill",))),
-            elsewhere={"vllm": "--scheduling-policy priority", "sglang": "--schedule-policy", "tgi": "a second server"},
-        ),
-        cost="Long prompts wait longer, at most starvation_bound_ms; one that has begun is still computed to its end "
-        "first.",
-        counter_check="With the policy and the same load, TTFT p50 of short prompts stays.",
-        regime="mixed prompt lengths; with prompts of one length the order changes nothing",
-    )
-
-
-def _prefill_spans(steps: Sequence[StepRecord], wanted: set[str]) -> dict[str, list[Span]]:
-    """For each wanted request, when steps that hold a chunk of its prompt ran."""
-    spans: dict[str, list[Span]] = {}
-    for step in steps:
-        largest = max(step.rows, key=lambda row: row[2], default=None)
-        if largest is not None and largest[2] > 1 and largest[0] in wanted:
-            spans.setdefault(largest[0], []).append((step.begin_ns - step.host_gap_ns, step.end_ns))
-    return {request_id: union(found) for request_id, found in spans.items()}
-
-
 @rule("accounts", "steps")
 def token_budget_bound(books: Books) -> Answer:
     """Prompts wait for the step's token budget though a larger one would compute them faster."""
     accounts = served(books.accounts)
     waits = times_ns(accounts, waits_for(Cause.TOKEN_BUDGET))
-    share = sum(waits.values()) / total_ns(accounts)
+    share = of_requests(waits, accounts)
     largest = max((step.prefill_tokens for step in books.steps), default=0)
-    if share < MIN_SHARE or largest == 0:
-        return None
+    if not share.is_worth_it or largest == 0:
+        return share.unsure("token_budget_bound") if largest else None
     cost = step_cost.fit(books.steps)
     if cost is None or cost.prefill_ns <= 0:
         return Abstention(
@@ -215,8 +194,8 @@ def token_budget_bound(books: Books) -> Answer:
     flags = ("--max-prefill-tokens", str(2 * largest), "--max-num-batched-tokens", str(max(budget, 4 * largest)))
     return Finding(
         name="token_budget_bound",
-        claim=f"{len(waits)} requests waited for the step's token budget of {largest}, {share:.0%} of all requests' "
-        f"time; twice as many prompt tokens a step would be {gain:.2f} times as fast.",
+        claim=f"{len(waits)} requests waited for the step's token budget of {largest}, {share.value:.0%} of all "
+        f"requests' time; twice as many prompt tokens a step would be {gain:.2f} times as fast.",
         evidence=(
             Fact("waiting for the token budget", ms(sum(waits.values())), "ms over all requests"),
             Fact("prompt tokens in a step at most", largest),
@@ -224,7 +203,8 @@ def token_budget_bound(books: Books) -> Answer:
             Fact("each prompt token (fitted)", ms(cost.prefill_ns), "ms"),
         ),
         request_ids=worst(waits),
-        share_of_time=share,
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=CERTAIN * 0.9,
         confidence_from="the scheduler stated the cause; the gain is from the fitted cost of steps",
         cure=Cure(

@@ -5,7 +5,7 @@ has the same hash in both, wherever it stands. Only parts count, so what is said
 token would have saved is the time that its own request took for each token of prompt that it computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -13,16 +13,16 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import (
     LIKELY,
-    MIN_SHARE,
     in_stages,
     median,
     ms,
     served,
     setting,
     time_ns,
-    total_ns,
     worst,
 )
+from splittime.diagnose.rules.prefill import behind_prompts_ns
+from splittime.diagnose.rules.share import Share, of_requests
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Stage
 
@@ -90,10 +90,21 @@ def _missed(accounts: Sequence[ClosedAccount], block_size: int) -> tuple[list[Mi
     return [m for m in from_start if m.tokens], [m for m in behind if m.tokens]
 
 
-def _sums(missed: Sequence[Missed], accounts: Sequence[ClosedAccount]) -> tuple[int, float, float]:
-    """Tokens, ns, and the share of all requests' time."""
-    saved_ns = sum(miss.saved_ns for miss in missed)
-    return sum(miss.tokens for miss in missed), saved_ns, saved_ns / total_ns(accounts)
+def _sums(books: Books, tokens: Mapping[str, int], own_ns: Mapping[str, float]) -> tuple[float, Share]:
+    """ns, and the share of all requests' time, that computing these tokens took: the time of the requests whose they
+    are, and of those that decoded meanwhile, their share in what all prompts held them up."""
+    accounts = served(books.accounts)
+    computed = sum(account.prompt_tokens - account.cached_tokens for account in accounts)
+    of_prompts = min(1.0, sum(tokens.values()) / max(1, computed))
+    lost_ns = {request_id: of_prompts * ns for request_id, ns in behind_prompts_ns(books).items()} if tokens else {}
+    for request_id, ns in own_ns.items():
+        lost_ns[request_id] = lost_ns.get(request_id, 0.0) + ns
+    return sum(lost_ns.values()), of_requests(lost_ns, accounts)
+
+
+def _sums_of(books: Books, missed: Sequence[Missed]) -> tuple[int, float, Share]:
+    tokens = {miss.account.request_id: miss.tokens for miss in missed}
+    return sum(tokens.values()), *_sums(books, tokens, {miss.account.request_id: miss.saved_ns for miss in missed})
 
 
 @rule("accounts", "parts", root_of=ROOT_OF)
@@ -101,9 +112,9 @@ def uncached_reuse(books: Books) -> Answer:
     """Prompts begin like earlier ones, and that beginning was computed again."""
     accounts = served(books.accounts)
     missed, _ = _missed(accounts, setting(books, "block_size") or DEFAULT_BLOCK)
-    tokens, saved_ns, share = _sums(missed, accounts)
-    if share < MIN_SHARE:
-        return None
+    tokens, saved_ns, share = _sums_of(books, missed)
+    if not share.is_worth_it:
+        return share.unsure("uncached_reuse")
     hit = sum(account.cached_tokens for account in accounts)
     is_off = setting(books, "enable_prefix_caching") is False
     if is_off:
@@ -121,7 +132,7 @@ def uncached_reuse(books: Books) -> Answer:
     return Finding(
         name="uncached_reuse",
         claim=f"{len(missed)} of {len(accounts)} prompts began like earlier ones, and {tokens} such tokens were "
-        f"computed again: {share:.0%} of all requests' time.",
+        f"computed again: {share.value:.0%} of all requests' time.",
         evidence=(
             Fact("prompt tokens", sum(account.prompt_tokens for account in accounts), "tokens"),
             Fact("came from the cache", hit, "tokens"),
@@ -130,7 +141,8 @@ def uncached_reuse(books: Books) -> Answer:
             Fact("prefix caching", "off" if is_off else "on, but they were no longer there"),
         ),
         request_ids=worst({miss.account.request_id: miss.saved_ns for miss in missed}),
-        share_of_time=share,
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=LIKELY,
         confidence_from="parts with equal hashes from the start on, computed before this request's prompt was",
         cure=cure,
@@ -145,16 +157,16 @@ def prefix_broken(books: Books) -> Answer:
     """A part that earlier prompts had too stands behind one that varies, so no prefix cache can give it."""
     accounts = served(books.accounts)
     _, missed = _missed(accounts, setting(books, "block_size") or DEFAULT_BLOCK)
-    tokens, saved_ns, share = _sums(missed, accounts)
-    if share < MIN_SHARE:
-        return None
+    tokens, saved_ns, share = _sums_of(books, missed)
+    if not share.is_worth_it:
+        return share.unsure("prefix_broken")
     at_token = int(median(miss.at_token for miss in missed) or 0)
     until = int(median(_first_part_tokens(miss) for miss in missed) or 0)
     each = int(median(miss.tokens for miss in missed) or 0)
     return Finding(
         name="prefix_broken",
         claim=f"{len(missed)} of {len(accounts)} prompts differ from earlier ones within tokens {at_token} to "
-        f"{at_token + until} and repeat {each} of their tokens behind that: {share:.0%} of all requests' time.",
+        f"{at_token + until} and repeat {each} of their tokens behind that: {share.value:.0%} of all requests' time.",
         evidence=(
             Fact("first difference, median", f"{at_token} to {at_token + until}", "token"),
             Fact("repeated behind it, median", each, "tokens of a prompt"),
@@ -162,7 +174,8 @@ def prefix_broken(books: Books) -> Answer:
             Fact("time for them", ms(saved_ns), "ms over all requests"),
         ),
         request_ids=worst({miss.account.request_id: miss.saved_ns for miss in missed}),
-        share_of_time=share,
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=LIKELY,
         confidence_from="parts with equal hashes at other places, or behind a part with another hash",
         cure=Cure(
@@ -189,21 +202,22 @@ def repeated_part(books: Books) -> Answer:
     accounts = [account for account in served(books.accounts) if account.prompt_parts]
     twice = {account.request_id: _tokens_again(account) for account in accounts}
     wasted_ns = {a.request_id: twice[a.request_id] * _token_ns(a) for a in accounts if twice[a.request_id]}
-    share = sum(wasted_ns.values()) / total_ns(served(books.accounts))
-    if share < MIN_SHARE:
-        return None
+    lost_ns, share = _sums(books, twice, wasted_ns)
+    if not share.is_worth_it:
+        return share.unsure("repeated_part")
     each = int(median(twice[request_id] for request_id in wasted_ns) or 0)
     return Finding(
         name="repeated_part",
         claim=f"{len(wasted_ns)} of {len(accounts)} prompts hold the same part more than once, {each} tokens of each "
-        f"(median) a second time: {share:.0%} of all requests' time.",
+        f"(median) a second time: {share.value:.0%} of all requests' time.",
         evidence=(
             Fact("repeated within a prompt, median", each, "tokens"),
             Fact("prompt, median", int(median(a.prompt_tokens for a in accounts) or 0), "tokens"),
-            Fact("time for the repetitions", ms(sum(wasted_ns.values())), "ms over all requests"),
+            Fact("time for the repetitions", ms(lost_ns), "ms over all requests"),
         ),
         request_ids=worst(wasted_ns),
-        share_of_time=share,
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=LIKELY,
         confidence_from="parts with equal hashes within one prompt",
         cure=Cure(sentence="Send the part once and refer to it; compact what is data (JSON without its spaces)."),

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.client import MIN_SPREAD_NS, Pair, felt_ns, pairs, spread_ns, streamed
-from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, MIN_SHARE, POSSIBLE, median, ms, worst
+from splittime.diagnose.rules.client import MIN_SPREAD_NS, Pair, of_outcomes, pairs, spread_ns, streamed
+from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, POSSIBLE, median, ms, worst
+from splittime.diagnose.rules.share import MIN_SHARE, Share
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.client_book import Outcome
 
@@ -46,16 +47,18 @@ def buffering_proxy(books: Books) -> Answer:
         return None
     lost = {o.request_id: _first_share(o) * (o.end_ns - o.intended_ns) for o in outcomes if o.end_ns is not None}
     facts = (Fact("of a request's time before its first chunk", f"{_first_share(outcomes[0]):.0%}"),)
-    share = sum(lost.values()) / felt_ns(streamed(books))
+    share = of_outcomes(lost, streamed(books))
+    if not share.is_worth_it:
+        return share.unsure("buffering_proxy")
     return _buffered(len(outcomes), len(streamed(books)), lost, share, facts, POSSIBLE)
 
 
-def _buffered_by_both(both: Sequence[Pair]) -> Finding | None:
+def _buffered_by_both(both: Sequence[Pair]) -> Answer:
     held = [pair for pair in both if _is_buffered(pair)]
-    late = {pair.account.request_id: float(max(0, pair.late_ns)) for pair in held}
-    share = sum(late.values()) / felt_ns([pair.outcome for pair in both])
-    if len(held) < len(both) / 2 or share < MIN_SHARE:
-        return None
+    late = {pair.outcome.request_id: float(max(0, pair.late_ns)) for pair in held}
+    share = of_outcomes(late, [pair.outcome for pair in both])
+    if len(held) < len(both) / 2 or not share.is_worth_it:
+        return share.unsure("buffering_proxy") if len(held) >= len(both) / 2 else None
     spreads = [spread_ns(p.outcome.chunk_ns) / spread_ns(p.account.token_written_ns) for p in held]
     facts = (
         Fact("first chunk later than the server wrote it, median", ms(median(late.values()) or 0), "ms"),
@@ -73,15 +76,16 @@ def _is_buffered(pair: Pair) -> bool:
 
 
 def _buffered(
-    num: int, of: int, lost: dict[str, float], share: float, facts: tuple[Fact, ...], confidence: float
+    num: int, of: int, lost: dict[str, float], share: Share, facts: tuple[Fact, ...], confidence: float
 ) -> Finding:
     return Finding(
         name="buffering_proxy",
         claim=f"The chunks of {num} of {of} answers came in bursts: something between server and client collects "
-        f"them, for {share:.0%} of the time that was felt.",
+        f"them, for {share.value:.0%} of the time that was felt.",
         evidence=(*facts, Fact("time until the first burst", ms(sum(lost.values())), "ms over all requests")),
         request_ids=worst(lost),
-        share_of_time=min(1.0, share),
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=confidence,
         confidence_from="the instants of writing and of reading, each by its own clock"
         if confidence == CERTAIN
@@ -126,9 +130,9 @@ def nagle(books: Books) -> Answer:
     if max(first, of_gaps) < ACK_SHARE or _server_has_it(both) or (not both and not _some_in_bursts(outcomes)):
         return None
     lost = dict(_held_ns(outcomes, both if first >= ACK_SHARE else ()))
-    share = sum(lost.values()) / felt_ns(outcomes)
-    if share < MIN_SHARE / 2:  # 40 ms, where they are felt at all, are felt in every answer
-        return None
+    share = of_outcomes(lost, outcomes, MIN_SHARE / 2)  # 40 ms, where felt at all, are felt in every answer
+    if not share.is_worth_it:
+        return share.unsure("nagle")
     return Finding(
         name="nagle",
         claim=f"Chunks wait about 40 ms on their way: {first:.0%} of the first chunks and {of_gaps:.0%} of the gaps "
@@ -140,7 +144,8 @@ def nagle(books: Books) -> Answer:
             Fact("time lost", ms(sum(lost.values())), "ms over all requests"),
         ),
         request_ids=worst(lost),
-        share_of_time=min(1.0, share),
+        share_of_time=share.value,
+        share_interval=share.interval,
         confidence=LIKELY if both else POSSIBLE,
         confidence_from="the length of the steps, which the server's own writes do not have"
         if both

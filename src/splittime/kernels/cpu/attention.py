@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from splittime.kernels import reads
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
 from splittime.kernels.reference import kv_rounding
 
@@ -187,8 +188,10 @@ def _gather(store: LayerKv, shape: KvShape, tiles: Tensor, dtype: torch.dtype) -
     """[len(tiles), block_size, head_dim] of `dtype`."""
     gathered = store.data.view(-1, shape.block_size * shape.head_dim).index_select(0, tiles)
     gathered = gathered.view(-1, shape.block_size, shape.head_dim)
-    if store.scales is not None:
-        gathered = kv_rounding.dequantize(gathered, store.scales.view(-1, shape.block_size).index_select(0, tiles))
+    scales = None if store.scales is None else store.scales.view(-1, shape.block_size).index_select(0, tiles)
+    reads.count_kv(gathered, scales)
+    if scales is not None:
+        gathered = kv_rounding.dequantize(gathered, scales)
     return gathered.to(dtype)
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from splittime.kernels import reads
+
 TINY_WEIGHT_ELEMENTS = 1 << 18
 SMALL_WEIGHT_ELEMENTS = 1 << 21
 PACKING_ROWS_HINT = 16  # oneDNN picks a layout for about this many rows; 16 was at least as fast as the true number
@@ -59,6 +61,8 @@ def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 def apply(x: Tensor, linear: PackedLinear, residual: Tensor | None = None) -> Tensor:
     """x [T, in] -> [T, out], see `kernels.api.Ops.linear`."""
+    if len(x):
+        _count(linear)
     if linear.transposed is not None and (x.shape[0] == 1 or linear.packed is None):
         return _apply_transposed(x, linear.transposed, linear.bias, residual)
     if linear.packed is None:
@@ -67,6 +71,11 @@ def apply(x: Tensor, linear: PackedLinear, residual: Tensor | None = None) -> Te
     if residual is None:
         return _linear_pointwise(x, linear.packed, linear.bias, "none", [], "")
     return _linear_pointwise_add(x, residual, linear.packed, linear.bias, "add")
+
+
+def _count(linear: PackedLinear) -> None:
+    weight = next(one for one in (linear.packed, linear.transposed, linear.dense) if one is not None)
+    reads.count_weight(str(weight.dtype).removeprefix("torch."), weight)
 
 
 def _apply_transposed(x: Tensor, transposed: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -6,18 +6,18 @@ fewest torch calls. Measured at [1, 256]: `torch.rms_norm` 14 us, norm-hypot-mul
 28 us, one complex product 10.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, WeightScheme
+from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, RoundedRows, Stack, WeightScheme
 from splittime.kernels.cpu import attention, linear
 from splittime.kernels.reference import rounding
 
-Packed = linear.PackedLinear | rounding.IntegerLinear
+Packed = linear.PackedLinear | rounding.IntegerLinear | Stack
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,21 @@ class CpuOps(PlainOps):
             return rounding.pack(parts, bias, scheme)
         return linear.pack(torch.cat([part.to(self.activation_dtype) for part in parts]), bias)
 
+    def pack_rounded(
+        self,
+        parts: Iterable[RoundedRows],
+        out_features: int,
+        in_features: int,
+        bias: Tensor | None,
+        scheme: WeightScheme,
+        columns: Tensor | None = None,
+    ) -> Packed:
+        bias = None if bias is None else bias.to(self.activation_dtype)
+        return rounding.pack_rounded(parts, out_features, in_features, bias, scheme, columns)
+
     def linear(self, x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
+        if isinstance(packed, Stack):
+            return packed.product(self.linear, x, residual)
         if isinstance(packed, rounding.IntegerLinear):
             return rounding.product(x, packed, residual)
         return linear.apply(x, packed, residual)

@@ -13,9 +13,10 @@ import numpy as np
 
 from splittime.kernels.api import DRAW
 from splittime.kernels.native import library as native
-from splittime.kernels.native.library import BFLOAT16, FLOAT32, INT4, INT8, Batch, Kv, Linear, library
+from splittime.kernels.native.library import BFLOAT16, FLOAT32, INT4, INT8, MINIMA, Batch, Kv, Linear, library
 
 OUT, IN, GROUP = 48, 192, 64
+PRODUCTS = ((FLOAT32, 0), (BFLOAT16, 0), (INT8, 0), (INT8, 16), (INT4, GROUP))  # schemes, and columns of a group
 TOKENS = (1, 7, 40)
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 64, 16
 TOLERANCE = 0.02  # of the largest result; bfloat16 instructions round the activations, a wrong layout is off by 100 %
@@ -35,9 +36,19 @@ def choose_isa() -> str:
     raise RuntimeError("the kernels do not give the same results twice")
 
 
+@functools.cache
+def bytes_read() -> np.ndarray:
+    """What the checks themselves have read, which no weight was for: int64 [READ_KINDS]."""
+    choose_isa()
+    counts = np.zeros(native.READ_KINDS, dtype=np.int64)
+    library().st_bytes_read(counts.ctypes.data)
+    return counts
+
+
 def results() -> list[np.ndarray]:
     """Of the selected instruction set, the same cases each time."""
-    products = [_product(scheme, tokens) for scheme in (FLOAT32, BFLOAT16, INT8, INT4) for tokens in TOKENS]
+    products = [_product(scheme, group, tokens) for scheme, group in PRODUCTS for tokens in TOKENS]
+    products += [_product_of_integers(scheme, tokens) for scheme in (INT8, INT4) for tokens in TOKENS]
     return [*products, *_elementwise(), *(_attention(kv_type) for kv_type in (FLOAT32, BFLOAT16, INT8)), *_choices()]
 
 
@@ -56,15 +67,33 @@ def _aligned(num_bytes: int) -> tuple[np.ndarray, int]:
     return raw, raw.ctypes.data + -raw.ctypes.data % native.BLOB_ALIGNMENT
 
 
-def _product(scheme: int, tokens: int) -> np.ndarray:
+def _product(scheme: int, group: int, tokens: int) -> np.ndarray:
     """[tokens, OUT]."""
     lib, weight, x = library(), _normal(scheme, OUT, IN), _normal(tokens, tokens, IN)
-    raw, blob = _aligned(lib.st_packed_bytes(scheme, OUT, IN, GROUP, 0))
-    lib.st_pack(scheme, OUT, IN, GROUP, weight.ctypes.data, FLOAT32, 0, OUT, blob)
-    y = np.zeros((tokens, OUT), dtype=np.float32)
-    linear = Linear(scheme, OUT, IN, GROUP, 0, blob, None)
-    lib.st_linear(ctypes.byref(linear), tokens, x.ctypes.data, IN, None, y.ctypes.data, OUT)
+    raw, blob = _aligned(lib.st_packed_bytes(scheme, OUT, IN, group, 0))
+    lib.st_pack(scheme, OUT, IN, group, weight.ctypes.data, FLOAT32, 0, OUT, blob)
+    y = _times(Linear(scheme, OUT, IN, group, 0, blob), x)
     del raw
+    return y
+
+
+def _product_of_integers(scheme: int, tokens: int) -> np.ndarray:
+    """The same of a weight with minima, and of its columns in another order."""
+    lib, x, rng = library(), _normal(tokens, tokens, IN), np.random.default_rng(scheme)
+    raw, blob = _aligned(lib.st_packed_bytes(scheme, OUT, IN, GROUP, MINIMA))
+    integers = rng.integers(0, 16, (OUT, IN)).astype(np.int8)
+    scales, minima = (_normal(seed, OUT, IN // GROUP) for seed in (5, 6))
+    arrays = (integers.ctypes.data, scales.ctypes.data, None, minima.ctypes.data)
+    lib.st_pack_rounded(scheme, OUT, IN, GROUP, MINIMA, *arrays, 0, OUT, blob)
+    columns = rng.permutation(IN).astype(np.int32)
+    y = _times(Linear(scheme, OUT, IN, GROUP, MINIMA, blob, None, columns.ctypes.data), x)
+    del raw
+    return y
+
+
+def _times(linear: Linear, x: np.ndarray) -> np.ndarray:
+    y = np.zeros((len(x), OUT), dtype=np.float32)
+    library().st_linear(ctypes.byref(linear), len(x), x.ctypes.data, IN, None, y.ctypes.data, OUT)
     return y
 
 

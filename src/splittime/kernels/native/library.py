@@ -13,8 +13,10 @@ import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-INTERFACE_VERSION = 1
+INTERFACE_VERSION = 2
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
+ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
+READ_KINDS = 7
 BLOB_ALIGNMENT = 64
 
 
@@ -23,14 +25,18 @@ class LibraryMissing(Exception):
 
 
 class Linear(Structure):
+    """`below` is the address of another; whoever sets it keeps that one alive."""
+
     _fields_ = (
         ("scheme", c_int32),
         ("out_features", c_int32),
         ("in_features", c_int32),
         ("group", c_int32),
-        ("has_zeros", c_int32),
+        ("extras", c_int32),
         ("blob", c_void_p),
         ("bias", c_void_p),
+        ("columns", c_void_p),
+        ("below", c_void_p),
     )
 
 
@@ -88,6 +94,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_set_threads": (_I, (_I,)),
     "st_packed_bytes": (_L, (_I, _I, _I, _I, _I)),
     "st_pack": (None, (_I, _I, _I, _I, _P, _I, _I, _I, _P)),
+    "st_pack_rounded": (None, (_I, _I, _I, _I, _I, _P, _P, _P, _P, _I, _I, _P)),
     "st_pack_quantized": (None, (_I, _I, _I, _I, _P, _P, _P, _P)),
     "st_unpack": (None, (_LINEAR, _P)),
     "st_linear": (None, (_LINEAR, _I, _P, _L, _P, _P, _L)),
@@ -98,6 +105,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_draw": (None, (_I, _I, _P, _P, _P)),
     "st_argmax": (None, (_I, _I, _P, _P)),
     "st_finite": (None, (_I, _I, _P, _P)),
+    "st_bytes_read": (None, (_P,)),
     "st_layer": (None, (_LAYER, _BATCH, _KV, _P)),
     "st_release_pages": (None, (_P, _L)),
     "st_allocate": (_P, (_L,)),

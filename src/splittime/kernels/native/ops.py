@@ -4,7 +4,7 @@ A dense decoder layer is one call (`fused`); what is composed in Python goes thr
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,34 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, WeightScheme
-from splittime.kernels.native import library as native
-from splittime.kernels.native import memory, torch_ops
+from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, RoundedRows, WeightScheme
+from splittime.kernels.native import check, packed, torch_ops
 from splittime.kernels.native.check import choose_isa
-from splittime.kernels.native.library import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, Batch, library
+from splittime.kernels.native.library import READ_KINDS, Batch, library
+from splittime.kernels.native.packed import SCHEMES, PackedLinear, PackedStack, extras
+from splittime.kernels.rounded import check_columns
 
-SCHEMES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
-DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-PANEL_ROWS = 16  # a part of a weight can be packed on its own if it begins at a multiple of these
-
-
-@dataclass(frozen=True)
-class PackedLinear:
-    """blob: uint8, see csrc/splittime.h; bias: float32 [out] or None."""
-
-    blob: Tensor
-    scheme: WeightScheme
-    out_features: int
-    in_features: int
-    bias: Tensor | None
-
-    def struct(self) -> native.Linear:
-        """Valid while this object lives."""
-        kind = SCHEMES[self.scheme.name]
-        bias = torch_ops.address(self.bias)
-        return native.Linear(
-            kind, self.out_features, self.in_features, self.scheme.group, 0, self.blob.data_ptr(), bias
-        )
+READS = [*(f"weights.{scheme}" for scheme in SCHEMES), "kv.float32", "kv.bfloat16", "kv.int8"]  # `st_bytes_read`
 
 
 @dataclass(frozen=True)
@@ -66,6 +46,7 @@ class NativeOps:
     def __init__(self) -> None:
         """Raises `LibraryMissing`."""
         self.linear_name = f"native {choose_isa()}"
+        check.bytes_read()  # now, before there are weights
 
     def set_threads(self, num_threads: int) -> None:
         """torch keeps one: what it still does is small, and two pools would fight for the same cores."""
@@ -75,40 +56,55 @@ class NativeOps:
             warnings.warn(f"the system gives {started} of {num_threads} threads", stacklevel=2)
 
     def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> int:
-        return int(library().st_packed_bytes(SCHEMES[scheme.name], out_features, in_features, scheme.group, 0))
+        return packed.packed_bytes(out_features, in_features, scheme)
 
     def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> PackedLinear:
-        if any(len(part) % PANEL_ROWS for part in parts[:-1]):
-            parts = [torch.cat(list(parts))]
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-        blob = memory.allocate(self.packed_bytes(out_features, in_features, scheme))
-        begin = 0
-        for part in parts:
-            rows = part.contiguous()
-            library().st_pack(
-                SCHEMES[scheme.name],
-                out_features,
-                in_features,
-                scheme.group,
-                rows.data_ptr(),
-                DTYPES[rows.dtype],
-                begin,
-                begin + len(rows),
-                blob.data_ptr(),
-            )
-            begin += len(rows)
-        return self.linear_from_blob(blob, out_features, in_features, bias, scheme)
+        return self.linear_from_blob(packed.pack_floats(parts, scheme), out_features, in_features, bias, scheme)
+
+    def pack_rounded(
+        self,
+        parts: Iterable[RoundedRows],
+        out_features: int,
+        in_features: int,
+        bias: Tensor | None,
+        scheme: WeightScheme,
+        columns: Tensor | None = None,
+    ) -> PackedLinear:
+        blob = packed.pack_integers(parts, out_features, in_features, scheme)
+        return self.linear_from_blob(blob, out_features, in_features, bias, scheme, columns)
 
     def linear_from_blob(
-        self, blob: Tensor, out_features: int, in_features: int, bias: Tensor | None, scheme: WeightScheme
+        self,
+        blob: Tensor,
+        out_features: int,
+        in_features: int,
+        bias: Tensor | None,
+        scheme: WeightScheme,
+        columns: Tensor | None = None,
     ) -> PackedLinear:
+        check_columns(columns, in_features)
         wide = None if bias is None else bias.float().contiguous()
-        return PackedLinear(blob, scheme, out_features, in_features, wide)
+        order = None if columns is None else columns.to(torch.int32).contiguous()
+        return PackedLinear(blob, scheme, out_features, in_features, wide, order)
 
-    def linear(self, x: Tensor, packed: PackedLinear, residual: Tensor | None = None) -> Tensor:
+    def stack_linear(self, packed: Sequence[PackedLinear | PackedStack]) -> PackedStack:
+        return PackedStack(packed)
+
+    def linear(self, x: Tensor, packed: PackedLinear | PackedStack, residual: Tensor | None = None) -> Tensor:
+        if isinstance(packed, PackedStack):
+            return torch.ops.splittime.linear_stack.default(x, *packed.tensors, residual, *packed.numbers)
         scheme = packed.scheme
         return torch.ops.splittime.linear.default(
-            x, packed.blob, packed.bias, residual, SCHEMES[scheme.name], packed.out_features, scheme.group, False
+            x,
+            packed.blob,
+            packed.bias,
+            packed.columns,
+            residual,
+            SCHEMES[scheme.name],
+            packed.out_features,
+            scheme.group,
+            extras(scheme),
         )
 
     def pack_norm(self, weight: Tensor, eps: float) -> PackedNorm:
@@ -166,6 +162,12 @@ class NativeOps:
         lines, tokens = logits.contiguous(), np.empty(len(logits), dtype=np.int32)
         library().st_draw(len(lines), lines.shape[1], lines.data_ptr(), draws.ctypes.data, tokens.ctypes.data)
         return tokens.tolist()
+
+    def bytes_read(self) -> dict[str, int]:
+        counts = np.zeros(READ_KINDS, dtype=np.int64)
+        library().st_bytes_read(counts.ctypes.data)
+        counts -= check.bytes_read()
+        return {kind: int(count) for kind, count in zip(READS, counts, strict=True) if count}
 
     def fuse_layer(self, layer: Any) -> Any | None:
         from splittime.kernels.native.fused import fuse

@@ -5,7 +5,7 @@ by here: `fused` makes one call of it.
 """
 
 from collections.abc import Callable
-from ctypes import byref
+from ctypes import addressof, byref
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from splittime.kernels.native.library import Batch, Kv, Linear, library
 
 _LIBRARY = torch.library.Library("splittime", "DEF")
 _SCHEMAS = (
-    "linear(Tensor x, Tensor blob, Tensor? bias, Tensor? residual, int scheme, int out_features, int group,"
-    " bool has_zeros) -> Tensor",
+    "linear(Tensor x, Tensor blob, Tensor? bias, Tensor? columns, Tensor? residual, int scheme, int out_features,"
+    " int group, int extras) -> Tensor",
+    "linear_stack(Tensor x, Tensor[] blobs, Tensor?[] biases, Tensor?[] columns, Tensor? residual, int[] schemes,"
+    " int[] out_features, int[] groups, int[] extras) -> Tensor",
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     "silu_mul(Tensor gate_up) -> Tensor",
     "rope_write(Tensor(a!) qkv, Tensor(b!) data, Tensor(c!)? scales, Tensor? qk_norm, Tensor turns, Tensor[] batch,"
@@ -31,14 +33,39 @@ def linear(
     x: Tensor,
     blob: Tensor,
     bias: Tensor | None,
+    columns: Tensor | None,
     residual: Tensor | None,
     scheme: int,
     out_features: int,
     group: int,
-    has_zeros: bool,
+    extras: int,
 ) -> Tensor:
     """x float32 [T, in], rows contiguous; see `st_linear`."""
-    weight = Linear(scheme, out_features, x.shape[1], group, has_zeros, blob.data_ptr(), address(bias))
+    sizes = (scheme, out_features, x.shape[1], group, extras)
+    return _product(x, Linear(*sizes, blob.data_ptr(), address(bias), address(columns)), out_features, residual)
+
+
+def linear_stack(
+    x: Tensor,
+    blobs: list[Tensor],
+    biases: list[Tensor | None],
+    columns: list[Tensor | None],
+    residual: Tensor | None,
+    schemes: list[int],
+    out_features: list[int],
+    groups: list[int],
+    extras: list[int],
+) -> Tensor:
+    """The same of weights below one another."""
+    arrays = ([blob.data_ptr() for blob in blobs], map(address, biases), map(address, columns))
+    widths = [x.shape[1]] * len(blobs)
+    weights = [Linear(*one) for one in zip(schemes, out_features, widths, groups, extras, *arrays, strict=True)]
+    for one, below in zip(weights, weights[1:], strict=False):
+        one.below = addressof(below)
+    return _product(x, weights[0], sum(out_features), residual)
+
+
+def _product(x: Tensor, weight: Linear, out_features: int, residual: Tensor | None) -> Tensor:
     y = x.new_empty((x.shape[0], out_features))
     lines = x if x.stride(1) == 1 else x.contiguous()
     added = None if residual is None else residual.contiguous()
@@ -120,10 +147,11 @@ def batch_of(batch: list[Tensor], decode_rows: int, turns: Tensor | None) -> Bat
 def _register() -> None:
     for schema in _SCHEMAS:
         _LIBRARY.define(schema)
-    for function in (linear, rms_norm, silu_mul, rope_write, attention):
+    for function in (linear, linear_stack, rms_norm, silu_mul, rope_write, attention):
         _LIBRARY.impl(function.__name__, function, "CPU")
     shapes: dict[str, Callable[..., Any]] = {
-        "linear": lambda x, blob, bias, residual, scheme, out_features, *_: x.new_empty((x.shape[0], out_features)),
+        "linear": lambda x, *rest: x.new_empty((x.shape[0], rest[5])),
+        "linear_stack": lambda x, *rest: x.new_empty((x.shape[0], sum(rest[5]))),
         "rms_norm": lambda x, weight, eps: torch.empty_like(x, memory_format=torch.contiguous_format),
         "silu_mul": lambda gate_up: gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)),
         "rope_write": lambda *_: None,

@@ -1,13 +1,35 @@
 """Every operation of `kernels.api.Ops` as its definition says, row by row. Slow, and meant to be obviously right."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, WeightScheme
+from splittime.kernels import reads, rounded
+from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, RoundedRows, Stack, WeightScheme
 from splittime.kernels.reference import kv_rounding, rounding
+
+
+@dataclass(frozen=True)
+class RoundedWeight:
+    """Integers and what they stand for, just as given; bias: [out] or None; columns: of x, or None."""
+
+    rows: RoundedRows
+    scheme: WeightScheme
+    bias: Tensor | None
+    columns: Tensor | None
+
+    def dense(self) -> Tensor:
+        """float32 [out, in], as `RoundedRows` says."""
+        rows, in_features = self.rows, self.rows.integers.shape[1]
+        group = torch.arange(in_features) // (self.scheme.group or in_features)  # of each column
+        zeros = rounded.INT4_ZERO if self.scheme.name == "int4" else 0
+        if rows.zeros is not None:
+            zeros = rows.zeros[:, group].float()
+        weight = rows.scales[:, group] * (rows.integers.float() - zeros)
+        return weight if rows.minima is None else weight - rows.minima[:, group]
 
 
 class ReferenceOps(PlainOps):
@@ -20,13 +42,38 @@ class ReferenceOps(PlainOps):
 
     def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> Any:
         weight = torch.cat(list(parts))
+        bias = None if bias is None else bias.to(self.activation_dtype)
         if scheme.name in rounding.INTEGER_SCHEMES:
-            weight = rounding.dequantize(*rounding.quantize(weight, scheme), scheme)
-        return weight.to(self.activation_dtype), None if bias is None else bias.to(self.activation_dtype)
+            return RoundedWeight(RoundedRows(*rounding.quantize(weight, scheme)), scheme, bias, None)
+        return weight.to(self.activation_dtype), bias
+
+    def pack_rounded(
+        self,
+        parts: Iterable[RoundedRows],
+        out_features: int,
+        in_features: int,
+        bias: Tensor | None,
+        scheme: WeightScheme,
+        columns: Tensor | None = None,
+    ) -> RoundedWeight:
+        rounded.check_columns(columns, in_features)
+        rows = rounded.joined(rounded.checked(parts, out_features, in_features, scheme))
+        return RoundedWeight(rows, scheme, None if bias is None else bias.to(self.activation_dtype), columns)
 
     def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
-        weight, bias = packed
+        if isinstance(packed, Stack):
+            return packed.product(self.linear, x, residual)
+        if isinstance(packed, RoundedWeight):
+            x = x if packed.columns is None else x[:, packed.columns]
+            weight, bias, name = packed.dense().to(x.dtype), packed.bias, packed.scheme.name
+            rows = packed.rows
+            read = (rows.integers, rows.scales, rows.zeros, rows.minima)
+        else:
+            weight, bias = packed
+            read, name = (weight,), str(weight.dtype).removeprefix("torch.")
         y = x @ weight.T
+        if len(x):
+            reads.count_weight(name, *read)
         if bias is not None:
             y = y + bias
         return y if residual is None else y + residual
@@ -88,8 +135,9 @@ def _tiles(store: LayerKv, shape: KvShape) -> Tensor:
 def _read_row(store: LayerKv, shape: KvShape, block_table: Tensor, context_tokens: int) -> tuple[Tensor, Tensor]:
     """Keys and values of one row, each float32 [num_kv_heads, context_tokens, head_dim]."""
     blocks = block_table[: -(-context_tokens // shape.block_size)]
-    tiles = _tiles(store, shape)[blocks].float()  # [blocks, 2, Hkv, block_size, D]
-    if store.scales is not None:
-        tiles = kv_rounding.dequantize(tiles, store.scales[blocks])
+    tiles = _tiles(store, shape)[blocks]  # [blocks, 2, Hkv, block_size, D]
+    scales = None if store.scales is None else store.scales[blocks]
+    reads.count_kv(tiles, scales)
+    tiles = tiles.float() if scales is None else kv_rounding.dequantize(tiles, scales)
     keys, values = tiles.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return keys[:, :context_tokens], values[:, :context_tokens]

@@ -2,85 +2,122 @@
 
 The rules are those of `st_pack` (kernels/native/csrc/splittime.h), to the last bit; ties go to even.
 
-    int8   a scale for each row:              s = max |w| / 127,             q = round(w / s) in -127..127,    w ~ q s
-    int4   a scale for each group of columns: s = float16(m / -8), m being the value of largest magnitude (the first of
-           equals), q = round(w / s) + 8 in 0..15, w ~ (q - 8) s
+    int8             a scale for each row:              s = max |w| / 127,           q = round(w / s) in -127..127,  w ~ q s
+    int8 in groups   a scale for each group of columns: s = float16(max |w| / 127),  the same, clamped
+    int4             a scale for each group of columns: s = float16(m / -8), m being the value of largest magnitude (the
+                     first of equals), q = round(w / s) + 8 in 0..15, w ~ (q - 8) s
 
 A last group that the columns do not fill is a group all the same. Where s is 0 every integer is the one that means 0.
+What comes as integers (`pack_rounded`) may have zero points and minima; its scales and minima of groups are kept as
+float16, as in the native kernels.
 
 The product rebuilds a chunk of rows at a time in the activations' dtype, so that the weight stays integers in memory.
 It serves the torch backend and is the reference for the kernels. Those also round the activations, this does not:
 `models.quant.bounds` says how far either may be from the unrounded product.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splittime.kernels.api import WeightScheme
+from splittime.kernels import reads, rounded
+from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.kernels.rounded import INT4_ZERO
 
 CHUNK_ELEMENTS = 1 << 22  # rebuilt at a time: 16 MiB of float32
 INTEGER_SCHEMES = ("int8", "int4")
-INT4_ZERO = 8
 
 
 @dataclass(frozen=True)
 class IntegerLinear:
     """values: int8 [out, in], or for int4 uint8 [out, in / 2 rounded up], the even column in the lower half.
-    scales: [out, groups], float32, of int4 float16; bias: [out] or None."""
+    scales: [out, groups], float32, of groups float16; bias: [out] or None.
+    zeros: uint8, minima: float16, both [out, groups] or None; columns: as in `Ops.pack_rounded`."""
 
     values: Tensor
     scales: Tensor
     in_features: int
     scheme: WeightScheme
     bias: Tensor | None
+    zeros: Tensor | None = None
+    minima: Tensor | None = None
+    columns: Tensor | None = None
 
     def rows(self, begin: int, end: int) -> Tensor:
         """Rows [begin, end) of the weight that the integers stand for, float32 [end - begin, in]."""
         values = self.values[begin:end]
         if self.scheme.name == "int4":
             values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)[:, : self.in_features]
-        return dequantize(values, self.scales[begin:end], self.scheme)
+        zeros, minima = (None if one is None else one[begin:end] for one in (self.zeros, self.minima))
+        return dequantize(values, self.scales[begin:end], self.scheme, zeros, minima)
 
 
 def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """weight [out, in] of any float dtype -> int8 [out, in] (of int4: 0..15) and scales, float32 [out, groups]."""
+    if scheme.has_zeros or scheme.has_minima:
+        raise ValueError(f"{scheme} is for weights that come as integers; rounding makes neither zeros nor minima")
     grouped = _groups(weight.float(), scheme)
     if scheme.name == "int8":
         scales = grouped.abs().amax(-1) / 127
         low, high, zero = -127, 127, 0
     else:
         place = grouped.abs().argmax(-1, keepdim=True)
-        scales = (grouped.gather(-1, place).squeeze(-1) / -8).half().float()
+        scales = grouped.gather(-1, place).squeeze(-1) / -8
         low, high, zero = 0, 15, INT4_ZERO
+    if scheme.group:
+        scales = scales.half().float()
     steps = (grouped / scales.unsqueeze(-1)).round_().add_(zero).clamp_(low, high)
     integers = torch.where(scales.unsqueeze(-1) == 0, zero, steps).to(torch.int8)
     return integers.flatten(1)[:, : weight.shape[1]], scales
 
 
-def dequantize(values: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
-    """What `quantize` made -> float32 [out, in]."""
-    zero = INT4_ZERO if scheme.name == "int4" else 0
-    grouped = _groups((values.to(torch.int16) - zero).float(), scheme)
-    return (grouped * scales.float().unsqueeze(-1)).flatten(1)[:, : values.shape[1]]
+def dequantize(
+    values: Tensor, scales: Tensor, scheme: WeightScheme, zeros: Tensor | None = None, minima: Tensor | None = None
+) -> Tensor:
+    """What `quantize` made, or what `RoundedRows` says -> float32 [out, in]."""
+    steps = _groups(values, scheme).float()
+    if zeros is not None:
+        steps -= zeros.unsqueeze(-1).float()
+    elif scheme.name == "int4":
+        steps -= INT4_ZERO
+    steps *= scales.float().unsqueeze(-1)
+    if minima is not None:
+        steps -= minima.float().unsqueeze(-1)
+    return steps.flatten(1)[:, : values.shape[1]]
 
 
 def pack(parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> IntegerLinear:
     """The weight of these parts [out_i, in], one below the other; at most a chunk of it is unpacked at a time."""
     in_features = parts[0].shape[1]
-    chunks = [_pack_chunk(chunk, scheme) for part in parts for chunk in part.split(_chunk_rows(in_features))]
-    values, scales = (torch.cat(pieces) for pieces in zip(*chunks, strict=True))
-    return IntegerLinear(values, scales, in_features, scheme, bias)
+    chunks = (quantize(chunk, scheme) for part in parts for chunk in part.split(_chunk_rows(in_features)))
+    return _packed((RoundedRows(*chunk) for chunk in chunks), in_features, bias, scheme, None)
+
+
+def pack_rounded(
+    parts: Iterable[RoundedRows],
+    out_features: int,
+    in_features: int,
+    bias: Tensor | None,
+    scheme: WeightScheme,
+    columns: Tensor | None,
+) -> IntegerLinear:
+    """See `kernels.api.Ops.pack_rounded`."""
+    rounded.check_columns(columns, in_features)
+    return _packed(rounded.checked(parts, out_features, in_features, scheme), in_features, bias, scheme, columns)
 
 
 def product(x: Tensor, linear: IntegerLinear, residual: Tensor | None = None) -> Tensor:
     """x [T, in] -> [T, out], see `kernels.api.Ops.linear`."""
     y = x.new_empty(x.shape[0], len(linear.scales))
+    if linear.columns is not None:
+        x = x.index_select(1, linear.columns)
     for begin, end in _chunks(len(linear.scales), linear.in_features):
         torch.mm(x, linear.rows(begin, end).to(x.dtype).t(), out=y[:, begin:end])
+    if len(x):
+        reads.count_weight(linear.scheme.name, linear.values, linear.scales, linear.zeros, linear.minima)
     if linear.bias is not None:
         y += linear.bias
     return y if residual is None else y.add_(residual)
@@ -88,16 +125,26 @@ def product(x: Tensor, linear: IntegerLinear, residual: Tensor | None = None) ->
 
 def _groups(values: Tensor, scheme: WeightScheme) -> Tensor:
     """[out, in] -> [out, groups, group], filled up with zeros."""
-    width = values.shape[1] if scheme.name == "int8" else scheme.group
+    width = scheme.group or values.shape[1]
     return F.pad(values, (0, -values.shape[1] % width)).unflatten(1, (-1, width))
 
 
-def _pack_chunk(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
-    values, scales = quantize(weight, scheme)
-    if scheme.name == "int8":
-        return values.contiguous(), scales
-    pairs = F.pad(values, (0, values.shape[1] % 2), value=INT4_ZERO).view(torch.uint8).unflatten(1, (-1, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4, scales.half()
+def _packed(
+    parts: Iterable[RoundedRows], in_features: int, bias: Tensor | None, scheme: WeightScheme, columns: Tensor | None
+) -> IntegerLinear:
+    kept = rounded.joined([_kept(part, scheme) for part in parts])
+    return IntegerLinear(kept.integers, kept.scales, in_features, scheme, bias, kept.zeros, kept.minima, columns)
+
+
+def _kept(part: RoundedRows, scheme: WeightScheme) -> RoundedRows:
+    """In the form of `IntegerLinear`; a copy, whatever the part is a view of."""
+    part = rounded.as_packed(part, scheme)
+    values, scales, minima = part.integers.clone(memory_format=torch.contiguous_format), part.scales, part.minima
+    if scheme.name == "int4":
+        pairs = F.pad(values, (0, values.shape[1] % 2), value=INT4_ZERO).view(torch.uint8).unflatten(1, (-1, 2))
+        values = pairs[..., 0] | pairs[..., 1] << 4
+    scales = scales.half() if scheme.group else scales.clone()
+    return RoundedRows(values, scales, part.zeros, None if minima is None else minima.half())
 
 
 def _chunk_rows(in_features: int) -> int:

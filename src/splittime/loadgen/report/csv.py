@@ -1,23 +1,24 @@
 """A run as a table of its requests: one row each, in the order of their index, under a header that does not change.
 
-Times are in ms from the run's begin, durations in ms; a field is empty where nothing was told.
+Times are in ms from the run's begin, durations in ms; a field is empty where nothing was told. A text that a
+spreadsheet would take for a formula, which may be a server's, has an apostrophe before it (OWASP, "CSV injection").
 """
 
 import csv
-import os
+import io
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from splittime.core.errors import ConfigError
 from splittime.ledger import client_figures as figures
 from splittime.ledger.client_book import Outcome, Run
+from splittime.ledger.whole_file import write_whole
 
+FORMULA_STARTS = ("=", "+", "-", "@", "\t")
 COLUMNS: dict[str, Callable[[Outcome], Any]] = {
     "index": lambda o: o.index,
     "arm": lambda o: o.arm,
-    "request_id": lambda o: o.request_id,
+    "request_id": lambda o: _text(o.request_id),
     "phase": lambda o: o.phase.value,
     "ending": lambda o: o.ending.value,
     "session": lambda o: o.session,
@@ -47,10 +48,16 @@ COLUMNS: dict[str, Callable[[Outcome], Any]] = {
     "expected_output_tokens": lambda o: o.expected_output_tokens,
     "expected_cached_tokens": lambda o: o.expected_cached_tokens,
     "status": lambda o: o.status,
-    "finish_reason": lambda o: o.finish_reason,
-    "error": lambda o: o.error,
-    "tags": lambda o: " ".join(f"{key}={value}" for key, value in sorted(o.tags.items())),
+    "finish_reason": lambda o: _text(o.finish_reason),
+    "error": lambda o: _text(o.error),
+    "tags": lambda o: _text(" ".join(f"{key}={value}" for key, value in sorted(o.tags.items()))),
 }
+
+
+def _text(said: str | None) -> str | None:
+    """With line ends that every reader of CSV knows."""
+    said = said and said.replace("\r\n", "\n").replace("\r", "\n")
+    return f"'{said}" if said and said.startswith(FORMULA_STARTS) else said
 
 
 def _ms(duration_ns: float | None) -> str | None:
@@ -60,16 +67,9 @@ def _ms(duration_ns: float | None) -> str | None:
 
 def write_csv(run: Run, path: Path) -> None:
     """Write whole or not at all. Raises `ConfigError` where it cannot be written."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("w", newline="", encoding="utf-8") as file:
-            write_rows(run.outcomes, file)
-        beside.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write the table to {path}: {error}", param="csv", value=str(path)) from error
+    file = io.StringIO(newline="")
+    write_rows(run.outcomes, file)
+    write_whole(path, file.getvalue().encode("utf-8", "replace"), param="csv")
 
 
 def write_rows(outcomes: Iterable[Outcome], file: TextIO) -> None:

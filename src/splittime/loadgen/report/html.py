@@ -11,9 +11,7 @@ a run goes through the template's escaping, and a content policy lets no other s
 """
 
 import base64
-import contextlib
 import hashlib
-import os
 import string
 from collections.abc import Sequence
 from importlib.resources import files
@@ -24,10 +22,10 @@ import jinja2
 import orjson
 from markupsafe import Markup
 
-from splittime.core.errors import ConfigError
 from splittime.ledger import client_request as one
 from splittime.ledger.client_book import Outcome, Run
 from splittime.ledger.client_figures import definitions, prompt_tokens, summary
+from splittime.ledger.whole_file import write_whole
 from splittime.loadgen.dialects import DIALECTS
 from splittime.loadgen.dialects.view import server_view
 from splittime.loadgen.join import join
@@ -45,16 +43,7 @@ COLOURS = "server/dashboard/colours.css"
 
 def write_html(run: Run, path: Path) -> None:
     """Write whole or not at all. Raises `ConfigError` where it cannot be written."""
-    page = render_html(run)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise ConfigError(f"cannot write the report to {path}: {error}", param="html", value=str(path)) from error
+    write_whole(path, render_html(run).encode("utf-8", "replace"), param="html")
 
 
 def render_html(run: Run) -> str:

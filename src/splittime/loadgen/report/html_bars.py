@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from splittime.ledger.stages import CAUSE_MEANING, Cause, Stage
 from splittime.loadgen.join_view import MEANING
-from splittime.loadgen.joined import CLIENT_BEFORE, LINE_ORDER, READ_LAG, Key
+from splittime.loadgen.joined import CLIENT_BEFORE, LINE_ORDER, Key
 from splittime.loadgen.report.html_scale import duration, from_zero
 from splittime.loadgen.report.text import digits, ms
 
@@ -60,7 +60,7 @@ class Bars(NamedTuple):
 
 def key_classes(key: Key) -> str:
     stage, cause = key
-    if stage in (*CLIENT_BEFORE, READ_LAG):
+    if stage in CLIENT_BEFORE:
         return "ink client"
     if stage in (FIRST, STREAM):
         return "ink " + ("first" if stage == FIRST else "stage-decode")
@@ -76,7 +76,7 @@ def place(key: Key) -> tuple[int, int]:
 def group_name(key: Key) -> str:
     """Short parts that share a colour share a name."""
     stage = key[0]
-    if stage in (*CLIENT_BEFORE, READ_LAG):
+    if stage in CLIENT_BEFORE:
         return "client"
     return "before the engine" if stage in BEFORE_ENGINE else key_name(key)
 

@@ -17,7 +17,6 @@ from splittime.loadgen.joined import (
     CONNECT,
     HELD,
     NETWORK,
-    READ_LAG,
     RESIDUAL,
     SEND,
     JoinedBooks,
@@ -61,7 +60,7 @@ def _from_both(choices: Sequence[ClosedAccount], lines: Iterable[tuple[str, str 
     last = max(choices, key=lambda account: account.end_ns)
     middle = [((i.stage.value, i.cause.value if i.cause else None), i.duration_ns) for i in last.intervals]
     before = [((name, None), durations.get((name, None), 0)) for name in (*CLIENT_BEFORE, NETWORK)]
-    return [*before, *middle, *(((name, None), durations.get((name, None), 0)) for name in (READ_LAG, RESIDUAL))]
+    return [*before, *middle, ((RESIDUAL, None), durations.get((RESIDUAL, None), 0))]
 
 
 def _from_outside(outcome: Outcome) -> list[Timed]:

@@ -1,11 +1,13 @@
 """Packed weights kept between starts, in `packed_file`s named by what they were made of.
 
-The name is a hash of the content of every checkpoint file, of the schemes, of the layout's version, and of what decides
-the order of rows: another checkpoint, however named or dated, is another name, and a copy of this one is the same.
+The name is a hash of the content of every checkpoint file, of the schemes, of the layout's version, of what decides
+the order of rows, and of what a quantised checkpoint's config says about its numbers: another checkpoint, however named
+or dated, is another name, and a copy of this one is the same.
 
-Only what is quantised is kept. On two busy cores (Zen 3) a bfloat16 checkpoint of 1.2 billion parameters took 8.0 s to
-round to int4 and 2.1 s to read back (2.5 s with nothing in the page cache); the first start also hashes it, 2.5 GB at
-0.9 GB/s a core. To pack bfloat16 as bfloat16 costs 0.3 s a gigabyte, so a second copy of all bytes would save nothing.
+Only integers are kept, whether they were rounded here or came so. On two busy cores (Zen 3) a bfloat16 checkpoint of
+1.2 billion parameters took 8.0 s to round to int4 and 2.1 s to read back (2.5 s with nothing in the page cache); the
+first start also hashes it, 2.5 GB at 0.9 GB/s a core. To pack bfloat16 as bfloat16 costs 0.3 s a gigabyte, so a second
+copy of all bytes would save nothing.
 
 Trouble with the cache is a warning and costs the time it would have saved, never the start: a folder that cannot be
 written, a full disk, a damaged file (made again). Nothing is removed for its age: to clear it, delete the folder.
@@ -22,9 +24,9 @@ from torch import Tensor
 from splittime.kernels.native.library import INTERFACE_VERSION
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan
-from splittime.models.weights.checkpoint import Checkpoint
 from splittime.models.weights.fingerprint import fingerprints
 from splittime.models.weights.packed_file import PackedFileBroken, PackedReader, PackedWriter
+from splittime.models.weights.source import PLAIN, Source
 
 log = logging.getLogger("splittime.weights")
 
@@ -120,22 +122,23 @@ class PackedCache:
             writer.abandon()
 
 
-def open_cache(folder: Path, checkpoint: Checkpoint, config: ModelConfig, plan: WeightPlan) -> PackedCache | None:
+def open_cache(folder: Path, source: Source, config: ModelConfig, plan: WeightPlan) -> PackedCache | None:
     """The cache of this model in these schemes; reads all of the checkpoint the first time. None if that fails."""
     try:
-        hashes = dict(zip(map(str, checkpoint.files), fingerprints(checkpoint.files, folder), strict=True))
+        hashes = dict(zip(source.files, fingerprints(source.files, folder), strict=True))
     except OSError as error:
         log.warning("no cache of packed weights: %s", error)
         return None
-    by_tensor = {tensor: hashes[str(checkpoint.folder / name)] for tensor, name in checkpoint.file_of.items()}
     facts = {
-        "tensors": by_tensor,
+        "tensors": {tensor: hashes[path] for tensor, path in source.content_of.items()},
+        "stored": [source.format, source.recipe],
         "schemes": [astuple(scheme) for scheme in (plan.layers, plan.head, plan.router)],
         "versions": [INTERFACE_VERSION, ROW_ORDER_VERSION],
         "config": [getattr(config, name) for name in CONFIG_FIELDS],
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return PackedCache(folder / f"{plan.layers.name}-{key[:32]}.packed")
+    label = plan.layers.name if source.format == PLAIN else source.format
+    return PackedCache(folder / f"{label}-{key[:32]}.packed")
 
 
 def _size(num_bytes: int) -> str:

@@ -2,13 +2,15 @@
 
 A tensor comes in its own dtype, as a view of the file's mapping: its bytes are read when they are first touched, and
 `release` lets the system forget them again. Errors name the tensor and the file: missing, unexpected, or of another
-shape than the config says.
+shape than the config says. Weights that are already integers come as `formats` reads them; which those are the file
+tells, not the config, and where both contradict each other the checkpoint is refused.
 """
 
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -17,6 +19,12 @@ from splittime.core.errors import ConfigError
 from splittime.kernels.native import memory
 from splittime.kernels.native.library import LibraryMissing
 from splittime.models.config import read_json
+from splittime.models.weights.formats import gptq
+from splittime.models.weights.formats import read as formats
+from splittime.models.weights.formats.recipe import Recipe
+from splittime.models.weights.formats.stored import GroupedWeight
+from splittime.models.weights.source import PLAIN
+from splittime.models.weights.stored import StoredWeight
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -25,19 +33,27 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint:
-    """`take` hands out each tensor; `check_all_taken` then says whether the checkpoint held anything else."""
+    """A `source.Source`: `take` and its kin hand out each tensor; `check_all_taken` then says whether the checkpoint
+    held anything else. quantization: how its linear weights are stored, None for floats."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, quantization: Recipe | None = None) -> None:
         self.folder = folder
+        self.format = PLAIN if quantization is None else quantization.method
+        self.recipe = "" if quantization is None else msgspec.json.encode(quantization).decode()
         self.num_parameters = 0
+        self._quantization = quantization
         self._handles: dict[str, Any] = {}
-        self.file_of = self._find_files(folder)
-        self._left = set(self.file_of)
+        self._file_of = self._find_files(folder)
+        self._left = set(self._file_of)
         self._mappings = _Mappings({str((folder / name).resolve()) for name in self._handles})
 
     @property
     def files(self) -> list[Path]:
         return [self.folder / name for name in self._handles]
+
+    @property
+    def content_of(self) -> dict[str, Path]:
+        return {tensor: self.folder / name for tensor, name in self._file_of.items()}
 
     def _find_files(self, folder: Path) -> dict[str, str]:
         """Tensor name -> file name, opening every file that holds one."""
@@ -68,26 +84,57 @@ class Checkpoint:
         return index
 
     def __contains__(self, name: str) -> bool:
-        return name in self.file_of
+        return name in self._file_of
+
+    def is_int8(self, name: str) -> bool:
+        return name in self and self._handles[self._file_of[name]].get_slice(name).get_dtype() == "I8"
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor called `name`, as it is stored. Raises `ConfigError` if absent, of another shape, or no float."""
-        if name not in self.file_of:
-            raise ConfigError(f"weights: tensor {name} of shape {list(shape)} is missing", param=name)
-        tensor = self._handles[self.file_of[name]].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            message = f"weights: tensor {name} has shape {list(tensor.shape)}, the config asks for {list(shape)}"
-            raise ConfigError(message, param=name, value=list(tensor.shape), limit=list(shape))
-        if tensor.dtype not in DTYPES:
-            allowed = ", ".join(str(dtype) for dtype in DTYPES)
-            raise ConfigError(f"weights: tensor {name} is {tensor.dtype}, not one of {allowed}", param=name)
-        self._left.discard(name)
-        self.num_parameters += tensor.numel()
+        is_new = name in self._left
+        tensor = self.take_stored(name, DTYPES, *shape)
+        self.num_parameters += tensor.numel() if is_new else 0
         return tensor
 
-    def release(self, tensor: Tensor) -> None:
-        """Let the system drop what was read of `tensor`, from `take` or a part of such a one; it stays usable."""
-        self._mappings.release(tensor)
+    def take_stored(self, name: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
+        """Likewise, of one of these dtypes; not counted: `take_linear` counts what it stands for."""
+        if name not in self:
+            raise ConfigError(f"weights: tensor {name} of shape {list(shape)} is missing", param=name)
+        tensor: Tensor = self._handles[self._file_of[name]].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            message = f"weights: tensor {name} has shape {list(tensor.shape)}, {self._asks()} for {list(shape)}"
+            raise ConfigError(message, param=name, value=list(tensor.shape), limit=list(shape))
+        if tensor.dtype not in dtypes:
+            allowed = ", ".join(str(dtype) for dtype in dtypes)
+            raise ConfigError(f"weights: tensor {name} is {tensor.dtype}, not one of {allowed}", param=name)
+        self._left.discard(name)
+        return tensor
+
+    def _asks(self) -> str:
+        recipe = self._quantization
+        if recipe is None:
+            return "the config asks"
+        groups = f"groups of {recipe.group_size}" if recipe.group_size else "one group a row"
+        return f"the config, with {recipe.bits} bits in {groups}, asks"
+
+    def take_linear(self, module: str, out_features: int, in_features: int) -> Tensor | StoredWeight:
+        if self._quantization is not None:
+            stored = formats.take(self, self._quantization, module, out_features, in_features)
+            if stored is not None:
+                self.num_parameters += out_features * in_features
+                return stored
+        return self.take(f"{module}.weight", out_features, in_features)
+
+    def take_table(self, module: str, num_rows: int, width: int) -> Tensor:
+        return self.take(f"{module}.weight", num_rows, width)
+
+    def rows_are_paired(self, module: str) -> bool:
+        return False
+
+    def release(self, read: Tensor | StoredWeight) -> None:
+        """Let the system drop what was read of it; a tensor is one of ours or a part of such a one; it stays usable."""
+        for tensor in read.tensors if isinstance(read, GroupedWeight) else [read]:
+            self._mappings.release(tensor)  # type: ignore[arg-type]  # a stored weight of ours is a GroupedWeight
 
     def skip(self, name: str) -> None:
         """Say that `name`, if there, is rightly left unread."""
@@ -95,10 +142,16 @@ class Checkpoint:
 
     def check_all_taken(self) -> None:
         """Raises `ConfigError` naming the tensors that no part of the model asked for."""
-        left = sorted(name for name in self._left if not name.endswith(IGNORED_SUFFIXES))
+        left = sorted(name for name in self._left if not name.endswith(IGNORED_SUFFIXES) and not self._is_no_bias(name))
         if left:
             shown = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
             raise ConfigError(f"weights: {len(left)} tensors are unknown to this architecture: {shown}", value=left[0])
+
+    def _is_no_bias(self, name: str) -> bool:
+        """Whether it is a bias of zeros, which some exports of GPTQ give to every layer."""
+        if self.format != gptq.METHOD or not name.endswith(".bias") or not gptq.is_stored(name[:-5], self):
+            return False
+        return not self._handles[self._file_of[name]].get_tensor(name).any()
 
 
 class _Mappings:

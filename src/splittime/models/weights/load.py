@@ -5,7 +5,8 @@ halves (i, i + D/2) to neighbours (2i, 2i + 1), the order in which `Ops.rope_wri
 and a key does not change when both are reordered alike, and neither does the RMS norm of a head.
 
 The checkpoint stays mapped; what is packed comes through `packing`, norms and biases are copied, and the embedding
-table remains a view of the file, of which only the rows that are looked up are ever read.
+table remains a view of the file, of which only the rows that are looked up are ever read. What a checkpoint's files are
+and which of its weights are integers already is the `source`'s business.
 """
 
 from collections.abc import Callable
@@ -22,27 +23,33 @@ from splittime.models.decoder import Decoder
 from splittime.models.layers import Attention, DecoderLayer, MixtureOfExperts, Mlp
 from splittime.models.quant.plan import INTEGERS, WeightPlan
 from splittime.models.weights.cache import PackedCache, open_cache
-from splittime.models.weights.checkpoint import Checkpoint
 from splittime.models.weights.packed_file import PackedFileBroken
 from splittime.models.weights.packing import Packer, Rows, pair_rows
+from splittime.models.weights.source import PLAIN, Source, open_source
+from splittime.models.weights.stored import StoredWeight
 
+EMBEDDING = "model.embed_tokens"
 OnLayer = Callable[[int, int, int], None]  # layers done, of how many, bytes of packed weights so far
 
 
 @dataclass(frozen=True)
 class Loaded:
     """num_parameters: as stored, a tied head is not counted again. weights_bytes: of packed weights, in memory;
-    embedding_bytes: of the table, in the file. cache_story: what became of the cache of packed weights."""
+    embedding_bytes: of the table, in the file. cache_story: what became of the cache of packed weights. weights: in
+    which schemes they are, told in one line; plan: the same as a plan, of which layers in several schemes have the one
+    that most bytes are in."""
 
     decoder: Decoder
     num_parameters: int
     weights_bytes: int
     embedding_bytes: int
     cache_story: str
+    weights: str
+    plan: WeightPlan
 
 
 def load_decoder(
-    folder: Path,
+    path: Path,
     config: ModelConfig,
     ops: Ops,
     plan: WeightPlan,
@@ -50,15 +57,15 @@ def load_decoder(
     cache_folder: Path | None = None,
     on_layer: OnLayer = lambda done, total, num_bytes: None,
 ) -> Loaded:
-    """num_positions: how many positions to make rotary turns for. Raises `ConfigError` naming a tensor that does not
-    fit."""
-    cache, story = _cache(Checkpoint(folder), config, ops, plan, cache_folder)
+    """path: what `open_source` takes. num_positions: how many positions to make rotary turns for. Raises `ConfigError`
+    naming a tensor that does not fit."""
+    cache, story = _cache(open_source(path, config), config, ops, plan, cache_folder)
     while True:
-        checkpoint = Checkpoint(folder)
+        source = open_source(path, config)
         try:
-            packer = Packer(ops, checkpoint, cache)
+            packer = Packer(ops, source, cache)
             decoder = _Model(packer, config, plan, on_layer).build(num_positions)
-            checkpoint.check_all_taken()
+            source.check_all_taken()
             break
         except PackedFileBroken as error:
             assert cache is not None
@@ -70,21 +77,30 @@ def load_decoder(
     if cache is not None:
         cache.close()
         story = cache.story
-    table = decoder.embedding
-    return Loaded(decoder, checkpoint.num_parameters, packer.num_bytes, table.numel() * table.element_size(), story)
+    found = packer.found
+    told = plan.describe(config.moe is not None) if source.format == PLAIN else found.describe(source.format)
+    return Loaded(
+        decoder=decoder,
+        num_parameters=source.num_parameters,
+        weights_bytes=found.num_bytes,
+        embedding_bytes=decoder.embedding.nbytes,
+        cache_story=story,
+        weights=told,
+        plan=found.plan(plan),
+    )
 
 
 def _cache(
-    checkpoint: Checkpoint, config: ModelConfig, ops: Ops, plan: WeightPlan, folder: Path | None
+    source: Source, config: ModelConfig, ops: Ops, plan: WeightPlan, folder: Path | None
 ) -> tuple[PackedCache | None, str]:
     """The cache, or why there is none."""
     if folder is None:
         return None, "off"
-    if plan.layers.name not in INTEGERS:
+    if source.format == PLAIN and plan.layers.name not in INTEGERS:
         return None, f"not for {plan.layers.name}, which is packed as fast as it is read"
     if ops.packed_bytes(16, 64, plan.layers) is None:
         return None, f"not with {ops.name} kernels"
-    cache = open_cache(folder, checkpoint, config, plan)
+    cache = open_cache(folder, source, config, plan)
     return cache, "failed"
 
 
@@ -98,25 +114,25 @@ class _Model:
         self.on_layer = on_layer
 
     def build(self, num_positions: int) -> Decoder:
-        config, ops, take = self.config, self.packer.ops, self.packer.checkpoint.take
-        embedding = take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        head = self.packer.linear("lm_head", [Rows(self._head(embedding))], [], self.plan.head)
+        config, ops, source = self.config, self.packer.ops, self.packer.source
+        embedding = source.take_table(EMBEDDING, config.vocab_size, config.hidden_size)
+        head = self.packer.linear("lm_head", [Rows(self._head())], [], self.plan.head, "head")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
-        norm = take("model.norm.weight", config.hidden_size).to(ops.activation_dtype, copy=True)
+        norm = source.take("model.norm.weight", config.hidden_size).to(ops.activation_dtype, copy=True)
         turns = rope.turns(config.rope, config.head_dim, num_positions)
         return Decoder(config, ops, embedding, turns, layers, ops.pack_norm(norm, config.rms_norm_eps), head)
 
     def _layer(self, index: int) -> DecoderLayer:
         layer = _Layer(self.packer, self.config, self.plan, index).build()
-        self.on_layer(index + 1, self.config.num_layers, self.packer.num_bytes)
+        self.on_layer(index + 1, self.config.num_layers, self.packer.found.num_bytes)
         return self.packer.ops.fuse_layer(layer) or layer
 
-    def _head(self, embedding: Tensor) -> Tensor:
-        checkpoint, config = self.packer.checkpoint, self.config
+    def _head(self) -> Tensor | StoredWeight:
+        source, config = self.packer.source, self.config
         if config.tie_word_embeddings:
-            checkpoint.skip("lm_head.weight")  # some exports store the tied tensor twice
-            return embedding
-        return checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size)
+            source.skip("lm_head.weight")  # some exports store the tied tensor twice
+        module = EMBEDDING if config.tie_word_embeddings else "lm_head"
+        return source.take_linear(module, config.vocab_size, config.hidden_size)
 
 
 class _Layer:
@@ -138,7 +154,11 @@ class _Layer:
         )
 
     def _take(self, name: str, *shape: int) -> Tensor:
-        return self.packer.checkpoint.take(self.prefix + name, *shape)
+        return self.packer.source.take(self.prefix + name, *shape)
+
+    def _take_linear(self, name: str, rows: int, columns: int, head_dim: int = 0) -> Rows:
+        module, source = self.prefix + name, self.packer.source
+        return Rows(source.take_linear(module, rows, columns), 0 if source.rows_are_paired(module) else head_dim)
 
     def _take_norm(self, name: str, width: int) -> Tensor:
         return self._take(f"{name}.weight", width).to(self.ops.activation_dtype, copy=True)
@@ -149,9 +169,12 @@ class _Layer:
     def _pack(self, *projections: tuple[str, int, int], has_bias: bool, head_dims: tuple[int, ...] = ()) -> object:
         """These projections (name, rows, columns) as one weight, one below the other."""
         dims = head_dims or (0,) * len(projections)
-        pairs = list(zip(projections, dims, strict=True))
-        parts = [Rows(self._take(f"{name}.weight", rows, columns), dim) for (name, rows, columns), dim in pairs]
-        biases = [Rows(self._take(f"{name}.bias", rows), dim) for (name, rows, _), dim in pairs if has_bias]
+        parts = [self._take_linear(*projection, dim) for projection, dim in zip(projections, dims, strict=True)]
+        biases = [
+            Rows(self._take(f"{name}.bias", rows), part.head_dim)
+            for (name, rows, _), part in zip(projections, parts, strict=True)
+            if has_bias
+        ]
         return self.packer.linear(self.prefix + projections[0][0], parts, biases, self.plan.layers)
 
     def _attention(self) -> Attention:
@@ -199,12 +222,12 @@ class _Layer:
         assert moe is not None
         assert names is not None
         place = f"{names.block}.gate"
-        router = self._take(f"{place}.weight", moe.num_experts, self.config.hidden_size)
+        router = self._take_linear(place, moe.num_experts, self.config.hidden_size)
         experts = []
         for number in range(moe.num_experts):
             own = f"{names.block}.experts.{number}."
             experts.append(
                 self._mlp((own + names.gate, own + names.up, own + names.down), moe.intermediate_size, False)
             )
-        packed = self.packer.linear(self.prefix + place, [Rows(router)], [], self.plan.router)
+        packed = self.packer.linear(self.prefix + place, [router], [], self.plan.router, "router")
         return MixtureOfExperts(self.ops, packed, tuple(experts), moe.num_experts_per_tok, moe.normalises)

@@ -3,19 +3,28 @@
 A weight is handed to the backend as a sequence of pieces of at most `PIECE_BYTES`, and the pages of a piece are
 released when the next one is asked for: the head of a 128 k vocabulary, half a gigabyte, passes through a few
 megabytes. Where a finished blob lies in the cache none of that is read.
+
+What is integers in the checkpoint is turned into `RoundedRows` a piece at a time. Formats that store a weight by its
+columns have bytes of each row on every page, so those pages (4 or 8 bits a weight) are released with the last piece.
+Parts of one fused weight that differ, in their scheme or in the order of their columns, are packed each on its own and
+stacked.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import lcm
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import Ops, WeightScheme
+from splittime.kernels.api import Ops, RoundedRows, WeightScheme
 from splittime.models.quant.plan import INTEGERS, kept_bytes
 from splittime.models.weights.cache import PackedCache
-from splittime.models.weights.checkpoint import Checkpoint
+from splittime.models.weights.found import Found
+from splittime.models.weights.source import Source
+from splittime.models.weights.stored import StoredWeight
 
 PIECE_BYTES = 8 << 20
 PIECE_ROWS = 64  # pieces begin at multiples of these: the kernels' panels are 16 rows
@@ -23,14 +32,21 @@ PIECE_ROWS = 64  # pieces begin at multiples of these: the kernels' panels are 1
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a weight: a mapped tensor [out, in] or [out], and the head_dim within which halves become pairs (0:
-    they stay as they are)."""
+    """Some rows of a weight: a mapped tensor [out, in] or [out], or what is stored as integers; and the head_dim within
+    which halves become pairs (0: they stay as they are)."""
 
-    tensor: Tensor
+    content: Tensor | StoredWeight
     head_dim: int = 0
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        if isinstance(self.content, Tensor):
+            return self.content.shape[0], self.content.shape[-1]
+        return self.content.out_features, self.content.in_features
+
     def arranged(self) -> Tensor:
-        return pair_rows(self.tensor, self.head_dim) if self.head_dim else self.tensor
+        assert isinstance(self.content, Tensor)
+        return pair_rows(self.content, self.head_dim) if self.head_dim else self.content
 
 
 def pair_rows(rows: Tensor, head_dim: int) -> Tensor:
@@ -40,36 +56,77 @@ def pair_rows(rows: Tensor, head_dim: int) -> Tensor:
 
 
 class Packer:
-    """Packs each weight, or takes it from the cache; counts what the weights take."""
+    """Packs each weight, or takes it from the cache; notes what was found."""
 
-    def __init__(self, ops: Ops, checkpoint: Checkpoint, cache: PackedCache | None) -> None:
+    def __init__(self, ops: Ops, source: Source, cache: PackedCache | None) -> None:
         self.ops = ops
-        self.checkpoint = checkpoint
+        self.source = source
         self.cache = cache
-        self.num_bytes = 0
+        self.found = Found()
 
-    def linear(self, name: str, parts: Sequence[Rows], biases: Sequence[Rows], scheme: WeightScheme) -> Any:
-        """The packed weight of these parts, one below the other; `biases` of all of them or of none."""
-        out_features, in_features = sum(len(part.tensor) for part in parts), parts[0].tensor.shape[1]
+    def linear(
+        self, name: str, parts: Sequence[Rows], biases: Sequence[Rows], scheme: WeightScheme, kind: str = "layers"
+    ) -> Any:
+        """The packed weight of these parts, one below the other; `biases` of all of them or of none. scheme: of what is
+        floats in the checkpoint. kind: as in `found.KINDS`."""
         bias = torch.cat([part.arranged().float() for part in biases]) if biases else None
+        packed, begin = [], 0
+        for run in _runs(parts):
+            end = begin + sum(part.shape[0] for part in run)
+            own_bias = None if bias is None else bias[begin:end]
+            packed.append(self._one(f"{name}+{begin}" if begin else name, run, own_bias, scheme, kind))
+            begin = end
+        return packed[0] if len(packed) == 1 else self.ops.stack_linear(packed)
+
+    def _one(self, name: str, parts: Sequence[Rows], bias: Tensor | None, scheme: WeightScheme, kind: str) -> Any:
+        """Of parts that are alike."""
+        first = parts[0].content
+        columns = None if isinstance(first, Tensor) else first.columns
+        scheme = scheme if isinstance(first, Tensor) else first.scheme
+        out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         blob_bytes = self.ops.packed_bytes(out_features, in_features, scheme)
-        self.num_bytes += blob_bytes or kept_bytes(out_features, in_features, scheme)
-        cache = self.cache if scheme.name in INTEGERS else None
+        num_bytes = blob_bytes or kept_bytes(out_features, in_features, scheme)
+        self.found.note(kind, scheme, columns is not None, num_bytes)
+        cache = self.cache if scheme.name in INTEGERS and blob_bytes is not None else None
         if cache is not None and blob_bytes is not None:
             blob = cache.find(name, blob_bytes)
             if blob is not None:
-                return self.ops.linear_from_blob(blob, out_features, in_features, bias, scheme)
-        packed = self.ops.pack_linear(_Pieces(parts, self.checkpoint), bias, scheme)
-        if cache is not None and blob_bytes is not None:
+                return self.ops.linear_from_blob(blob, out_features, in_features, bias, scheme, columns)
+        packed = self._pack(parts, (out_features, in_features), bias, scheme, columns)
+        if cache is not None:
             cache.keep(name, packed.blob)
         return packed
+
+    def _pack(
+        self,
+        parts: Sequence[Rows],
+        shape: tuple[int, int],
+        bias: Tensor | None,
+        scheme: WeightScheme,
+        columns: Tensor | None,
+    ) -> Any:
+        if isinstance(parts[0].content, Tensor):
+            return self.ops.pack_linear(_Pieces(parts, self.source), bias, scheme)
+        return self.ops.pack_rounded(_rounded_pieces(parts, self.source), *shape, bias, scheme, columns)
+
+
+def _runs(parts: Sequence[Rows]) -> list[list[Rows]]:
+    """The parts in order, neighbours together that one packed weight can hold."""
+    return [list(run) for _, run in groupby(parts, _likeness)]
+
+
+def _likeness(part: Rows) -> Any:
+    content = part.content
+    if isinstance(content, Tensor):
+        return None
+    return content.scheme, None if content.columns is None else content.columns.numpy().tobytes()
 
 
 class _Pieces(Sequence[Tensor]):
     """The rows of these parts as a sequence of tensors, each released when the next is taken or the walk ends."""
 
-    def __init__(self, parts: Sequence[Rows], checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, parts: Sequence[Rows], source: Source) -> None:
+        self._source = source
         self._pieces = [piece for part in parts for piece in self._split(part)]
 
     def __len__(self) -> int:
@@ -81,14 +138,40 @@ class _Pieces(Sequence[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         for piece in self._pieces:
             yield piece
-            self._checkpoint.release(piece)
+            self._source.release(piece)
 
     def _split(self, rows: Rows) -> Sequence[Tensor]:
         """Rows that change their order are copied, here and now."""
-        tensor = rows.tensor
+        arranged = rows.arranged()
         if rows.head_dim:
-            arranged = rows.arranged()
-            self._checkpoint.release(tensor)
+            self._source.release(rows.content)
             return [arranged]
-        step = PIECE_BYTES // (tensor.shape[1] * tensor.element_size()) // PIECE_ROWS * PIECE_ROWS
-        return tensor.split(max(PIECE_ROWS, step))
+        return arranged.split(_piece_rows(arranged.shape[1] * arranged.element_size(), PIECE_ROWS))
+
+
+def _rounded_pieces(parts: Sequence[Rows], source: Source) -> Iterator[RoundedRows]:
+    """The rows of these parts, of integers: a piece is made when it is asked for, a part released after its last."""
+    for part in parts:
+        for begin, end in _split_rounded(part):
+            yield _rounded(part, begin, end)
+        source.release(part.content)
+
+
+def _split_rounded(rows: Rows) -> list[tuple[int, int]]:
+    """Pieces of whole heads."""
+    out_features, in_features = rows.shape
+    step = _piece_rows(in_features, lcm(PIECE_ROWS, rows.head_dim or 1))
+    return [(begin, min(begin + step, out_features)) for begin in range(0, out_features, step)]
+
+
+def _piece_rows(row_bytes: int, unit: int) -> int:
+    return max(unit, PIECE_BYTES // row_bytes // unit * unit)
+
+
+def _rounded(rows: Rows, begin: int, end: int) -> RoundedRows:
+    assert not isinstance(rows.content, Tensor)
+    piece = rows.content.rows(begin, end)
+    if not rows.head_dim:
+        return piece
+    values = {name: value for name, value in vars(piece).items() if value is not None}
+    return replace(piece, **{name: pair_rows(value, rows.head_dim) for name, value in values.items()})

@@ -75,18 +75,6 @@ export class Store {
     return new Set([...this.presence.keys(), ...this.presenceOpen.keys()]);
   }
 
-  /** Mean number waiting in the queue during the last seconds, by cause. */
-  waitingByCause(seconds) {
-    const found = new Map();
-    for (const key of this.presentKeys()) {
-      if (!key.startsWith("queue") && !key.startsWith("preempted")) continue;
-      let sum = 0;
-      for (let at = this.nowAt - seconds; at < this.nowAt; at++) sum += this.present(key, at);
-      if (sum > 0) found.set(key, sum / seconds);
-    }
-    return found;
-  }
-
   hasClosed(id) {
     return [...this.rows.values()].some((row) => row.id === id);
   }

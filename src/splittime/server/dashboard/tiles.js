@@ -4,10 +4,9 @@ import { el, say } from "./dom.js";
 import { DASH, amount, count, duration, percent } from "./format.js";
 import { stageBar } from "./bar.js";
 import { percentile } from "./store.js";
-import { rank } from "./words.js";
+import { rank, shortLabel } from "./words.js";
 
 const RECENT_S = 60;
-const CAUSE_S = 10;
 
 export class Tiles {
   constructor(host) {
@@ -20,7 +19,7 @@ export class Tiles {
       return { value, unit, note, gauge };
     };
     this.running = tile("Running", "Requests in the batch, of as many as max_num_seqs allows");
-    this.waiting = tile("Waiting", `Requests in the engine's queue; the bar: mean of the last ${CAUSE_S} s by cause`);
+    this.waiting = tile("Waiting", "Requests in the engine's queue now; the bar and the words: what they wait for");
     this.blocks = tile("KV blocks", "Blocks of the KV cache that requests hold, of all there are");
     this.tokens = tile("Output tokens/s", "Since the last look; below: prompt tokens, and how many of them the prefix cache had");
     this.ttft = tile("TTFT p50", `Time to first token of the requests that ended in the last ${RECENT_S} s`);
@@ -31,7 +30,7 @@ export class Tiles {
     const { engine, server } = store.answer;
     this.#level(this.running, engine.num_running, engine.knobs.max_num_seqs, "slots");
     this.#level(this.blocks, engine.blocks_used, engine.blocks_total, "blocks");
-    this.#queue(store, engine, server);
+    this.#queue(engine, server);
     say(this.tokens.value, amount(store.rate("output_tokens")));
     say(this.tokens.note, this.#prompts(store));
     this.#latency(store);
@@ -46,14 +45,14 @@ export class Tiles {
     tile.fill.style.width = `${share * 100}%`;
   }
 
-  #queue(store, engine, server) {
+  #queue(engine, server) {
     say(this.waiting.value, count(engine.num_waiting));
-    const causes = [...store.waitingByCause(CAUSE_S)].sort(([a], [b]) => rank(a) - rank(b));
+    const causes = Object.entries(engine.waiting_for).map(([cause, number]) => [`queue:${cause}`, number]);
+    causes.sort(([a], [b]) => rank(a) - rank(b));
     this.waiting.gauge.replaceChildren(...(causes.length ? [stageBar(causes)] : []));
-    const largest = causes.filter(([key]) => key.includes(":") && !key.endsWith("not_told")).sort((a, b) => b[1] - a[1])[0];
     const wait = server.predicted_wait_ms;
-    const words = largest ? largest[0].split(":")[1].replaceAll("_", " ") : engine.num_waiting ? "cause not told yet" : "nobody";
-    say(this.waiting.note, engine.num_waiting && wait !== null ? `${words} · next ≈ ${duration(wait * 1e6)}` : words);
+    const words = causesInWords(causes);
+    say(this.waiting.note, causes.length && wait !== null ? `${words} · next ≈ ${duration(wait * 1e6)}` : words);
   }
 
   #prompts(store) {
@@ -72,4 +71,11 @@ export class Tiles {
       say(tile.note, told ? `p99 ${duration(percentile(values, 99))} · ${count(told)} in 60 s` : "none ended in 60 s");
     }
   }
+}
+
+/** `12 batch slots, 1 kv blocks`, the most first; of a single cause its name alone, since the number stands above. */
+function causesInWords(causes) {
+  if (causes.length < 2) return causes.length ? shortLabel(causes[0][0]) : "nobody";
+  const byNumber = [...causes].sort((a, b) => b[1] - a[1]);
+  return byNumber.map(([key, number]) => `${count(number)} ${shortLabel(key)}`).join(", ");
 }

@@ -220,6 +220,7 @@ void attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t 
     run_items(all.items, all.work, [&](int64_t item) { run_item<T>(call, all, partials, item); });
   });
   if (partials) merge_rows(call, all, partials);
+  count_attention(*batch, *kv, window_tokens);
 }
 
 }  // namespace ST_ISA

@@ -7,6 +7,9 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "reads.h"
+
+int64_t bytes_read[READ_KINDS];
 
 namespace {
 
@@ -49,6 +52,23 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
+int64_t rows_of(const StLinear *linear) {
+  int64_t rows = 0;
+  for (; linear; linear = linear->below) rows += linear->out_features;
+  return rows;
+}
+
+// Each weight of a stack puts its outputs at their place.
+void product(const StLinear *linear, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
+             int64_t y_stride) {
+  const int64_t residual_stride = residual == y ? y_stride : rows_of(linear);
+  for (; linear; linear = linear->below) {
+    kernels().linear(linear, tokens, x, x_stride, residual, y, y_stride, residual_stride);
+    y += linear->out_features;
+    if (residual) residual += linear->out_features;
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -61,7 +81,7 @@ int32_t st_isa_selected(void) { return selected; }
 
 void st_linear(const StLinear *linear, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
                int64_t y_stride) {
-  kernels().linear(linear, tokens, x, x_stride, residual, y, y_stride);
+  product(linear, tokens, x, x_stride, residual, y, y_stride);
 }
 
 void st_rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride, const float *weight, float eps,
@@ -94,25 +114,29 @@ void st_finite(int32_t rows, int32_t width, const float *x, uint8_t *is_finite) 
   kernels().finite(rows, width, x, is_finite);
 }
 
+void st_bytes_read(int64_t counts[READ_KINDS]) {
+  for (int32_t kind = 0; kind < READ_KINDS; kind++) counts[kind] = __atomic_load_n(&bytes_read[kind], __ATOMIC_RELAXED);
+}
+
 void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, float *hidden) {
   const int64_t tokens = batch->tokens, width = layer->qkv.in_features, mixed = layer->output.in_features;
-  const int64_t qkv = layer->qkv.out_features, gate_up = layer->gate_up.out_features;
+  const int64_t qkv = rows_of(&layer->qkv), gate_up = rows_of(&layer->gate_up);
   const int64_t wide = qkv + mixed > gate_up + gate_up / 2 ? qkv + mixed : gate_up + gate_up / 2;
   float *normed = scratch.of(tokens * (width + wide)), *a = normed + tokens * width;
   const Kernels &k = kernels();
 
   float *heads = a, *out = a + tokens * qkv;
   k.rms_norm(tokens, width, hidden, width, layer->input_norm, layer->eps, normed);
-  k.linear(&layer->qkv, tokens, normed, width, nullptr, heads, qkv);
+  product(&layer->qkv, tokens, normed, width, nullptr, heads, qkv);
   k.rope_write(batch, kv, layer->num_heads, layer->qk_norm, layer->eps, heads);
   k.attention(batch, kv, layer->num_heads, layer->window_tokens, layer->scale, heads, qkv, out);
-  k.linear(&layer->output, tokens, out, mixed, hidden, hidden, width);
+  product(&layer->output, tokens, out, mixed, hidden, hidden, width);
 
   float *inner = a + tokens * gate_up;
   k.rms_norm(tokens, width, hidden, width, layer->mlp_norm, layer->eps, normed);
-  k.linear(&layer->gate_up, tokens, normed, width, nullptr, a, gate_up);
+  product(&layer->gate_up, tokens, normed, width, nullptr, a, gate_up);
   k.silu_mul(tokens, gate_up / 2, a, inner);
-  k.linear(&layer->down, tokens, inner, gate_up / 2, hidden, hidden, width);
+  product(&layer->down, tokens, inner, gate_up / 2, hidden, hidden, width);
 }
 
 void st_release_pages(const void *begin, int64_t bytes) {

@@ -1,6 +1,7 @@
 // The kernels of one instruction set: included once by each isa_*.cpp, which has defined ST_ISA, ST_RUNS and LANES.
 #include "kernels.h"
 #include "pool.h"
+#include "reads.h"
 #include "simd.h"
 //
 #include "attention.inl"

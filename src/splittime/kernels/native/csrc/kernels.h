@@ -6,7 +6,8 @@
 struct Kernels {
   const char *name;
   bool (*runs)();  // whether this CPU has the instructions
-  void (*linear)(const StLinear *, int32_t, const float *, int64_t, const float *, float *, int64_t);
+  // One weight, without what is below it. The residual's stride comes last.
+  void (*linear)(const StLinear *, int32_t, const float *, int64_t, const float *, float *, int64_t, int64_t);
   void (*rms_norm)(int32_t, int32_t, const float *, int64_t, const float *, float, float *);
   void (*silu_mul)(int32_t, int32_t, const float *, float *);
   void (*rope_write)(const StBatch *, const StKv *, int32_t, const float *, float, float *);

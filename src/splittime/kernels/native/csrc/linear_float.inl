@@ -26,6 +26,7 @@ inline int64_t begin_of(int64_t count, int64_t parts, int64_t i) { return count 
 template <class W> struct Product {
   const StLinear *weight;
   const float *residual;
+  int64_t residual_stride;
   float *y;
   int64_t y_stride;
   const typename W::Word *x;  // [token block][K block][token][WORDS_PER_BLOCK]
@@ -95,7 +96,7 @@ void Product<W>::finish(int32_t row_begin, int32_t row_end, int32_t panel, const
   const int32_t width = weight->out_features - first < PANEL ? weight->out_features - first : PANEL;
   const float *bias = weight->bias ? weight->bias + first : nullptr;
   for (int64_t row = row_begin; row < row_end; row++, sum += PANEL) {
-    const float *before = residual ? residual + row * weight->out_features + first : nullptr;
+    const float *before = residual ? residual + row * residual_stride + first : nullptr;
     float *to = y + row * y_stride + first;
     if (width == PANEL) {
       for (int i = 0; i < PANEL; i += LANES) {
@@ -150,10 +151,11 @@ inline int32_t group_of(int32_t panels, int64_t panel_bytes, int32_t block_token
 
 template <class W>
 void multiply(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
-              int64_t y_stride) {
+              int64_t y_stride, int64_t residual_stride) {
   Product<W> product;
   product.weight = weight;
   product.residual = residual;
+  product.residual_stride = residual_stride;
   product.y = y;
   product.y_stride = y_stride;
   product.tokens = tokens;
@@ -175,12 +177,12 @@ void multiply(const StLinear *weight, int32_t tokens, const float *x, int64_t x_
 }  // namespace floats
 
 void linear_float(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual,
-                  float *y, int64_t y_stride) {
+                  float *y, int64_t y_stride, int64_t residual_stride) {
   if (tokens <= 0) return;
   if (weight->scheme == ST_BFLOAT16)
-    floats::multiply<floats::Bfloat16Here>(weight, tokens, x, x_stride, residual, y, y_stride);
+    floats::multiply<floats::Bfloat16Here>(weight, tokens, x, x_stride, residual, y, y_stride, residual_stride);
   else
-    floats::multiply<floats::Float32>(weight, tokens, x, x_stride, residual, y, y_stride);
+    floats::multiply<floats::Float32>(weight, tokens, x, x_stride, residual, y, y_stride, residual_stride);
 }
 
 }  // namespace ST_ISA

@@ -1,126 +1,17 @@
 // y = x W^T for integer weights. Activations are rounded to int8 once and laid out for the tiles; then threads take items
 // of some panels and some tokens. A token's sums run over the same chunks and blocks of columns whatever the tile, so
 // its result depends on nothing else.
-#include "linear_int_tiles.inl"
-
-#include <math.h>
+#include "linear_int_activations.inl"
 
 #include <utility>
 
 namespace ST_ISA {
 
-constexpr int64_t CHUNK = 512;          // columns at a time: their weights in L1, many tokens' activations in L2
 constexpr int64_t MOST_TOKENS = 512;    // rounded at a time, which bounds the scratch memory
 constexpr int64_t ITEM_TOKENS = 128;    // of an item: their chunk of activations stays in L2
 constexpr int64_t DIRECT4 = 12;         // up to here, tiles split nibbles themselves; beyond, the first does for all
 constexpr int64_t ORDERED_TOKENS = 32;  // up to here, weights are read in the order of memory
 
-inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-// Round to integers, ties to even. Beyond 127 there is only what comes of an infinity or a NaN: any number will do.
-inline __attribute__((always_inline)) I32 rounded(F32 v) {
-  v = v < 128 ? v : F32{};
-  v = v > -128 ? v : F32{};
-#if defined(__AVX512F__) && LANES == 16
-  return (I32)_mm512_maskz_cvtps_epi32(0xffff, (__m512)v);
-#elif defined(__AVX2__) && LANES == 8
-  return (I32)_mm256_cvtps_epi32((__m256)v);
-#else
-  const F32 shifted = v + 12582912.0f;  // 1.5 * 2^23: no room for a fraction
-  return (I32)shifted - 0x4b400000;
-#endif
-}
-
-inline F32 load_some(const float *p, int64_t count) {
-  if (count >= LANES) return load<F32>(p);
-  F32 v{};
-  if (count > 0) memcpy(&v, p, count * sizeof(float));
-  return v;
-}
-
-// The largest magnitude; NaN if there is one (bit patterns sort like magnitudes, with NaN above infinity).
-inline float largest(const float *x, int64_t count) {
-  I32 most{};
-  for (int64_t i = 0; i < count; i += LANES) {
-    const I32 bits = (I32)load_some(x + i, count - i) & 0x7fffffff;
-    most = bits > most ? bits : most;
-  }
-  int32_t found = 0;
-  for (int i = 0; i < LANES; i++) found = most[i] > found ? most[i] : found;
-  float magnitude;
-  memcpy(&magnitude, &found, 4);
-  return magnitude;
-}
-
-// What to multiply with to get integers of -127..127. Below 1e-30 all round to 0, which keeps it finite.
-inline float inverse_scale(float largest) { return largest < 1e-30f ? 0 : 127 / largest; }
-
-// Tokens' activations, rounded, in chunks of columns: [chunk][token][columns of the chunk].
-struct Activations {
-  int64_t tokens, columns;
-  uint8_t *values;
-  float *scales;    // int8: [token]
-  int32_t *starts;  // int8: [token], -128 times the sum
-  Block *blocks;    // int4: [chunk][token][blocks of the chunk]
-  int32_t block;    // int4: columns of a block
-
-  int64_t width(int64_t chunk) const { return columns - chunk * CHUNK < CHUNK ? columns - chunk * CHUNK : CHUNK; }
-  int64_t at(int64_t chunk, int64_t token) const { return chunk * CHUNK * tokens + token * width(chunk); }
-};
-
-// The place of column k, for a store of up to LANES columns from there.
-template <class T> inline T *place(const Activations &a, int64_t token, int64_t k) {
-  return (T *)a.values + a.at(k / CHUNK, token) + k % CHUNK;
-}
-
-inline void round_token8(const Activations &a, int64_t token, const float *x, int64_t in) {
-  const float most = largest(x, in), inverse = inverse_scale(most);
-  I32 sum{};
-  for (int64_t k = 0; k < a.columns; k += LANES) {
-    const I32 v = rounded(load_some(x + k, in - k) * inverse);
-    sum += v;
-#if LANES == 16
-    store(place<Wide>(a, token, k), __builtin_convertvector(v, I8q));
-#else
-    store(place<Wide>(a, token, k), __builtin_convertvector(v, I16h));
-#endif
-  }
-  int32_t total = 0;
-  for (int i = 0; i < LANES; i++) total += sum[i];
-  a.scales[token] = most / 127;
-  a.starts[token] = (int32_t)(-128u * (uint32_t)total);
-}
-
-// The beginning of a block's sums: at LANES 8 two of 16 bits, of columns 0, 1 and of columns 2, 3 of each four.
-inline Block block_of(I32 sum, float scale) {
-  int32_t halves[2] = {0, 0};
-  for (int i = 0; i < LANES; i++) halves[i % 4 / 2] += sum[i];
-  Block block;
-  block.scale = scale;
-  block.sum = (float)(halves[0] + halves[1]);
-#if LANES == 16
-  block.start = -8 * (halves[0] + halves[1]);
-#else
-  const int16_t starts[2] = {(int16_t)(-8 * halves[0]), (int16_t)(-8 * halves[1])};
-  memcpy(&block.start, starts, 4);
-#endif
-  return block;
-}
-
-inline void round_token4(const Activations &a, int64_t token, const float *x, int64_t in, int64_t group) {
-  for (int64_t begin = 0; begin < a.columns; begin += group) {
-    const float most = largest(x + begin, in - begin < group ? in - begin : group), inverse = inverse_scale(most);
-    for (int64_t from = begin; from < begin + group; from += a.block) {
-      I32 sum{};
-      for (int64_t k = from; k < from + a.block; k += LANES) {
-        const I32 v = rounded(load_some(x + k, in - k) * inverse);
-        sum += v;
-        store(place<int8_t>(a, token, k), __builtin_convertvector(v, I8q));
-      }
-      a.blocks[a.at(from / CHUNK, token) / a.block + from % CHUNK / a.block] = block_of(sum, most / 127);
-    }
-  }
-}
 
 // One call, for all of its items.
 struct IntProduct {
@@ -140,14 +31,19 @@ struct IntProduct {
 
 typedef void (*Tile8)(const Wide *, int64_t, const uint8_t *, int64_t, int32_t *, uint8_t *, const uint8_t *);
 typedef void (*Tile4)(const int8_t *, int64_t, const Block *, int64_t, const Blocks &, float *, const uint8_t *);
+typedef void (*Tile8Groups)(const Wide *, int64_t, const Block *, int64_t, const Blocks &, float *, const uint8_t *);
 
 // The tiles of R = 1, 2, ... tokens.
 template <class Source, int V, int... R> inline Tile8 tile8_of(int rows, std::integer_sequence<int, R...>) {
   static constexpr Tile8 TILES[] = {tile8<R + 1, V, Source>...};
   return TILES[rows - 1];
 }
-template <Nibbles FROM, bool ZEROS, int... R> inline Tile4 tile4_of(int rows, std::integer_sequence<int, R...>) {
-  static constexpr Tile4 TILES[] = {tile4<R + 1, FROM, ZEROS>...};
+template <Nibbles FROM, int EXTRAS, int... R> inline Tile4 tile4_of(int rows, std::integer_sequence<int, R...>) {
+  static constexpr Tile4 TILES[] = {tile4<R + 1, FROM, EXTRAS>...};
+  return TILES[rows - 1];
+}
+template <int EXTRAS, int... R> inline Tile8Groups tile8_groups_of(int rows, std::integer_sequence<int, R...>) {
+  static constexpr Tile8Groups TILES[] = {tile8_groups<R + 1, EXTRAS>...};
   return TILES[rows - 1];
 }
 
@@ -184,31 +80,53 @@ inline void chunk8(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin,
   });
 }
 
-template <Nibbles FROM, int MOST> inline Tile4 tile4_for(bool zeros, int rows) {
+template <Nibbles FROM, int MOST> inline Tile4 tile4_for(int32_t extras, int rows) {
   constexpr auto ROWS = std::make_integer_sequence<int, MOST>();
-  return zeros ? tile4_of<FROM, true>(rows, ROWS) : tile4_of<FROM, false>(rows, ROWS);
+  return extras & ST_MINIMA  ? tile4_of<FROM, ST_MINIMA>(rows, ROWS)
+         : extras & ST_ZEROS ? tile4_of<FROM, ST_ZEROS>(rows, ROWS)
+                             : tile4_of<FROM, 0>(rows, ROWS);
 }
 
-inline void chunk4(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin, int64_t tokens, uint8_t *split,
-                   float *sums, const uint8_t *next) {
-  const int64_t width = c.x.width(chunk), block = c.x.block, blocks_of_chunk = width / block;
-  const int8_t *x = (const int8_t *)c.x.values + c.x.at(chunk, begin);
-  const Block *about = c.x.blocks + c.x.at(chunk, begin) / block;
-  const bool zeros = c.weight.has_zeros;
+inline Tile8Groups tile8_groups_for(int32_t extras, int rows) {
+  constexpr auto ROWS = std::make_integer_sequence<int, MAX_GROUP_ROWS>();
+  return extras & ST_MINIMA ? tile8_groups_of<ST_MINIMA>(rows, ROWS) : tile8_groups_of<0>(rows, ROWS);
+}
+
+// Where a panel's blocks of one chunk are.
+inline Blocks blocks_of(const IntProduct &c, int64_t p, int64_t chunk, uint8_t *split) {
+  const int64_t block = c.x.block;
   Blocks blocks;
-  blocks.values = c.values(p, chunk), blocks.scales = c.panel(p), blocks.zeros = c.panel(p) + c.layout.zeros_at;
-  blocks.split = split, blocks.first = (int32_t)(chunk * CHUNK / block), blocks.count = (int32_t)blocks_of_chunk;
+  blocks.values = c.values(p, chunk), blocks.scales = c.panel(p);
+  blocks.zeros = c.panel(p) + c.layout.zeros_at, blocks.minima = c.panel(p) + c.layout.minima_at;
+  blocks.split = split, blocks.first = (int32_t)(chunk * CHUNK / block);
+  blocks.count = (int32_t)(c.x.width(chunk) / block);
   blocks.a_group = (int32_t)(c.weight.group / block), blocks.quads = (int32_t)(block / 4);
-  const auto run = [&](Tile4 tile, int64_t first) {
-    tile(x + first * width, width, about + first * blocks_of_chunk, blocks_of_chunk, blocks, sums + first * PANEL, next);
+  return blocks;
+}
+
+// The same as chunk8 for weights in groups; sums: [tokens][PANEL].
+inline void chunk_groups(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin, int64_t tokens, uint8_t *split,
+                         float *sums, const uint8_t *next) {
+  const int64_t width = c.x.width(chunk);
+  const int32_t extras = c.weight.extras;
+  Blocks blocks = blocks_of(c, p, chunk, split);
+  const Block *about = c.x.blocks + c.x.at(chunk, begin) / c.x.block;
+  const auto run = [&](auto tile, auto *x, int64_t first) {
+    x += c.x.at(chunk, begin) + first * width;
+    tile(x, width, about + first * blocks.count, blocks.count, blocks, sums + first * PANEL, next);
   };
+  const auto run8 = [&](int64_t first, int rows) {
+    run(tile8_groups_for(extras, rows), (const Wide *)c.x.values, first);
+  };
+  const auto run4 = [&](Tile4 tile, int64_t first) { run(tile, (const int8_t *)c.x.values, first); };
+  if (c.weight.scheme == ST_INT8) return in_tiles(tokens, MAX_GROUP_ROWS, run8);
   if (tokens <= DIRECT4)
     return in_tiles(tokens, MAX_PAIRS,
-                    [&](int64_t first, int rows) { run(tile4_for<PAIRS, MAX_PAIRS>(zeros, rows), first); });
-  run(tile4_for<SPLITTING, MAX_PAIRS>(zeros, MAX_PAIRS), 0);
+                    [&](int64_t first, int rows) { run4(tile4_for<PAIRS, MAX_PAIRS>(extras, rows), first); });
+  run4(tile4_for<SPLITTING, MAX_PAIRS>(extras, MAX_PAIRS), 0);
   blocks.values = split;
   in_tiles(tokens - MAX_PAIRS, MAX_ROWS,
-           [&](int64_t first, int rows) { run(tile4_for<SPLIT, MAX_ROWS>(zeros, rows), first + MAX_PAIRS); });
+           [&](int64_t first, int rows) { run4(tile4_for<SPLIT, MAX_ROWS>(extras, rows), first + MAX_PAIRS); });
 }
 
 // The whole sum of output features [n, n + LANES) of a panel, from a token's sums of its part.
@@ -241,8 +159,8 @@ template <class F> inline void finish(const IntProduct &c, int64_t p, int64_t to
 // Panels [first, last) for tokens [begin, begin + tokens).
 inline void int_item(const IntProduct &c, int64_t first, int64_t last, int64_t begin, int64_t tokens) {
   static thread_local Room<uint8_t> scratch;
-  const bool is_int8 = c.weight.scheme == ST_INT8;
-  const int64_t panel_sums = tokens * (is_int8 ? SUMS8 : PANEL);  // of 4 bytes each, integers or floats
+  const bool by_row = is_by_row(c.weight.scheme, c.weight.group);
+  const int64_t panel_sums = tokens * (by_row ? SUMS8 : PANEL);  // of 4 bytes each, integers or floats
   // Few tokens: panel by panel, in the order of memory. Many: chunk by chunk, so that activations stay in the cache.
   const int64_t together = tokens <= ORDERED_TOKENS ? 1 : last - first;
   uint8_t *prepared = scratch.of(CHUNK * PANEL * 2 + together * panel_sums * 4);
@@ -254,15 +172,15 @@ inline void int_item(const IntProduct &c, int64_t first, int64_t last, int64_t b
         // what comes next, fetched meanwhile (past the end of the item it does no harm)
         const uint8_t *next = i + 1 < together ? c.values(first + i + 1, chunk)
                               : chunk + 1 < c.chunks() ? c.values(first, chunk + 1) : c.panel(first + together);
-        if (is_int8)
+        if (by_row)
           chunk8(c, first + i, chunk, begin, tokens, prepared, (int32_t *)sums + i * panel_sums, next);
         else
-          chunk4(c, first + i, chunk, begin, tokens, prepared, (float *)sums + i * panel_sums, next);
+          chunk_groups(c, first + i, chunk, begin, tokens, prepared, (float *)sums + i * panel_sums, next);
       }
     for (int64_t i = 0; i < together; i++)
       for (int64_t t = 0; t < tokens; t++) {
         const float *scales = (const float *)c.panel(first + i);
-        if (is_int8)
+        if (by_row)
           finish(c, first + i, begin + t, [&](int n) {
             const int32_t *from = (const int32_t *)sums + i * panel_sums + t * SUMS8;
             return to_f32(whole8(from, n) + c.x.starts[begin + t]) * load<F32>(scales + n) * c.x.scales[begin + t];
@@ -286,29 +204,49 @@ inline int64_t panel_items(const IntLayout &layout, int64_t tokens, int64_t toke
   return (layout.panels + each - 1) / each;
 }
 
-void linear_int(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
-                int64_t y_stride) {
+// The scratch memory of `now` tokens' activations.
+inline Activations activations_for(const StLinear &weight, const IntLayout &layout, int64_t now) {
   static thread_local Room<uint8_t> scratch;
-  const int64_t in = weight->in_features, residual_stride = residual == y ? y_stride : weight->out_features;
-  const bool is_int8 = weight->scheme == ST_INT8;
-  const int32_t block = is_int8 ? 64 : weight->group % 64 ? 32 : 64;
-  const IntLayout layout = int_layout(weight->scheme, weight->out_features, in, weight->group, weight->has_zeros);
+  const int32_t group = weight.group;
+  Activations a;
+  a.tokens = now, a.columns = layout.columns, a.block = group % 64 == 0 ? 64 : group % 32 == 0 ? 32 : 16;
+  const int64_t values = aligned(now * layout.columns * sizeof(Wide)), numbers = aligned(now * 4);
+  a.values = scratch.of(values + numbers * 2 + now * layout.columns / a.block * sizeof(Block));
+  a.scales = (float *)(a.values + values);
+  a.starts = (int32_t *)(a.values + values + numbers);
+  a.blocks = (Block *)(a.values + values + numbers * 2);
+  return a;
+}
+
+// x: one token's, in the order of the weight's columns when it has one.
+inline void round_token(const StLinear &weight, const Activations &a, int64_t token, const float *x) {
+  static thread_local Room<float> ordered;
+  const int64_t in = weight.in_features;
+  if (weight.columns) {
+    float *to = ordered.of(in);
+    for (int64_t k = 0; k < in; k++) to[k] = x[weight.columns[k]];
+    x = to;
+  }
+  if (is_by_row(weight.scheme, weight.group))
+    round_token8(a, token, x, in);
+  else if (weight.scheme == ST_INT8)
+    round_groups<true>(a, token, x, in, weight.group);
+  else
+    round_groups<false>(a, token, x, in, weight.group);
+}
+
+void linear_int(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
+                int64_t y_stride, int64_t residual_stride) {
+  const int64_t in = weight->in_features;
+  const IntLayout layout = int_layout(weight->scheme, weight->out_features, in, weight->group, weight->extras);
 
   for (int64_t done = 0; done < tokens; done += MOST_TOKENS) {
     const int64_t now = tokens - done < MOST_TOKENS ? tokens - done : MOST_TOKENS;
-    const int64_t values = aligned(now * layout.columns * sizeof(Wide));
-    uint8_t *memory = scratch.of(values + aligned(now * 4) * 2 + now * layout.columns / block * sizeof(Block));
-    Activations a;
-    a.tokens = now, a.columns = layout.columns, a.values = memory, a.block = block;
-    a.scales = (float *)(memory + values);
-    a.starts = (int32_t *)(memory + values + aligned(now * 4));
-    a.blocks = (Block *)(memory + values + aligned(now * 4) * 2);
-
+    const Activations a = activations_for(*weight, layout, now);
     const int64_t pieces = now * in < 32768 ? 1 : now < 4 * pool_threads() ? now : 4 * pool_threads();
     for_each((int32_t)pieces, [&](int32_t piece) {
       for (int64_t t = now * piece / pieces; t < now * (piece + 1) / pieces; t++)
-        is_int8 ? round_token8(a, t, x + (done + t) * x_stride, in)
-                : round_token4(a, t, x + (done + t) * x_stride, in, weight->group);
+        round_token(*weight, a, t, x + (done + t) * x_stride);
     });
 
     const IntProduct product = {*weight, layout, a, residual ? residual + done * residual_stride : nullptr, residual_stride,

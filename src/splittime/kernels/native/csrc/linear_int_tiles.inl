@@ -1,4 +1,5 @@
-// The inner loops of linear_int.inl: R tokens times one panel of 16 output features over a chunk of columns.
+// The inner loops of linear_int.inl: R tokens times one panel of 16 output features over a chunk of columns. Those of
+// int8 with groups are in linear_int_groups.inl.
 //
 // int8 without byte products (LANES 8): bytes widened to 16 bits and pmaddwd, exact, since the saturating byte product of
 // AVX2 does not hold two products of full-range bytes. Its sums stay in pairs of lanes (columns 0, 1 and 2, 3 of each
@@ -41,25 +42,27 @@ inline __attribute__((always_inline)) I16 four(const int16_t *x) { return (I16)(
 #endif
 inline __attribute__((always_inline)) I8 four(const int8_t *x) { return (I8)(I32{} + load<int32_t>(x)); }
 
+#if defined(__AVX2__) && LANES == 8
+#define ST_ADD(COUNT, BROADCAST, MULTIPLY, ADD)                                                                 \
+  asm volatile(BROADCAST " %[x], %[t]\n\t" MULTIPLY " %[t], %[w], %[u]\n\t" MULTIPLY " %[t], %[z], %[t]\n\t" ADD \
+                         " %[u], %[a], %[a]\n\t" ADD " %[t], %[b], %[b]"                                          \
+               : [a] "+x"(sum[v]), [b] "+x"(sum[v + 1]), [t] "=&x"(t), [u] "=&x"(u)                             \
+               : [w] "x"(w[v]), [z] "x"(w[v + 1]), [x] "m"(*(const X(*)[COUNT])x))
+#endif
+
 // sum[v] += w[v] * four activations of one token. In assembly where the order of these few instructions is worth a tenth
 // to a third of the speed: GCC moves the products ahead, and then has no registers for them.
 template <int V, class Sum, class W, class X>
 inline __attribute__((always_inline)) void add_products(Sum (&sum)[V], const W (&w)[V], const X *x) {
 #if defined(__AVX2__) && LANES == 8
-#define ST_ADD(BROADCAST, MULTIPLY, ADD)                                                                        \
-  asm volatile(BROADCAST " %[x], %[t]\n\t" MULTIPLY " %[t], %[w], %[u]\n\t" MULTIPLY " %[t], %[z], %[t]\n\t" ADD \
-                         " %[u], %[a], %[a]\n\t" ADD " %[t], %[b], %[b]"                                          \
-               : [a] "+x"(sum[v]), [b] "+x"(sum[v + 1]), [t] "=&x"(t), [u] "=&x"(u)                             \
-               : [w] "x"(w[v]), [z] "x"(w[v + 1]), [x] "m"(*(const X(*)[4])x))
   static_assert(V % 2 == 0, "two at a time");
   ST_UNROLL for (int v = 0; v < V; v += 2) {
     Sum t, u;
     if (sizeof(X) == 2)
-      ST_ADD("vpbroadcastq", "vpmaddwd", "vpaddd");
+      ST_ADD(4, "vpbroadcastq", "vpmaddwd", "vpaddd");
     else
-      ST_ADD("vpbroadcastd", "vpmaddubsw", "vpaddw");
+      ST_ADD(4, "vpbroadcastd", "vpmaddubsw", "vpaddw");
   }
-#undef ST_ADD
 #else
   const auto activations = four(x);
   ST_UNROLL for (int v = 0; v < V; v++) sum[v] = product(sum[v], w[v], activations);
@@ -117,9 +120,9 @@ void tile8(const Wide *x, int64_t x_step, const uint8_t *w, int64_t quads, int32
     ST_UNROLL for (int v = 0; v < V; v++) store(sums + r * SUMS8 + v * LANES, sum[r][v]);
 }
 
-// What a token's activations of an int4 product come with, a block of columns (64 or 32, within a group).
+// What a token's activations of a product in groups come with, a block of columns (64, 32 or 16, within a group).
 struct Block {
-  int32_t start;  // -8 times their sum, in the form of the tile's sums
+  int32_t start;  // -8 (int8: -128) times their sum, in the form of the tile's sums
   float scale, sum;
 };
 
@@ -142,16 +145,30 @@ enum Nibbles { PAIRS, SPLITTING, SPLIT };
 
 // The weights of a panel's blocks. `values`: pairs as in the blob, or what a SPLITTING tile left at `split`.
 struct Blocks {
-  const uint8_t *values, *scales, *zeros;
+  const uint8_t *values, *scales, *zeros, *minima;
   uint8_t *split;
-  int32_t first, count, a_group, quads;    // blocks of this chunk; blocks a group; four-column steps a block, 8 or 16
+  int32_t first, count, a_group, quads;    // blocks of this chunk; blocks a group; four-column steps a block, 4 to 16
 };
+
+// to += scale * (the block's products) - minimum * (the block's activations), for LANES outputs at n of the panel.
+template <int EXTRAS>
+inline __attribute__((always_inline)) void add_block(const Blocks &blocks, int64_t group, int n, F32 dot, F32 zero,
+                                                     const Block &here, float *to) {
+  const F32 scale = load_f16(blocks.scales + 2 * (group * PANEL + n));
+  if (EXTRAS & ST_ZEROS) dot = fma(zero, splat(here.sum), dot);
+  F32 sum = fma(scale * splat(here.scale), dot, load<F32>(to));
+  if (EXTRAS & ST_MINIMA) {
+    const F32 minimum = load_f16(blocks.minima + 2 * (group * PANEL + n));
+    sum = fma(minimum, splat(here.sum * -here.scale), sum);
+  }
+  store(to, sum);
+}
 
 // sums[r][n] += scales * (the products of R tokens and a panel), over blocks.count blocks.
 //
 // At LANES 8 a lane adds up, modulo 2^16, 2 columns of each of 16 steps at most: 32 products of w in 0..15 and x, and
 // -8 times the same x to begin with; that is 32 products (w - 8) x, of magnitude 8 * 127 * 32 = 32512 at most, so it fits.
-template <int R, Nibbles FROM, bool ZEROS>
+template <int R, Nibbles FROM, int EXTRAS>
 void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_step, const Blocks &blocks, float *sums,
            const uint8_t *ahead) {
   constexpr int V = VECTORS4, BYTES = 4 * LANES;
@@ -188,17 +205,12 @@ void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_st
     if (left == 0) group++, left = blocks.a_group;
     left--;
     ST_UNROLL for (int v = 0; v < V; v++) {
-      const F32 scale = load_f16(blocks.scales + 2 * (group * PANEL + v * LANES));
       F32 zero{};
-      if (ZEROS)
+      if (EXTRAS & ST_ZEROS)
         zero = 8 - to_f32(__builtin_convertvector(load<I8q>(blocks.zeros + group * PANEL + v * LANES), I32));
-      ST_UNROLL for (int r = 0; r < R; r++) {
-        const Block &here = about[r * about_step];
-        float *to = sums + r * PANEL + v * LANES;
-        F32 dot = to_f32(whole(sum[r][v]));
-        if (ZEROS) dot = fma(zero, splat(here.sum), dot);
-        store(to, fma(scale * splat(here.scale), dot, load<F32>(to)));
-      }
+      ST_UNROLL for (int r = 0; r < R; r++)
+        add_block<EXTRAS>(blocks, group, v * LANES, to_f32(whole(sum[r][v])), zero, about[r * about_step],
+                          sums + r * PANEL + v * LANES);
     }
     asm volatile("" ::: "memory");  // the sums belong in memory: in registers they would drive out those of the next block
   }

@@ -93,8 +93,8 @@ void unpack_row(const StLinear *linear, int32_t row, float *to) {
 
 extern "C" {
 
-int64_t st_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t has_zeros) {
-  if (!is_float(scheme)) return int_packed_bytes(scheme, out_features, in_features, group, has_zeros);
+int64_t st_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras) {
+  if (!is_float(scheme)) return int_packed_bytes(scheme, out_features, in_features, group, extras);
   return (int64_t)(out_features + PANEL - 1) / PANEL * words_of(scheme, in_features) * PANEL * 4;
 }
 
@@ -115,7 +115,15 @@ void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t 
 
 void st_pack_quantized(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const int8_t *values,
                        const float *scales, const uint8_t *zeros, uint8_t *blob) {
-  pack_int_quantized(scheme, out_features, in_features, group, values, scales, zeros, blob);
+  st_pack_rounded(scheme, out_features, in_features, group, zeros ? ST_ZEROS : 0, values, scales, zeros, nullptr, 0,
+                  out_features, blob);
+}
+
+void st_pack_rounded(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras,
+                     const int8_t *values, const float *scales, const uint8_t *zeros, const float *minima,
+                     int32_t row_begin, int32_t row_end, uint8_t *blob) {
+  pack_int_rounded(scheme, out_features, in_features, group, extras, values, scales, zeros, minima, row_begin, row_end,
+                   blob);
 }
 
 void st_unpack(const StLinear *linear, float *weight) {

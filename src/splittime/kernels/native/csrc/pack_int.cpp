@@ -70,7 +70,7 @@ float extreme(const float *values, int64_t count) {
 // One panel of a blob, filled row by row and then woven.
 struct Panel {
   const IntLayout &layout;
-  int32_t scheme, group;
+  int32_t scheme, group;  // group: 0 for a scale a row
   uint8_t *begin;
   std::vector<uint8_t> &rows;  // [PANEL][columns], the integers
 
@@ -83,27 +83,32 @@ struct Panel {
   uint8_t *row(int32_t n) { return rows.data() + n * layout.columns; }
 
   void set_scale(int64_t g, int32_t n, float scale) {
-    const uint16_t half = f16_of(scale);
-    if (scheme == ST_INT8)
-      memcpy(begin + 4 * n, &scale, 4);
+    if (group)
+      set_half(2 * (g * PANEL + n), scale);
     else
-      memcpy(begin + 2 * (g * PANEL + n), &half, 2);
+      memcpy(begin + 4 * n, &scale, 4);
+  }
+
+  void set_half(int64_t at, float x) {
+    const uint16_t half = f16_of(x);
+    memcpy(begin + at, &half, 2);
   }
 
   void set_zero(int64_t g, int32_t n, uint8_t zero) { begin[layout.zeros_at + g * PANEL + n] = zero; }
 
+  void set_minimum(int64_t g, int32_t n, float minimum) { set_half(layout.minima_at + 2 * (g * PANEL + n), minimum); }
+
   void round_row(int32_t n, const float *values, int64_t in) {
-    if (scheme == ST_INT8) {
-      const float scale = largest_magnitude(values, in) / 127;
-      set_scale(0, n, scale);
-      round_all(values, in, scale, 128, 1, 255, row(n));
-      return;
-    }
-    for (int64_t g = 0; g * group < in; g++) {
-      const int64_t at = g * group, count = in - at < group ? in - at : group;
-      const float scale = from_half(f16_of(extreme(values + at, count) / -8));
+    const int64_t width = group ? group : in;
+    for (int64_t g = 0; g * width < in; g++) {
+      const int64_t at = g * width, count = in - at < width ? in - at : width;
+      const float exact = scheme == ST_INT8 ? largest_magnitude(values + at, count) / 127 : extreme(values + at, count) / -8;
+      const float scale = group ? from_half(f16_of(exact)) : exact;
       set_scale(g, n, scale);
-      round_all(values + at, count, scale, 8, 0, 15, row(n) + at);
+      if (scheme == ST_INT8)
+        round_all(values + at, count, scale, 128, 1, 255, row(n) + at);
+      else
+        round_all(values + at, count, scale, 8, 0, 15, row(n) + at);
     }
   }
 
@@ -131,8 +136,8 @@ uint8_t integer_at(const IntLayout &layout, int32_t scheme, const uint8_t *panel
 
 }  // namespace
 
-int64_t int_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t has_zeros) {
-  const IntLayout layout = int_layout(scheme, out_features, in_features, group, has_zeros);
+int64_t int_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras) {
+  const IntLayout layout = int_layout(scheme, out_features, in_features, group, extras);
   return layout.panels * layout.panel_bytes;
 }
 
@@ -155,19 +160,23 @@ void pack_int(int32_t scheme, int32_t out_features, int32_t in_features, int32_t
   });
 }
 
-void pack_int_quantized(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const int8_t *values,
-                        const float *scales, const uint8_t *zeros, uint8_t *blob) {
-  const IntLayout layout = int_layout(scheme, out_features, in_features, group, zeros != nullptr);
-  const int64_t in = in_features;
-  for_each((int32_t)layout.panels, [&](int32_t index) {
+void pack_int_rounded(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras,
+                      const int8_t *values, const float *scales, const uint8_t *zeros, const float *minima,
+                      int32_t row_begin, int32_t row_end, uint8_t *blob) {
+  const IntLayout layout = int_layout(scheme, out_features, in_features, group, extras);
+  const int32_t first = row_begin / PANEL, last = (row_end + PANEL - 1) / PANEL;
+  const int64_t in = in_features, groups = group ? (in + group - 1) / group : 1;
+  const uint8_t shift = scheme == ST_INT8 ? 128 : 0;
+  for_each(last - first, [&](int32_t item) {
     thread_local std::vector<uint8_t> rows;
-    Panel panel(layout, scheme, group, index, blob, rows);
-    for (int32_t n = 0; n < PANEL && index * PANEL + n < out_features; n++) {
-      const int64_t row = (int64_t)index * PANEL + n;
-      for (int64_t k = 0; k < in; k++) panel.row(n)[k] = (uint8_t)(values[row * in + k] + (scheme == ST_INT8 ? 128 : 0));
-      for (int64_t g = 0; g < layout.groups; g++) {
-        panel.set_scale(g, n, scales[row * layout.groups + g]);
-        if (zeros) panel.set_zero(g, n, zeros[row * layout.groups + g]);
+    Panel panel(layout, scheme, group, first + item, blob, rows);
+    for (int32_t n = 0; n < PANEL && (first + item) * PANEL + n < row_end; n++) {
+      const int64_t row = (int64_t)item * PANEL + n;  // of `values`, which start at row_begin
+      for (int64_t k = 0; k < in; k++) panel.row(n)[k] = (uint8_t)(values[row * in + k] + shift);
+      for (int64_t g = 0; g < groups; g++) {
+        panel.set_scale(g, n, scales[row * groups + g]);
+        if (extras & ST_ZEROS) panel.set_zero(g, n, zeros[row * groups + g]);
+        if (extras & ST_MINIMA) panel.set_minimum(g, n, minima[row * groups + g]);
       }
     }
     panel.weave();
@@ -175,25 +184,26 @@ void pack_int_quantized(int32_t scheme, int32_t out_features, int32_t in_feature
 }
 
 void unpack_int(const StLinear *linear, float *weight) {
-  const int32_t scheme = linear->scheme;
+  const int32_t scheme = linear->scheme, group = linear->group, extras = linear->extras;
   const int64_t in = linear->in_features;
-  const IntLayout layout = int_layout(scheme, linear->out_features, in, linear->group, linear->has_zeros);
+  const IntLayout layout = int_layout(scheme, linear->out_features, in, group, extras);
+  const auto half_at = [](const uint8_t *place) {
+    uint16_t half;
+    memcpy(&half, place, 2);
+    return from_half(half);
+  };
   for_each((int32_t)layout.panels, [&](int32_t index) {
     const uint8_t *panel = linear->blob + index * layout.panel_bytes;
     for (int32_t n = 0; n < PANEL && index * PANEL + n < linear->out_features; n++) {
       float *row = weight + ((int64_t)index * PANEL + n) * in;
       for (int64_t k = 0; k < in; k++) {
-        const int64_t g = scheme == ST_INT8 ? 0 : k / linear->group;
+        const int64_t at = group ? k / group * PANEL + n : n;
         float scale;
-        if (scheme == ST_INT8) {
-          memcpy(&scale, panel + 4 * n, 4);
-        } else {
-          uint16_t half;
-          memcpy(&half, panel + 2 * (g * PANEL + n), 2);
-          scale = from_half(half);
-        }
-        const int32_t zero = scheme == ST_INT8 ? 128 : linear->has_zeros ? panel[layout.zeros_at + g * PANEL + n] : 8;
+        memcpy(&scale, panel + 4 * n, 4);
+        if (group) scale = half_at(panel + 2 * at);
+        const int32_t zero = scheme == ST_INT8 ? 128 : extras & ST_ZEROS ? panel[layout.zeros_at + at] : 8;
         row[k] = (float)(integer_at(layout, scheme, panel, k, n) - zero) * scale;
+        if (extras & ST_MINIMA) row[k] -= half_at(panel + layout.minima_at + 2 * at);
       }
     }
   });

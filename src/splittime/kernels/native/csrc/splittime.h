@@ -14,17 +14,25 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define ST_INTERFACE_VERSION 1 /* raised with any change here; kernels/native/library.py refuses another */
+#define ST_INTERFACE_VERSION 2 /* raised with any change here; kernels/native/library.py refuses another */
 
 enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
 
-/* A weight [out_features, in_features] in the layout of its scheme, `blob` made by st_pack or st_pack_quantized.
- * group: columns that share a scale (ST_INT4 only, a multiple of 32). has_zeros: ST_INT4 with a zero point a group;
- * without it the zero point is 8. bias: [out_features] or NULL. */
-typedef struct {
-  int32_t scheme, out_features, in_features, group, has_zeros;
+/* What a group of an integer weight comes with besides its scale, added up: a zero point (of ST_INT4; without it 8), a
+ * minimum that is taken off. One of the two: scale * (q - zero) - minimum is scale * (q - 8) less a higher minimum. */
+enum { ST_ZEROS = 1, ST_MINIMA = 2 };
+
+/* A weight [out_features, in_features] in the layout of its scheme, `blob` made by st_pack or st_pack_rounded.
+ * group: columns that share a scale: of ST_INT4 a multiple of 32; of ST_INT8 a multiple of 16, or 0 for one scale a row.
+ * extras: ST_ZEROS or ST_MINIMA. bias: [out_features] or NULL. columns: [in_features] or NULL, of integer weights: the
+ * j-th column multiplies x[columns[j]]. below: the weight whose outputs follow this one's, or NULL; it has the same
+ * in_features and may have another scheme and other columns. */
+typedef struct StLinear {
+  int32_t scheme, out_features, in_features, group, extras;
   const uint8_t *blob;
   const float *bias;
+  const int32_t *columns;
+  const struct StLinear *below;
 } StLinear;
 
 /* One layer's KV store: [num_blocks + 1][2][num_kv_heads] tiles, keys then values. A key tile is transposed,
@@ -69,27 +77,34 @@ int32_t st_isa_selected(void);
 int32_t st_set_threads(int32_t num_threads);
 
 /* Bytes of the blob of a packed weight (a multiple of 64; the blob must be aligned to 64 bytes). */
-int64_t st_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t has_zeros);
+int64_t st_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras);
 
 /* Pack a weight [out, in] of dtype ST_FLOAT32, ST_BFLOAT16 or ST_FLOAT16; ST_INT8 and ST_INT4 round to nearest (ties to
- * even). ST_INT8: scale = max |w| / 127 over a row. ST_INT4: over a group, scale = m / -8 with m the value of largest
- * magnitude (the first of equals), stored as float16, and the integer round(w / scale) + 8 clamped to 0..15.
+ * even). ST_INT8: scale = max |w| / 127 over a row, or over a group, then stored as float16 and the integer clamped to
+ * -127..127. ST_INT4: over a group, scale = m / -8 with m the value of largest magnitude (the first of equals), stored as
+ * float16, and the integer round(w / scale) + 8 clamped to 0..15.
  * row_begin, row_end: pack these rows of the weight only (row_begin a multiple of 16), so that parts made of several
  * tensors, or several threads, fill one blob; `weight` points at row_begin's first element. */
 void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const void *weight, int32_t dtype,
              int32_t row_begin, int32_t row_end, uint8_t *blob);
 
-/* Pack integers made elsewhere. values: [out][in], -127..127 for ST_INT8, 0..15 for ST_INT4. scales: [out], or
- * [out][in / group rounded up]. zeros: [out][groups] of 0..15 or NULL. */
+/* Pack integers made elsewhere, rows [row_begin, row_end) as above, of a blob with these extras. values: [rows][in],
+ * -128..127 for ST_INT8, 0..15 for ST_INT4. scales: [rows], or [rows][in / group rounded up], which is kept as float16.
+ * zeros: [rows][groups] of 0..15, or NULL; minima: [rows][groups], kept as float16, or NULL. */
+void st_pack_rounded(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras,
+                     const int8_t *values, const float *scales, const uint8_t *zeros, const float *minima,
+                     int32_t row_begin, int32_t row_end, uint8_t *blob);
+
+/* The same of all rows, without minima. */
 void st_pack_quantized(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const int8_t *values,
                        const float *scales, const uint8_t *zeros, uint8_t *blob);
 
-/* The weight that a blob stands for, float32 [out][in]. */
+/* The weight that a blob stands for, float32 [out][in], its columns in the order of the blob; not what is below it. */
 void st_unpack(const StLinear *linear, float *weight);
 
-/* y = x W^T + bias (+ residual [tokens][out], which may be y itself). ST_INT8: x is rounded to int8 with one scale a token;
- * ST_INT4: with one scale a token and group. A token's result does not depend on the others, nor on their number, to
- * the last bit. */
+/* y = x W^T + bias (+ residual [tokens][out], which may be y itself), out being all rows, also those below. Weights of
+ * integers: x is rounded to int8 with one scale a token, of weights in groups with one scale a token and group. A
+ * token's result does not depend on the others, nor on their number, to the last bit. */
 void st_linear(const StLinear *linear, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
                int64_t y_stride);
 
@@ -126,6 +141,11 @@ void st_argmax(int32_t rows, int32_t vocab, const float *logits, int32_t *tokens
 
 /* Whether all of a row is finite: 1 or 0. */
 void st_finite(int32_t rows, int32_t width, const float *x, uint8_t *is_finite);
+
+/* Bytes that products and attention have read since the library was loaded: counts[scheme] of weights in ST_FLOAT32 ..
+ * ST_INT4, counts[4 + type] of KV stores in ST_FLOAT32 .. ST_INT8. A call counts its weight once, however often the cache
+ * must fetch it, and the keys and values, with their scales, that some query of a row sees. */
+void st_bytes_read(int64_t counts[7]);
 
 /* One decoder layer on hidden [T][hidden_size], in place. */
 void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, float *hidden);

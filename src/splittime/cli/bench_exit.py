@@ -1,0 +1,67 @@
+"""What every `bench` command exits with: one meaning for each number, chosen in one place.
+
+Scripts read nothing else, so a run that tells nothing must not look like one that went well: one in which no request
+was answered is a failure, with or without an SLO, and so is one that Ctrl-C cut short. `exit_code` chooses.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from splittime.ledger.client_book import Run
+
+DONE, SHORT, UNCLEAR, VOID, INTERRUPTED = 0, 1, 2, 3, 130
+MEANINGS = {
+    DONE: "done, and every SLO was kept; compare: BETTER or EQUIVALENT",
+    SHORT: "an SLO missed, no request answered, compare: WORSE, search: no rate found; or the server cannot be asked",
+    UNCLEAR: "a usage error; compare: INCONCLUSIVE",
+    VOID: "VOID: the client was at fault, and the figures are about it",
+    INTERRUPTED: "Ctrl-C; what was measured until then is told",
+}
+HELP = "\b\nExit codes:\n" + "".join(f"  {code:<4} {meaning}\n" for code, meaning in MEANINGS.items())
+
+
+def exit_code(
+    *, is_interrupted: bool = False, is_void: bool = False, falls_short: bool = False, is_unclear: bool = False
+) -> int:
+    """Of what holds, the first in this order: a void run's figures miss no SLO, an interrupted one's keep none."""
+    if is_interrupted:
+        return INTERRUPTED
+    if is_void:
+        return VOID
+    return SHORT if falls_short else UNCLEAR if is_unclear else DONE
+
+
+def falls_short(run: "Run", slo: Mapping[str, float]) -> bool:
+    """Whether a server of the run answered nobody, or missed a term of the SLO."""
+    from splittime.loadgen.slo import check_slo
+
+    return any(
+        unanswered(run, arm) or any(not result.ok for result in (check_slo(run, slo, arm) if slo else ()))
+        for arm in range(len(run.arms))
+    )
+
+
+def unanswered(run: "Run", arm: int = 0) -> int:
+    """How many requests were meant to be answered, if none was; else 0."""
+    from splittime.ledger.client_book import Ending
+
+    endings = [outcome.ending for outcome in run.measured(arm) if outcome.ending is not Ending.CANCELLED]
+    return 0 if Ending.COMPLETE in endings else len(endings)
+
+
+def interrupted() -> asyncio.Event:
+    """Set by the first Ctrl-C, which ends the run with what was measured; the second ends the program."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def first() -> None:
+        event.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    with contextlib.suppress(NotImplementedError, ValueError):
+        loop.add_signal_handler(signal.SIGINT, first)
+    return event

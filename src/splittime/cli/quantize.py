@@ -1,0 +1,189 @@
+"""`splittime quantize`: make a smaller checkpoint (or a pruned one) that this server and others read.
+
+Progress goes to standard error. A run that is killed goes on from its last finished layer when the command is repeated.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from splittime.cli import model_source
+from splittime.cli.options import JsonFlag, ModelArgument, fails_clearly, talk, wide
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from splittime.quantize.calibration import Calibration
+    from splittime.quantize.settings import Settings
+    from splittime.quantize.summary import Summary
+
+EXAMPLES = """\b
+Examples:
+  splittime quantize meta-llama/Llama-3.2-1B --scheme gptq --act-order --calibrate text.jsonl --out llama-gptq
+  splittime quantize ./model --scheme awq --group-size 64 --calibrate text.txt --out ./model-awq
+  splittime quantize ./model --scheme w4a16 --out ./model-w4a16                  round to nearest, no text needed
+  splittime quantize ./model --scheme w8a8 --smooth 0.5 --calibrate text.txt --out ./model-w8a8
+  splittime quantize ./model --prune 2:4 --metric wanda --calibrate text.txt --out ./model-pruned
+  splittime serve ./model-awq
+\b
+The schemes and their files:
+  int8    8-bit weights, a scale for each row, rounded to nearest       compressed-tensors, pack-quantized
+  w8a8    8-bit weights, activations rounded at each token, SmoothQuant compressed-tensors, int-quantized
+  w4a16   4-bit weights in groups, rounded to nearest                   compressed-tensors, pack-quantized
+  awq     4-bit weights in groups, scaled by their activations          AutoAWQ, gemm
+  gptq    4- or 8-bit weights in groups, errors compensated             GPTQ
+\b
+If it is killed, repeat the command: it goes on from the last finished layer, and ends in the same bytes.
+Exit codes: 0 done, 1 failed, 2 something that cannot be done as asked.
+"""
+
+
+@fails_clearly
+def quantize(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new checkpoint; must not be there yet.")],
+    model: ModelArgument = None,
+    scheme: Annotated[
+        str | None, typer.Option("--scheme", metavar="int8|w8a8|w4a16|awq|gptq", help="How weights are rounded.")
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            help='Text like what the model will be asked: plain, or lines of {"text": ...} or {"messages": [...]}. '
+            "awq, gptq, w8a8 and wanda need it; with the others it measures the error.",
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option("--group-size", metavar="N", help="Columns that share a scale, -1 for whole rows. Default: 128."),
+    ] = None,
+    bits: Annotated[int | None, typer.Option("--bits", metavar="4|8", help="Of gptq. Default: 4.")] = None,
+    act_order: Annotated[
+        bool, typer.Option("--act-order", help="gptq: round the columns that matter most first.")
+    ] = False,
+    smooth: Annotated[
+        float | None,
+        typer.Option(
+            "--smooth", metavar="X", help="w8a8: how much of the difficulty to move into weights. Default: 0.5; 0: off."
+        ),
+    ] = None,
+    prune: Annotated[
+        str | None, typer.Option("--prune", metavar="2:4|unstructured", help="Make weights zero instead of rounding.")
+    ] = None,
+    sparsity: Annotated[
+        float | None, typer.Option("--sparsity", metavar="P", help="Share of zeros of --prune unstructured.")
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option("--metric", metavar="magnitude|wanda", help="Which weights to keep. Default: magnitude."),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", metavar="N", help="Windows of calibration text.")] = 128,
+    length: Annotated[
+        int | None, typer.Option("--length", metavar="L", help="Their tokens. Default: 512, or the context.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Chooses the windows.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Quantise or prune a model into a new checkpoint, layer by layer."""
+    folder = model_source.locate(model)
+    with talk().status("reading the model"):
+        from splittime.quantize import job  # brings torch
+        from splittime.quantize.settings import Settings
+
+        settings = Settings(
+            scheme=scheme,
+            group_size=group_size,
+            bits=bits,
+            act_order=act_order,
+            smooth=smooth,
+            prune=prune,
+            sparsity=sparsity,
+            metric=metric,
+            samples=samples,
+            length=length,
+            seed=seed,
+        ).resolved()
+        text = None if calibrate is None else _read_text(folder, calibrate, settings)
+    with _progress() as (on_layer, on_step):
+        summary = job.quantize(folder, out, settings, text, on_layer=on_layer, on_step=on_step)
+    if json:
+        sys.stdout.buffer.write(msgspec.json.encode(summary) + b"\n")
+    else:
+        _show(summary)
+
+
+def _read_text(folder: Path, path: Path, settings: "Settings") -> "Calibration":
+    from splittime.core.errors import ConfigError
+    from splittime.engine.tokenizer import Tokenizer
+    from splittime.models.config import load_config
+    from splittime.quantize import calibration
+
+    context = load_config(folder).max_position_embeddings
+    length = settings.length or min(calibration.DEFAULT_LENGTH, context)
+    if length > context:
+        raise ConfigError(
+            f"--length {length} is beyond the model's context of {context}", param="length", limit=context
+        )
+    return calibration.read(path, Tokenizer.load(folder), settings.samples, length, settings.seed)
+
+
+@contextmanager
+def _progress() -> Iterator[tuple]:
+    """A bar of layers with what is being done; only its frame on a terminal, nothing in a log."""
+    console = talk()
+    columns = (
+        TextColumn("layers"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, now="")
+        yield (
+            lambda done, total: bar.update(task, completed=done, total=total),
+            lambda text: bar.update(task, now=text),
+        )
+
+
+def _show(summary: "Summary") -> None:
+    console = wide()
+    console.print(_table(summary))
+    share = summary.bytes_after / summary.bytes_before
+    console.print(
+        f"{summary.out}: {_megabytes(summary.bytes_before)} before, {_megabytes(summary.bytes_after)} after "
+        f"({share:.0%}), {summary.seconds:.1f} s"
+    )
+    if summary.calibration_tokens:
+        console.print(
+            f"{summary.calibration_tokens:,} tokens of text, {_megabytes(summary.hidden_bytes)} of hidden states kept"
+        )
+    if summary.resumed_layers:
+        console.print(f"{summary.resumed_layers} of {summary.layers} layers were finished by an earlier run")
+    if summary.honest:
+        console.print(summary.honest)
+
+
+def _table(summary: "Summary") -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=f"Relative error of {summary.error_of}, {summary.layers} layers", box=box.SIMPLE)
+    table.add_column("kind")
+    for name in ("weights", "mean", "worst"):
+        table.add_column(name, justify="right")
+    table.add_column("the worst is")
+    for row in summary.errors:
+        table.add_row(row.kind, str(row.weights), f"{row.mean:.2%}", f"{row.worst:.2%}", row.worst_weight)
+    return table
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,80 @@
+"""How much of the requests' time something took, and how sure that is: what every finding claims, and must be sure of.
+
+    share     = lost / felt                                     both summed over the requests
+    interval  = share + bootstrapped mean of (lost - share * felt) / mean of felt        (the ratio, linearised)
+
+Neighbouring requests lose together, so blocks of them are drawn (`ledger.client_intervals`). The interval says what
+another run of the same load would show; it is wide where few requests, or one event, lost it all. A finding is told
+only if the whole interval is worth acting on: `of_requests` and `ratio` make the share, `unsure` says what to answer
+where it is not.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy
+
+from splittime.diagnose.finding import Abstention
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.client_intervals import MIN_REQUESTS, bootstrap, mean_replicates, one_each, spread
+
+MIN_SHARE = 0.10  # below a tenth of the requests' time a cure cannot be told from noise in a re-measurement
+MIN_LOSERS = 5  # fewer are a few odd requests
+CONFIDENCE = 0.8  # of both ends: one run in ten would show less than the lower one
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """interval: None where too few requests lost anything, or the share is too small to ask. least: what is worth
+    acting on."""
+
+    value: float
+    interval: tuple[float, float] | None
+    num_losers: int
+    least: float
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.interval is not None and self.interval[0] >= self.least
+
+    def unsure(self, name: str) -> Abstention | None:
+        """For a share that is not worth it, or not surely so: None if it is too small as it stands."""
+        if self.value < self.least:
+            return None
+        if self.interval is None:
+            why = f"{self.value:.0%} of the time, but seen {self.num_losers} times only; {MIN_LOSERS} are the least"
+            return Abstention(name, why)
+        low, high = self.interval
+        why = f"{self.value:.0%} of the time in this run, but another may show {low:.0%} to {high:.0%}: below "
+        return Abstention(name, f"{why}{self.least:.0%} is not worth acting on")
+
+
+def of_requests(lost_ns: Mapping[str, float], accounts: Sequence[ClosedAccount], least: float = MIN_SHARE) -> Share:
+    """By request id, of the accounts' whole time; in the order of their begins."""
+    ordered = sorted(accounts, key=lambda account: account.start_ns)
+    felt = [account.end_ns - account.start_ns for account in ordered]
+    return ratio([lost_ns.get(account.request_id, 0.0) for account in ordered], felt, least)
+
+
+def ratio(lost: Sequence[float], felt: Sequence[float], least: float = MIN_SHARE) -> Share:
+    """Of requests in the order of their begins. What more was lost than felt counts as all of it."""
+    losses, times = numpy.asarray(lost, dtype=float), numpy.asarray(felt, dtype=float)
+    value = float(min(1.0, max(0.0, losses.sum() / max(1.0, times.sum()))))
+    num_losers = int((losses > 0).sum())
+    is_asked = value >= least and num_losers >= MIN_LOSERS and len(losses) >= MIN_REQUESTS
+    interval = _interval(losses, times, value) if is_asked else None
+    return Share(value=value, interval=interval, num_losers=num_losers, least=least)
+
+
+def counted(value: float, num_losers: int, least: float = MIN_SHARE) -> Share:
+    """Of what was counted whole and will not come again, as a start: there is no other run to be unsure about."""
+    return Share(value=value, interval=(value, value) if num_losers else None, num_losers=num_losers, least=least)
+
+
+def _interval(losses: numpy.ndarray, times: numpy.ndarray, value: float) -> tuple[float, float]:
+    off = one_each(losses - value * times)
+    drawn = bootstrap(off)
+    found = spread(mean_replicates(off, drawn), drawn, CONFIDENCE)
+    assert found.low is not None
+    assert found.high is not None
+    low, high = (float(value + end / max(1.0, times.mean())) for end in (found.low, found.high))
+    return min(value, max(0.0, low)), max(value, min(1.0, high))

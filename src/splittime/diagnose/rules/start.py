@@ -1,0 +1,88 @@
+"""A cold start: requests that came before the server was ready, or while its first steps were slow.
+
+It comes once, so it is counted as it was, and not asked what another run would show.
+"""
+
+from collections.abc import Sequence
+
+from splittime.diagnose.books import Books
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.rules import step_cost
+from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, ms, overlap_ns, served, total_ns, union, worst
+from splittime.diagnose.rules.share import Share, counted
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.facts import Process
+from splittime.ledger.steps import StepRecord
+
+COLD_TIMES = 3.0  # the first requests take so many times what the later ones take
+COLD_REQUESTS = 3  # at least so many of them, or it was one odd request
+COLD_REFUSED = 0.02  # of all requests turned away: no answer is worse than a late one
+COLD_SHARE = 0.5  # of the first steps are slow: a single slow one is no start
+COLD_WINDOW_NS = 5_000_000_000  # what comes later than this after readiness is not of the start
+
+
+@rule("accounts", "facts")
+def cold_start(books: Books) -> Answer:
+    """Requests met a server that was not yet ready, or that computed its first steps slowly."""
+    assert books.facts is not None
+    engine = books.facts.process("engine") or books.facts.process("llm")
+    turned_away = [a for a in books.accounts if a.error is not None and a.error.code == "not_ready"]
+    if len(turned_away) >= max(COLD_REQUESTS, COLD_REFUSED * len(books.accounts)):
+        return _not_ready(books, turned_away, engine)
+    if engine is None or engine.ready_ns is None:
+        return Abstention("cold_start", "the server does not say when it was ready")
+    slow = _slow_first_steps(books.steps, engine.ready_ns + COLD_WINDOW_NS)
+    lost_ns = sum(over_ns for _, over_ns in slow)
+    spans = union((step.begin_ns, step.end_ns) for step, _ in slow)
+    held = {a.request_id: float(overlap_ns(a.start_ns, a.end_ns, spans)) for a in served(books.accounts)}
+    held = {request_id: ns for request_id, ns in held.items() if ns > 0}
+    share = counted(sum(held.values()) / total_ns(served(books.accounts)), len(held))
+    if share.value < share.least or len(held) < COLD_REQUESTS:
+        return None
+    claim = f"The first {len(slow)} steps after the start took {ms(lost_ns):.0f} ms longer than the same work later."
+    return _cold(claim, tuple(worst(held)), share, LIKELY, [Fact("above the later steps", ms(lost_ns), "ms")])
+
+
+def _not_ready(books: Books, turned_away: Sequence[ClosedAccount], engine: Process | None) -> Finding:
+    took_ns = engine.ready_ns - engine.started_ns if engine is not None and engine.ready_ns is not None else 0
+    share = counted(len(turned_away) / len(books.accounts), len(turned_away), COLD_REFUSED)
+    claim = f"{len(turned_away)} of {len(books.accounts)} requests came before the engine was ready and got 503"
+    claim += f"; it took {took_ns / 1e9:.1f} s to start." if took_ns else "."
+    restarts = engine.restarts if engine is not None else 0
+    facts = [Fact("turned away with 503", len(turned_away), "requests"), Fact("start-up", round(took_ns / 1e9, 2), "s")]
+    ids = tuple(account.request_id for account in turned_away[:5])
+    return _cold(claim, ids, share, CERTAIN, [*facts, Fact("restarts of the engine", restarts)])
+
+
+def _slow_first_steps(steps: Sequence[StepRecord], until_ns: int) -> list[tuple[StepRecord, float]]:
+    """The first steps, as far as most took several times what the cost of the later ones says, and by how much."""
+    later = [step for step in steps if step.begin_ns > until_ns]
+    cost = step_cost.fit(later)
+    if cost is None:
+        return []
+    expected = [(s, cost.step_ns(s.decode_tokens, s.prefill_tokens, s.kv_tokens_read)) for s in steps]
+    early = [(s, step_cost.length_ns(s) - ns, ns) for s, ns in expected if s.begin_ns <= until_ns]
+    is_slow = [over_ns > (COLD_TIMES - 1) * ns for _, over_ns, ns in early]
+    cold = max((n for n in range(len(early) + 1) if sum(is_slow[:n]) >= COLD_SHARE * n), default=0)
+    return [(step, over_ns) for step, over_ns, _ in early[:cold]]
+
+
+def _cold(claim: str, ids: tuple[str, ...], share: Share, confidence: float, facts: list[Fact]) -> Finding:
+    return Finding(
+        name="cold_start",
+        claim=claim,
+        evidence=tuple(facts),
+        request_ids=ids,
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=confidence,
+        confidence_from="the time of readiness and the accounts are on one clock",
+        cure=Cure(
+            sentence="Send no traffic before GET /ready answers 200 (a readiness probe); leave the first seconds out "
+            "of a measurement; keep a packed_cache folder for quantised weights, so that the next start is quick.",
+            elsewhere={"vllm": "GET /health", "sglang": "GET /health_generate", "tgi": "GET /health"},
+        ),
+        cost="The server takes part in the load some seconds later.",
+        counter_check="With the probe, the same requests some seconds later are as slow.",
+        regime="the first seconds of a process",
+    )

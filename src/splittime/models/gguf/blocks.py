@@ -1,0 +1,133 @@
+"""GGUF's blocks as integers with scales, and as floats. Each row is a run of blocks; n bytes a block:
+
+    Q4_0   32 values: d f16 | 16 B, value j in the low half of byte j, value 16 + j in the high one    w = d (q - 8)
+    Q8_0   32 values: d f16 | 32 signed B                                                             w = d q
+    Q4_K  256 values: d f16, m f16 | 12 B | 128 B, 64 values in 32 B as in Q4_0           w = d s_g q - m t_g, g of 32
+    Q5_K  256 values: d f16, m f16 | 12 B | 32 B, bit i of byte j the fifth bit of value 32 i + j | 128 B as in Q4_K
+    Q6_K  256 values: 128 B low halves | 64 B upper pairs of bits | 16 signed B s | d f16  w = d s_g (q - 32), g of 16
+
+The 12 bytes hold 8 scales s_g and 8 minima t_g of 6 bits: the first four of each in the low 6 bits of bytes 0-3 and
+4-7; of the others the low four bits in the halves of bytes 8-11, the upper two in the top bits of bytes 0-3 and 4-7.
+(The layouts as llama.cpp defines them in ggml-common.h; the tests compare each with the `gguf` package.)
+
+No value is rounded here: d s_g has 11 + 6 bits or fewer, which a float32 holds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.models.gguf.types import SERVED
+
+SCHEMES = {
+    "Q4_0": WeightScheme("int4", 32),
+    "Q8_0": WeightScheme("int8", 32),
+    "Q4_K": WeightScheme("int4", 32, has_minima=True),
+    "Q5_K": WeightScheme("int8", 32, has_minima=True),
+    "Q6_K": WeightScheme("int8", 16),
+}
+"""What a linear weight of each type becomes."""
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INT4_ZERO = 8
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """w = scales * integers - minima. integers: int8 [rows, in]; scales, minima (or None): float32 [rows, groups]."""
+
+    integers: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
+
+    def floats(self) -> Tensor:
+        """float32 [rows, in]."""
+        width = self.integers.shape[1] // self.scales.shape[1]
+        grouped = self.integers.unflatten(1, (-1, width)).float() * self.scales.unsqueeze(-1)
+        return (grouped if self.minima is None else grouped - self.minima.unsqueeze(-1)).flatten(1)
+
+
+def unpack(rows: Tensor, kind: str) -> Unpacked:
+    """rows: uint8 [rows, bytes of a row], of type `kind`."""
+    num_rows = rows.shape[0]
+    integers, scales, minima = _UNPACK[kind](rows.reshape(-1, _TYPES[kind].num_bytes))
+    shaped = [None if each is None else each.reshape(num_rows, -1) for each in (scales, minima)]
+    assert shaped[0] is not None
+    return Unpacked(integers.reshape(num_rows, -1), shaped[0], shaped[1])
+
+
+def num_values(row_bytes: int, kind: str) -> int:
+    """How many values a row of so many bytes has."""
+    return row_bytes // _TYPES[kind].num_bytes * _TYPES[kind].values
+
+
+def rounded(rows: Tensor, kind: str) -> RoundedRows:
+    """The same in the form of `SCHEMES[kind]`, whose 4-bit integers count from 8 below zero."""
+    found = unpack(rows, kind)
+    if SCHEMES[kind].name != "int4":
+        return RoundedRows(found.integers, found.scales, minima=found.minima)
+    if found.minima is None:
+        return RoundedRows(found.integers + INT4_ZERO, found.scales)
+    return RoundedRows(found.integers, found.scales, minima=found.minima - INT4_ZERO * found.scales)
+
+
+Parts = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _q4_0(blocks: Tensor) -> Parts:
+    return _halves(blocks[:, 2:]).to(torch.int8) - INT4_ZERO, _half_floats(blocks[:, :2]), None
+
+
+def _q8_0(blocks: Tensor) -> Parts:
+    return blocks[:, 2:].view(torch.int8), _half_floats(blocks[:, :2]), None
+
+
+def _q4_k(blocks: Tensor) -> Parts:
+    integers = _halves(blocks[:, 16:].unflatten(1, (4, 32)))
+    return integers.to(torch.int8), *_scales_and_minima(blocks)
+
+
+def _q5_k(blocks: Tensor) -> Parts:
+    low = _halves(blocks[:, 48:].unflatten(1, (4, 32))).reshape(-1, 8, 32)
+    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
+    fifth = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1  # [n, 8, 32]
+    return (low | fifth << 4).to(torch.int8), *_scales_and_minima(blocks)
+
+
+def _q6_k(blocks: Tensor) -> Parts:
+    low = _halves(blocks[:, :128].unflatten(1, (2, 64))).reshape(-1, 2, 4, 32)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)
+    high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts) & 3  # [n, 2, 4, 32]
+    scales = blocks[:, 192:208].view(torch.int8).float() * _half_floats(blocks[:, 208:])
+    return (low | high << 4).to(torch.int8) - 32, scales, None
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """uint8 [..., n] -> [..., 2 n]: all low halves of the bytes, then all high ones."""
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _half_floats(packed: Tensor) -> Tensor:
+    """Pairs of bytes as float32 [n, 1]."""
+    return packed.contiguous().view(torch.float16).float()
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [n, 8] each, of a Q4_K or Q5_K block's first 16 bytes."""
+    first, second, mixed = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
+    scales = torch.cat((first & 63, (mixed & 15) | (first >> 6) << 4), 1)
+    minima = torch.cat((second & 63, (mixed >> 4) | (second >> 6) << 4), 1)
+    return scales.float() * _half_floats(blocks[:, :2]), minima.float() * _half_floats(blocks[:, 2:4])
+
+
+_UNPACK: dict[str, Callable[[Tensor], Parts]] = {
+    "Q4_0": _q4_0,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+_TYPES = {kind.name: kind for kind in SERVED.values()}

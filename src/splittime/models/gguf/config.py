@@ -1,0 +1,199 @@
+"""A GGUF file's metadata as the same `ModelConfig` that a `config.json` becomes.
+
+    general.architecture   what is served                 rows of q and k
+    llama                  Llama, Mistral and Mixtral     neighbours are rotary pairs
+    qwen2, qwen3           Qwen2, Qwen3                   halves, as in a Hugging Face checkpoint
+    qwen3moe               Qwen3 with experts             the same
+
+What a key cannot say is taken from the tensors that are there: whether the head is tied (no `output.weight`), which
+projections have biases, which layers have experts, and the factors by which each rotary frequency is divided
+(`rope_freqs.weight`, how GGUF writes Llama 3.1's scaling). A key of the architecture that is not known here may change
+the arithmetic, so it is refused, unless it has the value that changes nothing (`NEUTRAL`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splittime.models import registry
+from splittime.models.config import ModelConfig, MoeConfig, RopeConfig
+from splittime.models.gguf.keys import Keys
+from splittime.models.gguf.shards import GgufModel
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+NAMES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
+READ = {
+    *("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"),
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count"),
+    *("attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.freq_base", "rope.scaling.type"),
+    *("rope.scaling.factor", "rope.scale_linear", "expert_count", "expert_used_count", "expert_feed_forward_length"),
+    *("expert_weights_norm", "vocab_size"),
+}
+SILENT = {
+    *("tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"),
+    *("attention.layer_norm_epsilon",),
+}
+"""These tell of the model's past, or are read by no layer of it."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_parallel_residual": (False,),
+    "attention.causal": (True,),
+    "attention.max_alibi_bias": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.scale": (0,),
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_gating_func": (1,),
+    "expert_weights_scale": (0, 1),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "pooling_type": (0,),
+    "rope.scaling.attn_factor": (1,),
+}
+END_NAMES = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
+    *("<EOT>", "< EOT >", "_<EOT>", "<｜end▁of▁sentence｜>", "</s>"),  # noqa: RUF001  (DeepSeek spells it so)
+}
+"""Names that model makers give a token that ends a turn; it counts where the file calls it a control token."""
+CONTROL = 3
+
+
+def load_gguf_config(path: Path) -> ModelConfig:
+    """Raises `ConfigError` naming the key, or the tensor, that cannot be served."""
+    model = GgufModel(path)
+    architecture = Keys(model, "general.").text("architecture")
+    if architecture not in ARCHITECTURES:
+        said = f"is {architecture!r}, which is not served; these are: {', '.join(ARCHITECTURES)}"
+        raise model.broken("general.architecture", said, architecture, list(ARCHITECTURES))
+    keys = Keys(model, f"{architecture}.")
+    keys.refuse_unknown(READ | SILENT, NEUTRAL)
+    return _config(model, keys, architecture)
+
+
+def _config(model: GgufModel, keys: Keys, architecture: str) -> ModelConfig:
+    num_heads, num_layers = keys.count("attention.head_count"), keys.count("block_count")
+    hidden_size, head_dim = keys.count("embedding_length"), _head_dim(keys, num_heads)
+    window = keys.count_or_zero("attention.sliding_window")
+    moe = _moe(model, keys, architecture, num_layers)
+    name = NAMES.get(architecture) or _llama_name(window, moe)
+    if window and registry.find(name).window != "all":
+        raise keys.bad("attention.sliding_window", window, "0: which layers have the window is not said")
+    return ModelConfig(
+        architecture=name,
+        vocab_size=_vocab_size(model),
+        hidden_size=hidden_size,
+        intermediate_size=keys.count("feed_forward_length"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_kv_heads(keys, num_heads),
+        head_dim=head_dim,
+        max_position_embeddings=keys.count("context_length"),
+        rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        rope=_rope(model, keys, head_dim),
+        tie_word_embeddings="output.weight" not in model.file_of,
+        qkv_bias="blk.0.attn_q.bias" in model.file_of,
+        output_bias="blk.0.attn_output.bias" in model.file_of,
+        mlp_bias="blk.0.ffn_up.bias" in model.file_of,
+        qk_norm=registry.find(name).qk_norm,
+        layer_windows=(window or None,) * num_layers,
+        moe=moe,
+        checkpoint_dtype=_dtype(model),
+        eos_token_ids=_eos_token_ids(model),
+    )
+
+
+def _llama_name(window: int, moe: MoeConfig | None) -> str:
+    if moe is not None:
+        return "MixtralForCausalLM"
+    return "MistralForCausalLM" if window else "LlamaForCausalLM"
+
+
+def _head_dim(keys: Keys, num_heads: int) -> int:
+    hidden_size = keys.count("embedding_length")
+    head_dim = keys.count("attention.key_length", hidden_size // num_heads)
+    if head_dim % 2:
+        raise keys.bad("attention.key_length", head_dim, "even, for the rotary embedding")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if keys.count(key, head_dim) != head_dim:
+            raise keys.bad(key, keys.count(key), f"the length of a key, {head_dim}")
+    return head_dim
+
+
+def _kv_heads(keys: Keys, num_heads: int) -> int:
+    num_kv_heads = keys.count("attention.head_count_kv", num_heads)
+    if num_heads % num_kv_heads:
+        raise keys.bad("attention.head_count_kv", num_kv_heads, f"a divisor of attention.head_count, {num_heads}")
+    return num_kv_heads
+
+
+def _vocab_size(model: GgufModel) -> int:
+    file = model.file_of.get("token_embd.weight")
+    if file is None:
+        raise model.broken("tensor 'token_embd.weight'", "is missing")
+    return file.tensors["token_embd.weight"].shape[0]
+
+
+def _rope(model: GgufModel, keys: Keys, head_dim: int) -> RopeConfig:
+    theta = keys.number("rope.freq_base", 10_000.0)
+    kind = keys.text("rope.scaling.type", "linear" if keys.has("rope.scale_linear") else "none")
+    if kind not in ("none", "linear"):
+        raise keys.bad("rope.scaling.type", kind, "none or linear; Llama 3.1's comes as rope_freqs.weight")
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) if kind == "linear" else 1.0
+    if "rope_freqs.weight" in model.file_of:
+        if factor != 1.0:
+            raise keys.bad("rope.scaling.factor", factor, "1 beside rope_freqs.weight")
+        return RopeConfig("divided", theta, divisors=_divisors(model, head_dim))
+    return RopeConfig("default", theta) if factor == 1.0 else RopeConfig("linear", theta, factor)
+
+
+def _divisors(model: GgufModel, head_dim: int) -> tuple[float, ...]:
+    file = model.file_of["rope_freqs.weight"]
+    place = file.tensors["rope_freqs.weight"]
+    if place.type.name != "F32" or place.shape != (head_dim // 2,):
+        said = f"is {place.type.name} {list(place.shape)}, must be F32 [{head_dim // 2}]"
+        raise model.broken("tensor 'rope_freqs.weight'", said)
+    values = file.bytes_of("rope_freqs.weight").view("<f4")
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise model.broken("tensor 'rope_freqs.weight'", "has values that are not positive numbers")
+    return tuple(values.tolist())
+
+
+def _moe(model: GgufModel, keys: Keys, architecture: str, num_layers: int) -> MoeConfig | None:
+    num_experts = keys.count_or_zero("expert_count")
+    if not num_experts:
+        return None
+    if architecture not in ("llama", "qwen3moe"):
+        raise keys.bad("expert_count", num_experts, f"0 for {architecture}")
+    chosen = keys.count("expert_used_count")
+    if chosen > num_experts:
+        raise keys.bad("expert_used_count", chosen, f"at most expert_count, {num_experts}")
+    return MoeConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=chosen,
+        intermediate_size=keys.count("expert_feed_forward_length", keys.count("feed_forward_length")),
+        normalises=keys.flag("expert_weights_norm", True),
+        layers=tuple(f"blk.{layer}.ffn_gate_inp.weight" in model.file_of for layer in range(num_layers)),
+    )
+
+
+def _dtype(model: GgufModel) -> str:
+    """Of the matrices: the widest, where they are floats. Beside integers nothing is gained by more than bfloat16."""
+    kinds = {file.tensors[name].type for name, file in model.file_of.items() if len(file.tensors[name].shape) > 1}
+    if any(kind.has_integers for kind in kinds):
+        return "bfloat16"
+    names = {kind.name for kind in kinds}
+    return "float32" if "F32" in names else "float16" if "F16" in names else "bfloat16"
+
+
+def _eos_token_ids(model: GgufModel) -> tuple[int, ...]:
+    """The ids that the file names, then control tokens that are known to end a turn."""
+    keys = Keys(model, "tokenizer.ggml.")
+    named = [keys.index(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    tokens = model.metadata.get("tokenizer.ggml.tokens", [])
+    kinds = model.metadata.get("tokenizer.ggml.token_type", ())
+    known = [i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == CONTROL]
+    ends = [number for number in known if tokens[number] in END_NAMES]
+    return tuple(dict.fromkeys([number for number in named if number is not None] + ends))

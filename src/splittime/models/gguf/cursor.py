@@ -1,0 +1,121 @@
+"""Walks a mapped GGUF file from its beginning, believing nothing: no read leaves the file, no count is allocated before
+the bytes that it announces are known to be there, and every error names the field that was being read.
+"""
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from splittime.core.errors import ConfigError
+from splittime.models.gguf.types import ARRAY, BOOL, NUM_METADATA_TYPES, SCALARS, STRING
+
+MAX_NESTED = 4
+MAX_TEXTS = 1 << 24  # texts of one array: objects of 50 bytes each, for 8 bytes of file
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+class Cursor:
+    """at: the next byte. Fields are named as the format's own description names them."""
+
+    def __init__(self, content: Any, path: str) -> None:
+        self.content = content
+        self.path = path
+        self.size = len(content)
+        self.at = 0
+
+    def broken(self, field: str, said: str, value: Any = None) -> ConfigError:
+        return ConfigError(f"{self.path}: {field} {said}", param="model_path", value=value)
+
+    def number(self, form: struct.Struct, field: str) -> Any:
+        self.need(form.size, field)
+        (value,) = form.unpack_from(self.content, self.at)
+        self.at += form.size
+        return value
+
+    def u32(self, field: str) -> int:
+        return self.number(_U32, field)
+
+    def u64(self, field: str) -> int:
+        return self.number(_U64, field)
+
+    def need(self, num_bytes: int, field: str) -> None:
+        """Raises `ConfigError` unless the file still has so many bytes."""
+        if num_bytes > self.size - self.at:
+            left = self.size - self.at
+            raise self.broken(field, f"needs {num_bytes} bytes at byte {self.at}, the file has {left} more", num_bytes)
+
+    def count(self, field: str, least_bytes: int) -> int:
+        """A number of things of at least so many bytes each."""
+        value = self.u64(field)
+        room = (self.size - self.at) // least_bytes
+        if value > room:
+            raise self.broken(field, f"is {value}, of which the rest of the file holds {room} at most", value)
+        return value
+
+    def text(self, field: str) -> str:
+        num_bytes = self.u64(f"{field}: length")
+        self.need(num_bytes, field)
+        raw = self.content[self.at : self.at + num_bytes]
+        self.at += num_bytes
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise self.broken(field, f"is not UTF-8: {error}") from None
+
+    def value(self, field: str) -> Any:
+        """One metadata value, its type first: int, float, bool, str, a numpy array, or a list of texts or of lists."""
+        kind = self.u32(f"{field}: type")
+        return self._array(field, 1) if kind == ARRAY else self._one(kind, field)
+
+    def _one(self, kind: int, field: str) -> Any:
+        if kind == STRING:
+            return self.text(field)
+        value = self.number(SCALARS[self._known(kind, field)][1], field)
+        if kind != BOOL:
+            return value
+        if value > 1:
+            raise self.broken(field, f"is {value}, which is no truth value (0 or 1)", value)
+        return bool(value)
+
+    def _array(self, field: str, depth: int) -> Any:
+        kind = self._known(self.u32(f"{field}: element type"), field)
+        if kind == STRING:
+            return self._texts(field)
+        if kind == ARRAY:
+            if depth == MAX_NESTED:
+                raise self.broken(field, f"has arrays nested more than {MAX_NESTED} deep")
+            return [self._array(field, depth + 1) for _ in range(self.count(f"{field}: count", 12))]
+        name, form = SCALARS[kind]
+        count = self.count(f"{field}: count", form.size)
+        values = np.frombuffer(self.content, np.dtype(name), count, self.at).copy()
+        self.at += count * form.size
+        if kind != BOOL:
+            return values
+        if (values > 1).any():
+            raise self.broken(field, "has elements that are no truth values (0 or 1)")
+        return values.astype(bool)
+
+    def _texts(self, field: str) -> list[str]:
+        """A vocabulary has hundreds of thousands: one loop, without a call for each."""
+        count = self.count(f"{field}: count", 8)
+        if count > MAX_TEXTS:
+            raise self.broken(field, f"has {count} texts, more than the {MAX_TEXTS} that are read", count)
+        found, content, length, end = [], self.content, _U64.unpack_from, self.at
+        for number in range(count):
+            begin = end + 8
+            end = begin + length(content, end)[0] if begin <= self.size else self.size + 1
+            if end > self.size:
+                self.at = begin
+                raise self.broken(f"{field}: text {number}", f"leaves the file, which ends at byte {self.size}")
+            found.append(content[begin:end])
+        self.at = end
+        try:
+            return [raw.decode() for raw in found]
+        except UnicodeDecodeError as error:
+            raise self.broken(field, f"has a text that is not UTF-8: {error}") from None
+
+    def _known(self, kind: int, field: str) -> int:
+        if kind >= NUM_METADATA_TYPES:
+            raise self.broken(field, f"is of type {kind}; types are 0 to {NUM_METADATA_TYPES - 1}", kind)
+        return kind

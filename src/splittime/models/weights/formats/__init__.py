@@ -1,0 +1,1 @@
+"""Published layouts of quantised safetensors: what a `quantization_config` says, and where a weight's integers lie."""

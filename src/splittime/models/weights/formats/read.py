@@ -1,0 +1,47 @@
+"""The three formats under one door: what a config says, and one weight by its module's name."""
+
+from typing import Any
+
+from splittime.core.errors import ConfigError
+from splittime.models.weights.formats import awq, compressed, gptq
+from splittime.models.weights.formats.awq import AwqWeight
+from splittime.models.weights.formats.compressed import CompressedWeight
+from splittime.models.weights.formats.gptq import GptqWeight
+from splittime.models.weights.formats.recipe import KEY, Recipe, refuse
+from splittime.models.weights.formats.stored import GroupedWeight
+from splittime.models.weights.formats.tensors import Tensors
+
+FORMATS: dict[str, Any] = {module.METHOD: module for module in (awq, gptq, compressed)}
+WEIGHTS: dict[str, type[Any]] = {
+    awq.METHOD: AwqWeight,
+    gptq.METHOD: GptqWeight,
+    compressed.METHOD: CompressedWeight,
+}
+OLD_KEY, DEFAULT_METHOD = "compression_config", compressed.METHOD  # as compressed-tensors wrote it before 0.5
+
+
+def parse(config: dict[str, Any]) -> Recipe | None:
+    """From a whole config.json; None for one that is not quantised. Raises `ConfigError` for what is not supported."""
+    values = config.get(KEY) or config.get(OLD_KEY)
+    if values is None:
+        return None
+    if not isinstance(values, dict):
+        raise refuse("quant_method", values, ", ".join(FORMATS))
+    method = values.get("quant_method", DEFAULT_METHOD if KEY not in config else None)
+    if not isinstance(method, str) or method not in FORMATS:
+        raise refuse("quant_method", method, ", ".join(FORMATS))
+    recipe: Recipe = FORMATS[method].parse(values)
+    return recipe
+
+
+def take(tensors: Tensors, recipe: Recipe, module: str, out_features: int, in_features: int) -> GroupedWeight | None:
+    """The weight of `module`; None where it was left unquantised. Raises `ConfigError` naming a tensor that is broken,
+    or that is quantised although the config excepts it."""
+    chosen = FORMATS[recipe.method]
+    if not chosen.is_stored(module, tensors):
+        return None
+    if chosen.is_excepted(module, recipe):
+        message = f"weights: {module} is quantised in the file, {KEY} says that it is not"
+        raise ConfigError(message, param=module, value=list(recipe.exceptions))
+    weight: GroupedWeight = WEIGHTS[recipe.method](tensors, module, recipe, out_features, in_features)
+    return weight

@@ -1,0 +1,78 @@
+"""What `quantization_config` says, as one value for all formats; and how it is read: by `awq`, `gptq`, `compressed`.
+
+What changes the meaning of a number and is not carried out is refused with its name and value. What only tells how the
+checkpoint was made (a dataset, a damping factor, the kernel its maker preferred) is passed over.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+from splittime.models.fields import Fields
+
+KEY = "quantization_config"
+GROUP_UNIT = 32  # columns that the kernels' groups are multiples of
+HINT = (
+    "take the unquantised model and round it with --quantization int8 or int4, or a checkpoint in awq (gemm), gptq or "
+    "compressed-tensors (int8, int4)"
+)
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """How the linear weights of a checkpoint are stored.
+
+    layout: the format's own name for it. bits: 4 or 8. group_size: columns that share a scale; 0: all of a row.
+    symmetric: zero points are all in the middle. zero_shift: what to add to a stored zero point; carries: to whole
+        words, so that a field that overflows adds one to the next (`gptq`).
+    act_order: which group a column is in is stored with each weight.
+    exceptions: modules that are not quantised, each as the format matches names.
+    """
+
+    method: str
+    layout: str
+    bits: int
+    group_size: int
+    symmetric: bool
+    zero_shift: int = 0
+    carries: bool = False
+    act_order: bool = False
+    exceptions: tuple[str, ...] = ()
+
+
+def refuse(key: str, value: Any, want: str) -> ConfigError:
+    message = f"config.json: {KEY}.{key} is {value!r}, which is not supported; supported: {want}"
+    return ConfigError(message, param=f"{KEY}.{key}", value=_plain(value), hint=HINT)
+
+
+def refuse_others(values: dict[str, Any], method: str, allowed: dict[str, Sequence[Any]]) -> None:
+    """Each key, if there, has one of these values."""
+    for key, choices in allowed.items():
+        value = values.get(key)
+        if value is not None and not any(value == choice and type(value) is type(choice) for choice in choices):
+            raise refuse(key, value, f"{' or '.join(map(repr, choices))} (of {method})")
+
+
+def group_size(fields: Fields, *keys: str) -> int:
+    """From the first key that is there: -1 or a multiple of `GROUP_UNIT`; -1 gives 0."""
+    key = next((key for key in keys if fields.values.get(key) is not None), keys[0])
+    value = fields.values.get(key, 128)
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if is_int and value == -1:
+        return 0
+    if not is_int or value < 1 or value % GROUP_UNIT:
+        raise refuse(key, value, f"-1, or a multiple of {GROUP_UNIT} such as 32, 64 or 128")
+    return int(value)
+
+
+def names(fields: Fields, key: str) -> tuple[str, ...]:
+    """A list of names, or nothing."""
+    listed = fields.values.get(key) or []
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise refuse(key, listed, "a list of module names")
+    return tuple(listed)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)

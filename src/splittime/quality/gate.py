@@ -1,0 +1,178 @@
+"""The gate: what is asked (`Tasks`), both models measured by it, one verdict with its reasons.
+
+unread claims             -> FAIL, whatever else was found: the figures would be about something else
+any check beyond margin   -> FAIL
+all checks within         -> PASS
+else                      -> INCONCLUSIVE
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from splittime import __version__
+from splittime.core.errors import ConfigError
+from splittime.quality import needle as needles
+from splittime.quality import questions as asked
+from splittime.quality.documents import Document, Encoder, Tokens, longest_length, plan, prefix_of, tokenized
+from splittime.quality.margins import MIN_DOCUMENTS, Check, Margins, overall
+from splittime.quality.model import Model
+from splittime.quality.needle import Needle
+from splittime.quality.questions import Answer, Choice, Paired
+from splittime.quality.reads import unread
+from splittime.quality.report import Report, Side, TextFigures, text_figures
+from splittime.quality.texts import Tell, checks, read_windows
+
+SHORT = 256
+LONG_DOCUMENTS = 2 * MIN_DOCUMENTS  # that must fill the longest context: half of them may be of one kind
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """lengths: of context, in tokens; 0 is the longest that both models and enough documents have.
+
+    choices, answers: by the name of their file. text_tokens: budget for each length.
+    """
+
+    documents: Sequence[Document] = ()
+    lengths: Sequence[int] = (SHORT, 0)
+    text_tokens: int = 50_000
+    choices: dict[str, list[Choice]] = field(default_factory=dict)
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    with_needle: bool = False
+
+
+class _Found(NamedTuple):
+    """What the tasks put in, one after the other."""
+
+    checks: list[Check]
+    texts: list[TextFigures]
+    questions: list[Paired]
+    needle: list[Needle]
+    notes: list[str]
+
+
+class Gate:
+    """Two models, one tokenizer. Raises `ConfigError` where they cannot be compared."""
+
+    def __init__(self, base: Model, candidate: Model, encoder: Encoder, margins: Margins, tell: Tell) -> None:
+        margins.validate()
+        if base.vocab_size != candidate.vocab_size:
+            sizes = f"{base.name} has a vocabulary of {base.vocab_size}, {candidate.name} of {candidate.vocab_size}"
+            raise ConfigError(f"{sizes}: their predictions cannot be compared", param="candidate")
+        self.base, self.candidate, self.encoder, self.margins, self.tell = base, candidate, encoder, margins, tell
+        self.limit = min(base.max_tokens, candidate.max_tokens)
+        self._found = _Found([], [], [], [], [])
+
+    def run(self, tasks: Tasks) -> Report:
+        begin_ns = time.monotonic_ns()
+        texts = tokenized(tasks.documents, self.encoder)
+        prefix = prefix_of(self.encoder)
+        lengths = self._lengths(tasks, texts) if texts else []
+        self._read_texts(texts, lengths, prefix, tasks.text_tokens)
+        for file, choices in tasks.choices.items():
+            self._ask_choices(file, choices)
+        for file, answers in tasks.answers.items():
+            self._ask_answers(file, answers)
+        if tasks.with_needle:
+            self._hide_needle(texts, prefix)
+        return self._report((time.monotonic_ns() - begin_ns) / 1e9)
+
+    def _lengths(self, tasks: Tasks, texts: Sequence[Tokens]) -> list[int]:
+        """Each once, in ascending order, as far as models and texts have them."""
+        asked_for = sorted({min(length, self.limit) for length in tasks.lengths if length})
+        for length in tasks.lengths:
+            if length > self.limit:
+                self._note(f"a context of {length} tokens was asked for, the models have {self.limit}")
+        if 0 in tasks.lengths:
+            shortest = max(asked_for, default=SHORT // 2)
+            longest = longest_length(texts, self.limit, shortest, LONG_DOCUMENTS)
+            if longest is None and self.limit >= 2 * shortest:
+                self._note(
+                    f"the longest context was not measured: fewer than {LONG_DOCUMENTS} documents "
+                    f"have {2 * shortest} tokens; give longer texts"
+                )
+            asked_for += [] if longest is None else [longest]
+        return asked_for
+
+    def _read_texts(self, texts: Sequence[Tokens], lengths: Sequence[int], prefix: tuple[int, ...], most: int) -> None:
+        for shorter, length in zip((0, *lengths), lengths, strict=False):
+            windows = plan(texts, length, shorter, prefix, most)
+            if not windows:
+                self._note(f"no document fills a context of {length} tokens")
+                continue
+            where, is_last = f"{shorter}-{length} tokens", length == lengths[-1]
+            for sample in read_windows(self.base, self.candidate, texts, windows, where, self.tell, is_last):
+                self._found.checks.extend(checks(sample, self.margins))
+                self._found.texts.append(text_figures(sample))
+
+    def _ask_choices(self, file: str, choices: list[Choice]) -> None:
+        base, candidate = (
+            asked.pick_all(model, self.encoder, choices, self.tell) for model in (self.base, self.candidate)
+        )
+        self._add(*asked.compare_choices(file, choices, base, candidate, self.margins))
+
+    def _ask_answers(self, file: str, answers: list[Answer]) -> None:
+        base, candidate = (asked.answer_all(model, answers, self.tell) for model in (self.base, self.candidate))
+        self._add(*asked.compare_answers(file, answers, base, candidate, self.margins))
+
+    def _add(self, paired: Paired, check: Check) -> None:
+        self._found.questions.append(paired)
+        self._found.checks.append(check)
+        if paired.left_out:
+            self._note(f"{paired.file}: {paired.left_out} questions are longer than {self.limit} tokens, left out")
+
+    def _hide_needle(self, texts: Sequence[Tokens], prefix: tuple[int, ...]) -> None:
+        tokens = sum(len(text.ids) for text in texts)
+        length = min(self.limit, tokens)
+        if length < SHORT:
+            self._note(f"no needle: the texts have {tokens} tokens and the models {self.limit}, it needs {SHORT}")
+            return
+        trials = needles.trials(texts, self.encoder, prefix, length)
+        base, candidate = (needles.ask(model, trials, self.tell) for model in (self.base, self.candidate))
+        found, check = needles.compare_needle(length, base, candidate, self.margins)
+        self._found.needle.append(found)
+        self._found.checks.append(check)
+
+    def _note(self, sentence: str) -> None:
+        self._found.notes.append(sentence)
+
+    def _report(self, seconds: float) -> Report:
+        found = self._found
+        both = (self.base, self.candidate)
+        unproven = [reason for model in both for reason in unread(model.name, model.reads)]
+        elsewhere = [
+            f"{model.name} is a server: what its kernels read is not known" for model in both if not model.reads
+        ]
+        return Report(
+            verdict="FAIL" if unproven else overall([check.verdict for check in found.checks]),
+            reasons=unproven + [reason(check) for check in found.checks if check.verdict in ("FAIL", "INCONCLUSIVE")],
+            base=_side(self.base),
+            candidate=_side(self.candidate),
+            checks=found.checks,
+            texts=found.texts,
+            questions=found.questions,
+            needle=found.needle[0] if found.needle else None,
+            margins=self.margins,
+            notes=found.notes + elsewhere,
+            seconds=seconds,
+            version=__version__,
+        )
+
+
+def reason(check: Check) -> str:
+    """Why a check did not pass."""
+    end = f"{check.estimate.low:.4g} to {check.estimate.high:.4g}, limit {check.limit:g}"
+    said = "beyond its margin" if check.verdict == "FAIL" else "not decided"
+    return f"{check.where}: {check.figure} is {said}: {check.estimate.value:.4g} ({check.note or end})"
+
+
+def _side(model: Model) -> Side:
+    reads = model.reads
+    return Side(
+        name=model.name,
+        facts=dict(model.facts),
+        claims=None if reads is None else reads.claims,
+        read=None if reads is None else reads.read,
+    )
