@@ -50,6 +50,8 @@ class Told(NamedTuple):
     prompt_tokens: float
     tokenize_ms: float
     published: dict[str, float]
+    tool_cpu_s: float = 0.0
+    server_cpu_s: float = 0.0
 
 
 def read_guidellm(path: Path) -> Told:
@@ -62,7 +64,14 @@ def read_guidellm(path: Path) -> Told:
     metrics = benchmark["metrics"]
     published = {f"{name}_mean": metrics[theirs]["successful"]["mean"] for name, theirs in _THEIRS.items()}
     published["e2e_mean"] *= 1e3
-    return _told([_of_guidellm(one) for one in requests], [accounts[one["response_id"]] for one in requests], published)
+    told = _told([_of_guidellm(one) for one in requests], [accounts[one["response_id"]] for one in requests], published)
+    return _with_cpu(told, path)
+
+
+def _with_cpu(told: "Told", path: Path) -> "Told":
+    """A round from before CPU seconds were taken has none."""
+    taken = path.with_suffix(".cpu.json")
+    return told._replace(**json.loads(taken.read_bytes())) if taken.exists() else told
 
 
 _THEIRS = {
@@ -89,7 +98,8 @@ def read_splittime(path: Path) -> Told:
     run = load_run(path)
     accounts = {sent_as(account): account for account in run.arms[0].accounts}
     outcomes = [o for o in run.measured() if o.ending is Ending.COMPLETE and o.request_id in accounts]
-    return _told([_of_outcome(o) for o in outcomes], [accounts[o.request_id] for o in outcomes], _published(run))
+    told = _told([_of_outcome(o) for o in outcomes], [accounts[o.request_id] for o in outcomes], _published(run))
+    return _with_cpu(told, path)
 
 
 def _published(run: Run) -> dict[str, float]:
@@ -122,6 +132,8 @@ def figures_of(told: Told) -> dict[str, Any]:
         "requests": len(told.client),
         "prompt_tokens_mean": told.prompt_tokens,
         "tokenize_mean_ms": told.tokenize_ms,
+        "tool_cpu_ms": 1e3 * told.tool_cpu_s / len(told.client),
+        "server_cpu_ms": 1e3 * told.server_cpu_s / len(told.client),
         "sent_late_ms": _spread([t.sent - t.due for t in told.client if t.due is not None]),
         "published": told.published,
         "client": {"tokens_per_s": _tokens_per_s(told.client)},
@@ -172,4 +184,16 @@ def differences(guidellm: Any, splittime: Any) -> dict[str, dict[str, Any]]:
             "relative": total / ours["client"][1],
             "tools_agree": abs(outside) <= max(AGREED_MS, AGREED_SHARE * theirs["client"][1]),
         }
+        found[figure]["verdict"] = verdict(found[figure])
     return found
+
+
+def verdict(of: dict[str, Any]) -> str:
+    """Of a figure's difference: within the noise, or by how much not, and which of the two it is."""
+    total_ms, noise_ms = of["difference_ms"], max(of["range_ms"], AGREED_MS)
+    if abs(total_ms) <= noise_ms:
+        return f"they agree within the noise ({noise_ms:.2f} ms)"
+    whose = "guidellm's" if total_ms > 0 else "splittime's"
+    by_server = abs(of["of_server_ms"]) >= abs(of["of_tools_ms"])
+    who = "the server was slower by its own book" if by_server else "the tool is later than the server's book"
+    return f"{whose} is higher by {abs(total_ms):.2f} ms, {abs(total_ms) - noise_ms:.2f} beyond the noise: {who}"

@@ -12,6 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from splittime.cli import bench_flags, bench_live
+from splittime.cli.bench_exit import exit_code
 from splittime.cli.main import app
 from splittime.core.errors import ConfigError
 from splittime.ledger.client_book import Ending, load_run
@@ -80,6 +81,22 @@ def test_a_missed_slo_is_1_unless_the_run_is_void(url):
     assert missed.exit_code in (1, 3)
     assert kept.exit_code in (0, 3)
     assert (missed.exit_code == 3) == ("VOID" in missed.stdout)
+
+
+def test_a_run_that_nobody_answers_is_1_without_an_slo(monkeypatch):
+    with mock_server("--error-rate", "1") as url:
+        monkeypatch.setattr("splittime.ledger.client_book.Run.is_void", property(lambda run: False))
+        done = bench("run", url, "--num-requests", 3, "--concurrency", 1, *SMALL)
+    assert done.exit_code == 1
+    assert "answered none of 3 requests" in " ".join(done.stderr.split())
+
+
+def test_one_code_for_each_meaning():
+    assert exit_code(is_interrupted=True, is_void=True, falls_short=True, is_unclear=True) == 130
+    assert exit_code(is_void=True, falls_short=True, is_unclear=True) == 3
+    assert exit_code(falls_short=True, is_unclear=True) == 1
+    assert exit_code(is_unclear=True) == 2
+    assert exit_code() == 0
 
 
 def test_a_void_run_is_3(url, monkeypatch):

@@ -32,6 +32,7 @@ def folder(tmp_path):
         "a": a,
         "again": runs.drawn_run(1, 150, schedule_digest="d", noise=3),
         "slower": slower,
+        "slow": runs.drawn_run(1, 150, 1.5, schedule_digest="d", noise=4),
         "few": runs.drawn_run(2, 30),
         "both": msgspec.structs.replace(a, arms=arms, outcomes=a.outcomes + second),
         "void": msgspec.structs.replace(a, checks=(bad,)),
@@ -69,7 +70,7 @@ def test_the_exit_code_says_the_verdict(folder, names, verdict, exit_code):
 
 
 def test_runs_in_turn_are_two_sides(folder):
-    result = compare(folder, "a", "slower", "again", "slower")
+    result = compare(folder, "a", "slower", "again", "slow")
     assert "2 runs against 2" in result.stdout
     assert "SLO" not in result.stdout
 
@@ -106,6 +107,8 @@ def test_limits_of_each_request_serve_the_goodput(folder):
         (("a", "missing.json"), "no run file", ""),
         (("a",), "1 server(s), not two", "two runs"),
         (("a", "again", "slower"), "3 runs cannot be two sides", "in turn"),
+        (("a", "a"), "a.json is named twice", "another run"),
+        (("a", "slower", "again", "slower"), "slower.json is named twice", "another run"),
         (("a", "slower", "--metric", "tfft_p99"), "tfft_p99", "did you mean 'ttft_p99'"),
         (("a", "slower", "--margin", "much"), "'much' is no share", "--margin 5%"),
         (("a", "slower", "--margin", "5"), "between 0 and 1", ""),

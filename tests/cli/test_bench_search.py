@@ -1,14 +1,18 @@
 """`bench search` and `bench sweep` on a server that is a formula: what they ask, print, keep, and exit with."""
 
+import heapq
 import json
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from splittime.cli import bench_exit, bench_levels, bench_search
+from splittime.core.errors import EngineError
 from splittime.ledger.client_book import Arm, Check, Ending, Outcome, Run, load_run
 from splittime.loadgen.limits import Limits
+from splittime.loadgen.mock_timings import Timings
 
 CAPACITY = 40.0
 MS = 1_000_000
@@ -22,9 +26,16 @@ class FormulaServer:
     def __init__(self) -> None:
         self.schedules: list = []
         self.is_void = False
+        self.interrupted_in: int | None = None  # so many runs, of which the last is cut short
+        self.dies_after: int | None = None
+        self.ending = Ending.COMPLETE
 
     async def run_schedule(self, schedule, targets, options=None, on_progress=None, stop=None) -> Run:
+        if self.dies_after == len(self.schedules):
+            raise EngineError("nothing answers at http://127.0.0.1:9")
         self.schedules.append(schedule)
+        if self.interrupted_in == len(self.schedules):
+            stop.set()
         rate = schedule.settings.get("rate") or 2.0 * schedule.concurrency
         ttft_ns = round(50 * MS / max(0.001, 1 - rate / CAPACITY))
         lag = Check(name="lag", ok=not self.is_void, value=9.0, limit=1.0, unit="ms", sentence="it lagged by 9 ms")
@@ -36,19 +47,19 @@ class FormulaServer:
             settings=schedule.settings,
             schedule_digest=schedule.digest,
             arms=(Arm(url=URL, kind="mock"),),
-            outcomes=tuple(outcome(planned, ttft_ns) for planned in schedule.requests),
+            outcomes=tuple(outcome(planned, ttft_ns, self.ending) for planned in schedule.requests),
             checks=(lag,),
         )
 
 
-def outcome(planned, ttft_ns: int) -> Outcome:
+def outcome(planned, ttft_ns: int, ending: Ending = Ending.COMPLETE) -> Outcome:
     at_ns = planned.at_ns or planned.index * MS
     chunks = (at_ns + ttft_ns, at_ns + ttft_ns + 10 * MS)
     return Outcome(
         index=planned.index,
         request_id=str(planned.index),
         phase=planned.phase,
-        ending=Ending.COMPLETE,
+        ending=ending,
         intended_ns=at_ns,
         picked_up_ns=at_ns,
         sent_ns=at_ns,
@@ -128,6 +139,73 @@ def test_a_client_at_fault_is_void(server):
         server.schedules.clear()
 
 
+@pytest.mark.parametrize(
+    ("command", "num_left"),
+    [(["search", URL, "--slo", "ttft_p99=200ms", "--low", "5"], 2), (["sweep", URL, "--rates", "5,10,15"], 2)],
+)
+def test_ctrl_c_keeps_what_was_measured(server, tmp_path, command, num_left):
+    """As Ctrl-C does it: the event is set while the third run goes on."""
+    server.interrupted_in = 3
+    found = run(*command, *SHORT, "--out", str(tmp_path), "--json")
+    assert found.exit_code == 130
+    answer = json.loads(found.stdout)
+    assert len(answer["trials"]) == num_left
+    assert "interrupted" in answer["stopped"]
+    assert len(list(tmp_path.iterdir())) == len(server.schedules) == 3
+
+
+@pytest.mark.parametrize(
+    "command", [["search", URL, "--slo", "ttft_p99=200ms", "--low", "5"], ["sweep", URL, "--rates", "5,10,15"]]
+)
+def test_a_server_that_dies_between_two_runs_leaves_those_that_were_made(server, command):
+    server.dies_after = 2
+    found = run(*command, *SHORT)
+    assert found.exit_code == 1
+    assert "ended early: nothing answers" in found.stdout
+    assert found.stdout.count("kept") + found.stdout.count("0%") >= 2
+    server.schedules.clear()
+    server.dies_after = 0
+    found = run(*command, *SHORT)
+    assert (found.exit_code, found.stdout) == (1, "")
+    assert "nothing answers" in found.stderr
+
+
+def test_a_sweep_in_which_nobody_was_answered_fails_without_an_slo(server):
+    server.ending = Ending.FAILED
+    assert run("sweep", URL, "--rates", "5", *SHORT).exit_code == 1
+
+
+class SlotQueue(FormulaServer):
+    """`bench mock-server --slots 4 --ttft 190ms --itl 10ms`, reckoned instead of waited for: first come, first served.
+    Two tokens each hold a slot for 200 ms: 20 requests/s, and not one more."""
+
+    async def run_schedule(self, schedule, targets, options=None, on_progress=None, stop=None) -> Run:
+        made = await super().run_schedule(schedule, targets, options, on_progress, stop)
+        timings = Timings(ttft_ns=190 * MS, itl_ns=10 * MS, slots=4)
+        free_ns, outcomes = [0] * timings.slots, []
+        for planned in sorted(schedule.requests, key=lambda one: one.at_ns):
+            begin_ns = max(planned.at_ns, heapq.heappop(free_ns))
+            work_ns = timings.ttft_ns + (planned.output_tokens - 1) * timings.itl_ns
+            heapq.heappush(free_ns, begin_ns + work_ns)
+            outcomes.append(outcome(planned, begin_ns + timings.ttft_ns - planned.at_ns))
+        return msgspec.structs.replace(made, outcomes=tuple(outcomes))
+
+
+@pytest.mark.parametrize("arrivals", ["constant", "poisson"])
+def test_the_capacity_of_a_mock_server_with_slots_is_found(monkeypatch, server, arrivals):
+    """Above the capacity the queue grows for as long as the run lasts; below it, steady arrivals never queue."""
+    monkeypatch.setattr(bench_levels, "run_schedule", SlotQueue().run_schedule)
+    load = ["--duration", "60s", *SHORT[2:], "--arrivals", arrivals]
+    limit = "200ms" if arrivals == "constant" else "1s"
+    found = run("search", URL, "--slo", f"ttft_p99={limit}", *load, "--low", "3", "--resolution", "0.02", "--json")
+    assert found.exit_code == 0, found.stderr
+    answer = json.loads(found.stdout)
+    if arrivals == "constant":
+        assert answer["kept"] <= 20 < answer["broken"] <= 1.02 * answer["kept"]
+    else:
+        assert 14 < answer["kept"] < answer["broken"] < 20
+
+
 def test_a_sweep_of_rates(server):
     found = run("sweep", URL, "--rates", "5,20,38", *SHORT, "--slo", "ttft_p99=200ms", "--json")
     assert found.exit_code == 0, found.stderr
@@ -155,6 +233,15 @@ def test_a_sweep_of_concurrencies(server):
         (["search", URL, "--slo", "speed=1"], "speed"),
         (["search", URL, "--slo", "ttft=1s", "--resolution", "2"], "resolution"),
         (["search", URL, "--slo", "ttft=1s", "--out", __file__], "is a file"),
+        (["search", URL, "--slo", "ttft=1s", "--max-runs", "1"], "cannot confirm"),
+        (["search", URL, "--slo", "goodput=90%"], "goodput needs a limit"),
+        (["search", URL, "--slo", "ttft=1s", "--low", "nan"], "no rates lie"),
+        (["search", URL, "--slo", "ttft=1s", "--timeout", "0s"], "above 0"),
+        (["sweep", URL, "--rates", "4,4"], "twice"),
+        (["sweep", URL, "--rates", "nan"], "no levels"),
+        (["sweep", URL, "--rates", "2,1e9"], "too many"),
+        (["sweep", URL, "--concurrencies", "inf"], "no levels"),
+        (["sweep", URL, "--concurrencies", "1,1e9"], "1 to 100000"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_sent(server, arguments, said):

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.scenarios.doctor.loads import TUNED_SEED, Ask, Size, chats, ids, schedule
+from benchmarks.scenarios.doctor.loads import TUNED_SEED, Ask, Size, chats, ids, instants, schedule
 from benchmarks.scenarios.doctor.proxies import Buffering, DelayedAck, SlowReader, Spoiler
 from splittime.loadgen.schedule import Planned, Schedule
 
@@ -23,7 +23,8 @@ Load = Callable[[int], Schedule]
 
 
 class Ward(msgspec.Struct, frozen=True, kw_only=True):
-    """One scenario. expected: the finding that must come first, None for a healthy one.
+    """One scenario. expected: the finding that must come first, None for a healthy one; a limit comes first where no
+    illness is named. model: of `large_models`, None for the packaged one.
 
     settings: of `splittime serve`. sabotage: what `sabotage/sitecustomize.py` does in the server.
     blocks_client: the client's own event loop is blocked now and then. is_early: the load begins with the process.
@@ -37,6 +38,7 @@ class Ward(msgspec.Struct, frozen=True, kw_only=True):
     sabotage: str = ""
     blocks_client: bool = False
     is_early: bool = False
+    model: str | None = None
 
 
 def _poisson(rate: float, prompt: int, output: int, duration_s: float = DURATION_S, is_ill: bool = True) -> Load:
@@ -98,6 +100,14 @@ def _from_the_start(seed: int) -> Schedule:
     return Schedule(seed=seed, requests=tuple(requests))
 
 
+def _long_context(seed: int) -> Schedule:
+    """One long prompt, and when it is in the prefix cache, many that begin with it."""
+    rng, size = random.Random(seed), Size.of(seed)
+    common = ids(rng, round(2000 * size.length))
+    later = [7.0 + at_s for at_s in instants(rng, 2.4 * size.load_factor, 11.0 * size.duration)]
+    return schedule([(at_s, common + ids(rng, 8), 20) for at_s in [0.0, *later]], seed)
+
+
 SMALL_CACHE = ("--max-model-len", "512", "--kv-cache-memory-bytes", str(40 * BLOCK_BYTES))
 WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048")
 
@@ -152,6 +162,20 @@ ILLNESSES: tuple[Ward, ...] = (
     Ward(name="a proxy that buffers", expected="buffering_proxy", spoiler=Buffering, load=_poisson(4, 24, 60)),
     Ward(name="a proxy under Nagle", expected="nagle", spoiler=DelayedAck, load=_poisson(3, 24, 60)),
     Ward(name="a client that blocks", expected="client_bound", blocks_client=True, load=_poisson(4, 24, 40)),
+    Ward(
+        name="large weights, small batches",
+        expected="weight_bandwidth_bound",
+        model="weights",
+        settings=("--max-model-len", "1024"),
+        load=_poisson(2.2, 8, 8, 12.0),
+    ),
+    Ward(
+        name="long contexts",
+        expected="kv_bandwidth_bound",
+        model="kv",
+        settings=("--max-model-len", "2304", "--kv-cache-memory-bytes", str(600 << 20)),
+        load=_long_context,
+    ),
     Ward(name="clients that read slowly", expected="slow_client", spoiler=SlowReader, load=_wide_answers),
 )
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import msgspec
 
 from benchmarks.report import conditions
 from benchmarks.scenarios.doctor.illnesses import Ward
+from benchmarks.scenarios.doctor.large_models import model
 from benchmarks.scenarios.doctor.proxies import proxy
 from benchmarks.server_process import free_port, served
 from splittime.cli.live_books import books_from_answers
@@ -54,15 +55,20 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     commit: str = ""
 
     @property
+    def is_named(self) -> bool:
+        return self.expected in self.found or self.expected in self.limits
+
+    @property
     def is_right(self) -> bool:
-        named = self.found[0] if self.found else None
+        named = (*self.found, *(self.limits if self.expected in self.limits else ()), None)[0]
         return named == self.expected and not (self.expected is None and self.could_not_tell)
 
 
 def visit(ward: Ward, seed: int, keep: Path | None = None) -> Seen:
     """Begin a server, make the load, diagnose, end the server."""
     begin = time.monotonic()
-    with _sabotaged(ward.sabotage):
+    with _sabotaged(ward.sabotage), model(ward.model) if ward.model else nullcontext() as folder:
+        ward = msgspec.structs.replace(ward, settings=(*([str(folder)] if folder else []), *ward.settings))
         books = _early_books(ward, seed) if ward.is_early else _books(ward, seed, keep)
     return _seen(ward, seed, diagnose(books), time.monotonic() - begin)
 
@@ -85,7 +91,7 @@ def _seen(ward: Ward, seed: int, diagnosis: Diagnosis, seconds: float) -> Seen:
         found=tuple(finding.name for finding in diagnosis.illnesses),
         shares=tuple(round(finding.share_of_time, 3) for finding in diagnosis.illnesses),
         limits=tuple(finding.name for finding in diagnosis.limits),
-        could_not_tell=diagnosis.thin or diagnosis.withheld,
+        could_not_tell=not diagnosis.could_tell,
         requests=diagnosis.num_requests,
         steps=diagnosis.num_steps,
         seconds=round(seconds, 1),

@@ -21,6 +21,7 @@ MEANINGS = {
     VOID: "VOID: the client was at fault, and the figures are about it",
     INTERRUPTED: "Ctrl-C; what was measured until then is told",
 }
+ENDING = (signal.SIGINT, signal.SIGTERM)
 HELP = "\b\nExit codes:\n" + "".join(f"  {code:<4} {meaning}\n" for code, meaning in MEANINGS.items())
 
 
@@ -54,14 +55,16 @@ def unanswered(run: "Run", arm: int = 0) -> int:
 
 
 def interrupted() -> asyncio.Event:
-    """Set by the first Ctrl-C, which ends the run with what was measured; the second ends the program."""
+    """Set by the first Ctrl-C or SIGTERM, which ends the run with what was measured; the second ends the program."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def first() -> None:
         event.set()
-        loop.remove_signal_handler(signal.SIGINT)
+        for one in ENDING:
+            loop.remove_signal_handler(one)
 
     with contextlib.suppress(NotImplementedError, ValueError):
-        loop.add_signal_handler(signal.SIGINT, first)
+        for one in ENDING:
+            loop.add_signal_handler(one, first)
     return event

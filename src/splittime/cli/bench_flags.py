@@ -36,7 +36,8 @@ def time_ns(text: str, flag: str, unit: str = "s") -> int:
         raise ConfigError(f"{flag}: {text!r} is no time", param=flag, value=text, hint=hint)
     found_ns = float(match[1]) * NS_PER_UNIT[match[2] or unit]
     if found_ns > MAX_NS:
-        raise ConfigError(f"{flag}: {text!r} is too long", param=flag, value=text, limit=f"{MAX_NS / 3600e9:.0f}h")
+        limit = f"{MAX_NS / 3600e9:.0f}h"
+        raise ConfigError(f"{flag}: {text!r} is too long; at most {limit}", param=flag, value=text, limit=limit)
     return round(found_ns)
 
 

@@ -16,6 +16,7 @@ from splittime.cli.bench_options import RunOptions as Given
 from splittime.cli.options import talk, wide
 from splittime.core.errors import ConfigError
 from splittime.ledger.client_book import Run, save
+from splittime.ledger.whole_file import check_writable
 from splittime.loadgen import schedule as schedules
 from splittime.loadgen.schedule import Schedule
 from splittime.loadgen.target import Interleave, RunOptions
@@ -41,11 +42,15 @@ def run(given: Given, load: dict[str, Any]) -> None:
     """Send a load and measure what becomes of each request, on both clocks."""
     from splittime.loadgen.event_loop import run_loop
 
+    if len(given.url) > 2:
+        raise ConfigError(f"{len(given.url)} servers; a run has one or two", param="url", value=len(given.url), limit=2)
     terms, options = _terms(given), _options(given)
     wanted = ((given.out, save), (given.csv, _write_csv), (given.html, _write_html))
     files = [(path, write) for path, write in wanted if path is not None]
     for path, _ in files:
-        _check_writable(path)
+        check_writable(path)
+    if given.save_schedule is not None:
+        check_writable(given.save_schedule, "save_schedule")
     found, was_interrupted = run_loop(_carry_out(given, load, options))
     _tell(found, terms, files, given.json)
     short = falls_short(found, terms)
@@ -81,22 +86,6 @@ def _options(given: Given) -> RunOptions:
     )
     options.validate()
     return options
-
-
-def _check_writable(path: Path) -> None:
-    """Raises `ConfigError` now, rather than after the run. A device or pipe would be replaced by a file: refused."""
-    if path.exists() and not path.is_file():
-        hint = "Name a file; --json writes the run to standard output."
-        raise ConfigError(f"cannot write {path}: it is no file", param="out", value=str(path), hint=hint)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        was_there = path.exists()
-        with path.open("ab"):
-            pass
-        if not was_there:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", param="out", value=str(path)) from error
 
 
 def _interleave(text: str) -> Interleave:

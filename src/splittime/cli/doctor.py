@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from splittime.cli.explain import DEFAULT_URL, get_json
+from splittime.cli.explain import DEFAULT_URL, get_json, without_controls
 from splittime.cli.options import JsonFlag, fails_clearly, say_error
 from splittime.core.errors import EngineError, NotFound
 
@@ -61,14 +61,14 @@ def doctor(
     if json:
         sys.stdout.buffer.write(orjson.dumps(as_json(diagnosis)) + b"\n")
     else:
-        Console(highlight=False, soft_wrap=True).print(told(diagnosis))
+        Console(highlight=False, soft_wrap=True).print(without_controls(told(diagnosis)))
     raise typer.Exit(exit_code(diagnosis))
 
 
 def exit_code(diagnosis: "Diagnosis") -> int:
     if diagnosis.illnesses:
         return FOUND
-    return CANNOT_TELL if diagnosis.thin or diagnosis.withheld else NOTHING_FOUND
+    return NOTHING_FOUND if diagnosis.could_tell else CANNOT_TELL
 
 
 def as_json(diagnosis: "Diagnosis") -> dict[str, Any]:
@@ -91,8 +91,7 @@ def _read(source: str, limit: int, api_key: str | None) -> "Books":
             "Give a URL (http://...), a ledger file (splittime serve --ledger-file) or a run (splittime bench --out)."
         )
         raise NotFound(f"{source!r} is neither a URL nor a file", param="source", value=source, hint=hint)
-    books = books_from_file(path)
-    return msgspec.structs.replace(books, accounts=books.accounts[-limit:]) if books.run is None else books
+    return books_from_file(path, limit=limit)
 
 
 def _ask(base: str, limit: int, api_key: str | None) -> "Books":
@@ -122,6 +121,8 @@ def told(diagnosis: "Diagnosis") -> Text:
 
 
 def _nothing(diagnosis: "Diagnosis") -> Text:
+    if diagnosis.void:
+        return Text("\nCannot tell: the client was at fault (a VOID run).\n", style="bold yellow not dim")
     if exit_code(diagnosis) == CANNOT_TELL:
         return Text("\nCannot tell: there is too little to go by.\n", style="bold yellow not dim")
     return Text("\nNothing found that a setting would cure.\n", style="bold green not dim")
@@ -130,7 +131,7 @@ def _nothing(diagnosis: "Diagnosis") -> Text:
 def _finding(finding: "Finding", mark: str) -> Text:
     style = "bold not dim" if finding.is_limit else "bold red not dim"
     text = Text(f"\n{mark}{finding.name}", style=style)
-    text.append(f"  {finding.share_of_time:.0%} of the requests' time\n", style="not bold")
+    text.append(f"  {_share(finding)} of the requests' time\n", style="not bold")
     text.append(_wrapped(finding.claim, "  ", "  "), style="not bold default")
     evidence = "".join(_wrapped(f"- {_fact(fact)}", "  ", "    ") for fact in finding.evidence)
     text.append(evidence, style="not bold dim")
@@ -141,6 +142,13 @@ def _finding(finding: "Finding", mark: str) -> Text:
     sure = f"{finding.confidence:.2f}: {finding.confidence_from}"
     entries = "".join(_entry(name, sentence) for name, sentence in (*rest, ("sure", sure)))
     return text.append(entries + _where(finding), style="not bold default")
+
+
+def _share(finding: "Finding") -> str:
+    if finding.share_interval is None or finding.share_interval[0] == finding.share_interval[1]:
+        return f"{finding.share_of_time:.0%}"
+    low, high = finding.share_interval
+    return f"{finding.share_of_time:.0%} ({low:.0%} to {high:.0%})"
 
 
 def _entry(name: str, sentence: str) -> str:

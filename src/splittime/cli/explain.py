@@ -13,6 +13,7 @@ import msgspec
 import orjson
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from splittime.cli.options import JsonFlag, fails_clearly
 from splittime.core.errors import ConfigError, EngineError, NotFound
@@ -84,8 +85,15 @@ def _print(found: Found) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     for account in found.accounts:
-        console.print(explain_account(account, found.steps))
-        console.print(told(compare(account, found.others, found.steps)))
+        console.print(without_controls(explain_account(account, found.steps)))
+        console.print(without_controls(told(compare(account, found.others, found.steps))))
+
+
+def without_controls(text: Text) -> Text:
+    """The same with a mark for each character that would move a terminal's cursor, colour it, or turn its direction:
+    ids and error messages are what clients sent."""
+    shown = "".join(char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text.plain)
+    return Text(shown, style=text.style, spans=text.spans)
 
 
 def _slowest(others: list[ClosedAccount], number: int, where: str) -> list[ClosedAccount]:

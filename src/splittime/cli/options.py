@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from splittime.cli import settings as settings_module
 from splittime.cli.settings_table import SETTINGS, Setting
 from splittime.core.errors import ConfigError, RequestError, SplittimeError
+from splittime.loadgen.sse import plain
 
 TABLE_COLUMNS = 100
 
@@ -37,14 +39,23 @@ ConfigFlag = Annotated[
 ]
 
 
+class CleanConsole(Console):
+    """What it shows may be a server's words, a file's or a model's name: none of them moves the cursor, or anything
+    else that a terminal obeys. Only rich itself does."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(plain(segment.text), segment.style)
+
+
 def talk() -> Console:
     """Where everything that is not data goes."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return CleanConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 def wide() -> Console:
     """Standard output for tables that need 100 columns: a file or a pipe gets them."""
-    console = Console(highlight=False)
+    console = CleanConsole(highlight=False)
     if not console.is_terminal:
         console.width = max(TABLE_COLUMNS, console.width)
     return console

@@ -7,6 +7,7 @@ books_from_run(run, arm)    of one server of a run
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,9 @@ MAX_STEPS = 1_000_000
 
 class Books(msgspec.Struct, frozen=True, kw_only=True):
     """facts: None from a server that tells none. accounts by their ends, steps by their begins.
-    run, arm: with what the client saw, and which of its servers this is. source: for people, where this is from."""
+    run, arm: with what the client saw, and which of its servers this is. source: for people, where this is from.
+    num_unsound: accounts and steps that were left out, as their own times contradict each other (a clock that jumped,
+    a file that was tampered with)."""
 
     facts: ServerFacts | None
     accounts: tuple[ClosedAccount, ...]
@@ -33,6 +36,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     run: Run | None
     source: str
     arm: int = 0
+    num_unsound: int = 0
 
     @property
     def served(self) -> Arm | None:
@@ -40,8 +44,11 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.run is None else self.run.arms[self.arm]
 
 
-def books_from_file(path: Path, arm: int = 0) -> Books:
-    """Raises `NotFound` for no file, `ConfigError` for one that is neither."""
+def books_from_file(path: Path, arm: int = 0, limit: int = MAX_ACCOUNTS) -> Books:
+    """limit: of a ledger file, the latest so many requests, and the steps in their time.
+
+    Raises `NotFound` for no file, `ConfigError` for one that is neither.
+    """
     if not path.is_file():
         raise NotFound(f"no file at {path}", param="file", value=str(path))
     try:
@@ -50,7 +57,7 @@ def books_from_file(path: Path, arm: int = 0) -> Books:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", param="file", value=str(path)) from error
     if begin == SQLITE_BEGIN:
-        return _from_ledger_file(path)
+        return _from_ledger_file(path, limit)
     if begin.lstrip()[:1] == b"{":
         return books_from_run(load_run(path), arm, source=f"run {path.name}")
     hint = "give a ledger file (splittime serve --ledger-file) or a run (splittime bench --out)"
@@ -73,24 +80,41 @@ def make_books(
     run: Run | None = None,
     arm: int = 0,
 ) -> Books:
-    """In order, whatever order they came in."""
+    """In order, whatever order they came in, and without what is unsound."""
+    sound_accounts = sorted(filter(_is_sound, accounts), key=lambda account: account.end_ns)
+    sound_steps = sorted((s for s in steps if s.end_ns >= s.begin_ns), key=lambda step: step.begin_ns)
     return Books(
         facts=facts,
-        accounts=tuple(sorted(accounts, key=lambda account: account.end_ns)),
-        steps=tuple(sorted(steps, key=lambda step: step.begin_ns)),
+        accounts=tuple(sound_accounts),
+        steps=tuple(sound_steps),
         run=run,
         source=source,
         arm=arm,
+        num_unsound=len(accounts) + len(steps) - len(sound_accounts) - len(sound_steps),
     )
 
 
-def _from_ledger_file(path: Path) -> Books:
+def _is_sound(account: ClosedAccount) -> bool:
+    """Its intervals follow each other from its begin to its end, and its tokens too."""
+    at_ns = account.start_ns
+    for interval in account.intervals:
+        if interval.begin_ns != at_ns or interval.end_ns < at_ns:
+            return False
+        at_ns = interval.end_ns
+    ready_ns = account.token_ready_ns
+    return at_ns == account.end_ns and all(before <= after for before, after in pairwise(ready_ns))
+
+
+def _from_ledger_file(path: Path, limit: int) -> Books:
     file = open_readonly(path)
     try:
         facts = file.facts()
         since_ns = min((process.started_ns for process in facts.processes), default=0) if facts is not None else 0
-        accounts = [account for account in file.accounts(limit=MAX_ACCOUNTS) if account.start_ns >= since_ns]
-        steps = [step for step in file.steps(limit=MAX_STEPS) if step.begin_ns >= since_ns]
+        accounts = [
+            account for account in file.accounts(limit=min(limit, MAX_ACCOUNTS)) if account.start_ns >= since_ns
+        ]
+        begin_ns = min((account.start_ns for account in accounts), default=since_ns)
+        steps = [step for step in file.steps(limit=MAX_STEPS) if step.end_ns >= begin_ns and step.begin_ns >= since_ns]
         return make_books(facts, accounts, steps, f"ledger file {path.name}")
     finally:
         file.close()

@@ -19,20 +19,8 @@ from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import served, times_ns, total_ns
 from splittime.ledger.stages import Stage
 
-for _theme in (
-    "client",
-    "way",
-    "queue",
-    "overload",
-    "kv",
-    "prefill",
-    "line",
-    "prompts",
-    "host",
-    "start",
-    "decode",
-    "told",
-):
+THEMES = "failures client way queue overload kv prefill line prompts host start decode told"
+for _theme in THEMES.split():
     import_module(f"splittime.diagnose.rules.{_theme}")
 
 MIN_REQUESTS = 20  # below, one request is more than a twentieth of what is said
@@ -40,13 +28,23 @@ MIN_STEPS = 50  # below, the gaps and costs of steps are anecdotes
 MAX_RESIDUAL = 0.05  # the issue's bound
 RESIDUAL_NS = 1_000_000  # of each request: what two clocks and a socket cost, and the goal of the joined books
 OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book explains does not shake them
-    ("client_bound", "buffering_proxy", "nagle", "slow_client", "told_queue", "told_preemptions", "told_prefix_misses")
+    (
+        "client_bound",
+        "requests_fail",
+        "buffering_proxy",
+        "nagle",
+        "slow_client",
+        "told_queue",
+        "told_preemptions",
+        "told_prefix_misses",
+    )
 )
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """findings: in the order in which they should be read. residual: the unexplained share of the requests' time.
-    thin: too little was seen for any rule. withheld: the residual is too large for the rules about the server."""
+    thin: too little was seen for any rule. withheld: the residual is too large for the rules about the server.
+    void: the client was at fault, and there is no server's book beside it."""
 
     findings: tuple[Finding, ...]
     abstentions: tuple[Abstention, ...]
@@ -56,6 +54,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     residual: float
     thin: bool
     withheld: bool
+    void: bool = False
 
     @property
     def illnesses(self) -> tuple[Finding, ...]:
@@ -66,15 +65,23 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(finding for finding in self.findings if finding.is_limit)
 
     @property
+    def could_tell(self) -> bool:
+        return not (self.thin or self.withheld or self.void)
+
+    @property
     def healthy(self) -> bool:
         """Enough was seen to say that nothing was found."""
-        return not (self.thin or self.withheld or self.illnesses)
+        return self.could_tell and not self.illnesses
 
 
 def diagnose(books: Books) -> Diagnosis:
     """See the module's docstring. Steps in which none of these requests was in flight are left out."""
     books = _in_their_time(books)
-    findings, abstentions = _run(books, [rule for rule in RULES.values() if rule.name in OUTSIDE_RULES])
+    outside = [rule for rule in RULES.values() if rule.name in OUTSIDE_RULES]
+    findings, abstentions = _run(books, outside)
+    if books.num_unsound:
+        why = f"{books.num_unsound} accounts or steps contradict themselves in their times and were left out"
+        abstentions.append(Abstention("clocks", why))
     residual = _residual(books)
     rest = [rule for rule in RULES.values() if rule.name not in OUTSIDE_RULES]
     withheld = residual > MAX_RESIDUAL and all(finding.is_limit for finding in findings)
@@ -93,6 +100,7 @@ def diagnose(books: Books) -> Diagnosis:
         residual=residual,
         thin=not findings and all(_lacks(books, need) for need in ("accounts", "run")),
         withheld=withheld,
+        void=books.run is not None and books.run.is_void and not books.accounts,
     )
 
 
@@ -172,7 +180,7 @@ _NEEDS: dict[str, Callable[[Books], str | None]] = {
 
 
 def _num_outcomes(books: Books) -> int:
-    return len(sent(books))
+    return sum(outcome.sent_ns is not None and outcome.end_ns is not None for outcome in sent(books))
 
 
 def _residual(books: Books) -> float:

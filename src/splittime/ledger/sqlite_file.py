@@ -174,8 +174,13 @@ class LedgerFile:
             self._connection.execute("SELECT seq FROM accounts LIMIT 1")
             tables = self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             self._has_facts = ("facts",) in tables.fetchall()
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.Error as error:
             raise ConfigError(f"{path} is not a readable ledger file: {error}", param="ledger") from error
+        if version > SCHEMA_VERSION:
+            hint = "Read it with the splittime that wrote it, or a later one."
+            words = f"ledger file {path} has format {version}, this splittime reads {SCHEMA_VERSION}"
+            raise ConfigError(words, param="ledger", value=version, limit=SCHEMA_VERSION, hint=hint)
 
     def account(self, names: str | Iterable[str]) -> list[ClosedAccount]:
         names = list(_spellings(names) if isinstance(names, str) else names)

@@ -7,6 +7,7 @@ from pathlib import Path
 from splittime.core.errors import ConfigError, NotFound
 
 GZIP_MAGIC = b"\x1f\x8b"
+MAX_TEXT_BYTES = 2**30  # a small file may be packed from any number
 
 
 def read_text(path: str, param: str) -> str:
@@ -15,8 +16,15 @@ def read_text(path: str, param: str) -> str:
     if not file.is_file():
         raise NotFound(f"no file at {path}", param=param, value=path)
     try:
-        data = file.read_bytes()
-        return (gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data).decode("utf-8-sig")
+        with file.open("rb") as plain:
+            is_packed = plain.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        with gzip.open(file) if is_packed else file.open("rb") as opened:
+            data = opened.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            hint = "Take a part of it."
+            what = f"{path} holds more than {MAX_TEXT_BYTES:,} bytes"
+            raise ConfigError(what, param=param, value=path, limit=MAX_TEXT_BYTES, hint=hint)
+        return data.decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
         raise ConfigError(f"cannot read {path}: {error}", param=param, value=path) from error
 

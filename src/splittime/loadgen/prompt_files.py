@@ -47,7 +47,7 @@ def read_requests(path: str) -> list[FileRequest]:
     for number, line in lines(read_text(path, PARAM)):
         try:
             request = decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise bad_line(path, number, str(error), PARAM, _LINE_HINT) from error
         why = _why_unusable(request)
         if why is not None:
@@ -74,7 +74,7 @@ def read_conversations(path: str) -> tuple[list[list[Turn]], int]:
     """The conversations with a question in them, and how many had none."""
     try:
         listed = msgspec.json.decode(read_text(path, PARAM), type=list[dict[str, Any]])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise bad_file(path, str(error), PARAM, _CONVERSATION_HINT) from error
     read = [_turns(_messages(path, place, entry)) for place, entry in enumerate(listed)]
     found = [turns for turns in read if turns]

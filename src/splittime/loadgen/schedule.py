@@ -100,7 +100,7 @@ def load_schedule(path: Path) -> Schedule:
         head, *rest = path.read_bytes().splitlines()
         schedule = msgspec.json.decode(head, type=Schedule)
         requests = tuple(_requests(rest))
-    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise ConfigError(f"{path} is not a schedule: {error}", param="schedule", value=str(path)) from error
     return msgspec.structs.replace(schedule, requests=requests)
 

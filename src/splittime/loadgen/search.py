@@ -163,8 +163,9 @@ def check_search(low: float, high: float, resolution: float, confirmations: int,
     if confirmations < 1:
         what = f"an end is run at least once, not {confirmations} times"
         raise ConfigError(what, param="confirmations", value=confirmations, limit=1)
-    if max_runs < 1:
-        raise ConfigError(f"a search of {max_runs} runs finds nothing", param="max_runs", value=max_runs, limit=1)
+    if max_runs < confirmations:
+        what = f"{max_runs} runs cannot confirm anything {confirmations} times"
+        raise ConfigError(what, param="max_runs", value=max_runs, limit=confirmations, hint="Allow more --max-runs.")
 
 
 class _Votes:

@@ -8,6 +8,7 @@ token: `chunk_tokens` is None unless the server told it for every chunk, by one 
 """
 
 from typing import Any
+from unicodedata import category
 
 import msgspec
 
@@ -17,8 +18,12 @@ MAX_TOKENS = 2**31
 
 
 def plain(text: str) -> str:
-    """Without the characters that a terminal would obey instead of showing; line ends and tabs stay."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+    """Without the characters that a terminal would obey instead of showing; line ends, tabs and spaces stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in "\n\t" or category(char) == "Zs" else "\ufffd" for char in text
+    )
 
 
 def clipped(text: str) -> str:

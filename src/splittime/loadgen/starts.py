@@ -99,7 +99,7 @@ def _of_process(spec: LoadSpec) -> Starts:
     line = _Line(arrivals_ns(spec.arrival_kind, profile, stream(spec.seed, "arrivals"), spec.cv or 1.0))
     if spec.warm_up_requests:
         warm_up = line.first(spec.warm_up_requests)
-        from_ns = line.next_ns
+        from_ns = max(line.next_ns, warm_up[-1] + 1)
     else:
         from_ns = round(spec.warm_up_s * NS_PER_S)
         warm_up = line.until(from_ns)
@@ -127,18 +127,23 @@ def _again_and_again(once: list[int], period_ns: int) -> Iterator[int]:
         shift_ns += period_ns
 
 
+def _not_before(edge_ns: int, instants: list[int]) -> list[int]:
+    """Several may come at one instant, with a phase's edge among them: those behind it come 1 ns later."""
+    return [max(edge_ns, at_ns) for at_ns in instants]
+
+
 def _window(spec: LoadSpec, line: _Line, warm_up: list[int], from_ns: int, duration_s: float | None) -> Starts:
     if duration_s is None:
         assert spec.num_requests is not None
-        measured = line.first(spec.num_requests)
-        until_ns = max(line.next_ns, measured[-1] + 1)  # in a trace several may come at one instant
+        measured = _not_before(from_ns, line.first(spec.num_requests))
+        until_ns = max(line.next_ns, measured[-1] + 1)
     else:
         until_ns = from_ns + round(duration_s * NS_PER_S)
-        measured = line.until(until_ns)
+        measured = _not_before(from_ns, line.until(until_ns))
     end_ns = until_ns + round(spec.cool_down_s * NS_PER_S)
     at_ns: dict[Phase, Instants] = {
         Phase.WARM_UP: warm_up,
         Phase.MEASURED: measured,
-        Phase.COOL_DOWN: line.until(end_ns),
+        Phase.COOL_DOWN: _not_before(until_ns, line.until(end_ns)),
     }
     return Starts(at_ns=at_ns, from_ns=from_ns, until_ns=until_ns, end_ns=end_ns)

@@ -23,6 +23,7 @@ from splittime.loadgen.spec import LoadSpec
 
 BLOCK_TOKENS = 512
 MAX_TOKENS = 100_000_000
+MAX_SPAN_S = 10 * 365.25 * 86_400
 S_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 Blocks = tuple[int, ...]
 
@@ -97,11 +98,15 @@ def _read(path: str, spec: LoadSpec, param: str, needs_times: bool) -> Trace:
     if needs_times and not has_times:
         hint = "Name it with --time-column, or say when with --rate or --concurrency."
         raise bad_file(path, "there is no column of times", param, hint)
-    return _trace(path, found, has_times)
+    return _trace(path, found, has_times, param)
 
 
-def _trace(path: str, found: list[_Row], has_times: bool) -> Trace:
+def _trace(path: str, found: list[_Row], has_times: bool, param: str) -> Trace:
     found = sorted(found, key=lambda row: row.at_s)
+    span_s = found[-1].at_s - found[0].at_s
+    if not span_s <= MAX_SPAN_S:
+        why = f"its times span {span_s:.3g} s; {MAX_SPAN_S:.3g} s (ten years) is the most"
+        raise bad_file(path, why, param, "Is --time-unit right?")
     at_s = np.array([row.at_s for row in found]) - found[0].at_s if has_times else None
     rows = Rows(np.array([row.input_tokens for row in found]), np.array([row.output_tokens for row in found]))
     blocks = tuple(row.blocks for row in found if row.blocks is not None)
@@ -113,7 +118,7 @@ def _mooncake_rows(path: str, text: str, param: str) -> Iterable[_Row]:
     for number, line in lines(text):
         try:
             row = decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             hint = "A line is {timestamp (ms), input_length, output_length, hash_ids}."
             raise bad_line(path, number, str(error), param, hint) from error
         lengths = (_length(row.input_length), _length(row.output_length))
@@ -124,15 +129,16 @@ def _mooncake_rows(path: str, text: str, param: str) -> Iterable[_Row]:
 
 def _csv_rows(path: str, text: str, spec: LoadSpec, param: str) -> tuple[list[_Row], bool]:
     reader = csv.DictReader(text.split("\n"))
-    columns = _columns(path, reader.fieldnames or [], spec, param)
+    try:
+        header = reader.fieldnames or []
+    except csv.Error as error:
+        raise bad_file(path, f"is no CSV: {error}", param) from error
+    columns = _columns(path, header, spec, param)
     read_time = _time_reader(columns)
-    found = []
-    for row in reader:
-        try:
-            found.append(_csv_row(row, columns, read_time))
-        except (TypeError, ValueError) as error:
-            raise bad_line(path, reader.line_num, str(error), param) from error
-    return found, columns.time is not None
+    try:
+        return [_csv_row(row, columns, read_time) for row in reader], columns.time is not None
+    except (TypeError, ValueError, OverflowError, csv.Error) as error:
+        raise bad_line(path, reader.line_num, str(error), param) from error
 
 
 def _csv_row(row: dict[str, str], columns: Columns, read_time: Callable[[str], float]) -> _Row:
@@ -140,6 +146,8 @@ def _csv_row(row: dict[str, str], columns: Columns, read_time: Callable[[str], f
     if lengths[0] is None or lengths[1] is None:
         raise ValueError(f"lengths are whole numbers from 0 to {MAX_TOKENS}")
     at_s = read_time(row[columns.time]) if columns.time is not None else 0.0
+    if _PREFIX in row and row[_PREFIX] is None:
+        raise ValueError(f"no {_PREFIX}")
     blocks = parse_blocks(row[_PREFIX]) if _PREFIX in row else None
     return _Row(at_s, lengths[0], lengths[1], blocks)
 
@@ -187,4 +195,6 @@ def parse_blocks(text: str) -> Blocks:
         if not 0 <= begin <= end or end - begin > MAX_TOKENS // BLOCK_TOKENS:
             raise ValueError(f"{part!r} is no range of blocks")
         ids.extend(range(begin, end + 1))
+        if len(ids) > MAX_TOKENS // BLOCK_TOKENS:
+            raise ValueError(f"more than {MAX_TOKENS // BLOCK_TOKENS:,} blocks")
     return tuple(ids)

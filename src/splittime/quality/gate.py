@@ -63,10 +63,10 @@ class Gate:
             raise ConfigError(f"{sizes}: their predictions cannot be compared", param="candidate")
         self.base, self.candidate, self.encoder, self.margins, self.tell = base, candidate, encoder, margins, tell
         self.limit = min(base.max_tokens, candidate.max_tokens)
-        self._found = _Found([], [], [], [], [])
 
     def run(self, tasks: Tasks) -> Report:
         begin_ns = time.monotonic_ns()
+        self._found = _Found([], [], [], [], [])
         texts = tokenized(tasks.documents, self.encoder)
         prefix = prefix_of(self.encoder)
         lengths = self._lengths(tasks, texts) if texts else []

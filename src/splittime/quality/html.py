@@ -20,6 +20,7 @@ from splittime.quality.margins import RULES, Check
 from splittime.quality.needle import Needle
 from splittime.quality.plot import Plot, Scale, around
 from splittime.quality.report import KL_FLOOR, Report, TextFigures
+from splittime.quality.texts import DECODE
 
 COLOURS = "server/dashboard/colours.css"
 MOST_DOCUMENTS = 400  # that a plot tells apart
@@ -94,14 +95,10 @@ def figure(value: float) -> str:
 def _plots(text: TextFigures, report: Report) -> dict[str, Any]:
     bound = " (lower bound)" if text.kl_is_bound else ""
     limits = {check.rule: check.limit for check in report.checks if check.where == text.where}
-    return {
-        "text": text,
-        "plots": [
-            by_position(text, bound, limits.get("kl")),
-            histogram(text, bound, limits.get("kl_p99")),
-            by_document(text),
-        ],
-    }
+    plots = [histogram(text, bound, limits.get("kl_p99")), by_document(text)]
+    if not text.where.endswith(DECODE):  # few tokens, at the ends of texts of many lengths
+        plots.insert(0, by_position(text, bound, limits.get("kl")))
+    return {"text": text, "plots": plots}
 
 
 def by_position(text: TextFigures, bound: str, limit: float | None) -> Plot:
@@ -164,7 +161,7 @@ def by_document(text: TextFigures) -> Plot:
         title="NLL by document, candidate less base, nats a token",
         described=f"from {figure(found[0])} to {figure(found[-1])} over {len(found)} documents",
     )
-    plot.axes(lambda value: "", figure, ())
+    plot.axes(figure, figure, ())
     plot.level(0.0, "zero")
     plot.dots(np.arange(1, len(shown) + 1), shown, "mean")
     plot.level(estimate.low, "p99")

@@ -43,11 +43,13 @@ class Scale(NamedTuple):
         return [n * step_size for n in range(first, math.floor(self.high / step_size + 1e-9) + 1)]
 
 
-def around(values: Sequence[float], with_zero: bool = True) -> Scale:
-    """With a tenth of room at each end that is not zero."""
-    low, high = min([*values, 0.0] if with_zero else values), max([*values, 0.0] if with_zero else values)
-    room = 0.1 * (high - low) or 1.0
-    return Scale(low - room if low < 0 or not with_zero else low, high + room if high > 0 or not with_zero else high)
+def around(values: Sequence[float]) -> Scale:
+    """Zero and all values, with a tenth of room where they reach."""
+    low, high = min([*values, 0.0]), max([*values, 0.0])
+    if low == high:
+        return Scale(-1e-3, 1e-3)
+    room = 0.1 * (high - low)
+    return Scale(low - room if low < 0 else low, high + room if high > 0 else high)
 
 
 class Plot:

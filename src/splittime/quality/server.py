@@ -1,8 +1,8 @@
 """A model server elsewhere as a model, through the log-probabilities of its OpenAI-compatible API.
 
 A text goes to `POST /v1/completions` as token ids with `echo`, `logprobs` and `max_tokens` 0 (1 where a server refuses
-0); vLLM's `prompt_logprobs`, which names tokens by their ids, is read where it comes, and so are names of the form
-`token_id:17`. Where alternatives come as text, those texts that one token of the vocabulary alone has are told apart;
+0). vLLM is asked for its `prompt_logprobs`, which name tokens by their ids; names of the form `token_id:17` are read as
+ids too. Where alternatives come as text, those texts that one token of the vocabulary alone has are told apart;
 others are left out, which only loosens the bound that `measures` makes of them.
 
 What such a server's kernels read is not known, and single steps cannot be asked for: `reads` is None.
@@ -55,6 +55,7 @@ class ServerModel:
         self._vocabulary, self._api_key = vocabulary, api_key
         self._ends = 0
         card = self._card()
+        self._is_vllm = card.get("owned_by") == "vllm"
         self.model = str(card["id"])
         known = card.get("max_model_len")
         self.max_tokens = min(each for each in (known, max_tokens, 1 << 20) if isinstance(each, int)) - 1
@@ -88,17 +89,21 @@ class ServerModel:
             return self._by_id(token_ids, choice["prompt_logprobs"])
         told = _field(choice, "logprobs")
         values, tops = _field(told, "token_logprobs"), told.get("top_logprobs") or []
-        if len(values) < len(token_ids):
-            said = f"{self.name} gave {len(values)} log-probabilities for a prompt of {len(token_ids)} tokens"
-            raise EngineError(said, value=len(values), limit=len(token_ids), hint="does it honour echo and logprobs?")
         count = len(token_ids)
+        self._check_length(min(count, len(values)), token_ids)  # more where it was asked for a token of output
         named = [{} if top is None else self._named(top) for top in (*tops, *[None] * count)][:count]
         return [math.nan if value is None else float(value) for value in values[:count]], named
+
+    def _check_length(self, told: int, token_ids: Sequence[int]) -> None:
+        if told != len(token_ids):
+            said = f"{self.name} gave {told} log-probabilities for a prompt of {len(token_ids)} tokens"
+            raise EngineError(said, value=told, limit=len(token_ids), hint="does it honour echo and logprobs?")
 
     def _by_id(
         self, token_ids: Sequence[int], told: Sequence[Mapping[str, Any] | None]
     ) -> tuple[list[float], list[dict[int, float]]]:
         """vLLM's form: for each token None, or `{id: {logprob, rank, decoded_token}}`."""
+        self._check_length(len(told), token_ids)
         tops = [{int(key): float(one["logprob"]) for key, one in (entry or {}).items()} for entry in told]
         values = [top.get(token, math.nan) for top, token in zip(tops, token_ids, strict=True)]
         if any(math.isnan(value) for value in values[1:]):
@@ -129,7 +134,8 @@ class ServerModel:
 
     def _echoed(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """With 0 tokens of output; servers that refuse 0 are asked for 1 from then on."""
-        body = {"prompt": list(token_ids), "echo": True, "logprobs": self.top, "temperature": 0}
+        wanted = {"prompt_logprobs": self.top} if self._is_vllm else {"echo": True, "logprobs": self.top}
+        body = {"prompt": list(token_ids), "temperature": 0, **wanted}
         try:
             return self._complete({**body, "max_tokens": self._ends})
         except RequestError:

@@ -56,20 +56,22 @@ def read_windows(
     decode: bool,
 ) -> list[Sample]:
     """The sample of these windows, and if `decode` is asked for and possible that of their last tokens."""
-    decode_tokens = DECODE_TOKENS if decode and base.has_decode and candidate.has_decode else 0
+    can_decode = decode and base.has_decode and candidate.has_decode
     chunked, decoded = [], []
     for number, window in enumerate(windows):
         tell(f"text, {where}", number, len(windows))
         ids, begin = window.token_ids, window.first - 1
+        decode_tokens = DECODE_TOKENS if can_decode and len(ids) - window.first >= 2 * DECODE_TOKENS else 0
         predicted = (model.predictions(ids, begin, decode_tokens) for model in (base, candidate))
         figures = compare(ids, *predicted)
         late = figures.positions >= len(ids) - decode_tokens
         chunked.append((window.document, figures.part(~late)))
-        decoded.append((window.document, figures.part(late)))
+        if decode_tokens:
+            decoded.append((window.document, figures.part(late)))
     tell(f"text, {where}", len(windows), len(windows))
     is_bound = base.reads is None or candidate.reads is None
     samples = [_sample(where, chunked, texts, is_bound)]
-    return samples + ([_sample(f"{where}, {DECODE}", decoded, texts, is_bound)] if decode_tokens else [])
+    return samples + ([_sample(f"{where}, {DECODE}", decoded, texts, is_bound)] if decoded else [])
 
 
 def _sample(where: str, parts: Sequence[tuple[int, Figures]], texts: Sequence[Tokens], is_bound: bool) -> Sample:

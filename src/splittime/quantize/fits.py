@@ -7,7 +7,7 @@ from splittime.models.config import ModelConfig
 from splittime.quantize import layer_map
 from splittime.quantize.settings import WHOLE_ROW, Settings
 
-USUAL_GROUPS = (128, 64, 32, 16, 8)
+USUAL_GROUPS = (128, 64, 32)
 
 
 def check(config: ModelConfig, settings: Settings) -> None:

@@ -13,6 +13,7 @@ PATTERNS = ("2:4", "unstructured")
 METRICS = ("magnitude", "wanda")
 GROUPED = ("w4a16", "awq", "gptq")
 DEFAULT_GROUP = 128
+GROUP_UNIT = 32  # what this server and others have kernels for
 DEFAULT_SMOOTH = 0.5
 WHOLE_ROW = -1  # as a group size, in the published configurations
 
@@ -89,8 +90,8 @@ def _group_size(settings: Settings, scheme: str) -> int:
     if scheme not in GROUPED:
         return WHOLE_ROW
     size = DEFAULT_GROUP if settings.group_size is None else settings.group_size
-    if size != WHOLE_ROW and (size < 8 or size % 8):
-        raise _bad("group_size", size, "a multiple of 8 (32, 64 and 128 are usual), or -1 for whole rows", 8)
+    if size != WHOLE_ROW and (size < GROUP_UNIT or size % GROUP_UNIT):
+        raise _bad("group_size", size, f"a multiple of {GROUP_UNIT}, or -1 for whole rows", GROUP_UNIT)
     return size
 
 

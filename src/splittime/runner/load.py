@@ -15,7 +15,7 @@ from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
 from splittime.models.quant.plan import WeightPlan, choose
 from splittime.models.weights.load import Loaded, OnLayer, load_decoder
-from splittime.models.weights.source import is_gguf, read_config
+from splittime.models.weights.source import PLAIN, is_gguf, open_source, read_config
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.cost import Cost, cost
@@ -108,12 +108,12 @@ def _refuse_to_round_again(config: RunnerConfig, model: ModelConfig, path: Path)
     """Integers that stand for a model's weights are served as they are: to round them again would only lose more."""
     if config.quantization is None:
         return
-    held = "a GGUF file" if is_gguf(path) else None
-    if model.quantization is not None:
-        held = f"already quantised ({model.quantization.method}, {model.quantization.bits} bits)"
-    if held is not None:
+    held = open_source(path, model).format
+    if held != PLAIN:
+        bits = "" if model.quantization is None else f", {model.quantization.bits} bits"
         raise ConfigError(
-            f"quantization is {config.quantization!r}, but the checkpoint is {held} and is served as it is",
+            f"quantization is {config.quantization!r}, but the checkpoint is already quantised ({held}{bits}) and is "
+            "served as it is",
             param="quantization",
             value=config.quantization,
             hint="leave --quantization out, or take the unquantised model",

@@ -1,6 +1,6 @@
 """Which weights turned out to be kept in which scheme, and the bytes of each: what is told to the user, and counted."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 
 from splittime.kernels.api import WeightScheme
@@ -25,7 +25,7 @@ class _Kept:
 
 class Found:
     def __init__(self) -> None:
-        self._bytes: dict[str, Counter[_Kept]] = defaultdict(Counter)
+        self._bytes: dict[str, Counter[_Kept]] = {kind: Counter() for kind in KINDS}
 
     @property
     def num_bytes(self) -> int:
@@ -37,7 +37,7 @@ class Found:
 
     def plan(self, asked: WeightPlan) -> WeightPlan:
         """The scheme that most bytes of each kind are in; as asked where there are none."""
-        most = {kind: kept.most_common(1)[0][0].scheme for kind, kept in self._bytes.items()}
+        most = {kind: kept.most_common(1)[0][0].scheme for kind, kept in self._bytes.items() if kept}
         return WeightPlan(*(most.get(kind, getattr(asked, kind)) for kind in KINDS))
 
     def describe(self, source_format: str) -> str:

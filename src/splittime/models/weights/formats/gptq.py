@@ -5,10 +5,10 @@
     scales  [groups, out]              float16
     g_idx   [in]                       int32    each input's group; with desc_act in any order
 
-"gptq", the older of two checkpoint formats, stores each zero point less one, "gptq_v2" as it is. A stored 15 (or 255)
-of the older means 16 (256), as vLLM and ExLlama read it; GPTQModel subtracts one of each field of a whole word at once, where 0
-borrows from the next field, and so the same addition, with its carries, gives back what it had: that is done where
-`meta.quantizer` names GPTQModel.
+"gptq", the older of two checkpoint formats, stores each zero point less one, "gptq_v2" as it is. What a stored 15 (or
+255) of the older means readers do not agree on: 16 (256), as the definition says and vLLM reads it, or 0. Here it is
+16. GPTQModel though subtracts one of each field of a whole word at once, where 0 borrows from the next field; the same
+addition, with its carries, gives back what it had, and is done where `meta.quantizer` names GPTQModel.
 
 Some exports give every layer a bias of zeros, which the architecture does not have (`Checkpoint.check_all_taken`).
 """

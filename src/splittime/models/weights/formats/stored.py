@@ -13,8 +13,8 @@ weight passes through 16 bits on the way: the integers that the kernels multiply
 
 Of groups the kernels keep scales and minima as float16 (`kernels.rounded`). The scales of AWQ and GPTQ are float16, and
 bfloat16 has fewer bits: exact, from 2^-17 up. A float32 scale (compressed-tensors may have them) is rounded by at most
-2^-11 of itself. Minima have more bits than float16: at 128 steps at most, they move by at most 2^-11 / 2 of that, 1/32 of
-a step. A scale for a whole row in 8 bits is float32 throughout.
+2^-11 of itself. Minima have more bits than float16: of at most 128 steps, they are off by at most 2^-12 of that, 1/32
+of a step. A scale for a whole row in 8 bits is float32 throughout.
 """
 
 from typing import NoReturn

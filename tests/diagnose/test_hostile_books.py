@@ -1,0 +1,130 @@
+"""Books that lie, are cut off, or were written to harm who reads them: each gets a sentence and its exit code."""
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import pytest
+from test_rules_client import with_client
+from test_rules_queue import poisson
+from typer.testing import CliRunner
+from ward import Ward
+
+from splittime.cli.doctor import CANNOT_TELL, FOUND
+from splittime.cli.main import app
+from splittime.diagnose.books import make_books
+from splittime.diagnose.doctor import diagnose
+from splittime.ledger.client_book import Check, Ending, save
+from splittime.ledger.store import Ledger
+
+HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b2J\r\u202e[bold]"
+USAGE = 2
+
+
+@pytest.fixture(scope="module")
+def ill():
+    return Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 60))
+
+
+def kept(books, path: Path) -> Path:
+    ledger = Ledger(path)
+    ledger.tell_facts = lambda: books.facts
+    for account in books.accounts:
+        ledger.add_account(account)
+    for step in books.steps:
+        ledger.add_step(step)
+    ledger.close()
+    return path
+
+
+def told(*words: object, code: int) -> str:
+    """What a command says; the same exit code with --json."""
+    for more in ((), ("--json",)):
+        result = CliRunner().invoke(app, [*map(str, words), *more])
+        assert result.exit_code == code, (words, more, result.stderr)
+        assert "Traceback" not in result.stderr
+        assert more or "\x1b" not in result.stdout + result.stderr
+        if not more:
+            said = " ".join((result.stdout + result.stderr).split())
+    return said
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5])
+def test_a_ledger_file_that_was_cut_off(ill, tmp_path, share):
+    whole = kept(ill, tmp_path / "l.sqlite").read_bytes()
+    (tmp_path / "t.sqlite").write_bytes(whole[: int(len(whole) * share)])
+    assert "ledger file" in told("doctor", tmp_path / "t.sqlite", code=USAGE)
+    assert "ledger file" in told("explain", "--slowest", 1, "--ledger", tmp_path / "t.sqlite", code=USAGE)
+
+
+def test_a_ledger_file_of_a_later_version(ill, tmp_path):
+    path = kept(ill, tmp_path / "l.sqlite")
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version=99")
+    assert "format 99" in told("doctor", path, code=USAGE)
+    assert "format 99" in told("explain", "--slowest", 1, "--ledger", path, code=USAGE)
+
+
+def test_empty_and_almost_empty_ones(ill, tmp_path):
+    none = kept(msgspec.structs.replace(ill, accounts=(), steps=()), tmp_path / "none.sqlite")
+    one = kept(msgspec.structs.replace(ill, accounts=ill.accounts[:1]), tmp_path / "one.sqlite")
+    assert "too little" in told("doctor", none, code=CANNOT_TELL)
+    assert "no request" in told("explain", "--slowest", 1, "--ledger", none, code=USAGE)
+    assert "only 1 requests" in told("doctor", one, code=CANNOT_TELL)
+    assert "Not compared" in told("explain", "--slowest", 1, "--ledger", one, code=0)
+
+
+def test_a_clock_that_jumps_is_noticed(ill):
+    def jumped(account):
+        ready = tuple(at_ns - 10**12 * (i % 2) for i, at_ns in enumerate(account.token_ready_ns))
+        return msgspec.structs.replace(account, token_ready_ns=ready)
+
+    half = [jumped(account) if i % 2 else account for i, account in enumerate(ill.accounts)]
+    books = make_books(ill.facts, half, ill.steps, "a test")
+    diagnosis = diagnose(books)
+    assert books.num_unsound == 30
+    assert diagnosis.num_requests == 30
+    assert "30 accounts or steps contradict" in next(a.why for a in diagnosis.abstentions if a.name == "clocks")
+    backwards = [msgspec.structs.replace(account, end_ns=account.start_ns - 1) for account in ill.accounts]
+    assert diagnose(make_books(ill.facts, backwards, ill.steps, "a test")).thin
+
+
+def test_ids_that_would_move_the_terminal(ill, tmp_path):
+    accounts = tuple(
+        msgspec.structs.replace(a, request_id=f"{HOSTILE}{i}", group_id=HOSTILE, model=HOSTILE)
+        for i, a in enumerate(ill.accounts)
+    )
+    path = kept(msgspec.structs.replace(ill, accounts=accounts), tmp_path / "l.sqlite")
+    assert "\N{REPLACEMENT CHARACTER}[31mred" in told("doctor", path, code=FOUND)
+    assert "[bold]" in told("explain", "--slowest", 1, "--ledger", path, code=0)
+    told("explain", HOSTILE, "--ledger", path, code=0)
+    told("doctor", f"/{HOSTILE}", code=USAGE)
+
+
+def test_runs_of_which_nothing_can_be_told(ill, tmp_path):
+    run, path = with_client(ill, has_accounts=False).run, tmp_path / "run.json"
+    unsent = {"sent_ns": None, "end_ns": None, "chunk_ns": (), "ending": Ending.UNSENT}
+    outcomes = tuple(msgspec.structs.replace(outcome, **unsent) for outcome in run.outcomes)
+    save(msgspec.structs.replace(run, outcomes=outcomes), path)
+    assert "only 0 requests" in told("doctor", path, code=CANNOT_TELL)
+    save(msgspec.structs.replace(run, outcomes=()), path)
+    told("doctor", path, code=CANNOT_TELL)
+    save(msgspec.structs.replace(run, arms=()), path)
+    assert "0 servers" in told("doctor", path, code=USAGE)
+    for text in ("{}", "", "[]", '{"format":9}', "\x00" * 100):
+        path.write_text(text)
+        told("doctor", path, code=USAGE)
+
+
+def test_requests_that_never_ended(ill, tmp_path):
+    run = with_client(ill, has_accounts=False).run
+    outcomes = tuple(msgspec.structs.replace(o, end_ns=None, ending=Ending.TIMED_OUT) for o in run.outcomes)
+    save(msgspec.structs.replace(run, outcomes=outcomes), tmp_path / "run.json")
+    assert "60 of 60 requests failed; most often: timed_out" in told("doctor", tmp_path / "run.json", code=FOUND)
+
+
+def test_a_void_run_of_another_server_tells_nothing(tmp_path):
+    run = with_client(Ward().run(*poisson(8, 60)), has_accounts=False).run
+    check = Check(name="loop_lag", ok=False, value=40.0, limit=2.0, unit="ms", sentence=f"late {HOSTILE}")
+    save(msgspec.structs.replace(run, checks=(check,)), tmp_path / "run.json")
+    assert "VOID" in told("doctor", tmp_path / "run.json", code=CANNOT_TELL)

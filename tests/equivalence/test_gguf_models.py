@@ -1,0 +1,156 @@
+"""A model in a GGUF file computes what the same weights in safetensors do, for every architecture and tensor type."""
+
+import json
+
+import pytest
+import torch
+from driving import Driver, Sequence
+from random_models import BASE, VARIANTS, make
+
+pytest.importorskip("gguf")
+
+from gguf_files import write
+
+from splittime.core.errors import ConfigError
+from splittime.kernels.native.library import LibraryMissing, library
+from splittime.models.config import load_config
+from splittime.models.gguf.config import load_gguf_config
+from splittime.runner.config import RunnerConfig
+from splittime.runner.torch_runner import TorchRunner
+
+SAYABLE = (
+    *("llama", "llama-mha-tied", "llama-mqa-biases", "llama-head-dim", "llama-rope-llama3", "llama-rope-linear"),
+    *("mistral-window", "qwen2", "qwen3", "mixtral", "mixtral-window", "qwen3-moe"),
+)
+"""GGUF has no keys for windows on some layers only, and no names for plain layers among those with experts."""
+PROMPT = [5, 17, 3, 80, 41, 2, 96, 0, 33, 33, 7, 12, 64, 90, 1, 28, 55, 9, 13, 71]
+KINDS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
+DTYPE = {"kernels": "torch", "dtype": "float32"}
+
+
+def logits(path, **settings):
+    """After each token of the prompt, [tokens, vocab]; and the runner."""
+    runner = TorchRunner.load(RunnerConfig(model_path=str(path), max_num_seqs=2, packed_cache="off", **settings))
+    decoder, seen = runner.decoder, []
+
+    class Listener:
+        ops = decoder.ops
+
+        def forward(self, *arguments):
+            hidden = decoder.forward(*arguments)
+            seen.append(decoder.logits(hidden))
+            return hidden
+
+        def logits(self, hidden):
+            return decoder.logits(hidden)
+
+    runner.decoder = Listener()
+    Driver(runner).prefill(Sequence("a", PROMPT), chunks=[7, 4])
+    return torch.cat(seen), runner
+
+
+@pytest.mark.parametrize("variant", SAYABLE)
+def test_floats_give_the_same_logits(variant, tmp_path):
+    make(variant, tmp_path)
+    path = tmp_path / "model.gguf"
+    write(tmp_path, path)
+    mine, runner = logits(path, **DTYPE)
+    want, other = logits(tmp_path, **DTYPE)
+    assert (mine - want).abs().max() < 2e-5 * want.abs().max()
+    assert runner.resolved.num_parameters == other.resolved.num_parameters
+
+
+@pytest.mark.parametrize("variant", SAYABLE)
+def test_metadata_become_the_same_config(variant, tmp_path):
+    make(variant, tmp_path)
+    write(tmp_path, tmp_path / "model.gguf", **{"tokenizer.ggml.eos_token_id": 2})
+    mine, want = load_gguf_config(tmp_path / "model.gguf"), load_config(tmp_path)
+    assert mine.eos_token_ids == (2,)
+    assert mine.checkpoint_dtype == "float32"
+    own = {"rope", "eos_token_ids", "rms_norm_eps", "architecture"}  # compared by what they compute
+    if mine.moe is not None and VARIANTS[variant][0] == "Mixtral":
+        own.add("intermediate_size")
+    same = [name for name in mine.__struct_fields__ if name not in own]
+    assert {name: getattr(mine, name) for name in same} == {name: getattr(want, name) for name in same}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """(folder, GGUF file, type) of one model whose matrices are blocks of this type in the file, floats in the folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    VARIANTS["gguf-wide"] = ("Llama", {**WIDE, "tie_word_embeddings": True})
+    try:
+        make("gguf-wide", folder)
+    finally:
+        del VARIANTS["gguf-wide"]
+    write(folder, folder / "model.gguf", request.param)
+    return folder, folder / "model.gguf", request.param
+
+
+@pytest.mark.parametrize("kernels", ["torch", "reference"])
+def test_integers_give_the_logits_of_what_they_stand_for(pair, kernels):
+    """Scales of groups are kept as float16, as Q4_0 and Q8_0 have them; those of the others are products."""
+    folder, path, kind = pair
+    error = 5e-5 if kind in ("Q4_0", "Q8_0") else 2e-3
+    want, _ = logits(folder, **DTYPE)
+    mine, runner = logits(path, kernels=kernels, dtype="float32")
+    assert (mine - want).abs().max() < error * want.abs().max()
+    assert "gguf" in runner.resolved.weights
+    matrices = sum(parameter.numel() for parameter in _matrices(folder))
+    assert runner.resolved.weights_bytes < 2 * matrices  # of the 4 bytes that floats take
+
+
+def test_native_kernels_stay_close(pair):
+    """They round activations to 8 bits: a bound on the divergence, some times what is seen."""
+    try:
+        library()
+    except LibraryMissing as missing:
+        pytest.skip(str(missing))
+    folder, path, _ = pair
+    want = logits(folder, **DTYPE)[0].log_softmax(-1)
+    mine = logits(path, kernels="native", dtype="float32")[0].log_softmax(-1)
+    divergence = (want.exp() * (want - mine)).sum(-1).mean()
+    assert divergence < 0.02, divergence
+
+
+def _matrices(folder):
+    from safetensors.torch import load_file
+
+    return [tensor for tensor in load_file(folder / "model.safetensors").values() if tensor.ndim == 2]
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe"])
+def test_stacks_of_experts_of_integers(variant, tmp_path):
+    name, differences = VARIANTS[variant]
+    own = {"moe_intermediate_size": 64, "head_dim": 32} if variant == "qwen3-moe" else {}
+    VARIANTS["gguf-experts"] = (name, {**differences, **WIDE, **own})
+    try:
+        make("gguf-experts", tmp_path)
+    finally:
+        del VARIANTS["gguf-experts"]
+    write(tmp_path, tmp_path / "model.gguf", "Q8_0")
+    mine, want = (logits(path, **DTYPE)[0] for path in (tmp_path / "model.gguf", tmp_path))
+    assert (mine - want).abs().max() < 2e-4 * want.abs().max()
+
+
+def test_half_precision_files_are_read_as_they_are(tmp_path):
+    make("llama", tmp_path)
+    write(tmp_path, tmp_path / "model.gguf", "F16")
+    assert load_gguf_config(tmp_path / "model.gguf").checkpoint_dtype == "float16"
+    mine, want = (logits(path, **DTYPE)[0] for path in (tmp_path / "model.gguf", tmp_path))
+    assert 0 < (mine - want).abs().max() < 0.02 * want.abs().max()
+
+
+def test_a_stack_with_an_expert_too_many_is_refused(tmp_path):
+    make("mixtral", tmp_path)
+    config = tmp_path / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"num_local_experts": values["num_local_experts"] - 1}))
+    write(tmp_path, tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match=r"unknown to this architecture|has shape"):
+        logits(tmp_path / "model.gguf", **DTYPE)
+
+
+def test_base_is_as_the_variants_expect():
+    assert BASE["vocab_size"] > max(PROMPT)

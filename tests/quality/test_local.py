@@ -1,0 +1,190 @@
+"""A model of this process: its figures are the runner's own, in whatever way a text is cut; what it reads is counted.
+
+And the real thing on the packaged model: honest rounding passes; one broken scale, a cache whose scales are not read,
+and a claim that is not borne out each fail.
+"""
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tables import silent
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
+import tiny_checkpoint
+
+from splittime.cli.quality import _located, _margins
+from splittime.cli.quality_local import LocalModel
+from splittime.core.plan import Admitted, Row, StepPlan
+from splittime.core.sampling import SamplingParams
+from splittime.engine.tokenizer import Tokenizer
+from splittime.quality.documents import python_documents
+from splittime.quality.gate import Gate, Tasks
+from splittime.quality.reads import unread
+from splittime.runner.config import RunnerConfig
+from splittime.runner.torch_runner import TorchRunner
+
+IDS = [(7 * place * place + 3 * place) % 61 for place in range(120)]
+PACKAGED = _located("code")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_checkpoint.write(folder)
+    return folder
+
+
+def tiny(folder, **changes):
+    config = RunnerConfig(model_path=str(folder), max_num_seqs=2, num_threads=1, packed_cache="off", **changes)
+    return LocalModel("tiny", TorchRunner.load(config), None)
+
+
+def following(model, begin=0, decode_tokens=0):
+    """The log-probability of each token of `IDS` from begin + 1 on."""
+    found = {}
+    for piece in model.predictions(IDS, begin, decode_tokens):
+        for line, row in enumerate(piece.logprobs):
+            found[piece.begin + line + 1] = row[IDS[piece.begin + line + 1]]
+    return [found[place] for place in sorted(found)]
+
+
+def by_the_runner(runner):
+    """What a request with `prompt_logprobs` is told."""
+    sampling = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=0)
+    plan = StepPlan(0, (Row("r", 0, tuple(IDS), tuple(range(8)), True),), (Admitted("r", tuple(IDS), 0, sampling, ()),))
+    scores = runner.run(plan).rows[0].prompt_logprobs
+    runner.run(StepPlan(0, (), released=("r",)))
+    return [score.logprob for score in scores]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("changes", [{}, {"quantization": "int8", "kv_cache_dtype": "int8"}])
+def test_predictions_are_what_the_runner_tells_of_prompts(tiny_folder, kernels, changes):
+    model = tiny(tiny_folder, kernels=kernels, **changes)
+    want = by_the_runner(model.runner)
+    assert following(model) == pytest.approx(want, abs=1e-4)
+    assert following(model, begin=50) == pytest.approx(want[50:], abs=1e-4)
+    assert following(model, begin=50, decode_tokens=9) == pytest.approx(want[50:], abs=2e-3)
+    assert len(model.runner.slots) == 0
+
+
+def test_endings_share_their_prompt(tiny_folder):
+    model = tiny(tiny_folder)
+    prompt, endings = IDS[:70], [IDS[70:75], IDS[90:91], IDS[80:92], IDS[70:75]]
+    found = model.continuations(prompt, endings)
+    for ending, value in zip(endings, found, strict=True):
+        whole = [*prompt, *ending]
+        alone = 0.0
+        for piece in model.predictions(whole, len(prompt) - 1, 0):
+            places = piece.begin + 1 + np.arange(len(piece.logprobs))
+            alone += sum(row[whole[place]] for row, place in zip(piece.logprobs, places, strict=True))
+        assert value == pytest.approx(alone, abs=1e-3)
+    assert found[0] == found[3]
+
+
+def test_what_it_reads_is_counted_apart_and_as_claimed(tiny_folder):
+    plain, rounded = tiny(tiny_folder), tiny(tiny_folder, quantization="int8", kv_cache_dtype="int8")
+    assert (plain.reads.claims, rounded.reads.claims) == ((), ("weights.int8", "kv.int8"))
+    for model in (plain, rounded, plain):
+        list(model.predictions(IDS, 0, 8))
+    assert plain.reads.read.get("weights.int8", 0) == plain.reads.read.get("kv.int8", 0) == 0
+    assert unread("it", plain.reads) == unread("it", rounded.reads) == []
+    assert rounded.reads.read["kv.int8"] >= rounded.reads.kv_least > 0
+    assert rounded.reads.read["weights.int8"] >= rounded.reads.weights_least > 0
+
+
+def test_texts_of_one_chunk_read_nothing_back(tiny_folder):
+    model = tiny(tiny_folder, kv_cache_dtype="int8")
+    list(model.predictions(IDS[:40], 0, 0))
+    assert any("no text was long enough" in reason for reason in unread("it", model.reads))
+
+
+# ---- the packaged model
+
+
+TASKS = Tasks(documents=python_documents(60)[:24], lengths=(128,), text_tokens=2000)
+
+
+def packaged(folder=PACKAGED, **changes):
+    config = RunnerConfig(
+        model_path=str(folder), max_num_seqs=2, num_threads=1, packed_cache="off", max_model_len=512, **changes
+    )
+    return LocalModel("code", TorchRunner.load(config), Tokenizer.load(PACKAGED))
+
+
+@pytest.fixture(scope="module")
+def base():
+    return packaged()
+
+
+def judged(base, candidate):
+    return Gate(base, candidate, base.tokenizer, _margins(candidate, {}), silent).run(TASKS)
+
+
+def test_the_base_against_itself_passes(base):
+    report = judged(base, packaged())
+    assert report.verdict == "PASS", report.reasons
+    assert all(check.estimate.high == 0 for check in report.checks if check.rule.startswith("kl"))
+
+
+def test_honest_rounding_passes(base):
+    report = judged(base, packaged(quantization="int8", kv_cache_dtype="int8"))
+    assert report.verdict == "PASS", report.reasons
+    assert report.candidate.read["kv.int8"] > 0
+
+
+def test_a_broken_scale_of_one_row_fails(base, tmp_path):
+    """Its integers are the right ones, their scale is eight times too large."""
+    shutil.copytree(PACKAGED, tmp_path / "broken")
+    path = tmp_path / "broken" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.self_attn.o_proj.weight"][108] *= 8
+    path.unlink()
+    save_file(tensors, path)
+    report = judged(base, packaged(tmp_path / "broken", quantization="int8"))
+    assert report.verdict == "FAIL"
+    assert any("KL, mean is beyond its margin" in reason for reason in report.reasons)
+
+
+def test_a_cache_whose_scales_are_not_read_fails(base):
+    """Each step finds one scale for all that is in the cache, as if nobody had kept them."""
+    candidate = packaged(kv_cache_dtype="int8")
+    run = candidate.runner.run
+
+    @torch.inference_mode()
+    def unscaled(plan):
+        for layer in candidate.runner.store.layers:
+            layer.scales[layer.scales != 0] = 1 / 127
+        return run(plan)
+
+    candidate.runner.run = unscaled
+    report = judged(base, candidate)
+    assert report.verdict == "FAIL"
+    assert any("beyond its margin" in reason for reason in report.reasons)
+
+
+def test_a_claim_that_nothing_bears_out_fails(base):
+    candidate = packaged()
+    candidate.reads = replace(candidate.reads, claims=("weights.int8",))
+    report = judged(base, candidate)
+    assert report.verdict == "FAIL"
+    assert report.reasons == ["code claims weights.int8, and its kernels read no byte of it"]
+
+
+def test_greedy_answers_come_from_the_same_runner(base):
+    told = []
+    texts = base.generate(["import ", "def f(", "class A"], 8, ("\n\n",), told.append)
+    assert told == [1, 2, 3]
+    assert texts == base.generate(["import ", "def f(", "class A"], 8, ("\n\n",), told.append)
+    assert all(texts)
