@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
 from benchmarks.cpu_seconds import cpu_seconds_of_children
 from benchmarks.scenarios import beside_guidellm
 from benchmarks.scenarios.beside_guidellm_told import FIGURES, Timed, Told, differences, figures_of, medians
 from splittime.engine.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_without_guidellm_it_is_skipped_in_words(tmp_path):
@@ -79,9 +79,18 @@ def test_cpu_seconds_by_request_are_shown():
     assert "guidellm 200.00 (200.00..200.00), its server 100.00" in beside_guidellm.cpu_sentence(found)
 
 
+BURN = """
+import os, sys
+os.fork()
+while sum(os.times()[:2]) < 0.3:
+    pass
+os.write(1, b"\\n")
+sys.stdin.read()
+"""
+
+
 def test_cpu_seconds_are_of_living_children_and_theirs():
-    burn = "import os,sys; os.fork(); t=os.times; exec('while sum(t()[:2]) < 0.3: pass'); print(); sys.stdout.flush(); sys.stdin.read()"
-    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert child.stdout.readline() == child.stdout.readline() == b"\n"
         assert cpu_seconds_of_children(os.getpid()) >= 0.5

@@ -15,6 +15,7 @@ from splittime.cli.main import app
 from splittime.diagnose.books import make_books
 from splittime.diagnose.doctor import diagnose
 from splittime.ledger.client_book import Check, Ending, save
+from splittime.ledger.export import account_json
 from splittime.ledger.store import Ledger
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b2J\r\u202e[bold]"
@@ -99,6 +100,31 @@ def test_ids_that_would_move_the_terminal(ill, tmp_path):
     assert "[bold]" in told("explain", "--slowest", 1, "--ledger", path, code=0)
     told("explain", HOSTILE, "--ledger", path, code=0)
     told("doctor", f"/{HOSTILE}", code=USAGE)
+
+
+def test_a_server_that_is_restarted_between_two_reads(ill, monkeypatch):
+    from splittime.cli import doctor
+
+    facts = msgspec.to_builtins(ill.facts)
+    later = {**facts, "processes": [{**facts["processes"][0], "started_ns": 7}]}
+    answers = {
+        "requests": {"accounts": [account_json(account) for account in ill.accounts]},
+        "steps": {"steps": [msgspec.to_builtins(step) for step in ill.steps]},
+    }
+
+    def ask(told_facts):
+        remaining = list(told_facts)
+
+        def get(url, api_key):
+            name = url.split("/ledger/")[1].split("?")[0]
+            return remaining.pop(0) if name == "facts" else answers[name]
+
+        return get
+
+    for told_facts, code in (([facts, facts] * 2, FOUND), ([facts, later] * 2, CANNOT_TELL)):
+        monkeypatch.setattr(doctor, "get_json", ask(told_facts))
+        said = told("doctor", "http://127.0.0.1:1", code=code)
+    assert "was restarted while it was read" in said
 
 
 def test_runs_of_which_nothing_can_be_told(ill, tmp_path):

@@ -24,7 +24,7 @@ SAYABLE = (
 )
 """GGUF has no keys for windows on some layers only, and no names for plain layers among those with experts."""
 PROMPT = [5, 17, 3, 80, 41, 2, 96, 0, 33, 33, 7, 12, 64, 90, 1, 28, 55, 9, 13, 71]
-KINDS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
 DTYPE = {"kernels": "torch", "dtype": "float32"}
 
@@ -90,9 +90,9 @@ def pair(request, tmp_path_factory):
 
 @pytest.mark.parametrize("kernels", ["torch", "reference"])
 def test_integers_give_the_logits_of_what_they_stand_for(pair, kernels):
-    """Scales of groups are kept as float16, as Q4_0 and Q8_0 have them; those of the others are products."""
+    """Scales of groups are kept as float16 in torch, as Q4_0 and Q8_0 have them; those of the others are products."""
     folder, path, kind = pair
-    error = 5e-5 if kind in ("Q4_0", "Q8_0") else 2e-3
+    error = 5e-5 if kind in ("Q4_0", "Q5_0", "Q8_0") or kernels == "reference" else 0.01
     want, _ = logits(folder, **DTYPE)
     mine, runner = logits(path, kernels=kernels, dtype="float32")
     assert (mine - want).abs().max() < error * want.abs().max()
@@ -111,7 +111,7 @@ def test_native_kernels_stay_close(pair):
     want = logits(folder, **DTYPE)[0].log_softmax(-1)
     mine = logits(path, kernels="native", dtype="float32")[0].log_softmax(-1)
     divergence = (want.exp() * (want - mine)).sum(-1).mean()
-    assert divergence < 0.02, divergence
+    assert divergence < 0.003, divergence
 
 
 def _matrices(folder):

@@ -54,7 +54,7 @@ def _chats_and_long(rate: float, output: int, long_tokens: int, every_s: float, 
         rng, size = random.Random(seed), Size.of(seed)
         rate_now, duration_s, prompt, _ = size.load(rate, chat_tokens, output, DURATION_S)
         asks: list[Ask] = chats(rng, rate_now, duration_s, prompt, output)
-        pause_s, tokens = every_s / size.load_factor, long_tokens - rng.randrange(100) * (seed != TUNED_SEED)
+        pause_s, tokens = every_s, long_tokens - rng.randrange(100) * (seed != TUNED_SEED)
         asks += [(0.5 + pause_s * i, ids(rng, tokens), 2) for i in range(int((duration_s - 0.5) / pause_s))]
         return schedule(asks, seed)
 
@@ -103,9 +103,9 @@ def _from_the_start(seed: int) -> Schedule:
 def _long_context(seed: int) -> Schedule:
     """One long prompt, and when it is in the prefix cache, many that begin with it."""
     rng, size = random.Random(seed), Size.of(seed)
-    common = ids(rng, round(2000 * size.length))
-    later = [7.0 + at_s for at_s in instants(rng, 2.4 * size.load_factor, 11.0 * size.duration)]
-    return schedule([(at_s, common + ids(rng, 8), 20) for at_s in [0.0, *later]], seed)
+    common = ids(rng, round(1000 * size.length))
+    later = [5.0 + at_s for at_s in instants(rng, 2.4 * size.load_factor, 11.0 * size.duration)]
+    return schedule([(at_s, common + ids(rng, 8), 100) for at_s in [0.0, *later]], seed)
 
 
 SMALL_CACHE = ("--max-model-len", "512", "--kv-cache-memory-bytes", str(40 * BLOCK_BYTES))
@@ -173,7 +173,7 @@ ILLNESSES: tuple[Ward, ...] = (
         name="long contexts",
         expected="kv_bandwidth_bound",
         model="kv",
-        settings=("--max-model-len", "2304", "--kv-cache-memory-bytes", str(600 << 20)),
+        settings=("--max-model-len", "1536", "--kv-cache-memory-bytes", str(600 << 20)),
         load=_long_context,
     ),
     Ward(name="clients that read slowly", expected="slow_client", spoiler=SlowReader, load=_wide_answers),

@@ -37,13 +37,12 @@ def search(given: SearchOptions, load: dict[str, Any]) -> None:
     from splittime.loadgen.search import Found, check_search, highest_rate
 
     made = setup(given, load, "rate", given.slo, stop_on_saturation=True)
-    terms = {"low": given.low, "high": given.high, "resolution": given.resolution}
-    check_search(**terms, confirmations=given.confirmations, max_runs=given.max_runs)
+    bounds = given.low, given.high, given.resolution, given.confirmations, given.max_runs
+    check_search(*bounds)
 
     async def work() -> tuple[Found, bool]:
         runs = await Runs.on(made, [given.low])
-        votes = {"confirmations": given.confirmations, "max_runs": given.max_runs}
-        return await highest_rate(runs.measure, runs.keeps, **terms, **votes, on_trial=runs.tell), runs.is_interrupted
+        return await highest_rate(runs.measure, runs.keeps, *bounds, on_trial=runs.tell), runs.is_interrupted
 
     found, was_interrupted = run_loop(work())
     print_trials(made, found.trials, found, found.sentence, given.json)

@@ -95,15 +95,29 @@ def _read(source: str, limit: int, api_key: str | None) -> "Books":
 
 
 def _ask(base: str, limit: int, api_key: str | None) -> "Books":
-    """The server's facts (an older one has none), its latest requests, and the steps in their time."""
+    """The server's facts (an older one has none), its latest requests, and the steps in their time. Raises
+    `EngineError` if it was restarted meanwhile: its answers would be of two servers."""
     from splittime.cli.live_books import books_from_answers
 
-    try:
-        facts = get_json(f"{base}/ledger/facts", api_key)
-    except NotFound:
-        facts = None
+    facts = _facts(base, api_key)
     accounts = get_json(f"{base}/ledger/requests?limit={limit}", api_key)
-    return books_from_answers(facts, accounts, get_json(f"{base}/ledger/steps?limit={MAX_LIMIT}", api_key), base)
+    steps = get_json(f"{base}/ledger/steps?limit={MAX_LIMIT}", api_key)
+    if _starts(facts) != _starts(_facts(base, api_key)):
+        raise EngineError(f"{base} was restarted while it was read", hint="Ask once more, when it has served a while.")
+    return books_from_answers(facts, accounts, steps, base)
+
+
+def _facts(base: str, api_key: str | None) -> Any:
+    try:
+        return get_json(f"{base}/ledger/facts", api_key)
+    except NotFound:
+        return None
+
+
+def _starts(facts: Any) -> list[Any]:
+    """When its processes began."""
+    processes = facts.get("processes") if isinstance(facts, dict) else None
+    return [process.get("started_ns") for process in processes or () if isinstance(process, dict)]
 
 
 def told(diagnosis: "Diagnosis") -> Text:

@@ -134,7 +134,6 @@ class LocalModel:
         with torch.inference_mode():
             logits = self.runner.decoder.logits(hidden.contiguous()).numpy()
         self._count(before)
-        self.reads.weights_least += self.runner.cost.head_bytes
         return logits
 
     def _ending(self, at: int, last: Tensor, ending: Sequence[int]) -> float:

@@ -73,7 +73,7 @@ async def _close(
     work = servers.close_arm(session, arm, target, outcomes)
     try:
         if stop is not None and stop.is_set():
-            closed = await asyncio.wait_for(work, PATIENCE_S)
+            closed: Arm | None = await asyncio.wait_for(work, PATIENCE_S)
         else:
             closed = await unless(stop, work)
         why = "the run was interrupted"

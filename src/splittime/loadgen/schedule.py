@@ -23,6 +23,8 @@ from splittime.ledger.client_book import Phase
 from splittime.ledger.whole_file import write_whole
 
 FORMAT = 1
+MAX_NS = 2**59  # eighteen years
+MAX_OUTPUT_TOKENS = 2**31
 
 Message = dict[str, Any]
 
@@ -99,6 +101,7 @@ def load_schedule(path: Path) -> Schedule:
     try:
         head, *rest = path.read_bytes().splitlines()
         schedule = msgspec.json.decode(head, type=Schedule)
+        check_head(schedule)
         requests = tuple(_requests(rest))
     except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise ConfigError(f"{path} is not a schedule: {error}", param="schedule", value=str(path)) from error
@@ -110,4 +113,30 @@ def _requests(lines: list[bytes]) -> Iterator[Planned]:
         planned = msgspec.json.decode(line, type=Planned)
         if planned.index != place:
             raise ValueError(f"request {place} says it is number {planned.index}")
+        check_planned(planned)
         yield planned
+
+
+def check_head(schedule: Schedule) -> None:
+    """Raises `ValueError` for what no run can be made of."""
+    if schedule.format != FORMAT:
+        raise ValueError(f"its format is {schedule.format}, this splittime reads {FORMAT}")
+    if schedule.requests:
+        raise ValueError("its requests stand in its first line, not in a line each")
+    if schedule.concurrency is not None and schedule.concurrency < 1:
+        raise ValueError(f"concurrency is {schedule.concurrency}; it must be at least 1")
+    for name in ("duration_ns", "measured_from_ns", "measured_until_ns"):
+        _check_range(name, getattr(schedule, name), 0, MAX_NS)
+    if (schedule.measured_until_ns or MAX_NS) <= (schedule.measured_from_ns or 0):
+        raise ValueError("its measured window ends before it begins")
+
+
+def check_planned(planned: Planned) -> None:
+    _check_range("output_tokens", planned.output_tokens, 1, MAX_OUTPUT_TOKENS)
+    for name in ("at_ns", "think_ns", "expected_ns", "cancel_after_ns", "read_delay_ns"):
+        _check_range(f"request {planned.index}: {name}", getattr(planned, name), 0, MAX_NS)
+
+
+def _check_range(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it may be {low} to {high:,}")

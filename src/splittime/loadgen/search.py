@@ -116,8 +116,8 @@ async def sweep(
         while is_void:
             try:
                 trials.append(await _try(measure, keeps or (lambda _: True), level, on_trial))
-            except Stopped as why:
-                return Swept(tuple(trials), str(why))
+            except Stopped as end:
+                return Swept(tuple(trials), str(end))
             is_void = trials[-1].verdict is Verdict.VOID
             if _ends_void(trials):
                 return Swept(tuple(trials), _void_sentence(trials[-1]))
@@ -143,8 +143,8 @@ async def highest_rate(
             return Found(*votes.ends(), tuple(votes.trials))
         try:
             votes.trials.append(await _try(measure, keeps, rate, on_trial))
-        except Stopped as why:
-            return Found(*votes.ends(), tuple(votes.trials), str(why))
+        except Stopped as end:
+            return Found(*votes.ends(), tuple(votes.trials), str(end))
         if _ends_void(votes.trials):
             return Found(*votes.ends(), tuple(votes.trials), _void_sentence(votes.trials[-1]))
     why = f"{max_runs} runs did not agree; make them longer, or the resolution coarser"

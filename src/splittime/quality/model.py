@@ -46,8 +46,8 @@ class Reads:
     """What a model claims to keep in fewer bits, and what its kernels read while it was measured.
 
     claims: names of `Ops.bytes_read`, such as "weights.int4" and "kv.int8". read: bytes by those names.
-    weights_least, kv_least: bytes of packed weights, and of cache written by earlier steps, that cannot but have been
-        read if they were used as claimed.
+    weights_least, kv_least: bytes of the layers' packed weights (a head may be kept as it was), and of cache written by
+        earlier steps, that cannot but have been read if they were used as claimed.
     """
 
     claims: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ cache, a loader that falls back to the unpacked weights reads none of the packed
 
 from splittime.quality.model import Reads
 
-LEAST_SHARE = 0.5  # of what cannot but have been read; kernels may count without scales or padding
+LEAST_SHARE = 0.9  # of what cannot but have been read; kernels may count without padding
 
 
 def unread(name: str, reads: Reads | None) -> list[str]:

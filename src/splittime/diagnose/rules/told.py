@@ -135,7 +135,7 @@ def _preempted(found: Told, share: Share, books: Books) -> Finding:
         claim=f"{found.kind} threw requests out of its KV cache {found.preemptions:.0f} times; for {share.value:.0%} "
         "of the time that requests spent in it the cache was full.",
         evidence=(
-            Fact("preemptions", found.preemptions, f"over {len(sent(books))} requests"),
+            Fact("preemptions", found.preemptions or 0, f"over {len(sent(books))} requests"),
             Fact("KV cache in use, median and most", f"{median(used) or 0:.0%} and {max(used):.0%}"),
         ),
         request_ids=_stalled(sent(books)),

@@ -30,7 +30,7 @@ SLOWEST = 12
 
 def slowest(run: Run, arm: int, joined: JoinedBooks) -> Bars | None:
     """None if no request was complete."""
-    whole = [outcome for outcome in complete(run.measured(arm)) if response_ns(outcome) is not None]
+    whole = [o for o in complete(run.measured(arm)) if o.sent_ns is not None and (response_ns(o) or 0) > 0]
     worst = sorted(whole, key=lambda o: -(response_ns(o) or 0))[:SLOWEST]
     if not worst:
         return None

@@ -1,6 +1,9 @@
 """GGUF's blocks as integers with scales, and as floats. Each row is a run of blocks; n bytes a block:
 
     Q4_0   32 values: d f16 | 16 B, value j in the low half of byte j, value 16 + j in the high one    w = d (q - 8)
+    Q4_1   32 values: d f16, m f16 | 16 B as in Q4_0                                                  w = d q + m
+    Q5_0   32 values: d f16 | 4 B, bit i of them the fifth bit of value i | 16 B as in Q4_0           w = d (q - 16)
+    Q5_1   32 values: d f16, m f16 | 4 B | 16 B, as in Q5_0                                           w = d q + m
     Q8_0   32 values: d f16 | 32 signed B                                                             w = d q
     Q4_K  256 values: d f16, m f16 | 12 B | 128 B, 64 values in 32 B as in Q4_0           w = d s_g q - m t_g, g of 32
     Q5_K  256 values: d f16, m f16 | 12 B | 32 B, bit i of byte j the fifth bit of value 32 i + j | 128 B as in Q4_K
@@ -10,7 +13,8 @@ The 12 bytes hold 8 scales s_g and 8 minima t_g of 6 bits: the first four of eac
 4-7; of the others the low four bits in the halves of bytes 8-11, the upper two in the top bits of bytes 0-3 and 4-7.
 (The layouts as llama.cpp defines them in ggml-common.h; the tests compare each with the `gguf` package.)
 
-No value is rounded here: d s_g has 11 + 6 bits or fewer, which a float32 holds.
+No value is rounded here: d s_g has 11 + 6 bits or fewer, which a float32 holds. What a backend then keeps in float16 is
+its own business: the scales of Q4_K, Q5_K and Q6_K, and minima, lose up to 2^-11 of their size there.
 """
 
 from collections.abc import Callable
@@ -24,6 +28,9 @@ from splittime.models.gguf.types import SERVED
 
 SCHEMES = {
     "Q4_0": WeightScheme("int4", 32),
+    "Q4_1": WeightScheme("int4", 32, has_minima=True),
+    "Q5_0": WeightScheme("int8", 32),
+    "Q5_1": WeightScheme("int8", 32, has_minima=True),
     "Q8_0": WeightScheme("int8", 32),
     "Q4_K": WeightScheme("int4", 32, has_minima=True),
     "Q5_K": WeightScheme("int8", 32, has_minima=True),
@@ -33,6 +40,7 @@ SCHEMES = {
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INT4_ZERO = 8
+MIDDLES = {"Q4_1": INT4_ZERO, "Q4_K": INT4_ZERO, "Q5_1": 16, "Q5_K": 16}
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,16 @@ def num_values(row_bytes: int, kind: str) -> int:
 
 
 def rounded(rows: Tensor, kind: str) -> RoundedRows:
-    """The same in the form of `SCHEMES[kind]`, whose 4-bit integers count from 8 below zero."""
+    """The same in the form of `SCHEMES[kind]`. Where there are minima, integers are counted from the middle of their
+    range and the minima take the difference: they come out near zero, since most groups of a trained weight lie about
+    evenly on both sides of it, and lose less where a backend keeps them in 16 bits."""
     found = unpack(rows, kind)
-    if SCHEMES[kind].name != "int4":
-        return RoundedRows(found.integers, found.scales, minima=found.minima)
+    is_int4 = SCHEMES[kind].name == "int4"
     if found.minima is None:
-        return RoundedRows(found.integers + INT4_ZERO, found.scales)
-    return RoundedRows(found.integers, found.scales, minima=found.minima - INT4_ZERO * found.scales)
+        return RoundedRows(found.integers + INT4_ZERO if is_int4 else found.integers, found.scales)
+    middle = MIDDLES[kind]
+    integers = found.integers if is_int4 else found.integers - middle
+    return RoundedRows(integers, found.scales, minima=found.minima - middle * found.scales)
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -79,6 +90,24 @@ Parts = tuple[Tensor, Tensor, Tensor | None]
 
 def _q4_0(blocks: Tensor) -> Parts:
     return _halves(blocks[:, 2:]).to(torch.int8) - INT4_ZERO, _half_floats(blocks[:, :2]), None
+
+
+def _q4_1(blocks: Tensor) -> Parts:
+    return _halves(blocks[:, 4:]).to(torch.int8), _half_floats(blocks[:, :2]), -_half_floats(blocks[:, 2:4])
+
+
+def _q5_0(blocks: Tensor) -> Parts:
+    return _five_bits(blocks[:, 2:]) - 16, _half_floats(blocks[:, :2]), None
+
+
+def _q5_1(blocks: Tensor) -> Parts:
+    return _five_bits(blocks[:, 4:]), _half_floats(blocks[:, :2]), -_half_floats(blocks[:, 2:4])
+
+
+def _five_bits(packed: Tensor) -> Tensor:
+    """4 bytes of fifth bits, then 16 of lower halves -> int8 [n, 32]."""
+    fifth = (packed[:, :4].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1  # [n, 4, 8]
+    return (_halves(packed[:, 4:]) | fifth.flatten(1) << 4).to(torch.int8)
 
 
 def _q8_0(blocks: Tensor) -> Parts:
@@ -125,6 +154,9 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 _UNPACK: dict[str, Callable[[Tensor], Parts]] = {
     "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,

@@ -33,6 +33,7 @@ class GgufCheckpoint:
         self.files = [file.path for file in self._model.files]
         self.content_of = {name: file.path for name, file in self._model.file_of.items()}
         self.num_parameters = 0
+        self.recipe = ""  # all is in the file
         self._left = {key for name in self.content_of for key in self._keys(name)} - {
             (name, 0) for name in CONFIG_TENSORS
         }

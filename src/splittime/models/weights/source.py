@@ -38,11 +38,20 @@ class Source(Protocol):
     num_parameters: of what was taken: weights count by what they stand for, scales and zero points do not count.
     """
 
-    format: str
-    recipe: str
-    files: list[Path]
-    content_of: dict[str, Path]
-    num_parameters: int
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def recipe(self) -> str: ...
+
+    @property
+    def files(self) -> list[Path]: ...
+
+    @property
+    def content_of(self) -> dict[str, Path]: ...
+
+    @property
+    def num_parameters(self) -> int: ...
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor called `name` (with its ".weight" or ".bias"), floats: a norm, a bias."""

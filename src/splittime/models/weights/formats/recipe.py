@@ -4,7 +4,7 @@ What changes the meaning of a number and is not carried out is refused with its 
 checkpoint was made (a dataset, a damping factor, the kernel its maker preferred) is passed over.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -46,7 +46,7 @@ def refuse(key: str, value: Any, want: str) -> ConfigError:
     return ConfigError(message, param=f"{KEY}.{key}", value=_plain(value), hint=HINT)
 
 
-def refuse_others(values: dict[str, Any], method: str, allowed: dict[str, Sequence[Any]]) -> None:
+def refuse_others(values: dict[str, Any], method: str, allowed: Mapping[str, Sequence[Any]]) -> None:
     """Each key, if there, has one of these values."""
     for key, choices in allowed.items():
         value = values.get(key)

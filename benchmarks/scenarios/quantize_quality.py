@@ -1,0 +1,238 @@
+"""Do AWQ, GPTQ and the others beat rounding to nearest at the same bits? Perplexity on text they have not seen.
+
+    python -m benchmarks.scenarios.quantize_quality --model code --group-size 64 [--json]
+    python -m benchmarks.scenarios.quantize_quality --model ../shared/data/models/babyllama105 --group-size 32
+
+Each scheme makes a checkpoint, whose tensors are read back and turned into float32 weights here; the model's own layers
+then score the held-out documents, one window of each. The difference to rounding to nearest is per document, so that
+its interval (95 %, bootstrap over documents, both arms drawn together) does not contain how hard a document is.
+
+Text. The packaged model: the Python standard library, calibrated on files it was trained on, scored on the held-out
+ones. Other models: stories that the model itself wrote, one seed for calibration and one for scoring (what a model
+writes is the text of which it knows the distribution), and `--text FILE` beside them: other text, one document for each
+`--document-marker` line or each window.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from benchmarks.report import RESULTS, file_result
+from splittime import LLM, SamplingParams
+from splittime.cli.model_source import locate
+from splittime.engine.tokenizer import Tokenizer
+from splittime.quantize import hidden, layer_map, source, treat
+from splittime.quantize.calibration import Calibration
+from splittime.quantize.forward import Sequences
+from splittime.quantize.job import quantize
+from splittime.quantize.layouts import LAYOUTS, SUFFIXES, unpack
+from splittime.quantize.settings import Settings
+
+NAME = "quantize_quality"
+REPLICATES = 10_000
+Windows = torch.Tensor  # int64 [documents, length]
+
+
+def arms(group: int) -> dict[str, tuple[Settings, str | None]]:
+    """Name -> how it is made, and the arm it must beat."""
+    return {
+        "int8 rtn": (Settings(scheme="int8"), None),
+        "w8a8 smooth 0.5": (Settings(scheme="w8a8"), None),
+        "4 bits rtn, symmetric": (Settings(scheme="w4a16", group_size=group), None),
+        "gptq": (Settings(scheme="gptq", group_size=group), "4 bits rtn, symmetric"),
+        "gptq act-order": (Settings(scheme="gptq", group_size=group, act_order=True), "4 bits rtn, symmetric"),
+        "4 bits rtn, with zero points": (Settings(scheme="awq", group_size=group), None),
+        "awq": (Settings(scheme="awq", group_size=group), "4 bits rtn, with zero points"),
+        "2:4 magnitude": (Settings(prune="2:4"), None),
+        "2:4 wanda": (Settings(prune="2:4", metric="wanda"), "2:4 magnitude"),
+        "50 % magnitude": (Settings(prune="unstructured", sparsity=0.5), None),
+        "50 % wanda": (Settings(prune="unstructured", sparsity=0.5, metric="wanda"), "50 % magnitude"),
+    }
+
+
+class Scorer:
+    """Nats of each document of some windows under weights that are given layer by layer."""
+
+    def __init__(self, base: source.Source, windows: Windows) -> None:
+        self.base, self.windows = base, windows
+        self.sequences = Sequences(base.config, windows.shape[1] - 1)
+
+    @torch.inference_mode()
+    def nats(self, weights: list[dict[str, torch.Tensor]]) -> np.ndarray:
+        """float64 [documents], the mean over each one's tokens."""
+        embedding, norm, *head = (entry.read().float() for entry in self.base.outer_entries())
+        states = hidden.begin(self.windows[:, :-1], embedding, Path("unused"), 1 << 62)
+        for index, layer in enumerate(weights):
+            self.sequences.run(index, layer, states, states)
+        packed = self.sequences.ops.pack_norm(norm, self.base.config.rms_norm_eps)
+        table = head[0] if head else embedding
+        found = []
+        for state, ids in zip(states, self.windows, strict=True):
+            logits = self.sequences.ops.rms_norm(state, packed) @ table.t()
+            found.append(float(F.cross_entropy(logits, ids[1:])))
+        return np.array(found)
+
+
+def checkpoint_weights(folder: Path, base: source.Source, settings: Settings) -> list[dict[str, torch.Tensor]]:
+    """What the tensors of a checkpoint stand for, float32, by layer and name."""
+    stored = load_file(folder / "model.safetensors")
+    settings = settings.resolved()
+    layers = []
+    for index in range(base.config.num_layers):
+        prefix = layer_map.layer_prefix(index)
+        layer = {name[len(prefix) :]: tensor.float() for name, tensor in stored.items() if name.startswith(prefix)}
+        if settings.scheme is not None:
+            grid = treat.grid_of(settings, getattr(torch, base.config.checkpoint_dtype))
+            layout = LAYOUTS[settings.scheme]
+            for name in layer_map.linear_shapes(base.config, index):
+                parts = {suffix: stored[f"{prefix}{name}.{suffix}"] for suffix in SUFFIXES[layout]}
+                layer[f"{name}.weight"] = unpack(layout, parts, grid).values()
+        layers.append(layer)
+    return layers
+
+
+def python_files(tokenizer: Tokenizer, length: int, documents: int) -> tuple[Windows, Windows]:
+    """Windows of files that were trained on (not in the order of names), and the first window of held-out ones."""
+    from training.corpus import load_corpus
+
+    corpus = load_corpus()
+    train = [corpus.train[place].text for place in np.random.default_rng(0).permutation(len(corpus.train))]
+    return _first_windows(train, tokenizer, length, 64), _first_windows(
+        [document.text for document in corpus.heldout], tokenizer, length + 1, documents
+    )
+
+
+def _first_windows(texts: list[str], tokenizer: Tokenizer, length: int, most: int) -> Windows:
+    encoded = (tokenizer.encode(text[: 16 * length]) for text in texts)
+    return torch.tensor([ids[:length] for ids in encoded if len(ids) >= length][:most])
+
+
+def own_stories(folder: Path, length: int, documents: int) -> tuple[Windows, Windows]:
+    llm = LLM(folder, max_num_seqs=32, kernels="torch")
+    bos = json.loads((folder / "config.json").read_text())["bos_token_id"]
+    sides = []
+    for first, count, tokens in ((0, 64, length), (10_000, documents, length + 1)):
+        wanted = [SamplingParams(max_tokens=tokens - 1, seed=first + n, ignore_eos=True) for n in range(count)]
+        outputs = llm.generate([[bos]] * count, wanted)
+        sides.append(torch.tensor([[bos, *output.token_ids] for output in outputs]))
+    return sides[0], sides[1]
+
+
+def other_text(path: Path, tokenizer: Tokenizer, length: int, documents: int) -> Windows:
+    import gzip
+
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    ids = tokenizer.encode(raw.decode()[: 8 * length * documents])
+    count = min(documents, len(ids) // (length + 1))
+    return torch.tensor(ids[: count * (length + 1)]).view(count, length + 1)
+
+
+def interval(differences: np.ndarray) -> tuple[float, float]:
+    draws = np.random.default_rng(0).integers(0, len(differences), (REPLICATES, len(differences)))
+    low, high = np.percentile(differences[draws].mean(1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def measure(model: str, group: int, scorers: dict[str, Scorer], calibration: Calibration) -> Iterator[dict[str, Any]]:
+    folder = locate(None if model == "code" else model)
+    base = next(iter(scorers.values())).base
+    original = [base.layer(index) for index in range(base.config.num_layers)]
+    nats = {name: {"float": scorer.nats(original)} for name, scorer in scorers.items()}
+    for arm, (settings, rival) in arms(group).items():
+        with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+            if arm == "4 bits rtn, with zero points":  # AWQ with nothing searched for
+                stack.enter_context(patch("splittime.quantize.awq.STEPS", 0))
+                stack.enter_context(patch("splittime.quantize.awq.CLIP_STEPS", 0))
+            begin = time.monotonic()
+            quantize(folder, Path(place) / "out", settings, calibration)
+            taken_s = time.monotonic() - begin
+            weights = checkpoint_weights(Path(place) / "out", base, settings)
+        for text, scorer in scorers.items():
+            found = nats[text][arm] = scorer.nats(weights)
+            yield _row(model, group, text, arm, rival, nats[text], found, taken_s)
+
+
+def _row(
+    model: str, group: int, text: str, arm: str, rival: str | None, nats: dict, found: np.ndarray, taken_s: float
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "model": Path(model).name,
+        "group_size": group,
+        "text": text,
+        "documents": len(found),
+        "arm": arm,
+        "perplexity": float(np.exp(found.mean())),
+        "float_perplexity": float(np.exp(nats["float"].mean())),
+        "worse_than_float_nats": float((found - nats["float"]).mean()),
+        "worse_than_float_interval": interval(found - nats["float"]),
+        "seconds": round(taken_s, 1),
+    }
+    if rival is not None:
+        low, high = interval(found - nats[rival])
+        row |= {
+            "rival": rival,
+            "less_rival_nats": float((found - nats[rival]).mean()),
+            "less_rival_interval": (low, high),
+        }
+        row["verdict"] = "better" if high < 0 else "worse" if low > 0 else "inconclusive"
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="code", help="code: the packaged one; else a folder")
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--documents", type=int, default=80)
+    parser.add_argument("--length", type=int, default=255)
+    parser.add_argument("--text", type=Path, help="score this text too")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # others work on this machine; as `quantize` does for small layers
+    folder = locate(None if options.model == "code" else options.model)
+    base, tokenizer = source.Source(folder), Tokenizer.load(folder)
+    if options.model == "code":
+        text, name = python_files(tokenizer, options.length, options.documents), "held-out Python files"
+    else:
+        text, name = own_stories(folder, options.length, options.documents), "own stories"
+    torch.set_num_threads(1)
+    windows = {name: text[1]}
+    if options.text is not None:
+        windows[options.text.name] = other_text(options.text, tokenizer, options.length, options.documents)
+    scorers = {name: Scorer(base, found) for name, found in windows.items()}
+    rows = []
+    for row in measure(options.model, options.group_size, scorers, Calibration(text[0])):
+        rows.append(row)
+        print(_told(row), flush=True)
+        _file(rows, vars(options))
+
+
+def _told(row: dict[str, Any]) -> str:
+    line = f"{row['text']:24} {row['arm']:30} {row['perplexity']:9.4f} (float {row['float_perplexity']:.4f})"
+    if "rival" not in row:
+        return line
+    low, high = row["less_rival_interval"]
+    return f"{line} {row['less_rival_nats']:+.4f} [{low:+.4f}, {high:+.4f}] {row['verdict']} than {row['rival']}"
+
+
+def _file(rows: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    """Beside the rows of other models and groups that were filed before."""
+    path = RESULTS / f"{NAME}.json"
+    kept = json.loads(path.read_text())["figures"]["rows"] if path.exists() else []
+    mine = {(row["model"], row["group_size"]) for row in rows}
+    kept = [row for row in kept if (row["model"], row["group_size"]) not in mine]
+    file_result(NAME, {"rows": kept + rows}, options, options["json"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""compressed-tensors itself as the oracle: what it writes, we read as it reads it back."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_stored_formats import TOKENS, compressed, meaning, recipe_of
+
+from splittime.models.weights.checkpoint import Checkpoint
+
+library = pytest.importorskip("compressed_tensors")
+from compressed_tensors.compressors import BaseCompressor  # noqa: E402
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # noqa: E402
+
+CASES = {
+    "w4a16 in groups": compressed("pack-quantized", 4, 32),
+    "w4a16 a row": compressed("pack-quantized", 4),
+    "w4a16 asymmetric": compressed("pack-quantized", 4, 32, symmetric=False),
+    "w4a16 asymmetric a row": compressed("pack-quantized", 4, symmetric=False),
+    "w8a16 in groups": compressed("pack-quantized", 8, 32),
+    "w8a8": compressed("int-quantized", 8, activations=TOKENS),
+    "w8a8 asymmetric": compressed("int-quantized", 8, symmetric=False, activations=TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(24, 64), (19, 96)], ids=str)
+def test_we_read_what_the_library_wrote(tmp_path, name, shape):
+    config = CASES[name]
+    (group,) = config["config_groups"].values()
+    arguments = QuantizationArgs(**group["weights"])
+    activations = group["input_activations"]
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=arguments, input_activations=activations and QuantizationArgs(**activations)
+    )
+    source = torch.Generator().manual_seed(3)
+    groups = shape[1] // 32 if arguments.group_size else 1
+    half = 1 << (arguments.num_bits - 1)
+    state = {
+        "weight": torch.randn(shape, generator=source),
+        "weight_scale": torch.rand(shape[0], groups, generator=source) / half + 0.5 / half,
+    }
+    if not arguments.symmetric:
+        points = torch.randint(-half, half, (shape[0], groups), generator=source)
+        state["weight_zero_point"] = points.to(torch.int8)
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    written = compressor.compress(state, scheme)
+    read = compressor.decompress(written, scheme)["weight"]
+    save_file({f"m.{key}": tensor.contiguous() for key, tensor in written.items()}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, recipe_of(config))
+    values = meaning(checkpoint.take_linear("m", *shape), 16)
+    checkpoint.check_all_taken()
+    torch.testing.assert_close(values, read.double(), rtol=3e-7, atol=1.2e-7)  # float32 products, its and ours
+    assert len(values.unique()) > half

@@ -1,0 +1,94 @@
+"""Quantise, load with our engine, and compare with the same numbers as an ordinary float32 checkpoint."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import BIASED, EXPERTS, make_model, make_text
+
+from splittime import LLM, SamplingParams
+from splittime.models.config import parse_config
+from splittime.quantize import layer_map, treat
+from splittime.quantize.job import quantize
+from splittime.quantize.layouts import LAYOUTS, SUFFIXES, unpack
+from splittime.quantize.settings import Settings
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from native_or_not import has_native_kernels
+
+EVERY = {
+    "int8": Settings(scheme="int8"),
+    "w8a8": Settings(scheme="w8a8"),
+    "w4a16": Settings(scheme="w4a16", group_size=32),
+    "w4a16-rows": Settings(scheme="w4a16", group_size=-1),
+    "awq": Settings(scheme="awq", group_size=32),
+    "gptq": Settings(scheme="gptq", group_size=32),
+    "gptq-order": Settings(scheme="gptq", group_size=32, act_order=True),
+    "gptq-8": Settings(scheme="gptq", group_size=-1, bits=8),
+}
+PROMPT = [int(token) for token in make_text(1, 40, seed=9).windows[0]]
+
+
+def dequantized(folder, out, settings):
+    """An ordinary checkpoint of what the tensors of a quantised one stand for."""
+    values = json.loads((folder / "config.json").read_text())
+    del values["quantization_config"]
+    config, settings = parse_config(values), settings.resolved()
+    tensors = load_file(folder / "model.safetensors")
+    layout, grid = LAYOUTS[settings.scheme], treat.grid_of(settings, torch.float32)
+    for index in range(config.num_layers):
+        for name in layer_map.linear_shapes(config, index):
+            full = layer_map.layer_prefix(index) + name
+            parts = {suffix: tensors.pop(f"{full}.{suffix}") for suffix in SUFFIXES[layout]}
+            tensors[f"{full}.weight"] = unpack(layout, parts, grid).values()
+    out.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(values))
+    (out / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    return out
+
+
+def logprobs(folder, kernels):
+    """Of each token of the prompt after the first."""
+    settings = {"kernels": kernels, "dtype": "float32", "max_num_seqs": 2, "packed_cache": "off", "num_threads": 1}
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    (output,) = LLM(folder, **settings).generate([PROMPT], sampling)
+    assert output.error is None
+    return torch.tensor([one.logprob for one in output.prompt_logprobs])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_engine_computes_what_the_integers_stand_for(name, tmp_path):
+    model = make_model(tmp_path / "model", **(BIASED if name in ("awq", "w8a8") else {}))
+    quantize(model, tmp_path / "out", EVERY[name], make_text())
+    plain = dequantized(tmp_path / "out", tmp_path / "plain", EVERY[name])
+    wanted = logprobs(plain, "torch")
+    torch.testing.assert_close(logprobs(tmp_path / "out", "torch"), wanted, rtol=1e-3, atol=1e-3)
+    assert (logprobs(model, "torch") - wanted).abs().max() > 1e-3  # it is not the unquantised model that was read
+    if has_native_kernels():  # they round the activations as well
+        assert (logprobs(tmp_path / "out", "native") - wanted).abs().mean() < 0.1
+
+
+def test_experts_come_back(tmp_path):
+    model = make_model(tmp_path / "model", **EXPERTS)
+    quantize(model, tmp_path / "out", EVERY["awq"], make_text())
+    plain = dequantized(tmp_path / "out", tmp_path / "plain", EVERY["awq"])
+    torch.testing.assert_close(logprobs(tmp_path / "out", "torch"), logprobs(plain, "torch"), rtol=1e-3, atol=1e-3)
+
+
+def test_a_pruned_checkpoint_is_served_like_any_other(tmp_path):
+    model = make_model(tmp_path / "model")
+    quantize(model, tmp_path / "out", Settings(prune="2:4"))
+    assert logprobs(tmp_path / "out", "torch").isfinite().all()
+
+
+def test_little_is_lost_at_8_bits_and_more_at_4(tmp_path):
+    model = make_model(tmp_path / "model")
+    wanted, lost = logprobs(model, "torch"), {}
+    for name in ("int8", "w4a16"):
+        quantize(model, tmp_path / name, EVERY[name])
+        lost[name] = float((logprobs(tmp_path / name, "torch") - wanted).abs().mean())
+    assert lost["int8"] < 0.3 * lost["w4a16"]
