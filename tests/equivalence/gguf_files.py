@@ -46,7 +46,8 @@ def write(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> None:
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, config)
     for key, value in metadata.items():
-        writer.add_array(key, value) if isinstance(value, list) else writer.add_uint32(key, value)
+        add = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
+        add[type(value)](key, value)
     _add_tensors(writer, tensors, blocks, config, architecture, kind)
     factors = _rope_factors(config)
     if factors is not None:

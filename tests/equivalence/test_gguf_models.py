@@ -1,6 +1,8 @@
 """A model in a GGUF file computes what the same weights in safetensors do, for every architecture and tensor type."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -150,6 +152,55 @@ def test_a_stack_with_an_expert_too_many_is_refused(tmp_path):
     write(tmp_path, tmp_path / "model.gguf")
     with pytest.raises(ConfigError, match=r"unknown to this architecture|has shape"):
         logits(tmp_path / "model.gguf", **DTYPE)
+
+
+TOKENS = ["<s>", "<|im_end|>", "</s>", *(chr(letter) for letter in range(33, 126)), "ab"]
+VOCABULARY = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "qwen2",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": [3, 3, 3] + [1] * 94,
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(folder, file with a tokenizer in it); the folder holds nothing else that is a model."""
+    folder = tmp_path_factory.mktemp("whole")
+    make("llama", folder)
+    path = tmp_path_factory.mktemp("gguf") / "tiny-q8_0.gguf"
+    write(folder, path, **VOCABULARY)
+    return folder, path
+
+
+def test_a_file_is_all_that_is_needed(whole):
+    from splittime import LLM, SamplingParams
+
+    folder, path = whole
+    llm = LLM(path.parent, max_num_seqs=2, packed_cache="off")
+    assert (llm.name, llm.resolved["eos_token_ids"]) == ("tiny-q8_0", (2, 1))
+    assert llm.resolved["context_length"] == BASE["max_position_embeddings"]
+    assert llm.tokenizer.render_chat([{"role": "user", "content": "ab"}]) == "ab</s>"
+    output = llm.generate("abcab", SamplingParams(temperature=0.0, max_tokens=8))[0]
+    prompt = [0, *(TOKENS.index(token) for token in ("ab", "c", "ab"))]
+    assert list(output.prompt_token_ids) == prompt
+    want = Driver(TorchRunner.load(RunnerConfig(model_path=str(folder), max_num_seqs=2)))
+    greedy = want.generate(Sequence("a", prompt), 8)
+    assert output.token_ids == tuple(greedy)[: len(output.token_ids)]
+
+
+def test_the_server_s_side_reads_it_without_torch(whole):
+    code = (
+        "import sys; from pathlib import Path; from splittime.cli.model_source import load_tokenizer, locate\n"
+        "tokenizer = load_tokenizer(locate(sys.argv[1]))\n"
+        "assert tokenizer.decode(tokenizer.encode('abc')) == 'abc'; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(whole[1])], check=True, timeout=60)
 
 
 def test_base_is_as_the_variants_expect():

@@ -6,39 +6,13 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from gguf_bytes import content, key, tensor, text, u32, u64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.core.errors import ConfigError
 from splittime.models.gguf.file import GgufFile
 from splittime.models.gguf.shards import GgufModel
-
-
-def u32(value: int) -> bytes:
-    return struct.pack("<I", value)
-
-
-def u64(value: int) -> bytes:
-    return struct.pack("<Q", value)
-
-
-def text(value: str) -> bytes:
-    return u64(len(value.encode())) + value.encode()
-
-
-def key(name: str, kind: int, content: bytes) -> bytes:
-    return text(name) + u32(kind) + content
-
-
-def tensor(name: str, dims: tuple[int, ...] = (4, 2), kind: int = 0, offset: int = 0) -> bytes:
-    return text(name) + u32(len(dims)) + b"".join(map(u64, dims)) + u32(kind) + u64(offset)
-
-
-def content(keys: tuple[bytes, ...] = (), tensors: tuple[bytes, ...] = (), data: bytes = bytes(64), **header) -> bytes:
-    """A file of these parts; header: version, num_tensors, num_keys, in the place of the true ones."""
-    counts = u64(header.get("num_tensors", len(tensors))) + u64(header.get("num_keys", len(keys)))
-    head = b"GGUF" + u32(header.get("version", 3)) + counts + b"".join(keys) + b"".join(tensors)
-    return head + bytes(-len(head) % 32) + data
 
 
 def read(tmp_path, raw: bytes) -> GgufFile:
@@ -134,7 +108,10 @@ HOSTILE = {
     "product": (content((), (tensor("w", (HUGE, HUGE)),)), "dimensions are"),
     "large": (content((), (tensor("w", (1 << 30, 1 << 60)),)), "the file ends at"),
     "half block": (content((), (tensor("w", (40,), 8),)), "the first a multiple of 32 for Q8_0"),
-    "type": (content((), (tensor("w", (256,), 10),)), "type is Q2_K, which is not served; these are: BF16, F16, F32, Q4"),
+    "type": (
+        content((), (tensor("w", (256,), 10),)),
+        "type is Q2_K, which is not served; these are: BF16, F16, F32, Q4",
+    ),
     "new type": (content((), (tensor("w", (256,), 77),)), "type is 77, which is not served"),
     "offset": (content((), (tensor("w", (4, 2), 0, 1 << 63),)), "offset puts its 32 bytes at byte"),
     "end": (content((), (tensor("w", (4, 2), 0, 64),)), "the file ends at"),
@@ -167,7 +144,9 @@ def test_a_file_cut_short_is_refused(tmp_path, length):
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, len(GOOD) - 8), st.sampled_from([0, 1, 9, 0xFF, HUGE, 2**63, 2**64 - 1]), st.booleans()),
+        st.tuples(
+            st.integers(0, len(GOOD) - 8), st.sampled_from([0, 1, 9, 0xFF, HUGE, 2**63, 2**64 - 1]), st.booleans()
+        ),
         min_size=1,
         max_size=4,
     )

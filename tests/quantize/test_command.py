@@ -38,9 +38,9 @@ def test_json_is_one_document(model, tmp_path):
     found = run(model, "--prune", "2:4", "--out", tmp_path / "out", "--json")
     values = json.loads(found.stdout)
     assert (values["layers"], values["error_of"], values["settings"]["metric"]) == (3, "weights", "magnitude")
-    assert "not" in values["honest"] or "No kernel" in values["honest"]
+    assert "No kernel" in values["honest"]
     assert values["bytes_after"] > 0
-    assert [row["kind"] for row in values["errors"]][0] == "q_proj"
+    assert values["errors"][0]["kind"] == "q_proj"
 
 
 def test_pruning_says_that_it_is_not_faster(model, tmp_path):
@@ -52,7 +52,7 @@ def test_pruning_says_that_it_is_not_faster(model, tmp_path):
     ("words", "said"),
     [
         (["--scheme", "awq", "--group-size", 32], "give --calibrate FILE"),
-        (["--scheme", "awq", "--group-size", 128, "--calibrate", "TEXT"], "has 2,641 tokens; 128 samples of 128 need"),
+        (["--scheme", "awq", "--group-size", 128, "--calibrate", "TEXT"], "has 2,640 tokens; 128 samples of 128 need"),
         (["--scheme", "awq", "--length", 4096, "--calibrate", "TEXT"], "beyond the model's context of 128"),
         (["--scheme", "w4a16"], "--group-size 32 fits this model"),
         ([], "give one of --scheme"),

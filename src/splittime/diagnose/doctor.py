@@ -3,8 +3,7 @@
 It abstains rather than guesses. A rule runs only when the books hold what it needs, in a number that carries it
 (`MIN_REQUESTS`, `MIN_STEPS`); what is missing is named. When more than `MAX_RESIDUAL` of the requests' time is
 unattributed, or lies in neither book and no finding about the way between them accounts for it, the rules about the
-server are withheld: what they would explain might not be the time that was lost. Told all the same is what surely
-explains `OUTWEIGHS` times as much.
+server are withheld: what they would explain might not be the time that was lost.
 
     diagnose(books) -> Diagnosis        pure; the same books give the same answer
 """
@@ -27,7 +26,6 @@ for _theme in THEMES.split():
 MIN_REQUESTS = 20  # below, one request is more than a twentieth of what is said
 MIN_STEPS = 50  # below, the gaps and costs of steps are anecdotes
 MAX_RESIDUAL = 0.05  # the issue's bound
-OUTWEIGHS = 3.0  # what surely explains so many times the residual is told all the same
 RESIDUAL_NS = 1_000_000  # of each request: what two clocks and a socket cost, and the goal of the joined books
 OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book explains does not shake them
     (
@@ -87,13 +85,12 @@ def diagnose(books: Books) -> Diagnosis:
     residual = _residual(books)
     rest = [rule for rule in RULES.values() if rule.name not in OUTSIDE_RULES]
     more, unable = _run(books, rest)
-    is_doubtful = residual > MAX_RESIDUAL and all(finding.is_limit for finding in findings)
-    kept = [finding for finding in more if not is_doubtful or _outweighs(finding, residual)]
-    withheld = is_doubtful and not kept
+    withheld = residual > MAX_RESIDUAL and all(finding.is_limit for finding in findings)
     if withheld:
+        more = []
         why = f"{residual:.0%} of the requests' time is explained by neither book: first find out where that goes"
         unable = [Abstention(rule.name, why) for rule in rest]
-    findings, abstentions = findings + kept, abstentions + unable
+    findings, abstentions = findings + more, abstentions + unable
     return Diagnosis(
         findings=in_order(findings, roots()),
         abstentions=tuple(abstentions),
@@ -105,11 +102,6 @@ def diagnose(books: Books) -> Diagnosis:
         withheld=withheld,
         void=books.run is not None and books.run.is_void and not books.accounts,
     )
-
-
-def _outweighs(finding: Finding, residual: float) -> bool:
-    """It surely explains several times of what is left open, so that this cannot be what was lost instead."""
-    return finding.share_interval is not None and finding.share_interval[0] >= OUTWEIGHS * residual
 
 
 def _in_their_time(books: Books) -> Books:

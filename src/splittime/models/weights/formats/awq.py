@@ -14,7 +14,7 @@ from torch import Tensor
 
 from splittime.models.fields import Fields
 from splittime.models.weights.formats.recipe import Recipe, group_size, names, refuse, refuse_others
-from splittime.models.weights.formats.stored import GroupedWeight, num_groups, num_words, unpack
+from splittime.models.weights.formats.stored import GroupedWeight, num_groups, num_words
 from splittime.models.weights.formats.tensors import FLOATS, Tensors
 
 METHOD = "awq"
@@ -72,6 +72,10 @@ class AwqWeight(GroupedWeight):
 def _outputs(words: Tensor, begin: int, end: int) -> Tensor:
     """Words of [n, out / 8] -> uint8 [end - begin, n]."""
     first = begin // WORD
-    fields = unpack(words[:, first : -(-end // WORD)], 4).unflatten(1, (-1, WORD))
-    outputs = fields[..., PLACES].flatten(1)[:, begin - first * WORD : end - first * WORD]
-    return outputs.t().contiguous()
+    blocks = words[:, first : -(-end // WORD)].t().clone(memory_format=torch.contiguous_format)
+    pairs = blocks.view(torch.uint8).unflatten(1, (-1, 4))  # [blocks, n, byte of the word]
+    outputs = torch.empty(len(blocks), WORD, words.shape[0], dtype=torch.uint8)
+    for output, place in enumerate(PLACES):
+        fields = pairs[..., place // 2]
+        outputs[:, output] = fields >> 4 if place % 2 else fields & 15
+    return outputs.flatten(0, 1)[begin - first * WORD : end - first * WORD]
