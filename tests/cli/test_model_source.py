@@ -23,6 +23,39 @@ def test_what_was_looked_for_is_said(name):
         model_source.locate(name)
 
 
+def test_a_gguf_file_is_itself_and_its_folder_means_it(tmp_path):
+    file = tmp_path / "tiny-q8_0.gguf"
+    file.write_bytes(b"GGUF")
+    for given in (file, tmp_path):
+        assert model_source.locate(str(given)) == file
+        assert model_source.default_name(str(given), file) == "tiny-q8_0"
+
+
+def test_a_gguf_model_of_parts_is_its_first(tmp_path):
+    first, second = (tmp_path / f"big-0000{number}-of-00002.gguf" for number in (1, 2))
+    for part in (first, second):
+        part.write_bytes(b"GGUF")
+    assert model_source.locate(str(tmp_path)) == model_source.locate(str(first)) == first
+    assert model_source.default_name(str(first), first) == "big"
+    with pytest.raises(ConfigError, match=r"is part 2 of 2; name the first, .*big-00001-of-00002\.gguf"):
+        model_source.locate(str(second))
+
+
+def test_two_gguf_models_in_a_folder_are_one_too_many(tmp_path):
+    for name in ("a-q4_0.gguf", "a-q8_0.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"holds 2 models \(a-q4_0\.gguf, a-q8_0\.gguf\); name one file"):
+        model_source.locate(str(tmp_path))
+
+
+def test_a_checkpoint_in_a_folder_goes_before_a_gguf_file(model_folder, tmp_path):
+    for path in model_folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "same.gguf").write_bytes(b"GGUF")
+    assert model_source.locate(str(tmp_path)) == tmp_path
+    assert model_source.load_tokenizer(tmp_path).encode("ab") != []
+
+
 def test_a_file_is_no_model(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")

@@ -79,7 +79,7 @@ def test_metadata_become_the_same_config(variant, tmp_path):
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory):
-    """(folder, GGUF file, type) of one model whose matrices are blocks of this type in the file, floats in the folder."""
+    """(folder, GGUF file, type) of one model whose matrices are blocks in the file, floats in the folder."""
     folder = tmp_path_factory.mktemp(request.param)
     VARIANTS["gguf-wide"] = ("Llama", {**WIDE, "tie_word_embeddings": True})
     try:

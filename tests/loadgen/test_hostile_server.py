@@ -1,6 +1,7 @@
 """A server that is broken or means harm: the client keeps its memory and its terminal, and errors say what is."""
 
 import asyncio
+import re
 import socket
 import sys
 from pathlib import Path
@@ -10,10 +11,13 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from rich.table import Table
+from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ledger"))
 from client_runs import outcome, run
 
+from splittime.cli import options
 from splittime.core.errors import ConfigError, EngineError
 from splittime.ledger.client_book import Ending, load_run, save
 from splittime.loadgen import connection, exchange, own_book, scrape, servers
@@ -252,3 +256,23 @@ def test_a_ledger_that_keeps_silent_is_not_asked_for_hours(monkeypatch):
 
     assert "200 of 200" in asyncio.run(main()).notes[0]
     assert len(asked) == own_book.AT_ONCE
+
+
+# ---- what reaches the terminal
+
+
+@pytest.mark.parametrize("console", ["talk", "wide"])
+def test_a_terminal_obeys_nobody_but_us(console, monkeypatch, capsys):
+    """In a table, in a text, as a plain word; the colours are ours and stay."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    shown = getattr(options, console)()
+    evil = "name\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+    table = Table(evil)
+    table.add_row(evil)
+    for one in (table, Text(evil), evil):
+        shown.print(one, style="red", markup=False)
+    said = "".join(capsys.readouterr())
+    assert "\x1b[31m" in said
+    assert re.sub(r"\x1b\[[0-9;]*m", "", said).count("name") == 4
+    assert not set(re.sub(r"\x1b\[[0-9;]*m", "", said)) & set("\x1b\x07\x9b\u202e")

@@ -190,6 +190,9 @@ def plain_tensors(config):
         shapes |= {f"{prefix}{name}.weight": (hidden,) for name in names}
         if "Qwen3" in config["architectures"][0]:
             shapes |= {f"{prefix}self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
+        if "Qwen2" in config["architectures"][0]:
+            sizes = {"q": hidden, "k": hidden // 2, "v": hidden // 2}
+            shapes |= {f"{prefix}self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
         if "num_experts" in config:
             shapes[f"{prefix}mlp.gate.weight"] = (config["num_experts"], hidden)
     return {name: torch.randn(shape, generator=source) * 0.5 for name, shape in shapes.items()}

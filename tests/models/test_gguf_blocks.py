@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-gguf = pytest.importorskip("gguf")
-
 from splittime.kernels.api import RoundedRows
 from splittime.models.gguf import blocks
 from splittime.models.gguf.types import SERVED
+
+gguf = pytest.importorskip("gguf")
 
 KINDS = tuple(blocks.SCHEMES)
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}

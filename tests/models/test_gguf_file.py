@@ -1,4 +1,4 @@
-"""The GGUF container: what llama.cpp's own writer writes is read back, and no file whatever does more than be refused."""
+"""The container: what llama.cpp's own writer writes is read back, and no file whatever does worse than be refused."""
 
 import re
 import struct
@@ -211,6 +211,6 @@ def test_shards_that_do_not_belong_together_are_refused(tmp_path, second, said):
 
 
 def test_a_shard_of_another_name_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="must be called NAME-00001-of-00002.gguf"):
-        (tmp_path / "m.gguf").write_bytes(content(split(0, 2)))
+    (tmp_path / "m.gguf").write_bytes(content(split(0, 2)))
+    with pytest.raises(ConfigError, match=r"must be called NAME-00001-of-00002\.gguf"):
         GgufModel(tmp_path / "m.gguf")

@@ -71,6 +71,13 @@ MODELS = {
         (),
         "gptq: int4 in groups of 32, zero points, act-order",
     ),
+    "gptq, orders that differ, biases": (
+        ACT_ORDER,
+        maker(layouts.gptq, zeros=(1, 15), per_module=True),
+        {"architectures": ["Qwen2ForCausalLM"]},
+        ("v_proj",),
+        "gptq: int4 in groups of 32, zero points, act-order (",
+    ),
     "gptq, 8 bits": (
         {**GPTQ, "bits": 8},
         maker(layouts.gptq, bits=8, zeros=(1, 256)),

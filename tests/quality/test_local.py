@@ -4,7 +4,6 @@ And the real thing on the packaged model: honest rounding passes; one broken sca
 and a claim that is not borne out each fail.
 """
 
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tables import silent
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
 import tiny_checkpoint
 
+from benchmarks.scenarios.quality_gate import SPOILT, write_four_bits
 from splittime.cli.quality import _located, _margins
 from splittime.cli.quality_local import LocalModel
 from splittime.core.plan import Admitted, Row, StepPlan
@@ -144,19 +143,6 @@ def test_honest_rounding_passes(base):
     assert report.candidate.read["kv.int8"] > 0
 
 
-def test_a_broken_scale_of_one_row_fails(base, tmp_path):
-    """Its integers are the right ones, their scale is eight times too large."""
-    shutil.copytree(PACKAGED, tmp_path / "broken")
-    path = tmp_path / "broken" / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.2.self_attn.o_proj.weight"][108] *= 8
-    path.unlink()
-    save_file(tensors, path)
-    report = judged(base, packaged(tmp_path / "broken", quantization="int8"))
-    assert report.verdict == "FAIL"
-    assert any("KL, mean is beyond its margin" in reason for reason in report.reasons)
-
-
 def test_a_cache_whose_scales_are_not_read_fails(base):
     """Each step finds one scale for all that is in the cache, as if nobody had kept them."""
     candidate = packaged(kv_cache_dtype="int8")
@@ -188,3 +174,25 @@ def test_greedy_answers_come_from_the_same_runner(base):
     assert told == [1, 2, 3]
     assert texts == base.generate(["import ", "def f(", "class A"], 8, ("\n\n",), told.append)
     assert all(texts)
+
+
+def break_scale(tensors):
+    tensors[f"{SPOILT}.scales"][:, 108] *= 8
+
+
+def swap_zero_points(tensors):
+    """Each group's with its neighbour's, in one weight of each layer."""
+    for name in [name for name in tensors if name.endswith("o_proj.qzeros")]:
+        tensors[name] = tensors[name].unflatten(0, (-1, 2)).flip(1).flatten(0, 1).contiguous()
+
+
+@pytest.mark.parametrize(("spoil", "verdict"), [
+    (lambda tensors: None, "PASS"), (break_scale, "FAIL"), (swap_zero_points, "FAIL"),
+])  # fmt: skip
+def test_a_checkpoint_of_four_bits_and_what_spoils_it(base, tmp_path, spoil, verdict):
+    candidate = packaged(write_four_bits(tmp_path, spoil))
+    assert candidate.reads.claims == ("weights.int4",)
+    report = judged(base, candidate)
+    assert report.verdict == verdict, report.reasons
+    assert unread("it", candidate.reads) == []
+    assert verdict == "PASS" or any("KL, mean is beyond its margin" in reason for reason in report.reasons)

@@ -9,21 +9,22 @@ import orjson
 import typer
 
 from splittime.cli import bench_books, bench_compare, bench_report, bench_run, bench_search
-from splittime.cli.bench_exit import HELP
+from splittime.cli.bench_exit import codes
 from splittime.cli.bench_flags import time_ns
 from splittime.cli.options import JsonFlag, fails_clearly, talk
 
 app = typer.Typer(
-    help="Load for any OpenAI-compatible server, measured and explained.", epilog=HELP, no_args_is_help=True
+    help="Load for any OpenAI-compatible server, measured and explained.", epilog=codes(), no_args_is_help=True
 )
 
 RARELY = (50_000, 50, 1000)
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
-  splittime bench mock-server                                          50 ms to the first token, 10 ms between
-  splittime bench mock-server --ttft 200ms --itl 20ms --slots 8        with a capacity, so that requests queue
-  splittime bench mock-server --freeze 3s:2s                           frozen from second 3 to 5 of the load
-"""
+  splittime bench mock-server                        on http://127.0.0.1:8001
+  splittime bench mock-server --ttft 200ms --slots 8 so that requests queue
+  splittime bench mock-server --freeze 3s:2s         stands from second 3 to 5
+
+{codes("mock-server")}"""
 
 
 @app.callback()
@@ -31,15 +32,18 @@ def _group() -> None:
     """Load for any OpenAI-compatible server, measured and explained."""
 
 
-app.command(name="run", epilog=bench_run.EXAMPLES)(bench_run.run)
-app.command(name="search", epilog=bench_search.SEARCH_EXAMPLES)(bench_search.search)
-app.command(name="sweep", epilog=bench_search.SWEEP_EXAMPLES)(bench_search.sweep)
-app.command(name="compare", epilog=bench_compare.EXAMPLES)(bench_compare.compare)
-app.command(name="report", epilog=bench_report.EXAMPLES)(bench_report.report)
-app.command(name="books", epilog=bench_books.EXAMPLES)(bench_books.books)
+for _command, _examples, _summary in (  # a summary must fit into a line of 80 columns, or is cut there
+    (bench_run.run, bench_run.EXAMPLES, "Send a load and measure each request."),
+    (bench_search.search, bench_search.SEARCH_EXAMPLES, "Find the highest rate that keeps an SLO."),
+    (bench_search.sweep, bench_search.SWEEP_EXAMPLES, "Run one load at several rates or concurrencies."),
+    (bench_compare.compare, bench_compare.EXAMPLES, "Say whether B is better than A, from saved runs."),
+    (bench_report.report, bench_report.EXAMPLES, "Show a saved run again: table, HTML, CSV or JSON."),
+    (bench_books.books, bench_books.EXAMPLES, "Show what the client felt beside what the server did."),
+):
+    app.command(name=_command.__name__, epilog=_examples, short_help=_summary)(_command)
 
 
-@app.command(name="mock-server", epilog=EXAMPLES)
+@app.command(name="mock-server", epilog=EXAMPLES, short_help="Run a server with declared timings, to try a load on.")
 @fails_clearly
 def mock_server(
     ttft: Annotated[str, typer.Option(metavar="TIME", help="To the first token.")] = "50ms",
@@ -59,7 +63,7 @@ def mock_server(
     port: Annotated[int, typer.Option(metavar="N", help="0: a free one.")] = 8001,
     json: JsonFlag = False,
 ) -> None:
-    """A server with declared timings: to check a load generator against, or to try one without a model."""
+    """Run a server with declared timings: to check a load generator against, or to try one without a model."""
     from splittime.loadgen.event_loop import run_loop
     from splittime.loadgen.mock_server import Timings
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from splittime.cli.bench_exit import codes
 from splittime.cli.options import JsonFlag, fails_clearly, wide
 from splittime.core.errors import NotFound
 
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
     from splittime.ledger.client_book import Run
     from splittime.loadgen.joined import JoinedBooks, JoinedRequest
 
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
   splittime bench books run.json
   splittime bench books run.json --request bench-5f3a-17-0
-"""
+
+{codes("books")}"""
 
 
 @fails_clearly
@@ -35,7 +37,7 @@ def books(
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Show both books of a run side by side."""
+    """Show both books of a saved run side by side: what the client felt, and what the server did meanwhile."""
     from splittime.ledger.client_book import load_run
     from splittime.loadgen.dialects.view import server_view
     from splittime.loadgen.join import join

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from splittime.cli.bench_exit import HELP, SHORT, UNCLEAR, exit_code
+from splittime.cli.bench_exit import codes, SHORT, UNCLEAR, exit_code
 from splittime.cli.bench_flags import with_options
 from splittime.cli.options import JsonFlag, wide
 from splittime.core.errors import ConfigError
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 EXAMPLES = f"""\b
 Examples:
   splittime bench compare before.json after.json
-  splittime bench compare both.json                          a run that was made with two servers
-  splittime bench compare a1.json b1.json a2.json b2.json a3.json b3.json --metric ttft_p99
-  splittime bench compare main.json branch.json --slo ttft_p99=300ms,error_rate=1%
+  splittime bench compare both.json             a run made with two servers
+  splittime bench compare a1.json b1.json a2.json b2.json --metric ttft_p99
+  splittime bench compare main.json branch.json --slo ttft_p99=300ms
 
-{HELP}"""
+{codes("compare")}"""
 
 
 @dataclass(frozen=True, kw_only=True)

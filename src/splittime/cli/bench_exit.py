@@ -1,7 +1,8 @@
 """What every `bench` command exits with: one meaning for each number, chosen in one place.
 
 Scripts read nothing else, so a run that tells nothing must not look like one that went well: one in which no request
-was answered is a failure, with or without an SLO, and so is one that Ctrl-C cut short. `exit_code` chooses.
+was answered is a failure, with or without an SLO, and so is one that Ctrl-C cut short. `exit_code` chooses,
+`MEANINGS` says what each means of which command, in its help and in docs/reference.
 """
 
 import asyncio
@@ -14,15 +15,61 @@ if TYPE_CHECKING:
     from splittime.ledger.client_book import Run
 
 DONE, SHORT, UNCLEAR, VOID, INTERRUPTED = 0, 1, 2, 3, 130
+NOT_ASKED = "nobody was answered, or the server cannot be asked"
+LATE = "VOID: the client was late, so the figures are about it"
+CUT_SHORT = "Ctrl-C; what was measured until then is kept"
 MEANINGS = {
-    DONE: "done, and every SLO was kept; compare: BETTER or EQUIVALENT",
-    SHORT: "an SLO missed, no request answered, compare: WORSE, search: no rate found; or the server cannot be asked",
-    UNCLEAR: "a usage error; compare: INCONCLUSIVE",
-    VOID: "VOID: the client was at fault, and the figures are about it",
-    INTERRUPTED: "Ctrl-C; what was measured until then is told",
+    "": {
+        DONE: "done; compare: BETTER or EQUIVALENT",
+        SHORT: f"an SLO is missed, {NOT_ASKED}; compare: WORSE",
+        UNCLEAR: "a usage error; compare: INCONCLUSIVE",
+        VOID: LATE,
+        INTERRUPTED: CUT_SHORT,
+    },
+    "run": {
+        DONE: "done; with --slo: it was kept",
+        SHORT: f"the SLO is missed, {NOT_ASKED}",
+        UNCLEAR: "a usage error",
+        VOID: LATE,
+        INTERRUPTED: CUT_SHORT,
+    },
+    "search": {
+        DONE: "the highest rate was found",
+        SHORT: "no rate keeps the SLO, the server went away or cannot be asked",
+        UNCLEAR: "a usage error",
+        VOID: LATE,
+        INTERRUPTED: CUT_SHORT,
+    },
+    "sweep": {
+        DONE: "all levels were run; a missed SLO is a result here, and no failure",
+        SHORT: f"at some level {NOT_ASKED}",
+        UNCLEAR: "a usage error",
+        VOID: LATE,
+        INTERRUPTED: CUT_SHORT,
+    },
+    "compare": {
+        DONE: "BETTER or EQUIVALENT; with --slo: B kept it",
+        SHORT: "WORSE, or B missed the SLO",
+        UNCLEAR: "INCONCLUSIVE (also where a run is VOID), or a usage error",
+    },
+    "report": {
+        DONE: "shown; with --slo: it was kept",
+        SHORT: "with --slo: it is missed, or nobody was answered",
+        UNCLEAR: "a usage error, or no run in the file",
+        VOID: "with --slo: the run is VOID",
+    },
+    "books": {
+        DONE: "shown",
+        UNCLEAR: "a usage error, no run in the file, or no such request in both books",
+    },
+    "mock-server": {UNCLEAR: "a usage error", INTERRUPTED: "Ctrl-C"},
 }
 ENDING = (signal.SIGINT, signal.SIGTERM)
-HELP = "\b\nExit codes:\n" + "".join(f"  {code:<4} {meaning}\n" for code, meaning in MEANINGS.items())
+
+
+def codes(command: str = "") -> str:
+    """Part of a command's help; without a command, of the whole group."""
+    return "\b\nExit codes:\n" + "".join(f"  {code:<4} {meaning}\n" for code, meaning in MEANINGS[command].items())
 
 
 def exit_code(

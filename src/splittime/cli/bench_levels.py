@@ -121,10 +121,14 @@ class Runs:
         except SplittimeError as error:
             if not self._made:
                 raise
-            raise Stopped(error.info.message) from error
+            raise Stopped(self._cut_short(level) if self.is_interrupted else error.info.message) from error
         if self.is_interrupted:
-            raise Stopped(f"interrupted; the run at {level:g} was cut short and is left out")
+            raise Stopped(self._cut_short(level))
         return run
+
+    @staticmethod
+    def _cut_short(level: float) -> str:
+        return f"interrupted; the run at {level:g} was cut short and is left out"
 
     async def _carried_out(self, level: float) -> Run:
         setup, schedule = self._setup, self._schedule(level)

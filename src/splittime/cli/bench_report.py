@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from splittime.cli.bench_exit import HELP, exit_code, falls_short
+from splittime.cli.bench_exit import codes, exit_code, falls_short
 from splittime.cli.options import JsonFlag, fails_clearly, talk, wide
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ Examples:
   splittime bench report run.json --html run.html --csv run.csv
   splittime bench report run.json --slo ttft_p99=300ms,tpot_p99=40ms
 
-Without --slo it shows and does not judge: the exit code is 0, whatever the run was.
+Without --slo it shows and does not judge.
 
-{HELP}"""
+{codes("report")}"""
 
 
 @fails_clearly
@@ -34,7 +34,7 @@ def report(
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Show a saved run again."""
+    """Show a saved run again: as a table, an HTML page, CSV or JSON."""
     from splittime.ledger.client_book import load_run
     from splittime.loadgen.slo import check_terms, limits_of, parse_slo
 

@@ -9,13 +9,13 @@ import msgspec
 import typer
 
 from splittime.cli.bench_draw import corrected, drawn
-from splittime.cli.bench_exit import HELP, exit_code, falls_short, interrupted, unanswered
+from splittime.cli.bench_exit import codes, exit_code, falls_short, interrupted, unanswered
 from splittime.cli.bench_flags import spec_of, time_ns, with_load_flags
 from splittime.cli.bench_live import shown_live
 from splittime.cli.bench_options import RunOptions as Given
 from splittime.cli.options import talk, wide
 from splittime.core.errors import ConfigError
-from splittime.ledger.client_book import Run, save
+from splittime.ledger.client_book import Ending, Run, save
 from splittime.ledger.whole_file import check_writable
 from splittime.loadgen import schedule as schedules
 from splittime.loadgen.schedule import Schedule
@@ -27,14 +27,14 @@ Writer = Callable[[Run, Path], None]
 
 EXAMPLES = f"""\b
 Examples:
-  splittime bench run http://127.0.0.1:8000                                    4 at a time for 20 s: a first look
-  splittime bench run URL --rate 5 --duration 60s --input-tokens 512 --output-tokens 128
-  splittime bench run URL --concurrency 16 --num-requests 200 --out run.json --html run.html
-  splittime bench run URL --rate 8 --slo ttft_p99=300ms,tpot_p99=40ms          exit code 1 if it is missed
-  splittime bench run URL --trace azure.csv --speed-up 2 --save-schedule s.jsonl
-  splittime bench run URL_A URL_B --rate 5 --duration 60s                      both in one run, paired
+  splittime bench run http://127.0.0.1:8000     4 at a time for 20 s: a first look
+  splittime bench run URL --rate 5 --input-tokens 512 --output-tokens 128
+  splittime bench run URL --concurrency 16 --out run.json --html run.html
+  splittime bench run URL --rate 8 --slo ttft_p99=300ms,tpot_p99=40ms    for a CI
+  splittime bench run URL --trace azure.csv --speed-up 2
+  splittime bench run URL_A URL_B --rate 5      two servers in one run, paired
 
-{HELP}"""
+{codes("run")}"""
 
 
 @with_load_flags(Given)
@@ -53,6 +53,8 @@ def run(given: Given, load: dict[str, Any]) -> None:
         check_writable(given.save_schedule, "save_schedule")
     found, was_interrupted = run_loop(_carry_out(given, load, options))
     _tell(found, terms, files, given.json)
+    if was_interrupted:
+        talk().print(_of_those_sent(found), markup=False)
     short = falls_short(found, terms)
     raise typer.Exit(exit_code(is_interrupted=was_interrupted, is_void=found.is_void, falls_short=short))
 
@@ -145,6 +147,12 @@ def _tell(run: Run, terms: dict[str, float], files: Sequence[tuple[Path, Writer]
             talk().print(f"error: {server.url} answered none of {count} requests", style="red", markup=False)
     if troubles:
         raise troubles[0]
+
+
+def _of_those_sent(run: Run) -> str:
+    sent = sum(outcome.ending is not Ending.UNSENT for outcome in run.outcomes)
+    planned = len(run.outcomes)
+    return f"interrupted: {sent} of {planned} requests were sent; the others have no latency, and count as errors"
 
 
 def _written(run: Run, path: Path, write: Writer) -> ConfigError | None:

@@ -8,25 +8,25 @@ from typing import Any
 
 import typer
 
-from splittime.cli.bench_exit import HELP, exit_code, unanswered
+from splittime.cli.bench_exit import codes, exit_code, unanswered
 from splittime.cli.bench_flags import with_load_flags
 from splittime.cli.bench_options import SearchOptions, SweepOptions
 from splittime.core.errors import ConfigError
 
 SEARCH_EXAMPLES = f"""\b
 Examples:
-  splittime bench search http://127.0.0.1:8000 --slo ttft_p99=300ms,tpot_p99=40ms
-  splittime bench search URL --slo ttft_p99=1s --low 2 --high 64 --duration 60s --confirmations 3 --out runs/
+  splittime bench search http://127.0.0.1:8000 --slo ttft_p99=300ms
+  splittime bench search URL --slo ttft_p99=1s,tpot_p99=40ms --low 2 --high 64
+  splittime bench search URL --slo ttft_p99=1s --confirmations 3 --out runs/
 
-{HELP}"""
+{codes("search")}"""
 SWEEP_EXAMPLES = f"""\b
 Examples:
   splittime bench sweep http://127.0.0.1:8000 --rates 1,2,4,8 --duration 30s
-  splittime bench sweep URL --concurrencies 1,4,16,64 --num-requests 200 --slo tpot_p99=40ms --out runs/
+  splittime bench sweep URL --concurrencies 1,4,16,64 --num-requests 200
+  splittime bench sweep URL --rates 1,2,4 --slo tpot_p99=40ms --out runs/
 
-An SLO that is missed at some level is a finding here, and no failure.
-
-{HELP}"""
+{codes("sweep")}"""
 
 
 @with_load_flags(SearchOptions, "rate", "rate_end", "ramp_s", "concurrency", "cool_down_requests")

@@ -7,16 +7,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from splittime.cli.options import JsonFlag, ModelArgument, with_settings
+from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, with_settings
 from splittime.cli.settings import Settings
 
 app = typer.Typer(help="The settings and where they come from.", no_args_is_help=True)
 
-_EXAMPLES = """\b
+_EXAMPLES = f"""\b
 Examples:
   splittime config show
   SPLITTIME_PORT=9000 splittime config show --policy deadline --json
-"""
+
+{EXIT_CODES}"""
 
 
 @app.callback()
@@ -24,7 +25,7 @@ def _group() -> None:
     """The settings and where they come from."""
 
 
-@app.command(epilog=_EXAMPLES)
+@app.command(epilog=_EXAMPLES, short_help="Print each setting, its value and its origin.")
 @with_settings("runner", "scheduler", "server", "ledger")
 def show(settings: Settings, model: ModelArgument = None, json: JsonFlag = False) -> None:
     """Print each setting with its origin: default, file and line, environment variable, or flag."""

@@ -17,14 +17,17 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut long flags short
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(name="serve", epilog=serve.EXAMPLES)(serve.serve)
-app.command(name="generate", epilog=generate.EXAMPLES)(generate.generate)
-app.command(name="explain", epilog=explain.EXAMPLES)(explain.explain)
-app.command(name="doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
-app.command(name="quantize", epilog=quantize.EXAMPLES)(quantize.quantize)
-app.command(name="quality", epilog=quality.EXAMPLES)(quality.quality)
-app.add_typer(bench.app, name="bench")
-app.add_typer(config_app, name="config")
+for _command, _examples, _summary in (  # a summary must fit into a line of 80 columns, or is cut there
+    (serve.serve, serve.EXAMPLES, "Serve a model over an OpenAI-compatible HTTP API."),
+    (generate.generate, generate.EXAMPLES, "Stream an answer to the terminal, and where its time went."),
+    (explain.explain, explain.EXAMPLES, "Show where a request's time went, and why it was slow."),
+    (doctor.doctor, doctor.EXAMPLES, "Say what holds a server's requests back, and what to try."),
+    (quantize.quantize, quantize.EXAMPLES, "Quantise or prune a model into a new checkpoint."),
+    (quality.quality, quality.EXAMPLES, "Say whether a quantised model is as good as its base."),
+):
+    app.command(name=_command.__name__, epilog=_examples, short_help=_summary)(_command)
+app.add_typer(bench.app, name="bench", short_help="Load any OpenAI-compatible server, and measure it.")
+app.add_typer(config_app, name="config", short_help="Show the settings and where they come from.")
 
 
 def _show_version(is_asked: bool) -> None:

@@ -1,6 +1,6 @@
 """Command-line flags made from the table of settings, and what all commands share: `--json`, `--config`, exit codes.
 
-Exit codes: 0 done, 1 failed, 2 a usage or settings error. Data goes to standard output, talk to standard error.
+`EXIT_CODES` says what each means, where a command does not say it itself. Data goes to standard output, talk to standard error.
 """
 
 import functools
@@ -21,6 +21,8 @@ from splittime.core.errors import ConfigError, RequestError, SplittimeError
 from splittime.loadgen.sse import plain
 
 TABLE_COLUMNS = 100
+INTERRUPTED = 130
+EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 a usage or settings error, 130 Ctrl-C."
 
 _TYPES: dict[str, Any] = {
     "text": str | None,
@@ -94,14 +96,20 @@ def fails_clearly(command: Callable[..., None]) -> Callable[..., None]:
             command(**arguments)
         except SplittimeError as error:
             say_error(error)
-            raise typer.Exit(2 if isinstance(error, ConfigError | RequestError) else 1) from None
+            raise typer.Exit(_exit_code(error)) from None
         except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # the reader of our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
 
     return guarded
+
+
+def _exit_code(error: SplittimeError) -> int:
+    if error.info.code == "interrupted":
+        return INTERRUPTED
+    return 2 if isinstance(error, ConfigError | RequestError) else 1
 
 
 def say_error(error: SplittimeError) -> None:

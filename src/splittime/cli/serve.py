@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from splittime.cli import model_source
-from splittime.cli.options import JsonFlag, ModelArgument, talk, with_settings
+from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, talk, with_settings
 from splittime.cli.settings import Settings
 from splittime.cli.startup import Timeline
 from splittime.cli.worker_settings import worker_settings
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 WORKER_COMMAND: list[str] | None = None  # a test may put another engine process here
 
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
-  splittime serve                                      the model in the package, on port 8000
+  splittime serve                        the model in the package, on port 8000
   splittime serve ./models/llama --port 9000 --ledger-file runs/today.sqlite
-  splittime serve ./llama-q4_k_m.gguf                  one GGUF file: weights, tokenizer and chat template
+  splittime serve ./llama-q4_k_m.gguf    one GGUF file, with its tokenizer
   SPLITTIME_API_KEY=secret splittime serve owner/name --host 0.0.0.0
-"""
+
+{EXIT_CODES}"""
 
 
 @with_settings("runner", "scheduler", "server", "ledger")

@@ -16,7 +16,7 @@ NOTED_DIFFERENCE = 0.01
 def reasons_to_doubt(a: Sequence[Side], b: Sequence[Side]) -> list[str]:
     """Of void runs: their figures are about the client. Empty if there is none."""
     return [
-        f"{name} is void: {' '.join(check.sentence for check in run.checks if check.voids and not check.ok)}"
+        f"{name} is void: {'; '.join(check.sentence for check in run.checks if check.voids and not check.ok)}"
         for name, sides in (("A", a), ("B", b))
         for run, _ in sides
         if run.is_void

@@ -68,7 +68,7 @@ class Found(msgspec.Struct, frozen=True):
     @property
     def sentence(self) -> str:
         """For people."""
-        runs = f"({len(self.trials)} runs)"
+        runs = _counted(self.trials)
         if self.stopped is not None:
             return f"the search ended early: {self.stopped} {runs}{self._so_far}"
         if self.kept is None:
@@ -98,7 +98,11 @@ class Swept(msgspec.Struct, frozen=True):
     @property
     def sentence(self) -> str:
         """For people; empty if all is in the table."""
-        return "" if self.stopped is None else f"the sweep ended early: {self.stopped} ({len(self.trials)} runs)"
+        return "" if self.stopped is None else f"the sweep ended early: {self.stopped} {_counted(self.trials)}"
+
+
+def _counted(trials: Sequence[Trial]) -> str:
+    return f"({len(trials)} run{'' if len(trials) == 1 else 's'})"
 
 
 def _ends_void(trials: Sequence[Trial]) -> bool:

@@ -33,10 +33,11 @@ OnStep = Callable[[str], None]
 
 
 def grid_of(settings: Settings, checkpoint_dtype: torch.dtype) -> Grid:
-    """The grid of resolved settings with a scheme. Scales: float16 in AWQ and GPTQ files, else the checkpoint's."""
+    """The grid of resolved settings with a scheme. Scales are float16 in AWQ and GPTQ files, and of 4 bits (kernels keep
+    them so) where the checkpoint is float32; else of the checkpoint's type."""
     assert settings.bits is not None
     group = 0 if settings.group_size in (None, WHOLE_ROW) else settings.group_size or 0
-    is_half = settings.scheme in ("awq", "gptq")
+    is_half = settings.scheme in ("awq", "gptq") or (settings.bits == 4 and checkpoint_dtype == torch.float32)
     return Grid(settings.bits, group, settings.scheme != "awq", torch.float16 if is_half else checkpoint_dtype)
 
 
@@ -83,7 +84,8 @@ class Treatment:
 
     def tensors(self) -> dict[str, Tensor]:
         """What the new checkpoint holds of this layer, by full name."""
-        prefix, found = layer_map.layer_prefix(self.index), {}
+        prefix = layer_map.layer_prefix(self.index)
+        found: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             linear = name.removesuffix(".weight")
             if linear in self.rounded:

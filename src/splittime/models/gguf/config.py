@@ -180,11 +180,16 @@ def _moe(model: GgufModel, keys: Keys, architecture: str, num_layers: int) -> Mo
 
 
 def _dtype(model: GgufModel) -> str:
-    """Of the matrices: the widest, where they are floats. Beside integers nothing is gained by more than bfloat16."""
-    kinds = {file.tensors[name].type for name, file in model.file_of.items() if len(file.tensors[name].shape) > 1}
-    if any(kind.has_integers for kind in kinds):
-        return "bfloat16"
-    names = {kind.name for kind in kinds}
+    """The widest of the matrices that are multiplied and floats; beside integers alone nothing is gained by more than
+    bfloat16. Routers do not count: converters widen them to float32, whatever the model was."""
+    is_looked_up = "output.weight" in model.file_of
+    kinds = {
+        file.tensors[name].type
+        for name, file in model.file_of.items()
+        if len(file.tensors[name].shape) > 1 and not name.endswith(".ffn_gate_inp.weight")
+        if not (is_looked_up and name == "token_embd.weight")
+    }
+    names = {kind.name for kind in kinds if not kind.has_integers}
     return "float32" if "F32" in names else "float16" if "F16" in names else "bfloat16"
 
 

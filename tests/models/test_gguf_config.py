@@ -1,0 +1,184 @@
+"""A GGUF file's metadata as a config: what is said by keys, what by the tensors there are, and what is refused."""
+
+import struct
+
+import pytest
+from gguf_bytes import content, key, tensor, text, u32, u64
+
+from splittime.core.errors import ConfigError
+from splittime.models.gguf.checkpoint import GgufCheckpoint
+from splittime.models.gguf.config import load_gguf_config
+
+WIDTH, ROWS, LAYERS = 64, 40, 2
+
+
+def f32(value: float) -> bytes:
+    return struct.pack("<f", value)
+
+
+def keys_of(architecture="llama", **changes) -> tuple[bytes, ...]:
+    """changes: by the key's name with __ for dots, (type, content); None leaves it out."""
+    values = {
+        "context_length": (4, u32(512)),
+        "embedding_length": (4, u32(WIDTH)),
+        "block_count": (4, u32(LAYERS)),
+        "feed_forward_length": (4, u32(96)),
+        "attention__head_count": (4, u32(4)),
+        "attention__head_count_kv": (4, u32(2)),
+        "attention__layer_norm_rms_epsilon": (6, f32(0.5)),
+    } | changes
+    named = {f"{architecture}.{name.replace('__', '.')}": value for name, value in values.items() if value is not None}
+    keys = (key(name, kind, raw) for name, (kind, raw) in named.items())
+    return key("general.architecture", 8, text(architecture)), *keys
+
+
+def write(tmp_path, keys, tensors=(("token_embd.weight", (WIDTH, ROWS)),), kind=0):
+    """Tensors (name, dimensions) one after the other, all zeros but rope_freqs."""
+    entries, data = [], b""
+    for name, dims in tensors:
+        entries.append(tensor(name, dims, kind, len(data)))
+        size = struct.calcsize("f")
+        for dim in dims:
+            size *= dim
+        data += f32(2.0) * (size // 4) if name == "rope_freqs.weight" else bytes(size)
+        data += bytes(-len(data) % 32)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content(tuple(keys), tuple(entries), data))
+    return path
+
+
+def test_what_is_not_said_has_its_usual_value(tmp_path):
+    config = load_gguf_config(write(tmp_path, keys_of()))
+    assert (config.architecture, config.vocab_size, config.head_dim, config.num_kv_heads) == (
+        "LlamaForCausalLM",
+        ROWS,
+        WIDTH // 4,
+        2,
+    )
+    assert (config.rms_norm_eps, config.rope.rope_type, config.rope.theta) == (0.5, "default", 10_000.0)
+    assert (config.tie_word_embeddings, config.qkv_bias, config.moe, config.eos_token_ids) == (True, False, None, ())
+    assert config.layer_windows == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "name"),
+    [
+        ("qwen2", {}, "Qwen2ForCausalLM"),
+        ("qwen3", {}, "Qwen3ForCausalLM"),
+        ("llama", {"attention__sliding_window": (4, u32(9))}, "MistralForCausalLM"),
+        ("llama", {"expert_count": (4, u32(4)), "expert_used_count": (4, u32(2))}, "MixtralForCausalLM"),
+        ("qwen3moe", {"expert_count": (4, u32(4)), "expert_used_count": (4, u32(2))}, "Qwen3MoeForCausalLM"),
+    ],
+)
+def test_architectures(tmp_path, architecture, changes, name):
+    assert load_gguf_config(write(tmp_path, keys_of(architecture, **changes))).architecture == name
+
+
+def test_tensors_say_the_rest(tmp_path):
+    tensors = [
+        *(("token_embd.weight", (WIDTH, ROWS)), ("output.weight", (WIDTH, ROWS)), ("blk.0.attn_q.bias", (64,))),
+        *(("blk.1.ffn_gate_inp.weight", (WIDTH, 4)), ("rope_freqs.weight", (8,))),
+    ]
+    experts = {"expert_count": (4, u32(4)), "expert_used_count": (4, u32(2))}
+    config = load_gguf_config(write(tmp_path, keys_of(**experts), tensors))
+    assert (config.tie_word_embeddings, config.qkv_bias, config.output_bias) == (False, True, False)
+    assert config.moe is not None
+    assert config.moe.layers == (False, True)
+    assert (config.rope.rope_type, config.rope.divisors) == ("divided", (2.0,) * 8)
+
+
+def test_ends_of_a_turn(tmp_path):
+    tokens = ["a", "</s>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>"]
+    kinds = u32(5) + u64(5) + struct.pack("<5i", 1, 3, 3, 1, 3)
+    extra = (
+        key("tokenizer.ggml.tokens", 9, u32(8) + u64(5) + b"".join(map(text, tokens))),
+        key("tokenizer.ggml.token_type", 9, kinds),
+        key("tokenizer.ggml.eos_token_id", 4, u32(1)),
+        key("tokenizer.ggml.eot_token_id", 4, u32(4)),
+    )
+    config = load_gguf_config(write(tmp_path, (*keys_of(), *extra)))
+    assert config.eos_token_ids == (1, 4, 2)  # what the file names first; <|eot_id|> is an ordinary token here
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (keys_of("gemma2"), r"general\.architecture is 'gemma2', which is not served; these are: llama, qwen2"),
+        (keys_of(context_length=None), r"llama\.context_length is missing"),
+        (keys_of(block_count=(4, u32(0))), r"llama\.block_count is 0, must be a positive integer"),
+        (keys_of(embedding_length=(8, text("64"))), r"llama\.embedding_length is '64'"),
+        (keys_of(attention__head_count_kv=(4, u32(3))), r"head_count_kv is 3, must be a divisor"),
+        (keys_of(attention__head_count_kv=(9, u32(4) + u64(2) + u32(2) + u32(4))), r"the same for all layers"),
+        (keys_of(attention__key_length=(4, u32(15))), r"attention\.key_length is 15, must be even"),
+        (keys_of(attention__value_length=(4, u32(8))), r"value_length is 8, must be the length of a key, 16"),
+        (keys_of(rope__dimension_count=(4, u32(8))), r"rope\.dimension_count is 8"),
+        (keys_of(rope__scaling__type=(8, text("yarn"))), r"rope\.scaling\.type is 'yarn', must be none or linear"),
+        (keys_of(attention__layer_norm_rms_epsilon=(6, f32(float("nan")))), r"epsilon is nan, must be a positive"),
+        (keys_of(logit_scale=(6, f32(0.25))), r"llama\.logit_scale is 0\.25: it may change what the model computes"),
+        (keys_of(brand_new=(4, u32(1))), r"llama\.brand_new is 1: it may change"),
+        (keys_of(attention__causal=(7, b"\x00")), r"attention\.causal is False: it may change"),
+        (keys_of("qwen2", attention__sliding_window=(4, u32(5))), r"sliding_window is 5, must be 0"),
+        (keys_of("qwen2", expert_count=(4, u32(5))), r"expert_count is 5, must be 0 for qwen2"),
+        (keys_of(expert_count=(4, u32(2)), expert_used_count=(4, u32(3))), r"expert_used_count is 3, must be at most"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_its_key(tmp_path, keys, said):
+    with pytest.raises(ConfigError, match=said):
+        load_gguf_config(write(tmp_path, keys))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"logit_scale": (6, f32(1.0))}, {"attention__causal": (7, b"\x01")}, {"expert_shared_count": (4, u32(0))}],
+)
+def test_a_value_that_changes_nothing_is_accepted(tmp_path, changes):
+    load_gguf_config(write(tmp_path, keys_of(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    [
+        ({"token_embd": 8, "blk.0.ffn_up": 8}, "bfloat16"),
+        ({"token_embd": 8, "blk.0.ffn_up": 1}, "float16"),
+        ({"token_embd": 8, "blk.0.ffn_up": 8, "blk.0.ffn_gate_inp": 0}, "bfloat16"),
+        ({"token_embd": 30, "blk.0.ffn_up": 30}, "bfloat16"),
+        ({"token_embd": 0, "output": 8, "blk.0.ffn_up": 8}, "bfloat16"),
+        ({"token_embd": 0, "blk.0.ffn_up": 1}, "float32"),
+    ],
+)
+def test_dtype_is_that_of_the_floats_that_are_multiplied(tmp_path, kinds, dtype):
+    entries, place = [], 0
+    for name, kind in kinds.items():
+        entries.append(tensor(f"{name}.weight", (WIDTH, 32), kind, place))
+        place += WIDTH * 32 * 4
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content(keys_of(), tuple(entries), bytes(place)))
+    assert load_gguf_config(path).checkpoint_dtype == dtype
+
+
+def test_wrong_factors_of_frequencies_are_refused(tmp_path):
+    tensors = [("token_embd.weight", (WIDTH, ROWS)), ("rope_freqs.weight", (7,))]
+    with pytest.raises(ConfigError, match=r"rope_freqs.weight' is F32 \[7\], must be F32 \[8\]"):
+        load_gguf_config(write(tmp_path, keys_of(), tensors))
+
+
+def test_missing_misshapen_and_left_over_tensors_are_named(tmp_path):
+    tensors = [("token_embd.weight", (WIDTH, ROWS)), ("blk.0.ffn_up_exps.weight", (8, 4, 2)), ("strange.weight", (4,))]
+    checkpoint = GgufCheckpoint(write(tmp_path, keys_of(), tensors))
+    with pytest.raises(ConfigError, match=r"tensor output_norm.weight of shape \[64\] is missing"):
+        checkpoint.take("model.norm.weight", 64)
+    with pytest.raises(ConfigError, match=r"token_embd.weight has shape \[40, 64\], the metadata asks for \[64, 40\]"):
+        checkpoint.take_linear("model.embed_tokens", 64, 40)
+    with pytest.raises(ConfigError, match=r"has no name in GGUF"):
+        checkpoint.take_linear("model.vision.tower", 64, 40)
+    with pytest.raises(ConfigError, match=r"has shape \[2, 4, 8\], the metadata asks for at least 3 times \[4, 8\]"):
+        checkpoint.take_linear("model.layers.0.mlp.experts.2.up_proj", 4, 8)
+    checkpoint.take_linear("model.embed_tokens", ROWS, WIDTH)
+    checkpoint.take_linear("model.embed_tokens", ROWS, WIDTH)
+    assert checkpoint.num_parameters == ROWS * WIDTH
+    checkpoint.take_linear("model.layers.0.mlp.experts.1.up_proj", 4, 8)
+    with pytest.raises(ConfigError, match=r"2 tensors, or parts of them, .*: blk.0.ffn_up_exps.weight, strange.weight"):
+        checkpoint.check_all_taken()
+    checkpoint.take_linear("model.layers.0.mlp.experts.0.up_proj", 4, 8)
+    with pytest.raises(ConfigError, match=r"1 tensors, or parts of them, .*: strange.weight"):
+        checkpoint.check_all_taken()
