@@ -1,13 +1,18 @@
-"""Writes docs/reference/ from the code: settings, stages, errors, metrics. A test holds the pages to be current.
+"""Writes docs/reference/ from the code: settings, stages, errors, metrics, findings, exit codes. A test holds the pages to be current.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    exit with 1 and their names if any is out of date
 """
 
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import click
+import typer
+
+from splittime.cli.main import app
 from splittime.cli.settings_table import SETTINGS, Setting
 from splittime.core import errors
 from splittime.diagnose import doctor, finding
@@ -99,12 +104,38 @@ def findings_page() -> str:
     )
 
 
+def exit_codes_page() -> str:
+    """From what each command's `--help` says."""
+    pages = [f"## `{name}`\n\n" + _table(("code", "meaning"), codes) for name, codes in command_codes()]
+    return (
+        "# Exit codes\n\nWhat a script can rely on, as each command's `--help` says it. Data goes to standard output, "
+        "talk and errors to standard error.\n\n" + "\n".join(pages)
+    )
+
+
+def command_codes() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Each command with its codes and their meanings."""
+    for name, command in _commands("splittime", typer.main.get_command(app)):
+        _, _, told = (command.epilog or "").partition("Exit codes:")
+        codes = re.findall(r"(\d+) +(.*?)\.?(?:, (?=\d)|\n|$)", told.strip())
+        yield name, [(f"`{code}`", meaning) for code, meaning in codes]
+
+
+def _commands(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    parts = getattr(command, "commands", None)  # of a group
+    for part in (parts or {}).values():
+        yield from _commands(f"{name} {part.name}", part)
+    if parts is None:
+        yield name, command
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "stages.md": stages_page,
     "errors.md": errors_page,
     "metrics.md": metrics_page,
     "findings.md": findings_page,
+    "exit_codes.md": exit_codes_page,
 }
 
 

@@ -30,10 +30,10 @@ from rich.progress import track
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from splittime.distill.llama import Llama, parameter_count
 from training.card import write_cards
 from training.corpus import Document, load_corpus
 from training.export import PACKAGED, REPOSITORY, load_folder, replace_text
-from training.model import Llama, parameter_count
 from training.tokenizer import END_OF_TEXT_ID, as_json, load_tokenizer
 
 RESULTS = REPOSITORY / "training" / "results.json"

@@ -4,12 +4,11 @@ Owns the run: which tokens come when, the budget, the checkpoints and the log. P
 
 * the budget is wall-clock minutes, tokens, or both; the cosine schedule ends exactly where the budget ends, however
   fast or busy the machine is (the price: two runs under a wall-clock budget do not give equal weights; a token budget
-  alone fixes everything but the order in which the two workers' gradients are added);
+  alone fixes everything);
 * a killed run, started again with the same command, continues from its last checkpoint and its remaining budget;
 * the checkpoint with the lowest validation loss is the one exported, and an export is never seen half-written.
 
-Two worker threads each compute whole micro-batches on one core. On a small CPU this beats splitting every matrix
-product over two cores, and a core that is busy with something else delays a micro-batch, not every operation.
+The updates themselves are `splittime.distill.trainer`'s, which distillation shares.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import json
 import math
 import os
 import time
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,19 +24,18 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
-from torch import Tensor
 
+from splittime.distill.llama import Llama, parameter_count
+from splittime.distill.loss import TextLoss
+from splittime.distill.optimizer import Optimizer
+from splittime.distill.trainer import State as Progressed
+from splittime.distill.trainer import Trainer, make_workers
+from splittime.distill.windows import LONGEST, Windows, context_at
 from training.corpus import Document, load_corpus
 from training.export import PACKAGED, REPOSITORY, export_folder, replace_file, replace_text
-from training.model import SHAPES, Llama, parameter_count
-from training.optimizer import Optimizer, learning_rate_scale
+from training.model import SHAPES
 from training.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
-# (share of the budget from which it holds, context in tokens): short windows are cheapest to learn the syntax from. The
-# last stage teaches the positions up to the model's limit, and starts while the learning rate is high enough to.
-STAGES = ((0.0, 256), (0.3, 512), (0.6, 2048))
-LONGEST = STAGES[-1][1]
-MICRO_BATCH_TOKENS = 1024
 VALIDATION_WINDOWS = 24
 
 
@@ -65,56 +63,10 @@ class Options:
 
 
 @dataclass
-class State:
+class State(Progressed):
     """How far the run is; saved with every checkpoint."""
 
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
     best_loss: float = math.inf
-
-    def progress(self, options: Options) -> float:
-        """Share of the budget that is spent; the scarcer of the two budgets counts."""
-        by_time = self.seconds / (options.minutes * 60) if options.minutes else 0.0
-        by_tokens = self.tokens / options.tokens if options.tokens else 0.0
-        return max(by_time, by_tokens)
-
-
-class Windows:
-    """Windows of context + 1 tokens, each token once per pass, from a fresh offset and in a fresh order every pass.
-
-    A pass is over windows of one context; the stages of a run draw their orders independently of each other.
-    """
-
-    def __init__(self, tokens: np.ndarray, seed: int) -> None:
-        self.tokens, self.seed = tokens, seed
-
-    def starts(self, context: int, epoch: int) -> np.ndarray:
-        """Where the windows of one pass begin."""
-        random = np.random.default_rng((self.seed, context, epoch))
-        offset = int(random.integers(context))
-        count = (len(self.tokens) - offset - 1) // context
-        return random.permutation(count) * context + offset
-
-    def batch(self, context: int, first: int, count: int) -> Tensor:
-        """Windows number `first` and on, [count, context + 1]; the numbering runs on over the passes."""
-        per_pass = (len(self.tokens) - context - 1) // context
-        rows = []
-        for number in range(first, first + count):
-            start = self.starts_cached(context, number // per_pass)[number % per_pass]
-            rows.append(self.tokens[start : start + context + 1].astype(np.int64))
-        return torch.from_numpy(np.stack(rows))
-
-    def starts_cached(self, context: int, epoch: int) -> np.ndarray:
-        """`starts`, remembered for the pass in use."""
-        if getattr(self, "_key", None) != (context, epoch):
-            self._key, self._starts = (context, epoch), self.starts(context, epoch)
-        return self._starts
-
-
-def context_at(progress: float) -> int:
-    """Context length of the stage that `progress` is in."""
-    return max(context for start, context in STAGES if progress >= start)
 
 
 def encode(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
@@ -135,21 +87,6 @@ def prepare(work: Path) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
         (work / "corpus.json").write_text(json.dumps(corpus.summary() | {"skipped": corpus.skipped}))
         tokenizer.save(str(paths[0]))
     return load_tokenizer(work), np.load(paths[1]), np.load(paths[2])
-
-
-def gradients(model: Llama, windows: Tensor) -> tuple[float, tuple[Tensor, ...]]:
-    """Mean loss in nats and its gradients over windows [count, context + 1]."""
-    loss = model.loss(windows[:, :-1], windows[:, 1:])
-    return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
-
-
-def accumulate(model: Llama, windows: Tensor, workers: Executor) -> float:
-    """Leave the mean gradient over all windows in `.grad`, the micro-batches shared among the workers."""
-    size = max(1, MICRO_BATCH_TOKENS // (windows.shape[1] - 1))
-    results = list(workers.map(lambda part: gradients(model, part), windows.split(size)))
-    for weight, *parts in zip(model.parameters(), *(part for _, part in results), strict=True):
-        weight.grad = torch.stack(parts).mean(0)
-    return sum(loss for loss, _ in results) / len(results)
 
 
 @torch.no_grad()
@@ -173,7 +110,10 @@ class Run:
         self.windows = Windows(train, options.seed)
         self.model = Llama(self.shape)
         self.optimizer = Optimizer(self.model, options.optimizer, options.matrix_rate, options.other_rate)
-        self.workers = ThreadPoolExecutor(options.workers, initializer=torch.set_num_threads, initargs=(1,))
+        self.workers = make_workers(options.workers)
+        self.trainer = Trainer(
+            self.model, self.optimizer, self.windows, TextLoss(), self.workers, options.workers, options.step_tokens
+        )
         replace_text(self.folder / "options.json", json.dumps(options.settings(), indent=2))
         self.resume()
 
@@ -195,19 +135,16 @@ class Run:
 
     def step(self) -> dict[str, float]:
         """One update; returns what the log says of it."""
-        began = time.monotonic()
         progress = self.state.progress(self.options)
         context = LONGEST if self.options.start_from else context_at(progress)
-        count = max(self.options.workers, self.options.step_tokens // context)
-        # The window number is counted in tokens, so that a longer context goes on where the shorter one stopped.
-        batch = self.windows.batch(context, self.state.tokens // context, count)
-        loss = accumulate(self.model, batch, self.workers)
-        scale = learning_rate_scale(progress)
-        norm = self.optimizer.step(scale, self.workers)
-        self.state.step += 1
-        self.state.tokens += count * context
-        self.state.seconds += time.monotonic() - began
-        return {"loss": loss, "gradient_norm": norm, "scale": scale, "context": context, "progress": progress}
+        update = self.trainer.step(self.state, progress, context)
+        return {
+            "loss": update.parts.loss,
+            "gradient_norm": update.norm,
+            "scale": update.scale,
+            "context": update.context,
+            "progress": update.progress,
+        }
 
     def evaluate(self) -> float:
         """Validation loss; the best weights so far are kept, and exported where the run exports."""

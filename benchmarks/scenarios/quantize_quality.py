@@ -40,24 +40,25 @@ from splittime.quantize.layouts import LAYOUTS, SUFFIXES, unpack
 from splittime.quantize.settings import Settings
 
 NAME = "quantize_quality"
+SYMMETRIC, WITH_ZEROS = "4 bits rtn, symmetric", "4 bits rtn, with zero points"
 REPLICATES = 10_000
 Windows = torch.Tensor  # int64 [documents, length]
 
 
-def arms(group: int) -> dict[str, tuple[Settings, str | None]]:
-    """Name -> how it is made, and the arm it must beat."""
+def arms(group: int) -> dict[str, tuple[Settings, tuple[str, ...]]]:
+    """Name -> how it is made, and the arms it must beat."""
     return {
-        "int8 rtn": (Settings(scheme="int8"), None),
-        "w8a8 smooth 0.5": (Settings(scheme="w8a8"), None),
-        "4 bits rtn, symmetric": (Settings(scheme="w4a16", group_size=group), None),
-        "gptq": (Settings(scheme="gptq", group_size=group), "4 bits rtn, symmetric"),
-        "gptq act-order": (Settings(scheme="gptq", group_size=group, act_order=True), "4 bits rtn, symmetric"),
-        "4 bits rtn, with zero points": (Settings(scheme="awq", group_size=group), None),
-        "awq": (Settings(scheme="awq", group_size=group), "4 bits rtn, with zero points"),
-        "2:4 magnitude": (Settings(prune="2:4"), None),
-        "2:4 wanda": (Settings(prune="2:4", metric="wanda"), "2:4 magnitude"),
-        "50 % magnitude": (Settings(prune="unstructured", sparsity=0.5), None),
-        "50 % wanda": (Settings(prune="unstructured", sparsity=0.5, metric="wanda"), "50 % magnitude"),
+        "int8 rtn": (Settings(scheme="int8"), ()),
+        "w8a8 smooth 0.5": (Settings(scheme="w8a8"), ()),
+        SYMMETRIC: (Settings(scheme="w4a16", group_size=group), ()),
+        "gptq": (Settings(scheme="gptq", group_size=group), (SYMMETRIC,)),
+        "gptq act-order": (Settings(scheme="gptq", group_size=group, act_order=True), (SYMMETRIC,)),
+        WITH_ZEROS: (Settings(scheme="awq", group_size=group), ()),
+        "awq": (Settings(scheme="awq", group_size=group), (WITH_ZEROS, SYMMETRIC)),
+        "2:4 magnitude": (Settings(prune="2:4"), ()),
+        "2:4 wanda": (Settings(prune="2:4", metric="wanda"), ("2:4 magnitude",)),
+        "50 % magnitude": (Settings(prune="unstructured", sparsity=0.5), ()),
+        "50 % wanda": (Settings(prune="unstructured", sparsity=0.5, metric="wanda"), ("50 % magnitude",)),
     }
 
 
@@ -149,9 +150,9 @@ def measure(model: str, group: int, scorers: dict[str, Scorer], calibration: Cal
     base = next(iter(scorers.values())).base
     original = [base.layer(index) for index in range(base.config.num_layers)]
     nats = {name: {"float": scorer.nats(original)} for name, scorer in scorers.items()}
-    for arm, (settings, rival) in arms(group).items():
+    for arm, (settings, rivals) in arms(group).items():
         with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
-            if arm == "4 bits rtn, with zero points":  # AWQ with nothing searched for
+            if arm == WITH_ZEROS:  # AWQ with nothing searched for
                 stack.enter_context(patch("splittime.quantize.awq.STEPS", 0))
                 stack.enter_context(patch("splittime.quantize.awq.CLIP_STEPS", 0))
             begin = time.monotonic()
@@ -160,13 +161,13 @@ def measure(model: str, group: int, scorers: dict[str, Scorer], calibration: Cal
             weights = checkpoint_weights(Path(place) / "out", base, settings)
         for text, scorer in scorers.items():
             found = nats[text][arm] = scorer.nats(weights)
-            yield _row(model, group, text, arm, rival, nats[text], found, taken_s)
+            yield _row(model, group, text, arm, rivals, nats[text], found, taken_s)
 
 
 def _row(
-    model: str, group: int, text: str, arm: str, rival: str | None, nats: dict, found: np.ndarray, taken_s: float
+    model: str, group: int, text: str, arm: str, rivals: tuple[str, ...], nats: dict, found: np.ndarray, taken_s: float
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {
+    return {
         "model": Path(model).name,
         "group_size": group,
         "text": text,
@@ -177,16 +178,14 @@ def _row(
         "worse_than_float_nats": float((found - nats["float"]).mean()),
         "worse_than_float_interval": interval(found - nats["float"]),
         "seconds": round(taken_s, 1),
+        "beside": [_beside(rival, found - nats[rival]) for rival in rivals],
     }
-    if rival is not None:
-        low, high = interval(found - nats[rival])
-        row |= {
-            "rival": rival,
-            "less_rival_nats": float((found - nats[rival]).mean()),
-            "less_rival_interval": (low, high),
-        }
-        row["verdict"] = "better" if high < 0 else "worse" if low > 0 else "inconclusive"
-    return row
+
+
+def _beside(rival: str, differences: np.ndarray) -> dict[str, Any]:
+    low, high = interval(differences)
+    verdict = "better" if high < 0 else "worse" if low > 0 else "inconclusive"
+    return {"rival": rival, "less_nats": float(differences.mean()), "interval": (low, high), "verdict": verdict}
 
 
 def main() -> None:
@@ -219,10 +218,10 @@ def main() -> None:
 
 def _told(row: dict[str, Any]) -> str:
     line = f"{row['text']:24} {row['arm']:30} {row['perplexity']:9.4f} (float {row['float_perplexity']:.4f})"
-    if "rival" not in row:
-        return line
-    low, high = row["less_rival_interval"]
-    return f"{line} {row['less_rival_nats']:+.4f} [{low:+.4f}, {high:+.4f}] {row['verdict']} than {row['rival']}"
+    for found in row["beside"]:
+        low, high = found["interval"]
+        line += f" {found['less_nats']:+.4f} [{low:+.4f}, {high:+.4f}] {found['verdict']} beside {found['rival']}"
+    return line
 
 
 def _file(rows: list[dict[str, Any]], options: dict[str, Any]) -> None:

@@ -29,9 +29,10 @@ MAY = {
     "runner": {"core", "kernels", "models"},
     "quantize": {"core", "kernels", "models"},
     "quality": {"core"},
+    "distill": {"core", "kernels", "models", "runner", "quantize", "quality"},
 }
 ROOTS = {"cli", "cluster", "llm"}
-TENSOR_COLUMN = {"kernels", "models", "runner", "quantize"}
+TENSOR_COLUMN = {"kernels", "models", "runner", "quantize", "distill"}
 TENSOR_LIBRARIES = {"torch", "triton", "transformers"}
 # within an allowed edge, the module that is meant all the same not to be seen
 FORBIDDEN_MODULES = {

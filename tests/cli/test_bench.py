@@ -1,5 +1,6 @@
 """`splittime bench`: flags, files, exit codes and words, against the mock server."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -89,6 +90,36 @@ def test_a_run_that_nobody_answers_is_1_without_an_slo(monkeypatch):
         done = bench("run", url, "--num-requests", 3, "--concurrency", 1, *SMALL)
     assert done.exit_code == 1
     assert "answered none of 3 requests" in " ".join(done.stderr.split())
+
+
+def interrupted_when(monkeypatch, is_time):
+    """Ctrl-C as soon as the progress of the load says that it is time."""
+    stop = asyncio.Event()
+
+    @contextmanager
+    def watched(console, is_closed):
+        yield lambda progress: stop.set() if is_time(progress) else None
+
+    monkeypatch.setattr("splittime.cli.bench_run.interrupted", lambda: stop)
+    monkeypatch.setattr("splittime.cli.bench_run.shown_live", watched)
+    return stop
+
+
+def test_ctrl_c_keeps_what_was_measured_and_says_of_how_many(url, monkeypatch, tmp_path):
+    interrupted_when(monkeypatch, lambda progress: progress.ended > 2)
+    done = bench("run", url, "--rate", 20, "--duration", "60s", *SMALL, "--out", tmp_path / "run.json")
+    assert done.exit_code == 130
+    run = load_run(tmp_path / "run.json")
+    sent = sum(outcome.ending is not Ending.UNSENT for outcome in run.outcomes)
+    assert 2 < sent < len(run.outcomes)
+    assert f"interrupted: {sent} of {len(run.outcomes)} requests were sent" in done.stderr
+
+
+def test_ctrl_c_before_the_load_is_130_too(url, monkeypatch):
+    interrupted_when(monkeypatch, lambda progress: False).set()
+    done = bench("run", url, "--rate", 20, "--duration", "60s", *SMALL)
+    assert done.exit_code == 130
+    assert "nothing was measured" in done.stderr
 
 
 def test_one_code_for_each_meaning():

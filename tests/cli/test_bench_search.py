@@ -106,7 +106,8 @@ def test_the_knee_is_found(server, tmp_path):
 
 
 def test_runs_of_one_rate_are_drawn_anew_and_others_are_not(server):
-    run("search", URL, "--slo", "ttft_p99=200ms", *SHORT, "--low", "5", "--seed", "7")
+    found = run("search", URL, "--slo", "ttft_p99=200ms", *SHORT, "--low", "5", "--seed", "7")
+    assert found.exit_code == 0, found.output
     by_rate: dict[float, list] = {}
     for schedule in server.schedules:
         by_rate.setdefault(schedule.settings["rate"], []).append(schedule)
@@ -152,6 +153,21 @@ def test_ctrl_c_keeps_what_was_measured(server, tmp_path, command, num_left):
     assert len(answer["trials"]) == num_left
     assert "interrupted" in answer["stopped"]
     assert len(list(tmp_path.iterdir())) == len(server.schedules) == 3
+
+
+def test_ctrl_c_between_two_loads_is_told_as_one(server, monkeypatch):
+    """As `run_schedule` has it: before the load there is nothing to keep."""
+
+    async def before_the_load(schedule, targets, options=None, on_progress=None, stop=None):
+        if not server.schedules:
+            return await server.run_schedule(schedule, targets)
+        stop.set()
+        raise EngineError("interrupted before the load began: nothing was measured", code="interrupted")
+
+    monkeypatch.setattr(bench_levels, "run_schedule", before_the_load)
+    found = run("sweep", URL, "--rates", "5,10", *SHORT)
+    assert found.exit_code == 130
+    assert "ended early: interrupted; the run at 10 was cut short and is left out (1 run)" in found.stdout
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,21 @@ def test_help_has_every_flag_and_examples():
     assert "Examples:" in invoke("config", "show", "--help").stdout
 
 
+COMMANDS = [
+    *("", "serve", "generate", "explain", "doctor", "config show"),
+    *("bench", "bench run", "bench search", "bench sweep", "bench compare", "bench report", "bench books"),
+    "bench mock-server",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_into_80_columns_and_says_the_exit_codes(command):
+    text = run.invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"}).stdout
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert "..." not in text.partition("Commands:")[2]  # no summary is cut short
+    assert not command or "Exit codes:" in text
+
+
 def test_config_show_tells_origins(tmp_path, monkeypatch):
     Path("splittime.toml").write_text("port = 1\n")
     monkeypatch.setenv("SPLITTIME_API_KEY", "hunter2")

@@ -14,7 +14,7 @@ except native.LibraryMissing as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 INT8, INT4 = native.INT8, native.INT4
-SCHEMES = [(INT8, 0), (INT8, 16), (INT8, 32), (INT8, 96), (INT8, 128), (INT4, 32), (INT4, 64), (INT4, 128)]
+SCHEMES = [(INT8, 0), (INT8, 16), (INT8, 32), (INT4, 32), (INT4, 64), (INT4, 128)]
 SHAPES = [(1, 4), (17, 64), (172, 172), (259, 1100), (40, 8192)]
 BEST = native.selected_isa()
 

@@ -1,6 +1,8 @@
 """What is measured against what was declared: counts, order and definitions; and coordinated omission.
 
-Bounds in time are generous here, for a busy machine; `benchmarks/scenarios/bench_golden.py` measures the real ones.
+No bound here can be missed because the machine is busy: nothing may be early, the best of many must be near what was
+declared, and the median request must be, where the machine would have to stand still for most of the time to spoil it.
+`benchmarks/scenarios/bench_golden.py` measures how near all of them are.
 """
 
 from splittime.ledger.client_book import Ending
@@ -12,7 +14,8 @@ FREEZE_MS = 2000
 
 
 def test_counts_and_definitions_are_those_declared():
-    timings = Timings(ttft_ns=50 * MS, itl_ns=10 * MS)
+    """Each of the ten tokens is at its place: the best of 50 is less than half a gap late."""
+    timings = Timings(ttft_ns=50 * MS, itl_ns=20 * MS)
     requests = [at(i, 20 * i, output_tokens=10) for i in range(50)]
     run, servers = carried_out(schedule_of(*requests), timings)
     assert [o.ending for o in run.outcomes] == [Ending.COMPLETE] * 50
@@ -20,9 +23,8 @@ def test_counts_and_definitions_are_those_declared():
     for o in run.outcomes:
         assert o.chunk_tokens == (1,) * 10
         assert list(o.chunk_ns) == sorted(o.chunk_ns)
-    late_ns = sorted(o.chunk_ns[k] - o.sent_ns - (50 + 10 * k) * MS for o in run.outcomes for k in range(10))
-    assert late_ns[0] >= -MS
-    assert late_ns[len(late_ns) // 2] < 10 * MS
+    for k in range(10):
+        assert -MS <= min(o.chunk_ns[k] - o.sent_ns - (50 + 20 * k) * MS for o in run.outcomes) < 10 * MS
 
 
 def frozen(**options):
@@ -37,17 +39,19 @@ def test_an_open_loop_sees_the_whole_freeze():
     """Theory: who arrives t after the freeze's begin waits 2 s - t; so of 20 a second over 2 s, 40 wait, 1 s on
     average, and the response time's mean over 60 requests is 40 * 1 s / 60 = 0.67 s."""
     outcomes = frozen()
-    begin_ns = outcomes[0].intended_ns  # the freeze counts from the first arrival
+    begin_ns = outcomes[0].sent_ns  # the freeze counts from the first arrival
+    errors_ms = {True: [], False: []}
     for o in outcomes:
         into_freeze_ms = (o.intended_ns - begin_ns) / MS - 500
-        if abs(into_freeze_ms) < 100:  # a busy machine decides on which side it falls
-            continue
-        expected_ms = FREEZE_MS - into_freeze_ms if 0 <= into_freeze_ms < FREEZE_MS else 0
-        response_ms = (o.chunk_ns[0] - o.intended_ns) / MS
-        assert abs(response_ms - expected_ms) < 250, o.index
+        is_frozen = 0 <= into_freeze_ms < FREEZE_MS
+        expected_ms = FREEZE_MS - into_freeze_ms if is_frozen else 0
+        errors_ms[is_frozen].append((o.chunk_ns[0] - o.intended_ns) / MS - expected_ms)
+    assert len(errors_ms[True]) >= 30
+    assert min(errors_ms[True]) > -10
+    assert all(sorted(errors)[len(errors) // 2] < 100 for errors in errors_ms.values())
     responses_ms = [(o.chunk_ns[0] - o.intended_ns) / MS for o in outcomes]
     assert sum(response > 250 for response in responses_ms) >= 30
-    assert abs(sum(responses_ms) / len(responses_ms) - 40 * 1000 / 60) < 150
+    assert abs(sum(responses_ms) / len(responses_ms) - 40 * 1000 / 60) < 300
 
 
 def test_a_closed_loop_sees_one_bad_request():
@@ -55,7 +59,7 @@ def test_a_closed_loop_sees_one_bad_request():
     and the mean of the others know nothing of it."""
     timings = Timings(ttft_ns=20 * MS, itl_ns=0, freezes=((500 * MS, FREEZE_MS * MS),))
     run, _ = carried_out(schedule_of(*(at(i, None, output_tokens=1) for i in range(60)), concurrency=1), timings)
-    slow = [o for o in run.outcomes if o.chunk_ns[0] - o.sent_ns > FREEZE_MS * MS]
+    slow = [o for o in run.outcomes if o.chunk_ns[0] - o.sent_ns > FREEZE_MS * MS // 2]
     assert len(slow) == 1
     responses_ms = sorted((o.chunk_ns[0] - o.intended_ns) / MS for o in run.outcomes)
     assert responses_ms[len(responses_ms) // 2] < 250
@@ -66,6 +70,6 @@ def test_the_two_clocks_differ_where_requests_are_held_back():
     outcomes = frozen(options=RunOptions(max_in_flight=1))
     service_ms = [(o.chunk_ns[0] - o.sent_ns) / MS for o in outcomes]
     response_ms = [(o.chunk_ns[0] - o.intended_ns) / MS for o in outcomes]
-    assert sum(service > 250 for service in service_ms) == 1
+    assert sum(service > FREEZE_MS / 2 for service in service_ms) == 1
     assert sum(response > 250 for response in response_ms) >= 30
     assert sum(o.held_ns > 250 * MS for o in outcomes) >= 30

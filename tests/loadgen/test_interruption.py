@@ -17,20 +17,22 @@ from splittime.loadgen.mock_server import MockServer, Timings
 from splittime.loadgen.run import run_schedule
 from splittime.loadgen.target import RunOptions, Target
 from tests.loadgen.test_run import MS, at, endings, schedule_of
+from tests.loadgen.waiting import until
 
 QUICK = Timings(ttft_ns=MS, itl_ns=MS)
 HERE, TWO = RunOptions(), RunOptions(workers=2)
 LONG = schedule_of(*(at(i, 0) for i in range(4)), *(at(4 + i, 600_000) for i in range(4)))  # the last in ten minutes
 
 
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.005)
+def _all_children():
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
+@pytest.fixture
 def children():
-    """The processes that are this one's, dead ones that nobody waited for too."""
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    """The processes that became this one's in the test, dead ones that nobody waited for too."""
+    before = _all_children()
+    return lambda: _all_children() - before
 
 
 @pytest.fixture
@@ -63,11 +65,11 @@ def interrupted(stop_when, schedule=LONG, options=HERE, timings=QUICK):
 
 
 @pytest.mark.parametrize("options", [HERE, TWO])
-def test_before_the_load_nothing_was_measured(options):
+def test_before_the_load_nothing_was_measured(options, children):
     with pytest.raises(EngineError, match="interrupted before the load") as refused:
         interrupted(None, options=options)
     assert refused.value.info.code == "interrupted"
-    assert children() == []
+    assert children() == set()
 
 
 def test_while_a_server_keeps_silent_that_is_asked_who_it_is():
@@ -85,13 +87,13 @@ def test_while_a_server_keeps_silent_that_is_asked_who_it_is():
 
 
 @pytest.mark.parametrize("options", [HERE, TWO])
-def test_in_the_load_what_has_ended_is_kept(options):
+def test_in_the_load_what_has_ended_is_kept(options, children):
     run = interrupted(lambda server: server.served >= 4, options=options)
     assert run.stopped == "interrupted"
     assert set(endings(run)[:4]) <= {Ending.COMPLETE, Ending.CANCELLED}
     assert endings(run)[4:] == [Ending.UNSENT] * 4
     assert len(run.arms[0].round_trip_ns) == 100, "asked after the load too"
-    assert children() == []
+    assert children() == set()
 
 
 def closing(monkeypatch, close_arm, stop=None):
@@ -167,7 +169,7 @@ def test_a_display_that_is_gone_does_not_end_a_run():
 # ---- a process dies
 
 
-def test_a_worker_that_dies_ends_and_voids_the_run(pids):
+def test_a_worker_that_dies_ends_and_voids_the_run(pids, children):
     """The last request is due in ten minutes: the run ends because it can tell nothing any more."""
 
     async def main():
@@ -187,10 +189,10 @@ def test_a_worker_that_dies_ends_and_voids_the_run(pids):
     kept = [o.ending for o in run.outcomes if o.index % 2 == 0]
     assert set(kept[:2]) <= {Ending.COMPLETE, Ending.CANCELLED}
     assert kept[2:] == [Ending.UNSENT] * 2
-    assert children() == []
+    assert children() == set()
 
 
-def test_a_worker_that_dies_before_the_begin_voids_the_run_too(monkeypatch):
+def test_a_worker_that_dies_before_the_begin_voids_the_run_too(monkeypatch, children):
     prepare = workers.WorkerProcess.prepare
 
     async def killed(self):
@@ -201,7 +203,7 @@ def test_a_worker_that_dies_before_the_begin_voids_the_run_too(monkeypatch):
     run = _run_of_two()
     assert run.is_void
     assert set(endings(run)) == {Ending.UNSENT}
-    assert children() == []
+    assert children() == set()
 
 
 def _run_of_two():
@@ -212,12 +214,12 @@ def _run_of_two():
     return run_loop(main())
 
 
-def test_a_worker_that_cannot_start_is_an_error_with_a_way_out(monkeypatch):
+def test_a_worker_that_cannot_start_is_an_error_with_a_way_out(monkeypatch, children):
     monkeypatch.setattr(workers.sys, "executable", "/bin/false")
     with pytest.raises(EngineError, match="did not start: it ended with status 1") as refused:
         _run_of_two()
     assert "--workers 1" in refused.value.info.hint
-    assert children() == []
+    assert children() == set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -287,8 +289,10 @@ def _lives(pid):
 
 
 def test_a_server_that_dies_in_the_load_is_told_request_by_request():
-    """It is stopped once two of four requests have their answers, and never comes back."""
-    schedule = schedule_of(*(at(i, 0, output_tokens=1 if i < 2 else 100_000) for i in range(4)), at(4, 1500))
+    """It is stopped once two of four requests have their answers, and is not there for the turn after one of these."""
+    answered = [at(i, 0, output_tokens=1) for i in range(2)]
+    broken = [at(2, 0, output_tokens=1_000_000, session=1), at(3, 0, output_tokens=1_000_000)]
+    schedule = schedule_of(*answered, *broken, at(4, None, session=1, turn=1))
 
     async def main():
         async with MockServer(QUICK) as server:

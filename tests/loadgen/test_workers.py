@@ -11,6 +11,7 @@ from splittime.loadgen.mock_server import Timings
 from splittime.loadgen.share import News
 from splittime.loadgen.target import RunOptions
 from tests.loadgen.test_run import MS, at, carried_out, schedule_of
+from tests.loadgen.waiting import Gathering
 
 TWO = RunOptions(workers=2)
 
@@ -28,14 +29,15 @@ def test_two_processes_make_one_run():
 
 def test_concurrency_is_dealt_out():
     requests = [at(i, None) for i in range(12)]
-    run, servers = carried_out(schedule_of(*requests, concurrency=3), Timings(ttft_ns=20 * MS, itl_ns=0), options=TWO)
+    server = Gathering(3, Timings(ttft_ns=20 * MS, itl_ns=0))
+    run, servers = carried_out(schedule_of(*requests, concurrency=3), server, options=TWO)
     assert servers[0].most_in_service == 3
     assert len(run.outcomes) == 12
 
 
 def test_processes_are_stopped_together():
-    requests = [at(i, 0, output_tokens=100_000) for i in range(4)] + [at(4 + i, 60_000) for i in range(2)]
-    run, _ = carried_out(schedule_of(*requests), options=TWO, stop_after_s=1.5)
+    requests = [at(i, 0, output_tokens=1_000_000) for i in range(4)] + [at(4 + i, 600_000) for i in range(2)]
+    run, _ = carried_out(schedule_of(*requests), options=TWO, stop_when=lambda server: server.in_service == 4)
     assert [o.ending for o in run.outcomes] == [Ending.CANCELLED] * 4 + [Ending.UNSENT] * 2
     assert run.stopped == "interrupted"
 

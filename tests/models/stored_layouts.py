@@ -172,9 +172,9 @@ def linears(config):
     mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     blocks = [f"mlp.experts.{number}" for number in range(config.get("num_experts", 0))] or ["mlp"]
     layer |= {f"{block}.{name}": shape for block in blocks for name, shape in mlp.items()}
-    return {
-        f"model.layers.{n}.{name}": shape for n in range(config["num_hidden_layers"]) for name, shape in layer.items()
-    }
+    head = {"lm_head": (config["vocab_size"], hidden)} if config.get("head_is_quantised") else {}
+    numbers = range(config["num_hidden_layers"])
+    return head | {f"model.layers.{n}.{name}": shape for n in numbers for name, shape in layer.items()}
 
 
 def plain_tensors(config):
@@ -210,6 +210,7 @@ def write(folder: Path, quantization, make, except_for=(), **changes):
         if any(name in module for name in except_for):
             stored[f"{module}.weight"] = exact[f"{module}.weight"]
         else:
+            stored.pop(f"{module}.weight", None)
             stored |= {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
     for place, tensors, said in (
         (folder, stored, {"quantization_config": quantization}),

@@ -1,9 +1,13 @@
 """`quantization_config` of a config.json: what is served; all else is refused with name, value and a way out."""
 
+import json
+
 import pytest
+from stored_layouts import CONFIG
 from test_stored_formats import ASYMMETRIC, AWQ, GPTQ, PACKED, TOKENS, W8A8, compressed
 
 from splittime.core.errors import ConfigError
+from splittime.models.config import load_config
 from splittime.models.weights.formats.read import parse
 from splittime.models.weights.formats.recipe import Recipe
 
@@ -51,6 +55,17 @@ def test_how_checkpoints_were_made_is_passed_over():
 def test_compression_config_is_the_older_name():
     values = {key: value for key, value in PACKED.items() if key != "quant_method"}
     assert parse({"compression_config": values}) == recipe(**PACKED)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("quantize_config.json", GPTQ), ("quant_config.json", AWQ)])
+def test_it_may_be_in_a_file_of_its_own(tmp_path, name, settings):
+    side = {key: value for key, value in settings.items() if key != "quant_method"}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert load_config(tmp_path).quantization is None
+    (tmp_path / name).write_text(json.dumps(side))
+    assert load_config(tmp_path).quantization == recipe(**settings)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": W8A8}))
+    assert load_config(tmp_path).quantization == recipe(**W8A8)
 
 
 def group_of(settings, **changes):

@@ -166,7 +166,7 @@ def test_the_numbers_are_exactly_those_of_the_file(tmp_path, name, step):
     act_order=st.integers(0, 3),
     layout=st.sampled_from(["gptq", "gptq_v2"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_gptq_of_any_shape(tmp_path_factory, num_out, blocks, bits, group, act_order, layout):
     quantization = {**GPTQ, "bits": bits, "group_size": group, "desc_act": act_order > 0, "checkpoint_format": layout}
     shift = layout == "gptq"
@@ -285,6 +285,19 @@ def test_a_module_that_the_config_excepts_must_not_be_quantised(tmp_path):
         checkpoint = store(tmp_path / str(number), {**quantization, key: ["m"]}, tensors)
         with pytest.raises(ConfigError, match="m is quantised in the file"):
             checkpoint.take_linear("m", num_out, num_in)
+
+
+@pytest.mark.parametrize(("name", "is_excepted"), [("gate", False), ("mlp", True), ("0.mlp.gate_proj", True)])
+def test_exceptions_of_awq_are_whole_parts_of_a_name(tmp_path, name, is_excepted):
+    module = "model.layers.0.mlp.gate_proj"
+    tensors = {f"{module}.{key}": tensor for key, tensor in layouts.awq(layouts.draw(8, 32)).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, recipe_of({**AWQ, "modules_to_not_convert": [name]}))
+    if not is_excepted:
+        assert checkpoint.take_linear(module, 8, 32).in_features == 32
+        return
+    with pytest.raises(ConfigError, match="gate_proj is quantised in the file"):
+        checkpoint.take_linear(module, 8, 32)
 
 
 @pytest.mark.parametrize("names", [["re:.*mlp.*"], ["re:model\\.layers\\.0\\.", "lm_head"], ["model.layers.0.mlp.up"]])

@@ -56,6 +56,13 @@ MODELS = {
     "awq, qwen3": (AWQ, maker(layouts.awq), QWEN3, (), "awq: int4 in groups of 32, zero points"),
     "awq, some left": (AWQ, maker(layouts.awq), {}, ("k_proj", "layers.0.mlp"), "awq: float32 ("),
     "gptq": (GPTQ, maker(layouts.gptq, zeros=(1, 15)), {}, (), "gptq: int4 in groups of 32, zero points"),
+    "gptq, the head too": (
+        GPTQ,
+        maker(layouts.gptq, zeros=(1, 15)),
+        {"head_is_quantised": True},
+        (),
+        "gptq: int4 in groups of 32, zero points",
+    ),
     "gptq, zero points of 16": (GPTQ, maker(layouts.gptq, zeros=(1, 16)), {}, (), "gptq: int8 in groups of 32; head"),
     "gptq, act-order": (
         ACT_ORDER,

@@ -330,6 +330,15 @@ def test_two_processes_do_not_share_a_folder(model, tmp_path):
     quantize(model, tmp_path / "out", EVERY[0], on_layer=again)
 
 
+def test_hidden_states_that_do_not_fit_on_the_disk_are_told(model, tmp_path, monkeypatch):
+    def full(*place):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"cannot write .*hidden\.f32: No space left"):
+        quantize(model, tmp_path / "out", GPTQ, make_text(), in_memory_bytes=0)
+
+
 @pytest.mark.parametrize("at", range(0, 7, 2))
 def test_a_full_disk_is_told_and_can_be_gone_on_from(at, model, tmp_path, monkeypatch):
     left, real = at, os.fsync

@@ -8,9 +8,10 @@ import pytest
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from splittime.distill.llama import Llama
 from training.evaluate import RESULTS, complete
 from training.export import PACKAGED, load_folder
-from training.model import SHAPES, Llama
+from training.model import SHAPES
 from training.tokenizer import load_tokenizer
 
 LIMITS_BYTES = {"code": 24_000_000, "code-draft": 4_000_000}

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from splittime.distill.optimizer import learning_rate_scale, orthogonalise
+from splittime.distill.windows import STAGES, Windows, context_at
 from training.evaluate import overlapping_windows
-from training.optimizer import learning_rate_scale, orthogonalise
-from training.train import STAGES, Options, State, Windows, context_at, parse
+from training.train import Options, State, parse
 
 
 def test_learning_rate_warms_up_and_then_only_falls() -> None:

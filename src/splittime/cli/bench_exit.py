@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from splittime.ledger.client_book import Run
 
 DONE, SHORT, UNCLEAR, VOID, INTERRUPTED = 0, 1, 2, 3, 130
-NOT_ASKED = "nobody was answered, or the server cannot be asked"
+NOT_ASKED = "nobody was answered, or no server is there"
 LATE = "VOID: the client was late, so the figures are about it"
 CUT_SHORT = "Ctrl-C; what was measured until then is kept"
 MEANINGS = {
     "": {
         DONE: "done; compare: BETTER or EQUIVALENT",
-        SHORT: f"an SLO is missed, {NOT_ASKED}; compare: WORSE",
+        SHORT: "the SLO is missed, no answers, or no server is there; compare: WORSE",
         UNCLEAR: "a usage error; compare: INCONCLUSIVE",
         VOID: LATE,
         INTERRUPTED: CUT_SHORT,
@@ -35,13 +35,13 @@ MEANINGS = {
     },
     "search": {
         DONE: "the highest rate was found",
-        SHORT: "no rate keeps the SLO, the server went away or cannot be asked",
+        SHORT: "no rate keeps the SLO, or the server is not there or went away",
         UNCLEAR: "a usage error",
         VOID: LATE,
         INTERRUPTED: CUT_SHORT,
     },
     "sweep": {
-        DONE: "all levels were run; a missed SLO is a result here, and no failure",
+        DONE: "all levels were run; a missed SLO is a result, and no failure",
         SHORT: f"at some level {NOT_ASKED}",
         UNCLEAR: "a usage error",
         VOID: LATE,
@@ -62,7 +62,7 @@ MEANINGS = {
         DONE: "shown",
         UNCLEAR: "a usage error, no run in the file, or no such request in both books",
     },
-    "mock-server": {UNCLEAR: "a usage error", INTERRUPTED: "Ctrl-C"},
+    "mock-server": {UNCLEAR: "a usage error, or the port is taken", INTERRUPTED: "Ctrl-C"},
 }
 ENDING = (signal.SIGINT, signal.SIGTERM)
 

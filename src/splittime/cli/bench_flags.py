@@ -118,7 +118,7 @@ def flag_names(field: str) -> list[str]:
 def _parameter(field: Any) -> inspect.Parameter:
     kind, choices = _kind(field.name)
     names = flag_names(field.name)
-    metavar: str | None = "|".join(choices) if choices else _METAVARS.get(kind, "TEXT")
+    metavar: str | None = "|".join(choices) if choices else _NAMED.get(field.name, _METAVARS.get(kind, "TEXT"))
     if field.name.endswith(tuple(_UNITS)):
         kind, metavar = str, "TIME"
     if kind is bool:
@@ -129,6 +129,12 @@ def _parameter(field: Any) -> inspect.Parameter:
 
 
 _METAVARS = {int: "N", float: "X"}
+_NAMED = {
+    **dict.fromkeys(("dataset", "lengths_file", "trace"), "FILE"),
+    **dict.fromkeys(("time_column", "input_column", "output_column"), "NAME"),
+    **dict.fromkeys(("input_tokens", "output_tokens", "turn_input_tokens"), "LENGTHS"),
+    "turns": "NUMBERS",
+}
 _HINTS = typing.get_type_hints(LoadSpec)
 
 

@@ -24,13 +24,13 @@ from splittime.cli.bench_options import SeriesOptions
 from splittime.cli.options import talk, wide
 from splittime.core.errors import ConfigError, SplittimeError
 from splittime.ledger.client_book import Run, save
-from splittime.ledger.client_figures import summary
+from splittime.ledger.client_figures import Summary, summary
 from splittime.ledger.client_metrics import shown, value_of
 from splittime.loadgen.limits import Limits, server_limits
 from splittime.loadgen.run import run_schedule
 from splittime.loadgen.schedule import Schedule
 from splittime.loadgen.search import Found, Stopped, Swept, Trial, Verdict
-from splittime.loadgen.slo import check_slo, check_terms, parse_slo
+from splittime.loadgen.slo import SloResult, check_terms, judge, limits_of, parse_slo
 from splittime.loadgen.target import RunOptions, Target
 
 FIGURES = ("ttft_p50", "ttft_p99", "tpot_p99", "e2e_p99", "request_rate", "throughput", "error_rate")
@@ -39,7 +39,8 @@ USUAL = {"duration_s": 30.0, "warm_up_s": 5.0, "cool_down_s": 5.0}  # of each ru
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What all runs have in common. level: the field of the load that differs, rate or concurrency."""
+    """What all runs have in common. level: the field of the load that differs, rate or concurrency. `summary_of` makes
+    each run's figures once: their intervals take a quarter of a second."""
 
     target: Target
     load: dict[str, Any]
@@ -50,6 +51,17 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int | None
     max_model_len: int | None
     out: Path | None
+    summaries: dict[int, tuple[Run, Summary]] = msgspec.field(default_factory=dict)
+
+    def summary_of(self, run: Run) -> Summary:
+        """By identity, which is unique as long as the run is kept here."""
+        if id(run) not in self.summaries:
+            self.summaries[id(run)] = run, summary(run, limits=limits_of(self.slo, run.slo))
+        return self.summaries[id(run)][1]
+
+    def results_of(self, run: Run) -> list[SloResult]:
+        """Of the SLO's terms; none without an SLO."""
+        return judge(self.summary_of(run), self.slo) if self.slo else []
 
 
 def setup(
@@ -152,12 +164,12 @@ class Runs:
         """A run that had to be stopped kept nothing."""
         if run.stopped is not None:
             return False
-        return not self._setup.slo or all(result.ok for result in check_slo(run, self._setup.slo))
+        return all(result.ok for result in self._setup.results_of(run))
 
     def tell(self, trial: Trial) -> None:
         said = f"run {self._made.total():2}: {self._setup.level} {trial.level:g}: {trial.verdict.upper()}"
         why = f" ({trial.run.stopped})" if trial.run.stopped else ""
-        values = ", ".join(f"{name} {text}" for name, text in _figures(trial.run, self._setup.slo).items())
+        values = ", ".join(f"{name} {text}" for name, text in _figures(self._setup, trial.run).items())
         self._console.print(f"{said}{why}  {values}", style=STYLES[trial.verdict], markup=False)
 
 
@@ -165,10 +177,10 @@ def _value(setup: Setup, level: float) -> float:
     return round(level) if setup.level == "concurrency" else level
 
 
-def _figures(run: Run, slo: dict[str, float]) -> dict[str, str]:
+def _figures(setup: Setup, run: Run) -> dict[str, str]:
     """The SLO's own terms first, as they would be written."""
-    found = summary(run, limits=slo)
-    wanted = [name for name in slo if name.rpartition("_")[2] != name or name in ("goodput", "throughput")]
+    found = setup.summary_of(run)
+    wanted = [name for name in setup.slo if name.rpartition("_")[2] != name or name in ("goodput", "throughput")]
     values = {name: value_of(found, name) for name in dict.fromkeys((*wanted, *FIGURES))}
     return {name: shown(name, value) for name, value in values.items() if value is not None}
 
@@ -177,7 +189,7 @@ def print_trials(setup: Setup, trials: Sequence[Trial], found: Found | Swept, se
     """Data to standard output: a table and the answer, or one JSON document."""
     if as_json:
         answer = msgspec.to_builtins(msgspec.structs.replace(found, trials=()))
-        listed = [_as_json(trial, setup.slo) for trial in trials]
+        listed = [_as_json(setup, trial) for trial in trials]
         whole = {**answer, "sentence": sentence, "level": setup.level, "trials": listed}
         sys.stdout.buffer.write(msgspec.json.encode(whole) + b"\n")
         return
@@ -195,19 +207,19 @@ def _table(setup: Setup, trials: Sequence[Trial]) -> Table:
     for name in FIGURES:
         table.add_column(name, justify="right")
     for trial in sorted(trials, key=lambda one: one.level):
-        figures = _figures(trial.run, {})
+        figures = _figures(setup, trial.run)
         verdict = f"[{STYLES[trial.verdict]}]{trial.verdict}[/]" if setup.slo or trial.run.is_void else ""
         table.add_row(f"{trial.level:g}", verdict, *(figures.get(name, "-") for name in FIGURES))
     return table
 
 
-def _as_json(trial: Trial, slo: dict[str, float]) -> dict[str, Any]:
-    found = summary(trial.run, limits=slo)
+def _as_json(setup: Setup, trial: Trial) -> dict[str, Any]:
+    found = setup.summary_of(trial.run)
     return {
         "level": trial.level,
         "verdict": trial.verdict,
         "stopped": trial.run.stopped,
         "figures": {name: value_of(found, name) for name in FIGURES},
-        "slo": check_slo(trial.run, slo) if slo else [],
+        "slo": setup.results_of(trial.run),
         "schedule_digest": trial.run.schedule_digest,
     }

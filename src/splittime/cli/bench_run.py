@@ -27,10 +27,10 @@ Writer = Callable[[Run, Path], None]
 
 EXAMPLES = f"""\b
 Examples:
-  splittime bench run http://127.0.0.1:8000     4 at a time for 20 s: a first look
+  splittime bench run http://127.0.0.1:8000    a first look: 4 at a time, 20 s
   splittime bench run URL --rate 5 --input-tokens 512 --output-tokens 128
   splittime bench run URL --concurrency 16 --out run.json --html run.html
-  splittime bench run URL --rate 8 --slo ttft_p99=300ms,tpot_p99=40ms    for a CI
+  splittime bench run URL --rate 8 --slo ttft_p99=300ms,tpot_p99=40ms  in a CI
   splittime bench run URL --trace azure.csv --speed-up 2
   splittime bench run URL_A URL_B --rate 5      two servers in one run, paired
 

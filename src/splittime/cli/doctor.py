@@ -30,9 +30,11 @@ _LINE = 80
 
 EXAMPLES = """\b
 Examples:
-  splittime doctor                           the server on port 8000, its latest requests
+  splittime doctor                           the server on port 8000
+  splittime doctor http://host:9000          another server
   splittime doctor runs/today.sqlite         a ledger file, also after a crash
-  splittime doctor bench.json --json         a run of splittime bench, of any server
+  splittime doctor run.json --json           a bench run, of any server
+
 Exit codes: 0 nothing found, 1 something found, 2 usage, 3 cannot tell.
 """
 

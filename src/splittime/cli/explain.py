@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from splittime.cli.options import JsonFlag, fails_clearly
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.export import account_from_json, account_json
@@ -27,12 +27,13 @@ MAX_STEPS = 10_000
 MAX_OTHERS = 1_000
 TIMEOUT_S = 10.0
 
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
-  splittime explain cmpl-5f3a                              from the server on port 8000
-  splittime explain --slowest 3                            the slowest of its latest requests
-  splittime explain cmpl-5f3a --ledger runs/today.sqlite   from a ledger file, also after a crash
-"""
+  splittime explain cmpl-5f3a                     of the server on port 8000
+  splittime explain --slowest 3                   of its latest requests
+  splittime explain cmpl-5f3a --ledger run.sqlite of a file, also after a crash
+
+{EXIT_CODES}"""
 
 
 class Found(msgspec.Struct, frozen=True):

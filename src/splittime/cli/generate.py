@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from splittime.cli import model_source
-from splittime.cli.options import JsonFlag, ModelArgument, talk, with_settings
+from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, talk, with_settings
 from splittime.cli.settings import Settings
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.sampling import SamplingParams
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 PANEL = "Sampling"
 
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
   splittime generate -p "def read_json(path):" --max-tokens 60
   echo "def main(" | splittime generate --temperature 0 --json
-"""
+
+{EXIT_CODES}"""
 
 
 @with_settings("runner", "scheduler")

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from splittime import __version__
-from splittime.cli import bench, doctor, explain, generate, quality, quantize, serve
+from splittime.cli import bench, distill, doctor, explain, generate, quality, quantize, serve
 from splittime.cli.config import app as config_app
 
 app = typer.Typer(

@@ -328,6 +328,7 @@ def show(report: "Report") -> None:
             f"{paired.file}: {paired.base_right} of {paired.questions} right by the base, {paired.candidate_right} by "
             f"the candidate; only one right: {paired.only_base} and {paired.only_candidate} (p {paired.p_value:.3f})",
             markup=False,
+            soft_wrap=True,
         )
     console.print(Text(f"\n{report.verdict}", style=f"bold {_STYLES[report.verdict]}"))
     for reason in (*report.reasons, *(f"note: {note}" for note in report.notes)):

@@ -29,7 +29,7 @@ WORKER_COMMAND: list[str] | None = None  # a test may put another engine process
 
 EXAMPLES = f"""\b
 Examples:
-  splittime serve                        the model in the package, on port 8000
+  splittime serve                        the packaged model, on port 8000
   splittime serve ./models/llama --port 9000 --ledger-file runs/today.sqlite
   splittime serve ./llama-q4_k_m.gguf    one GGUF file, with its tokenizer
   SPLITTIME_API_KEY=secret splittime serve owner/name --host 0.0.0.0

@@ -46,7 +46,6 @@ class Shape:
         }
 
 
-
 def rotary_tables(shape: Shape) -> tuple[Tensor, Tensor]:
     """Cosines and sines, both [positions, head_dim], of the rotate-half layout."""
     frequency = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)

@@ -38,7 +38,9 @@ def sequences(folder: Path, asked: Prompts, seed: int, output_tokens: int, write
     parts: list[tuple[int, ...]] = []
     for begin in range(0, len(asked), GROUP):
         tell(begin, len(asked))
-        parts += _group(folder / f"own-{begin:07d}.json", asked[begin : begin + GROUP], seed, begin, output_tokens, write)
+        parts += _group(
+            folder / f"own-{begin:07d}.json", asked[begin : begin + GROUP], seed, begin, output_tokens, write
+        )
     tell(len(asked), len(asked))
     return np.array([token for part in parts for token in part], dtype=np.uint32)
 

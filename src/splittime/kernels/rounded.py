@@ -3,8 +3,8 @@
     int4    groups of a multiple of 32 columns; zero points, minima, both or neither
     int8    one scale a row (group 0), or groups of a multiple of 16 columns; no zero points; minima with groups only
 
-A group that spans the whole row is `in_features` rounded up to a multiple of these. Scales and minima of groups are kept
-as float16 (`models.quant.bounds` says what that costs), so they must lie within its range.
+A group that spans the whole row is `in_features` rounded up to a multiple of these. Scales and minima of groups are
+kept as float16 (`models.quant.bounds` says what that costs), so they must lie within its range.
 """
 
 from collections.abc import Iterable, Iterator
@@ -49,6 +49,8 @@ def checked(
     for part in parts:
         _check_part(part, in_features, scheme)
         rows += len(part.integers)
+        if rows > out_features:
+            break
         yield part
     if rows != out_features:
         raise _refusal(f"a weight of {out_features} rows came with {rows}", rows, out_features)

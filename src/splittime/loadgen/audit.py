@@ -3,7 +3,8 @@
 `audit` makes the checks of a run. Those that void it are the client's own faults: its event loop was late, it sent
 late, it ran out of sockets or CPU time, a worker died, or its prompts were found in a cache where they should not be. A
 lag is allowed to be `ALLOWED_SHARE` of the median TTFT, and at least the floor beside it: what it adds is then small
-against what is measured. What the server or the workload did is a note (`audit_answers`).
+against what is measured. What the server or the workload did is a note (`audit_answers`), and so is what the machine's
+other tenants did (`audit_steal`, whose check is given here ready made).
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ CPU_SHARE_LIMIT = 0.9
 SPARE_SOCKETS = 16
 
 
-def audit(run: Run, vitals: Sequence[Vitals]) -> tuple[Check, ...]:
+def audit(run: Run, vitals: Sequence[Vitals], steal: Check | None = None) -> tuple[Check, ...]:
     """Every question, also those that are answered well."""
     measured = [outcome for outcome in run.outcomes if outcome.phase is Phase.MEASURED]
     allowed_ms = ALLOWED_SHARE * (median_ttft_ms(measured) or 0.0)
@@ -31,9 +32,10 @@ def audit(run: Run, vitals: Sequence[Vitals]) -> tuple[Check, ...]:
         _cpu(vitals),
         _sockets(vitals),
         _nodelay(vitals),
+        steal,
+        _held(measured),
     ]
-    held = _held(measured)
-    return tuple([check for check in (*checks, held) if check is not None] + audit_answers(measured))
+    return tuple([check for check in checks if check is not None] + audit_answers(measured))
 
 
 def median_ttft_ms(outcomes: Sequence[Outcome]) -> float | None:

@@ -9,8 +9,9 @@ from typing import Protocol
 
 import aiohttp
 
-from splittime.ledger.client_book import Arm, Outcome, Sample
+from splittime.ledger.client_book import Arm, Check, Outcome, Sample
 from splittime.loadgen import saturation, servers
+from splittime.loadgen.audit_steal import audit_steal, stolen
 from splittime.loadgen.interruption import before_the_load
 from splittime.loadgen.jobs import Job, split
 from splittime.loadgen.load import Load, no_garbage_collection
@@ -76,6 +77,7 @@ class Conductor:
         self.outcomes: list[Outcome] = []
         self.vitals: list[Vitals] = []
         self.samples: list[Sample] = []
+        self.steal: Check | None = None
         self.stopped: str | None = None
         self._tally = Tally()
         self._in_flight = [0] * len(arms)
@@ -131,8 +133,10 @@ class Conductor:
         self.begin_unix_ns = time.time_ns() + LEAD_NS
         running = [asyncio.create_task(self._run(part)) for part in self._parts]
         watching = [asyncio.create_task(self._watch(stop)), asyncio.create_task(self._sample())]
+        stolen_before = stolen()
         try:
             done = await asyncio.gather(*running)
+            self.steal = audit_steal(stolen_before, stolen())
         finally:
             for task in (*watching, *running):
                 task.cancel()

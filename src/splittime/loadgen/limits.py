@@ -19,7 +19,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def server_limits(target: Target) -> Limits:
-    """Raises `EngineError` if nothing answers there or the model is not loaded yet, `ConfigError` for a key that it does not take."""
+    """Raises `EngineError` if nothing answers there or its model is not loaded yet, `ConfigError` for a wrong key."""
     async with aiohttp.ClientSession() as session:
         answer = await ask_first(session, target)
         card = _first_card(answer.json)

@@ -107,7 +107,7 @@ def book(schedule: Schedule, options: RunOptions, conductor: Conductor, arms: Se
         samples=tuple(conductor.samples),
         stopped=conductor.stopped,
     )
-    return msgspec.structs.replace(run, checks=audit(run, conductor.vitals))
+    return msgspec.structs.replace(run, checks=audit(run, conductor.vitals, conductor.steal))
 
 
 def measured_window(schedule: Schedule, outcomes: Sequence[Outcome], in_blocks: bool = False) -> tuple[int, int]:

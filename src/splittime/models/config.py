@@ -85,8 +85,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read `config.json`, and the end-of-sequence ids of `generation_config.json` where there is one."""
+    """Read `config.json`, and where they are there: the end-of-sequence ids of `generation_config.json`, and what
+    AutoGPTQ and AutoAWQ once wrote into a file of its own (`SIDE_FILES`)."""
     values = read_json(folder / "config.json")
+    for name, method in formats.SIDE_FILES.items():
+        if not formats.is_quantised(values) and (folder / name).exists():
+            values[formats.KEY] = {"quant_method": method, **read_json(folder / name)}
     generation = folder / "generation_config.json"
     extra = Fields(read_json(generation)).ints("eos_token_id") if generation.exists() else ()
     config = parse_config(values)

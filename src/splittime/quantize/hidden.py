@@ -3,12 +3,14 @@
 4 bytes x samples x length x hidden_size: 128 samples of 512 tokens take 536 MB at a width of 2048.
 """
 
+import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from splittime.models.layers import embed
+from splittime.quantize.tensor_file import unwritable
 
 IN_MEMORY_BYTES = 512 << 20
 
@@ -27,5 +29,9 @@ def _allocate(shape: tuple[int, int, int], file: Path, in_memory_bytes: int) -> 
     num_elements = shape[0] * shape[1] * shape[2]
     if 4 * num_elements <= in_memory_bytes:
         return torch.empty(shape)
-    file.unlink(missing_ok=True)
+    try:
+        with open(file, "wb") as made:
+            os.posix_fallocate(made.fileno(), 0, 4 * num_elements)  # a full disk is an error here, and a crash later
+    except OSError as error:
+        raise unwritable(file, error) from error
     return torch.from_file(str(file), shared=True, size=num_elements, dtype=torch.float32).view(shape)

@@ -33,7 +33,7 @@ OnStep = Callable[[str], None]
 
 
 def grid_of(settings: Settings, checkpoint_dtype: torch.dtype) -> Grid:
-    """The grid of resolved settings with a scheme. Scales are float16 in AWQ and GPTQ files, and of 4 bits (kernels keep
+    """The grid of resolved settings with a scheme. Scales: float16 in AWQ and GPTQ files, and of 4 bits (kernels keep
     them so) where the checkpoint is float32; else of the checkpoint's type."""
     assert settings.bits is not None
     group = 0 if settings.group_size in (None, WHOLE_ROW) else settings.group_size or 0

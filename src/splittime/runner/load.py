@@ -109,7 +109,7 @@ def _refuse_to_round_again(config: RunnerConfig, model: ModelConfig, path: Path)
     if config.quantization is None:
         return
     held = open_source(path, model).format
-    if False:
+    if held != PLAIN:
         bits = "" if model.quantization is None else f", {model.quantization.bits} bits"
         raise ConfigError(
             f"quantization is {config.quantization!r}, but the checkpoint is already quantised ({held}{bits}) and is "

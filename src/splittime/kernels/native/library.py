@@ -10,7 +10,9 @@ import ctypes
 import functools
 import importlib.machinery
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from itertools import pairwise
 from pathlib import Path
 
 INTERFACE_VERSION = 2
@@ -38,6 +40,12 @@ class Linear(Structure):
         ("columns", c_void_p),
         ("below", c_void_p),
     )
+
+
+def chain(weights: Sequence[Linear]) -> None:
+    """Put each below the one before, as a stack that begins with the first; valid while all of them live."""
+    for one, below in pairwise(weights):
+        one.below = ctypes.addressof(below)
 
 
 class Kv(Structure):

@@ -17,7 +17,7 @@ from splittime.kernels.native import check, packed, torch_ops
 from splittime.kernels.native.check import choose_isa
 from splittime.kernels.native.library import READ_KINDS, Batch, library
 from splittime.kernels.native.packed import SCHEMES, PackedLinear, PackedStack, extras
-from splittime.kernels.rounded import check_columns
+from splittime.kernels.rounded import check_columns, check_scheme
 
 READS = [*(f"weights.{scheme}" for scheme in SCHEMES), "kv.float32", "kv.bfloat16", "kv.int8"]  # `st_bytes_read`
 
@@ -83,7 +83,9 @@ class NativeOps:
         scheme: WeightScheme,
         columns: Tensor | None = None,
     ) -> PackedLinear:
-        check_columns(columns, in_features)
+        if columns is not None:
+            check_scheme(scheme)
+            check_columns(columns, in_features)
         wide = None if bias is None else bias.float().contiguous()
         order = None if columns is None else columns.to(torch.int32).contiguous()
         return PackedLinear(blob, scheme, out_features, in_features, wide, order)

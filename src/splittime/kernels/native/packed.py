@@ -1,11 +1,10 @@
 """Weights in the kernels' layout: packed from floats or from integers, one blob each, and stacks of them.
 
-A packed weight knows its `StLinear` (`struct`), which points into it. A stack is a chain of those: the library lets each
-weight write its outputs to their place, so nothing is copied, and a fused layer takes a stack as it takes a weight.
+A packed weight knows its `StLinear` (`struct`), which points into it. A stack is a chain of those: the library lets
+each weight write its outputs to their place, so nothing is copied, and a fused layer takes a stack like any weight.
 """
 
 from collections.abc import Iterable, Sequence
-from ctypes import addressof
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from splittime.kernels import rounded
 from splittime.kernels.api import RoundedRows, WeightScheme
 from splittime.kernels.native import library as native
 from splittime.kernels.native import memory, torch_ops
-from splittime.kernels.native.library import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, library
+from splittime.kernels.native.library import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, chain, library
 
 SCHEMES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -52,15 +51,16 @@ class PackedStack:
     """Packed weights of the same columns, the outputs of each below those of the one before."""
 
     def __init__(self, parts: Sequence["PackedLinear | PackedStack"]) -> None:
-        self.parts = [one for part in parts for one in (part.parts if isinstance(part, PackedStack) else [part])]
+        self.parts: list[PackedLinear] = []
+        for part in parts:
+            self.parts += part.parts if isinstance(part, PackedStack) else [part]
         widths = {part.in_features for part in self.parts}
         if len(widths) != 1:
             raise ConfigError(f"a stack of weights of {sorted(widths)} columns", param="weights", value=str(widths))
         self.in_features = self.parts[0].in_features
         self.out_features = sum(part.out_features for part in self.parts)
         self._structs = [part.struct() for part in self.parts]
-        for one, below in zip(self._structs, self._structs[1:], strict=False):
-            one.below = addressof(below)
+        chain(self._structs)
 
         self.tensors = (
             [part.blob for part in self.parts],
@@ -116,8 +116,6 @@ def pack_integers(parts: Iterable[RoundedRows], out_features: int, in_features: 
             None if one is None else one.contiguous() for one in (rows.integers, rows.scales, rows.zeros, rows.minima)
         ]
         end = begin + len(part.integers)
-        if end > out_features:
-            break  # `checked` says so when all parts are read, and nothing is written past the blob
         library().st_pack_rounded(*sizes, *map(torch_ops.address, kept), begin, end, blob.data_ptr())
         begin = end
     return blob

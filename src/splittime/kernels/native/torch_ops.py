@@ -5,13 +5,13 @@ by here: `fused` makes one call of it.
 """
 
 from collections.abc import Callable
-from ctypes import addressof, byref
+from ctypes import byref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from splittime.kernels.native.library import Batch, Kv, Linear, library
+from splittime.kernels.native.library import Batch, Kv, Linear, chain, library
 
 _LIBRARY = torch.library.Library("splittime", "DEF")
 _SCHEMAS = (
@@ -60,8 +60,7 @@ def linear_stack(
     arrays = ([blob.data_ptr() for blob in blobs], map(address, biases), map(address, columns))
     widths = [x.shape[1]] * len(blobs)
     weights = [Linear(*one) for one in zip(schemes, out_features, widths, groups, extras, *arrays, strict=True)]
-    for one, below in zip(weights, weights[1:], strict=False):
-        one.below = addressof(below)
+    chain(weights)
     return _product(x, weights[0], sum(out_features), residual)
 
 

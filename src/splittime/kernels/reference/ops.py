@@ -25,10 +25,12 @@ class RoundedWeight:
         """float32 [out, in], as `RoundedRows` says."""
         rows, in_features = self.rows, self.rows.integers.shape[1]
         group = torch.arange(in_features) // (self.scheme.group or in_features)  # of each column
-        zeros = rounded.INT4_ZERO if self.scheme.name == "int4" else 0
+        steps = rows.integers.float()
         if rows.zeros is not None:
-            zeros = rows.zeros[:, group].float()
-        weight = rows.scales[:, group] * (rows.integers.float() - zeros)
+            steps -= rows.zeros[:, group].float()
+        elif self.scheme.name == "int4":
+            steps -= rounded.INT4_ZERO
+        weight = rows.scales[:, group] * steps
         return weight if rows.minima is None else weight - rows.minima[:, group]
 
 
@@ -65,15 +67,12 @@ class ReferenceOps(PlainOps):
             return packed.product(self.linear, x, residual)
         if isinstance(packed, RoundedWeight):
             x = x if packed.columns is None else x[:, packed.columns]
-            weight, bias, name = packed.dense().to(x.dtype), packed.bias, packed.scheme.name
-            rows = packed.rows
-            read = (rows.integers, rows.scales, rows.zeros, rows.minima)
+            weight, bias = packed.dense().to(x.dtype), packed.bias
         else:
             weight, bias = packed
-            read, name = (weight,), str(weight.dtype).removeprefix("torch.")
         y = x @ weight.T
         if len(x):
-            reads.count_weight(name, *read)
+            _count(packed)
         if bias is not None:
             y = y + bias
         return y if residual is None else y + residual
@@ -126,6 +125,15 @@ class ReferenceOps(PlainOps):
                     scores = keys[kv_head, seen] @ q[token, head].float() * scale
                     out[token, head] = (scores.softmax(0) @ values[kv_head, seen]).to(q.dtype)
         return out.flatten(1)
+
+
+def _count(packed: Any) -> None:
+    if isinstance(packed, RoundedWeight):
+        rows = packed.rows
+        reads.count_weight(packed.scheme.name, rows.integers, rows.scales, rows.zeros, rows.minima)
+    else:
+        weight, _ = packed
+        reads.count_weight(str(weight.dtype).removeprefix("torch."), weight)
 
 
 def _tiles(store: LayerKv, shape: KvShape) -> Tensor:

@@ -2,7 +2,7 @@
 
 The rules are those of `st_pack` (kernels/native/csrc/splittime.h), to the last bit; ties go to even.
 
-    int8             a scale for each row:              s = max |w| / 127,           q = round(w / s) in -127..127,  w ~ q s
+    int8             a scale for each row:              s = max |w| / 127,  q = round(w / s) in -127..127,  w ~ q s
     int8 in groups   a scale for each group of columns: s = float16(max |w| / 127),  the same, clamped
     int4             a scale for each group of columns: s = float16(m / -8), m being the value of largest magnitude (the
                      first of equals), q = round(w / s) + 8 in 0..15, w ~ (q - 8) s

@@ -45,26 +45,27 @@ MIDDLES = {"Q4_1": INT4_ZERO, "Q4_K": INT4_ZERO, "Q5_1": 16, "Q5_K": 16}
 
 @dataclass(frozen=True)
 class Unpacked:
-    """w = scales * integers - minima. integers: int8 [rows, in]; scales, minima (or None): float32 [rows, groups]."""
+    """w = scales * (integers - zero) - minima. integers: int8 [rows, in]; scales, minima (or None): float32
+    [rows, groups]."""
 
     integers: Tensor
     scales: Tensor
     minima: Tensor | None = None
+    zero: int = 0
 
     def floats(self) -> Tensor:
         """float32 [rows, in]."""
         width = self.integers.shape[1] // self.scales.shape[1]
-        grouped = self.integers.unflatten(1, (-1, width)).float() * self.scales.unsqueeze(-1)
+        grouped = (self.integers.unflatten(1, (-1, width)) - self.zero).float() * self.scales.unsqueeze(-1)
         return (grouped if self.minima is None else grouped - self.minima.unsqueeze(-1)).flatten(1)
 
 
 def unpack(rows: Tensor, kind: str) -> Unpacked:
     """rows: uint8 [rows, bytes of a row], of type `kind`."""
     num_rows = rows.shape[0]
-    integers, scales, minima = _UNPACK[kind](rows.reshape(-1, _TYPES[kind].num_bytes))
-    shaped = [None if each is None else each.reshape(num_rows, -1) for each in (scales, minima)]
-    assert shaped[0] is not None
-    return Unpacked(integers.reshape(num_rows, -1), shaped[0], shaped[1])
+    found = _UNPACK[kind](rows.reshape(-1, _TYPES[kind].num_bytes))
+    minima = None if found.minima is None else found.minima.reshape(num_rows, -1)
+    return Unpacked(found.integers.reshape(num_rows, -1), found.scales.reshape(num_rows, -1), minima, found.zero)
 
 
 def num_values(row_bytes: int, kind: str) -> int:
@@ -77,66 +78,67 @@ def rounded(rows: Tensor, kind: str) -> RoundedRows:
     range and the minima take the difference: they come out near zero, since most groups of a trained weight lie about
     evenly on both sides of it, and lose less where a backend keeps them in 16 bits."""
     found = unpack(rows, kind)
-    is_int4 = SCHEMES[kind].name == "int4"
-    if found.minima is None:
-        return RoundedRows(found.integers + INT4_ZERO if is_int4 else found.integers, found.scales)
-    middle = MIDDLES[kind]
-    integers = found.integers if is_int4 else found.integers - middle
-    return RoundedRows(integers, found.scales, minima=found.minima - middle * found.scales)
+    if found.minima is not None:
+        middle = MIDDLES[kind]
+        integers = found.integers if SCHEMES[kind].name == "int4" else found.integers - middle
+        return RoundedRows(integers, found.scales, minima=found.minima - middle * found.scales)
+    if SCHEMES[kind].name == "int4":
+        assert found.zero == INT4_ZERO
+        return RoundedRows(found.integers, found.scales)
+    return RoundedRows(found.integers - found.zero if found.zero else found.integers, found.scales)
 
 
-Parts = tuple[Tensor, Tensor, Tensor | None]
+def _q4_0(blocks: Tensor) -> Unpacked:
+    return Unpacked(_halves(blocks[:, 2:]), _half_floats(blocks[:, :2]), zero=8)
 
 
-def _q4_0(blocks: Tensor) -> Parts:
-    return _halves(blocks[:, 2:]).to(torch.int8) - INT4_ZERO, _half_floats(blocks[:, :2]), None
+def _q4_1(blocks: Tensor) -> Unpacked:
+    return Unpacked(_halves(blocks[:, 4:]), _half_floats(blocks[:, :2]), -_half_floats(blocks[:, 2:4]))
 
 
-def _q4_1(blocks: Tensor) -> Parts:
-    return _halves(blocks[:, 4:]).to(torch.int8), _half_floats(blocks[:, :2]), -_half_floats(blocks[:, 2:4])
+def _q5_0(blocks: Tensor) -> Unpacked:
+    return Unpacked(_five_bits(blocks[:, 2:]), _half_floats(blocks[:, :2]), zero=16)
 
 
-def _q5_0(blocks: Tensor) -> Parts:
-    return _five_bits(blocks[:, 2:]) - 16, _half_floats(blocks[:, :2]), None
+def _q5_1(blocks: Tensor) -> Unpacked:
+    return Unpacked(_five_bits(blocks[:, 4:]), _half_floats(blocks[:, :2]), -_half_floats(blocks[:, 2:4]))
 
 
-def _q5_1(blocks: Tensor) -> Parts:
-    return _five_bits(blocks[:, 4:]), _half_floats(blocks[:, :2]), -_half_floats(blocks[:, 2:4])
+def _q8_0(blocks: Tensor) -> Unpacked:
+    return Unpacked(blocks[:, 2:].view(torch.int8), _half_floats(blocks[:, :2]))
+
+
+def _q4_k(blocks: Tensor) -> Unpacked:
+    return Unpacked(_halves(blocks[:, 16:].unflatten(1, (4, 32))), *_scales_and_minima(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Unpacked:
+    low = _halves(blocks[:, 48:].unflatten(1, (4, 32))).view(-1, 8, 32)
+    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
+    fifth = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1  # [n, 8, 32]
+    return Unpacked(low.add_(fifth.view(torch.int8), alpha=16), *_scales_and_minima(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Unpacked:
+    low = _halves(blocks[:, :128].unflatten(1, (2, 64))).view(-1, 2, 4, 32)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)
+    upper = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts) & 3  # [n, 2, 4, 32]
+    scales = blocks[:, 192:208].view(torch.int8).float() * _half_floats(blocks[:, 208:])
+    return Unpacked(low.add_(upper.view(torch.int8), alpha=16), scales, zero=32)
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """uint8 [..., n] -> int8 [..., 2 n], new: all low halves of the bytes, then all high ones."""
+    both = packed.new_empty(*packed.shape[:-1], 2, packed.shape[-1])
+    torch.bitwise_and(packed, 15, out=both[..., 0, :])
+    torch.bitwise_right_shift(packed, 4, out=both[..., 1, :])
+    return both.flatten(-2).view(torch.int8)
 
 
 def _five_bits(packed: Tensor) -> Tensor:
     """4 bytes of fifth bits, then 16 of lower halves -> int8 [n, 32]."""
     fifth = (packed[:, :4].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1  # [n, 4, 8]
-    return (_halves(packed[:, 4:]) | fifth.flatten(1) << 4).to(torch.int8)
-
-
-def _q8_0(blocks: Tensor) -> Parts:
-    return blocks[:, 2:].view(torch.int8), _half_floats(blocks[:, :2]), None
-
-
-def _q4_k(blocks: Tensor) -> Parts:
-    integers = _halves(blocks[:, 16:].unflatten(1, (4, 32)))
-    return integers.to(torch.int8), *_scales_and_minima(blocks)
-
-
-def _q5_k(blocks: Tensor) -> Parts:
-    low = _halves(blocks[:, 48:].unflatten(1, (4, 32))).reshape(-1, 8, 32)
-    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
-    fifth = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1  # [n, 8, 32]
-    return (low | fifth << 4).to(torch.int8), *_scales_and_minima(blocks)
-
-
-def _q6_k(blocks: Tensor) -> Parts:
-    low = _halves(blocks[:, :128].unflatten(1, (2, 64))).reshape(-1, 2, 4, 32)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)
-    high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts) & 3  # [n, 2, 4, 32]
-    scales = blocks[:, 192:208].view(torch.int8).float() * _half_floats(blocks[:, 208:])
-    return (low | high << 4).to(torch.int8) - 32, scales, None
-
-
-def _halves(packed: Tensor) -> Tensor:
-    """uint8 [..., n] -> [..., 2 n]: all low halves of the bytes, then all high ones."""
-    return torch.cat((packed & 15, packed >> 4), -1)
+    return _halves(packed[:, 4:]).add_(fifth.flatten(1).view(torch.int8), alpha=16)
 
 
 def _half_floats(packed: Tensor) -> Tensor:
@@ -152,7 +154,7 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return scales.float() * _half_floats(blocks[:, :2]), minima.float() * _half_floats(blocks[:, 2:4])
 
 
-_UNPACK: dict[str, Callable[[Tensor], Parts]] = {
+_UNPACK: dict[str, Callable[[Tensor], Unpacked]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,

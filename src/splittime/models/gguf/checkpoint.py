@@ -18,7 +18,7 @@ from splittime.kernels.native.library import LibraryMissing
 from splittime.models.gguf import blocks
 from splittime.models.gguf.file import GgufFile, TensorPlace
 from splittime.models.gguf.names import gguf_name, split_name
-from splittime.models.gguf.shards import GgufModel
+from splittime.models.gguf.shards import open_model
 from splittime.models.weights.stored import StoredWeight
 
 CONFIG_TENSORS = ("rope_freqs.weight",)  # read by `config`
@@ -29,7 +29,7 @@ class GgufCheckpoint:
     """Satisfies `models.weights.source.Source`."""
 
     def __init__(self, path: Path) -> None:
-        self._model = GgufModel(path)
+        self._model = open_model(path)
         self.files = [file.path for file in self._model.files]
         self.content_of = {name: file.path for name, file in self._model.file_of.items()}
         self.num_parameters = 0
@@ -97,7 +97,7 @@ class GgufCheckpoint:
     def _keys(self, name: str) -> list[tuple[str, int]]:
         """One for each matrix of a stack, one for any other tensor."""
         shape = self._place(name).shape
-        return [(name, number) for number in range(shape[0] if len(shape) == 3 else 1)]
+        return [(name, number) for number in range(1)]
 
     def _find(self, name: str, matrix: int | None, shape: tuple[int, ...]) -> "Tensor | GgufWeight":
         """The whole tensor of that shape, or so shaped a matrix of a stack."""

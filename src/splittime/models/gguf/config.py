@@ -19,7 +19,7 @@ import numpy as np
 from splittime.models import registry
 from splittime.models.config import ModelConfig, MoeConfig, RopeConfig
 from splittime.models.gguf.keys import Keys
-from splittime.models.gguf.shards import GgufModel
+from splittime.models.gguf.shards import GgufModel, open_model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 NAMES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
@@ -63,7 +63,7 @@ CONTROL = 3
 
 def load_gguf_config(path: Path) -> ModelConfig:
     """Raises `ConfigError` naming the key, or the tensor, that cannot be served."""
-    model = GgufModel(path)
+    model = open_model(path)
     architecture = Keys(model, "general.").text("architecture")
     if architecture not in ARCHITECTURES:
         said = f"is {architecture!r}, which is not served; these are: {', '.join(ARCHITECTURES)}"

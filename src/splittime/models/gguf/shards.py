@@ -1,6 +1,7 @@
 """A model of one GGUF file or of several: `name-00001-of-00003.gguf` and so on, of which the first has the metadata."""
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,21 @@ class GgufModel:
         total = self.metadata.get("split.tensors.count")
         if total is not None and total != len(self.file_of):
             raise self.broken("split.tensors.count", f"is {total}, the files hold {len(self.file_of)} tensors", total)
+
+
+def open_model(path: Path) -> GgufModel:
+    """The model whose (first) file is `path`. It is asked for its config, then for its weights: read once, unless the
+    file has changed."""
+    try:
+        status = path.stat()
+    except OSError:
+        return GgufModel(path)  # which says what is wrong
+    return _opened(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@lru_cache(1)
+def _opened(path: Path, *_: int) -> GgufModel:
+    return GgufModel(path)
 
 
 def _others(path: Path, metadata: dict[str, Any]) -> list[Path]:

@@ -51,11 +51,13 @@ def choose(quantization: str | None, dtype: str) -> WeightPlan:
 def kept_bytes(out_features: int, in_features: int, scheme: WeightScheme) -> int:
     """Memory of a weight in this scheme where no backend says otherwise: integers and their scales, no padding."""
     groups = -(-in_features // scheme.group) if scheme.group else 1
+    scales = 2 if scheme.group else 4  # bytes of each
+    extras = 2 if scheme.has_minima else 1 if scheme.has_zeros else 0
     bytes_per_row = {
         "float32": 4 * in_features,
         "bfloat16": 2 * in_features,
-        "int8": in_features + 4,
-        "int4": -(-in_features // 2) + 2 * groups,
+        "int8": in_features + (scales + extras) * groups,
+        "int4": -(-in_features // 2) + (scales + extras) * groups,
     }
     return out_features * bytes_per_row[scheme.name]
 

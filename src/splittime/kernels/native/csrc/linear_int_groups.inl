@@ -57,10 +57,11 @@ void tile8_groups(const Wide *x, int64_t x_step, const Block *about, int64_t abo
     }
     if (left == 0) group++, left = blocks.a_group;
     left--;
-    ST_UNROLL for (int v = 0; v < VECTORS4; v++)
+    ST_UNROLL for (int v = 0; v < VECTORS4; v++) {
+      const Group<EXTRAS> of_group(blocks, group, v * LANES);
       ST_UNROLL for (int r = 0; r < R; r++)
-        add_block<EXTRAS>(blocks, group, v * LANES, to_f32(sum[r][v]), F32{}, about[r * about_step],
-                          sums + r * PANEL + v * LANES);
+        of_group.add(to_f32(sum[r][v]), about[r * about_step], sums + r * PANEL + v * LANES);
+    }
     asm volatile("" ::: "memory");  // as in tile4
   }
 }

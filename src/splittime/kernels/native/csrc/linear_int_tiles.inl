@@ -150,19 +150,25 @@ struct Blocks {
   int32_t first, count, a_group, quads;    // blocks of this chunk; blocks a group; four-column steps a block, 4 to 16
 };
 
-// to += scale * (the block's products) - minimum * (the block's activations), for LANES outputs at n of the panel.
-template <int EXTRAS>
-inline __attribute__((always_inline)) void add_block(const Blocks &blocks, int64_t group, int n, F32 dot, F32 zero,
-                                                     const Block &here, float *to) {
-  const F32 scale = load_f16(blocks.scales + 2 * (group * PANEL + n));
-  if (EXTRAS & ST_ZEROS) dot = fma(zero, splat(here.sum), dot);
-  F32 sum = fma(scale * splat(here.scale), dot, load<F32>(to));
-  if (EXTRAS & ST_MINIMA) {
-    const F32 minimum = load_f16(blocks.minima + 2 * (group * PANEL + n));
-    sum = fma(minimum, splat(here.sum * -here.scale), sum);
+// What LANES outputs of a group have. Loaded before the tokens' sums are stored, after which it would be loaded again.
+template <int EXTRAS> struct Group {
+  F32 scale, zero, minimum;
+
+  inline __attribute__((always_inline)) Group(const Blocks &blocks, int64_t group, int n) {
+    const int64_t at = group * PANEL + n;
+    scale = load_f16(blocks.scales + 2 * at);
+    if (EXTRAS & ST_ZEROS) zero = 8 - to_f32(__builtin_convertvector(load<I8q>(blocks.zeros + at), I32));
+    if (EXTRAS & ST_MINIMA) minimum = load_f16(blocks.minima + 2 * at);
   }
-  store(to, sum);
-}
+
+  // to += scale * (a block's products) - minimum * (its activations).
+  inline __attribute__((always_inline)) void add(F32 dot, const Block &here, float *to) const {
+    if (EXTRAS & ST_ZEROS) dot = fma(zero, splat(here.sum), dot);
+    F32 sum = fma(scale * splat(here.scale), dot, load<F32>(to));
+    if (EXTRAS & ST_MINIMA) sum = fma(minimum, splat(here.sum * -here.scale), sum);
+    store(to, sum);
+  }
+};
 
 // sums[r][n] += scales * (the products of R tokens and a panel), over blocks.count blocks.
 //
@@ -205,12 +211,9 @@ void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_st
     if (left == 0) group++, left = blocks.a_group;
     left--;
     ST_UNROLL for (int v = 0; v < V; v++) {
-      F32 zero{};
-      if (EXTRAS & ST_ZEROS)
-        zero = 8 - to_f32(__builtin_convertvector(load<I8q>(blocks.zeros + group * PANEL + v * LANES), I32));
+      const Group<EXTRAS> of_group(blocks, group, v * LANES);
       ST_UNROLL for (int r = 0; r < R; r++)
-        add_block<EXTRAS>(blocks, group, v * LANES, to_f32(whole(sum[r][v])), zero, about[r * about_step],
-                          sums + r * PANEL + v * LANES);
+        of_group.add(to_f32(whole(sum[r][v])), about[r * about_step], sums + r * PANEL + v * LANES);
     }
     asm volatile("" ::: "memory");  // the sums belong in memory: in registers they would drive out those of the next block
   }

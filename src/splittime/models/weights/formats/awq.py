@@ -40,8 +40,8 @@ def parse(values: dict[str, Any]) -> Recipe:
 
 
 def is_excepted(module: str, recipe: Recipe) -> bool:
-    """A name anywhere in the module's own."""
-    return any(name in module for name in recipe.exceptions)
+    """One or more whole parts of the module's name: "gate" is a router, and no "gate_proj"."""
+    return any(f".{name}." in f".{module}." for name in recipe.exceptions)
 
 
 def is_stored(module: str, tensors: Tensors) -> bool:

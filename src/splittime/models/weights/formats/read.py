@@ -19,6 +19,12 @@ WEIGHTS: dict[str, type[Any]] = {
 }
 OLD_KEY, DEFAULT_METHOD = "compression_config", compressed.METHOD  # as compressed-tensors wrote it before 0.5
 
+SIDE_FILES = {"quantize_config.json": gptq.METHOD, "quant_config.json": awq.METHOD}
+
+
+def is_quantised(config: dict[str, Any]) -> bool:
+    return (config.get(KEY) or config.get(OLD_KEY)) is not None
+
 
 def parse(config: dict[str, Any]) -> Recipe | None:
     """From a whole config.json; None for one that is not quantised. Raises `ConfigError` for what is not supported."""

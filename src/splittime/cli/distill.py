@@ -1,0 +1,169 @@
+"""`splittime distill TEACHER --student CONFIG`: train a smaller model to say what a larger one would.
+
+Progress goes to standard error. A run that is killed goes on from its last checkpoint when the command is repeated.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from splittime.cli.options import JsonFlag, fails_clearly, talk, wide
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from splittime.cli.distill_local import Hooks, Result
+    from splittime.distill.fidelity import Scores
+    from splittime.distill.trainer import State, Update
+    from splittime.quality.statistics import Estimate
+
+EXAMPLES = """\b
+Examples:
+  splittime distill code --student code-draft --text sources/ --minutes 30 --out ./draft
+  splittime distill ./llama --student small.json --text wiki.jsonl --own-outputs 2000 --tokens 50000000 --out ./small
+  splittime distill code --student code-draft --text a.jsonl --held-out b.jsonl --minutes 10 --beside code-draft --out d
+  splittime distill code --student code-draft --text a.jsonl --alpha 0 --minutes 10 --out plain   text alone, to compare
+  splittime serve ./draft
+\b
+The loss is alpha T^2 KL(teacher || student) at temperature T, and (1 - alpha) of the cost of the text's own tokens.
+At the end the student is measured on text that it has not learnt from: what it is worth (task) and, apart from that,
+how like its teacher it is (KL, top-1, expected acceptance as a draft), each with a 95 % interval.
+If it is killed, repeat the command: it goes on from the last checkpoint, at most a minute old.
+Exit codes: 0 done, 1 failed, 2 something that cannot be done as asked.
+"""
+
+
+@fails_clearly
+def distill(
+    teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="Folder, packaged name, or Hugging Face id.")],
+    student: Annotated[
+        str, typer.Option("--student", metavar="CONFIG", help="A config.json, a folder with one, or a packaged name.")
+    ],
+    text: Annotated[
+        list[Path],
+        typer.Option("--text", metavar="FILE", help="Text to learn from: file, .jsonl, folder. May be repeated."),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The student's folder; must not be there yet.")],
+    held_out: Annotated[
+        list[Path] | None,
+        typer.Option("--held-out", metavar="FILE", help="Text to measure on. Default: a tenth of the documents."),
+    ] = None,
+    own_outputs: Annotated[
+        int, typer.Option("--own-outputs", metavar="N", help="Sequences for the teacher to write, learnt from as well.")
+    ] = 0,
+    minutes: Annotated[float | None, typer.Option("--minutes", metavar="M", help="Budget of time.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", metavar="N", help="Budget of tokens seen.")] = None,
+    temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="Of both distributions.")] = 1.0,
+    alpha: Annotated[
+        float, typer.Option("--alpha", metavar="A", help="Weight of the teacher; 0 is plain training on the text.")
+    ] = 0.9,
+    step_tokens: Annotated[int, typer.Option("--step-tokens", metavar="N", help="Tokens of an update.")] = 4096,
+    start_from: Annotated[
+        Path | None, typer.Option("--start-from", metavar="FOLDER", help="Begin with these weights, not random ones.")
+    ] = None,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option("--beside", metavar="MODEL", help="Another student to measure on the same text. May be repeated."),
+    ] = None,
+    matrix_rate: Annotated[float, typer.Option("--matrix-rate", metavar="X", help="Muon's peak learning rate.")] = 0.02,
+    other_rate: Annotated[float, typer.Option("--other-rate", metavar="X", help="AdamW's, of the rest.")] = 0.008,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Threads, a core each.")] = 2,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, windows and samples.")] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Distil a model into a smaller one with the same tokenizer."""
+    with talk().status("reading"):
+        from splittime.cli import distill_local as local  # brings torch
+        from splittime.distill.settings import Settings
+
+    settings = Settings(
+        minutes=minutes,
+        tokens=tokens,
+        own_outputs=own_outputs,
+        temperature=temperature,
+        alpha=alpha,
+        step_tokens=step_tokens,
+        workers=workers,
+        seed=seed,
+        matrix_rate=matrix_rate,
+        other_rate=other_rate,
+    )
+    asked = local.Asked(teacher, student, text, held_out or (), out, start_from, beside or (), settings)
+    with _progress(settings) as hooks:
+        result = local.distill(asked, hooks)
+    if json:
+        sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
+    else:
+        _show(result)
+
+
+@contextmanager
+def _progress(settings: Any) -> Iterator["Hooks"]:
+    """A bar of the budget with the loss and its speed; of the measuring afterwards. Nothing in a log."""
+    from splittime.cli.distill_local import Hooks
+
+    console = talk()
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading", total=None)
+        yield Hooks(
+            tell=lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
+            on_update=lambda state, update: bar.update(
+                task, description=_words(state, update), completed=state.progress(settings), total=1.0
+            ),
+        )
+
+
+def _words(state: "State", update: "Update") -> str:
+    parts = update.parts
+    speed = state.tokens / max(state.seconds, 1e-9)
+    return f"loss {parts.loss:.3f} (task {parts.task:.3f}, kl {parts.kl:.3f}) {speed:,.0f} tokens/s"
+
+
+def _show(result: "Result") -> None:
+    console = wide()
+    console.print(_table(result))
+    for each in result.differences:
+        console.print(
+            f"{each.first} less {each.second}: bits per byte {_signed(each.bits_per_byte)}, KL {_signed(each.kl)}, "
+            f"top-1 {_signed(each.top1)}, acceptance {_signed(each.acceptance)}"
+        )
+    console.print(
+        f"{result.out}: {result.student_parameters:,} parameters (teacher {result.teacher_parameters:,}), "
+        f"{result.seen_tokens:,} tokens in {result.updates:,} updates, {result.seconds:,.0f} s"
+    )
+    for note in result.notes:
+        console.print(f"note: {note}")
+
+
+def _table(result: "Result") -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    first = result.scores[0]
+    title = f"On {first.tokens:,} held-out tokens of {first.documents} documents, with 95 % intervals"
+    table = Table(title=title, box=box.SIMPLE)
+    table.add_column("model")
+    for name in ("bits per byte", "nats per token", "KL to teacher", "top-1 as teacher", "expected acceptance"):
+        table.add_column(name, justify="right")
+    for row in result.scores:
+        table.add_row(row.name, *_cells(row))
+    return table
+
+
+def _cells(row: "Scores") -> list[str]:
+    return [_with_interval(each) for each in (row.bits_per_byte, row.task, row.kl, row.top1, row.acceptance)]
+
+
+def _with_interval(estimate: "Estimate") -> str:
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _signed(estimate: "Estimate") -> str:
+    return f"{estimate.value:+.4f} [{estimate.low:+.4f}, {estimate.high:+.4f}]"

@@ -1,0 +1,264 @@
+"""What `splittime distill` does, from files to a student's folder: the parts that need the engine and the runner.
+
+OUT.unfinished/     manifest, the teacher's own outputs, the last checkpoint, the result being put together
+OUT/                the student as a model folder, and `distillation.json`: how it was made and what it is worth
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from splittime.cli import model_source
+from splittime.cli.quality_local import LocalModel
+from splittime.core.errors import ConfigError, EngineError
+from splittime.core.sampling import SamplingParams
+from splittime.distill import fidelity, own, student, text
+from splittime.distill.fidelity import Difference, Scores, Sums
+from splittime.distill.job import OnCheckpoint, OnUpdate, Run, Task, window_limit
+from splittime.distill.llama import parameter_count
+from splittime.distill.settings import Settings
+from splittime.distill.student import Plan
+from splittime.distill.teacher import Teacher
+from splittime.distill.trainer import State
+from splittime.engine.tokenizer import Tokenizer
+from splittime.models.config import ModelConfig, load_config
+from splittime.models.weights.fingerprint import fingerprints
+from splittime.quality.documents import Tokens, Window, plan, prefix_of, read_documents
+from splittime.quantize import tensor_file
+from splittime.quantize.work import Work
+from splittime.runner.config import RunnerConfig
+
+PACKAGED = ("code", "code-draft")
+REPORT = "distillation.json"
+MEASURED_TOKENS = 50_000
+MEASURED_LENGTH = 512
+SIMULTANEOUS = 16
+Tell = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, of how much."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line. beside: other students to measure on the same text."""
+
+    teacher: str
+    student: str
+    texts: Sequence[Path]
+    held_out: Sequence[Path]
+    out: Path
+    start_from: Path | None
+    beside: Sequence[str]
+    settings: Settings
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What `distillation.json` holds."""
+
+    out: str
+    teacher: str
+    teacher_parameters: int
+    student_parameters: int
+    settings: dict[str, object]
+    learnt_documents: int
+    learnt_tokens: int
+    own_tokens: int
+    seen_tokens: int
+    updates: int
+    seconds: float
+    notes: tuple[str, ...]
+    scores: tuple[Scores, ...]
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Who is told. every: updates between checkpoints, None goes by the clock."""
+
+    tell: Tell
+    on_update: OnUpdate
+    on_checkpoint: OnCheckpoint = lambda state: None
+    every: int | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that was read, checked."""
+
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    plan: Plan
+    split: text.Split
+    learnt: list[Tokens]
+    held_out: list[Tokens]
+    limit: int
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return self.config.eos_token_ids[:1]
+
+
+def folder_of(model: str) -> Path:
+    """A model in the package by its name, a folder, or what the Hub has; never a GGUF file."""
+    if model in PACKAGED and not Path(model).is_dir():
+        return Path(str(files("splittime") / "packaged" / model))
+    folder = model_source.locate(model)
+    if folder.is_file():
+        hint = "name a folder with config.json, safetensors and tokenizer.json"
+        raise ConfigError(f"{folder} is a GGUF file, which has no tokenizer files to hand on", param="model", hint=hint)
+    return folder
+
+
+def read(asked: Asked) -> Inputs:
+    """Raises `ConfigError` for whatever cannot be used, before any work."""
+    asked.settings.checked()
+    folder = folder_of(asked.teacher)
+    config = load_config(folder)
+    named = asked.student in PACKAGED and not Path(asked.student).exists()
+    shape = student.read_plan(folder_of(asked.student) if named else Path(asked.student))
+    student.same_vocabulary(shape.shape, config.vocab_size)
+    tokenizer = Tokenizer.load(folder)
+    split = text.split(read_documents(asked.texts), read_documents(asked.held_out) if asked.held_out else ())
+    learnt, held_out = text.encode(split.learnt, tokenizer), text.encode(split.held_out, tokenizer)
+    limit = window_limit(shape, config.max_position_embeddings)
+    return Inputs(folder, config, tokenizer, shape, split, learnt, held_out, limit)
+
+
+def distill(asked: Asked, hooks: Hooks) -> Result:
+    """The whole of it. What was begun with the same arguments goes on; with others it is refused."""
+    inputs = read(asked)
+    work = Work(asked.out)
+    try:
+        learnt = text.stream(inputs.learnt, inputs.tokenizer, inputs.end)
+        work.adopt(_identity(asked, inputs, learnt, work.folder), asked.settings.workers)
+        said = _own_outputs(asked.settings, inputs, work.folder, hooks.tell)
+        run = _train(asked, inputs, np.concatenate((learnt, said)), work.folder, hooks)
+        out = work.begin_result()
+        student.write_folder(out, inputs.plan, run.model.state_dict(), inputs.folder)
+        result = _report(asked, inputs, out, run, (len(learnt), len(said)), hooks.tell)
+        tensor_file.write_json(out / REPORT, msgspec.to_builtins(result))
+        work.finish()
+        return result
+    finally:
+        work.close()
+
+
+def _identity(asked: Asked, inputs: Inputs, learnt: np.ndarray, memory: Path) -> dict[str, Any]:
+    """What the student depends on."""
+    sources = [inputs.folder, *([asked.start_from] if asked.start_from else [])]
+    paths = [path for source in sources for path in sorted(source.glob("*.safetensors"))]
+    return {
+        **asked.settings.values(),
+        "teacher and start": fingerprints(paths, memory),
+        "student": dict(inputs.plan.values),
+        "text": text.digest(learnt),
+    }
+
+
+def _own_outputs(settings: Settings, inputs: Inputs, folder: Path, tell: Tell) -> np.ndarray:
+    room = min(inputs.limit, own.PROMPT_TOKENS + own.OUTPUT_TOKENS)
+    length = min(own.PROMPT_TOKENS, room // 2)
+    if settings.own_outputs == 0:
+        return np.zeros(0, dtype=np.uint32)
+    asked = own.prompts(inputs.learnt, settings.own_outputs, length, settings.seed)
+    prefix = prefix_of(inputs.tokenizer)
+    asked = [(*prefix, *prompt) for prompt in asked]
+    writer = _Writer(inputs, room, settings.workers)
+    saying = "the teacher writes"
+    return own.sequences(folder, asked, settings.seed, room - length, writer, lambda done, of: tell(saying, done, of))
+
+
+class _Writer:
+    """`own.Write` by the server's engine, which is loaded when the first sequence is missing."""
+
+    def __init__(self, inputs: Inputs, room: int, num_threads: int) -> None:
+        self.inputs, self.room, self.num_threads = inputs, room, num_threads
+        self._llm: Any = None
+
+    def __call__(self, prompts: own.Prompts, seeds: Sequence[int], output_tokens: int) -> list[tuple[int, ...]]:
+        from splittime.llm import LLM
+
+        if self._llm is None:
+            limits: Mapping[str, Any] = {"max_model_len": self.room + 8, "max_num_seqs": SIMULTANEOUS}
+            self._llm = LLM(self.inputs.folder, num_threads=self.num_threads, **limits)
+        sampling = [SamplingParams(temperature=1.0, max_tokens=output_tokens, seed=seed) for seed in seeds]
+        outputs = self._llm.generate(prompts, sampling)
+        wrong = next((output.error for output in outputs if output.error is not None), None)
+        if wrong is not None:
+            raise EngineError(f"the teacher's own outputs: {wrong.message}", hint=wrong.hint)
+        return [output.token_ids for output in outputs]
+
+
+def _train(asked: Asked, inputs: Inputs, tokens: np.ndarray, folder: Path, hooks: Hooks) -> Run:
+    settings, shape = asked.settings, inputs.plan.shape
+    teacher = Teacher.load(inputs.folder, inputs.limit, settings.workers) if settings.alpha > 0 else None
+    start = student.read_weights(asked.start_from, shape) if asked.start_from else None
+    run = Run(Task(settings, inputs.plan, tokens, folder, inputs.folder, teacher, start, inputs.limit))
+    try:
+        run.train(hooks.on_update, hooks.on_checkpoint, hooks.every)
+    finally:
+        run.close()
+    return run
+
+
+def _report(asked: Asked, inputs: Inputs, out: Path, run: Run, tokens: tuple[int, int], tell: Tell) -> Result:
+    """The teacher is measured against itself, which gives what a perfect student would score."""
+    teacher = _load("teacher", inputs.folder, inputs.limit)
+    names = {"student": out, **{name: folder_of(name) for name in asked.beside}}
+    measured: dict[str, Sums] = {}
+    windows = plan(inputs.held_out, min(MEASURED_LENGTH, inputs.limit), 0, prefix_of(inputs.tokenizer), MEASURED_TOKENS)
+    for name, folder in {"teacher": inputs.folder, **names}.items():
+        model = teacher if name == "teacher" else _load(name, folder, inputs.limit)
+        measured[name] = _measure(windows, teacher, model, inputs.tokenizer, tell)
+    own_sums = ("student", measured["student"])
+    sizes = teacher.runner.resolved.num_parameters, parameter_count(run.model)
+    return Result(
+        out=str(asked.out),
+        teacher=asked.teacher,
+        teacher_parameters=sizes[0],
+        student_parameters=sizes[1],
+        settings=asked.settings.values(),
+        learnt_documents=len(inputs.learnt),
+        learnt_tokens=tokens[0],
+        own_tokens=tokens[1],
+        seen_tokens=run.state.tokens,
+        updates=run.state.step,
+        seconds=round(run.state.seconds, 1),
+        notes=_notes(inputs, sizes, tokens, run.state),
+        scores=tuple(fidelity.scores(name, sums) for name, sums in measured.items()),
+        differences=tuple(fidelity.difference(own_sums, (name, measured[name])) for name in asked.beside),
+    )
+
+
+def _measure(
+    windows: Sequence[Window], teacher: LocalModel, model: LocalModel, tokenizer: Tokenizer, tell: Tell
+) -> Sums:
+    def bytes_of(ids: Sequence[int]) -> int:
+        return sum(len(tokenizer.token_bytes(token)) for token in ids)
+
+    def decoded(ids: Sequence[int]) -> int:
+        return len(tokenizer.decode(ids).encode())
+
+    count = bytes_of if tokenizer.has_token_bytes else decoded
+    return fidelity.measure(windows, teacher, model, count, lambda done, of: tell(f"measuring {model.name}", done, of))
+
+
+def _load(name: str, folder: Path, limit: int) -> LocalModel:
+    config = RunnerConfig(model_path=str(folder), max_model_len=limit, max_num_seqs=2)
+    return LocalModel.load(name, config)
+
+
+def _notes(inputs: Inputs, sizes: tuple[int, int], tokens: tuple[int, int], state: State) -> tuple[str, ...]:
+    found = []
+    if sizes[1] >= sizes[0]:
+        found.append(f"the student has {sizes[1]:,} parameters, the teacher {sizes[0]:,}: it is no smaller")
+    if inputs.split.dropped:
+        found.append(f"{inputs.split.dropped} documents of the text are held out, and were not learnt from")
+    if state.tokens > sum(tokens):
+        found.append(f"the text was seen {state.tokens / sum(tokens):.1f} times; more text would be learnt from better")
+    return tuple(found)
