@@ -1,10 +1,12 @@
 """`splittime bench`: flags, files, exit codes and words, against the mock server."""
 
 import asyncio
+import http.server
 import json
 import re
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 
 import msgspec
@@ -236,3 +238,32 @@ def test_what_is_shown_meanwhile(is_closed):
 def test_a_device_is_not_replaced_by_a_file_and_a_time_is_finite(url, tmp_path):
     assert bench("run", url, "--out", "/dev/null").exit_code == 2
     assert bench("run", url, "--timeout", f"{'9' * 400}s").exit_code == 2
+
+
+class StillLoading(http.server.BaseHTTPRequestHandler):
+    """A splittime server whose engine has not told of its model yet."""
+
+    def do_GET(self):
+        is_list = self.path == "/v1/models"
+        body = json.dumps({"data": [{"id": "code", "owned_by": "splittime"}]} if is_list else {"error": {}}).encode()
+        self.send_response(200 if is_list else 503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_server_that_still_loads_is_not_measured():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), StillLoading) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            done = bench("run", f"http://127.0.0.1:{server.server_port}", "--rate", 1, "--duration", "1s")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert done.exit_code == 1
+    assert "not ready: it loads its model" in " ".join(done.stderr.split())
+    assert "/ready" in done.stderr

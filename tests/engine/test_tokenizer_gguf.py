@@ -76,7 +76,7 @@ def test_a_bert_vocabulary_is_refused_by_name():
 
 
 @needs_data
-@given(st.text(max_size=40))
+@given(st.text("aehilnorstuw .,", max_size=60) | st.text(max_size=20))
 @settings(max_examples=60, deadline=None)
 def test_a_vocabulary_with_scores_splits_as_its_tokenizer_json_does(text):
     assert scored().encode(text) == Tokenizer.load(STORIES.parent).encode(text)
@@ -114,6 +114,18 @@ def test_sentencepiece_text_comes_back():
     plain = build(sentencepiece(add_space_prefix=False))
     assert plain.encode("hello")[1:] == [tokenizer._backend.token_to_id("hello")]
     assert not plain.strips_leading_space
+
+
+@pytest.mark.parametrize(("scores", "pieces"), [((-5, -1), ["a", "bc"]), ((-1, -5), ["ab", "c"])])
+def test_the_best_score_is_joined_first(scores, pieces):
+    vocabulary = {
+        "tokens": ["<unk>", "a", "b", "c", "ab", "bc"],
+        "scores": np.array([0, -9, -9, -9, *scores], np.float32),
+        "token_type": np.array([UNKNOWN] + [NORMAL] * 5, np.int32),
+        **{"bos_token_id": None, "eos_token_id": None, "add_space_prefix": False},
+    }
+    tokenizer = build(sentencepiece(**vocabulary))
+    assert [tokenizer.id_to_token(token) for token in tokenizer.encode("abc")] == pieces
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,7 @@ def at(index, at_ms, **fields):
 
 
 def carried_out(schedule, *timings, options=None, on_progress=None, stop_when=None):
-    """The run on these mock servers (timings stand for one), and the servers. It is stopped as soon as `stop_when` holds
-    of the first of them."""
+    """The run on these mock servers (timings stand for one), stopped when `stop_when` holds of the first; and they."""
 
     async def main():
         servers = [one if isinstance(one, MockServer) else MockServer(one) for one in timings or (QUICK,)]

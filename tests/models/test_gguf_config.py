@@ -176,9 +176,9 @@ def test_missing_misshapen_and_left_over_tensors_are_named(tmp_path):
     checkpoint.take_linear("model.embed_tokens", ROWS, WIDTH)
     checkpoint.take_linear("model.embed_tokens", ROWS, WIDTH)
     assert checkpoint.num_parameters == ROWS * WIDTH
-    checkpoint.take_linear("model.layers.0.mlp.experts.1.up_proj", 4, 8)
+    checkpoint.take_linear("model.layers.0.mlp.experts.0.up_proj", 4, 8)
     with pytest.raises(ConfigError, match=r"2 tensors, or parts of them, .*: blk.0.ffn_up_exps.weight, strange.weight"):
         checkpoint.check_all_taken()
-    checkpoint.take_linear("model.layers.0.mlp.experts.0.up_proj", 4, 8)
+    checkpoint.take_linear("model.layers.0.mlp.experts.1.up_proj", 4, 8)
     with pytest.raises(ConfigError, match=r"1 tensors, or parts of them, .*: strange.weight"):
         checkpoint.check_all_taken()

@@ -87,14 +87,14 @@ class LiveServer:
         async def run() -> object:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
     def request(self, method: str, path: str, body: object = None, headers: dict | None = None):
         """(status, headers, body) of one exchange; JSON bodies are decoded."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers or {})
         try:
-            with urllib.request.urlopen(request, timeout=20) as response:
+            with urllib.request.urlopen(request, timeout=60) as response:
                 status, fields, raw = response.status, response.headers, response.read()
         except urllib.error.HTTPError as error:
             status, fields, raw = error.code, error.headers, error.read()

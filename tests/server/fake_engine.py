@@ -29,7 +29,11 @@ class Running:
         self.num_marks_sent = 0
         self.num_computed = 0
         self.num_out = 0
-        self.aborted = False
+        self.aborted_at_step: int | None = None
+
+    @property
+    def aborted(self) -> bool:
+        return self.aborted_at_step is not None
 
     def new_marks(self) -> tuple[Mark, ...]:
         new = tuple(self.account.marks[self.num_marks_sent :])
@@ -56,6 +60,7 @@ class FakeEngine:
         self.streams: dict[str, Running] = {}
         self.submitted: list[Request] = []
         self.aborts: list[str] = []
+        self.steps_to_abort: list[int] = []  # of each that was aborted, from the call to its end
         self.knobs_now: dict[str, object] = {"max_num_seqs": max_running}
         self._step_id = 0
         self._task: asyncio.Task | None = None
@@ -88,8 +93,8 @@ class FakeEngine:
 
     def abort(self, request_id: str) -> None:
         self.aborts.append(request_id)
-        if request_id in self.streams:
-            self.streams[request_id].aborted = True
+        if request_id in self.streams and not self.streams[request_id].aborted:
+            self.streams[request_id].aborted_at_step = self._step_id
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -195,6 +200,8 @@ class FakeEngine:
 
     def _end(self, group: list[Running], state: Running, reason: FinishReason, now_ns: int) -> None:
         group.remove(state)
+        if state.aborted_at_step is not None:
+            self.steps_to_abort.append(self._step_id - state.aborted_at_step)
         state.account.enter(Stage.DELIVER, now_ns)
         marks = state.new_marks()
         self._put(

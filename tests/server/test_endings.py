@@ -32,7 +32,7 @@ def connect(live: LiveServer, receive_buffer: int | None = None) -> socket.socke
     return sock
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> None:
+def wait_until(condition, timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "took too long"
@@ -84,18 +84,20 @@ def test_disconnects_at_any_moment_leave_nothing_behind(launch, max_running: int
         assert not any(interval.stage == "unattributed" for interval in account.intervals)
         if account.finish_reason == "abort" and account.freed_ns is not None:
             assert account.cancelled_ns is not None
-            assert account.freed_ns - account.cancelled_ns < 1e9
+            assert account.freed_ns >= account.cancelled_ns
+    assert max(live.engine.steps_to_abort) <= 1
 
 
 def test_a_client_that_goes_is_aborted_within_a_step(launch) -> None:
-    live = launch(say(TEXT, end=False), step_s=0.005)
+    live = launch(say(TEXT, end=False), step_s=0.02)
     with connect(live) as sock:
         sock.sendall(raw_request({"prompt": "x", "max_tokens": 4000, "stream": True}))
         sock.recv(100)
-    wait_until(lambda: nothing_left(live), 1.0)
+    wait_until(lambda: nothing_left(live))
     account = live.ledger.accounts()[-1]
     assert account.finish_reason == "abort"
-    assert account.freed_ns - account.cancelled_ns < 50e6
+    assert account.freed_ns >= account.cancelled_ns
+    assert live.engine.steps_to_abort == [1]
     assert "splittime_cancel_to_freed_seconds_count 1.0" in live.get("/metrics")[2].decode()
 
 
@@ -127,7 +129,7 @@ def test_a_reader_that_makes_no_progress_is_dropped_after_a_time(launch) -> None
     slow = connect(live, receive_buffer=4096)
     body = {"prompt": "x", "max_tokens": 500_000, "stream": True, "logprobs": 5}
     slow.sendall(raw_request(body, headers="X-Request-Id: slow\r\n"))
-    wait_until(lambda: bool(live.ledger.account("slow")), 20)
+    wait_until(lambda: bool(live.ledger.account("slow")))
     assert live.ledger.account("slow")[0].error.limit == 0.3
     wait_until(lambda: nothing_left(live))
     slow.close()
@@ -197,7 +199,7 @@ def test_a_broken_promise_of_the_engine_client_still_ends_the_request(launch) ->
 def test_an_id_in_flight_is_refused(launch) -> None:
     live = launch(say(TEXT, end=False), step_s=0.005)
     with connect(live) as sock:
-        sock.sendall(raw_request({"prompt": "x", "max_tokens": 900}, headers="X-Request-Id: one\r\n"))
+        sock.sendall(raw_request({"prompt": "x", "max_tokens": 4000}, headers="X-Request-Id: one\r\n"))
         wait_until(lambda: "one" in live.service.generations)
         status, _, answer = live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": "one"})
         assert (status, answer["error"]["code"]) == (409, "request_id_in_flight")
@@ -218,15 +220,14 @@ def test_a_drain_lets_streams_finish_and_ends_the_rest(launch) -> None:
     live = launch(say(TEXT, end=False), step_s=0.005)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         short = pool.submit(live.events, "/v1/completions", {"prompt": "x", "max_tokens": 20})
-        endless = pool.submit(live.events, "/v1/completions", {"prompt": "x", "max_tokens": 3000})
+        endless = pool.submit(live.events, "/v1/completions", {"prompt": "x", "max_tokens": 4000})
         wait_until(lambda: len(live.engine.running) == 2)
-        drained = asyncio.run_coroutine_threadsafe(live.service.drain(grace_s=0.4), live.loop)
-        time.sleep(0.05)
+        drained = asyncio.run_coroutine_threadsafe(live.service.drain(grace_s=3), live.loop)
         status, _headers, answer = live.post("/v1/completions", {"prompt": "x"})
         assert (status, answer["error"]["reason"]) == (503, "draining")
         assert live.get("/ready")[0] == 503
         assert live.get("/health")[0] == 200
-        drained.result(5)
+        drained.result(60)
         assert short.result()[-2]["choices"][0]["finish_reason"] == "length"
         assert endless.result()[-2]["error"]["code"] == "draining"
     assert nothing_left(live)
@@ -239,16 +240,23 @@ from server.conftest import FakeEngine, ModelInfo, ServerConfig, byte_tokenizer,
 from splittime.ledger.store import Ledger
 from splittime.server.app import build_app, serve
 engine = FakeEngine(say("abcdefgh", end=False), step_s=0.005)
-config = ServerConfig(port=0, grace_s=0.5)
+config = ServerConfig(port=0, grace_s={grace_s})
 app = build_app(engine, byte_tokenizer(), Ledger(), config, ModelInfo(("fake",), 4096, 257, (256,)))
 serve(app, config, on_listening=lambda port: print(port, flush=True))
 print("served", flush=True)
 """
 
 
+def is_draining(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return b" 503 " in sock.recv(100)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_sigterm_drains_and_a_second_one_ends_at_once(again: bool) -> None:
-    script = SERVE.format(tests=str(Path(__file__).parents[1]))
+    """Where there is a second one, the first alone would leave the stream an hour."""
+    script = SERVE.format(tests=str(Path(__file__).parents[1]), grace_s=3600 if again else 0.5)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     port = int(process.stdout.readline())
     with socket.create_connection(("127.0.0.1", port)) as sock:
@@ -256,18 +264,16 @@ def test_sigterm_drains_and_a_second_one_ends_at_once(again: bool) -> None:
         sock.recv(10)
         os.kill(process.pid, signal.SIGTERM)
         if again:
-            time.sleep(0.1)
-            began_s = time.monotonic()
+            wait_until(lambda: is_draining(port))
             os.kill(process.pid, signal.SIGTERM)
-            assert process.wait(5) == 130
-            assert time.monotonic() - began_s < 0.4
+            assert process.wait(60) == 130
             return
         received = b""
         while part := sock.recv(65536):
             received += part
     assert b'"draining"' in received
     assert received.rstrip().endswith(b"0")
-    assert process.wait(8) == 0
+    assert process.wait(60) == 0
     assert process.stdout.read() == "served\n"
 
 
@@ -276,6 +282,7 @@ def test_connections_have_nodelay_and_a_bounded_send_buffer(launch) -> None:
     with connect(live) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         sock.recv(100)
+        wait_until(lambda: len(live.server.server_state.connections) == 1)  # those of before are gone
 
         def options() -> tuple[int, int]:
             (connection,) = live.server.server_state.connections

@@ -29,9 +29,9 @@ TIMEOUT_S = 10.0
 
 EXAMPLES = f"""\b
 Examples:
-  splittime explain cmpl-5f3a                     of the server on port 8000
-  splittime explain --slowest 3                   of its latest requests
-  splittime explain cmpl-5f3a --ledger run.sqlite of a file, also after a crash
+  splittime explain cmpl-5f3a                      of the server on port 8000
+  splittime explain --slowest 3                    of its latest requests
+  splittime explain cmpl-5f3a --ledger run.sqlite  a file, after a crash
 
 {EXIT_CODES}"""
 

@@ -97,7 +97,7 @@ class GgufCheckpoint:
     def _keys(self, name: str) -> list[tuple[str, int]]:
         """One for each matrix of a stack, one for any other tensor."""
         shape = self._place(name).shape
-        return [(name, number) for number in range(1)]
+        return [(name, number) for number in range(shape[0] if len(shape) == 3 else 1)]
 
     def _find(self, name: str, matrix: int | None, shape: tuple[int, ...]) -> "Tensor | GgufWeight":
         """The whole tensor of that shape, or so shaped a matrix of a stack."""
