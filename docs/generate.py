@@ -1,4 +1,5 @@
-"""Writes docs/reference/ from the code: settings, stages, errors, metrics, findings, exit codes. A test holds the pages to be current.
+"""Writes docs/reference/ from the code: settings, stages, errors, metrics, findings, exit codes. A test holds the pages
+to be current.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    exit with 1 and their names if any is out of date

@@ -241,12 +241,11 @@ def test_a_device_is_not_replaced_by_a_file_and_a_time_is_finite(url, tmp_path):
 
 
 class StillLoading(http.server.BaseHTTPRequestHandler):
-    """A splittime server whose engine has not told of its model yet."""
+    """As our server and llama.cpp's answer while they load a model."""
 
     def do_GET(self):
-        is_list = self.path == "/v1/models"
-        body = json.dumps({"data": [{"id": "code", "owned_by": "splittime"}]} if is_list else {"error": {}}).encode()
-        self.send_response(200 if is_list else 503)
+        body = b'{"error": {"message": "the engine is not ready yet"}}'
+        self.send_response(503)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -265,5 +264,6 @@ def test_a_server_that_still_loads_is_not_measured():
             server.shutdown()
             thread.join()
     assert done.exit_code == 1
-    assert "not ready: it loads its model" in " ".join(done.stderr.split())
-    assert "/ready" in done.stderr
+    assert "is not ready: " in done.stderr
+    assert "the engine is not ready yet" in done.stderr
+    assert "when its model is loaded" in done.stderr

@@ -15,11 +15,12 @@ TEACHER = Shape(32, 64, 2, 2, 1, head_dim=16, max_position_embeddings=64)
 
 
 def make_model(folder: Path, shape: Shape, seed: int = 0) -> Path:
-    """Random weights, all of them: those that training starts at zero as well."""
+    """Random weights, all of them: those that training starts at zero as well; norms of one."""
     torch.manual_seed(seed)
     model = Llama(shape)
     for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.2)
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.2)
     write_folder(folder, Plan(shape, shape.config()), model.state_dict(), PACKAGED)
     return folder
 

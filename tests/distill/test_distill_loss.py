@@ -88,8 +88,8 @@ def test_alpha_mixes_the_parts(alpha):
     goal = Distillation(Echo(make_student(5)), alpha, 2.0)
     loss, parts = goal(model, batch, goal.before(batch))
     assert parts.kl > 0.0
-    assert float(loss) == pytest.approx(alpha * parts.kl + (1 - alpha) * parts.task, rel=1e-5)
-    assert parts.task == pytest.approx(float(model.loss(batch[:, :-1], batch[:, 1:])), rel=1e-5)
+    assert loss.item() == pytest.approx(alpha * parts.kl + (1 - alpha) * parts.task, rel=1e-5)
+    assert parts.task == pytest.approx(model.loss(batch[:, :-1], batch[:, 1:]).item(), rel=1e-5)
 
 
 def test_a_large_vocabulary_in_chunks_is_the_same_loss(monkeypatch):

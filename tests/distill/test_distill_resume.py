@@ -52,7 +52,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert not (tmp_path / "killed").exists()
-    with pytest.raises(ConfigError, match="begun with another alpha: 0.9, now 0.5"):
+    with pytest.raises(ConfigError, match=r"begun with another alpha: 0\.9, now 0\.5"):
         distill(ask(tmp_path, "killed", alpha=0.5), hooks())
     steps = []
     again = distill(ask(tmp_path, "killed"), hooks(on_update=lambda state, update: steps.append(state.step)))
@@ -109,5 +109,5 @@ def test_without_a_checkpoint_there_is_none_to_name(tmp_path):
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
     (tmp_path / "last.pt").write_bytes(b"half")
-    with pytest.raises(ConfigError, match="last.pt is damaged"):
+    with pytest.raises(ConfigError, match=r"last\.pt is damaged"):
         broken_run(tmp_path)

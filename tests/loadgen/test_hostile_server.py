@@ -190,10 +190,13 @@ def test_an_endless_answer_ends_the_request(monkeypatch):
     assert "more than 100 chunks" in found.error
 
 
-def test_an_event_of_empty_lines_is_too_long_one_day():
+def test_an_event_of_empty_lines_is_too_long_one_day(monkeypatch):
+    monkeypatch.setattr("splittime.loadgen.sse.MAX_EVENT_BYTES", 2**16)
     lines = EventLines()
-    for _ in range(40):
-        lines.feed(b"data:\n" * 2**17)
+    lines.feed(b"data:\n" * 2**10)
+    assert not lines.is_too_long
+    for _ in range(20):
+        lines.feed(b"data:\n" * 2**12)
     assert lines.is_too_long
 
 

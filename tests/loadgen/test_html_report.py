@@ -178,11 +178,12 @@ def test_servers_own_metrics_stand_beside_ours():
     assert f"ttft 90.00 ms 50.00 ms {name}" in text
 
 
-def test_the_same_run_gives_the_same_page_and_ten_thousand_requests_a_small_one():
-    large = drawn_run(1, size=10_000)
-    page = render_html(large)
-    assert len(page) < 3_000_000
-    assert page == render_html(large)
+def test_the_same_run_gives_the_same_page():
+    assert render_html(drawn_run(1)) == render_html(drawn_run(1))
+
+
+def test_ten_thousand_requests_give_a_small_page():
+    assert len(render_html(drawn_run(1, size=10_000))) < 3_000_000
 
 
 def test_what_cannot_be_written_is_said(tmp_path):

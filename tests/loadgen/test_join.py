@@ -111,6 +111,7 @@ def runs(draw) -> Run:
     return run_of(all_outcomes, found, draw(st.lists(st.integers(0, 5 * MS), max_size=3)))
 
 
+@settings(max_examples=50)
 @given(runs())
 def test_lines_sum_exactly_and_nobody_is_lost(run: Run) -> None:
     joined = join(run)
@@ -131,6 +132,7 @@ def test_lines_sum_exactly_and_nobody_is_lost(run: Run) -> None:
         assert len(have) + sum(joined.left_out[figure].values()) == len(measured) == joined.intended
 
 
+@settings(max_examples=50)
 @given(runs())
 def test_means_sum_and_buckets_hold_everyone(run: Run) -> None:
     joined = join(run)

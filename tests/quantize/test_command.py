@@ -57,6 +57,7 @@ def test_pruning_says_that_it_is_not_faster(model, tmp_path):
         (["--scheme", "w4a16"], "--group-size 32 fits this model"),
         ([], "give one of --scheme"),
         (["--scheme", "int8", "--seed", -1], "from 0 on"),
+        (["--scheme", "int8", "--samples", 4], "--samples 4: it belongs to --calibrate FILE"),
     ],
 )
 def test_what_cannot_be_done_is_told_with_the_way_out(words, said, model, tmp_path):

@@ -112,7 +112,7 @@ def test_an_error_inside_a_stream_is_raised(client, live: LiveServer) -> None:
         stream=True,
         max_tokens=4000,
         extra_body={"ignore_eos": True},
-        extra_headers={"X-Request-Deadline-Ms": "100"},
+        extra_headers={"X-Request-Deadline-Ms": "1500"},
     )
     with pytest.raises(openai.APIError, match="deadline"):
         list(stream)

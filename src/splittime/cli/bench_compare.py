@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from splittime.cli.bench_exit import codes, SHORT, UNCLEAR, exit_code
+from splittime.cli.bench_exit import SHORT, UNCLEAR, codes, exit_code
 from splittime.cli.bench_flags import with_options
 from splittime.cli.options import JsonFlag, wide
 from splittime.core.errors import ConfigError

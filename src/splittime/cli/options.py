@@ -1,6 +1,7 @@
 """Command-line flags made from the table of settings, and what all commands share: `--json`, `--config`, exit codes.
 
-`EXIT_CODES` says what each means, where a command does not say it itself. Data goes to standard output, talk to standard error.
+`EXIT_CODES` says what each code means, where a command does not say it itself. Data goes to standard output, talk to
+standard error.
 """
 
 import functools

@@ -36,11 +36,12 @@ PACKAGED = ("code", "code-draft")
 EXAMPLES = """\b
 Examples:
   splittime quality code code --candidate-quantization int4
-  splittime quality llama llama --text books/ --candidate-kv-cache-dtype int8 --needle --html kv.html
-  splittime quality llama llama-awq --text wiki.txt --choices mmlu.csv --answers gsm8k.jsonl --json -
-  splittime quality llama http://localhost:8000 --text wiki.txt
+  splittime quality A A --text books/ --candidate-kv-cache-dtype int8 --needle
+  splittime quality A A-awq --choices mmlu.csv --answers gsm8k.jsonl --json -
+  splittime quality A http://localhost:8000 --text wiki.txt --html report.html
 \b
-Without --text, texts are Python sources of this machine's library, which the packaged model's training held out.
+Without --text, texts are sources of this machine's Python library, which the
+packaged model's training held out.
 Exit codes: 0 PASS, 1 FAIL, 2 no verdict.
 """
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from splittime.cli import model_source
 from splittime.cli.options import JsonFlag, ModelArgument, fails_clearly, talk, wide
+from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -84,18 +85,20 @@ def quantize(
         str | None,
         typer.Option("--metric", metavar="magnitude|wanda", help="Which weights to keep. Default: magnitude."),
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", metavar="N", help="Windows of calibration text.")] = 128,
+    samples: Annotated[
+        int | None, typer.Option("--samples", metavar="N", help="Windows of calibration text. Default: 128.")
+    ] = None,
     length: Annotated[
         int | None, typer.Option("--length", metavar="L", help="Their tokens. Default: 512, or the context.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Chooses the windows.")] = 0,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Chooses the windows. Default: 0.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Quantise or prune a model into a new checkpoint, layer by layer."""
     folder = model_source.locate(model)
     with talk().status("reading the model"):
         from splittime.quantize import job  # brings torch
-        from splittime.quantize.settings import Settings
+        from splittime.quantize.settings import DEFAULT_SAMPLES, Settings
 
         settings = Settings(
             scheme=scheme,
@@ -106,10 +109,11 @@ def quantize(
             prune=prune,
             sparsity=sparsity,
             metric=metric,
-            samples=samples,
+            samples=DEFAULT_SAMPLES if samples is None else samples,
             length=length,
-            seed=seed,
+            seed=0 if seed is None else seed,
         ).resolved()
+        _check_text_flags(calibrate, {"--samples": samples, "--length": length, "--seed": seed})
         text = None if calibrate is None else _read_text(folder, calibrate, settings)
     with _progress() as (on_layer, on_step):
         summary = job.quantize(folder, out, settings, text, on_layer=on_layer, on_step=on_step)
@@ -119,8 +123,13 @@ def quantize(
         _show(summary)
 
 
+def _check_text_flags(calibrate: Path | None, flags: dict[str, int | None]) -> None:
+    given = [f"{name} {value}" for name, value in flags.items() if value is not None]
+    if calibrate is None and given:
+        raise ConfigError(f"{given[0]}: it belongs to --calibrate FILE, and there is none", param="calibrate")
+
+
 def _read_text(folder: Path, path: Path, settings: "Settings") -> "Calibration":
-    from splittime.core.errors import ConfigError
     from splittime.engine.tokenizer import Tokenizer
     from splittime.models.config import load_config
     from splittime.quantize import calibration

@@ -6,7 +6,7 @@ import aiohttp
 import msgspec
 
 from splittime.core.errors import EngineError
-from splittime.loadgen.scrape import Target, ask_first, get, get_json
+from splittime.loadgen.scrape import Target, ask_first, body_text, get_json
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,9 +22,12 @@ async def server_limits(target: Target) -> Limits:
     """Raises `EngineError` if nothing answers there or its model is not loaded yet, `ConfigError` for a wrong key."""
     async with aiohttp.ClientSession() as session:
         answer = await ask_first(session, target)
+        if answer.status == 503:
+            what = f"{target.url} is not ready: {body_text(answer.body) or 'status 503'}"
+            raise EngineError(what, param="url", value=target.url, hint="Ask again when its model is loaded.")
         card = _first_card(answer.json)
         owner = card.get("owned_by")
-        facts = await _facts(session, target) if owner == "splittime" else None
+        facts = await get_json(session, target, "/ledger/facts") if owner == "splittime" else None
         info = await get_json(session, target, "/info") if not card else None
     meta, settings = _dict(card.get("meta")), _dict(_dict(facts).get("settings"))
     return Limits(
@@ -33,15 +36,6 @@ async def server_limits(target: Target) -> Limits:
         block_size=_whole(settings.get("block_size")),
         takes_ids="max_total_tokens" not in _dict(info),  # TGI
     )
-
-
-async def _facts(session: aiohttp.ClientSession, target: Target) -> Any:
-    """What a splittime server knows of itself, which while it loads its model is nothing."""
-    answer = await get(session, target, "/ledger/facts")
-    if answer is not None and answer.status == 503:
-        hint = "Ask again when GET /ready answers 200."
-        raise EngineError(f"{target.url} is not ready: it loads its model", param="url", value=target.url, hint=hint)
-    return answer.json if answer is not None else None
 
 
 def _first_card(listed: Any) -> dict[str, Any]:

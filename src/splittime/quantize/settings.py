@@ -15,6 +15,7 @@ GROUPED = ("w4a16", "awq", "gptq")
 DEFAULT_GROUP = 128
 GROUP_UNIT = 32  # what this server and others have kernels for
 DEFAULT_SMOOTH = 0.5
+DEFAULT_SAMPLES = 128
 WHOLE_ROW = -1  # as a group size, in the published configurations
 
 
@@ -32,7 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     prune: str | None = None
     sparsity: float | None = None
     metric: str | None = None
-    samples: int = 128
+    samples: int = DEFAULT_SAMPLES
     length: int | None = None
     seed: int = 0
 
