@@ -307,3 +307,19 @@ def test_says_that_the_server_is_gone(live, visit):
     live.stop()
     page.locator("#banner", has_text="does not answer").wait_for()
     assert lines(page).count() == 4
+
+
+def test_ticks_of_an_axis_are_told_apart(live, visit):
+    page = visit(live.url)
+    told = "import('/dashboard/static/format.js').then((m) => [0, 0.05, 0.5, 1, 1.5, 2, 50, 1500].map(m.tickNumber))"
+    assert page.evaluate(told) == ["0", "0.05", "0.5", "1", "1.5", "2", "50", "1,500"]
+
+
+def test_an_axis_of_few_requests_names_halves(live, visit):
+    """Two requests at once: its ticks are 0, 1 and 2 or halves of these, and none is there twice."""
+    fill(live, books.accounts(2, seconds=5))
+    page = visit(live.url)
+    lines(page).first.wait_for()
+    axis = page.locator("#charts figure").first.locator("text.tick.end").all_text_contents()[:-1]
+    assert len(axis) > 2
+    assert len(set(axis)) == len(axis)

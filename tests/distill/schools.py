@@ -35,5 +35,5 @@ def write_texts(path: Path, count: int, lines: int = 12) -> Path:
     with path.open("w") as file:
         for number in range(count):
             text = "".join(f"def f_{number}_{line}(x):\n    return x + {line * number}\n" for line in range(lines))
-            file.write(json.dumps({"text": text}) + "\n")
+            file.write(json.dumps({"text": text.strip()}) + "\n")
     return path

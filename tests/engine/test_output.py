@@ -176,13 +176,14 @@ def test_a_long_output_costs_the_same_for_each_token() -> None:
 
     def seconds(count: int) -> float:
         output = OutputText(BYTES, stop=["never"])
-        began = time.perf_counter()
+        began = time.thread_time()  # what others take from us is not in it
         for _ in range(count):
             output.push(0x80)
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     seconds(1000)
-    assert seconds(40_000) < 40 * max(seconds(4_000), 1e-3)
+    few, many = (min(seconds(count) for _ in range(3)) for count in (4_000, 40_000))
+    assert many < 40 * max(few, 1e-3)
 
 
 def test_tokens_alone_are_spelled_so_that_they_stay_apart() -> None:

@@ -93,7 +93,7 @@ def test_kill_ends_streams_and_a_successor_serves() -> None:
             await asyncio.sleep(0.1)
             assert client.pid is not None
             os.kill(client.pid, signal.SIGKILL)
-            for tokens, reason, account in await asyncio.wait_for(asyncio.gather(*calls), 5):
+            for tokens, reason, account in await asyncio.wait_for(asyncio.gather(*calls), 60):
                 assert reason is FinishReason.ERROR
                 assert tokens == expected_tokens((1, 2, 3), len(tokens))
                 assert any(i.cause is Cause.ENGINE_DIED for i in account.intervals())
@@ -140,7 +140,7 @@ def test_messages_that_cannot_be_read_end_the_engine_not_the_service() -> None:
     async def scenario() -> None:
         async with running_client(step_ns=2_000_000) as client:
             take_step, client._on_step = client._on_step, lambda output: 1 / 0
-            _, reason, _ = await asyncio.wait_for(collect(client, make_request("lost", max_tokens=2000)), 10)
+            _, reason, _ = await asyncio.wait_for(collect(client, make_request("lost", max_tokens=2000)), 60)
             assert reason is FinishReason.ERROR
             client._on_step = take_step
             await wait_until_ready(client)
@@ -165,7 +165,7 @@ def test_a_successor_that_cannot_be_started_is_tried_again(monkeypatch: pytest.M
             os.kill(client.pid, signal.SIGKILL)
             while client.is_ready:
                 await asyncio.sleep(0.01)
-            await asyncio.wait_for(wait_until_ready(client), 20)
+            await asyncio.wait_for(wait_until_ready(client), 60)
             assert client.num_restarts == 3
 
     asyncio.run(scenario())
@@ -184,7 +184,7 @@ def test_abort_frees_and_ends_once() -> None:
             client.abort("r")
             client.abort("r")
             client.abort("never heard of")
-            _, reason, _ = await asyncio.wait_for(task, 2)
+            _, reason, _ = await asyncio.wait_for(task, 60)
             assert reason is FinishReason.ABORT
             assert client.stats().blocks_used == 0
 
@@ -195,7 +195,7 @@ def test_duplicate_id_and_impossible_prompt_are_refused() -> None:
     async def scenario() -> None:
         async with running_client(step_ns=2_000_000) as client:
             task = asyncio.create_task(collect(client, make_request("r", max_tokens=50)))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)  # the task runs until it waits: it has submitted
             with pytest.raises(Conflict):
                 client.submit(make_request("r"))
             _, reason, _ = await collect(client, make_request("long", tuple(range(1, 3000))))
@@ -209,8 +209,8 @@ def test_deadline_ends_a_waiting_request_while_paused() -> None:
     async def scenario() -> None:
         async with running_client() as client:
             await client.configure({"paused": True})
-            request = make_request("r", deadline_ns=time.monotonic_ns() + 50_000_000)
-            _, reason, account = await asyncio.wait_for(collect(client, request), 2)
+            request = make_request("r", deadline_ns=time.monotonic_ns() + 500_000_000)
+            _, reason, account = await asyncio.wait_for(collect(client, request), 60)
             assert reason is FinishReason.DEADLINE
             assert any(i.stage is Stage.QUEUE and i.cause is Cause.PAUSED for i in account.intervals())
 
@@ -260,7 +260,7 @@ asyncio.run(main())
         pid = int(await asyncio.wait_for(parent.stdout.readline(), 30))
         parent.kill()
         await parent.wait()
-        for _ in range(100):
+        for _ in range(1200):
             if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]:
                 return
             await asyncio.sleep(0.05)
@@ -271,18 +271,18 @@ asyncio.run(main())
 
 def test_a_hung_engine_is_not_ready_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "PING_EVERY_S", 0.05)
-    monkeypatch.setattr(process, "SILENT_AFTER_S", 0.4)
-    monkeypatch.setattr(process, "HUNG_AFTER_S", 1.0)
+    monkeypatch.setattr(process, "SILENT_AFTER_S", 1.5)
+    monkeypatch.setattr(process, "HUNG_AFTER_S", 3.0)
 
     async def scenario() -> None:
         async with running_client() as client:
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(2.0)
             assert client.is_ready  # idle, and answering
             assert client.pid is not None
             os.kill(client.pid, signal.SIGSTOP)
-            await asyncio.sleep(0.6)
-            assert not client.is_ready
-            await asyncio.wait_for(wait_until_ready(client), 20)
+            while client.is_ready:
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(wait_until_ready(client), 60)
             assert client.num_restarts == 1
             tokens, _, _ = await collect(client, make_request("after"))
             assert tokens == expected_tokens((1, 2, 3), 20)
@@ -309,7 +309,7 @@ def test_sigterm_to_the_whole_group_is_left_to_the_parent() -> None:
             assert client.pid is not None
             os.kill(client.pid, signal.SIGTERM)
             os.kill(client.pid, signal.SIGINT)
-            tokens, reason, _ = await asyncio.wait_for(task, 5)
+            tokens, reason, _ = await asyncio.wait_for(task, 60)
             assert reason is FinishReason.LENGTH
             assert len(tokens) == 50
             assert client.num_restarts == 0

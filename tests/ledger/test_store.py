@@ -168,7 +168,7 @@ def test_a_full_queue_drops_and_counts(tmp_path):
         time.sleep(0.03)
     begin_s = time.monotonic()
     writer.put(books.step(11, 11))
-    assert time.monotonic() - begin_s < 0.1
+    assert time.monotonic() - begin_s < 2.5  # who waited for the lock would wait for five seconds
     assert writer.num_dropped >= 3
     blocker.execute("ROLLBACK")
     writer.close()
@@ -286,7 +286,7 @@ def test_a_file_of_a_later_format_is_left_alone(tmp_path):
     assert connection.execute("SELECT name FROM sqlite_master WHERE name = 'facts'").fetchone() is None
 
 
-def wait_for(condition, timeout_s: float = 10.0) -> None:
+def wait_for(condition, timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s

@@ -121,8 +121,10 @@ def read(asked: Asked) -> Inputs:
     config = load_config(folder)
     named = asked.student in PACKAGED and not Path(asked.student).exists()
     shape = student.read_plan(folder_of(asked.student) if named else Path(asked.student))
-    student.same_vocabulary(shape.shape, config.vocab_size)
-    tokenizer = Tokenizer.load(folder)
+    student.same_vocabulary(shape.shape.vocab_size, config.vocab_size)
+    for name in asked.beside:
+        student.same_vocabulary(load_config(folder_of(name)).vocab_size, config.vocab_size)
+    tokenizer = model_source.load_tokenizer(folder)
     split = text.split(read_documents(asked.texts), read_documents(asked.held_out) if asked.held_out else ())
     learnt, held_out = text.encode(split.learnt, tokenizer), text.encode(split.held_out, tokenizer)
     limit = window_limit(shape, config.max_position_embeddings)

@@ -23,6 +23,7 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
     (explain.explain, explain.EXAMPLES, "Show where a request's time went, and why it was slow."),
     (doctor.doctor, doctor.EXAMPLES, "Say what holds a server's requests back, and what to try."),
     (quantize.quantize, quantize.EXAMPLES, "Quantise or prune a model into a new checkpoint."),
+    (distill.distill, distill.EXAMPLES, "Train a smaller model to say what a larger one would."),
     (quality.quality, quality.EXAMPLES, "Say whether a quantised model is as good as its base."),
 ):
     app.command(name=_command.__name__, epilog=_examples, short_help=_summary)(_command)

@@ -245,7 +245,6 @@ def _load(
 ) -> "tuple[list[Model], Tokenizer]":
     """The models in order, and the tokenizer of the first that is here. Raises `ConfigError`."""
     from splittime.cli.quality_local import LocalModel, same_tokens
-    from splittime.engine.tokenizer import Tokenizer
 
     labels = [_label(name, config) for name, config in zip(names, configs, strict=True)]
     local = {i: LocalModel.load(labels[i], config) for i, config in enumerate(configs) if config is not None}
@@ -253,7 +252,7 @@ def _load(
     if encoder is None:
         if tokenizer is None:
             raise ConfigError("two servers need --tokenizer, the model whose they use", param="tokenizer")
-        encoder = Tokenizer.load(_located(tokenizer))
+        encoder = model_source.load_tokenizer(_located(tokenizer))
     same_tokens([model.tokenizer for model in local.values()])
     sizes = [model.vocab_size for model in local.values()] or [encoder.vocab_size]
     return [local.get(i) or _server(name, encoder, sizes[0], api_key) for i, name in enumerate(names)], encoder

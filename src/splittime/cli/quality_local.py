@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from splittime.cli.model_source import load_tokenizer
 from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.plan import Admitted, Row, StepPlan
@@ -50,7 +51,7 @@ class LocalModel:
     @staticmethod
     def load(name: str, config: RunnerConfig) -> "LocalModel":
         """Raises `ConfigError` for what cannot be honoured."""
-        return LocalModel(name, TorchRunner.load(config), Tokenizer.load(Path(config.model_path)))
+        return LocalModel(name, TorchRunner.load(config), load_tokenizer(Path(config.model_path)))
 
     def predictions(self, token_ids: Sequence[int], begin: int, decode_tokens: int) -> Iterator[Dense]:
         num_fed = len(token_ids) - 1

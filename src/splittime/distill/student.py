@@ -81,14 +81,14 @@ def _refuse(config: ModelConfig) -> None:
             )
 
 
-def same_vocabulary(student: Shape, teacher_size: int) -> None:
+def same_vocabulary(student_size: int, teacher_size: int) -> None:
     """Raises `ConfigError` where student and teacher do not speak of the same tokens."""
-    if student.vocab_size != teacher_size:
+    if student_size != teacher_size:
         raise ConfigError(
-            f"the student has {student.vocab_size:,} tokens and the teacher {teacher_size:,}: a student learns the "
+            f"the student has {student_size:,} tokens and the teacher {teacher_size:,}: a student learns the "
             "teacher's probabilities token by token, so both need one tokenizer",
             param="student",
-            value=student.vocab_size,
+            value=student_size,
             limit=teacher_size,
             hint=f"set vocab_size to {teacher_size} in the student's config.json",
         )

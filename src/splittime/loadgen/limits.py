@@ -6,7 +6,8 @@ import aiohttp
 import msgspec
 
 from splittime.core.errors import EngineError
-from splittime.loadgen.scrape import Target, ask_first, body_text, get_json
+from splittime.loadgen.scrape import Target, ask_first, get_json
+from splittime.loadgen.sse import body_text
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 /** The six charts of the last minutes, and what each is made from. */
 
 import { Chart } from "./chart.js";
-import { amount, count, duration, percent, tickDuration } from "./format.js";
+import { amount, count, duration, percent, tickDuration, tickNumber } from "./format.js";
 import { percentile } from "./store.js";
 import { classOf, label, meaning, rank, shortLabel } from "./words.js";
 
@@ -24,10 +24,10 @@ export class Charts {
   constructor(host) {
     const add = (title, hint, kind, format, tick) => new Chart(host, { title, hint, kind, format, tick });
     const mean = (value) => amount(value);
-    this.presence = add("Requests by stage or cause of waiting", "How many requests were in each, on average in each second.", "areas", mean, count);
+    this.presence = add("Requests by stage or cause of waiting", "How many requests were in each, on average in each second.", "areas", mean, tickNumber);
     this.ttft = add("Time to first token", "From arrival to the first token written, the queue included. A dot is a request, at its end.", "lines", duration, tickDuration);
     this.tpot = add("Time per output token", "After the first. A dot is a request, at its end.", "lines", duration, tickDuration);
-    this.tokens = add("Tokens computed per second", "What the steps were made of.", "areas", count);
+    this.tokens = add("Tokens computed per second", "What the steps were made of.", "areas", count, tickNumber);
     this.engine = add("The engine's time", "Shares of each second; what is left was idle.", "areas", percent);
     this.blocks = add("KV blocks in use", "The most in any step of the second; the axis ends at all there are.", "areas", count);
   }

@@ -25,6 +25,11 @@ export function tickDuration(ns) {
   return ns ? duration(ns).replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " ") : "0";
 }
 
+/** A number on an axis: half a request is no whole one. */
+export function tickNumber(value) {
+  return value < 10 ? String(Number(value.toPrecision(2))) : count(value);
+}
+
 /** A whole number with thousands apart. */
 export function count(value) {
   return value === null || value === undefined ? DASH : grouped.format(value);
