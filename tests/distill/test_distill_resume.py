@@ -46,10 +46,11 @@ def prepare(folder):
     write_texts(folder / "text.jsonl", 30)
 
 
+@pytest.mark.timeout(300)  # a process of its own has to import torch
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     prepare(tmp_path)
     command = [sys.executable, "-c", KILLED, str(HERE), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert not (tmp_path / "killed").exists()
     with pytest.raises(ConfigError, match=r"begun with another alpha: 0\.9, now 0\.5"):

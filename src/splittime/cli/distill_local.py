@@ -163,16 +163,18 @@ def _identity(asked: Asked, inputs: Inputs, learnt: np.ndarray, memory: Path) ->
 
 
 def _own_outputs(settings: Settings, inputs: Inputs, folder: Path, tell: Tell) -> np.ndarray:
-    room = min(inputs.limit, own.PROMPT_TOKENS + own.OUTPUT_TOKENS)
-    length = min(own.PROMPT_TOKENS, room // 2)
     if settings.own_outputs == 0:
         return np.zeros(0, dtype=np.uint32)
-    asked = own.prompts(inputs.learnt, settings.own_outputs, length, settings.seed)
     prefix = prefix_of(inputs.tokenizer)
-    asked = [(*prefix, *prompt) for prompt in asked]
+    room = min(inputs.limit, own.PROMPT_TOKENS + own.OUTPUT_TOKENS)
+    length = min(own.PROMPT_TOKENS, room // 2) - len(prefix)
+    cut = own.prompts(inputs.learnt, settings.own_outputs, length, settings.seed)
+    asked = [(*prefix, *prompt) for prompt in cut]
     writer = _Writer(inputs, room, settings.workers)
-    saying = "the teacher writes"
-    return own.sequences(folder, asked, settings.seed, room - length, writer, lambda done, of: tell(saying, done, of))
+    most = room - length - len(prefix)
+    return own.sequences(
+        folder, asked, settings.seed, most, writer, lambda done, of: tell("the teacher writes", done, of)
+    )
 
 
 class _Writer:
@@ -186,7 +188,7 @@ class _Writer:
         from splittime.llm import LLM
 
         if self._llm is None:
-            limits: Mapping[str, Any] = {"max_model_len": self.room + 8, "max_num_seqs": SIMULTANEOUS}
+            limits: Mapping[str, Any] = {"max_model_len": self.room, "max_num_seqs": SIMULTANEOUS}
             self._llm = LLM(self.inputs.folder, num_threads=self.num_threads, **limits)
         sampling = [SamplingParams(temperature=1.0, max_tokens=output_tokens, seed=seed) for seed in seeds]
         outputs = self._llm.generate(prompts, sampling)
