@@ -10,7 +10,8 @@ import pytest
 import torch
 from schools import STUDENT, TEACHER, make_model, write_config, write_texts
 
-from splittime.cli.distill_local import Asked, Hooks, distill
+from splittime.cli.distill_inputs import Asked
+from splittime.cli.distill_local import Hooks, distill
 from splittime.core.errors import ConfigError, EngineError
 from splittime.distill.job import LAST_GOOD, Run, Task
 from splittime.distill.settings import Settings

@@ -57,7 +57,7 @@ def distill(
     own_outputs: Annotated[
         int, typer.Option("--own-outputs", metavar="N", help="Sequences for the teacher to write, learnt from as well.")
     ] = 0,
-    minutes: Annotated[float | None, typer.Option("--minutes", metavar="M", help="Budget of time.")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", metavar="M", help="Budget of training time.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", metavar="N", help="Budget of tokens seen.")] = None,
     temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="Of both distributions.")] = 1.0,
     alpha: Annotated[
@@ -80,6 +80,7 @@ def distill(
     """Distil a model into a smaller one with the same tokenizer."""
     with talk().status("reading"):
         from splittime.cli import distill_local as local  # brings torch
+        from splittime.cli.distill_inputs import Asked
         from splittime.distill.settings import Settings
 
     settings = Settings(
@@ -94,7 +95,7 @@ def distill(
         matrix_rate=matrix_rate,
         other_rate=other_rate,
     )
-    asked = local.Asked(teacher, student, text, held_out or (), out, start_from, beside or (), settings)
+    asked = Asked(teacher, student, text, held_out or (), out, start_from, beside or (), settings)
     with _progress(settings) as hooks:
         result = local.distill(asked, hooks)
     if json:

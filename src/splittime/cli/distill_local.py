@@ -6,54 +6,35 @@ OUT/                the student as a model folder, and `distillation.json`: how 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from splittime.cli import model_source
+from splittime.cli.distill_inputs import Asked, Inputs, folder_of, identity, read
 from splittime.cli.quality_local import LocalModel
-from splittime.core.errors import ConfigError, EngineError
+from splittime.core.errors import EngineError
 from splittime.core.sampling import SamplingParams
 from splittime.distill import fidelity, own, student, text
 from splittime.distill.fidelity import Difference, Scores, Sums
-from splittime.distill.job import OnCheckpoint, OnUpdate, Run, Task, window_limit
+from splittime.distill.job import OnCheckpoint, OnUpdate, Run, Task
 from splittime.distill.llama import parameter_count
 from splittime.distill.settings import Settings
-from splittime.distill.student import Plan
 from splittime.distill.teacher import Teacher
 from splittime.distill.trainer import State
 from splittime.engine.tokenizer import Tokenizer
-from splittime.models.config import ModelConfig, load_config
-from splittime.models.weights.fingerprint import fingerprints
-from splittime.quality.documents import Tokens, Window, plan, prefix_of, read_documents
+from splittime.quality.documents import Window, plan, prefix_of
 from splittime.quantize import tensor_file
 from splittime.quantize.work import Work
 from splittime.runner.config import RunnerConfig
 
-PACKAGED = ("code", "code-draft")
 REPORT = "distillation.json"
 MEASURED_TOKENS = 50_000
 MEASURED_LENGTH = 512
 SIMULTANEOUS = 16
 Tell = Callable[[str, int, int], None]
 """What is being done, how much of it is done, of how much."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The command line. beside: other students to measure on the same text."""
-
-    teacher: str
-    student: str
-    texts: Sequence[Path]
-    held_out: Sequence[Path]
-    out: Path
-    start_from: Path | None
-    beside: Sequence[str]
-    settings: Settings
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -85,59 +66,13 @@ class Hooks:
     every: int | None = None
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Everything that was read, checked."""
-
-    folder: Path
-    config: ModelConfig
-    tokenizer: Tokenizer
-    plan: Plan
-    split: text.Split
-    learnt: list[Tokens]
-    held_out: list[Tokens]
-    limit: int
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        return self.config.eos_token_ids[:1]
-
-
-def folder_of(model: str) -> Path:
-    """A model in the package by its name, a folder, or what the Hub has; never a GGUF file."""
-    if model in PACKAGED and not Path(model).is_dir():
-        return Path(str(files("splittime") / "packaged" / model))
-    folder = model_source.locate(model)
-    if folder.is_file():
-        hint = "name a folder with config.json, safetensors and tokenizer.json"
-        raise ConfigError(f"{folder} is a GGUF file, which has no tokenizer files to hand on", param="model", hint=hint)
-    return folder
-
-
-def read(asked: Asked) -> Inputs:
-    """Raises `ConfigError` for whatever cannot be used, before any work."""
-    asked.settings.checked()
-    folder = folder_of(asked.teacher)
-    config = load_config(folder)
-    named = asked.student in PACKAGED and not Path(asked.student).exists()
-    shape = student.read_plan(folder_of(asked.student) if named else Path(asked.student))
-    student.same_vocabulary(shape.shape.vocab_size, config.vocab_size)
-    for name in asked.beside:
-        student.same_vocabulary(load_config(folder_of(name)).vocab_size, config.vocab_size)
-    tokenizer = model_source.load_tokenizer(folder)
-    split = text.split(read_documents(asked.texts), read_documents(asked.held_out) if asked.held_out else ())
-    learnt, held_out = text.encode(split.learnt, tokenizer), text.encode(split.held_out, tokenizer)
-    limit = window_limit(shape, config.max_position_embeddings)
-    return Inputs(folder, config, tokenizer, shape, split, learnt, held_out, limit)
-
-
 def distill(asked: Asked, hooks: Hooks) -> Result:
     """The whole of it. What was begun with the same arguments goes on; with others it is refused."""
     inputs = read(asked)
     work = Work(asked.out)
     try:
         learnt = text.stream(inputs.learnt, inputs.tokenizer, inputs.end)
-        work.adopt(_identity(asked, inputs, learnt, work.folder), asked.settings.workers)
+        work.adopt(identity(asked, inputs, learnt, work.folder), asked.settings.workers)
         said = _own_outputs(asked.settings, inputs, work.folder, hooks.tell)
         run = _train(asked, inputs, np.concatenate((learnt, said)), work.folder, hooks)
         out = work.begin_result()
@@ -148,18 +83,6 @@ def distill(asked: Asked, hooks: Hooks) -> Result:
         return result
     finally:
         work.close()
-
-
-def _identity(asked: Asked, inputs: Inputs, learnt: np.ndarray, memory: Path) -> dict[str, Any]:
-    """What the student depends on."""
-    sources = [inputs.folder, *([asked.start_from] if asked.start_from else [])]
-    paths = [path for source in sources for path in sorted(source.glob("*.safetensors"))]
-    return {
-        **asked.settings.values(),
-        "teacher and start": fingerprints(paths, memory),
-        "student": dict(inputs.plan.values),
-        "text": text.digest(learnt),
-    }
 
 
 def _own_outputs(settings: Settings, inputs: Inputs, folder: Path, tell: Tell) -> np.ndarray:

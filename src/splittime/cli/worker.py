@@ -78,7 +78,8 @@ def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:
     resolved = runner.resolved
     prefill_tokens = config.max_prefill_tokens
     if prefill_tokens is None:
-        prefill_tokens = max(MIN_PREFILL_TOKENS, runner.prefill_tokens_within(PREFILL_SLICE_S))
+        measured = max(MIN_PREFILL_TOKENS, runner.prefill_tokens_within(PREFILL_SLICE_S))
+        prefill_tokens = min(measured, config.max_num_batched_tokens)
     return msgspec.structs.replace(
         config,
         num_blocks=resolved.num_blocks,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from splittime.ledger.client_book import Check, Outcome, Phase, Run
 from splittime.ledger.derive import percentile
+from splittime.loadgen import sockets
 from splittime.loadgen.audit_answers import audit_answers
 from splittime.loadgen.share import Vitals
 
@@ -18,7 +19,6 @@ ALLOWED_SHARE = 0.05
 LOOP_LAG_FLOOR_MS = 2.0
 START_LAG_FLOOR_MS = 5.0
 CPU_SHARE_LIMIT = 0.9
-SPARE_SOCKETS = 16
 
 
 def audit(run: Run, vitals: Sequence[Vitals], steal: Check | None = None) -> tuple[Check, ...]:
@@ -87,11 +87,14 @@ def _cpu(vitals: Sequence[Vitals]) -> Check:
 def _sockets(vitals: Sequence[Vitals]) -> Check:
     told = [one for one in vitals if one.sockets_limit > 0]
     tightest = min(told, key=lambda one: one.sockets_limit - one.most_sockets, default=None)
-    most, limit = (tightest.most_sockets, tightest.sockets_limit - SPARE_SOCKETS) if tightest else (0, 0)
+    most, limit = (tightest.most_sockets, tightest.sockets_limit - sockets.SPARE) if tightest else (0, 0)
     refused = sum(one.out_of_sockets for one in vitals)
     sentence = f"{most} sockets open at most, of {limit} allowed"
     if refused:
-        sentence += f"; {refused} could not be opened (ulimit -n, or no local port free)"
+        sentence += (
+            f"; {refused} could not be opened: allow more with `ulimit -n`, use more --workers, or hold back with "
+            "--max-in-flight (or no local port was free)"
+        )
     ok = refused == 0 and most <= limit
     return Check(name="sockets", ok=ok, value=most, limit=limit, unit="sockets", sentence=sentence)
 

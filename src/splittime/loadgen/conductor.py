@@ -10,7 +10,7 @@ from typing import Protocol
 import aiohttp
 
 from splittime.ledger.client_book import Arm, Check, Outcome, Sample
-from splittime.loadgen import saturation, servers
+from splittime.loadgen import saturation, servers, sockets
 from splittime.loadgen.audit_steal import audit_steal, stolen
 from splittime.loadgen.interruption import before_the_load
 from splittime.loadgen.jobs import Job, split
@@ -19,7 +19,7 @@ from splittime.loadgen.progress import OnProgress, Progress, Tally
 from splittime.loadgen.schedule import Schedule
 from splittime.loadgen.share import News, Share, Vitals
 from splittime.loadgen.target import RunOptions, Target
-from splittime.loadgen.workers import WorkerProcess, allow_sockets, num_workers
+from splittime.loadgen.workers import WorkerProcess, num_workers
 
 now_ns = time.monotonic_ns
 LEAD_NS = 50_000_000  # from "all are ready" to the run's begin
@@ -89,8 +89,9 @@ class Conductor:
     def _make_parts(self) -> list[Part]:
         limits = [limit for limit in (self._schedule.concurrency, self._options.max_in_flight) if limit is not None]
         count = min(num_workers(self._options.workers, self._jobs), *limits, len(self._jobs))
-        allow_sockets()
         shares = [self._share(jobs, place, count) for place, jobs in enumerate(split(self._jobs, count))]
+        sockets.allow()
+        sockets.check(shares)
         if self._options.workers == 0:
             return [InThisProcess(shares[0])]
         return [WorkerProcess(share) for share in shares]

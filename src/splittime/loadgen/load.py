@@ -7,7 +7,6 @@ ought to be off meanwhile (`no_garbage_collection`): a full collection would sto
 
 import asyncio
 import gc
-import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 import msgspec
 
 from splittime.ledger.client_book import Ending, Outcome
+from splittime.loadgen import sockets
 from splittime.loadgen.alarm import Alarm
 from splittime.loadgen.client import Client, unsent
 from splittime.loadgen.closed_loop import closed_loop
@@ -191,7 +191,7 @@ class Load:
             loop_lag_ns=tuple(self._lag_ns),
             cpu_share=self._cpu_share,
             most_sockets=sum(pool.most_open for pool in pools),
-            sockets_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            sockets_limit=sockets.limit(),
             out_of_sockets=sum(pool.out_of_sockets for pool in pools),
             sockets_without_nodelay=sum(pool.sockets_without_nodelay for pool in pools),
         )

@@ -25,6 +25,7 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.derive import percentiles
+from splittime.loadgen import sockets
 from splittime.loadgen.alarm import Alarm
 from splittime.loadgen.mock_answer import MODEL, Answering, Asked
 from splittime.loadgen.mock_timings import Timings
@@ -32,6 +33,7 @@ from splittime.loadgen.mock_timings import Timings
 now_ns = time.monotonic_ns
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 131_072
+MOST_KEPT = 200_000  # latenesses and ids: the latest, so that one that runs for days does not grow
 HEAD = b"HTTP/1.1 %d %b\r\nServer: splittime-mock\r\nContent-Type: %b\r\n"
 _REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 500: b"Internal Server Error"}
 
@@ -47,9 +49,9 @@ class MockServer:
         self.freezes: tuple[tuple[int, int], ...] = ()
         self.in_service = self.most_in_service = 0
         self.waiting: collections.deque[Answering] = collections.deque()
-        self.lateness_ns: list[int] = []
+        self.lateness_ns: collections.deque[int] = collections.deque(maxlen=MOST_KEPT)
         self.served = 0
-        self.request_ids: list[str] = []
+        self.request_ids: collections.deque[str] = collections.deque(maxlen=MOST_KEPT)
         self._begin_ns: int | None = None
 
     async def __aenter__(self) -> "MockServer":
@@ -61,6 +63,7 @@ class MockServer:
 
     async def start(self) -> None:
         """Raises `ConfigError` if the port is taken."""
+        sockets.allow()
         loop = asyncio.get_running_loop()
         self.alarm = Alarm()
         self._connections: set[MockConnection] = set()
@@ -84,7 +87,8 @@ class MockServer:
 
     def stats(self) -> dict[str, Any]:
         """Counts, and its own lateness in ns so far, which is forgotten with the telling."""
-        late_ns, self.lateness_ns = percentiles(self.lateness_ns), []
+        late_ns = percentiles(self.lateness_ns)
+        self.lateness_ns.clear()
         counts = {"served": self.served, "in_service": self.in_service, "waiting": len(self.waiting)}
         return {**counts, "most_in_service": self.most_in_service, "lateness_ns": late_ns}
 

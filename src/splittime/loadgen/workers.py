@@ -12,7 +12,6 @@ ends with the pipe to the run.
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import struct
 import sys
@@ -23,6 +22,7 @@ import msgspec
 
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.ledger.client_book import Outcome
+from splittime.loadgen import sockets
 from splittime.loadgen.client import unsent
 from splittime.loadgen.event_loop import run_loop
 from splittime.loadgen.jobs import Job
@@ -74,13 +74,6 @@ def expected_chunks_per_s(jobs: Sequence[Job]) -> float:
         return 0.0
     tokens = sum(job.planned.output_tokens for job in jobs)
     return tokens / ((max(instants) - min(instants)) / 1e9)
-
-
-def allow_sockets() -> None:
-    """Raise this process' limit on open files as far as it may be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def frame(message: Any) -> bytes:
@@ -184,7 +177,7 @@ async def work() -> None:
     """Carry out one share."""
     reader, write = await _pipes()
     share = await read_frame(reader, Share)
-    allow_sockets()
+    sockets.allow()
     load = Load(share, is_alone=False)
     with no_garbage_collection():
         await load.prepare()

@@ -84,7 +84,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
-    hint = "make room (or name another --out) and run the same command again: it goes on from the last finished layer"
+    hint = "make room (or name another --out) and run the same command again: it goes on from what is finished"
     return ConfigError(f"cannot write {path}: {error.strerror or error}", param="out", value=str(path), hint=hint)
 
 

@@ -58,7 +58,7 @@ class Work:
             foreign = [path.name for path in self.folder.iterdir() if not _is_ours(path.name)]
             if foreign:
                 raise ConfigError(
-                    f"{self.folder} is not a work folder of quantize: it holds {foreign[0]} and no {MANIFEST}",
+                    f"{self.folder} is not a work folder: it holds {foreign[0]} and no {MANIFEST}",
                     param="out",
                     value=str(self.out),
                     hint="name another --out",

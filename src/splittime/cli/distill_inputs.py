@@ -1,0 +1,95 @@
+"""What `splittime distill` is given: found, read, checked before any work, and known again by a run that goes on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splittime.cli import model_source
+from splittime.core.errors import ConfigError
+from splittime.distill import student, text
+from splittime.distill.job import window_limit
+from splittime.distill.settings import Settings
+from splittime.distill.student import Plan
+from splittime.engine.tokenizer import Tokenizer
+from splittime.models.config import ModelConfig, load_config, read_json
+from splittime.models.weights.fingerprint import fingerprints
+from splittime.quality.documents import Tokens, read_documents
+
+PACKAGED = ("code", "code-draft")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line. beside: other students to measure on the same text."""
+
+    teacher: str
+    student: str
+    texts: Sequence[Path]
+    held_out: Sequence[Path]
+    out: Path
+    start_from: Path | None
+    beside: Sequence[str]
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that was read, checked."""
+
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    plan: Plan
+    split: text.Split
+    learnt: list[Tokens]
+    held_out: list[Tokens]
+    limit: int
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return self.config.eos_token_ids[:1]
+
+
+def folder_of(model: str) -> Path:
+    """A model in the package by its name, a folder, or what the Hub has; never a GGUF file."""
+    if model in PACKAGED and not Path(model).is_dir():
+        return Path(str(files("splittime") / "packaged" / model))
+    folder = model_source.locate(model)
+    if folder.is_file():
+        hint = "name a folder with config.json, safetensors and tokenizer.json"
+        raise ConfigError(f"{folder} is a GGUF file, which has no tokenizer files to hand on", param="model", hint=hint)
+    return folder
+
+
+def read(asked: Asked) -> Inputs:
+    """Raises `ConfigError` for whatever cannot be used, before any work."""
+    asked.settings.checked()
+    folder = folder_of(asked.teacher)
+    config = load_config(folder)
+    named = asked.student in PACKAGED and not Path(asked.student).exists()
+    shape = student.read_plan(folder_of(asked.student) if named else Path(asked.student))
+    student.same_vocabulary(shape.shape.vocab_size, config.vocab_size)
+    for name in asked.beside:
+        student.same_vocabulary(load_config(folder_of(name)).vocab_size, config.vocab_size)
+    tokenizer = model_source.load_tokenizer(folder)
+    split = text.split(read_documents(asked.texts), read_documents(asked.held_out) if asked.held_out else ())
+    learnt, held_out = text.encode(split.learnt, tokenizer), text.encode(split.held_out, tokenizer)
+    limit = window_limit(shape, config.max_position_embeddings)
+    return Inputs(folder, config, tokenizer, shape, split, learnt, held_out, limit)
+
+
+def identity(asked: Asked, inputs: Inputs, learnt: np.ndarray, memory: Path) -> dict[str, Any]:
+    """What the student depends on."""
+    sources = [inputs.folder, *([asked.start_from] if asked.start_from else [])]
+    paths = [path for source in sources for path in sorted(source.glob("*.safetensors"))]
+    return {
+        **asked.settings.values(),
+        "teacher and start": fingerprints(paths, memory),
+        "teacher's config": read_json(inputs.folder / "config.json"),
+        "student": dict(inputs.plan.values),
+        "text": text.digest(learnt),
+    }
