@@ -30,13 +30,13 @@ def serving(port: int) -> Iterator[str]:
         yield json.loads(process.stdout.readline())["url"]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        process.wait(100)
 
 
 def complete(url: str, prompt: str) -> None:
     body = json.dumps({"prompt": prompt, "max_tokens": 24, "ignore_eos": True}).encode()
     headers = {"content-type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=30) as answer:
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=60) as answer:
         answer.read()
 
 
@@ -49,7 +49,7 @@ def traffic(url: str, count: int) -> None:
         thread.join()
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 def test_a_real_server_with_traffic_playground_and_restart(visit):
     port = free_port()
     with serving(port) as url:
@@ -70,7 +70,7 @@ def test_a_real_server_with_traffic_playground_and_restart(visit):
         assert re.search(r"First text: .* here = .* in the server", page.locator("#play-account").inner_text())
     page.locator("#banner", has_text="does not answer").wait_for()
     with serving(port):
-        page.locator("#state-word", has_text="live").wait_for(timeout=15_000)
+        page.locator("#state-word", has_text="live").wait_for(timeout=60_000)
         assert page.locator("#banner").is_hidden()
         assert page.locator("#total").inner_text() == "0 kept"
         time.sleep(0.1)

@@ -29,7 +29,9 @@ WINDOWS = [Window(document, tuple((document + i * i) % VOCAB for i in range(9)),
 
 
 def run(teacher, student, tell=lambda done, of: None):
-    return measure(WINDOWS, Known(teacher), Known(student), lambda ids: 3 * len(ids), tell)
+    found = measure(WINDOWS, Known(teacher), {"student": Known(student)}, lambda ids: 3 * len(ids), tell)
+    assert list(found) == ["teacher", "student"]
+    return found["student"]
 
 
 @given(st.integers(0, 2**32))
@@ -47,6 +49,12 @@ def test_the_teacher_itself_is_the_perfect_student():
     assert found.kl.value == 0
     assert found.top1.value == 1
     assert found.acceptance.value == pytest.approx(1)
+
+
+def test_each_student_has_its_own_figures_and_the_teacher_is_perfect():
+    found = measure(WINDOWS, Known(1), {"a": Known(2), "b": Known(3)}, len, lambda done, of: None)
+    assert [found[name].of("kl").tolist() for name in ("a", "b")] == [run(1, k).of("kl").tolist() for k in (2, 3)]
+    np.testing.assert_array_equal(found["teacher"].totals, run(1, 1).totals)
 
 
 def test_sums_are_by_document_and_both_units_agree():

@@ -1,6 +1,7 @@
 """An update with alpha 0 is an update of plain training, step for step."""
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from schools import STUDENT
@@ -8,9 +9,10 @@ from schools import STUDENT
 from splittime.distill import trainer as trainers
 from splittime.distill.job import objective
 from splittime.distill.llama import Llama
+from splittime.distill.loss import TextLoss
 from splittime.distill.optimizer import Optimizer, learning_rate_scale
 from splittime.distill.settings import Settings
-from splittime.distill.trainer import State, Trainer, make_workers
+from splittime.distill.trainer import State, Trainer, accumulate, make_workers
 from splittime.distill.windows import Windows, context_at
 
 STEPS, CONTEXT, COUNT = 3, 16, 4
@@ -63,6 +65,19 @@ def test_alpha_zero_is_plain_training(monkeypatch):
 def test_workers_share_the_work_and_change_nothing(monkeypatch):
     monkeypatch.setattr(trainers, "MICRO_BATCH_TOKENS", CONTEXT)
     torch.testing.assert_close(trained(2), trained(1), rtol=0, atol=0)
+
+
+def test_gradients_are_those_of_the_mean_over_all_windows(monkeypatch):
+    """Both optimisers forgive a wrong scale, so the updates above do not show it."""
+    monkeypatch.setattr(trainers, "MICRO_BATCH_TOKENS", CONTEXT)
+    model, _ = start()
+    batch = Windows(tokens(), 0).batch(CONTEXT, 0, COUNT)
+    with make_workers(2) as workers:
+        parts = accumulate(model, TextLoss(), batch, workers)
+    loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+    assert parts.loss == pytest.approx(loss.item(), rel=1e-5)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close([weight.grad for weight in model.parameters()], list(expected), rtol=1e-4, atol=1e-6)
 
 
 def test_no_window_is_longer_than_the_models_are():

@@ -62,6 +62,12 @@ def test_a_trace_that_cannot_be_used_is_refused_by_name(text, tmp_path):
     assert str(path) in refused.value.info.message
 
 
+@pytest.mark.parametrize("time", ["nan", "inf", "-inf", "yesterday", "1e400"])
+def test_a_time_that_is_none_is_named_by_its_line(time, tmp_path):
+    with pytest.raises(ConfigError, match="line 3: "):
+        drawn(trace=str(kept(tmp_path, f"{HEADER}\n0,1,1\n{time},1,1\n9,1,1")))
+
+
 @pytest.mark.parametrize("text", [f"\ufeff{HEADER}\r\n-3,1,1\r\n-2,1,1\r\n", f"{HEADER}\n5,0,0\n5,0,0,7\n"])
 def test_a_trace_that_is_only_odd_is_read(text, tmp_path):
     assert len(drawn(trace=str(kept(tmp_path, text))).requests) == 2

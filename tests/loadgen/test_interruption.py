@@ -10,8 +10,8 @@ import pytest
 
 from splittime.core.errors import EngineError
 from splittime.ledger.client_book import Ending
+from splittime.loadgen import conductor, servers, workers
 from splittime.loadgen import run as run_module
-from splittime.loadgen import servers, workers
 from splittime.loadgen.event_loop import run_loop
 from splittime.loadgen.mock_server import MockServer, Timings
 from splittime.loadgen.run import run_schedule
@@ -69,6 +69,28 @@ def test_before_the_load_nothing_was_measured(options, children):
     with pytest.raises(EngineError, match="interrupted before the load") as refused:
         interrupted(None, options=options)
     assert refused.value.info.code == "interrupted"
+    assert children() == set()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_while_the_load_is_prepared(workers, monkeypatch, children):
+    """By who is not ready yet, and never will be."""
+    stop = asyncio.Event()
+    part = conductor.WorkerProcess if workers else conductor.InThisProcess
+    prepare = part.prepare
+
+    async def never_ready(self):
+        await prepare(self)
+        stop.set()
+        await asyncio.Event().wait()
+
+    async def main():
+        async with MockServer(QUICK) as server, asyncio.timeout(60):
+            await run_schedule(LONG, [Target(url=server.url)], RunOptions(workers=workers), None, stop)
+
+    monkeypatch.setattr(part, "prepare", never_ready)
+    with pytest.raises(EngineError, match="interrupted before the load"):
+        run_loop(main())
     assert children() == set()
 
 

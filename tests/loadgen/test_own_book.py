@@ -117,7 +117,8 @@ def test_what_was_not_sent_is_not_asked_for() -> None:
     assert ledger.asked == ["facts"]
 
 
-def test_an_account_that_closes_late_is_waited_for() -> None:
+def test_an_account_that_closes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_book, "PATIENCE_S", 60.0)
     ledger = Ledger([account("a")], {"b": [account("b")]}, after_questions=2)
     arm = fetched(ledger, sent("a", "b"))
     assert [one.request_id for one in arm.accounts] == ["a", "b"]
@@ -134,7 +135,8 @@ def test_what_stays_missing_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--ledger-file" in arm.notes[1]
 
 
-def test_all_choices_of_a_request_even_where_the_list_begins_among_them() -> None:
+def test_all_choices_of_a_request_even_where_the_list_begins_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_book, "PATIENCE_S", 60.0)
     choices = [account(f"a-{place}", "cmpl-a", start_ns=1000 + place) for place in range(3)]
     others = [account(f"x{place}") for place in range(own_book.MARGIN - 1)]
     ledger = Ledger([*choices, *others], {"a": choices})  # of 202 in the list, 201 are given

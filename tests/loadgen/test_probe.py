@@ -58,7 +58,7 @@ def test_each_connect_is_a_new_connection_without_a_request() -> None:
                 await asyncio.sleep(0.001)
             return times_ns
 
-    times_ns = asyncio.run(asyncio.wait_for(main(), 10))
+    times_ns = asyncio.run(asyncio.wait_for(main(), 60))
     assert len(times_ns) == 7
     assert all(took_ns > 0 for took_ns in times_ns)
     assert len(set(begun)) == 7

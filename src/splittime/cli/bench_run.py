@@ -145,6 +145,8 @@ def _tell(run: Run, terms: dict[str, float], files: Sequence[tuple[Path, Writer]
     for arm, server in enumerate(run.arms):
         if count := unanswered(run, arm):
             talk().print(f"error: {server.url} answered none of {count} requests", style="red", markup=False)
+    for trouble in troubles[1:]:
+        talk().print(f"error: {trouble.info.message}", style="red", markup=False)
     if troubles:
         raise troubles[0]
 

@@ -11,9 +11,11 @@ import numpy as np
 from splittime.cli import model_source
 from splittime.core.errors import ConfigError
 from splittime.distill import student, text
+from splittime.distill.fidelity import STUDENT, TEACHER
 from splittime.distill.job import window_limit
 from splittime.distill.settings import Settings
 from splittime.distill.student import Plan
+from splittime.distill.windows import refuse_short
 from splittime.engine.tokenizer import Tokenizer
 from splittime.models.config import ModelConfig, load_config, read_json
 from splittime.models.weights.fingerprint import fingerprints
@@ -74,11 +76,17 @@ def read(asked: Asked) -> Inputs:
     shape = student.read_plan(folder_of(asked.student) if named else Path(asked.student))
     student.same_vocabulary(shape.shape.vocab_size, config.vocab_size)
     for name in asked.beside:
+        if name in (TEACHER, STUDENT):
+            said = f"--beside {name} would be called as the {name} is in the table"
+            raise ConfigError(said, param="beside", value=name, hint=f"name it ./{name}")
         student.same_vocabulary(load_config(folder_of(name)).vocab_size, config.vocab_size)
+    if asked.start_from is not None:
+        student.same_shape(asked.start_from, shape.shape)
     tokenizer = model_source.load_tokenizer(folder)
     split = text.split(read_documents(asked.texts), read_documents(asked.held_out) if asked.held_out else ())
     learnt, held_out = text.encode(split.learnt, tokenizer), text.encode(split.held_out, tokenizer)
     limit = window_limit(shape, config.max_position_embeddings)
+    refuse_short(sum(len(document.ids) for document in learnt), limit)
     return Inputs(folder, config, tokenizer, shape, split, learnt, held_out, limit)
 
 

@@ -17,14 +17,15 @@ from splittime.cli.quality_local import LocalModel
 from splittime.core.errors import EngineError
 from splittime.core.sampling import SamplingParams
 from splittime.distill import fidelity, own, student, text
-from splittime.distill.fidelity import Difference, Scores, Sums
+from splittime.distill.fidelity import STUDENT, TEACHER, BytesOf, Difference, Scores
 from splittime.distill.job import OnCheckpoint, OnUpdate, Run, Task
 from splittime.distill.llama import parameter_count
 from splittime.distill.settings import Settings
 from splittime.distill.teacher import Teacher
 from splittime.distill.trainer import State
 from splittime.engine.tokenizer import Tokenizer
-from splittime.quality.documents import Window, plan, prefix_of
+from splittime.models.config import load_config
+from splittime.quality.documents import plan, prefix_of
 from splittime.quantize import tensor_file
 from splittime.quantize.work import Work
 from splittime.runner.config import RunnerConfig
@@ -134,15 +135,16 @@ def _train(asked: Asked, inputs: Inputs, tokens: np.ndarray, folder: Path, hooks
 
 
 def _report(asked: Asked, inputs: Inputs, out: Path, run: Run, tokens: tuple[int, int], tell: Tell) -> Result:
-    """The teacher is measured against itself, which gives what a perfect student would score."""
-    teacher = _load("teacher", inputs.folder, inputs.limit)
-    names = {"student": out, **{name: folder_of(name) for name in asked.beside}}
-    measured: dict[str, Sums] = {}
-    windows = plan(inputs.held_out, min(MEASURED_LENGTH, inputs.limit), 0, prefix_of(inputs.tokenizer), MEASURED_TOKENS)
-    for name, folder in {"teacher": inputs.folder, **names}.items():
-        model = teacher if name == "teacher" else _load(name, folder, inputs.limit)
-        measured[name] = _measure(windows, teacher, model, inputs.tokenizer, tell)
-    own_sums = ("student", measured["student"])
+    folders = {STUDENT: out, **{name: folder_of(name) for name in asked.beside}}
+    contexts = [load_config(folder).max_position_embeddings for folder in folders.values()]
+    length = min(MEASURED_LENGTH, inputs.limit, *contexts)
+    teacher = _load(TEACHER, inputs.folder, length)
+    students = {name: _load(name, folder, length) for name, folder in folders.items()}
+    windows = plan(inputs.held_out, length, 0, prefix_of(inputs.tokenizer), MEASURED_TOKENS)
+    measured = fidelity.measure(
+        windows, teacher, students, _byte_counter(inputs.tokenizer), lambda done, of: tell("measuring", done, of)
+    )
+    own_sums = (STUDENT, measured[STUDENT])
     sizes = teacher.runner.resolved.num_parameters, parameter_count(run.model)
     return Result(
         out=str(asked.out),
@@ -162,21 +164,14 @@ def _report(asked: Asked, inputs: Inputs, out: Path, run: Run, tokens: tuple[int
     )
 
 
-def _measure(
-    windows: Sequence[Window], teacher: LocalModel, model: LocalModel, tokenizer: Tokenizer, tell: Tell
-) -> Sums:
-    def bytes_of(ids: Sequence[int]) -> int:
-        return sum(len(tokenizer.token_bytes(token)) for token in ids)
-
-    def decoded(ids: Sequence[int]) -> int:
-        return len(tokenizer.decode(ids).encode())
-
-    count = bytes_of if tokenizer.has_token_bytes else decoded
-    return fidelity.measure(windows, teacher, model, count, lambda done, of: tell(f"measuring {model.name}", done, of))
+def _byte_counter(tokenizer: Tokenizer) -> BytesOf:
+    if not tokenizer.has_token_bytes:
+        return lambda ids: len(tokenizer.decode(ids).encode())
+    return lambda ids: sum(len(tokenizer.token_bytes(token)) for token in ids)
 
 
-def _load(name: str, folder: Path, limit: int) -> LocalModel:
-    config = RunnerConfig(model_path=str(folder), max_model_len=limit, max_num_seqs=2)
+def _load(name: str, folder: Path, length: int) -> LocalModel:
+    config = RunnerConfig(model_path=str(folder), max_model_len=length, max_num_seqs=2)
     return LocalModel.load(name, config)
 
 

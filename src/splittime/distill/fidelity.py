@@ -12,7 +12,7 @@ Each comes with an interval by the bootstrap over documents (`quality.statistics
 same windows, document by document, so that what makes a text hard cancels out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -23,9 +23,10 @@ from splittime.core.errors import EngineError
 from splittime.quality import statistics
 from splittime.quality.documents import Window
 from splittime.quality.measures import Figures, compare
-from splittime.quality.model import Dense, Model
+from splittime.quality.model import Dense, Model, Piece
 from splittime.quality.statistics import Estimate, Floats
 
+TEACHER, STUDENT = "teacher", "student"
 MEASURES = ("task", "kl", "top1", "acceptance")
 NATS_PER_BIT = float(np.log(2))
 BytesOf = Callable[[Sequence[int]], int]
@@ -74,32 +75,45 @@ def overlap(teacher: Floats, student: Floats) -> Floats:
 
 
 def measure(
-    windows: Sequence[Window], teacher: Model, student: Model, bytes_of: BytesOf, tell: Callable[[int, int], None]
-) -> Sums:
-    """Both over the same windows; a few positions' distributions are held at once. `tell(done, of)` windows."""
+    windows: Sequence[Window],
+    teacher: Model,
+    students: Mapping[str, Model],
+    bytes_of: BytesOf,
+    tell: Callable[[int, int], None],
+) -> dict[str, Sums]:
+    """All over the same windows, the teacher first, as its own student, which is what a perfect one would score; a few
+    positions' distributions are held at once. `tell(done, of)` windows."""
     count = 1 + max(window.document for window in windows)
-    tokens, num_bytes, totals = np.zeros(count), np.zeros(count), np.zeros((len(MEASURES), count))
+    tokens, num_bytes = np.zeros(count), np.zeros(count)
+    totals = np.zeros((1 + len(students), len(MEASURES), count))
     for number, window in enumerate(windows):
         tell(number, len(windows))
-        totals[:, window.document] += _window(window, teacher, student)
+        totals[:, :, window.document] += _window(window, teacher, list(students.values()))
         scored = window.token_ids[window.first :]
         tokens[window.document] += len(scored)
         num_bytes[window.document] += bytes_of(scored)
     tell(len(windows), len(windows))
     used = tokens > 0
-    return Sums(tokens[used], num_bytes[used], totals[:, used])
+    names = (TEACHER, *students)
+    return {name: Sums(tokens[used], num_bytes[used], totals[place][:, used]) for place, name in enumerate(names)}
 
 
-def _window(window: Window, teacher: Model, student: Model) -> Floats:
-    """[measures], sums over the window's scored tokens."""
-    ids, begin, sums = window.token_ids, window.first - 1, np.zeros(len(MEASURES))
-    for ours, theirs in zip_longest(teacher.predictions(ids, begin, 0), student.predictions(ids, begin, 0)):
-        if not isinstance(ours, Dense) or not isinstance(theirs, Dense):
-            raise EngineError("teacher and student predicted different positions of one text")
-        figures: Figures = compare(ids, [ours], [theirs])
-        accepted = overlap(ours.logprobs, theirs.logprobs)
-        sums += [each.sum() for each in (figures.candidate_nll, figures.kl, figures.agrees, accepted)]
+def _window(window: Window, teacher: Model, students: Sequence[Model]) -> Floats:
+    """[1 + students, measures], sums over the window's scored tokens."""
+    ids, begin = window.token_ids, window.first - 1
+    sums = np.zeros((1 + len(students), len(MEASURES)))
+    predicted = [model.predictions(ids, begin, 0) for model in (teacher, *students)]
+    for ours, *theirs in zip_longest(*predicted):
+        sums += [_sums(ids, ours, each) for each in (ours, *theirs)]
     return sums
+
+
+def _sums(token_ids: Sequence[int], teacher: Piece | None, student: Piece | None) -> list[float]:
+    if not isinstance(teacher, Dense) or not isinstance(student, Dense):
+        raise EngineError("teacher and student predicted different positions of one text")
+    figures: Figures = compare(token_ids, [teacher], [student])
+    accepted = overlap(teacher.logprobs, student.logprobs)
+    return [float(each.sum()) for each in (figures.candidate_nll, figures.kl, figures.agrees, accepted)]
 
 
 def scores(name: str, sums: Sums) -> Scores:

@@ -72,7 +72,6 @@ class Run:
             self.model = Llama(task.plan.shape)
         optimizer = Optimizer(self.model, "muon", settings.matrix_rate, settings.other_rate)
         windows = Windows(task.tokens, settings.seed)
-        windows.batch(task.limit, 0, 1)  # refuses a text that is too short before any work
         self.workers = make_workers(settings.workers)
         goal = objective(settings, task.teacher)
         self.trainer = Trainer(

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from splittime.distill.llama import Llama
 
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 23
 
 
 @dataclass(frozen=True)

@@ -94,13 +94,18 @@ def same_vocabulary(student_size: int, teacher_size: int) -> None:
         )
 
 
-def read_weights(folder: Path, shape: Shape) -> dict[str, Tensor]:
-    """float32, of a folder of this very shape. Raises `ConfigError` naming what differs."""
+def same_shape(folder: Path, shape: Shape) -> None:
+    """Raises `ConfigError` naming what differs between a folder's model and the student."""
     found = read_plan(folder).shape
     for name, value in vars(shape).items():
         if getattr(found, name) != value:
             said = f"{folder} has {name} {getattr(found, name)}, the student {value}"
             raise ConfigError(said, param="start_from", value=getattr(found, name), limit=value)
+
+
+def read_weights(folder: Path, shape: Shape) -> dict[str, Tensor]:
+    """float32, of a folder of this very shape. Raises `ConfigError`."""
+    same_shape(folder, shape)
     checkpoint = Checkpoint(folder)
     with torch.device("meta"):
         wanted = Llama(shape).state_dict()

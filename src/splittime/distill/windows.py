@@ -21,6 +21,14 @@ def context_at(progress: float, limit: int = LONGEST) -> int:
     return min(limit, max(context for start, context in STAGES if progress >= start))
 
 
+def refuse_short(num_tokens: int, context: int) -> None:
+    """Raises `ConfigError` where a text is too short for one pass over windows of this length from any offset."""
+    limit = 2 * context + 1
+    if num_tokens < limit:
+        said = f"the text has {num_tokens:,} tokens, too few for windows of {context:,}"
+        raise ConfigError(said, param="text", value=num_tokens, limit=limit, hint="give more text")
+
+
 class Windows:
     """Windows of context + 1 tokens, each token once per pass, from a fresh offset and in a fresh order every pass.
 
@@ -41,11 +49,8 @@ class Windows:
 
     def batch(self, context: int, first: int, count: int) -> Tensor:
         """Windows number `first` and on, [count, context + 1]; the numbering runs on over the passes."""
+        refuse_short(len(self.tokens), context)
         per_pass = (len(self.tokens) - context - 1) // context
-        if per_pass < 1:
-            said = f"the text has {len(self.tokens):,} tokens, too few for windows of {context:,}"
-            limit = 2 * context + 1
-            raise ConfigError(said, param="text", value=len(self.tokens), limit=limit, hint="give more text")
         rows = []
         for number in range(first, first + count):
             start = self._starts_of(context, number // per_pass)[number % per_pass]

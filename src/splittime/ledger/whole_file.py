@@ -65,7 +65,7 @@ def _kept(path: Path, data: bytes) -> str | None:
     try:
         _put(elsewhere, data)
     except OSError as error:
-        return f"Nor could it be kept at {elsewhere}: {error.strerror}."
+        return f"Nor could it be kept at {elsewhere}: {error.strerror}. TMPDIR names another folder for such cases."
     return f"Nothing is lost: it is at {elsewhere}."
 
 
