@@ -64,7 +64,7 @@ def test_config_show_tells_origins(tmp_path, monkeypatch):
     [
         (("config", "show", "--port", "99999"), "flag --port"),
         (("config", "show", "--config", "missing.toml"), "missing.toml"),
-        (("serve", "no-such-folder"), "no folder 'no-such-folder'"),
+        (("serve", "no-such-folder", "--port", "0"), "no folder 'no-such-folder'"),
         (("serve", "--host", "0.0.0.0"), "API key"),
         (("explain", "x", "--ledger", "missing.sqlite"), "no ledger file"),
         (("serve", "--polcy", "fcfs"), "--polic"),
