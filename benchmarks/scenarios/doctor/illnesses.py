@@ -104,7 +104,7 @@ def _long_context(seed: int) -> Schedule:
     """One long prompt, and when it is in the prefix cache, many that begin with it."""
     rng, size = random.Random(seed), Size.of(seed)
     common = ids(rng, round(1000 * size.length))
-    later = [5.0 + at_s for at_s in instants(rng, 2.4 * size.load_factor, 11.0 * size.duration)]
+    later = [5.0 + at_s for at_s in instants(rng, 4.0 * size.load_factor, 11.0 * size.duration)]
     return schedule([(at_s, common + ids(rng, 8), 100) for at_s in [0.0, *later]], seed)
 
 
