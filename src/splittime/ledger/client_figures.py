@@ -25,6 +25,7 @@ from splittime.ledger.client_intervals import (
     bounded,
     mean_replicates,
     nearest_rank,
+    never_negative,
     one_each,
     percentile_replicates,
     spread,
@@ -200,7 +201,7 @@ def figure(pooled: Pooled, *, seed: int = 0) -> Figure | None:
     intervals: list[Interval | None] = [None] * len(PERCENTS)
     if pooled.num_requests >= MIN_REQUESTS:
         drawn = bootstrap(pooled, seed=seed)
-        means = spread(mean_replicates(pooled, drawn), drawn)
+        means = never_negative(spread(mean_replicates(pooled, drawn), drawn))
         intervals = [*_percentile_intervals(pooled, drawn)]
     found = zip(PERCENTS, values, intervals, strict=True)
     return Figure(
@@ -214,7 +215,7 @@ def figure(pooled: Pooled, *, seed: int = 0) -> Figure | None:
 
 def _percentile_intervals(pooled: Pooled, drawn: Bootstrap) -> list[Interval]:
     replicates = percentile_replicates(pooled, drawn, PERCENTS)
-    found = [spread(replicates[:, i], drawn) for i in range(len(PERCENTS))]
+    found = [never_negative(spread(replicates[:, i], drawn)) for i in range(len(PERCENTS))]
     return [bounded(between, percent, drawn) for between, percent in zip(found, PERCENTS, strict=True)]
 
 

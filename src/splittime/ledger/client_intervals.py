@@ -229,8 +229,12 @@ def interval(replicates: Array, num_blocks: float, confidence: float = CONFIDENC
 
 
 def spread(replicates: Array, drawn: Bootstrap, confidence: float = CONFIDENCE) -> Interval:
-    """The interval of a statistic of times or rates (never negative), from its replicates, all drawn by `drawn`."""
-    found = interval(replicates, drawn.num_blocks, confidence, widen=drawn.dependence.widen)
+    """The interval of a statistic's replicates, all drawn by `drawn`."""
+    return interval(replicates, drawn.num_blocks, confidence, widen=drawn.dependence.widen)
+
+
+def never_negative(found: Interval) -> Interval:
+    """Of a statistic of times or rates."""
     return found if found.low is None else Interval(max(0.0, found.low), found.high)
 
 
