@@ -17,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
 import tiny_checkpoint
 
 from benchmarks.scenarios.quality_gate import SPOILT, write_four_bits
-from splittime.cli.quality import _located, _margins
+from splittime.cli.quality import _located
 from splittime.cli.quality_local import LocalModel
 from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
 from splittime.engine.tokenizer import Tokenizer
 from splittime.quality.documents import python_documents
 from splittime.quality.gate import Gate, Tasks
+from splittime.quality.margins import standard
 from splittime.quality.reads import unread
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
@@ -128,7 +129,7 @@ def base():
 
 
 def judged(base, candidate):
-    return Gate(base, candidate, base.tokenizer, _margins(candidate, {}), silent).run(TASKS)
+    return Gate(base, candidate, base.tokenizer, standard(candidate.reads.claims), silent).run(TASKS)
 
 
 def test_the_base_against_itself_passes(base):

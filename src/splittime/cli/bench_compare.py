@@ -13,8 +13,7 @@ import msgspec
 import typer
 
 from splittime.cli.bench_exit import SHORT, UNCLEAR, codes, exit_code
-from splittime.cli.bench_flags import with_options
-from splittime.cli.options import JsonFlag, wide
+from splittime.cli.options import JsonFlag, wide, with_options
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:

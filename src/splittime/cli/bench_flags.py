@@ -2,10 +2,9 @@
 
 A field in seconds or milliseconds takes a time with a unit (`--duration 90s`, `--slow-reader-delay 50ms`); a bare
 number is in the field's own unit. The field's whole name with its unit is a name of the flag too (`--duration-s`).
-A command's other flags are the fields of a dataclass (`bench_options`), each annotated as typer wants it.
+A command's other flags are the fields of a dataclass (`options.with_options`).
 """
 
-import dataclasses
 import functools
 import inspect
 import re
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 import typer
 
-from splittime.cli.options import fails_clearly
+from splittime.cli.options import fails_clearly, parameters_of, sign
 from splittime.core.errors import ConfigError
 from splittime.loadgen.spec import LoadSpec
 
@@ -47,7 +46,7 @@ def with_load_flags(options: type, *without: str) -> Callable[[Callable[..., Non
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         fields = [field for field in FIELDS if field.name not in without]
-        flags = [*_parameters_of(options), *(_parameter(field) for field in fields)]
+        flags = [*parameters_of(options), *(_parameter(field) for field in fields)]
 
         @functools.wraps(command)
         def with_load(**arguments: Any) -> None:
@@ -55,48 +54,10 @@ def with_load_flags(options: type, *without: str) -> Callable[[Callable[..., Non
             load = {name: _value(name, value) for name, value in given.items() if value is not None}
             command(options(**arguments), load)
 
-        _sign(with_load, flags)
+        sign(with_load, flags)
         return fails_clearly(with_load)
 
     return decorate
-
-
-def with_options(options: type) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
-    """Give a command the flags of `options`; it is called with a value of it."""
-
-    def decorate(command: Callable[[Any], None]) -> Callable[..., None]:
-        flags = _parameters_of(options)
-
-        @functools.wraps(command)
-        def with_value(**arguments: Any) -> None:
-            command(options(**arguments))
-
-        _sign(with_value, flags)
-        return fails_clearly(with_value)
-
-    return decorate
-
-
-def _sign(command: Any, flags: list[inspect.Parameter]) -> None:
-    """What typer makes the flags from."""
-    command.__signature__ = inspect.Signature(flags)
-    command.__annotations__ = {flag.name: flag.annotation for flag in flags}
-
-
-def _parameters_of(options: Any) -> list[inspect.Parameter]:
-    """What must be given first."""
-    hints = typing.get_type_hints(options, include_extras=True)
-    fields = sorted(dataclasses.fields(options), key=lambda field: field.default is not dataclasses.MISSING)
-    empty = inspect.Parameter.empty
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=empty if field.default is dataclasses.MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields
-    ]
 
 
 def spec_of(load: dict[str, Any]) -> LoadSpec:

@@ -6,6 +6,7 @@ Progress goes to standard error. A run that is killed goes on from its last chec
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ import msgspec
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from splittime.cli.options import JsonFlag, fails_clearly, talk, wide
+from splittime.cli.options import JsonFlag, talk, wide, with_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,66 +40,59 @@ Exit codes: 0 done, 1 failed, 2 something that cannot be done as asked.
 """
 
 
-@fails_clearly
-def distill(
-    teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="Folder, packaged name, or Hugging Face id.")],
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="Folder, packaged name, or Hugging Face id.")]
     student: Annotated[
         str, typer.Option("--student", metavar="CONFIG", help="A config.json, a folder with one, or a packaged name.")
-    ],
+    ]
     text: Annotated[
         list[Path],
         typer.Option("--text", metavar="FILE", help="Text to learn from: file, .jsonl, folder. May be repeated."),
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The student's folder; must not be there yet.")],
+    ]
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The student's folder; must not be there yet.")]
     held_out: Annotated[
         list[Path] | None,
         typer.Option("--held-out", metavar="FILE", help="Text to measure on. Default: a tenth of the documents."),
-    ] = None,
+    ] = None
     own_outputs: Annotated[
         int, typer.Option("--own-outputs", metavar="N", help="Sequences for the teacher to write, learnt from as well.")
-    ] = 0,
-    minutes: Annotated[float | None, typer.Option("--minutes", metavar="M", help="Budget of training time.")] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", metavar="N", help="Budget of tokens seen.")] = None,
-    temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="Of both distributions.")] = 1.0,
+    ] = 0
+    minutes: Annotated[float | None, typer.Option("--minutes", metavar="M", help="Budget of training time.")] = None
+    tokens: Annotated[int | None, typer.Option("--tokens", metavar="N", help="Budget of tokens seen.")] = None
+    temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="Of both distributions.")] = 1.0
     alpha: Annotated[
         float, typer.Option("--alpha", metavar="A", help="Weight of the teacher; 0 is plain training on the text.")
-    ] = 0.9,
-    step_tokens: Annotated[int, typer.Option("--step-tokens", metavar="N", help="Tokens of an update.")] = 4096,
+    ] = 0.9
+    step_tokens: Annotated[int, typer.Option("--step-tokens", metavar="N", help="Tokens of an update.")] = 4096
     start_from: Annotated[
         Path | None, typer.Option("--start-from", metavar="FOLDER", help="Begin with these weights, not random ones.")
-    ] = None,
+    ] = None
     beside: Annotated[
         list[str] | None,
         typer.Option("--beside", metavar="MODEL", help="Another student to measure on the same text. May be repeated."),
-    ] = None,
-    matrix_rate: Annotated[float, typer.Option("--matrix-rate", metavar="X", help="Muon's peak learning rate.")] = 0.02,
-    other_rate: Annotated[float, typer.Option("--other-rate", metavar="X", help="AdamW's, of the rest.")] = 0.008,
-    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Threads, a core each.")] = 2,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, windows and samples.")] = 0,
-    json: JsonFlag = False,
-) -> None:
+    ] = None
+    matrix_rate: Annotated[float, typer.Option("--matrix-rate", metavar="X", help="Muon's peak learning rate.")] = 0.02
+    other_rate: Annotated[float, typer.Option("--other-rate", metavar="X", help="AdamW's, of the rest.")] = 0.008
+    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Threads, a core each.")] = 2
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, windows and samples.")] = 0
+    json: JsonFlag = False
+
+
+@with_options(Options)
+def distill(given: Options) -> None:
     """Distil a model into a smaller one with the same tokenizer."""
     with talk().status("reading"):
         from splittime.cli import distill_local as local  # brings torch
         from splittime.cli.distill_inputs import Asked
         from splittime.distill.settings import Settings
 
-    settings = Settings(
-        minutes=minutes,
-        tokens=tokens,
-        own_outputs=own_outputs,
-        temperature=temperature,
-        alpha=alpha,
-        step_tokens=step_tokens,
-        workers=workers,
-        seed=seed,
-        matrix_rate=matrix_rate,
-        other_rate=other_rate,
-    )
-    asked = Asked(teacher, student, text, held_out or (), out, start_from, beside or (), settings)
+    settings = Settings(**{field.name: getattr(given, field.name) for field in fields(Settings)})
+    sources = (given.teacher, given.student, given.text, given.held_out or ())
+    asked = Asked(*sources, given.out, given.start_from, given.beside or (), settings)
     with _progress(settings) as hooks:
         result = local.distill(asked, hooks)
-    if json:
+    if given.json:
         sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
     else:
         _show(result)

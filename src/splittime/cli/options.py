@@ -4,10 +4,12 @@
 standard error.
 """
 
+import dataclasses
 import functools
 import inspect
 import os
 import sys
+import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,15 +83,51 @@ def with_settings(*parts: str) -> Callable[[Callable[..., None]], Callable[..., 
             own_arguments = {**arguments, **{name: settings[name] for name in with_model}}
             command(settings=settings, **own_arguments)
 
-        with_values.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        with_values.__annotations__ = {p.name: p.annotation for p in shown}
+        sign(with_values, shown)
         return fails_clearly(with_values)
 
     return decorate
 
 
-def fails_clearly(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn our errors into a message on standard error and an exit code."""
+def with_options(options: type, failed: int | None = None) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+    """Give a command a flag for each field of the dataclass `options`, annotated as typer wants it; it is called with a
+    value of it. failed: as of `fails_clearly`."""
+
+    def decorate(command: Callable[[Any], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_value(**arguments: Any) -> None:
+            command(options(**arguments))
+
+        sign(with_value, parameters_of(options))
+        return fails_clearly(with_value, failed)
+
+    return decorate
+
+
+def sign(command: Any, flags: list[inspect.Parameter]) -> None:
+    """What typer makes the flags from."""
+    command.__signature__ = inspect.Signature(flags)
+    command.__annotations__ = {flag.name: flag.annotation for flag in flags}
+
+
+def parameters_of(options: Any) -> list[inspect.Parameter]:
+    """Of a dataclass's fields: what must be given first."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    fields = sorted(dataclasses.fields(options), key=lambda field: field.default is not dataclasses.MISSING)
+    empty = inspect.Parameter.empty
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=empty if field.default is dataclasses.MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields
+    ]
+
+
+def fails_clearly(command: Callable[..., None], failed: int | None = None) -> Callable[..., None]:
+    """Turn our errors into a message on standard error and an exit code: `failed` if given, else as `EXIT_CODES`."""
 
     @functools.wraps(command)
     def guarded(**arguments: Any) -> None:
@@ -97,7 +135,7 @@ def fails_clearly(command: Callable[..., None]) -> Callable[..., None]:
             command(**arguments)
         except SplittimeError as error:
             say_error(error)
-            raise typer.Exit(_exit_code(error)) from None
+            raise typer.Exit(_exit_code(error) if failed is None else failed) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # the reader of our output has seen enough

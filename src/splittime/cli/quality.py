@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
@@ -16,9 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from splittime.cli import model_source
-from splittime.cli.options import say_error, talk, wide
-from splittime.core.errors import ConfigError, SplittimeError
-from splittime.runner.config import QUANTIZATIONS, RunnerConfig
+from splittime.cli.options import talk, wide, with_options
+from splittime.cli.quality_options import ANSWERS, STANDARD_OUTPUT, Options
+from splittime.core.errors import ConfigError
+from splittime.ledger.whole_file import check_writable, write_whole
+from splittime.runner.config import RunnerConfig
 
 if TYPE_CHECKING:
     from splittime.engine.tokenizer import Tokenizer
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from splittime.quality.report import Report
 
 NO_VERDICT = 2
-ANSWERS = 200
 PYTHON_FILES = 200
 MAX_NUM_SEQS = 8  # that answer questions at once
 PACKAGED = ("code", "code-draft")
@@ -45,123 +46,43 @@ packaged model's training held out.
 Exit codes: 0 PASS, 1 FAIL, 2 no verdict.
 """
 
-_SIDES, _TASKS, _MARGINS = "How each is run", "What is measured", "Margins"
 
-
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """A run that could not be made is no FAIL: exit code 2 with the error on standard error."""
-    import functools
-
-    @functools.wraps(command)
-    def guarded(**arguments: Any) -> None:
-        try:
-            command(**arguments)
-        except SplittimeError as error:
-            say_error(error)
-            raise typer.Exit(NO_VERDICT) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-
-    return guarded
-
-
-def _side(flag: str, words: str, metavar: str) -> Any:
-    return typer.Option(flag, metavar=metavar, help=words, rich_help_panel=_SIDES)
-
-
-def _margin(name: str, words: str) -> Any:
-    return typer.Option(f"--margin-{name}", metavar="X", help=words, rich_help_panel=_MARGINS)
-
-
-_KINDS, _KV = "|".join(QUANTIZATIONS), "auto|float32|bfloat16|int8"
-
-
-@_guarded
-def quality(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="A model: folder, file, packaged name, id, or URL.")],
-    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="The cheaper form of it.")],
-    text: Annotated[
-        list[Path] | None,
-        typer.Option("--text", metavar="FILE", help="Texts: .txt, .jsonl with text, or a folder. May be repeated."),
-    ] = None,
-    choices: Annotated[
-        list[Path] | None,
-        typer.Option("--choices", metavar="FILE", help="Multiple choice: CSV as MMLU's, or JSONL. May be repeated."),
-    ] = None,
-    answers: Annotated[
-        list[Path] | None,
-        typer.Option("--answers", metavar="FILE", help="JSONL with question and answer, as GSM8K's. May be repeated."),
-    ] = None,
-    needle: Annotated[bool, typer.Option("--needle", help="A fact hidden at depths of the longest context.")] = False,
-    length: Annotated[
-        str, typer.Option("--length", metavar="LIST", help="Contexts: short (256), long, or numbers of tokens.")
-    ] = "short,long",
-    tokens: Annotated[
-        int, typer.Option("--tokens", metavar="N", min=100, help="Of text, at each length, spread over documents.")
-    ] = 50_000,
-    questions: Annotated[
-        int | None,
-        typer.Option("--questions", metavar="N", min=1, help=f"Of each file. Default: all choices, {ANSWERS} answers."),
-    ] = None,
-    base_quantization: Annotated[str | None, _side("--base-quantization", "Rounded at loading.", _KINDS)] = None,
-    base_kv_cache_dtype: Annotated[str, _side("--base-kv-cache-dtype", "Its KV cache.", _KV)] = "auto",
-    base_dtype: Annotated[str, _side("--base-dtype", "Of what is not rounded.", "auto|float32|bfloat16")] = "auto",
-    candidate_quantization: Annotated[
-        str | None, _side("--candidate-quantization", "Rounded at loading.", _KINDS)
-    ] = None,
-    candidate_kv_cache_dtype: Annotated[str, _side("--candidate-kv-cache-dtype", "Its KV cache.", _KV)] = "auto",
-    candidate_dtype: Annotated[
-        str, _side("--candidate-dtype", "Of what is not rounded.", "auto|float32|bfloat16")
-    ] = "auto",
-    kernels: Annotated[str, _side("--kernels", "Of both.", "auto|native|torch|reference")] = "auto",
-    num_threads: Annotated[int | None, _side("--num-threads", "Of both.", "N")] = None,
-    max_model_len: Annotated[int | None, _side("--max-model-len", "Of both; the longest context.", "N")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="MODEL", help="Whose, where both are servers.")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", envvar="SPLITTIME_API_KEY", help="Of servers.")] = None,
-    margin_perplexity: Annotated[float | None, _margin("perplexity", "Candidate's over base's, at most.")] = None,
-    margin_kl: Annotated[float | None, _margin("kl", "Mean KL in nats, at most.")] = None,
-    margin_kl_p99: Annotated[float | None, _margin("kl-p99", "99th percentile of KL, at most.")] = None,
-    margin_top1: Annotated[float | None, _margin("top1", "Share of equal likeliest tokens, at least.")] = None,
-    margin_accuracy: Annotated[float | None, _margin("accuracy", "Share of questions lost, at most.")] = None,
-    margin_needle: Annotated[float | None, _margin("needle", "Nats a token of the answer lost, at most.")] = None,
-    json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="The whole report; - is stdout.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="The report as a page.")] = None,
-) -> None:
+@with_options(Options, failed=NO_VERDICT)
+def quality(given: Options) -> None:
     """Say whether a quantised (or otherwise changed) model is as good as its base: PASS, FAIL or INCONCLUSIVE."""
     from splittime.quality.gate import Gate
     from splittime.quality.margins import EXIT_CODES
-    from splittime.quality.report import as_json
 
-    tasks = _tasks(text, choices, answers, needle, _lengths(length), tokens, questions)
-    shared = {"kernels": kernels, "num_threads": num_threads, "max_model_len": max_model_len}
-    sides = (
-        _runner(base, "base", base_quantization, base_kv_cache_dtype, base_dtype, shared),
-        _runner(candidate, "candidate", candidate_quantization, candidate_kv_cache_dtype, candidate_dtype, shared),
-    )
-    chosen = {
-        "perplexity": margin_perplexity,
-        "kl": margin_kl,
-        "kl_p99": margin_kl_p99,
-        "top1": margin_top1,
-        "accuracy": margin_accuracy,
-        "needle": margin_needle,
-    }
+    _check_files(given)
+    tasks, sides = _tasks(given), (_runner(given, "base"), _runner(given, "candidate"))
     with talk().status("loading the models"):
-        models, encoder = _load((base, candidate), sides, tokenizer, api_key)
-        asked = _margins(models[1], chosen)
+        models, encoder = _load(given, sides)
+        asked = _margins(models[1], given)
     with _progress() as tell:
         report = Gate(models[0], models[1], encoder, asked, tell).run(tasks)
-    if html is not None:
-        from splittime.quality.html import write_html
-
-        write_html(report, html)
-    if json is not None:
-        _write_json(as_json(report), json)
-    if json != "-":
+    _write(report, given)
+    if given.json != STANDARD_OUTPUT:
         show(report)
     raise typer.Exit(EXIT_CODES[report.verdict])
+
+
+def _check_files(given: Options) -> None:
+    """Before minutes of measuring, not after."""
+    for path, param in ((given.json_file, "json"), (given.html, "html")):
+        if path is not None:
+            check_writable(path, param)
+
+
+def _write(report: "Report", given: Options) -> None:
+    from splittime.quality.html import render_html
+    from splittime.quality.report import as_json
+
+    if given.json == STANDARD_OUTPUT:
+        sys.stdout.buffer.write(as_json(report))
+    if given.json_file is not None:
+        write_whole(given.json_file, as_json(report), param="json", keeps=True)
+    if given.html is not None:
+        write_whole(given.html, render_html(report).encode(), param="html", keeps=True)
 
 
 def _lengths(told: str) -> tuple[int, ...]:
@@ -179,51 +100,43 @@ def _lengths(told: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _tasks(
-    text: list[Path] | None,
-    choices: list[Path] | None,
-    answers: list[Path] | None,
-    needle: bool,
-    lengths: tuple[int, ...],
-    tokens: int,
-    questions: int | None,
-) -> "Tasks":
+def _tasks(given: Options) -> "Tasks":
     """Read before any model is: a file that cannot be read should not cost a load."""
     from splittime.quality import questions as asked
     from splittime.quality.documents import python_documents, read_documents
     from splittime.quality.gate import Tasks
 
-    needs_text = needle or not (choices or answers)
-    documents = read_documents(text) if text else python_documents(PYTHON_FILES) if needs_text else []
+    needs_text = given.needle or not (given.choices or given.answers)
+    documents = read_documents(given.text) if given.text else python_documents(PYTHON_FILES) if needs_text else []
+    most = given.questions
     return Tasks(
         documents=documents,
-        lengths=lengths,
-        text_tokens=tokens,
-        choices={path.name: asked.read_choices(path, questions) for path in choices or ()},
-        answers={path.name: asked.read_answers(path, questions or ANSWERS) for path in answers or ()},
-        with_needle=needle,
+        lengths=_lengths(given.length),
+        text_tokens=given.tokens,
+        choices={path.name: asked.read_choices(path, most) for path in given.choices or ()},
+        answers={path.name: asked.read_answers(path, most or ANSWERS) for path in given.answers or ()},
+        with_needle=given.needle,
     )
 
 
-def _runner(
-    model: str, side: str, quantization: str | None, kv_cache_dtype: str, dtype: str, shared: dict[str, Any]
-) -> RunnerConfig | None:
-    """None for a server, of which nothing can be set from here."""
-    given = {"quantization": quantization, "kv-cache-dtype": kv_cache_dtype, "dtype": dtype}
+def _runner(given: Options, side: str) -> RunnerConfig | None:
+    """Of the base or the candidate. None for a server, of which nothing can be set from here."""
+    model = getattr(given, side)
+    settings = {name: getattr(given, f"{side}_{name}") for name in ("quantization", "kv_cache_dtype", "dtype")}
     if _is_url(model):
-        for name, value in given.items():
+        for name, value in settings.items():
             if value not in (None, "auto"):
-                flag = f"--{side}-{name}"
+                flag = f"--{side}-{name.replace('_', '-')}"
                 hint = "start the server with it"
                 raise ConfigError(f"{flag} cannot be set of the server {model}", param=flag, value=value, hint=hint)
         return None
     config = RunnerConfig(
         model_path=str(_located(model)),
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        dtype=dtype,
         max_num_seqs=MAX_NUM_SEQS,
-        **shared,
+        kernels=given.kernels,
+        num_threads=given.num_threads,
+        max_model_len=given.max_model_len,
+        **settings,
     )
     config.validate()
     return config
@@ -240,22 +153,21 @@ def _located(model: str) -> Path:
     return model_source.locate(model)
 
 
-def _load(
-    names: Sequence[str], configs: Sequence[RunnerConfig | None], tokenizer: str | None, api_key: str | None
-) -> "tuple[list[Model], Tokenizer]":
+def _load(given: Options, configs: Sequence[RunnerConfig | None]) -> "tuple[list[Model], Tokenizer]":
     """The models in order, and the tokenizer of the first that is here. Raises `ConfigError`."""
     from splittime.cli.quality_local import LocalModel, same_tokens
 
+    names = (given.base, given.candidate)
     labels = [_label(name, config) for name, config in zip(names, configs, strict=True)]
     local = {i: LocalModel.load(labels[i], config) for i, config in enumerate(configs) if config is not None}
     encoder = next((model.tokenizer for model in local.values()), None)
     if encoder is None:
-        if tokenizer is None:
+        if given.tokenizer is None:
             raise ConfigError("two servers need --tokenizer, the model whose they use", param="tokenizer")
-        encoder = model_source.load_tokenizer(_located(tokenizer))
+        encoder = model_source.load_tokenizer(_located(given.tokenizer))
     same_tokens([model.tokenizer for model in local.values()])
     sizes = [model.vocab_size for model in local.values()] or [encoder.vocab_size]
-    return [local.get(i) or _server(name, encoder, sizes[0], api_key) for i, name in enumerate(names)], encoder
+    return [local.get(i) or _server(name, encoder, sizes[0], given.api_key) for i, name in enumerate(names)], encoder
 
 
 def _label(name: str, config: RunnerConfig | None) -> str:
@@ -274,11 +186,13 @@ def _server(url: str, encoder: "Tokenizer", vocab_size: int, api_key: str | None
     return ServerModel(url, Spelling(encoder), vocab_size, api_key=api_key)
 
 
-def _margins(candidate: "Model", chosen: dict[str, float | None]) -> "Margins":
+def _margins(candidate: "Model", given: Options) -> "Margins":
     from splittime.quality.margins import standard
 
     claims = candidate.reads.claims if candidate.reads else ()
-    return msgspec.structs.replace(standard(claims), **{name: x for name, x in chosen.items() if x is not None})
+    usual = standard(claims)
+    asked = {name: getattr(given, f"margin_{name}") for name in usual.__struct_fields__}
+    return msgspec.structs.replace(usual, **{name: limit for name, limit in asked.items() if limit is not None})
 
 
 @contextmanager
@@ -294,16 +208,6 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             bars.update(known[what], completed=done)
 
         yield tell
-
-
-def _write_json(data: bytes, target: str) -> None:
-    if target == "-":
-        sys.stdout.buffer.write(data)
-        return
-    try:
-        Path(target).write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"cannot write the report to {target}: {error}", param="json", value=target) from None
 
 
 _STYLES = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow", "NOT JUDGED": "dim"}

@@ -6,6 +6,7 @@ Progress goes to standard error. A run that is killed goes on from its last fini
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from splittime.cli import model_source
-from splittime.cli.options import JsonFlag, ModelArgument, fails_clearly, talk, wide
+from splittime.cli.options import JsonFlag, ModelArgument, talk, wide, with_options
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ Exit codes: 0 done, 1 failed, 2 something that cannot be done as asked.
 """
 
 
-@fails_clearly
-def quantize(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new checkpoint; must not be there yet.")],
-    model: ModelArgument = None,
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new checkpoint; must not be there yet.")]
+    model: ModelArgument = None
     scheme: Annotated[
         str | None, typer.Option("--scheme", metavar="int8|w8a8|w4a16|awq|gptq", help="How weights are rounded.")
-    ] = None,
+    ] = None
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -60,73 +61,72 @@ def quantize(
             help='Text like what the model will be asked: plain, or lines of {"text": ...} or {"messages": [...]}. '
             "awq, gptq, w8a8 and wanda need it; with the others it measures the error.",
         ),
-    ] = None,
+    ] = None
     group_size: Annotated[
         int | None,
         typer.Option("--group-size", metavar="N", help="Columns that share a scale, -1 for whole rows. Default: 128."),
-    ] = None,
-    bits: Annotated[int | None, typer.Option("--bits", metavar="4|8", help="Of gptq. Default: 4.")] = None,
-    act_order: Annotated[
-        bool, typer.Option("--act-order", help="gptq: round the columns that matter most first.")
-    ] = False,
+    ] = None
+    bits: Annotated[int | None, typer.Option("--bits", metavar="4|8", help="Of gptq. Default: 4.")] = None
+    act_order: Annotated[bool, typer.Option("--act-order", help="gptq: round the columns that matter most first.")] = (
+        False
+    )
     smooth: Annotated[
         float | None,
         typer.Option(
             "--smooth", metavar="X", help="w8a8: how much of the difficulty to move into weights. Default: 0.5; 0: off."
         ),
-    ] = None,
+    ] = None
     prune: Annotated[
         str | None, typer.Option("--prune", metavar="2:4|unstructured", help="Make weights zero instead of rounding.")
-    ] = None,
+    ] = None
     sparsity: Annotated[
         float | None, typer.Option("--sparsity", metavar="P", help="Share of zeros of --prune unstructured.")
-    ] = None,
+    ] = None
     metric: Annotated[
         str | None,
         typer.Option("--metric", metavar="magnitude|wanda", help="Which weights to keep. Default: magnitude."),
-    ] = None,
+    ] = None
     samples: Annotated[
         int | None, typer.Option("--samples", metavar="N", help="Windows of calibration text. Default: 128.")
-    ] = None,
+    ] = None
     length: Annotated[
         int | None, typer.Option("--length", metavar="L", help="Their tokens. Default: 512, or the context.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Chooses the windows. Default: 0.")] = None,
-    json: JsonFlag = False,
-) -> None:
+    ] = None
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Chooses the windows. Default: 0.")] = None
+    json: JsonFlag = False
+
+
+@with_options(Options)
+def quantize(given: Options) -> None:
     """Quantise or prune a model into a new checkpoint, layer by layer."""
-    folder = model_source.locate(model)
+    folder = model_source.locate(given.model)
+    if folder.is_file():
+        hint = "start from the folder of safetensors that it was made of"
+        raise ConfigError(f"{folder.name} is a GGUF file; it is not read here", param="model", hint=hint)
     with talk().status("reading the model"):
         from splittime.quantize import job  # brings torch
-        from splittime.quantize.settings import DEFAULT_SAMPLES, Settings
 
-        settings = Settings(
-            scheme=scheme,
-            group_size=group_size,
-            bits=bits,
-            act_order=act_order,
-            smooth=smooth,
-            prune=prune,
-            sparsity=sparsity,
-            metric=metric,
-            samples=DEFAULT_SAMPLES if samples is None else samples,
-            length=length,
-            seed=0 if seed is None else seed,
-        ).resolved()
-        _check_text_flags(calibrate, {"--samples": samples, "--length": length, "--seed": seed})
-        text = None if calibrate is None else _read_text(folder, calibrate, settings)
+        settings = _settings(given)
+        text = None if given.calibrate is None else _read_text(folder, given.calibrate, settings)
     with _progress() as (on_layer, on_step):
-        summary = job.quantize(folder, out, settings, text, on_layer=on_layer, on_step=on_step)
-    if json:
+        summary = job.quantize(folder, given.out, settings, text, on_layer=on_layer, on_step=on_step)
+    if given.json:
         sys.stdout.buffer.write(msgspec.json.encode(summary) + b"\n")
     else:
         _show(summary)
 
 
-def _check_text_flags(calibrate: Path | None, flags: dict[str, int | None]) -> None:
-    given = [f"{name} {value}" for name, value in flags.items() if value is not None]
-    if calibrate is None and given:
-        raise ConfigError(f"{given[0]}: it belongs to --calibrate FILE, and there is none", param="calibrate")
+def _settings(given: Options) -> "Settings":
+    """What was given, by the same names; the rest is `Settings`' own."""
+    from splittime.quantize.settings import Settings
+
+    fields = {name: getattr(given, name) for name in Settings.__struct_fields__}
+    settings = Settings(**{name: value for name, value in fields.items() if value is not None}).resolved()
+    of_text = {name: fields[name] for name in ("samples", "length", "seed") if fields[name] is not None}
+    for name, value in of_text.items():
+        if given.calibrate is None:
+            raise ConfigError(f"--{name} {value}: it belongs to --calibrate FILE, and there is none", param="calibrate")
+    return settings
 
 
 def _read_text(folder: Path, path: Path, settings: "Settings") -> "Calibration":

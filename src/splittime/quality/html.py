@@ -1,21 +1,17 @@
-"""A report as one HTML page: everything in it, nothing fetched, no script. `write_html` is the door.
+"""A report as one HTML page: everything in it, nothing fetched, no script. `render_html` is the door.
 
 In a reader's order: the verdict and why, the figures with their intervals against their margins, where in a text the
 candidate differs and for which texts, questions and needle, what was read, how it was measured.
 """
 
-import contextlib
 import math
-import os
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from splittime.core.errors import ConfigError
 from splittime.quality.margins import RULES, Check
 from splittime.quality.needle import Needle
 from splittime.quality.plot import Plot, Scale, around
@@ -24,20 +20,6 @@ from splittime.quality.texts import DECODE
 
 COLOURS = "server/dashboard/colours.css"
 MOST_DOCUMENTS = 400  # that a plot tells apart
-
-
-def write_html(report: Report, path: Path) -> None:
-    """Write whole or not at all. Raises `ConfigError` where it cannot be written."""
-    page = render_html(report)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise ConfigError(f"cannot write the report to {path}: {error}", param="html", value=str(path)) from error
 
 
 def render_html(report: Report) -> str:
