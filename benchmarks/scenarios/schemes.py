@@ -1,8 +1,9 @@
 """What each scheme gives and costs: speed at batch 1, 8 and 32, memory, and quality with its errors, in one table.
 
-    python -m benchmarks.scenarios.schemes                                              the packaged model
-    python -m benchmarks.scenarios.schemes --model FOLDER --text FILE --group-size 32   another, with text for it
-    python -m benchmarks.scenarios.schemes --model FOLDER --speed-only                  random weights: no quality
+    python -m benchmarks.scenarios.schemes                                    the packaged model, on Python files
+    python -m benchmarks.scenarios.schemes --model FOLDER --group-size 32     another, on stories that it wrote itself
+    python -m benchmarks.scenarios.schemes --model FOLDER --text FILE         another, on text for it
+    python -m benchmarks.scenarios.schemes --model FOLDER --speed-only        random weights: no quality
 
 Arms: the model as it is, int8 and int4 rounded on load, checkpoints made by `splittime quantize` (w8a8, w4a16, AWQ,
 GPTQ with act-order), and the model as it is with an int8 cache.
@@ -17,7 +18,6 @@ that are scored.
 import argparse
 import statistics
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,11 @@ import torch
 from rich.console import Console
 
 from benchmarks.report import file_result
-from benchmarks.scenarios.engine_driver import build_engine
+from benchmarks.scenarios.quantize_quality import own_stories
+from benchmarks.scenarios.streams import Streams
 from splittime.cli.model_source import locate
 from splittime.cli.quality_local import LocalModel
-from splittime.core.request import Request
-from splittime.core.sampling import SamplingParams
-from splittime.engine.engine import Engine
+from splittime.core.errors import ConfigError
 from splittime.engine.tokenizer import Tokenizer
 from splittime.quality.documents import Document, python_documents, read_documents
 from splittime.quality.gate import Gate, Tasks
@@ -42,12 +41,11 @@ from splittime.quantize.job import quantize
 from splittime.quantize.settings import Settings
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
-from splittime.scheduler.config import SchedulerConfig
 
 BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 16
 CALIBRATION_WINDOWS, CALIBRATION_TOKENS = 64, 256
-KV_BYTES = 256 << 20
+OWN_STORIES, OWN_TOKENS = 160, 255
 BASE = "as it is"
 FIGURES = ("perplexity", "kl", "top1")
 
@@ -89,6 +87,19 @@ def make(arm: Arm, model: Path, folder: Path, calibration: Calibration | None) -
     return place
 
 
+def make_all(
+    chosen: list[Arm], model: Path, folder: Path, calibration: Calibration | None
+) -> tuple[dict[str, tuple[Path, dict[str, Any]]], dict[str, Any]]:
+    """Each arm's checkpoint and settings; and why the model's shape does not allow the others."""
+    places, refused = {}, {}
+    for arm in chosen:
+        try:
+            places[arm.name] = make(arm, model, folder, calibration), arm.runner
+        except ConfigError as error:
+            refused[arm.name] = str(error)
+    return places, {"refused": refused}
+
+
 def calibration_of(documents: list[Document], tokenizer: Tokenizer) -> Calibration:
     ids = [tokenizer.encode(document.text)[:CALIBRATION_TOKENS] for document in documents]
     windows = [each for each in ids if len(each) == CALIBRATION_TOKENS][:CALIBRATION_WINDOWS]
@@ -98,50 +109,15 @@ def calibration_of(documents: list[Document], tokenizer: Tokenizer) -> Calibrati
 # ---- speed
 
 
-class Streams:
-    """Decoding of so many streams, over an engine."""
-
-    def __init__(self, model: Path, settings: dict[str, Any]) -> None:
-        scheduler = SchedulerConfig(enable_prefix_caching=False, max_num_seqs=max(BATCHES), max_num_batched_tokens=512)
-        self.engine: Engine = build_engine(str(model), scheduler, kv_cache_memory_bytes=KV_BYTES, **settings)
-        self.resolved = self.engine._runner.resolved
-        self._count = 0
-
-    def tokens_per_s(self, streams: int, steps: int) -> float:
-        """Of `steps` steps in which all of them decode."""
-        names = [self._submit(steps) for _ in range(streams)]
-        begun: set[str] = set()
-        while len(begun) < streams:
-            output = self.engine.step()
-            begun |= {news.request_id for news in output.outputs if news.token_ids} if output else set()
-        begin_ns = time.monotonic_ns()
-        for _ in range(steps):
-            self.engine.step()
-        taken_ns = time.monotonic_ns() - begin_ns
-        for name in names:
-            self.engine.abort(name)
-        while self.engine.has_work:
-            self.engine.step()
-        return streams * steps / (taken_ns / 1e9)
-
-    def _submit(self, new_tokens: int) -> str:
-        self._count += 1
-        sampling = SamplingParams(max_tokens=new_tokens + max(BATCHES), temperature=0.0, ignore_eos=True, seed=0)
-        prompt = tuple((7 * self._count + i) % 90 + 5 for i in range(PROMPT_TOKENS))
-        now_ns = time.monotonic_ns()
-        name = f"stream-{self._count}"
-        request = Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=now_ns)
-        self.engine.submit(request, now_ns)
-        return name
-
-
 def speeds(places: dict[str, tuple[Path, dict[str, Any]]], repeats: int, steps: int) -> dict[str, dict[str, Any]]:
-    engines = {name: Streams(place, settings) for name, (place, settings) in places.items()}
+    engines = {
+        name: Streams(str(place), settings, max(BATCHES), PROMPT_TOKENS) for name, (place, settings) in places.items()
+    }
     found: dict[str, dict[int, list[float]]] = {name: {batch: [] for batch in BATCHES} for name in engines}
     for _ in range(repeats):
         for batch in BATCHES:
             for name, streams in engines.items():
-                found[name][batch].append(streams.tokens_per_s(batch, steps))
+                found[name][batch].append(streams.decode(batch, steps).tokens_per_s)
     return {
         name: {
             "tokens_per_s": {str(batch): spread(rates) for batch, rates in found[name].items()},
@@ -200,36 +176,37 @@ def markdown(figures: dict[str, Any]) -> str:
             [
                 "scheme",
                 "weights, MB",
+                "cache, B a token",
                 *(f"tokens/s at {b}" for b in BATCHES),
                 "perplexity ratio",
                 "KL",
                 "top-1",
                 "gate",
             ],
-            ["---"] * (6 + len(BATCHES)),
+            ["---"] * (7 + len(BATCHES)),
             *(_row(name, speed, figures.get("quality", {}).get(name)) for name, speed in figures["speed"].items()),
         )
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"{name}: {why}" for name, why in figures["refused"].items())])
 
 
 def _row(name: str, speed: dict[str, Any], quality: dict[str, Any] | None) -> list[str]:
     rates = (speed["tokens_per_s"][str(batch)] for batch in BATCHES)
-    cells = [f"{rate['median']:.0f} ({rate['p25']:.0f}-{rate['p75']:.0f})" for rate in rates]
-    cells = [name, f"{speed['weights_bytes'] / 1e6:.1f}", *cells]
+    memory = [f"{speed['weights_bytes'] / 1e6:.1f}", str(speed["kv_bytes_per_token"])]
+    cells = [name, *memory, *(f"{rate['median']:.0f} ({rate['p25']:.0f}-{rate['p75']:.0f})" for rate in rates)]
     if quality is None:
-        return [*cells, *["-"] * 4]
-    longest = list(quality["figures"].values())[-1]
+        return [*cells, *["-"] * (len(FIGURES) + 1)]
+    longest = [found for found in quality["figures"].values() if set(FIGURES) <= set(found)][-1]
     shown = [longest[figure] for figure in FIGURES]
     return [*cells, *(f"{e['value']:.4f} ({e['low']:.4f}-{e['high']:.4f})" for e in shown), quality["verdict"]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder; without it the packaged one")
+    parser.add_argument("--model", help="a folder; without it the packaged model")
     parser.add_argument("--text", type=Path, help="of the kind that the model knows; a third of it calibrates")
     parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=12_500, help="of text at each length")
+    parser.add_argument("--tokens", type=int, default=40_000, help="of text at each length")
     parser.add_argument("--speed-only", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=32)
@@ -244,22 +221,28 @@ def main() -> None:
 
 
 def measure(model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    documents = [] if options.speed_only else _documents(options.text)
-    third = len(documents) // 3
-    calibration = None if options.speed_only else calibration_of(documents[:third], Tokenizer.load(model))
+    documents, calibration = ([], None) if options.speed_only else _texts(model, options)
     chosen = arms(options.group_size, options.speed_only)
     with tempfile.TemporaryDirectory() as folder, Console(stderr=True).status("making checkpoints") as status:
-        places = {arm.name: (make(arm, model, Path(folder), calibration), arm.runner) for arm in chosen}
-        figures: dict[str, Any] = {}
+        places, figures = make_all(chosen, model, Path(folder), calibration)
         if not options.speed_only:
             status.update("quality")
-            figures["quality"] = qualities(places, documents[third:], options.tokens)
+            figures["quality"] = qualities(places, documents, options.tokens)
         status.update("speed")
-        return {"speed": speeds(places, options.repeats, options.steps), **figures}
+        return {**figures, "speed": speeds(places, options.repeats, options.steps)}
 
 
-def _documents(text: Path | None) -> list[Document]:
-    return python_documents(300) if text is None else read_documents([text])
+def _texts(model: Path, options: argparse.Namespace) -> tuple[list[Document], Calibration]:
+    """What is scored, and what calibrates."""
+    tokenizer = Tokenizer.load(model)
+    if options.text is None and options.model is not None:
+        calibration, scored = own_stories(model, OWN_TOKENS, OWN_STORIES)
+        return [
+            Document(f"story {n}", tokenizer.decode(ids[1:].tolist())) for n, ids in enumerate(scored)
+        ], Calibration(calibration)
+    documents = python_documents(300) if options.text is None else read_documents([options.text])
+    third = len(documents) // 3
+    return documents[third:], calibration_of(documents[:third], tokenizer)
 
 
 if __name__ == "__main__":
