@@ -71,7 +71,8 @@ def build_engine(model_path: str, scheduler: SchedulerConfig, **runner_settings:
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
     }
-    runner = TorchRunner.load(RunnerConfig(model_path=model_path, **limits, **runner_settings), None)  # type: ignore[arg-type]
+    asked = RunnerConfig(model_path=model_path, **limits, **runner_settings)  # type: ignore[arg-type]
+    runner = TorchRunner.load(asked)
     runner.warm_up()
     resolved = runner.resolved
     config = msgspec.structs.replace(
@@ -80,7 +81,7 @@ def build_engine(model_path: str, scheduler: SchedulerConfig, **runner_settings:
         block_size=resolved.block_size,
         max_model_len=resolved.max_model_len,
     )
-    return Engine(Scheduler(config), runner, SystemClock())
+    return Engine(Scheduler(config), runner, SystemClock(), runner.ahead(asked))
 
 
 def drive(engine: Engine, arrivals: list[Arrival]) -> Run:

@@ -145,12 +145,17 @@ def interval(differences: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def measure(model: str, group: int, scorers: dict[str, Scorer], calibration: Calibration) -> Iterator[dict[str, Any]]:
+def measure(
+    model: str, group: int, scorers: dict[str, Scorer], calibration: Calibration, chosen: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """chosen: the arms to make, in the order of `arms`; none for all."""
     folder = locate(None if model == "code" else model)
     base = next(iter(scorers.values())).base
     original = [base.layer(index) for index in range(base.config.num_layers)]
     nats = {name: {"float": scorer.nats(original)} for name, scorer in scorers.items()}
     for arm, (settings, rivals) in arms(group).items():
+        if chosen and arm not in chosen:
+            continue
         with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
             if arm == WITH_ZEROS:  # AWQ with nothing searched for
                 stack.enter_context(patch("splittime.quantize.awq.STEPS", 0))
@@ -195,6 +200,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=80)
     parser.add_argument("--length", type=int, default=255)
     parser.add_argument("--text", type=Path, help="score this text too")
+    parser.add_argument("--arm", action="append", help="only these; rivals must be among them")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)  # others work on this machine; as `quantize` does for small layers
@@ -210,7 +216,7 @@ def main() -> None:
         windows[options.text.name] = other_text(options.text, tokenizer, options.length, options.documents)
     scorers = {name: Scorer(base, found) for name, found in windows.items()}
     rows = []
-    for row in measure(options.model, options.group_size, scorers, Calibration(text[0])):
+    for row in measure(options.model, options.group_size, scorers, Calibration(text[0]), options.arm):
         rows.append(row)
         print(_told(row), flush=True)
         _file(rows, vars(options))

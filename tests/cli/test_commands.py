@@ -35,7 +35,7 @@ def test_help_has_every_flag_and_examples():
 COMMANDS = [
     *("", "serve", "generate", "explain", "doctor", "config show"),
     *("bench", "bench run", "bench search", "bench sweep", "bench compare", "bench report", "bench books"),
-    "bench mock-server",
+    *("bench mock-server", "quality", "quantize", "distill"),
 ]
 
 

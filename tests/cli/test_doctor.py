@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
+from kept import ledger_file
 from test_rules_client import buffered, with_client
 from test_rules_queue import poisson
 from ward import Ward
@@ -19,7 +20,6 @@ from splittime.cli.main import app
 from splittime.ledger import derive
 from splittime.ledger.client_book import save
 from splittime.ledger.export import account_json
-from splittime.ledger.store import Ledger
 
 run = CliRunner()
 
@@ -36,17 +36,6 @@ def ill():
 @pytest.fixture(scope="module")
 def well():
     return Ward().run(*poisson(8, 80, output=40))
-
-
-def ledger_file(books, path: Path) -> Path:
-    ledger = Ledger(path)
-    ledger.tell_facts = lambda: books.facts
-    for account in books.accounts:
-        ledger.add_account(account)
-    for step in books.steps:
-        ledger.add_step(step)
-    ledger.close()
-    return path
 
 
 def test_a_ledger_file(ill, tmp_path):

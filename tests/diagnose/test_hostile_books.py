@@ -1,10 +1,10 @@
 """Books that lie, are cut off, or were written to harm who reads them: each gets a sentence and its exit code."""
 
 import sqlite3
-from pathlib import Path
 
 import msgspec
 import pytest
+from kept import ledger_file
 from test_rules_client import with_client
 from test_rules_queue import poisson
 from typer.testing import CliRunner
@@ -16,7 +16,6 @@ from splittime.diagnose.books import make_books
 from splittime.diagnose.doctor import diagnose
 from splittime.ledger.client_book import Check, Ending, save
 from splittime.ledger.export import account_json
-from splittime.ledger.store import Ledger
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b2J\r\u202e[bold]"
 USAGE = 2
@@ -25,17 +24,6 @@ USAGE = 2
 @pytest.fixture(scope="module")
 def ill():
     return Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 60))
-
-
-def kept(books, path: Path) -> Path:
-    ledger = Ledger(path)
-    ledger.tell_facts = lambda: books.facts
-    for account in books.accounts:
-        ledger.add_account(account)
-    for step in books.steps:
-        ledger.add_step(step)
-    ledger.close()
-    return path
 
 
 def told(*words: object, code: int) -> str:
@@ -52,14 +40,14 @@ def told(*words: object, code: int) -> str:
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5])
 def test_a_ledger_file_that_was_cut_off(ill, tmp_path, share):
-    whole = kept(ill, tmp_path / "l.sqlite").read_bytes()
+    whole = ledger_file(ill, tmp_path / "l.sqlite").read_bytes()
     (tmp_path / "t.sqlite").write_bytes(whole[: int(len(whole) * share)])
     assert "ledger file" in told("doctor", tmp_path / "t.sqlite", code=USAGE)
     assert "ledger file" in told("explain", "--slowest", 1, "--ledger", tmp_path / "t.sqlite", code=USAGE)
 
 
 def test_a_ledger_file_of_a_later_version(ill, tmp_path):
-    path = kept(ill, tmp_path / "l.sqlite")
+    path = ledger_file(ill, tmp_path / "l.sqlite")
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version=99")
     assert "format 99" in told("doctor", path, code=USAGE)
@@ -67,8 +55,8 @@ def test_a_ledger_file_of_a_later_version(ill, tmp_path):
 
 
 def test_empty_and_almost_empty_ones(ill, tmp_path):
-    none = kept(msgspec.structs.replace(ill, accounts=(), steps=()), tmp_path / "none.sqlite")
-    one = kept(msgspec.structs.replace(ill, accounts=ill.accounts[:1]), tmp_path / "one.sqlite")
+    none = ledger_file(msgspec.structs.replace(ill, accounts=(), steps=()), tmp_path / "none.sqlite")
+    one = ledger_file(msgspec.structs.replace(ill, accounts=ill.accounts[:1]), tmp_path / "one.sqlite")
     assert "too little" in told("doctor", none, code=CANNOT_TELL)
     assert "no request" in told("explain", "--slowest", 1, "--ledger", none, code=USAGE)
     assert "only 1 requests" in told("doctor", one, code=CANNOT_TELL)
@@ -95,7 +83,7 @@ def test_ids_that_would_move_the_terminal(ill, tmp_path):
         msgspec.structs.replace(a, request_id=f"{HOSTILE}{i}", group_id=HOSTILE, model=HOSTILE)
         for i, a in enumerate(ill.accounts)
     )
-    path = kept(msgspec.structs.replace(ill, accounts=accounts), tmp_path / "l.sqlite")
+    path = ledger_file(msgspec.structs.replace(ill, accounts=accounts), tmp_path / "l.sqlite")
     assert "\N{REPLACEMENT CHARACTER}[31mred" in told("doctor", path, code=FOUND)
     assert "[bold]" in told("explain", "--slowest", 1, "--ledger", path, code=0)
     told("explain", HOSTILE, "--ledger", path, code=0)

@@ -19,6 +19,7 @@ from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.engine.engine import Engine
 from splittime.engine.process import ProcessClient
+from splittime.runner.ahead import RunnerThread
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
@@ -44,7 +45,9 @@ def load_runner(**changes: Any) -> TorchRunner:
     return TorchRunner.load(RunnerConfig(**(settings | changes)), None)
 
 
-def generate(runner: TorchRunner, prompts: list[tuple[int, ...]], **changes: Any) -> tuple[list[list[int]], Scheduler]:
+def generate(
+    runner: TorchRunner, prompts: list[tuple[int, ...]], ahead: RunnerThread | None = None, **changes: Any
+) -> tuple[list[list[int]], Scheduler]:
     """All prompts through one engine at once; greedy."""
     settings = {
         "max_num_seqs": 8,
@@ -54,7 +57,7 @@ def generate(runner: TorchRunner, prompts: list[tuple[int, ...]], **changes: Any
         "num_blocks": runner.resolved.num_blocks,
     }
     scheduler = Scheduler(SchedulerConfig(**(settings | changes)))
-    engine = Engine(scheduler, runner, SystemClock())
+    engine = Engine(scheduler, runner, SystemClock(), ahead)
     tokens: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         engine.submit(make_request(f"r{i}", prompt, priority=-i), time.monotonic_ns())
@@ -112,6 +115,20 @@ def test_preempted_is_undisturbed(alone: list[list[int]]) -> None:
     small = load_runner(kv_cache_memory_bytes=_bytes_of_blocks(18))
     assert small.resolved.num_blocks == 18
     tokens, scheduler = generate(small, make_prompts(), enable_prefix_caching=False)
+    assert scheduler.num_preemptions > 0
+    assert tokens == alone
+
+
+@pytest.mark.parametrize("budget", [13, 512])
+def test_planned_ahead_is_one_after_the_other(runner: TorchRunner, alone: list[list[int]], budget: int) -> None:
+    prompts = make_prompts()
+    ahead = RunnerThread(runner.run)
+    assert generate(runner, [*prompts, *prompts], ahead, max_num_batched_tokens=budget)[0] == alone + alone
+
+
+def test_planned_ahead_and_preempted_is_undisturbed(alone: list[list[int]]) -> None:
+    small = load_runner(kv_cache_memory_bytes=_bytes_of_blocks(18))
+    tokens, scheduler = generate(small, make_prompts(), RunnerThread(small.run), enable_prefix_caching=False)
     assert scheduler.num_preemptions > 0
     assert tokens == alone
 

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from driving import Driver, Sequence
+from listening import prompt_logits
 from random_models import BASE, VARIANTS, make
 
 pytest.importorskip("gguf")
@@ -33,23 +33,7 @@ DTYPE = {"kernels": "torch", "dtype": "float32"}
 
 def logits(path, **settings):
     """After each token of the prompt, [tokens, vocab]; and the runner."""
-    runner = TorchRunner.load(RunnerConfig(model_path=str(path), max_num_seqs=2, packed_cache="off", **settings))
-    decoder, seen = runner.decoder, []
-
-    class Listener:
-        ops = decoder.ops
-
-        def forward(self, *arguments):
-            hidden = decoder.forward(*arguments)
-            seen.append(decoder.logits(hidden))
-            return hidden
-
-        def logits(self, hidden):
-            return decoder.logits(hidden)
-
-    runner.decoder = Listener()
-    Driver(runner).prefill(Sequence("a", PROMPT), chunks=[7, 4])
-    return torch.cat(seen), runner
+    return prompt_logits(path, PROMPT, [7, 4], **settings)
 
 
 @pytest.mark.parametrize("variant", SAYABLE)

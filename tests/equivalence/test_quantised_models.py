@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from driving import Driver, Sequence
+from listening import prompt_logits
 
 import splittime
 from splittime.engine.tokenizer import Tokenizer
 from splittime.kernels.native.library import LibraryMissing, library
-from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 
 FOLDER = Path(splittime.__file__).parent / "packaged" / "code"
@@ -24,24 +23,8 @@ MOST_BYTES = {"int8": 0.51, "int4": 0.34}  # of bfloat16's
 
 def distributions(**settings) -> tuple[torch.Tensor, TorchRunner]:
     """Log probabilities after each token of the text, [tokens, vocab]."""
-    config = RunnerConfig(model_path=str(FOLDER), max_num_seqs=2, packed_cache="off", **settings)
-    runner = TorchRunner.load(config)
-    decoder, seen = runner.decoder, []
-
-    class Listener:
-        ops = decoder.ops
-
-        def forward(self, *arguments):
-            hidden = decoder.forward(*arguments)
-            seen.append(decoder.logits(hidden))
-            return hidden
-
-        def logits(self, hidden):
-            return decoder.logits(hidden)
-
-    runner.decoder = Listener()  # type: ignore[assignment]
-    Driver(runner).prefill(Sequence("a", Tokenizer.load(FOLDER).encode(TEXT)))
-    return torch.cat(seen).log_softmax(-1), runner
+    logits, runner = prompt_logits(FOLDER, Tokenizer.load(FOLDER).encode(TEXT), **settings)
+    return logits.log_softmax(-1), runner
 
 
 @pytest.fixture(scope="module")

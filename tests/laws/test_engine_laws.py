@@ -35,6 +35,7 @@ class World:
     """An engine on a fake runner under a virtual clock, and everything that came out of it."""
 
     config: SchedulerConfig
+    plans_ahead: bool = False
     clock: VirtualClock = field(default_factory=VirtualClock)
     requests: dict[str, Request] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class World:
     def __post_init__(self) -> None:
         runner = FakeRunner(self.config.block_size, 50, EOS_EVERY, step_ns=1000, token_ns=10, clock=self.clock)
         self.scheduler = Scheduler(self.config)
-        self.engine = Engine(self.scheduler, runner, self.clock)
+        self.engine = Engine(self.scheduler, runner, self.clock, runner if self.plans_ahead else None)
 
     def submit(self, prompt: list[int], max_tokens: int, deadline_ns: int | None, priority: int) -> None:
         request = Request(
@@ -221,9 +222,9 @@ def play(world: World, event: tuple) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(configs.map(shrink_cache), st.lists(events, min_size=3, max_size=30))
-def test_laws_hold_under_anything(config: SchedulerConfig, script: list[tuple]) -> None:
-    world = World(config)
+@given(configs.map(shrink_cache), st.booleans(), st.lists(events, min_size=3, max_size=30))
+def test_laws_hold_under_anything(config: SchedulerConfig, plans_ahead: bool, script: list[tuple]) -> None:
+    world = World(config, plans_ahead)
     for event in script:
         play(world, event)
     world.engine.configure({"paused": False})

@@ -14,6 +14,7 @@ from test_stored_formats import AWQ, GPTQ, PACKED, W8A8, compressed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
 from driving import Driver, Sequence
+from listening import heard
 
 from splittime.core.errors import ConfigError
 from splittime.models.weights.formats.stored import GroupedWeight
@@ -134,20 +135,7 @@ def run(folder, packed_cache="off", **settings):
     settings = {"kernels": "torch", "dtype": "float32", **settings}
     config = RunnerConfig(model_path=str(folder), packed_cache=str(packed_cache), max_num_seqs=2, **settings)
     runner = TorchRunner.load(config)
-    decoder, seen = runner.decoder, []
-
-    class Listener:
-        ops = decoder.ops
-
-        def forward(self, *arguments):
-            hidden = decoder.forward(*arguments)
-            seen.append(decoder.logits(hidden))
-            return hidden
-
-        def logits(self, hidden):
-            return decoder.logits(hidden)
-
-    runner.decoder = Listener()  # type: ignore[assignment]
+    seen = heard(runner)
     tokens = Driver(runner).generate(Sequence("a", PROMPT), 6, chunks=[7])
     return torch.cat(seen)[: len(PROMPT)], tokens, runner.resolved
 

@@ -141,12 +141,17 @@ def test_a_gate_over_a_server(served):
     assert report.verdict == "FAIL"
 
 
+LLAMA_CPP = {"content": [{"id": 7, "token": "x", "logprob": -1.0, "top_logprobs": []}]}  # of its own output alone
+
+
 @pytest.mark.parametrize(("answer", "error", "told"), [
     ((400, {"error": {"message": "no logprobs here"}}), RequestError, "no logprobs here"),
     ((500, b"<html>"), EngineError, "answered 500: <html>"),
     ((200, b"no json"), EngineError, "cannot ask"),
     ((200, {"choices": []}), EngineError, "without a choice"),
-    ((200, {"choices": [{"text": "x", "logprobs": None}]}), EngineError, "no 'logprobs'"),
+    ((200, {"choices": None}), EngineError, "no 'choices'"),
+    ((200, {"choices": [{"text": "x", "logprobs": None}]}), EngineError, "no log-probabilities of a prompt's"),
+    ((200, {"choices": [{"text": "x", "logprobs": LLAMA_CPP}]}), EngineError, "no log-probabilities of a prompt's"),
     ((200, {"choices": [{"logprobs": {"token_logprobs": [None, -1.0]}}]}), EngineError, "2 log-probabilities"),
     ((200, {"choices": [{"prompt_logprobs": [None, *[{"1": {"logprob": -1.0}}] * 149]}]}), EngineError, "left out"),
 ])  # fmt: skip

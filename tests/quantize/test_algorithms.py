@@ -66,14 +66,17 @@ def test_a_weight_beyond_the_scales_type_is_refused():
         round_to_nearest(torch.full((2, 32), 1e6), SYMMETRIC)
 
 
-@pytest.mark.parametrize("act_order", [False, True])
+ORDERS = pytest.mark.parametrize(("act_order", "static_groups"), [(False, False), (True, False), (True, True)])
+
+
+@ORDERS
 @pytest.mark.parametrize(
     "grid", [SYMMETRIC, ASYMMETRIC, Grid(4, 0, True, torch.float16), Grid(4, 96, True, torch.float16)]
 )
-def test_gptq_beats_rounding_on_correlated_inputs(grid, act_order):
+def test_gptq_beats_rounding_on_correlated_inputs(grid, act_order, static_groups):
     seen, unseen = (moments_of(part) for part in correlated(800, 192).split(400))
     weight = layer(columns=192)  # more than a block of columns
-    found = gptq.quantize(weight, seen.gram, grid, act_order)
+    found = gptq.quantize(weight, seen.gram, grid, act_order, static_groups)
     error = relative_error(weight, found.values(), unseen)
     assert error < 0.9 * relative_error(weight, round_values(weight, grid), unseen)
     assert torch.equal(found.scales, found.scales.half().float())
@@ -93,14 +96,24 @@ def test_gptq_in_the_order_of_importance_groups_columns_by_it():
     torch.testing.assert_close(found.values()[:, 32:], round_values(weight[:, 32:], SYMMETRIC))
 
 
-@pytest.mark.parametrize("act_order", [False, True])
-def test_gptq_does_not_depend_on_its_blocks(act_order, monkeypatch):
+def test_static_groups_stay_as_they_lie():
+    weight, gram = layer(columns=192), moments_of(correlated(400, 192)).gram
+    found, nearest = gptq.quantize(weight, gram, SYMMETRIC, True, True), round_to_nearest(weight, SYMMETRIC)
+    assert torch.equal(found.group_of, nearest.group_of)
+    assert torch.equal(found.scales, nearest.scales)
+    first, last = int(gram.diagonal().argmax()), int(gram.diagonal().argmin())
+    assert torch.equal(found.integers[:, first], nearest.integers[:, first])
+    assert not torch.equal(found.integers[:, last], nearest.integers[:, last])
+
+
+@ORDERS
+def test_gptq_does_not_depend_on_its_blocks(act_order, static_groups, monkeypatch):
     """A group that begins in one block and ends in the next has the errors of both taken off when its scale is fit."""
     weight, gram = layer(columns=192), moments_of(correlated(400, 192)).gram
     grid, found = Grid(4, 96, True, torch.float32), []
     for columns in (1000, 128, 50):
         monkeypatch.setattr(gptq, "BLOCK_COLUMNS", columns)
-        found.append(gptq.quantize(weight, gram, grid, act_order))
+        found.append(gptq.quantize(weight, gram, grid, act_order, static_groups))
     for other in found[1:]:  # a tie may fall the other way where sums are in another order
         close = (other.scales - found[0].scales).abs() < 1e-3 * found[0].scales
         assert close.float().mean() > 0.9

@@ -226,6 +226,8 @@ def test_a_pruned_checkpoint_is_dense_and_says_so(model, tmp_path):
         (Settings(scheme="w8a8"), "looks at what"),
         (Settings(prune="2:4", metric="wanda"), "looks at what"),
         (Settings(scheme="w4a16", act_order=True), "belongs to --scheme gptq"),
+        (Settings(scheme="gptq", static_groups=True), "belongs to --act-order"),
+        (Settings(prune="2:4", static_groups=True), "belongs to --scheme gptq --act-order"),
         (Settings(scheme="int8", group_size=32), "belongs to --scheme w4a16"),
         (Settings(scheme="w4a16", smooth=0.5), "belongs to --scheme w8a8"),
         (Settings(scheme="w8a8", smooth=1.5), "from 0"),

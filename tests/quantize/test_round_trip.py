@@ -27,6 +27,7 @@ EVERY = {
     "awq": Settings(scheme="awq", group_size=32),
     "gptq": Settings(scheme="gptq", group_size=32),
     "gptq-order": Settings(scheme="gptq", group_size=32, act_order=True),
+    "gptq-static": Settings(scheme="gptq", group_size=32, act_order=True, static_groups=True),
     "gptq-8": Settings(scheme="gptq", group_size=-1, bits=8),
 }
 PROMPT = [int(token) for token in make_text(1, 40, seed=9).windows[0]]

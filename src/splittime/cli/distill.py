@@ -26,16 +26,25 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\b
 Examples:
-  splittime distill code --student code-draft --text sources/ --minutes 30 --out ./draft
-  splittime distill ./llama --student small.json --text wiki.jsonl --own-outputs 2000 --tokens 50000000 --out ./small
-  splittime distill code --student code-draft --text a.jsonl --held-out b.jsonl --minutes 10 --beside code-draft --out d
-  splittime distill code --student code-draft --text a.jsonl --alpha 0 --minutes 10 --out plain   text alone, to compare
+  splittime distill code --student code-draft --text sources/ --minutes 30 \\
+      --out ./draft
+  splittime distill ./llama --student small.json --text wiki.jsonl \\
+      --own-outputs 2000 --tokens 50000000 --out ./small
+  splittime distill code --student code-draft --text a.jsonl \\
+      --held-out b.jsonl --minutes 10 --beside code-draft --out ./draft
+  splittime distill code --student code-draft --text a.jsonl --alpha 0 \\
+      --minutes 10 --out ./plain
   splittime serve ./draft
 \b
-The loss is alpha T^2 KL(teacher || student) at temperature T, and (1 - alpha) of the cost of the text's own tokens.
-At the end the student is measured on text that it has not learnt from: what it is worth (task) and, apart from that,
-how like its teacher it is (KL, top-1, expected acceptance as a draft), each with a 95 % interval.
-If it is killed, repeat the command: it goes on from the last checkpoint, at most a minute old.
+The loss is alpha T^2 KL(teacher || student) at temperature T, and (1 - alpha)
+of the cost of the text's own tokens; --alpha 0 is text alone, to compare.
+\b
+At the end the student is measured on text that it has not learnt from: what
+it is worth (task) and, apart from that, how like its teacher it is (KL,
+top-1, expected acceptance as a draft), each with a 95 % interval.
+\b
+If it is killed, repeat the command: it goes on from the last checkpoint, at
+most a minute old.
 Exit codes: 0 done, 1 failed, 2 something that cannot be done as asked.
 """
 

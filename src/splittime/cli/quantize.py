@@ -27,21 +27,31 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\b
 Examples:
-  splittime quantize meta-llama/Llama-3.2-1B --scheme gptq --act-order --calibrate text.jsonl --out llama-gptq
-  splittime quantize ./model --scheme awq --group-size 64 --calibrate text.txt --out ./model-awq
-  splittime quantize ./model --scheme w4a16 --out ./model-w4a16                  round to nearest, no text needed
-  splittime quantize ./model --scheme w8a8 --smooth 0.5 --calibrate text.txt --out ./model-w8a8
-  splittime quantize ./model --prune 2:4 --metric wanda --calibrate text.txt --out ./model-pruned
+  splittime quantize ./model --scheme w4a16 --out ./model-w4a16
+  splittime quantize ./model --scheme awq --group-size 64 \\
+      --calibrate text.txt --out ./model-awq
+  splittime quantize meta-llama/Llama-3.2-1B --scheme gptq --act-order \\
+      --static-groups --calibrate text.jsonl --out ./llama-gptq
+  splittime quantize ./model --scheme w8a8 --smooth 0.5 --calibrate text.txt \\
+      --out ./model-w8a8
+  splittime quantize ./model --prune 2:4 --metric wanda --calibrate text.txt \\
+      --out ./model-pruned
   splittime serve ./model-awq
 \b
-The schemes and their files:
-  int8    8-bit weights, a scale for each row, rounded to nearest       compressed-tensors, pack-quantized
-  w8a8    8-bit weights, activations rounded at each token, SmoothQuant compressed-tensors, int-quantized
-  w4a16   4-bit weights in groups, rounded to nearest                   compressed-tensors, pack-quantized
-  awq     4-bit weights in groups, scaled by their activations          AutoAWQ, gemm
-  gptq    4- or 8-bit weights in groups, errors compensated             GPTQ
+The schemes, and the format of their files:
+  int8   8 bits, a scale for each row; rounded to nearest
+         compressed-tensors, pack-quantized
+  w8a8   the same, and activations rounded at each token; SmoothQuant
+         compressed-tensors, int-quantized
+  w4a16  4 bits in groups; rounded to nearest
+         compressed-tensors, pack-quantized
+  awq    4 bits in groups, scaled by their activations
+         AutoAWQ, gemm
+  gptq   4 or 8 bits in groups, errors compensated
+         GPTQ
 \b
-If it is killed, repeat the command: it goes on from the last finished layer, and ends in the same bytes.
+If it is killed, repeat the command: it goes on from the last finished layer,
+and ends in the same bytes.
 Exit codes: 0 done, 1 failed, 2 something that cannot be done as asked.
 """
 
@@ -70,6 +80,12 @@ class Options:
     act_order: Annotated[bool, typer.Option("--act-order", help="gptq: round the columns that matter most first.")] = (
         False
     )
+    static_groups: Annotated[
+        bool,
+        typer.Option(
+            "--static-groups", help="With --act-order: groups stay in the order of columns, as vLLM wants them."
+        ),
+    ] = False
     smooth: Annotated[
         float | None,
         typer.Option(

@@ -64,7 +64,8 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     runner.warm_up()
     scheduler_config = _fit(config.scheduler, runner)
     timeline.append(("warm-up", begin_ns, time.monotonic_ns()))
-    engine = Engine(Scheduler(scheduler_config), runner, SystemClock())
+    engine = Engine(Scheduler(scheduler_config), runner, SystemClock(), runner.ahead(config.runner))
+    engine.watch = runner.watch
     gauge = runner.gauge(config.runner)
     known = gauge.known()
     engine.facts = _facts(config, scheduler_config, runner, _machine(known))

@@ -14,6 +14,9 @@ import msgspec
 
 from splittime.core.sampling import SamplingParams
 
+PENDING = -1
+"""In the place of a row's one token: the token that this request samples in the step before, which is still running."""
+
 
 class Admitted(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A request the runner must know from this step on (first admission, or again after a preemption).
@@ -33,7 +36,8 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One request's part of a step.
 
     start: position of `token_ids[0]`.
-    token_ids: tokens whose KV this row writes; the last one's logits are sampled if `samples`.
+    token_ids: tokens whose KV this row writes; the last one's logits are sampled if `samples`. (`PENDING`,) where the
+        token is not known yet.
     new_block_ids: appended to the request's block table before the row runs; the table is empty at admission.
     """
 
@@ -96,3 +100,13 @@ class Runner(Protocol):
     """What carries out a step: torch, a fake with declared delays, or the simulator's cost model."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class AsyncRunner(Protocol):
+    """A runner that is given the next step while it computes one. Steps are carried out one after the other, in the
+    order in which they were launched; `collect` waits for the oldest that was not collected, and raises what it raised.
+    """
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...

@@ -1,15 +1,24 @@
 """The engine: one scheduler, one runner, one clock. `step` is the whole of it: plan -> run -> commit, with its record.
 
+Over an `AsyncRunner` the next step is planned and launched while one runs, and the scheduler is the same:
+
+    host     plan 1  launch 1  plan 2  launch 2  (wait)  commit 1  plan 3  launch 3  (wait)  commit 2 ..
+    device                     [====== step 1 ======][======= step 2 =======][==== step 3 ..
+
 Owns the step's own split and the gap before it; between two steps the gap is `host_gap` while there was work, `idle`
-while there was none. The caller (the loop in a process, `LLM.generate` in yours) owns waiting for work.
+while there was none. A step that was launched while another ran begins, in its record, where that one ended: what the
+host did meanwhile cost nothing and is in no part of it (`hidden_ns` tells it), and what the device did not compute of
+the time, waiting to be told, is `launch_ns`. The caller (the loop in a process, `LLM.generate` in yours) owns waiting
+for work.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from splittime.core.clock import Clock
-from splittime.core.errors import RequestError
-from splittime.core.plan import Runner, StepPlan, StepResult
+from splittime.core.errors import RequestError, SplittimeError
+from splittime.core.plan import AsyncRunner, Runner, StepPlan, StepResult
 from splittime.core.request import FinishReason, Request
 from splittime.engine.gc_pauses import GcPauses
 from splittime.engine.messages import EngineStats, StepOutput
@@ -21,19 +30,38 @@ from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
 
 NOT_TOLD = "not_told"  # the cause of who waits before any plan has looked at it
+Watch = Callable[[Callable[[SplittimeError], None]], None]  # be told, in another thread, that no step can be run
 Measuring = Iterator[Machine | None]
 """Measures the machine's ceilings: each `next` is a short piece of it, to be taken while there is nothing else to do;
 the last one yields the result."""
 
 
-class Engine:
-    """Not thread-safe. Every submitted request ends in exactly one output with a finish reason."""
+@dataclass(frozen=True)
+class Flight:
+    """A step that was launched. is_queued: while another ran. victims: preempted to plan it."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock) -> None:
+    plan: StepPlan
+    begin_ns: int
+    planned_ns: int
+    is_queued: bool
+    victims: tuple[str, ...]
+
+
+class Engine:
+    """Not thread-safe. Every submitted request ends in exactly one output with a finish reason.
+
+    ahead: what carries out the runner's steps while the next are planned; None: one step after the other.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, ahead: AsyncRunner | None = None) -> None:
         self.scheduler = scheduler
         self.facts: ServerFacts | None = None  # set by who built it, and so is the next
         self.measuring: Measuring | None = None
+        self.watch: Watch | None = None
         self._runner = runner
+        self._ahead = ahead
+        self._flight: Flight | None = None
+        self._hidden_ns = 0  # what the host did since the latest step ended, while the next one ran
         self._clock = clock
         self.gc_pauses: GcPauses | None = None  # set by a process that has frozen its heap and wants them counted
         self._pending: list[RequestOutput] = []  # news made between steps
@@ -68,29 +96,74 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """A step would have something to do (or to say)."""
-        return self.has_news or (self.scheduler.has_requests and not self.scheduler.config.paused)
+        return (
+            self.has_news
+            or self._flight is not None
+            or (self.scheduler.has_requests and not self.scheduler.config.paused)
+        )
 
     def step(self) -> StepOutput | None:
         """One step. None if there was nothing to do and nothing to say."""
+        if self._ahead is not None:
+            return self._step_ahead(self._ahead)
+        flight = self._plan(is_queued=False)
+        if flight is None:
+            return self._take_news(self._clock.now_ns())
+        result = self._runner.run(flight.plan)
+        ready_ns = self._clock.now_ns()
+        self._pending.extend(self.scheduler.commit(flight.plan, result, ready_ns))
+        end_ns = self._clock.now_ns()
+        plan_ns, commit_ns = flight.planned_ns - flight.begin_ns, end_ns - ready_ns
+        record = self._record(flight, result, (flight.begin_ns, end_ns), plan_ns, commit_ns)
+        return self._told(record, ready_ns, end_ns)
+
+    def _step_ahead(self, ahead: AsyncRunner) -> StepOutput | None:
+        """The end of the step that runs, with the next one launched before it."""
+        flight = self._flight or self._launch(ahead, is_queued=False)
+        if flight is None:
+            return self._take_news(self._clock.now_ns())
+        self._flight = None
+        following = self._launch(ahead, is_queued=True)
+        waiting_ns = self._clock.now_ns()
+        result = ahead.collect()
+        ready_ns = self._clock.now_ns()
+        begin_ns, plan_ns = flight.begin_ns, flight.planned_ns - flight.begin_ns
+        if flight.is_queued and self._previous_end_ns is not None:
+            begin_ns, plan_ns = self._previous_end_ns, 0
+            self._hidden_ns = waiting_ns - begin_ns
+        else:
+            self._hidden_ns = waiting_ns - flight.planned_ns
+        self._pending.extend(self.scheduler.commit(flight.plan, result, ready_ns))
+        self._flight = following
+        record = self._record(flight, result, (begin_ns, ready_ns), plan_ns, 0)
+        return self._told(record, ready_ns, self._clock.now_ns())
+
+    def _plan(self, is_queued: bool) -> Flight | None:
+        """The next step, or None if there is nothing to do."""
         begin_ns = self._clock.now_ns()
         self._pending.extend(self.scheduler.expire(begin_ns))
         plan = self.scheduler.plan(begin_ns)
         if plan is None:
-            self._start_idling(begin_ns)
-            return self._take_news(begin_ns)
+            if not is_queued:
+                self._start_idling(begin_ns)
+            return None
         self._stop_idling(begin_ns)
-        planned_ns = self._clock.now_ns()
-        result = self._runner.run(plan)
-        ready_ns = self._clock.now_ns()
-        self._pending.extend(self.scheduler.commit(plan, result, ready_ns))
-        end_ns = self._clock.now_ns()
-        record = self._record(plan, result, (begin_ns, planned_ns, ready_ns, end_ns))
-        self._previous_end_ns, self._idle_ns = end_ns, 0
+        return Flight(plan, begin_ns, self._clock.now_ns(), is_queued, tuple(self.scheduler.victims))
+
+    def _launch(self, ahead: AsyncRunner, is_queued: bool) -> Flight | None:
+        flight = self._plan(is_queued)
+        if flight is not None:
+            ahead.launch(flight.plan)
+        return flight
+
+    def _told(self, record: StepRecord, ready_ns: int, now_ns: int) -> StepOutput:
+        """A step's news; it is in the books from now on."""
+        self._previous_end_ns, self._idle_ns = record.end_ns, 0
         self._num_steps += 1
-        if not self.scheduler.has_requests:
-            self._start_idling(end_ns)
+        if not self.scheduler.has_requests and self._flight is None:
+            self._start_idling(now_ns)
         outputs, self._pending = tuple(self._pending), []
-        return StepOutput(plan.step_id, ready_ns, outputs, self.stats(end_ns), record, self._new_pauses())
+        return StepOutput(record.step_id, ready_ns, outputs, self.stats(now_ns), record, self._new_pauses())
 
     def stats(self, now_ns: int | None = None) -> EngineStats:
         """Gauges and counters as of now."""
@@ -132,8 +205,13 @@ class Engine:
         outputs, self._pending = tuple(self._pending), []
         return StepOutput(0, now_ns, outputs, self.stats(now_ns))
 
-    def _record(self, plan: StepPlan, result: StepResult, instants_ns: tuple[int, int, int, int]) -> StepRecord:
-        begin_ns, planned_ns, ready_ns, end_ns = instants_ns
+    def _record(
+        self, flight: Flight, result: StepResult, interval_ns: tuple[int, int], plan_ns: int, commit_ns: int
+    ) -> StepRecord:
+        plan, (begin_ns, end_ns) = flight.plan, interval_ns
+        ran_ns = end_ns - begin_ns - plan_ns - commit_ns
+        device_ns = min(result.device_ns, ran_ns)
+        sample_ns = min(result.sample_ns, ran_ns - device_ns)
         gap_ns = 0 if self._previous_end_ns is None else begin_ns - self._previous_end_ns
         idle_ns = min(self._idle_ns, gap_ns)
         rows = tuple((row.request_id, row.start, len(row.token_ids)) for row in plan.rows)
@@ -144,11 +222,11 @@ class Engine:
             step_id=plan.step_id,
             begin_ns=begin_ns,
             end_ns=end_ns,
-            plan_ns=planned_ns - begin_ns,
-            launch_ns=ready_ns - planned_ns - result.device_ns - result.sample_ns,
-            device_ns=result.device_ns,
-            sample_ns=result.sample_ns,
-            commit_ns=end_ns - ready_ns,
+            plan_ns=plan_ns,
+            launch_ns=ran_ns - device_ns - sample_ns,
+            device_ns=device_ns,
+            sample_ns=sample_ns,
+            commit_ns=commit_ns,
             host_gap_ns=gap_ns - idle_ns,
             idle_ns=idle_ns,
             rows=rows,
@@ -158,7 +236,8 @@ class Engine:
             blocks_used=scheduler.cache.num_used,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            victims=tuple(scheduler.victims),
+            victims=flight.victims,
+            hidden_ns=self._hidden_ns,
         )
 
     def _start_idling(self, now_ns: int) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from splittime.core.clock import Clock
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, SplittimeError
 from splittime.engine.engine import Engine
 from splittime.engine.messages import Abort, Configure, ConfigureDone, Measured, StepOutput, Submit, ToEngine
 
@@ -27,6 +27,7 @@ class Inbox:
         self._messages: deque[tuple[ToEngine, int]] = deque()
         self._arrived = threading.Event()
         self.is_closed = False
+        self._failure: SplittimeError | None = None
 
     def put(self, message: ToEngine, received_ns: int) -> None:
         self._messages.append((message, received_ns))
@@ -37,12 +38,19 @@ class Inbox:
         self.is_closed = True
         self._arrived.set()
 
+    def fail(self, error: SplittimeError) -> None:
+        """The loop ends with this error, though it may be waiting for work."""
+        self._failure = error
+        self._arrived.set()
+
     def wait(self, timeout_s: float | None) -> bool:
         """Return when something has arrived (True), or after the timeout."""
         return self._arrived.wait(timeout_s)
 
     def take_all(self) -> list[tuple[ToEngine, int]]:
         self._arrived.clear()
+        if self._failure is not None:
+            raise self._failure
         taken = []
         while self._messages:
             taken.append(self._messages.popleft())

@@ -65,6 +65,8 @@ def _work(inbound: str, outbound: str, build: Build, send: Callable[[FromEngine]
         freeze_heap()
         engine.gc_pauses = GcPauses(SystemClock())
         inbox = _receive(inbound, outbound)
+        if engine.watch is not None:
+            engine.watch(inbox.fail)
         send(Ready(resolved, tuple(timeline), engine.stats(), engine.facts))
         run_loop(engine, inbox, send, SystemClock())
     except SplittimeError as error:  # of whoever wrote the settings: the message says it all

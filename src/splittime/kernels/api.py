@@ -29,21 +29,24 @@ from torch import Tensor
 from splittime.core.errors import ConfigError
 from splittime.kernels import reads
 
-BACKENDS = ("native", "torch", "reference")
+BACKENDS = ("native", "torch", "reference", "triton")
 
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How a weight is kept: "float32", "bfloat16", "int8" or "int4".
+    """How a weight is kept: "float32", "float16", "bfloat16", "int8", "int4", or "fp8" (e4m3, one scale an output).
 
     group: columns that share a scale; 0, one scale an output (of int8 only). has_zeros, has_minima: what `RoundedRows`
-    comes with; only checkpoints that are already quantised do.
+    comes with; only checkpoints that are already quantised do. rounds_activations: each token of x is rounded too, as
+    it comes, and the product is one of 8-bit numbers; "fp8" always does so, "int8" of no groups if this is set. (What
+    a backend does with x where it is not set is its own: the native kernels round it, the others do not.)
     """
 
     name: str
     group: int = 0
     has_zeros: bool = False
     has_minima: bool = False
+    rounds_activations: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,14 @@ class LayerKv:
 class Ops(Protocol):
     """What a backend does. Packed weights and plans are opaque: made and read by the same backend.
 
-    activation_dtype: of every x and y below.
+    activation_dtype: of every x and y below. device: where they are, and weights and KV stores.
     """
 
     name: str
     linear_name: str
     attention_name: str
     activation_dtype: torch.dtype
+    device: torch.device
 
     def set_threads(self, num_threads: int) -> None:
         """Of this process, for all that the backend computes."""
@@ -213,6 +217,9 @@ DRAW = np.dtype(
 """How one token is drawn, `StDraw` of csrc/splittime.h: top_k and min_p are off at 0, top_p at 1; uniform in [0, 1)."""
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Stack:
     """Packed weights, the outputs of each beside those of the one before; of backends that compose."""
@@ -226,6 +233,8 @@ class Stack:
 
 class PlainOps:
     """What the backends that have no kernels of their own share: they hold no blobs and compose small operations."""
+
+    device = CPU
 
     def set_threads(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
@@ -264,19 +273,30 @@ class PlainOps:
 
 
 def resolve(name: str, dtype: torch.dtype) -> Ops:
-    """The backend called `name` for weights of `dtype`. Raises `ConfigError` for a name that is not in `BACKENDS`, and
-    for "native" where its library is missing."""
+    """The backend called `name` for weights of `dtype`. Raises `ConfigError` for a name that is not in `BACKENDS`, for
+    "native" where its library is missing, and for "triton" where there is no card."""
     if name == "native":
         return _resolve_native()
     if name == "torch":
         from splittime.kernels.cpu.ops import CpuOps
 
         return CpuOps(dtype)
+    if name == "triton":
+        return _resolve_triton(dtype)
     if name == "reference":
         from splittime.kernels.reference.ops import ReferenceOps
 
         return ReferenceOps(dtype)
     raise ConfigError(f"kernel backend {name!r} is not one of {', '.join(BACKENDS)}", param="kernels", value=name)
+
+
+def _resolve_triton(dtype: torch.dtype) -> Ops:
+    try:
+        from splittime.kernels.triton.ops import TritonOps
+    except ImportError as error:
+        message = f"kernels=triton: {error}"
+        raise ConfigError(message, param="kernels", value="triton", hint="pip install triton") from error
+    return TritonOps(dtype)
 
 
 def _resolve_native() -> Ops:

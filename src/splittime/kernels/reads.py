@@ -7,6 +7,7 @@ after it, so that what was loaded and never used counts nothing. The native libr
 import threading
 from collections import Counter
 
+import torch
 from torch import Tensor
 
 _lock = threading.Lock()
@@ -23,6 +24,12 @@ def count_kv(*tensors: Tensor | None) -> None:
     values = tensors[0]
     assert values is not None
     _count(f"kv.{str(values.dtype).removeprefix('torch.')}", tensors)
+
+
+def count_kv_bytes(dtype: torch.dtype, num_bytes: int) -> None:
+    """The same, of so many bytes."""
+    with _lock:
+        _bytes[f"kv.{str(dtype).removeprefix('torch.')}"] += num_bytes
 
 
 def total() -> dict[str, int]:

@@ -31,7 +31,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model's shape makes a step need, at the least.
+    """What the model's shape makes a step need, at the least; where ranks share the model, of the first one.
 
     weight_bytes: read by a step in which a row samples, the packed weights as they lie in memory; of a mixture of
         experts only those that one token chooses. head_bytes: of these the head's, which a step without a sampling row

@@ -15,7 +15,8 @@ import msgspec
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
     """One step. `rows` are (request_id, start, num_tokens). `kv_tokens_read` counts the cached positions that attention
     read over all rows. `decode_tokens` counts the rows of one token that sample, so a prompt of one token, or a last
-    chunk of one, is among them. `victims` are the requests preempted while planning it."""
+    chunk of one, is among them. `victims` are the requests preempted while planning it. `hidden_ns`: what the host did
+    for other steps while this one ran; part of no sum."""
 
     step_id: int
     begin_ns: int
@@ -35,6 +36,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     num_running: int
     num_waiting: int
     victims: tuple[str, ...] = ()
+    hidden_ns: int = 0
 
     @property
     def parts_ns(self) -> int:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, Ops
 from splittime.models.config import ModelConfig
-from splittime.models.layers import DecoderLayer, embed
+from splittime.models.layers import DecoderLayer, SharedLayer, embed
+from splittime.models.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,17 @@ class Decoder:
     [vocab, hidden].
 
     layers: each a `DecoderLayer`, or the backend's one call in its place (`Ops.fuse_layer`).
+    ranks: those that share the model, of which this is one's part; None: it is whole.
     """
 
     config: ModelConfig
     ops: Ops
     embedding: Any
     turns: Tensor
-    layers: tuple[DecoderLayer, ...]
+    layers: tuple[DecoderLayer | SharedLayer, ...]
     final_norm: Any
     head: Any
+    ranks: Ranks | None = None
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, stores: Sequence[LayerKv], batch: AttentionBatch, shape: KvShape
@@ -47,4 +50,5 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden], rows of what `forward` returned -> float32 [N, vocab]."""
-        return self.ops.linear(self.ops.rms_norm(hidden, self.final_norm), self.head).float()
+        logits = self.ops.linear(self.ops.rms_norm(hidden, self.final_norm), self.head).float()
+        return logits if self.ranks is None else self.ranks.join(logits, self.config.vocab_size)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import LayerKv, Ops
+from splittime.models.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Attention:
     head_dim: int
     window_tokens: int | None
 
-    def __call__(self, x: Tensor, residual: Tensor, turns: Tensor, store: LayerKv, plan: Any) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None, turns: Tensor, store: LayerKv, plan: Any) -> Tensor:
         """x: normed [T, hidden]; turns: [T, D / 2]; store: this layer's KV; plan: the backend's, for this window."""
         qkv = self.ops.linear(x, self.qkv).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
         self.ops.rope_write(qkv, self.qk_norm, turns, store, plan)
@@ -55,7 +56,7 @@ class MixtureOfExperts:
     num_chosen: int
     normalises: bool
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         scores = self.ops.linear(x, self.router).float().softmax(-1)  # [T, E]
         weights, chosen = scores.topk(self.num_chosen, dim=-1)  # [T, k]
         if self.normalises:
@@ -64,7 +65,7 @@ class MixtureOfExperts:
         tokens = order // self.num_chosen
         shares = weights.flatten()[order].to(x.dtype).unsqueeze(1)
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        out = residual.clone()
+        out = torch.zeros_like(x) if residual is None else residual.clone()
         begin = 0
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
@@ -89,6 +90,29 @@ class DecoderLayer:
         normed = self.ops.rms_norm(hidden, self.input_norm)
         hidden = self.attention(normed, hidden, turns, store, plan)
         return self.mlp(self.ops.rms_norm(hidden, self.mlp_norm), hidden)
+
+
+@dataclass(frozen=True)
+class SharedLayer:
+    """A layer of which each rank has a part, with the signature of the whole one: the parts' contributions are summed,
+    and the first rank brings the residual."""
+
+    layer: DecoderLayer
+    ranks: Ranks
+
+    @property
+    def attention(self) -> Attention:
+        return self.layer.attention
+
+    def __call__(self, hidden: Tensor, turns: Tensor, store: LayerKv, plan: Any) -> Tensor:
+        layer = self.layer
+        normed = layer.ops.rms_norm(hidden, layer.input_norm)
+        hidden = self.ranks.sum(layer.attention(normed, self._brought(hidden), turns, store, plan))
+        normed = layer.ops.rms_norm(hidden, layer.mlp_norm)
+        return self.ranks.sum(layer.mlp(normed, self._brought(hidden)))
+
+    def _brought(self, hidden: Tensor) -> Tensor | None:
+        return hidden if self.ranks.index == 0 else None
 
 
 def embed(table: Any, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,9 @@ A text goes to `POST /v1/completions` as token ids with `echo`, `logprobs` and `
 ids too. Where alternatives come as text, those texts that one token of the vocabulary alone has are told apart;
 others are left out, which only loosens the bound that `measures` makes of them.
 
-What such a server's kernels read is not known, and single steps cannot be asked for: `reads` is None.
+What such a server's kernels read is not known, and single steps cannot be asked for: `reads` is None. Nor can a server
+be measured on text that tells log-probabilities of its own output alone, as llama.cpp's does (it leaves `echo`
+unheeded): that is refused; it can answer questions.
 """
 
 import http.client
@@ -87,12 +89,18 @@ class ServerModel:
         choice = self._echoed(token_ids)
         if isinstance(choice.get("prompt_logprobs"), list):
             return self._by_id(token_ids, choice["prompt_logprobs"])
-        told = _field(choice, "logprobs")
-        values, tops = _field(told, "token_logprobs"), told.get("top_logprobs") or []
+        told = choice.get("logprobs")
+        if not isinstance(told, Mapping) or not isinstance(told.get("token_logprobs"), list):
+            raise self._tells_nothing()
+        values, tops = told["token_logprobs"], told.get("top_logprobs") or []
         count = len(token_ids)
         self._check_length(min(count, len(values)), token_ids)  # more where it was asked for a token of output
         named = [{} if top is None else self._named(top) for top in (*tops, *[None] * count)][:count]
         return [math.nan if value is None else float(value) for value in values[:count]], named
+
+    def _tells_nothing(self) -> EngineError:
+        hint = "it must honour echo with logprobs, or prompt_logprobs; --answers alone needs neither"
+        return EngineError(f"{self.name} tells no log-probabilities of a prompt's tokens", value=self.model, hint=hint)
 
     def _check_length(self, told: int, token_ids: Sequence[int]) -> None:
         if told != len(token_ids):
@@ -175,7 +183,7 @@ class ServerModel:
 
 def _field(told: Any, name: str) -> Any:
     if not isinstance(told, Mapping) or told.get(name) is None:
-        raise EngineError(f"the server's answer has no {name!r}", hint="it must honour echo with logprobs")
+        raise EngineError(f"the server's answer has no {name!r}", hint="does it speak OpenAI's API?")
     return told[name]
 
 

@@ -1,7 +1,8 @@
 """What the new `config.json` says of its weights: the fields that transformers, vLLM and others read.
 
-compressed-tensors' `QuantizationConfig`, GPTQModel's and AutoAWQ's quantization_config. The head and the routers of
-experts stay as they are and are named where the format has a place for it. A pruned checkpoint is an ordinary dense
+compressed-tensors' `QuantizationConfig`, GPTQModel's and AutoAWQ's quantization_config. `desc_act` says that columns
+must be put in another order at run time, which static groups need not; vLLM 0.32 refuses it. The head and the routers
+of experts stay as they are and are named where the format has a place for it. A pruned checkpoint is an ordinary dense
 one: its note tells people, no loader needs it.
 """
 
@@ -32,8 +33,8 @@ def _quantization(config: ModelConfig, settings: Settings, scheme: str) -> dict[
             "checkpoint_format": "gptq",
             "bits": settings.bits,
             "group_size": settings.group_size,
-            "desc_act": settings.act_order,
-            "static_groups": False,
+            "desc_act": settings.act_order and not settings.static_groups,
+            "static_groups": settings.static_groups,
             "sym": True,
             "true_sequential": True,
             "damp_percent": gptq.DAMPING,

@@ -6,8 +6,9 @@ inverse, the error of column j in units of U_jj is taken off the columns after i
 taken in blocks: within one the update is immediate, beyond it once a block.
 
 Act-order takes the columns by falling diagonal of H, the ones that matter first; groups are then of columns that follow
-each other in that order, and `group_of` says which is in which. A column that the text never touched has no error to
-pass on and is rounded to nearest.
+each other in that order, and `group_of` says which is in which. With static groups they stay of neighbouring columns:
+their scales are fitted to the weights as they were, before any column is taken. A column that the text never touched
+has no error to pass on and is rounded to nearest.
 """
 
 import torch
@@ -21,38 +22,47 @@ BLOCK_COLUMNS = 128
 DOUBLE_COLUMNS = 4096  # up to here the factor is worked out in float64: 128 MiB a matrix
 
 
-def quantize(weight: Tensor, gram: Tensor, grid: Grid, act_order: bool) -> Rounded:
+def quantize(weight: Tensor, gram: Tensor, grid: Grid, act_order: bool, static_groups: bool = False) -> Rounded:
     """weight: float32 [out, in], not changed; gram: float32 [in, in]."""
     importance = gram.diagonal()
     count = weight.shape[1]
     order = importance.argsort(descending=True, stable=True) if act_order else torch.arange(count)
     factor = inverse_factor(gram[order][:, order])
-    state = _State(weight[:, order], factor, grid)
+    group_of, place = torch.arange(count) // grid.width(count), order.argsort()
+    state = _State(weight[:, order], factor, grid, group_of[order] if static_groups else group_of)
+    if static_groups:
+        state.fix_groups(*fit(weight.unflatten(1, (-1, grid.width(count))), grid))
     for begin in range(0, count, BLOCK_COLUMNS):
         state.take(begin, min(begin + BLOCK_COLUMNS, count))
-    place = order.argsort()
     scales, zeros = torch.stack(state.scales, 1), torch.stack(state.zeros, 1)
-    group_of = (torch.arange(count) // grid.width(count))[place]
-    return Rounded(state.integers[:, place], scales, zeros.to(torch.uint8), group_of)
+    return Rounded(
+        state.integers[:, place], scales, zeros.to(torch.uint8), group_of if static_groups else group_of[place]
+    )
 
 
 class _State:
-    """Columns in the order in which they are taken. left: what is still to be rounded, with the errors so far."""
+    """Columns in the order in which they are taken; group_of: their groups. left: what is still to be rounded, with the
+    errors so far. scales, zeros: of the groups that have them."""
 
-    def __init__(self, weight: Tensor, factor: Tensor, grid: Grid) -> None:
+    def __init__(self, weight: Tensor, factor: Tensor, grid: Grid, group_of: Tensor) -> None:
         self.left = weight.contiguous()
         self.factor = factor
         self.grid = grid
+        self.group_of: list[int] = group_of.tolist()
         self.integers = torch.empty(weight.shape, dtype=torch.uint8)
         self.scales: list[Tensor] = []
         self.zeros: list[Tensor] = []
+
+    def fix_groups(self, scales: Tensor, zeros: Tensor) -> None:
+        """[out, groups], of all groups."""
+        self.scales, self.zeros = list(scales.unbind(1)), list(zeros.unbind(1))
 
     def take(self, begin: int, end: int) -> None:
         """Round columns [begin, end), then correct those after them."""
         errors = torch.empty(len(self.left), end - begin)
         width = self.grid.width(self.left.shape[1])
         for column in range(begin, end):
-            if column % width == 0:
+            if self.group_of[column] == len(self.scales):
                 self._start_group(column, column + width, end, errors[:, : column - begin], begin)
             errors[:, column - begin] = self._take_column(column, end)
         self.left[:, end:] -= errors @ self.factor[begin:end, end:]
@@ -68,7 +78,8 @@ class _State:
         self.zeros.append(zeros)
 
     def _take_column(self, column: int, end: int) -> Tensor:
-        values, scales, zeros = self.left[:, column], self.scales[-1], self.zeros[-1]
+        group = self.group_of[column]
+        values, scales, zeros = self.left[:, column], self.scales[group], self.zeros[group]
         integers = integers_of(values, scales, zeros, self.grid)
         self.integers[:, column] = integers.to(torch.uint8)
         error = (values - (integers - zeros) * scales) / self.factor[column, column]

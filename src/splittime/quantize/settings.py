@@ -29,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int | None = None
     bits: int | None = None
     act_order: bool = False
+    static_groups: bool = False
     smooth: float | None = None
     prune: str | None = None
     sparsity: float | None = None
@@ -63,6 +64,7 @@ def _resolve_scheme(settings: Settings, scheme: str) -> Settings:
     for name in ("sparsity", "metric"):
         _refuse_foreign(settings, name, getattr(settings, name) is not None, "--prune")
     _refuse_foreign(settings, "act_order", settings.act_order and scheme != "gptq", "--scheme gptq")
+    _refuse_foreign(settings, "static_groups", settings.static_groups and not settings.act_order, "--act-order")
     _refuse_foreign(settings, "smooth", settings.smooth is not None and scheme != "w8a8", "--scheme w8a8")
     _refuse_foreign(
         settings,
@@ -109,6 +111,7 @@ def _resolve_pruning(settings: Settings) -> Settings:
     for name, value in (("group_size", settings.group_size), ("bits", settings.bits), ("smooth", settings.smooth)):
         _refuse_foreign(settings, name, value is not None, "--scheme")
     _refuse_foreign(settings, "act_order", settings.act_order, "--scheme gptq")
+    _refuse_foreign(settings, "static_groups", settings.static_groups, "--scheme gptq --act-order")
     if settings.prune not in PATTERNS:
         raise _bad("prune", settings.prune, f"one of {', '.join(PATTERNS)}", list(PATTERNS))
     metric = settings.metric or "magnitude"

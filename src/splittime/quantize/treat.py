@@ -128,7 +128,8 @@ class Treatment:
         assert self.grid is not None
         scheme = self.settings.scheme
         if scheme == "gptq" and moments is not None:
-            found = gptq.quantize(weight, moments.gram, self.grid, self.settings.act_order)
+            settings = self.settings
+            found = gptq.quantize(weight, moments.gram, self.grid, settings.act_order, settings.static_groups)
         elif scheme == "awq" and moments is not None and name not in (Q, K):
             found = round_to_nearest(awq.clip(weight, moments.gram, self.grid), self.grid)
         else:

@@ -10,8 +10,8 @@ import msgspec
 from splittime.core.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
-KV_CACHE_DTYPES = (*DTYPES, "int8")
-BACKENDS = ("auto", "native", "torch", "reference")
+KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
+BACKENDS = ("auto", "native", "torch", "reference", "triton")
 LOAD_FORMATS = ("auto", "safetensors", "gguf")
 QUANTIZATIONS = ("int8", "int4")
 
@@ -25,12 +25,17 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
         "auto": `runner.machine.choose_dtype`.
     quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are. A
         checkpoint that is quantised already is served as it is and refuses this.
-    kv_cache_dtype: "auto" is bfloat16 where the weights' dtype is, else float32.
-    kernels: "auto" takes "native", and "torch" where the native library is missing; "reference" is the slow oracle.
+    kv_cache_dtype: "auto" is as the weights' dtype. "fp8" is e4m3 with a scale for each token and head, of "triton".
+    kernels: "auto" takes "triton" where there is a CUDA card, else "native", and "torch" where the native library is
+        missing; "reference" is the slow oracle.
     packed_cache: the folder for quantised weights; "auto" is one below the user's cache folder, "off" keeps none.
     num_threads: None chooses by the size of the weights.
     max_model_len: longest context in tokens; None takes the checkpoint's.
     kv_cache_memory_bytes: None takes what `max_num_seqs` full contexts need, at most half of the free memory.
+    tensor_parallel_size: ranks that share the model, a process each (`runner.parallel`). The threads are divided among
+        them; kv_cache_memory_bytes is what each of them takes.
+    async_scheduling: plan the next step while one runs, in a thread of its own.
+    collective_timeout_s: a rank that keeps the others waiting for longer is taken for hung, and ends them all.
     """
 
     model_path: str
@@ -46,6 +51,9 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None
     kernels: str = "auto"
     packed_cache: str = "auto"
+    tensor_parallel_size: int = 1
+    collective_timeout_s: float = 30.0
+    async_scheduling: bool = False
 
     def validate(self) -> None:
         """Raise `ConfigError` naming the first setting that is not honoured."""
@@ -61,10 +69,16 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1", param=name, value=value)
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1", param=name, value=value)
+        if self.async_scheduling and self.tensor_parallel_size > 1:
+            message = "async_scheduling needs a model in one process: the other ranks do not learn what was sampled"
+            raise ConfigError(message, param="async_scheduling", value=True, hint="tensor_parallel_size=1")
+        if not self.collective_timeout_s > 0:
+            message = f"collective_timeout_s is {self.collective_timeout_s}, must be above 0"
+            raise ConfigError(message, param="collective_timeout_s", value=self.collective_timeout_s)
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +91,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     packed_cache: what became of the cache of packed weights.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.
+    tensor_parallel_size: ranks that share the model. Where there are several, weights_bytes, kv_bytes_per_block and
+        num_threads are the first one's; rank_weights_bytes and rank_pids are of all, by rank.
     """
 
     architecture: str
@@ -107,6 +123,9 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     context_length: int
     sliding_window: int | None
+    tensor_parallel_size: int = 1
+    rank_weights_bytes: tuple[int, ...] = ()
+    rank_pids: tuple[int, ...] = ()
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

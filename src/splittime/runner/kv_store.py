@@ -1,7 +1,7 @@
 """The KV cache's memory: the tensors of each layer, in the layout that `kernels.api` describes, and whole-block copies.
 
-Which block belongs to whom is the scheduler's business. Memory is zeroed lazily by the system (`calloc`): blocks that
-no request has touched cost nothing. The last block of each layer is the zero block that padding reads.
+Which block belongs to whom is the scheduler's business. Memory of the CPU is zeroed lazily by the system (`calloc`):
+blocks that no request has touched cost nothing. The last block of each layer is the zero block that padding reads.
 """
 
 import math
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import KvShape, LayerKv
+from splittime.kernels.api import CPU, KvShape, LayerKv
 
 ALIGNMENT = 64  # a cache line: a kernel's vectors then do not cross two
 
@@ -22,10 +22,10 @@ def bytes_per_block(shape: KvShape, num_layers: int, dtype: torch.dtype) -> int:
 
 
 class KvStore:
-    def __init__(self, shape: KvShape, num_layers: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: KvShape, num_layers: int, dtype: torch.dtype, device: torch.device = CPU) -> None:
         self.shape = shape
         self.zero_block = shape.num_blocks
-        self.layers = tuple(_allocate_layer(shape, dtype) for _ in range(num_layers))
+        self.layers = tuple(_allocate_layer(shape, dtype, device) for _ in range(num_layers))
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks, (source, target) each, one after the other."""
@@ -37,23 +37,25 @@ class KvStore:
 
     def scrub(self, block_ids: list[int]) -> None:
         """Make what is not finite zero, so that the next owner of these blocks cannot read it through a mask."""
-        index = torch.tensor(block_ids)
+        index = torch.tensor(block_ids, device=self.layers[0].data.device)
         for layer in self.layers:
             floats = layer.data if layer.scales is None else layer.scales
             floats[index] = torch.nan_to_num(floats[index], nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _has_scales(dtype: torch.dtype) -> bool:
-    return dtype == torch.int8
+    return dtype in (torch.int8, torch.float8_e4m3fn)
 
 
-def _allocate_layer(shape: KvShape, dtype: torch.dtype) -> LayerKv:
+def _allocate_layer(shape: KvShape, dtype: torch.dtype, device: torch.device) -> LayerKv:
     tiles = (shape.num_blocks + 1, 2, shape.num_kv_heads)
-    data = _zeros((*tiles, shape.block_size * shape.head_dim), dtype)
-    return LayerKv(data, _zeros((*tiles, shape.block_size), torch.float32) if _has_scales(dtype) else None)
+    data = _zeros((*tiles, shape.block_size * shape.head_dim), dtype, device)
+    return LayerKv(data, _zeros((*tiles, shape.block_size), torch.float32, device) if _has_scales(dtype) else None)
 
 
-def _zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(sizes, dtype=dtype, device=device)
     num_bytes = math.prod(sizes) * dtype.itemsize
     raw = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
     begin = -raw.ctypes.data % ALIGNMENT

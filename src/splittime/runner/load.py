@@ -14,7 +14,9 @@ from splittime.kernels.api import KvShape, Ops, resolve
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
 from splittime.models.quant.plan import WeightPlan, choose
+from splittime.models.ranks import Ranks
 from splittime.models.weights.load import Loaded, OnLayer, load_decoder
+from splittime.models.weights.shards import counted, own_config
 from splittime.models.weights.source import PLAIN, is_gguf, open_source, read_config
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
@@ -25,15 +27,16 @@ OnPhase = Callable[[str, int, int], None]
 
 
 def load(
-    config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer | None = None
+    config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer | None = None, ranks: Ranks | None = None
 ) -> tuple[Decoder, KvStore, Resolved, Cost]:
     """Raises `ConfigError` for what cannot be honoured, before the weights are read where that is possible.
 
-    Also sets the number of threads, for this process.
+    Also sets the number of threads, for this process. ranks: those that share the model; all of this is then of one
+    rank's part, but for the number of blocks, which is the smallest of any.
     """
     begin_ns = time.monotonic_ns()
     config.validate()
-    choices = _Choices.make(config)
+    choices = _Choices.make(config, ranks)
     config_ns = time.monotonic_ns()
     on_phase("read config", begin_ns, config_ns)
     choices.ops.set_threads(config.num_threads or machine.num_cores())
@@ -41,16 +44,21 @@ def load(
     with torch.inference_mode():
         loaded = load_decoder(
             Path(config.model_path),
-            choices.model,
+            choices.whole,
             choices.ops,
             choices.plan,
             choices.max_model_len,
             folder,
             on_layer or (lambda done, total, num_bytes: None),
+            ranks,
         )
     weights_ns = time.monotonic_ns()
     on_phase("load weights", config_ns, weights_ns)
-    store, choices.reasons["num_blocks_reason"] = _allocate(config, choices)
+    if ranks is not None:
+        ranks.each(0)  # answers when all have theirs
+        config_ns, weights_ns = weights_ns, time.monotonic_ns()
+        on_phase("wait for ranks", config_ns, weights_ns)
+    store, choices.reasons["num_blocks_reason"] = _allocate(config, choices, ranks)
     on_phase("allocate kv cache", weights_ns, time.monotonic_ns())
     num_threads, choices.reasons["num_threads_reason"] = machine.choose_num_threads(
         config.num_threads, loaded.weights_bytes
@@ -58,14 +66,17 @@ def load(
     choices.ops.set_threads(num_threads)
     resolved = _resolved(config, choices, loaded, store, num_threads)
     kv_bytes_per_token = resolved.kv_bytes_per_block // resolved.block_size
-    least = cost(choices.model, loaded.plan, choices.ops, loaded.weights_bytes, kv_bytes_per_token)
+    computed = choices.model if ranks is None else counted(choices.model, ranks)
+    least = cost(computed, loaded.plan, choices.ops, loaded.weights_bytes, kv_bytes_per_token)
     return loaded.decoder, store, resolved, least
 
 
 @dataclass(frozen=True)
 class _Choices:
-    """What is decided before anything large is read."""
+    """What is decided before anything large is read. whole: the checkpoint's model; model: the part of it that this
+    rank has, the same where there is but one."""
 
+    whole: ModelConfig
     model: ModelConfig
     ops: Ops
     plan: WeightPlan
@@ -75,7 +86,7 @@ class _Choices:
     reasons: dict[str, str]
 
     @staticmethod
-    def make(config: RunnerConfig) -> "_Choices":
+    def make(config: RunnerConfig, ranks: Ranks | None) -> "_Choices":
         path = Path(config.model_path)
         _check_load_format(config.load_format, path)
         model = read_config(path)
@@ -85,7 +96,8 @@ class _Choices:
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
         machine.packed_cache_folder(config.packed_cache)
         choices = _Choices(
-            model=model,
+            whole=model,
+            model=model if ranks is None else own_config(model, ranks),
             ops=resolve(kernels, dtype),
             plan=choose(config.quantization, _name(dtype)),
             dtype=dtype,
@@ -120,13 +132,15 @@ def _refuse_to_round_again(config: RunnerConfig, model: ModelConfig, path: Path)
         )
 
 
-def _allocate(config: RunnerConfig, choices: _Choices) -> tuple[KvStore, str]:
+def _allocate(config: RunnerConfig, choices: _Choices, ranks: Ranks | None) -> tuple[KvStore, str]:
     """The cache, and why it has so many blocks."""
     num_blocks, reason = _choose_num_blocks(config, choices)
+    if ranks is not None:
+        num_blocks = min(ranks.each(num_blocks))
     model = choices.model
     shape = KvShape(num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
     with torch.inference_mode():
-        return KvStore(shape, model.num_layers, choices.kv_cache_dtype), reason
+        return KvStore(shape, model.num_layers, choices.kv_cache_dtype, choices.ops.device), reason
 
 
 def _choose_num_blocks(config: RunnerConfig, choices: _Choices) -> tuple[int, str]:

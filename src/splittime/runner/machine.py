@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -37,9 +38,12 @@ def multiplies_bfloat16() -> bool:
 
 
 def choose_kernels(asked: str) -> tuple[str, str]:
-    """The backend and why: with "auto", native kernels if they can be loaded. To ask for them by name is to insist."""
+    """The backend and why: with "auto", a card's if there is one, or native kernels if they can be loaded. To ask for
+    them by name is to insist."""
     if asked != "auto":
         return asked, "as asked"
+    if torch.cuda.is_available() and find_spec("triton") is not None:
+        return "triton", f"there is a card, {torch.cuda.get_device_name()}"
     try:
         library()
     except LibraryMissing as error:
@@ -59,6 +63,8 @@ def choose_dtype(asked: str, checkpoint_dtype: str, kernels: str) -> tuple[torch
         return getattr(torch, asked), "as asked"
     if checkpoint_dtype == "float32":
         return torch.float32, "the checkpoint is float32"
+    if kernels == "triton":
+        return getattr(torch, checkpoint_dtype), f"the checkpoint is {checkpoint_dtype}"
     if kernels == "native":
         if checkpoint_dtype == "bfloat16":
             return torch.bfloat16, "the checkpoint is bfloat16"
@@ -69,17 +75,20 @@ def choose_dtype(asked: str, checkpoint_dtype: str, kernels: str) -> tuple[torch
 
 
 def choose_kv_cache_dtype(asked: str, dtype: torch.dtype, kernels: str) -> torch.dtype:
-    """Raises `ConfigError` for what these kernels cannot attend to: native ones to all, others to dtype or int8."""
+    """Raises `ConfigError` for what these kernels cannot attend to: native ones to all but fp8, others to dtype or
+    int8, those of a card to fp8 too."""
     if asked == "auto":
         return dtype
     own = str(dtype).removeprefix("torch.")
     allowed = ("float32", "bfloat16", "int8") if kernels == "native" else (own, "int8")
+    if kernels == "triton":
+        allowed = (*allowed, "fp8")
     if asked not in allowed:
         message = (
             f"kv_cache_dtype is {asked!r}; with dtype {own} and {kernels} kernels it is one of {', '.join(allowed)}"
         )
         raise ConfigError(message, param="kv_cache_dtype", value=asked, limit=["auto", *allowed])
-    return getattr(torch, asked)
+    return torch.float8_e4m3fn if asked == "fp8" else getattr(torch, asked)
 
 
 def packed_cache_folder(setting: str) -> Path | None:
@@ -200,7 +209,7 @@ def choose_num_blocks(config: RunnerConfig, max_model_len: int, bytes_per_block:
         budget = config.kv_cache_memory_bytes
         _refuse_beyond(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), budget)
     else:
-        budget = int(free_memory_bytes() * FREE_MEMORY_SHARE)
+        budget = int(free_memory_bytes() // config.tensor_parallel_size * FREE_MEMORY_SHARE)
         num_blocks = min(wanted, budget // bytes_per_block)
         reason = f"max_num_seqs={config.max_num_seqs} full contexts"
         if num_blocks < wanted:

@@ -6,20 +6,32 @@ that is run again, or a request that was preempted and admitted anew, gives the 
 
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 
 from splittime.core.errors import EngineError
-from splittime.core.plan import Admitted, Row
+from splittime.core.plan import PENDING, Admitted, Row
 from splittime.runner.penalties import TokenCounts
 
 
 class Slot:
     """State of one request. tokens: int64 [max_tokens + 1], known up to `num_known`.
 
+    sampled: the token that its latest row that samples gave, if it gave one.
     error: why no row of it can be computed, or None.
     """
 
-    __slots__ = ("admitted", "block_ids", "counts", "error", "max_tokens", "num_known", "prompt_len", "tokens")
+    __slots__ = (
+        "admitted",
+        "block_ids",
+        "counts",
+        "error",
+        "max_tokens",
+        "num_known",
+        "prompt_len",
+        "sampled",
+        "tokens",
+    )
 
     def __init__(self, admitted: Admitted, max_tokens: int, vocab_size: int) -> None:
         known = len(admitted.token_ids)
@@ -31,10 +43,17 @@ class Slot:
         self.tokens = np.zeros(max(max_tokens, known) + 1, dtype=np.int64)
         self.tokens[:known] = admitted.token_ids
         self.num_known = known
+        self.sampled: int | None = None
         self.counts: TokenCounts | None = None
         if admitted.sampling.has_penalties and self.error is None:
             self.counts = TokenCounts(vocab_size, self.tokens[: self.prompt_len])
             self.counts.add_outputs(self.tokens[self.prompt_len : known])
+
+    def known(self, row: Row) -> Row | None:
+        """The row with its tokens, where the plan could not know them; None where the step before gave none."""
+        if row.token_ids != (PENDING,):
+            return row
+        return None if self.sampled is None else msgspec.structs.replace(row, token_ids=(self.sampled,))
 
     def learn(self, row: Row) -> None:
         """Take in what a row brings: its blocks, and tokens that are new (outputs of earlier steps)."""

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from splittime.core.errors import SplittimeError
 from splittime.core.plan import RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.core.sampling import SamplingParams
 from splittime.models.decoder import Decoder
@@ -21,6 +22,7 @@ from splittime.models.quant.plan import choose
 from splittime.models.weights.load import OnLayer
 from splittime.runner import batch as batches
 from splittime.runner import logprobs, machine, penalties, sampler, threads
+from splittime.runner.ahead import RunnerThread
 from splittime.runner.batch import Batch
 from splittime.runner.ceilings import Gauge
 from splittime.runner.config import Resolved, RunnerConfig
@@ -30,6 +32,7 @@ from splittime.runner.load import OnPhase, load
 from splittime.runner.slots import Slots
 from splittime.runner.warm_up import Probe, warm_up_plans
 
+NO_TOKEN = "the step before gave this request no token"
 NOT_FINITE = "what the model computes for this request is not finite"
 Results = dict[str, RowResult]  # by request id
 OnHidden = Callable[[Batch, Tensor], None]
@@ -57,6 +60,11 @@ class TorchRunner:
 
         Raises `ConfigError` naming what cannot be honoured.
         """
+        if config.tensor_parallel_size > 1:
+            from splittime.runner.parallel.runner import ParallelRunner  # which is a TorchRunner
+
+            config.validate()
+            return ParallelRunner.lead(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer)
         runner = TorchRunner(*load(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer))
         is_small = runner.resolved.weights_bytes <= threads.LARGE_BYTES
         if config.num_threads is None and runner.decoder.ops.name == "native" and is_small:
@@ -65,6 +73,15 @@ class TorchRunner:
             if on_phase is not None:
                 on_phase("measure threads", begin_ns, time.monotonic_ns())
         return runner
+
+    def watch(self, tell: Callable[[SplittimeError], None]) -> None:
+        """Be told, in another thread, when this runner can run no more: of one process, never."""
+
+    def ahead(self, config: RunnerConfig) -> RunnerThread | None:
+        """What carries out steps while the next are planned; None where `config` does not ask for it."""
+        if not config.async_scheduling:
+            return None
+        return RunnerThread(self.run, lambda: self.decoder.ops.set_threads(self.resolved.num_threads))
 
     def warm_up(self) -> None:
         """Run a few steps over the empty cache, so that the first request does not pay for first calls."""
@@ -96,11 +113,12 @@ class TorchRunner:
         results: Results = {}
         rows = []
         for row in plan.rows:
-            error = self.slots[row.request_id].error
-            if error is None:
-                rows.append(row)
+            slot = self.slots[row.request_id]
+            known = slot.known(row)
+            if slot.error is None and known is not None:
+                rows.append(known)
             else:
-                results[row.request_id] = RowResult(row.request_id, error=error)
+                results[row.request_id] = RowResult(row.request_id, error=slot.error or NO_TOKEN)
         if not rows:
             return StepResult(plan.step_id, tuple(results.values()))
         batch = batches.build(rows, self.slots, self.store.shape.block_size, self.store.zero_block)
@@ -148,6 +166,7 @@ class TorchRunner:
             if not fine:
                 request_id = batch.rows[index].request_id
                 results[request_id] = RowResult(request_id, error=NOT_FINITE)
+                batch.slots[index].sampled = None
                 self.store.scrub(batch.slots[index].block_ids)
         good = [index for index, fine in zip(rows, is_finite, strict=True) if fine]
         return good, computed[torch.tensor(is_finite)]
@@ -162,6 +181,7 @@ class TorchRunner:
         described = _chosen_logprobs(raw, chosen, params)
         for line, index in enumerate(rows):
             request_id = batch.rows[index].request_id
+            batch.slots[index].sampled = chosen[line]
             results[request_id] = RowResult(request_id, (chosen[line],), described.get(line, ()))
 
     def _add_prompt_logprobs(self, batch: Batch, index: int, hidden: Tensor, results: Results) -> None:

@@ -11,6 +11,11 @@ up. A plan is made in three passes over one token budget:
                    never stopped half-way for want of blocks). The first that does not fit ends the admission: nobody
                    overtakes it, so nobody starves.
 
+The next step may be planned before the one before it is committed (one step ahead, no more): what is planned counts as
+computed at once, and a token that is still being sampled stands in the next row as `PENDING`. A request that turns out
+to have ended, or was preempted, leaves its row in the air: what comes of that is dropped. Its blocks may be given away
+at once, since steps run in order.
+
 Every request that waits, and every running one that gets no row, gets its cause at this moment. The scheduler reads no
 clock: `now_ns` is told to it. `check` verifies its books against the cache's.
 """
@@ -20,7 +25,7 @@ import heapq
 from typing import Any
 
 from splittime.core.errors import Conflict, ErrorInfo
-from splittime.core.plan import Admitted, Row, RowResult, StepPlan, StepResult, TokenLogprob
+from splittime.core.plan import PENDING, Admitted, Row, RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.core.request import FinishReason, Request
 from splittime.kv.cache import KVCache
 from splittime.ledger.stages import Cause, Stage
@@ -50,6 +55,7 @@ class Scheduler:
         self._released: list[str] = []
         self._num_arrived = 0
         self._step_id = 0
+        self._in_flight: dict[int, list[RequestState | None]] = {}  # by step, whose rows it has; None: of no interest
         self._last_commit_ns = 0
         self.victims: list[str] = []  # preempted by the latest plan
         self.num_preemptions = 0
@@ -145,6 +151,7 @@ class Scheduler:
         if not rows:
             return None
         self._step_id += 1
+        self._in_flight[self._step_id] = [self._states[row.request_id] for row in rows]
         released, self._released = tuple(self._released), []
         return StepPlan(self._step_id, tuple(rows), admitted, released)
 
@@ -154,22 +161,25 @@ class Scheduler:
         position = 0
         while position < len(running):
             state = running[position]
-            num_computed = state.num_computed
-            if len(state.token_ids) - num_computed == 1:
+            num_computed, num_promised = state.num_computed, state.num_promised
+            num_tokens = len(state.token_ids) + num_promised
+            if num_tokens - num_computed == 1 and not (num_promised and num_tokens >= state.max_num_tokens):
                 lease = state.lease
                 if num_computed == len(lease.block_ids) * block_size and not self._reserve_or_preempt(state, now_ns):
                     continue  # preempted itself; `position` is the next request, or the end
                 new_block_ids = lease.unsent() if lease.num_sent < len(lease.block_ids) else ()
                 if state.account.stage is Stage.DECODE_STALL:
                     state.account.enter(Stage.DECODE, now_ns)
-                rows.append(Row(state.request_id, num_computed, (state.token_ids[-1],), new_block_ids, True))
+                token_id = PENDING if num_promised else state.token_ids[-1]
+                state.num_computed, state.num_promised = num_tokens, num_promised + 1
+                rows.append(Row(state.request_id, num_computed, (token_id,), new_block_ids, True))
             position += 1
 
     def _reserve_or_preempt(self, state: RequestState, now_ns: int) -> bool:
         """A block for the next token, at the cost of the worst-ranked; False if that is `state` itself.
 
         The victim never has a row in this plan yet: decodes are planned best rank first, prefills after them."""
-        while not self.cache.reserve(state.lease, len(state.token_ids)):
+        while not self.cache.reserve(state.lease, state.num_computed + 1):
             victim = self.running[-1]
             self._preempt(victim, now_ns)
             if victim is state:
@@ -181,7 +191,8 @@ class Scheduler:
         self.running.remove(victim)
         self._take_back(victim)
         victim.recompute_until = max(victim.recompute_until, victim.num_computed)
-        victim.num_computed = 0
+        victim.num_computed = victim.num_promised = 0
+        self._leave_in_the_air(victim)
         victim.num_preemptions += 1
         victim.account.enter(Stage.PREEMPTED, now_ns, Cause.KV_BLOCKS)
         self.queue.push(victim, now_ns)
@@ -191,15 +202,15 @@ class Scheduler:
     def _plan_prefills(self, rows: list[Row], budget: StepBudget, now_ns: int) -> None:
         """Chunks for the running requests that have more than one token to catch up."""
         for state in self.running:
-            num_pending = len(state.token_ids) - state.num_computed
-            if num_pending == 1:
+            num_pending = state.num_pending
+            if num_pending <= 1 or state.num_promised:
                 continue
             num_tokens = budget.chunk(num_pending)
             if num_tokens == 0:
                 state.stall(Cause.TOKEN_BUDGET, now_ns)
                 continue
             state.account.enter(state.computing_stage, now_ns)
-            rows.append(state.row(num_tokens))
+            rows.append(state.next_row(num_tokens))
             budget.spend(num_tokens)
 
     def _plan_admissions(
@@ -265,7 +276,7 @@ class Scheduler:
         if num_tokens == 0:
             state.stall(Cause.TOKEN_BUDGET, now_ns)
             return
-        rows.append(state.row(num_tokens))
+        rows.append(state.next_row(num_tokens))
         budget.spend(num_tokens)
 
     def _stand_still(self, now_ns: int) -> None:
@@ -282,15 +293,17 @@ class Scheduler:
         """Take the step's tokens over; returns the news of each request that has any."""
         self._last_commit_ns = now_ns
         outputs: list[RequestOutput] = []
-        for row, row_result in zip(plan.rows, result.rows, strict=True):
-            state = self._states[row.request_id]
+        flight = self._in_flight.pop(plan.step_id)
+        for state, row, row_result in zip(flight, plan.rows, result.rows, strict=True):
+            if state is None:
+                continue
             if row_result.error is not None:
                 error = news.row_error(row_result)
                 outputs.append(self._finish(state, FinishReason.ERROR, now_ns, error))
                 continue
-            state.num_computed += len(row.token_ids)
-            if state.num_computed // self.config.block_size > state.lease.num_indexed:
-                self.cache.commit(state.lease, state.token_ids, state.num_computed)
+            num_computed = row.start + len(row.token_ids)
+            if num_computed // self.config.block_size > state.lease.num_indexed:
+                self.cache.commit(state.lease, state.token_ids, num_computed)
             output = self._take_tokens(state, row, row_result, now_ns)
             if output is not None:
                 outputs.append(output)
@@ -300,10 +313,12 @@ class Scheduler:
         """Append a row's tokens up to the one that ends the request; returns its news, if there are any."""
         prompt_logprobs = state.new_prompt_logprobs(row, row_result) if row_result.prompt_logprobs else ()
         if not row.samples:
-            if state.account.stage is Stage.RECOMPUTE and not state.is_recomputing:
+            is_caught_up = row.start + len(row.token_ids) >= state.recompute_until
+            if state.account.stage is Stage.RECOMPUTE and is_caught_up:
                 state.account.enter(Stage.PREFILL, now_ns)
             has_news = prompt_logprobs or state.num_marks_sent < len(state.account.marks)
             return news.progress(state, (), (), prompt_logprobs) if has_news else None
+        state.num_promised -= 1
         reason = None
         num_accepted = 0
         for token_id in row_result.token_ids:
@@ -344,6 +359,7 @@ class Scheduler:
         else:
             self.running.remove(state)
         self._take_back(state)
+        self._leave_in_the_air(state)
         del self._states[state.request_id]
         state.account.enter(Stage.DELIVER, now_ns)
         state.account.close(now_ns)
@@ -355,6 +371,12 @@ class Scheduler:
         if state.is_known_to_runner:
             self._released.append(state.request_id)
             state.is_known_to_runner = False
+
+    def _leave_in_the_air(self, state: RequestState) -> None:
+        """What comes of its rows in steps that were not committed yet is of no interest any more."""
+        for flight in self._in_flight.values():
+            if state in flight:
+                flight[flight.index(state)] = None
 
     # ---- small print ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ Rank = tuple[int, float, int]  # (0 once overdue else 1, the policy's key, order
 class RequestState:
     """A request in the engine: waiting (in the queue), or running (holds blocks, gets rows).
 
-    token_ids: prompt, then outputs. The KV of the first `num_computed` is in the lease's blocks.
+    token_ids: prompt, then outputs. The KV of the first `num_computed` is in the lease's blocks, or will be when the
+        steps that were planned have run; these sample `num_promised` tokens that are not known yet.
     recompute_until: after a preemption, tokens [0, recompute_until) had been computed before.
     """
 
@@ -27,6 +28,7 @@ class RequestState:
         "num_computed",
         "num_marks_sent",
         "num_preemptions",
+        "num_promised",
         "num_prompt",
         "num_prompt_logprobs",
         "pushed",
@@ -48,6 +50,7 @@ class RequestState:
         eos_ids = () if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids = frozenset(eos_ids) | frozenset(sampling.stop_token_ids)
         self.num_computed = 0
+        self.num_promised = 0
         self.recompute_until = 0
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0  # entries passed on, for positions 1 to this
@@ -69,8 +72,8 @@ class RequestState:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens whose KV is not computed; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens, known or promised, whose KV is not computed; 1 while decoding."""
+        return len(self.token_ids) + self.num_promised - self.num_computed
 
     @property
     def is_recomputing(self) -> bool:
@@ -81,11 +84,12 @@ class RequestState:
         """The stage of a request that catches up with its known tokens."""
         return Stage.RECOMPUTE if self.is_recomputing else Stage.PREFILL
 
-    def row(self, num_tokens: int) -> Row:
-        """Its row for the next `num_tokens` pending tokens."""
+    def next_row(self, num_tokens: int) -> Row:
+        """Its row for the next `num_tokens` pending tokens, all known; they count as computed from now on."""
         start, end = self.num_computed, self.num_computed + num_tokens
-        tokens = tuple(self.token_ids[start:end])
-        return Row(self.request_id, start, tokens, self.lease.unsent(), samples=end == len(self.token_ids))
+        samples = end == len(self.token_ids)
+        self.num_computed, self.num_promised = end, int(samples)
+        return Row(self.request_id, start, tuple(self.token_ids[start:end]), self.lease.unsent(), samples)
 
     def new_prompt_logprobs(self, row: Row, row_result: RowResult) -> tuple[TokenLogprob, ...]:
         """A row's prompt log-probabilities, without those that were passed on before a preemption."""

@@ -8,11 +8,12 @@ prefix cache, unless a plan reads a slot that was never written or belongs to so
 
 import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from zlib import crc32
 
 from splittime.core.clock import Clock, SystemClock, VirtualClock
-from splittime.core.plan import Admitted, Row, RowResult, StepPlan, StepResult
+from splittime.core.plan import PENDING, Admitted, Row, RowResult, StepPlan, StepResult
 
 
 class FakeRunner:
@@ -37,8 +38,27 @@ class FakeRunner:
         self._known: dict[str, Admitted] = {}
         self._blocks: dict[str, list[int]] = {}
         self._kv: dict[int, array] = {}  # block -> token id in each slot
+        self._sampled: dict[str, int] = {}  # the latest of each request
+        self._launched: deque[tuple[StepResult, int]] = deque()  # and when it is done
+        self._free_ns = 0
 
     def run(self, plan: StepPlan) -> StepResult:
+        result = self._compute(plan)
+        self._pass(result.device_ns)
+        return result
+
+    def launch(self, plan: StepPlan) -> None:
+        """The device begins with it when it is done with the step before."""
+        result = self._compute(plan)
+        self._free_ns = max(self._free_ns, self._clock.now_ns()) + result.device_ns
+        self._launched.append((result, self._free_ns))
+
+    def collect(self) -> StepResult:
+        result, done_ns = self._launched.popleft()
+        self._pass(max(0, done_ns - self._clock.now_ns()))
+        return result
+
+    def _compute(self, plan: StepPlan) -> StepResult:
         for request_id in plan.released:
             del self._known[request_id], self._blocks[request_id]
         for admitted in plan.admitted:
@@ -49,18 +69,20 @@ class FakeRunner:
             self._kv[target] = array("I", self._kv[source])
         rows = tuple(self._run_row(row) for row in plan.rows)
         device_ns = self._step_ns + self._token_ns * sum(len(row.token_ids) for row in plan.rows)
-        self._pass(device_ns)
         return StepResult(plan.step_id, rows, device_ns)
 
     def _run_row(self, row: Row) -> RowResult:
         blocks = self._blocks[row.request_id]
         blocks.extend(row.new_block_ids)
-        for position, token_id in enumerate(row.token_ids, row.start):
+        token_ids = (self._sampled[row.request_id],) if row.token_ids == (PENDING,) else row.token_ids
+        for position, token_id in enumerate(token_ids, row.start):
             block = self._kv.setdefault(blocks[position // self._block_size], array("I", bytes(4 * self._block_size)))
             block[position % self._block_size] = token_id
         if not row.samples:
             return RowResult(row.request_id)
-        return RowResult(row.request_id, (self._next_token(self._read(blocks, row.start + len(row.token_ids))),))
+        token = self._next_token(self._read(blocks, row.start + len(row.token_ids)))
+        self._sampled[row.request_id] = token
+        return RowResult(row.request_id, (token,))
 
     def _read(self, blocks: list[int], num_tokens: int) -> bytes:
         """The first `num_tokens` tokens, as the blocks hold them."""

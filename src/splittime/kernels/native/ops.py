@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, RoundedRows, WeightScheme
+from splittime.kernels.api import CPU, AttentionBatch, KvShape, LayerKv, RoundedRows, WeightScheme
 from splittime.kernels.native import check, packed, torch_ops
 from splittime.kernels.native.check import choose_isa
 from splittime.kernels.native.library import READ_KINDS, Batch, library
@@ -42,6 +42,7 @@ class NativeOps:
     name = "native"
     attention_name = "native, paged in place"
     activation_dtype = torch.float32
+    device = CPU
 
     def __init__(self) -> None:
         """Raises `LibraryMissing`."""

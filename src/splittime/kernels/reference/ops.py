@@ -107,7 +107,7 @@ class ReferenceOps(PlainOps):
             if store.scales is None:
                 tiles[block, :, :, offset] = rows[token].to(tiles.dtype)
             else:
-                values, scales = kv_rounding.quantize(rows[token])
+                values, scales = kv_rounding.quantize(rows[token], tiles.dtype)
                 tiles[block, :, :, offset], store.scales[block, :, :, offset] = values, scales
 
     def attention(self, q: Tensor, store: LayerKv, plan: Any, scale: float) -> Tensor:

@@ -1,1 +1,1 @@
-"""The backend for one NVIDIA card: kernels in Triton over the paged KV cache, cuBLAS through torch for dense products."""
+"""The backend for an NVIDIA card: kernels in Triton over the paged KV cache, cuBLAS for dense products."""

@@ -2,7 +2,9 @@
 
 The interpreter runs each program of a launch one after the other over numpy: the same source, no speed. It is how every
 kernel is tested where there is no card. It cannot multiply bfloat16 matrices (it holds them as raw 16-bit integers), so
-kernels take the dtype that `tl.dot` computes in as a constant, `dot_dtype`.
+kernels take the dtype that `tl.dot` computes in as a constant, `dot_dtype`. With NumPy 2.4 and Triton 3.6 it could not
+loop to a bound that a kernel has computed either (its scalars are arrays of one element, which `int` no longer takes);
+importing this module mends that.
 """
 
 import os
@@ -33,3 +35,19 @@ def device() -> torch.device:
 def dot_dtype(dtype: torch.dtype) -> Any:
     """What operands of `dtype` are multiplied as. float32 wants `input_precision="ieee"` beside it."""
     return tl.float32 if is_interpreted() and dtype == torch.bfloat16 else _DOT_DTYPES[dtype]
+
+
+def _mend_interpreter() -> None:
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+
+
+if is_interpreted():
+    _mend_interpreter()

@@ -13,19 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from splittime.kernels.api import Ops
 from splittime.models import rope
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
-from splittime.models.layers import DecoderLayer
+from splittime.models.layers import DecoderLayer, SharedLayer
 from splittime.models.quant.plan import INTEGERS, WeightPlan
+from splittime.models.ranks import Ranks
 from splittime.models.weights.cache import PackedCache, open_cache
 from splittime.models.weights.layer import LayerBuilder
 from splittime.models.weights.packed_file import PackedFileBroken
 from splittime.models.weights.packing import Packer, Rows
-from splittime.models.weights.source import PLAIN, Source, open_source
+from splittime.models.weights.shards import CutSource, own_config
+from splittime.models.weights.source import PLAIN, Source, Table, open_source
 from splittime.models.weights.stored import StoredWeight
 
 EMBEDDING = "model.embed_tokens"
@@ -56,15 +59,17 @@ def load_decoder(
     num_positions: int,
     cache_folder: Path | None = None,
     on_layer: OnLayer = lambda done, total, num_bytes: None,
+    ranks: Ranks | None = None,
 ) -> Loaded:
-    """path: what `open_source` takes. num_positions: how many positions to make rotary turns for. Raises `ConfigError`
-    naming a tensor that does not fit."""
-    cache, story = _cache(open_source(path, config), config, ops, plan, cache_folder)
+    """path: what `open_source` takes. num_positions: how many positions to make rotary turns for. ranks: those that
+    share the model, of which this one's part is made. Raises `ConfigError` naming a tensor that does not fit."""
+    own = config if ranks is None else own_config(config, ranks)
+    cache, story = _cache(_open(path, config, ranks), own, ops, plan, cache_folder)
     while True:
-        source = open_source(path, config)
+        source = _open(path, config, ranks)
         try:
             packer = Packer(ops, source, cache)
-            decoder = _Model(packer, config, plan, on_layer).build(num_positions)
+            decoder = _Model(packer, own, plan, on_layer, ranks).build(num_positions)
             source.check_all_taken()
             break
         except PackedFileBroken as error:
@@ -90,6 +95,11 @@ def load_decoder(
     )
 
 
+def _open(path: Path, config: ModelConfig, ranks: Ranks | None) -> Source:
+    whole = open_source(path, config)
+    return whole if ranks is None else CutSource(whole, config, ranks)
+
+
 def _cache(
     source: Source, config: ModelConfig, ops: Ops, plan: WeightPlan, folder: Path | None
 ) -> tuple[PackedCache | None, str]:
@@ -104,27 +114,41 @@ def _cache(
     return cache, "failed"
 
 
+def _on_device(table: Tensor | Table, config: ModelConfig, ops: Ops) -> Tensor | Table:
+    """On the CPU it stays in the file's mapping, of which only the rows that are looked up come into memory."""
+    if ops.device.type == "cpu":
+        return table
+    rows = table if isinstance(table, Tensor) else table.look_up(torch.arange(config.vocab_size))
+    return rows.to(ops.device, ops.activation_dtype)
+
+
 class _Model:
     """Takes the tensors of the whole decoder, the largest first: nothing else is in memory yet when the head passes."""
 
-    def __init__(self, packer: Packer, config: ModelConfig, plan: WeightPlan, on_layer: OnLayer) -> None:
+    def __init__(
+        self, packer: Packer, config: ModelConfig, plan: WeightPlan, on_layer: OnLayer, ranks: Ranks | None
+    ) -> None:
         self.packer = packer
         self.config = config
         self.plan = plan
         self.on_layer = on_layer
+        self.ranks = ranks
 
     def build(self, num_positions: int) -> Decoder:
         config, ops, source = self.config, self.packer.ops, self.packer.source
-        embedding = source.take_table(EMBEDDING, config.vocab_size, config.hidden_size)
+        embedding = _on_device(source.take_table(EMBEDDING, config.vocab_size, config.hidden_size), config, ops)
         head = self.packer.linear("lm_head", [Rows(self._head())], [], self.plan.head, "head")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         norm = source.take("model.norm.weight", config.hidden_size).to(ops.activation_dtype, copy=True)
-        turns = rope.turns(config.rope, config.head_dim, num_positions)
-        return Decoder(config, ops, embedding, turns, layers, ops.pack_norm(norm, config.rms_norm_eps), head)
+        turns = rope.turns(config.rope, config.head_dim, num_positions).to(ops.device)
+        final_norm = ops.pack_norm(norm, config.rms_norm_eps)
+        return Decoder(config, ops, embedding, turns, layers, final_norm, head, self.ranks)
 
-    def _layer(self, index: int) -> DecoderLayer:
+    def _layer(self, index: int) -> DecoderLayer | SharedLayer:
         layer = LayerBuilder(self.packer, self.config, self.plan, index).build()
         self.on_layer(index + 1, self.config.num_layers, self.packer.found.num_bytes)
+        if self.ranks is not None:
+            return SharedLayer(layer, self.ranks)
         return self.packer.ops.fuse_layer(layer) or layer
 
     def _head(self) -> Tensor | StoredWeight:

@@ -1,0 +1,50 @@
+"""The products that only a card has kernels for, as their definitions say, in plain torch: `w8a8` and experts.
+
+    fp8     weights and activations rounded to e4m3, one scale an output, one a token: s = largest magnitude / 448
+    int8    the same with integers of -127..127, s = largest / 127, ties to even
+
+Activations are multiplied by 127 (448) / largest, a float32, as the kernels do, so that both round alike to the bit.
+Where the largest is below 1e-30 all of a token is 0.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [T, in] -> (rounded [T, in] of int8 or float8_e4m3fn, float32 scales [T]): x ~ rounded * scale."""
+    wide, limit = x.float(), torch.tensor(LARGEST[dtype])
+    largest = wide.abs().amax(-1)
+    inverse = torch.where(largest < 1e-30, torch.zeros_like(largest), limit.to(x.device) / largest)
+    steps = wide * inverse.unsqueeze(-1)
+    return (steps.round() if dtype == torch.int8 else steps).to(dtype), largest / limit
+
+
+def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [out, in] of any float dtype -> float8_e4m3fn [out, in], float32 scales [out]."""
+    wide = weight.float()
+    scales = wide.abs().amax(-1) / LARGEST[torch.float8_e4m3fn]
+    safe = torch.where(scales == 0, torch.ones_like(scales), scales)
+    return (wide / safe.unsqueeze(-1)).clamp_(-448, 448).to(torch.float8_e4m3fn), scales
+
+
+def rounded_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    """x [T, in] rounded as the values [out, in] are, float32 scales [out] -> float64 [T, out]."""
+    steps, x_scales = round_rows(x, values.dtype)
+    return (steps.double() @ values.double().T) * x_scales.double()[:, None] * scales.double()
+
+
+def experts(
+    x: Tensor, chosen: Tensor, shares: Tensor, run: Callable[[int, Tensor], Tensor], residual: Tensor | None = None
+) -> Tensor:
+    """x [T, in], chosen int64 [T, k], shares [T, k]; run(expert, x [n, in]) -> [n, out]. Each token's experts' outputs
+    times their shares, added in the order in which they were chosen, and the residual: [T, out]."""
+    rows = []
+    for token, (mine, weights) in enumerate(zip(chosen.tolist(), shares, strict=True)):
+        parts = [run(expert, x[token : token + 1])[0] * share for expert, share in zip(mine, weights, strict=True)]
+        rows.append(sum(parts[1:], parts[0]) if residual is None else sum(parts, residual[token]))
+    return torch.stack(rows)

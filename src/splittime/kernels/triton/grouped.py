@@ -1,0 +1,159 @@
+"""A mixture of experts, from the router's choice to the sum: two products over the pairs of `routing`, and one sum.
+
+    h[p]   = silu(gate_e x[t]) * (up_e x[t])     both products of a tile in one program, in float32 until h
+    y[p]   = share[p] * down_e h[p]              the share on the float32 sums
+    out[t] = residual[t] + sum_c y[t k + c]      in float32, in the order of c: the same choices give the same bytes
+
+Weights of all experts of a layer lie in one tensor [E, ..], each as `int4`, `int8` keep it, or dense [out, in]. A tile
+reads one expert's weights; experts that no token chose have no tile and are not read. With so few tokens that most
+choices differ (`ALONE_TOKENS`) each pair is a tile of its own and no tables are made: two launches fewer, and an expert
+that two tokens chose comes from the cache the second time.
+
+*Bytes read.* Which experts ran is known on the device only, so a counter there adds up how many did, and `bytes_read`
+asks it (and waits for the device): each expert's weights once a call, however many tiles it had. The counter is part
+of the kernels, so that what a captured graph reads when it is replayed counts too.
+
+*A row and its batch*: as in `tiles`; `choose` is by pairs for each expert.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from splittime.core.errors import ConfigError
+from splittime.kernels.triton import int4, int8
+from splittime.kernels.triton.device import dot_dtype
+from splittime.kernels.triton.grouped_kernels import combine, products
+from splittime.kernels.triton.linear import DenseLinear, kept
+from splittime.kernels.triton.routing import Routes, route
+from splittime.kernels.triton.tiles import PROCESSORS, Tiles
+
+ALONE_TOKENS = 2
+COMBINED = 1024  # outputs of a program of the sum
+MAX_EXPERTS = 1024
+
+Weights = DenseLinear | int4.Int4Linear | int8.Int8Linear
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """gate_up: of [E, 2 I, H], gate first; down: of [E, H, I]; both stacked over the experts.
+    run: int64 [1] on the device, experts that ran so far."""
+
+    gate_up: Weights
+    down: Weights
+    num_experts: int
+    run: Tensor
+
+    def bytes_read(self) -> dict[str, int]:
+        """By scheme, as `Ops.bytes_read`; waits for the device."""
+        read: Counter[str] = Counter()
+        for weights in (self.gate_up, self.down):
+            name, tensors = kept(weights)
+            one = sum(tensor.numel() * tensor.element_size() for tensor in tensors) // self.num_experts
+            read[f"weights.{name}"] += one * int(self.run.item())
+        return dict(read)
+
+
+def stack_experts(gate_ups: Sequence[Any], downs: Sequence[Any]) -> Experts:
+    """Of weights that `linear` packed, one for each expert. Raises `ConfigError` for experts that are not alike, have a
+    bias or an order of columns, or a scheme that there is no grouped product for."""
+    gate_up, down = _stacked(gate_ups), _stacked(downs)
+    num_experts, device = len(gate_ups), kept(down)[1][0].device
+    if num_experts > MAX_EXPERTS:
+        raise ConfigError(f"{num_experts} experts a layer", param="experts", value=num_experts, limit=MAX_EXPERTS)
+    return Experts(gate_up, down, num_experts, torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def _stacked(packed: Sequence[Any]) -> Weights:
+    first = packed[0]
+    shapes = {(type(one), *(tensor.shape for tensor in kept(one)[1])) for one in packed if isinstance(one, Weights)}
+    if not all(isinstance(one, Weights) and one.bias is None for one in packed) or len(shapes) != 1:
+        found = ", ".join(sorted({type(one).__name__ for one in packed}))
+        message = f"experts kept as {found} have no grouped product"
+        raise ConfigError(message, param="experts", value=found, limit="dense, int8 or int4, all alike, without a bias")
+    stacks = [torch.stack(tensors) for tensors in zip(*(kept(one)[1] for one in packed), strict=True)]
+    if isinstance(first, DenseLinear):
+        return DenseLinear(stacks[0])
+    if isinstance(first, int4.Int4Linear):
+        return replace(first, words=stacks[0], scales=stacks[1])
+    return replace(first, values=stacks[0], scales=stacks[1])
+
+
+def choose(num_pairs: int, num_experts: int, out_features: int) -> Tiles:
+    """By pairs for each expert, if all were chosen alike: tiles much longer than that would be mostly empty. Where few
+    experts make few programs, half as many outputs make twice as many."""
+    each = num_pairs / num_experts
+    if each <= 16:
+        is_scarce = num_pairs * triton.cdiv(out_features, 64) < 2 * PROCESSORS
+        return Tiles(16, 32, num_warps=2, num_stages=5) if is_scarce else Tiles(16, 64, num_warps=4, num_stages=4)
+    if each <= 64:
+        return Tiles(32, 64, num_warps=4, num_stages=3)
+    return Tiles(64, 128, num_warps=8, num_stages=2)
+
+
+def grouped(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None = None, *,
+    gate_up_tiles: Tiles | None = None, down_tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """What `models.layers.MixtureOfExperts` does once it has chosen: x [T, H], chosen int64 [T, k] experts of each
+    token, all different, weights [T, k] -> residual + the experts' outputs times their weights, [T, H]. No value on the
+    device is waited for. Tiles, of the same number of tokens: for benchmarks; else `choose`."""
+    num_tokens, num_chosen = chosen.shape
+    if not num_tokens:
+        return torch.zeros_like(x) if residual is None else residual.clone()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    chosen, shares, num_pairs = chosen.contiguous(), weights.contiguous(), chosen.numel()
+    inner, width = experts.gate_up.out_features // 2, experts.down.out_features
+    first = gate_up_tiles or choose(num_pairs, experts.num_experts, inner)
+    second = down_tiles or choose(num_pairs, experts.num_experts, width)
+    is_alone = num_tokens <= ALONE_TOKENS
+    routes = None if is_alone else route(chosen, experts.num_experts, first.tokens, experts.run)
+    hidden = x.new_empty(num_pairs, inner)
+    _run(x, chosen, routes, None, experts.gate_up, hidden, first)
+    parts = x.new_empty(num_pairs, width)
+    _run(hidden, chosen, routes, shares, experts.down, parts, second)
+    out = x.new_empty(num_tokens, width)
+    residual = None if residual is None else residual.contiguous()
+    combine[(num_tokens, triton.cdiv(width, COMBINED))](
+        parts, residual, out, chosen, experts.run, width, num_pairs,
+        num_chosen, residual is not None, is_alone, triton.next_power_of_2(num_pairs) if is_alone else 1, COMBINED,
+    )  # fmt: skip
+    return out
+
+
+def _run(
+    x: Tensor, chosen: Tensor, routes: Routes | None, shares: Tensor | None, weights: Weights, y: Tensor, tiles: Tiles
+) -> None:
+    """One of the two products: gate and up where there are no shares, else down. Every pair alone without routes."""
+    lines = chosen.numel() if routes is None else len(routes.tiles)
+    weight, scales, constants = _operands(weights, x.dtype)
+    products[(lines, triton.cdiv(y.shape[1], tiles.outputs))](
+        x, chosen, None if routes is None else routes.pairs, None if routes is None else routes.tiles, shares,
+        weight, scales, y, x.shape[1], y.shape[1], weights.out_features, *_sizes(weights), x.stride(0), chosen.shape[1],
+        IS_GATED=shares is None, IS_ALONE=routes is None, **constants,
+        OUTS=tiles.outputs, TOKENS=tiles.tokens, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+    )  # fmt: skip
+
+
+def _operands(weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    if isinstance(weights, int4.Int4Linear):
+        return weights.words, weights.scales, {"BITS": 4, **int4.constants(weights, dtype)}
+    if isinstance(weights, int8.Int8Linear):
+        return weights.values, weights.scales, {"BITS": 8, **int8.constants(weights, dtype)}
+    plain = {"GROUP": 0, "UNIT": 1, "HAS_MINIMA": False, "DOT": dot_dtype(dtype), "FAST": False}
+    return weights.weight, None, {"BITS": 16, **plain}
+
+
+def _sizes(weights: Weights) -> tuple[int, int]:
+    """Tiles (int4) or columns of an output's weights, and groups."""
+    if isinstance(weights, DenseLinear):
+        return weights.weight.shape[-1], 1
+    groups = weights.scales.shape[-2] if weights.group else 1
+    width = weights.words.shape[-3] if isinstance(weights, int4.Int4Linear) else weights.values.shape[-1]
+    return width, groups

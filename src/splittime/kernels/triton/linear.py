@@ -1,0 +1,207 @@
+"""Weights of the Triton backend: which kernel keeps a weight of each scheme, and their products.
+
+    float32, float16, bfloat16     cuBLAS through torch, which is at the limit already
+    int4, int8 (weights only)      `int4`, `int8`: activations as they are
+    int8 with rounds_activations   `w8a8`: integers with integers
+    fp8                            `w8a8`: e4m3 with e4m3
+
+A weight is moved to the device a few rows at a time and rounded there, by the rules of `kernels.reference.rounding`;
+no weight of fewer bits is ever 16 bits wide in memory. Activation order (`columns`) is one gather of x beforehand.
+
+Bytes are counted on the host once a call, from shapes. A captured CUDA graph that is replayed runs no Python: who
+replays it adds what was counted while it was captured (`kernels.reads`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from splittime.core.errors import ConfigError
+from splittime.kernels import reads, rounded
+from splittime.kernels.api import RoundedRows, Stack, WeightScheme
+from splittime.kernels.reference import products, rounding
+from splittime.kernels.triton import int4, int8, w8a8
+
+DENSE = ("float32", "float16", "bfloat16")
+SCHEMES = (*DENSE, "int8", "int4", "fp8")
+
+
+@dataclass(frozen=True)
+class DenseLinear:
+    """weight [out, in], bias [out] or None, of the activations' dtype."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[-2]
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """A weight whose product is with x[:, columns]."""
+
+    weight: int4.Int4Linear | int8.Int8Linear | w8a8.RoundedLinear
+    columns: Tensor
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.out_features
+
+
+Packed = DenseLinear | int4.Int4Linear | int8.Int8Linear | w8a8.RoundedLinear | Reordered | Stack
+
+
+def pack_linear(
+    parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme, dtype: torch.dtype, device: torch.device
+) -> Packed:
+    """See `kernels.api.Ops.pack_linear`. dtype: of activations, and of the bias."""
+    _check(scheme)
+    bias = None if bias is None else bias.to(device, dtype)
+    out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
+    if scheme.name in DENSE:
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        for begin, rows in _chunks(parts, device):
+            weight[begin : begin + len(rows)] = rows
+        return DenseLinear(weight, bias)
+    if scheme.name == "fp8":
+        kept = w8a8.empty(out_features, in_features, torch.float8_e4m3fn, device)
+        for begin, rows in _chunks(parts, device):
+            w8a8.put(kept, begin, *products.quantize_fp8(rows))
+        return replace(kept, bias=bias)
+    weights = (RoundedRows(*rounding.quantize(rows, scheme)) for _, rows in _chunks(parts, device))
+    return _pack(weights, out_features, in_features, bias, scheme, device)
+
+
+def pack_rounded(
+    parts: Iterable[RoundedRows],
+    out_features: int,
+    in_features: int,
+    bias: Tensor | None,
+    scheme: WeightScheme,
+    columns: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Packed:
+    """See `kernels.api.Ops.pack_rounded`."""
+    _check(scheme)
+    rounded.check_columns(columns, in_features)
+    bias = None if bias is None else bias.to(device, dtype)
+    checked = rounded.checked(parts, out_features, in_features, scheme)
+    packed = _pack(checked, out_features, in_features, bias, scheme, device)
+    return packed if columns is None else Reordered(packed, columns.to(device))
+
+
+def stack(packed: Sequence[Packed]) -> Stack:
+    """See `kernels.api.Ops.stack_linear`. Weights that are alike are packed as one and never come here."""
+    return Stack(tuple(packed))
+
+
+def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
+    """x [T, in] -> x W^T + bias (+ residual [T, out]), a new tensor [T, out]; float32 sums, rounded once at the end."""
+    if isinstance(packed, Stack):
+        return packed.product(linear, x, residual)
+    if isinstance(packed, Reordered):
+        return linear(x.index_select(1, packed.columns), packed.weight, residual)
+    if not len(x):
+        return x.new_empty(0, packed.out_features)
+    _count(packed)
+    if isinstance(packed, DenseLinear):
+        return _dense(x, packed, residual)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    return _kernels(packed).linear(x, packed, residual)
+
+
+def unpacked(packed: Packed) -> Tensor:
+    """What a packed weight stands for, float32 [out, in], in the order of x's columns: for tests and for saving."""
+    if isinstance(packed, Stack):
+        return torch.cat([unpacked(part) for part in packed.parts])
+    if isinstance(packed, Reordered):
+        inner = unpacked(packed.weight)
+        return torch.zeros_like(inner).index_add_(1, packed.columns, inner)
+    if isinstance(packed, DenseLinear):
+        return packed.weight.float()
+    if isinstance(packed, w8a8.RoundedLinear):
+        return packed.values[:, : packed.in_features].float() * packed.scales[:, None]
+    rows = _kernels(packed).unpacked(packed)
+    name = "int4" if isinstance(packed, int4.Int4Linear) else "int8"
+    return rounding.dequantize(rows.integers, rows.scales, WeightScheme(name, packed.group), rows.zeros, rows.minima)
+
+
+def kept(packed: Packed) -> tuple[str, list[Tensor]]:
+    """The scheme's name, and what of the weight lies in memory (without the bias)."""
+    if isinstance(packed, DenseLinear):
+        return str(packed.weight.dtype).removeprefix("torch."), [packed.weight]
+    if isinstance(packed, int4.Int4Linear):
+        return "int4", [packed.words, packed.scales]
+    assert isinstance(packed, int8.Int8Linear | w8a8.RoundedLinear)
+    return "fp8" if packed.values.dtype == torch.float8_e4m3fn else "int8", [packed.values, packed.scales]
+
+
+def _dense(x: Tensor, packed: DenseLinear, residual: Tensor | None) -> Tensor:
+    if residual is None:
+        return F.linear(x, packed.weight, packed.bias)
+    y = torch.addmm(residual, x, packed.weight.t())
+    return y if packed.bias is None else y.add_(packed.bias)
+
+
+def _pack(
+    parts: Iterable[RoundedRows],
+    out_features: int,
+    in_features: int,
+    bias: Tensor | None,
+    scheme: WeightScheme,
+    device: torch.device,
+) -> Any:
+    begin = 0
+    if scheme.rounds_activations:
+        kept = w8a8.empty(out_features, in_features, torch.int8, device)
+        for part in parts:
+            w8a8.put(kept, begin, part.integers, part.scales[:, 0])
+            begin += len(part.integers)
+        return replace(kept, bias=bias)
+    kernels: Any = int4 if scheme.name == "int4" else int8
+    weight = kernels.empty(out_features, in_features, scheme, device)
+    for part in parts:
+        kernels.put(weight, begin, rounded.as_packed(part, scheme))
+        begin += len(part.integers)
+    return replace(weight, bias=bias)
+
+
+def _chunks(parts: Sequence[Tensor], device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """Some rows at a time on the device, and where they begin."""
+    begin = 0
+    for part in parts:
+        for rows in part.split(max(1, rounding.CHUNK_ELEMENTS // part.shape[1])):
+            yield begin, rows.to(device)
+            begin += len(rows)
+
+
+def _check(scheme: WeightScheme) -> None:
+    if scheme.name not in SCHEMES:
+        raise ConfigError(
+            f"kernels=triton keeps no weights as {scheme.name}; possible: {', '.join(SCHEMES)}",
+            param="quantization", value=scheme.name, limit=", ".join(SCHEMES),
+        )  # fmt: skip
+    if scheme.rounds_activations and (scheme.name not in ("int8", "fp8") or scheme.group):
+        raise ConfigError(
+            f"activations are not rounded beside {scheme.name} in groups of {scheme.group} columns",
+            param="quantization", value=scheme.name, limit="int8 with one scale an output, fp8",
+        )  # fmt: skip
+
+
+def _kernels(packed: Any) -> Any:
+    if isinstance(packed, int4.Int4Linear):
+        return int4
+    return int8 if isinstance(packed, int8.Int8Linear) else w8a8
+
+
+def _count(packed: Packed) -> None:
+    name, tensors = kept(packed)
+    reads.count_weight(name, *tensors)

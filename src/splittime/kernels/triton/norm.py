@@ -1,0 +1,100 @@
+"""RMS norm, alone or after adding the residual stream, in one pass over memory.
+
+A program holds whole lines of x in registers: LINES of them, so that the short lines of a norm over heads fill it too.
+The sum of squares is float32, in an order that depends on the width alone, so a line's result does not depend on what
+else is in the batch. Rounded as the definition (`kernels.reference`) says: the sum to the activations' dtype before it
+is normed, the normed line before it is scaled.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_WIDTH = 32768  # of a line that is held in registers
+
+
+@dataclass(frozen=True)
+class Norm:
+    """weight: [D] or [H, D], a line for each of the H lines that x [.., H, D] has."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class NormTiles:
+    lines: int
+    columns: int
+    num_warps: int
+
+
+def tiles_of(width: int) -> NormTiles:
+    """About 4096 elements a program and 16 a thread: two loads of 16 bytes each of bfloat16, enough in flight for a
+    program that is alone on its multiprocessor. Lines wider than that get more warps, up to 16."""
+    columns = triton.next_power_of_2(width)
+    lines = max(1, 1024 // columns)
+    return NormTiles(lines, columns, num_warps=min(16, max(1, lines * columns // 512)))
+
+
+def pack(weight: Tensor, eps: float) -> Norm:
+    assert weight.shape[-1] <= MAX_WIDTH, f"a norm over {weight.shape[-1]} is wider than {MAX_WIDTH}"
+    return Norm(weight.contiguous(), eps)
+
+
+@triton.jit
+def normed(x, weight, EPS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
+    """float32 [L, C], 0 beyond WIDTH, over its lines' root mean square, rounded to DTYPE, times `weight` [L, C] and
+    rounded again -> DTYPE."""
+    mean = tl.sum(x * x, axis=1) / WIDTH
+    inverse = tl.math.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.math.sqrt_rn(mean + EPS))
+    unit = (x * inverse[:, None]).to(DTYPE)
+    return (unit.to(tl.float32) * weight.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def _rms_norm(
+    x, residual, weight, total, y, num_lines,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT_LINES: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """residual and total are None, or total = x + residual is stored and normed."""
+    lines = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    columns = tl.arange(0, COLUMNS)
+    places = lines[:, None] * WIDTH + columns[None, :]
+    is_inside = (lines < num_lines)[:, None] & (columns < WIDTH)[None, :]
+    scale_places = (lines % WEIGHT_LINES)[:, None] * WIDTH + columns[None, :]
+    scale = tl.load(weight + scale_places, mask=is_inside, other=0.0)
+    wide = tl.load(x + places, mask=is_inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        more = tl.load(residual + places, mask=is_inside, other=0.0).to(tl.float32)
+        stream = (wide + more).to(x.dtype.element_ty)
+        tl.store(total + places, stream, mask=is_inside)
+        wide = stream.to(tl.float32)
+    tl.store(y + places, normed(wide, scale, EPS, WIDTH, x.dtype.element_ty), mask=is_inside)
+
+
+def rms_norm(x: Tensor, packed: Norm, tiles: NormTiles | None = None) -> Tensor:
+    """x [T, ..., D] -> a new tensor."""
+    return _launch(x.contiguous(), None, None, packed, tiles)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, packed: Norm, tiles: NormTiles | None = None) -> tuple[Tensor, Tensor]:
+    """x, residual [T, ..., D] -> x + residual, and that normed; new tensors."""
+    x, residual = x.contiguous(), residual.contiguous()
+    total = torch.empty_like(x)
+    return total, _launch(x, residual, total, packed, tiles)
+
+
+def _launch(x: Tensor, residual: Tensor | None, total: Tensor | None, packed: Norm, tiles: NormTiles | None) -> Tensor:
+    width, y = x.shape[-1], torch.empty_like(x)
+    tiles = tiles or tiles_of(width)
+    num_lines = x.numel() // width
+    if num_lines:
+        _rms_norm[(triton.cdiv(num_lines, tiles.lines),)](
+            x, residual, packed.weight, total, y, num_lines,
+            EPS=packed.eps, WIDTH=width, WEIGHT_LINES=packed.weight.numel() // width,
+            LINES=tiles.lines, COLUMNS=tiles.columns, num_warps=tiles.num_warps,
+        )  # fmt: skip
+    return y

@@ -1,0 +1,200 @@
+"""Which part of a model is whose, where ranks share it (Shoeybi et al., "Megatron-LM", arXiv:1909.08053).
+
+    rows cut      q, k, v by whole heads; gate and up (of each expert); the head, by the vocabulary
+    columns cut   o and down (of each expert): the products are summed over the ranks
+    whole         norms, routers, the embedding table: every rank computes them alike, to the last bit
+
+A rank attends with its heads and keeps their keys and values. Of fewer KV heads than ranks each is held by several,
+next to the query heads that read it. Biases are cut like rows; one that follows a sum is the first rank's alone, as is
+the residual. The head is cut, not repeated: of small models, and at many ranks, it would be most of what a step reads.
+Of the embedding only the rows that are looked up are read.
+
+`CutSource` stands between a checkpoint and the loader, which is told of a model as large as one rank's part
+(`own_config`) and asks for its weights. Floats stay views of the file: of a weight cut by columns the pages of whole
+rows are mapped, and let go.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from splittime.core.errors import ConfigError
+from splittime.models import registry
+from splittime.models.config import ModelConfig
+from splittime.models.ranks import Ranks
+from splittime.models.weights.cut import ColumnsOf, RowsOf
+from splittime.models.weights.source import Source, Table
+from splittime.models.weights.stored import StoredWeight
+
+Cut = Literal["rows", "kv", "columns", "head", "whole"]
+_EXPERTS = [facts.moe for facts in registry.ARCHITECTURES.values() if facts.moe is not None]
+CUTS: dict[str, Cut] = {
+    **dict.fromkeys(("q_proj", "gate_proj", "up_proj"), "rows"),
+    **{name: "rows" for names in _EXPERTS for name in (names.gate, names.up)},
+    **dict.fromkeys(("k_proj", "v_proj"), "kv"),
+    **dict.fromkeys(("o_proj", "down_proj"), "columns"),
+    **{names.down: "columns" for names in _EXPERTS},
+    **dict.fromkeys(("lm_head", "embed_tokens"), "head"),
+}
+"""By the last part of a module's name; what is not here stays whole."""
+
+
+def bounds(total: int, index: int, count: int) -> tuple[int, int]:
+    """The part of [0, total) that is rank `index`'s; their sizes differ by one at most."""
+    return total * index // count, total * (index + 1) // count
+
+
+def widest(total: int, count: int) -> int:
+    """Of these parts."""
+    return -(-total // count)
+
+
+def check(model: ModelConfig, count: int) -> None:
+    """Raises `ConfigError` for a number of ranks that this model cannot be cut for."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    if heads % count:
+        raise _refusal(count, f"num_attention_heads {heads} is no multiple of it", heads)
+    if kv_heads % count and count % kv_heads:
+        raise _refusal(count, f"num_key_value_heads {kv_heads} is neither a multiple nor a divisor of it", kv_heads)
+    for name, size in _inner_sizes(model).items():
+        if size % count:
+            raise _refusal(count, f"{name} {size} is no multiple of it", size)
+    if model.vocab_size < count:
+        raise _refusal(count, f"vocab_size is {model.vocab_size}", model.vocab_size)
+
+
+def _inner_sizes(model: ModelConfig) -> dict[str, int]:
+    """That some layer of the model has."""
+    moe = model.moe
+    sizes = {"intermediate_size": model.intermediate_size} if moe is None or not all(moe.layers) else {}
+    return sizes if moe is None else {**sizes, "experts' intermediate_size": moe.intermediate_size}
+
+
+def _refusal(count: int, why: str, limit: int) -> ConfigError:
+    message = f"tensor_parallel_size is {count}, but the model's {why}"
+    hint = "a number that divides the model's heads and inner sizes, such as 1 or 2"
+    return ConfigError(message, param="tensor_parallel_size", value=count, limit=limit, hint=hint)
+
+
+def own_config(model: ModelConfig, ranks: Ranks) -> ModelConfig:
+    """The shape of one rank's part; vocab_size stays the whole model's. Raises `ConfigError`."""
+    check(model, ranks.count)
+    moe = model.moe
+    if moe is not None:
+        moe = msgspec.structs.replace(moe, intermediate_size=moe.intermediate_size // ranks.count)
+    return msgspec.structs.replace(
+        model,
+        num_heads=model.num_heads // ranks.count,
+        num_kv_heads=max(1, model.num_kv_heads // ranks.count),
+        intermediate_size=model.intermediate_size // ranks.count,
+        moe=moe,
+    )
+
+
+def counted(own: ModelConfig, ranks: Ranks) -> ModelConfig:
+    """`own_config` with the vocabulary of this rank's part of the head: what its products cost."""
+    begin, end = bounds(own.vocab_size, ranks.index, ranks.count)
+    return msgspec.structs.replace(own, vocab_size=end - begin)
+
+
+class CutSource:
+    """A `source.Source` of one rank's part of another; sizes asked for are those of `own_config`."""
+
+    def __init__(self, whole: Source, model: ModelConfig, ranks: Ranks) -> None:
+        """model: the whole one's shape."""
+        self._whole = whole
+        self._index, self._count = ranks.index, ranks.count
+        self._kv_rows = model.num_kv_heads * model.head_dim
+        self._kv_begin = model.num_kv_heads * ranks.index // ranks.count * model.head_dim
+
+    @property
+    def format(self) -> str:
+        return self._whole.format
+
+    @property
+    def recipe(self) -> str:
+        """Packed weights of one rank are no other's."""
+        return f"{self._whole.recipe} rank {self._index} of {self._count}"
+
+    @property
+    def files(self) -> list[Path]:
+        return self._whole.files
+
+    @property
+    def content_of(self) -> dict[str, Path]:
+        return self._whole.content_of
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return self._whole.num_parameters
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        module, _, part = name.rpartition(".")
+        cut = _cut_of(module) if part == "bias" else "whole"
+        if cut == "columns":
+            bias = self._whole.take(name, *shape)
+            return bias if self._index == 0 else torch.zeros_like(bias)
+        if cut == "whole":
+            return self._whole.take(name, *shape)
+        rows, begin = self._place(cut, shape[0])
+        return self._whole.take(name, rows)[begin : begin + shape[0]]
+
+    def take_linear(self, module: str, out_features: int, in_features: int) -> Tensor | StoredWeight:
+        cut = _cut_of(module)
+        if cut == "columns":
+            begin = self._index * in_features
+            weight = self._whole.take_linear(module, out_features, in_features * self._count)
+            return _columns(module, weight, begin, begin + in_features)
+        if cut == "head":
+            begin, end = bounds(out_features, self._index, self._count)
+            return _rows(self._whole.take_linear(module, out_features, in_features), begin, end)
+        rows, begin = self._place(cut, out_features)
+        return _rows(self._whole.take_linear(module, rows, in_features), begin, begin + out_features)
+
+    def _place(self, cut: Cut, own: int) -> tuple[int, int]:
+        """How many rows there are in all, and where this rank's `own` begin."""
+        if cut == "whole":
+            return own, 0
+        return (self._kv_rows, self._kv_begin) if cut == "kv" else (own * self._count, own * self._index)
+
+    def take_table(self, module: str, num_rows: int, width: int) -> Tensor | Table:
+        return self._whole.take_table(module, num_rows, width)
+
+    def rows_are_paired(self, module: str) -> bool:
+        return self._whole.rows_are_paired(module)
+
+    def release(self, read: Tensor | StoredWeight) -> None:
+        if isinstance(read, Tensor):
+            self._whole.release(self._whole_rows(read))
+        else:
+            self._whole.release(read.whole if isinstance(read, RowsOf | ColumnsOf) else read)
+
+    def _whole_rows(self, read: Tensor) -> Tensor:
+        """Of a weight cut by columns, the rows that these are in: only pages that hold nothing else are let go."""
+        if read.dim() < 2 or read.is_contiguous() or read.stride(1) != 1:
+            return read
+        width = read.stride(0)
+        begin = read.storage_offset() - self._index * read.shape[1]
+        return read.as_strided((len(read), width), (width, 1), begin)
+
+    def skip(self, name: str) -> None:
+        self._whole.skip(name)
+
+    def check_all_taken(self) -> None:
+        self._whole.check_all_taken()
+
+
+def _cut_of(module: str) -> Cut:
+    return CUTS.get(module.rpartition(".")[2], "whole")
+
+
+def _rows(weight: Tensor | StoredWeight, begin: int, end: int) -> Tensor | StoredWeight:
+    return weight[begin:end] if isinstance(weight, Tensor) else RowsOf(weight, begin, end)
+
+
+def _columns(module: str, weight: Tensor | StoredWeight, begin: int, end: int) -> Tensor | StoredWeight:
+    return weight[:, begin:end] if isinstance(weight, Tensor) else ColumnsOf(module, weight, begin, end)

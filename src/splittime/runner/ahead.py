@@ -1,0 +1,46 @@
+"""A runner made a `core.plan.AsyncRunner`: a thread of its own carries out the steps in order, while the engine plans.
+
+Worth it where the runner leaves the interpreter alone while it computes, as native kernels do. What the runner raises
+comes out of `collect`. The thread ends when its `RunnerThread` is forgotten, and lets go of the runner.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from splittime.core.plan import StepPlan, StepResult
+
+Plans = SimpleQueue[StepPlan | None]  # None: end
+Results = SimpleQueue[StepResult | BaseException]
+
+
+class RunnerThread:
+    """prepare: called first in the thread, for what a library keeps by thread (its number of threads, say)."""
+
+    def __init__(self, run: Callable[[StepPlan], StepResult], prepare: Callable[[], None] = lambda: None) -> None:
+        self._plans: Plans = SimpleQueue()
+        self._results: Results = SimpleQueue()
+        self.thread = threading.Thread(
+            target=_work, args=(run, prepare, self._plans, self._results), name="runner", daemon=True
+        )
+        self.thread.start()
+        weakref.finalize(self, self._plans.put, None)
+
+    def launch(self, plan: StepPlan) -> None:
+        self._plans.put(plan)
+
+    def collect(self) -> StepResult:
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+def _work(run: Callable[[StepPlan], StepResult], prepare: Callable[[], None], plans: Plans, results: Results) -> None:
+    try:
+        prepare()
+        while (plan := plans.get()) is not None:
+            results.put(run(plan))
+    except BaseException as error:  # whoever waits in `collect` must hear of it, whatever it is
+        results.put(error)
