@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.gpu.card import copy_bytes_per_s, median_event_us, median_us, print_results, require_card
 from benchmarks.gpu.linear import SCHEMES, matrix_rates, random_weight
-from splittime.kernels.triton import int4, int8, linear
+from splittime.kernels.triton import integers, linear
 from splittime.kernels.triton.grouped import Experts, grouped
 from splittime.kernels.triton.tiles import Tiles
 
@@ -54,19 +54,18 @@ def _spread(one: Any) -> Any:
 
     if isinstance(one, linear.DenseLinear):
         return linear.DenseLinear(stacked(one.weight, 0))
-    if isinstance(one, int4.Int4Linear):
-        return replace(one, words=stacked(one.words, 1), scales=stacked(one.scales, 1))
-    assert isinstance(one, int8.Int8Linear)
-    return replace(one, values=stacked(one.values, 0), scales=stacked(one.scales, 0))
+    assert isinstance(one, integers.IntegerLinear)
+    return replace(one, words=stacked(one.words, 1), scales=stacked(one.scales, -1))
 
 
 def dense_of(weights: Any) -> Tensor:
     """bfloat16 [EXPERTS, out, in]."""
     if isinstance(weights, linear.DenseLinear):
         return weights.weight
-    fields = ("words", "scales") if isinstance(weights, int4.Int4Linear) else ("values", "scales")
-    alone = ({field: getattr(weights, field)[expert] for field in fields} for expert in range(EXPERTS))
-    return torch.stack([linear.unpacked(replace(weights, **one)).bfloat16() for one in alone])
+    alone = (
+        replace(weights, words=words, scales=scales) for words, scales in zip(*linear.kept(weights)[1], strict=True)
+    )
+    return torch.stack([linear.unpacked(one).bfloat16() for one in alone])
 
 
 def choices(tokens: int) -> list[tuple[Tensor, Tensor]]:

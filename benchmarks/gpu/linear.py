@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.gpu.card import copy_bytes_per_s, median_us, print_results, require_card
 from splittime.kernels.api import WeightScheme
-from splittime.kernels.triton import int4, int8, linear, w8a8
+from splittime.kernels.triton import integers, linear, w8a8
 from splittime.kernels.triton.tiles import Tiles
 from splittime.kernels.triton.unpacking import words_of
 
@@ -68,17 +68,15 @@ def random_weight(scheme: WeightScheme, out_features: int, in_features: int) -> 
     if scheme.name == "bfloat16":
         weight = torch.randn(out_features, in_features, dtype=torch.bfloat16, device=device) / in_features**0.5
         return linear.DenseLinear(weight)
-    if scheme.name == "int4":
-        kept = int4.empty(out_features, in_features, scheme, device)
+    if not scheme.rounds_activations and scheme.name != "fp8":
+        kept = integers.empty(out_features, in_features, scheme, device)
         kept.words.random_(-(1 << 31), (1 << 31) - 1)
+        if not scheme.group:
+            kept.scales.fill_(1 / 64 / in_features**0.5)
+            return kept
         scales = (torch.rand(kept.scales.shape, device=device) + 0.5) / 8 / in_features**0.5
         kept.scales.copy_(words_of(scales.half(), torch.randint(4, 12, kept.scales.shape, device=device)))
         return kept
-    if scheme.name == "int8" and not scheme.rounds_activations:
-        plain = int8.empty(out_features, in_features, scheme, device)
-        plain.values.random_(-127, 128)
-        plain.scales.fill_(1 / 64 / in_features**0.5)
-        return plain
     dtype = torch.int8 if scheme.name == "int8" else torch.float8_e4m3fn
     both = w8a8.empty(out_features, in_features, dtype, device)
     values = torch.randn(both.values.shape, device=device) * (40 if dtype == torch.int8 else 100)
@@ -137,7 +135,7 @@ def measure(
 
 def _tried(name: str, x: Tensor, weights: list[Any]) -> Iterator[tuple[str, float]]:
     """Fastest first; what does not fit the card is left out."""
-    kernels = {"int4": int4, "int8": int8}.get(name, w8a8)
+    kernels: Any = integers if name in ("int4", "int8") else w8a8
     times = []
     for tiles in variants(name, len(x), weights[0].out_features):
         try:

@@ -9,7 +9,7 @@ import torch
 from ahead import recording
 
 from splittime.kernels.api import WeightScheme
-from splittime.kernels.triton import grouped, int4, int8, linear, w8a8
+from splittime.kernels.triton import grouped, integers, linear, w8a8
 
 META = torch.device("meta")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -22,8 +22,7 @@ def x_of(tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 def weight(scheme: WeightScheme, out: int, columns: int):
     if scheme.name == "fp8" or scheme.rounds_activations:
         return w8a8.empty(out, columns, torch.int8 if scheme.name == "int8" else torch.float8_e4m3fn, META)
-    kernels = int4 if scheme.name == "int4" else int8
-    return kernels.empty(out, columns, scheme, META)
+    return integers.empty(out, columns, scheme, META)
 
 
 def product(tokens: int, scheme: WeightScheme, dtype: torch.dtype = BF16, out: int = 4096, columns: int = 4096):

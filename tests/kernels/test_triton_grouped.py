@@ -31,7 +31,7 @@ SCHEMES = [
     WeightScheme("int4", 64),
     WeightScheme("int4", 96),
 ]
-WIDTH, INNER, EXPERTS = 72, 40, 6
+WIDTH, INNER, EXPERTS = 72, 40, 4
 
 
 def make(scheme: WeightScheme, dtype=torch.float32, experts=EXPERTS) -> tuple[Experts, list, list]:
@@ -79,11 +79,10 @@ def twin(x, chosen, shares, gate_ups, downs, residual, dtype):
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
 def test_products(scheme):
-    check(scheme, 1, torch.float32)
     check(scheme, 3, torch.float32)
 
 
-@pytest.mark.parametrize("tokens", [ALONE_TOKENS, 37])
+@pytest.mark.parametrize("tokens", [1, ALONE_TOKENS, 37])
 def test_numbers_of_tokens(tokens):
     check(SCHEMES[1], tokens, torch.float32)
 
@@ -134,10 +133,10 @@ def test_experts_that_nobody_chose_are_not_read():
     """Their weights are not numbers, and no output shows it."""
     experts, _, _ = make(SCHEMES[0])
     for weights in (experts.gate_up, experts.down):
-        weights.weight[[1, 4]] = float("nan")
+        weights.weight[1] = float("nan")
     x = inputs(7, WIDTH).to(device())
     for tokens in (1, 2, 7):
-        chosen = torch.tensor([[0, 5], [2, 3], [5, 2], [0, 3], [3, 2], [2, 0], [5, 0]])[:tokens].to(device())
+        chosen = torch.tensor([[0, 3], [2, 3], [3, 2], [0, 3], [3, 2], [2, 0], [3, 0]])[:tokens].to(device())
         assert grouped(x[:tokens], chosen, torch.ones_like(chosen).float(), experts).isfinite().all()
 
 
@@ -146,7 +145,7 @@ def test_bytes_of_the_experts_that_ran():
     one = 2 * INNER * (32 * 4 + 4 * 4) + WIDTH * (32 * 4 + 4 * 4)  # a tile of words and its four groups each
     x = inputs(7, WIDTH).to(device())
     ran = 0
-    for chosen in ([[0, 5]], [[1, 2], [2, 1]], [[0, 5], [2, 0], [5, 0], [0, 2]]):
+    for chosen in ([[0, 3]], [[1, 2], [2, 1]], [[0, 3], [2, 0], [3, 0]]):
         picked = torch.tensor(chosen).to(device())
         grouped(x[: len(picked)], picked, torch.ones_like(picked).float(), experts)
         ran += len(picked.unique())

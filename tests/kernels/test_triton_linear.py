@@ -22,7 +22,8 @@ from splittime.kernels import reads, rounded
 from splittime.kernels.api import RoundedRows, WeightScheme
 from splittime.kernels.reference import products, rounding
 from splittime.kernels.reference.ops import ReferenceOps
-from splittime.kernels.triton import int4, linear, tiles, w8a8
+from splittime.kernels.triton import integers as kernels
+from splittime.kernels.triton import linear, tiles, w8a8
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.tiles import Tiles
 
@@ -52,9 +53,9 @@ def within(y, true, sizes, dtype, columns, extra=0.0):
 
 def minima_sizes(x, weight):
     """sum |s (q - z) x| + |m x|, float64 [T, out], of a weight in groups."""
-    if not isinstance(weight, int4.Int4Linear) or not weight.has_minima:
+    if not isinstance(weight, kernels.IntegerLinear) or not weight.has_minima:
         return 0
-    rows = int4.unpacked(weight)
+    rows = kernels.unpacked(weight)
     group = torch.arange(weight.in_features) // weight.group
     return x.abs() @ rows.minima[:, group].double().abs().cpu().T * 2
 
@@ -111,7 +112,7 @@ def test_every_cut_gives_the_product(scheme, cut):
     """However the tiles lie: more shares than tiles too."""
     packed = pack(rows_of(scheme, 40, 1000), scheme, inputs(1, 40, 5)[0])
     x, residual = on_device(inputs(19, 1000), torch.float16), on_device(inputs(19, 40, 3), torch.float16)
-    y = linear._kernels(packed).linear(x, packed, residual, cut)
+    y = kernels.linear(x, packed, residual, cut)
     true = x.double().cpu() @ linear.unpacked(packed).double().cpu().T
     sizes = x.double().cpu().abs() @ linear.unpacked(packed).double().cpu().abs().T
     for added in (packed.bias, residual):
@@ -191,6 +192,7 @@ def test_the_same_again_and_in_any_batch_of_the_line(scheme):
     assert torch.equal(linear.linear(x[5:12], packed), y[5:12])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("scheme", [WeightScheme("int4", 64), WeightScheme("int8"), *BOTH_ROUNDED], ids=str)
 def test_what_is_not_finite_stays_so_in_its_row(scheme, bad):

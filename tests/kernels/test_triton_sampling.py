@@ -64,7 +64,7 @@ def kinds_of_rows(times: int, vocab: int) -> torch.Tensor:
 
 
 def draw(logits, params, indices, **options):
-    draws = Draws.of(sampler._draws(params, indices), DEVICE)
+    draws = Draws.of(sampler.draws(params, indices), DEVICE)
     return sampling.draw(logits.to(DEVICE), draws, **options).tolist()
 
 
@@ -122,10 +122,7 @@ def test_a_draw_depends_on_neither_its_batch_nor_how_the_row_is_cut():
 def test_greedy_rows_and_drawn_rows_may_be_mixed():
     logits = kinds_of_rows(1, 200)
     params = [SamplingParams(seed=row, temperature=row % 2, top_k=3) for row in range(4)]
-    lines = sampler._draws(params, range(4))
-    lines["temperature"] = [one.temperature for one in params]
-    got = sampling.draw(logits.to(DEVICE), Draws.of(lines, DEVICE)).tolist()
-    assert got == sampler.choose(logits, params, range(4), TORCH)
+    assert draw(logits, params, range(4)) == sampler.choose(logits, params, range(4), TORCH)
 
 
 def test_a_row_of_nothing_gets_a_token_and_one_token_is_always_chosen():
@@ -139,9 +136,15 @@ def test_a_row_of_nothing_gets_a_token_and_one_token_is_always_chosen():
     assert sampling.draw(logits[:0].to(DEVICE), draws_of([])).tolist() == []
 
 
+def test_min_p_of_one_keeps_all_that_are_as_likely_as_the_likeliest():
+    logits = torch.tensor([[1.0, 3.0, 2.9999, 3.0, -1.0]] * 2)
+    draws = draws_of([0.0, LAST], min_p=1.0)
+    assert sampling.draw(logits.to(DEVICE), draws, filters=False).tolist() == [1, 3]
+
+
 def test_seeds_on_the_device_make_the_uniform_numbers():
     logits, params = randn(4, 100), [SamplingParams(seed=-7 * row) for row in range(4)]
-    lines = sampler._draws(params, [5, 6, 7, 8])
+    lines = sampler.draws(params, [5, 6, 7, 8])
     lines["uniform"] = 0.5
     seeds = torch.tensor([one.seed for one in params], device=DEVICE)
     draws = Draws(Draws.of(lines, DEVICE).lines, seeds, torch.tensor([5, 6, 7, 8], device=DEVICE))

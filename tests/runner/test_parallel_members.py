@@ -46,6 +46,19 @@ def test_the_one_that_was_killed_is_named_not_those_that_lost_it(members):
         members.check()
 
 
+def test_the_one_that_says_nothing_is_named(members, monkeypatch):
+    """It neither ends nor is stopped; the others lose patience."""
+    monkeypatch.setattr("splittime.runner.parallel.members.CAUSE_PATIENCE_S", 1)
+    error = tell(members, rank1="lost", rank2="hold", rank3="lost")
+    assert f"rank 2 (process {members.pids[1]})" in str(error)
+    assert str(error).endswith("did not answer in time")
+
+
+def test_it_may_have_been_the_first_rank(members):
+    error = tell(members, rank1="lost", rank2="lost", rank3="lost")
+    assert str(error) == "the other ranks waited for the first in vain"
+
+
 def test_last_words_are_told(members):
     error = tell(members, rank1="hold", rank3="fail")
     assert str(error).splitlines() == [f"rank 3 (process {members.pids[2]}): KeyError: 'a'", "Traceback ..."]

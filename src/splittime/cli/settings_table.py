@@ -108,6 +108,13 @@ SETTINGS = (
         ("runner",),
     ),
     Setting(
+        "enforce_eager",
+        "switch",
+        False,
+        "On a card, capture no CUDA graphs: kernels are launched one by one.",
+        ("runner",),
+    ),
+    Setting(
         "async_scheduling",
         "switch",
         False,

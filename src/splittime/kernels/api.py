@@ -260,7 +260,7 @@ class PlainOps:
     def argmax(self, logits: Tensor) -> list[int]:
         return logits.argmax(-1).tolist()
 
-    def draw(self, logits: Tensor, draws: np.ndarray) -> None:
+    def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
         return None
 
     def rope_write(self: Any, qkv: Tensor, qk_norm: Any | None, turns: Tensor, kv: LayerKv, plan: Any) -> None:

@@ -6,6 +6,7 @@ after it, so that what was loaded and never used counts nothing. The native libr
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -30,6 +31,12 @@ def count_kv_bytes(dtype: torch.dtype, num_bytes: int) -> None:
     """The same, of so many bytes."""
     with _lock:
         _bytes[f"kv.{str(dtype).removeprefix('torch.')}"] += num_bytes
+
+
+def add(counted: Mapping[str, int]) -> None:
+    """What a captured step reads at each replay, by kind."""
+    with _lock:
+        _bytes.update(counted)
 
 
 def total() -> dict[str, int]:

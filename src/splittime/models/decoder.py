@@ -4,7 +4,7 @@ It holds weights and nothing else: the KV stores, the positions and the batch co
 with the same arguments return the same tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,18 @@ class Decoder:
         self, token_ids: Tensor, positions: Tensor, stores: Sequence[LayerKv], batch: AttentionBatch, shape: KvShape
     ) -> Tensor:
         """token_ids, positions: int64 [T]; stores: one a layer -> the last layer's output, [T, hidden], not normed."""
-        hidden = embed(self.embedding, token_ids, self.ops.activation_dtype)
-        turns = self.turns.index_select(0, positions)
         plans = {
-            window: self.ops.plan_attention(batch, shape, window, hidden.dtype)
+            window: self.ops.plan_attention(batch, shape, window, self.ops.activation_dtype)
             for window in dict.fromkeys(self.config.layer_windows)
         }
+        return self.compute(token_ids, positions, stores, plans)
+
+    def compute(
+        self, token_ids: Tensor, positions: Tensor, stores: Sequence[LayerKv], plans: Mapping[int | None, Any]
+    ) -> Tensor:
+        """`forward`, with the attention planned: by the layers' windows."""
+        hidden = embed(self.embedding, token_ids, self.ops.activation_dtype)
+        turns = self.turns.index_select(0, positions)
         for layer, store in zip(self.layers, stores, strict=True):
             hidden = layer(hidden, turns, store, plans[layer.attention.window_tokens])
         return hidden

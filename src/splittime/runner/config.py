@@ -34,6 +34,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: None takes what `max_num_seqs` full contexts need, at most half of the free memory.
     tensor_parallel_size: ranks that share the model, a process each (`runner.parallel`). The threads are divided among
         them; kv_cache_memory_bytes is what each of them takes.
+    enforce_eager: on a card, launch every step's kernels one by one: capture no CUDA graphs.
     async_scheduling: plan the next step while one runs, in a thread of its own.
     collective_timeout_s: a rank that keeps the others waiting for longer is taken for hung, and ends them all.
     """
@@ -54,6 +55,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     collective_timeout_s: float = 30.0
     async_scheduling: bool = False
+    enforce_eager: bool = False
 
     def validate(self) -> None:
         """Raise `ConfigError` naming the first setting that is not honoured."""
@@ -73,9 +75,6 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1", param=name, value=value)
-        if self.async_scheduling and self.tensor_parallel_size > 1:
-            message = "async_scheduling needs a model in one process: the other ranks do not learn what was sampled"
-            raise ConfigError(message, param="async_scheduling", value=True, hint="tensor_parallel_size=1")
         if not self.collective_timeout_s > 0:
             message = f"collective_timeout_s is {self.collective_timeout_s}, must be above 0"
             raise ConfigError(message, param="collective_timeout_s", value=self.collective_timeout_s)
@@ -91,6 +90,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     packed_cache: what became of the cache of packed weights.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.
+    graph_sizes: numbers of decode rows for which a step was captured.
     tensor_parallel_size: ranks that share the model. Where there are several, weights_bytes, kv_bytes_per_block and
         num_threads are the first one's; rank_weights_bytes and rank_pids are of all, by rank.
     """
@@ -123,6 +123,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     context_length: int
     sliding_window: int | None
+    graph_sizes: tuple[int, ...] = ()
     tensor_parallel_size: int = 1
     rank_weights_bytes: tuple[int, ...] = ()
     rank_pids: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ MAX_LOGITS_ELEMENTS = 1 << 24  # 64 MiB of float32
 def describe(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
     """logits: float32 [N, vocab], raw; token_ids, num_top: N each -> one `TokenLogprob` a row."""
     logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids).unsqueeze(1))  # [N, 1]
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))  # [N, 1]
     ranks = (logprobs > chosen).sum(-1).add_(1).tolist()
     values, ids = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
     rows = zip(token_ids, chosen.flatten().tolist(), ranks, ids.tolist(), values.tolist(), num_top, strict=True)

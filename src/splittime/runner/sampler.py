@@ -70,7 +70,7 @@ def choose(logits: Tensor, params: Sequence[SamplingParams], output_indices: Seq
 
 def _draw(logits: Tensor, params: list[SamplingParams], indices: list[int], ops: Ops) -> list[int]:
     """By the backend's kernel where it has one."""
-    tokens = ops.draw(logits, _draws(params, indices))
+    tokens = ops.draw(logits, draws(params, indices))
     if tokens is not None:
         return tokens
     tokens = [0] * len(params)
@@ -85,12 +85,12 @@ def _draw(logits: Tensor, params: list[SamplingParams], indices: list[int], ops:
     return tokens
 
 
-def _draws(params: list[SamplingParams], indices: list[int]) -> np.ndarray:
-    """`kernels.api.DRAW` [N]."""
+def draws(params: list[SamplingParams], indices: list[int]) -> np.ndarray:
+    """`kernels.api.DRAW` [N]; of greedy rows, temperature 0."""
     draws = np.zeros(len(params), dtype=DRAW)
     draws["top_p"] = [one.top_p for one in params]
     draws["uniform"] = _uniforms(params, indices)
-    draws["temperature"] = [max(one.temperature, MIN_TEMPERATURE) for one in params]
+    draws["temperature"] = [0.0 if one.is_greedy else max(one.temperature, MIN_TEMPERATURE) for one in params]
     draws["min_p"] = [one.min_p for one in params]
     draws["top_k"] = [min(one.top_k, MAX_TOP_K) for one in params]
     return draws

@@ -17,7 +17,7 @@ from splittime.runner.penalties import TokenCounts
 class Slot:
     """State of one request. tokens: int64 [max_tokens + 1], known up to `num_known`.
 
-    sampled: the token that its latest row that samples gave, if it gave one.
+    place: a small number that no other slot has at the time.
     error: why no row of it can be computed, or None.
     """
 
@@ -28,12 +28,13 @@ class Slot:
         "error",
         "max_tokens",
         "num_known",
+        "place",
         "prompt_len",
-        "sampled",
         "tokens",
     )
 
-    def __init__(self, admitted: Admitted, max_tokens: int, vocab_size: int) -> None:
+    def __init__(self, admitted: Admitted, max_tokens: int, vocab_size: int, place: int) -> None:
+        self.place = place
         known = len(admitted.token_ids)
         self.admitted = admitted
         self.error = _why_unservable(admitted, max_tokens, vocab_size)
@@ -43,7 +44,6 @@ class Slot:
         self.tokens = np.zeros(max(max_tokens, known) + 1, dtype=np.int64)
         self.tokens[:known] = admitted.token_ids
         self.num_known = known
-        self.sampled: int | None = None
         self.counts: TokenCounts | None = None
         if admitted.sampling.has_penalties and self.error is None:
             self.counts = TokenCounts(vocab_size, self.tokens[: self.prompt_len])
@@ -53,14 +53,24 @@ class Slot:
         """The row with its tokens, where the plan could not know them; None where the step before gave none."""
         if row.token_ids != (PENDING,):
             return row
-        return None if self.sampled is None else msgspec.structs.replace(row, token_ids=(self.sampled,))
+        if row.start >= self.num_known:
+            return None
+        return msgspec.structs.replace(row, token_ids=(int(self.tokens[row.start]),))
 
     def learn(self, row: Row) -> None:
-        """Take in what a row brings: its blocks, and tokens that are new (outputs of earlier steps)."""
+        """Take in what a row brings: its blocks, and its tokens if it has them."""
         self.block_ids.extend(row.new_block_ids)
-        end = row.start + len(row.token_ids)
+        if row.token_ids != (PENDING,):
+            self._learn(row.start, row.token_ids)
+
+    def learn_sampled(self, position: int, token_id: int) -> None:
+        """The token that a row gave, whose position follows those of the row."""
+        self._learn(position, (token_id,))
+
+    def _learn(self, start: int, token_ids: tuple[int, ...]) -> None:
+        end = start + len(token_ids)
+        self.tokens[start:end] = token_ids
         if end > self.num_known:
-            self.tokens[row.start : end] = row.token_ids
             if self.counts is not None:
                 self.counts.add_outputs(self.tokens[self.num_known : end])
             self.num_known = end
@@ -83,6 +93,7 @@ class Slots:
         self.max_tokens = max_tokens
         self.vocab_size = vocab_size
         self._by_id: dict[str, Slot] = {}
+        self._free_places: list[int] = []
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -96,6 +107,9 @@ class Slots:
     def update(self, released: Iterable[str], admitted: Iterable[Admitted]) -> None:
         """Forget the released, then learn the admitted. A request may be in both."""
         for request_id in released:
-            self._by_id.pop(request_id, None)
+            slot = self._by_id.pop(request_id, None)
+            if slot is not None:
+                self._free_places.append(slot.place)
         for newcomer in admitted:
-            self._by_id[newcomer.request_id] = Slot(newcomer, self.max_tokens, self.vocab_size)
+            place = self._free_places.pop() if self._free_places else len(self._by_id)
+            self._by_id[newcomer.request_id] = Slot(newcomer, self.max_tokens, self.vocab_size, place)

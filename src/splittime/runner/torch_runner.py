@@ -65,7 +65,7 @@ class TorchRunner:
 
             config.validate()
             return ParallelRunner.lead(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer)
-        runner = TorchRunner(*load(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer))
+        runner = _made(config, *load(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer))
         is_small = runner.resolved.weights_bytes <= threads.LARGE_BYTES
         if config.num_threads is None and runner.decoder.ops.name == "native" and is_small:
             begin_ns = time.monotonic_ns()
@@ -166,7 +166,6 @@ class TorchRunner:
             if not fine:
                 request_id = batch.rows[index].request_id
                 results[request_id] = RowResult(request_id, error=NOT_FINITE)
-                batch.slots[index].sampled = None
                 self.store.scrub(batch.slots[index].block_ids)
         good = [index for index, fine in zip(rows, is_finite, strict=True) if fine]
         return good, computed[torch.tensor(is_finite)]
@@ -181,7 +180,7 @@ class TorchRunner:
         described = _chosen_logprobs(raw, chosen, params)
         for line, index in enumerate(rows):
             request_id = batch.rows[index].request_id
-            batch.slots[index].sampled = chosen[line]
+            batch.slots[index].learn_sampled(contexts[index], chosen[line])
             results[request_id] = RowResult(request_id, (chosen[line],), described.get(line, ()))
 
     def _add_prompt_logprobs(self, batch: Batch, index: int, hidden: Tensor, results: Results) -> None:
@@ -196,6 +195,16 @@ class TorchRunner:
         num_top = slot.admitted.sampling.prompt_logprobs or 0
         scores = logprobs.score_prompt(self.decoder.logits, wanted, following, num_top, self.resolved.vocab_size)
         results[row.request_id] = RowResult(row.request_id, result.token_ids, result.logprobs, tuple(scores))
+
+
+def _made(config: RunnerConfig, decoder: Decoder, store: KvStore, resolved: Resolved, cost: Cost) -> TorchRunner:
+    if decoder.ops.name == "triton":
+        from splittime.runner.device.runner import DeviceRunner  # which is a TorchRunner
+
+        runner = DeviceRunner(decoder, store, resolved, cost)
+        runner.enforce_eager = config.enforce_eager
+        return runner
+    return TorchRunner(decoder, store, resolved, cost)
 
 
 def _last_hidden(hidden: Tensor, batch: Batch, rows: list[int]) -> Tensor:

@@ -4,7 +4,7 @@
     y[p]   = share[p] * down_e h[p]              the share on the float32 sums
     out[t] = residual[t] + sum_c y[t k + c]      in float32, in the order of c: the same choices give the same bytes
 
-Weights of all experts of a layer lie in one tensor [E, ..], each as `int4`, `int8` keep it, or dense [out, in]. A tile
+Weights of all experts of a layer lie in one tensor [E, ..], each as `integers` keeps it, or dense [out, in]. A tile
 reads one expert's weights; experts that no token chose have no tile and are not read. With so few tokens that most
 choices differ (`ALONE_TOKENS`) each pair is a tile of its own and no tables are made: two launches fewer, and an expert
 that two tokens chose comes from the cache the second time.
@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.triton import int4, int8
+from splittime.kernels.triton import integers
 from splittime.kernels.triton.device import dot_dtype
 from splittime.kernels.triton.grouped_kernels import combine, products
 from splittime.kernels.triton.linear import DenseLinear, kept
@@ -37,7 +37,7 @@ ALONE_TOKENS = 2
 COMBINED = 1024  # outputs of a program of the sum
 MAX_EXPERTS = 1024
 
-Weights = DenseLinear | int4.Int4Linear | int8.Int8Linear
+Weights = DenseLinear | integers.IntegerLinear
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +80,7 @@ def _stacked(packed: Sequence[Any]) -> Weights:
     stacks = [torch.stack(tensors) for tensors in zip(*(kept(one)[1] for one in packed), strict=True)]
     if isinstance(first, DenseLinear):
         return DenseLinear(stacks[0])
-    if isinstance(first, int4.Int4Linear):
-        return replace(first, words=stacks[0], scales=stacks[1])
-    return replace(first, values=stacks[0], scales=stacks[1])
+    return replace(first, words=stacks[0], scales=stacks[1])
 
 
 def choose(num_pairs: int, num_experts: int, out_features: int) -> Tiles:
@@ -142,18 +140,14 @@ def _run(
 
 
 def _operands(weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    if isinstance(weights, int4.Int4Linear):
-        return weights.words, weights.scales, {"BITS": 4, **int4.constants(weights, dtype)}
-    if isinstance(weights, int8.Int8Linear):
-        return weights.values, weights.scales, {"BITS": 8, **int8.constants(weights, dtype)}
-    plain = {"GROUP": 0, "UNIT": 1, "HAS_MINIMA": False, "DOT": dot_dtype(dtype), "FAST": False}
-    return weights.weight, None, {"BITS": 16, **plain}
+    if isinstance(weights, integers.IntegerLinear):
+        return weights.words, weights.scales, integers.constants(weights, dtype)
+    plain = {"BITS": 16, "GROUP": 0, "UNIT": 1, "HAS_MINIMA": False, "IS_WHOLE": True}
+    return weights.weight, None, {**plain, "DOT": dot_dtype(dtype), "FAST": False}
 
 
 def _sizes(weights: Weights) -> tuple[int, int]:
-    """Tiles (int4) or columns of an output's weights, and groups."""
+    """Tiles of integers (or columns) of an output's weights, and groups."""
     if isinstance(weights, DenseLinear):
         return weights.weight.shape[-1], 1
-    groups = weights.scales.shape[-2] if weights.group else 1
-    width = weights.words.shape[-3] if isinstance(weights, int4.Int4Linear) else weights.values.shape[-1]
-    return width, groups
+    return weights.words.shape[-3], weights.scales.shape[-2] if weights.group else 1

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from splittime.kernels.triton import int4, int8
+from splittime.kernels.triton import integers
 
 DENSE_COLUMNS = tl.constexpr(64)  # of a step
 
@@ -30,24 +30,17 @@ def _dense_product(
 @triton.jit
 def _sums(
     x_ptr, rows, is_row, in_features, weight_ptr, scales_ptr, outs, out_features, width, groups, expert,
-    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_MINIMA: tl.constexpr, DOT: tl.constexpr,
-    FAST: tl.constexpr, OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_MINIMA: tl.constexpr, IS_WHOLE: tl.constexpr,
+    DOT: tl.constexpr, FAST: tl.constexpr, OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One expert's product, with the kernel of its weights. width: tiles (int4) or columns of an output's weights."""
+    """One expert's product, with the kernel of its weights. width: tiles of integers (or columns) of an output."""
     expert = expert.to(tl.int64)
-    if BITS == 4:
+    if BITS < 16:
         weight_ptr += expert * width * out_features * 32
         scales_ptr += expert * groups * out_features
-        return int4.product(
+        return integers.product(
             x_ptr, rows, is_row, in_features, weight_ptr, scales_ptr, outs, out_features, 0, width,
-            GROUP, UNIT, HAS_MINIMA, DOT, FAST, OUTS, TOKENS, STAGES,
-        )  # fmt: skip
-    elif BITS == 8:
-        weight_ptr += expert * width * out_features
-        scales_ptr += expert * groups * out_features
-        return int8.product(
-            x_ptr, rows, is_row, in_features, weight_ptr, scales_ptr, outs, out_features, width, 0, width // int8.TILE,
-            GROUP, UNIT, HAS_MINIMA, DOT, FAST, OUTS, TOKENS, STAGES,
+            BITS, GROUP, UNIT, HAS_MINIMA, IS_WHOLE, DOT, FAST, OUTS, TOKENS, STAGES,
         )  # fmt: skip
     else:
         weight_ptr += expert * width * out_features
@@ -61,8 +54,8 @@ def products(
     x_ptr, chosen_ptr, pairs_ptr, tiles_ptr, shares_ptr, weight_ptr, scales_ptr, y_ptr,
     in_features, num_outputs, out_features, width, groups, x_stride, num_chosen,
     IS_GATED: tl.constexpr, IS_ALONE: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_MINIMA: tl.constexpr, DOT: tl.constexpr,
-    FAST: tl.constexpr, OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_MINIMA: tl.constexpr, IS_WHOLE: tl.constexpr,
+    DOT: tl.constexpr, FAST: tl.constexpr, OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """num_outputs: of y; out_features: of the weight, twice as many if IS_GATED."""
     tile = tl.program_id(0)
@@ -81,12 +74,12 @@ def products(
         outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
         sums = _sums(
             x_ptr, rows, is_row, in_features, weight_ptr, scales_ptr, outs, out_features, width, groups, expert,
-            BITS, GROUP, UNIT, HAS_MINIMA, DOT, FAST, OUTS, TOKENS, STAGES,
+            BITS, GROUP, UNIT, HAS_MINIMA, IS_WHOLE, DOT, FAST, OUTS, TOKENS, STAGES,
         )  # fmt: skip
         if IS_GATED:
             up = _sums(
                 x_ptr, rows, is_row, in_features, weight_ptr, scales_ptr, outs + num_outputs, out_features, width,
-                groups, expert, BITS, GROUP, UNIT, HAS_MINIMA, DOT, FAST, OUTS, TOKENS, STAGES,
+                groups, expert, BITS, GROUP, UNIT, HAS_MINIMA, IS_WHOLE, DOT, FAST, OUTS, TOKENS, STAGES,
             )  # fmt: skip
             sums = sums / (1 + tl.exp(-sums)) * up
         else:

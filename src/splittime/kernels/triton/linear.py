@@ -1,7 +1,7 @@
 """Weights of the Triton backend: which kernel keeps a weight of each scheme, and their products.
 
     float32, float16, bfloat16     cuBLAS through torch, which is at the limit already
-    int4, int8 (weights only)      `int4`, `int8`: activations as they are
+    int4, int8 (weights only)      `integers`: activations as they are
     int8 with rounds_activations   `w8a8`: integers with integers
     fp8                            `w8a8`: e4m3 with e4m3
 
@@ -24,7 +24,7 @@ from splittime.core.errors import ConfigError
 from splittime.kernels import reads, rounded
 from splittime.kernels.api import RoundedRows, Stack, WeightScheme
 from splittime.kernels.reference import products, rounding
-from splittime.kernels.triton import int4, int8, w8a8
+from splittime.kernels.triton import integers, w8a8
 
 DENSE = ("float32", "float16", "bfloat16")
 SCHEMES = (*DENSE, "int8", "int4", "fp8")
@@ -46,7 +46,7 @@ class DenseLinear:
 class Reordered:
     """A weight whose product is with x[:, columns]."""
 
-    weight: int4.Int4Linear | int8.Int8Linear | w8a8.RoundedLinear
+    weight: integers.IntegerLinear | w8a8.RoundedLinear
     columns: Tensor
 
     @property
@@ -54,7 +54,7 @@ class Reordered:
         return self.weight.out_features
 
 
-Packed = DenseLinear | int4.Int4Linear | int8.Int8Linear | w8a8.RoundedLinear | Reordered | Stack
+Packed = DenseLinear | integers.IntegerLinear | w8a8.RoundedLinear | Reordered | Stack
 
 
 def pack_linear(
@@ -115,7 +115,8 @@ def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
         return _dense(x, packed, residual)
     x = x if x.stride(1) == 1 else x.contiguous()
     residual = None if residual is None else residual.contiguous()
-    return _kernels(packed).linear(x, packed, residual)
+    kernels: Any = integers if isinstance(packed, integers.IntegerLinear) else w8a8
+    return kernels.linear(x, packed, residual)
 
 
 def unpacked(packed: Packed) -> Tensor:
@@ -129,18 +130,18 @@ def unpacked(packed: Packed) -> Tensor:
         return packed.weight.float()
     if isinstance(packed, w8a8.RoundedLinear):
         return packed.values[:, : packed.in_features].float() * packed.scales[:, None]
-    rows = _kernels(packed).unpacked(packed)
-    name = "int4" if isinstance(packed, int4.Int4Linear) else "int8"
-    return rounding.dequantize(rows.integers, rows.scales, WeightScheme(name, packed.group), rows.zeros, rows.minima)
+    rows = integers.unpacked(packed)
+    scheme = WeightScheme(f"int{packed.bits}", packed.group)
+    return rounding.dequantize(rows.integers, rows.scales, scheme, rows.zeros, rows.minima)
 
 
 def kept(packed: Packed) -> tuple[str, list[Tensor]]:
     """The scheme's name, and what of the weight lies in memory (without the bias)."""
     if isinstance(packed, DenseLinear):
         return str(packed.weight.dtype).removeprefix("torch."), [packed.weight]
-    if isinstance(packed, int4.Int4Linear):
-        return "int4", [packed.words, packed.scales]
-    assert isinstance(packed, int8.Int8Linear | w8a8.RoundedLinear)
+    if isinstance(packed, integers.IntegerLinear):
+        return f"int{packed.bits}", [packed.words, packed.scales]
+    assert isinstance(packed, w8a8.RoundedLinear)
     return "fp8" if packed.values.dtype == torch.float8_e4m3fn else "int8", [packed.values, packed.scales]
 
 
@@ -166,10 +167,9 @@ def _pack(
             w8a8.put(kept, begin, part.integers, part.scales[:, 0])
             begin += len(part.integers)
         return replace(kept, bias=bias)
-    kernels: Any = int4 if scheme.name == "int4" else int8
-    weight = kernels.empty(out_features, in_features, scheme, device)
+    weight = integers.empty(out_features, in_features, scheme, device)
     for part in parts:
-        kernels.put(weight, begin, rounded.as_packed(part, scheme))
+        integers.put(weight, begin, rounded.as_packed(part, scheme))
         begin += len(part.integers)
     return replace(weight, bias=bias)
 
@@ -194,12 +194,6 @@ def _check(scheme: WeightScheme) -> None:
             f"activations are not rounded beside {scheme.name} in groups of {scheme.group} columns",
             param="quantization", value=scheme.name, limit="int8 with one scale an output, fp8",
         )  # fmt: skip
-
-
-def _kernels(packed: Any) -> Any:
-    if isinstance(packed, int4.Int4Linear):
-        return int4
-    return int8 if isinstance(packed, int8.Int8Linear) else w8a8
 
 
 def _count(packed: Packed) -> None:

@@ -105,11 +105,14 @@ class TritonOps(PlainOps):
         return activation.finite(x)
 
     def draw_tokens(self, logits: Tensor, draws: np.ndarray) -> Tensor:
-        """As `draw`, and greedy where the temperature is 0; int64 [N] on the device."""
+        """As `draw`, and greedy where the temperature is 0; int64 [N] on the device. Of logits that are not finite, any
+        token there is: what is looked up by it must exist, since the device cannot refuse."""
         filters = bool(((draws["top_k"] > 0) | (draws["top_p"] < 1.0)).any())
         if not draws["temperature"].any():
-            return sampling.argmax(logits)
-        return sampling.draw(logits, Draws.of(draws, self.device), filters)
+            tokens = sampling.argmax(logits)
+        else:
+            tokens = sampling.draw(logits, Draws.of(draws, self.device), filters)
+        return tokens.clamp_(0, logits.shape[1] - 1)
 
     def finite(self, x: Tensor) -> list[bool]:
         return self.finite_flags(x).tolist()

@@ -96,8 +96,6 @@ class Member:
 
 
 def _told(name: str, words: Failed | None, status: int) -> SplittimeError:
-    if status == LOST_STATUS:
-        return EngineError(f"{name} waited for the others in vain", hint="see collective_timeout_s")
     if words is None:
         how = f"was killed by {_signal(-status)}" if status < 0 else f"ended with exit status {status}"
         return EngineError(f"{name} {how}", hint="its last lines are on standard error")

@@ -119,9 +119,12 @@ class Members:
         if stopped is not None:
             return EngineError(f"{stopped.name} is stopped")
         index = self._first_death()
-        if index is None:
-            return EngineError("a rank of this model did not answer in time", hint="see collective_timeout_s")
-        return self._members[index - 1].explain(self._deaths[index])
+        if index is not None:
+            return self._members[index - 1].explain(self._deaths[index])
+        silent = [member.name for member in self._members if member.index not in self._deaths]
+        if silent:
+            return EngineError(f"{' and '.join(silent)} did not answer in time", hint="see collective_timeout_s")
+        return EngineError("the other ranks waited for the first in vain", hint="see collective_timeout_s")
 
     def _first_death(self) -> int | None:
         """The first that did not end because of another; waits a little, since deaths are told of late."""
@@ -130,6 +133,6 @@ class Members:
             while True:
                 own = [index for index, status in self._deaths.items() if status != LOST_STATUS]
                 left_s = deadline - time.monotonic()
-                if own or left_s <= 0:
-                    return own[0] if own else next(iter(self._deaths), None)
+                if own or left_s <= 0 or len(self._deaths) == len(self._members):
+                    return own[0] if own else None
                 self._changed.wait(left_s)

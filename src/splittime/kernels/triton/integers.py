@@ -1,0 +1,242 @@
+"""Products with weights that are integers of four or eight bits, and activations as they are.
+
+    y[t, n] = sum_g s[n, g] * (sum_{k in g} (q[n, k] - z[n, g]) x[t, k])  -  sum_g m[n, g] * (sum_{k in g} x[t, k])
+
+q - z is between -128 and 127 and exact in float16 and bfloat16, so the weight itself is never rounded to 16 bits; sums
+are float32 and meet their group's scale in float32 (of int8 without groups: once, at the end). x is not rounded.
+
+*Layout.* A 32-bit word holds 8 (or 4) integers of one output, 32 columns apart: a tile is 32 words, that is 8 (4)
+*slabs* of 32 columns, and word i holds column 32 j + i of the tile in its j-th field from below. So one word a lane
+gives, by a shift and a mask, the same lane of each slab, and no lane ever needs another's bits; a slab of x is 32
+neighbouring columns. Eight bits are kept as q + 128. Words lie as [tiles, out, 32]: what a program reads in a step of
+its loop is one run of memory. A group's scale is the lower half of a 32-bit word, as float16; the upper half is its
+zero point (of int4), or its minimum as float16: one load, wide enough to be fetched ahead with the weights. These words
+lie as [groups, out]. How a word becomes floats: `unpacking`.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.kernels.rounded import INT4_ZERO
+from splittime.kernels.triton.device import dot_dtype
+from splittime.kernels.triton.tiles import (
+    FEW_TOKENS,
+    PROCESSORS,
+    SOME_TOKENS,
+    Tiles,
+    add_parts,
+    finish,
+    splits_for,
+    sums_target,
+)
+from splittime.kernels.triton.unpacking import half_of, halves, is_fast, slab_of, words_of, zeros_of
+
+SLAB = tl.constexpr(32)  # columns, and words of a tile
+CENTRES = {4: 0, 8: 128}  # what is added to an integer to keep it
+
+
+@dataclass(frozen=True)
+class IntegerLinear:
+    """words: int32 [tiles, out, 32]; scales: int32 [groups, out], of as many groups as whole tiles have, or float32
+    [out] where `group` is 0; see above. group: columns of one, a multiple of 32 (int8: of 16). bits: 4 or 8."""
+
+    words: Tensor
+    scales: Tensor
+    in_features: int
+    bits: int
+    group: int
+    has_minima: bool
+    bias: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.words.shape[-2]
+
+
+def tile_columns(bits: int) -> int:
+    return SLAB.value * 32 // bits
+
+
+def empty(out_features: int, in_features: int, scheme: WeightScheme, device: torch.device) -> IntegerLinear:
+    """A weight to `put` rows in. Its columns are filled up to whole tiles, with scales of 0."""
+    bits = 4 if scheme.name == "int4" else 8
+    tiles = -(-in_features // tile_columns(bits))
+    words = torch.zeros(tiles, out_features, SLAB.value, dtype=torch.int32, device=device)
+    if scheme.group:
+        groups = -(-tiles * tile_columns(bits) // scheme.group)
+        scales = torch.zeros(groups, out_features, dtype=torch.int32, device=device)
+    else:
+        scales = torch.zeros(out_features, dtype=torch.float32, device=device)
+    return IntegerLinear(words, scales, in_features, bits, scheme.group, scheme.has_minima)
+
+
+def put(weight: IntegerLinear, begin: int, rows: RoundedRows) -> None:
+    """Rows as `rounded.as_packed` makes them, at outputs [begin, ..)."""
+    device, here = weight.words.device, slice(begin, begin + len(rows.integers))
+    weight.words[:, here] = _words(rows.integers.to(device), weight.bits)
+    if not weight.group:
+        weight.scales[here] = rows.scales[:, 0].to(device)
+        return
+    upper = rows.zeros
+    if rows.minima is not None:
+        upper = rows.minima.half().view(torch.int16)
+    elif upper is None:
+        upper = torch.full_like(rows.scales, INT4_ZERO if weight.bits == 4 else 0)
+    words = words_of(rows.scales.half(), upper)
+    weight.scales[: words.shape[1], here] = words.t().to(device)
+
+
+def _words(integers: Tensor, bits: int) -> Tensor:
+    """int8 [rows, in] -> int32 [tiles, rows, 32]."""
+    filled = F.pad(integers, (0, -integers.shape[1] % tile_columns(bits)))
+    slabs = filled.view(len(filled), -1, 32 // bits, SLAB.value).permute(1, 0, 2, 3)
+    words = torch.zeros(slabs.shape[0], slabs.shape[1], SLAB.value, dtype=torch.int32, device=integers.device)
+    for slab in range(32 // bits):
+        words |= slabs[:, :, slab].to(torch.int32) + CENTRES[bits] << bits * slab
+    return words
+
+
+def unpacked(weight: IntegerLinear) -> RoundedRows:
+    """The integers again: int8 [out, in], and scales, zeros and minima as kept, in float32."""
+    bits = weight.bits
+    fields = [weight.words >> bits * slab & (1 << bits) - 1 for slab in range(32 // bits)]
+    slabs = torch.stack(fields, dim=2) - CENTRES[bits]  # [tiles, out, slabs, 32]
+    integers = slabs.permute(1, 0, 2, 3).flatten(1)[:, : weight.in_features].to(torch.int8)
+    if not weight.group:
+        return RoundedRows(integers, weight.scales.unsqueeze(-1))
+    scales, upper = halves(weight.scales[: -(-weight.in_features // weight.group)].t())
+    minima = upper.view(torch.float16).float() if weight.has_minima else None
+    zeros = None if weight.has_minima or bits == 8 else upper.to(torch.uint8)
+    return RoundedRows(integers, scales, zeros, minima)
+
+
+def choose(num_tokens: int, weight: IntegerLinear, dtype: torch.dtype) -> Tiles:
+    """Few tokens: 64 outputs are the fewest rows of a warp group's matrix instruction; where there are enough of them
+    for all processors, twice as many share what a step of the loop costs besides unpacking. More tokens: wide tiles, so
+    that unpacking is shared by more of them; at 128 x 128 three stages of int4 would be more shared memory than a
+    processor has, and with groups under 128 columns their sums more registers. float32 has no matrix instruction: its
+    tiles are small so that sums fit in registers."""
+    if dtype == torch.float32:
+        return Tiles(tokens=16 if num_tokens <= FEW_TOKENS else 32, outputs=32, num_warps=4, num_stages=2)
+    splits = splits_for(triton.cdiv(weight.out_features, 64), weight.words.shape[-3])
+    if num_tokens <= FEW_TOKENS and weight.out_features >= 128 * PROCESSORS:
+        return Tiles(tokens=16, outputs=128, num_warps=4, num_stages=4)
+    if num_tokens <= FEW_TOKENS:
+        return Tiles(tokens=16, outputs=64, splits=splits, num_warps=4, num_stages=4 if weight.bits == 4 else 5)
+    if num_tokens <= SOME_TOKENS:
+        return Tiles(tokens=64, outputs=64, splits=splits, num_warps=4, num_stages=3)
+    return Tiles(64 if weight.group % 128 else 128, 128, num_warps=8, num_stages=2 if weight.bits == 4 else 3)
+
+
+@triton.jit
+def product(
+    x_ptr, rows, is_row, in_features, words_ptr, scales_ptr, outs, out_features, begin, end,
+    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_MINIMA: tl.constexpr, IS_WHOLE: tl.constexpr,
+    DOT: tl.constexpr, FAST: tl.constexpr, OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sums of the tiles [begin, end) -> float32 [OUTS, TOKENS]. rows: where each token's x begins, int64 [TOKENS].
+
+    UNIT: columns that surely have one group. IS_WHOLE: the last tile ends with x's columns."""
+    TILE: tl.constexpr = SLAB * 32 // BITS
+    is_out = outs < out_features
+    lanes = tl.arange(0, SLAB)
+    words_at = words_ptr + outs.to(tl.int64)[:, None] * SLAB + lanes[None, :]
+    x_at = x_ptr + rows[None, :] + lanes[:, None]
+    sums = tl.zeros([OUTS, TOKENS], tl.float32)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        words = tl.load(words_at + tile * (out_features * SLAB), mask=is_out[:, None], other=0)
+        for unit in tl.static_range(TILE // UNIT):
+            if GROUP == 0:
+                scales = tl.zeros([OUTS], tl.int32)
+            else:
+                group = (tile * TILE + unit * UNIT) // GROUP
+                scales = tl.load(scales_ptr + group * out_features + outs, mask=is_out, other=0)
+            zeros = zeros_of(scales, BITS, HAS_MINIMA, DOT, FAST)
+            part = tl.zeros([OUTS, TOKENS], tl.float32)
+            total = tl.zeros([TOKENS], tl.float32)
+            for slab in tl.static_range(unit * UNIT // SLAB, (unit * UNIT + UNIT + SLAB - 1) // SLAB):
+                seen = is_row[None, :]
+                if not IS_WHOLE:
+                    seen = seen & (lanes + (tile * TILE + slab * SLAB) < in_features)[:, None]
+                if UNIT < SLAB:
+                    seen = seen & ((lanes + slab * SLAB) // UNIT == unit)[:, None]
+                x = tl.load(x_at + tile * TILE + slab * SLAB, mask=seen, other=0).to(DOT)
+                weights = slab_of(words, zeros, BITS, slab, DOT, FAST)
+                if GROUP == 0:
+                    sums = tl.dot(weights, x, sums, input_precision="ieee")
+                else:
+                    part = tl.dot(weights, x, part, input_precision="ieee")
+                if HAS_MINIMA:
+                    total += tl.sum(x.to(tl.float32), 0)
+            if GROUP != 0:
+                sums += half_of(scales)[:, None] * part
+            if HAS_MINIMA:
+                sums -= half_of(scales >> 16)[:, None] * total[None, :]
+    if GROUP == 0:
+        sums *= tl.load(scales_ptr + outs, mask=is_out, other=0)[:, None]
+    return sums
+
+
+@triton.jit
+def _linear(
+    x_ptr, words_ptr, scales_ptr, y_ptr, bias_ptr, residual_ptr,
+    num_tokens, in_features, out_features, tiles, x_stride,
+    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_MINIMA: tl.constexpr, IS_WHOLE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DOT: tl.constexpr, FAST: tl.constexpr,
+    OUTS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    split = tl.program_id(2)
+    share = tl.cdiv(tiles, SPLITS)
+    sums = product(
+        x_ptr, tokens.to(tl.int64) * x_stride, tokens < num_tokens, in_features,
+        words_ptr, scales_ptr, outs, out_features,
+        split * share, tl.minimum(split * share + share, tiles),
+        BITS, GROUP, UNIT, HAS_MINIMA, IS_WHOLE, DOT, FAST, OUTS, TOKENS, STAGES,
+    )  # fmt: skip
+    finish(
+        sums, y_ptr, bias_ptr, residual_ptr, tokens, outs, num_tokens, out_features, split,
+        HAS_BIAS, HAS_RESIDUAL, SPLITS > 1,
+    )  # fmt: skip
+
+
+def linear(x: Tensor, weight: IntegerLinear, residual: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
+    """x [T, in], of contiguous rows -> x W^T + bias (+ residual) [T, out]. tiles: for benchmarks; else `choose`."""
+    num_tokens, out_features = x.shape[0], weight.out_features
+    tiles = tiles or choose(num_tokens, weight, x.dtype)
+    y = x.new_empty(num_tokens, out_features)
+    target = sums_target(y, tiles.splits)
+    ends = tiles.splits == 1
+    _linear[tiles.grid(num_tokens, out_features)](
+        x, weight.words, weight.scales, target,
+        weight.bias if ends else None, residual if ends else None,
+        num_tokens, x.shape[1], out_features, weight.words.shape[0], x.stride(0),
+        **constants(weight, x.dtype), HAS_BIAS=ends and weight.bias is not None,
+        HAS_RESIDUAL=ends and residual is not None, OUTS=tiles.outputs, TOKENS=tiles.tokens, SPLITS=tiles.splits,
+        STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+    )  # fmt: skip
+    if not ends:
+        add_parts(target, weight.bias, residual, y)
+    return y
+
+
+def constants(weight: IntegerLinear, dtype: torch.dtype) -> dict[str, object]:
+    """What `product` is compiled for."""
+    columns = tile_columns(weight.bits)
+    return {
+        "BITS": weight.bits,
+        "GROUP": weight.group,
+        "UNIT": gcd(weight.group, columns),
+        "HAS_MINIMA": weight.has_minima,
+        "IS_WHOLE": weight.in_features % columns == 0,
+        "DOT": dot_dtype(dtype),
+        "FAST": is_fast(dtype),
+    }

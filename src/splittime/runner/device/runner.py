@@ -1,0 +1,212 @@
+"""The runner of a card. `launch` puts a step on the stream, `collect` waits for it; the engine plans meanwhile.
+
+    launch = forget and learn requests -> copy blocks -> batch -> forward -> choose tokens -> copies to the host
+
+Tokens stay on the device: each slot's latest lies in `latest`, where the next step's rows find it (`PENDING`), and the
+host learns it when it collects. Steps run in the order of the stream, so a block that is given to another request, or
+a place in `latest`, may be written by the step before without harm.
+
+What does wait, because it is worked out on the host: penalties, biases and masks on logits, which need the tokens of
+the step before, and prompt log-probabilities. A step with such a row is one step after the other.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from splittime.core.plan import PENDING, Row, RowResult, StepPlan, StepResult
+from splittime.kernels.triton.logprobs import Logprobs, describe
+from splittime.kernels.triton.ops import TritonOps
+from splittime.models.decoder import Decoder
+from splittime.runner import batch as batches
+from splittime.runner import logprobs, penalties, sampler
+from splittime.runner.batch import Batch
+from splittime.runner.config import Resolved, RunnerConfig
+from splittime.runner.cost import Cost
+from splittime.runner.device.graphs import DecodeGraphs, sizes_for
+from splittime.runner.device.launched import Launched, Outcome
+from splittime.runner.device.marks import Mark, to_device, to_host
+from splittime.runner.kv_store import KvStore
+from splittime.runner.torch_runner import NO_TOKEN, TorchRunner
+
+MAX_SLOTS = 1 << 16
+
+
+class DeviceRunner(TorchRunner):
+    """A `TorchRunner` over `TritonOps`, and a `core.plan.AsyncRunner`. Made by `TorchRunner.load`.
+
+    enforce_eager: capture nothing.
+    """
+
+    enforce_eager = False
+
+    def __init__(self, decoder: Decoder, store: KvStore, resolved: Resolved, cost: Cost) -> None:
+        super().__init__(decoder, store, resolved, cost)
+        assert isinstance(decoder.ops, TritonOps)
+        self.ops = decoder.ops
+        self.latest = torch.zeros(MAX_SLOTS, dtype=torch.int64, device=self.ops.device)
+        self.graphs: DecodeGraphs | None = None
+        self._launched: deque[Launched] = deque()
+
+    def ahead(self, config: RunnerConfig) -> "DeviceRunner | None":  # type: ignore[override]
+        return self if config.async_scheduling else None
+
+    def warm_up(self) -> None:
+        """And capture decode steps, on a card."""
+        super().warm_up()
+        if self.latest.is_cuda and not self.enforce_eager:
+            self.capture(sizes_for(self.resolved.max_num_seqs))
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Steps of so many decode rows, or fewer, are replayed from now on."""
+        graphs = DecodeGraphs(self.decoder, self.store, self.latest, self.resolved.max_model_len)
+        graphs.capture(sizes)
+        self.graphs = graphs
+        self.resolved = msgspec.structs.replace(self.resolved, graph_sizes=graphs.sizes)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.launch(plan)
+        return self.collect()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        self.slots.update(plan.released, plan.admitted)
+        self.store.copy_blocks(plan.copies)
+        step = Launched(plan, {})
+        rows = self._servable(plan, step.results)
+        self._launched.append(step)
+        if rows:
+            self._begin(rows, step)
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        step = self._launched.popleft()
+        step.fetch()
+        for index in step.broken:  # whoever gets these blocks next must not find what it left there
+            assert step.outcome is not None
+            self.store.scrub(step.outcome.batch.slots[index].block_ids)
+        return step.result()
+
+    def _servable(self, plan: StepPlan, results: dict[str, RowResult]) -> list[Row]:
+        """Its rows, but for those that cannot be computed, whose results are told."""
+        rows = []
+        for row in plan.rows:
+            error = self.slots[row.request_id].error
+            if error is None and row.token_ids == (PENDING,) and not self._has_token(row):
+                error = NO_TOKEN
+            if error is None:
+                rows.append(row)
+            else:
+                results[row.request_id] = RowResult(row.request_id, error=error)
+        return rows
+
+    def _has_token(self, row: Row) -> bool:
+        """It is known, or the step before, which was not collected, samples it."""
+        if row.start < self.slots[row.request_id].num_known:
+            return True
+        last = self._launched[-1] if self._launched else None
+        return (
+            last is not None and not last.is_fetched and any(one.request_id == row.request_id for one in last.plan.rows)
+        )
+
+    def _begin(self, rows: list[Row], step: Launched) -> None:
+        batch = batches.build(rows, self.slots, self.store.shape.block_size, self.store.zero_block)
+        begin = Mark(self.ops.device)
+        hidden, raw = self._computed(batch)
+        if self.on_hidden is not None:
+            self.on_hidden(batch, hidden)
+        silent = [index for index, row in enumerate(batch.rows) if not row.samples]
+        sampling = [index for index, row in enumerate(batch.rows) if row.samples]
+        is_silent_finite = self._host_finite(_last(hidden, batch, silent)) if silent else None
+        if raw is None and sampling:
+            raw = self.decoder.logits(_last(hidden, batch, sampling))
+        forward = Mark(self.ops.device)
+        outcome = Outcome(batch, silent, sampling, begin, forward, forward, is_silent_finite, None, None)
+        if raw is not None:
+            self._choose_tokens(outcome, raw)
+        self._score_prompts(batch, hidden, step)
+        outcome.end = Mark(self.ops.device)
+        step.outcome = outcome
+
+    def _computed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [T, hidden], and logits float32 [rows, vocab] where a captured step made them on the way."""
+        if self.graphs is not None and self.graphs.has_room_for(batch):
+            return self.graphs.run(batch)
+        return self._forward(batch), None
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """[T, hidden]."""
+        device, store = self.ops.device, self.store
+        token_ids, positions = to_device(batch.token_ids, device), to_device(batch.positions, device)
+        if (batch.token_ids == PENDING).any():
+            places = torch.tensor([slot.place for slot in batch.slots])
+            lengths = torch.tensor(batch.attention.query_begins).diff()
+            known = self.latest.index_select(0, to_device(places.repeat_interleave(lengths), device))
+            token_ids = torch.where(token_ids == PENDING, known, token_ids)
+        return self.decoder.forward(token_ids, positions, store.layers, batch.attention, store.shape)
+
+    def _choose_tokens(self, outcome: Outcome, raw: Tensor) -> None:
+        """raw: float32 [len(outcome.sampling), vocab]."""
+        batch, device = outcome.batch, self.ops.device
+        slots = [batch.slots[index] for index in outcome.sampling]
+        counts = [batch.attention.context_lens[index] - batch.slots[index].prompt_len for index in outcome.sampling]
+        draws = sampler.draws([slot.admitted.sampling for slot in slots], counts)
+        tokens = self.ops.draw_tokens(self._adjusted(slots, raw, counts), draws)
+        self.latest.index_copy_(0, to_device(torch.tensor([slot.place for slot in slots]), device), tokens)
+        outcome.tokens, outcome.is_finite = to_host(tokens), self._host_finite(raw)
+        lines = [line for line, slot in enumerate(slots) if slot.admitted.sampling.logprobs is not None]
+        if lines:
+            most = max(slots[line].admitted.sampling.logprobs or 0 for line in lines)
+            there = to_device(torch.tensor(lines), device)
+            told = describe(raw.index_select(0, there), tokens.index_select(0, there), most)
+            outcome.described_lines = lines
+            outcome.described = Logprobs(*(to_host(one) for one in (told.chosen, told.ranks, told.values, told.ids)))
+
+    def _adjusted(self, slots: list, raw: Tensor, counts: list[int]) -> Tensor:
+        """`raw` itself when no request changes its logits; else a copy, for which the steps before are waited for."""
+        changed = [
+            line
+            for line, (slot, count) in enumerate(zip(slots, counts, strict=True))
+            if penalties.changes_logits(slot.admitted.sampling, count)
+        ]
+        if not changed:
+            return raw
+        for step in self._launched:
+            if step.outcome is not None:
+                step.fetch()
+        logits = raw.clone()
+        for line in changed:
+            slot, one = slots[line], raw[line].cpu()
+            penalties.adjust(one, slot.admitted.sampling, slot.counts, slot.admitted.stop_token_ids, counts[line])
+            logits[line] = one.to(logits.device)
+        return logits
+
+    def _host_finite(self, computed: Tensor) -> Tensor:
+        return to_host(self.ops.finite_flags(computed))
+
+    def _score_prompts(self, batch: Batch, hidden: Tensor, step: Launched) -> None:
+        for index, slot in enumerate(batch.slots):
+            if slot.admitted.sampling.prompt_logprobs is not None:
+                row, begin = batch.rows[index], batch.attention.query_begins[index]
+                following = _following(row, slot.prompt_len, slot.tokens)
+                wanted, count = hidden[begin : begin + len(following)], slot.admitted.sampling.prompt_logprobs
+                scores = logprobs.score_prompt(self.decoder.logits, wanted, following, count, self.resolved.vocab_size)
+                step.prompt_scores[row.request_id] = tuple(scores)
+
+
+def _last(hidden: Tensor, batch: Batch, rows: list[int]) -> Tensor:
+    """The hidden state of the last token of these rows, [len(rows), hidden]."""
+    if len(rows) == hidden.shape[0]:  # all rows, of one token each
+        return hidden
+    ends = torch.tensor([batch.attention.query_begins[index + 1] - 1 for index in rows])
+    return hidden.index_select(0, to_device(ends, hidden.device))
+
+
+def _following(row: Row, prompt_len: int, tokens: np.ndarray) -> list[int]:
+    """The prompt's tokens that follow those of the row."""
+    return tokens[row.start + 1 : min(row.start + len(row.token_ids) + 1, prompt_len)].tolist()

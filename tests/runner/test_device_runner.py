@@ -1,0 +1,133 @@
+"""The runner of a card, in the interpreter: the tokens of the plain runner, whether steps are planned ahead or not."""
+
+import pytest
+import tiny_checkpoint
+import torch
+
+pytest.importorskip("triton")
+
+from splittime.core.clock import SystemClock
+from splittime.core.plan import PENDING, Admitted, Row, StepPlan
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
+from splittime.engine.engine import Engine
+from splittime.ledger.steps import verify_steps
+from splittime.runner.config import RunnerConfig
+from splittime.runner.torch_runner import TorchRunner
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+
+LIMITS = {"max_model_len": 64, "block_size": 8}
+ASKED = (
+    SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, seed=0),
+    SamplingParams(temperature=1.5, max_tokens=6, seed=1),
+    SamplingParams(temperature=0.9, top_p=0.7, top_k=20, max_tokens=4, ignore_eos=True, seed=2),
+    SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=3, logprobs=3),
+    SamplingParams(temperature=0.8, max_tokens=5, ignore_eos=True, seed=4, repetition_penalty=1.5, min_tokens=3),
+    SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, seed=5, frequency_penalty=1.9, prompt_logprobs=2),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("tiny")
+    tiny_checkpoint.write(made)
+    return made
+
+
+def load(folder, kernels: str, **settings) -> TorchRunner:
+    given = {"model_path": str(folder), "kernels": kernels, "max_num_seqs": 4, "num_threads": 1, **LIMITS, **settings}
+    return TorchRunner.load(RunnerConfig(**given))
+
+
+def generate(runner: TorchRunner, is_ahead: bool):
+    """Six requests of four kinds of sampling, four at a time, in blocks that do not suffice for all."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, num_blocks=runner.resolved.num_blocks, **LIMITS)
+    scheduler = Scheduler(config)
+    engine = Engine(scheduler, runner, SystemClock(), runner if is_ahead else None)  # type: ignore[arg-type]
+    for number, sampling in enumerate(ASKED):
+        prompt = tuple((7 * number + 3 * place) % 61 for place in range(6 + 3 * number))
+        request = Request(
+            request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling, eos_token_ids=(2,), submitted_ns=0
+        )
+        engine.submit(request, 1)
+    outputs = {f"r{number}": ([], [], []) for number in range(len(ASKED))}
+    records = []
+    while engine.has_work:
+        output = engine.step()
+        scheduler.check()
+        assert output is not None
+        records += [output.record] if output.record is not None else []
+        for news in output.outputs:
+            assert news.error is None, news.error
+            tokens, chosen, prompts = outputs[news.request_id]
+            tokens += news.token_ids
+            chosen += news.logprobs
+            prompts += news.prompt_logprobs
+    verify_steps(records)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def want(folder):
+    return generate(load(folder, "reference"), is_ahead=False)
+
+
+@pytest.fixture(scope="module")
+def device_runner(folder):
+    return load(folder, "triton")
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["one after the other", "ahead"])
+def test_the_same_tokens_and_logprobs(device_runner, want, is_ahead):
+    compare(generate(device_runner, is_ahead), want)
+
+
+def test_captured_steps_give_the_same_tokens(folder, want):
+    """Three rows in a capture of four, and two in one of two."""
+    runner = load(folder, "triton")
+    runner.capture((2, 4))
+    assert runner.resolved.graph_sizes == (2, 4)
+    before = runner.ops.bytes_read()
+    compare(generate(runner, is_ahead=True), want)
+    after = runner.ops.bytes_read()
+    assert after["kv.float32"] > before.get("kv.float32", 0)
+
+
+def compare(got, want):
+    assert {name: tokens for name, (tokens, _, _) in got.items()} == {name: one[0] for name, one in want.items()}
+    for name, kinds in want.items():
+        for some, others in zip(kinds[1:], got[name][1:], strict=True):
+            assert [one.token_id for one in some] == [one.token_id for one in others]
+            assert [one.rank for one in some] == [one.rank for one in others]
+            assert [one.logprob for one in some] == pytest.approx([one.logprob for one in others], abs=1e-4)
+            assert [len(one.top) for one in some] == [len(one.top) for one in others]
+
+
+def test_a_row_that_is_not_finite_ends_alone_and_so_does_what_was_planned_upon_it(tmp_path):
+    tensors = tiny_checkpoint.write(tmp_path)
+    tensors["model.embed_tokens.weight"][60] = torch.nan
+    from safetensors.torch import save_file
+
+    save_file(tensors, tmp_path / "model.safetensors")
+    runner = load(tmp_path, "triton")
+    greedy = ASKED[0]
+    admitted = (Admitted("good", (5, 6), 0, greedy, ()), Admitted("bad", (5, 60), 0, greedy, ()))
+    first = (Row("good", 0, (5, 6), (0,), True), Row("bad", 0, (5, 60), (1,), True))
+    following = (Row("good", 2, (PENDING,), (), True), Row("bad", 2, (PENDING,), (), True))
+    runner.launch(StepPlan(1, first, admitted))
+    runner.launch(StepPlan(2, following))
+    good, bad = runner.collect().rows
+    assert good.token_ids
+    assert "finite" in (bad.error or "")
+    good, _ = runner.collect().rows
+    assert good.error is None
+    assert all(torch.isfinite(layer.data).all() for layer in runner.store.layers)
+
+
+def test_a_token_that_no_step_samples_is_an_error_of_the_row(device_runner):
+    admitted = (Admitted("lost", (5, 6), 0, ASKED[0], ()),)
+    row = Row("lost", 2, (PENDING,), (0,), True)
+    result = device_runner.run(StepPlan(1, (row,), admitted))
+    assert "no token" in (result.rows[0].error or "")
+    device_runner.run(StepPlan(2, (), released=("lost",)))
