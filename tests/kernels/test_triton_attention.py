@@ -192,13 +192,16 @@ def written(kv, dtype, blocks, offsets, shape):
     stores = [a_store(shape, dtype, torch.ones(shape.num_blocks + 1, 2, shape.num_kv_heads, 8, shape.head_dim))]
     stores.append(LayerKv(stores[0].data.clone(), None if stores[0].scales is None else stores[0].scales.clone()))
     there = device()
-    scales = None if stores[0].scales is None else stores[0].scales.to(there)
-    mine = LayerKv(stores[0].data.to(there), scales)
+    guarded = [None if one is None else torch.cat((one[:1], one)).to(there) for one in vars(stores[0]).values()]
+    mine = LayerKv(*(None if one is None else one[1:] for one in guarded))  # block -1 is there, and stays as it is
     kv_write.write_kv(kv.to(there), mine, attention.plan(batch, shape, None, F32, there))
+    assert (guarded[0][0].float() == stores[0].data[0].float().to(there)).all()
+    assert guarded[1] is None or (guarded[1][0] == stores[0].scales[0].to(there)).all()
     for token, (block, offset) in enumerate(zip(blocks, offsets, strict=True)):
         if block >= 0:
             heads = kv[token].reshape(2, shape.num_kv_heads, -1)
-            values, head_scales = kv_rounding.quantize(heads, dtype) if scales is not None else (heads.to(dtype), None)
+            is_rounded = dtype in kv_rounding.LARGEST
+            values, head_scales = kv_rounding.quantize(heads, dtype) if is_rounded else (heads.to(dtype), None)
             tiles = stores[1].data.view(-1, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
             tiles[block, :, :, offset] = values
             if head_scales is not None:
@@ -218,7 +221,7 @@ def same_bits(got, want):
 def test_writing_rounds_to_the_bit(dtype, head_dim, kv_dtype):
     shape = KvShape(5, 8, 3, head_dim)
     kv = randn(6, 6, head_dim) * torch.logspace(-6, 4, 36).view(6, 6, 1)
-    kv[1, 5, 3], kv[2, 5, 3], kv[2, 4, 0], kv[3, 0], kv[3, 1], kv[3, 2, 0] = (
+    kv[1, 5, 3], kv[4, 5, 3], kv[4, 4, 0], kv[3, 0], kv[3, 1], kv[3, 2, 0] = (
         float("nan"),
         torch.inf,
         -torch.inf,

@@ -136,6 +136,15 @@ def test_a_row_of_nothing_gets_a_token_and_one_token_is_always_chosen():
     assert sampling.draw(logits[:0].to(DEVICE), draws_of([])).tolist() == []
 
 
+def test_what_is_not_finite_still_gets_a_token_of_the_vocabulary():
+    logits = randn(4, 70)
+    logits[0], logits[1, 3:6], logits[2, 69], logits[3, 5] = math.nan, math.nan, math.inf, math.inf
+    logits[3, 6] = math.nan
+    draws = draws_of([LAST] * 4, top_k=[3, 0, 2, 0], top_p=0.9)
+    for tokens in (sampling.draw(logits.to(DEVICE), draws), sampling.argmax(logits.to(DEVICE), SMALL)):
+        assert 0 <= tokens.min() <= tokens.max() < 70
+
+
 def test_min_p_of_one_keeps_all_that_are_as_likely_as_the_likeliest():
     logits = torch.tensor([[1.0, 3.0, 2.9999, 3.0, -1.0]] * 2)
     draws = draws_of([0.0, LAST], min_p=1.0)

@@ -108,6 +108,23 @@ SETTINGS = (
         ("runner",),
     ),
     Setting(
+        "load_format",
+        "text",
+        "auto",
+        "auto tells safetensors and gguf apart by the path; dummy makes random weights, to measure speed by.",
+        ("runner",),
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    ),
+    Setting(
+        "gpu_memory_utilization",
+        "number",
+        0.9,
+        "Share of a card's memory for weights, steps and KV cache together.",
+        ("runner",),
+        0.01,
+        1.0,
+    ),
+    Setting(
         "enforce_eager",
         "switch",
         False,

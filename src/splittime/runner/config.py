@@ -12,7 +12,7 @@ from splittime.core.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 BACKENDS = ("auto", "native", "torch", "reference", "triton")
-LOAD_FORMATS = ("auto", "safetensors", "gguf")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4")
 
 
@@ -20,7 +20,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the runner.
 
     model_path: a local folder with config.json and safetensors, or a .gguf file.
-    load_format: "auto" tells which of the two by the path; the others insist.
+    load_format: "auto" tells which of the two by the path, "safetensors" and "gguf" insist; "dummy" reads config.json
+        alone and makes random weights.
     dtype: of weights that are not quantised. The native kernels compute in float32 whatever it is, the others in it.
         "auto": `runner.machine.choose_dtype`.
     quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are. A
@@ -31,6 +32,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     packed_cache: the folder for quantised weights; "auto" is one below the user's cache folder, "off" keeps none.
     num_threads: None chooses by the size of the weights.
     max_model_len: longest context in tokens; None takes the checkpoint's.
+    gpu_memory_utilization: share of a card's memory that weights, steps and KV cache may take together.
     kv_cache_memory_bytes: None takes what `max_num_seqs` full contexts need, at most half of the free memory.
     tensor_parallel_size: ranks that share the model, a process each (`runner.parallel`). The threads are divided among
         them; kv_cache_memory_bytes is what each of them takes.
@@ -56,6 +58,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: float = 30.0
     async_scheduling: bool = False
     enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.9
 
     def validate(self) -> None:
         """Raise `ConfigError` naming the first setting that is not honoured."""
@@ -75,6 +78,9 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1", param=name, value=value)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            message = f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 and at most 1"
+            raise ConfigError(message, param="gpu_memory_utilization", value=self.gpu_memory_utilization)
         if not self.collective_timeout_s > 0:
             message = f"collective_timeout_s is {self.collective_timeout_s}, must be above 0"
             raise ConfigError(message, param="collective_timeout_s", value=self.collective_timeout_s)

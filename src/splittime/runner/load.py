@@ -21,6 +21,7 @@ from splittime.models.weights.source import PLAIN, is_gguf, open_source, read_co
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.cost import Cost, cost
+from splittime.runner.device.memory import largest_step_bytes, room_bytes
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
 OnPhase = Callable[[str, int, int], None]
@@ -51,6 +52,7 @@ def load(
             folder,
             on_layer or (lambda done, total, num_bytes: None),
             ranks,
+            config.load_format == "dummy",
         )
     weights_ns = time.monotonic_ns()
     on_phase("load weights", config_ns, weights_ns)
@@ -58,7 +60,7 @@ def load(
         ranks.each(0)  # answers when all have theirs
         config_ns, weights_ns = weights_ns, time.monotonic_ns()
         on_phase("wait for ranks", config_ns, weights_ns)
-    store, choices.reasons["num_blocks_reason"] = _allocate(config, choices, ranks)
+    store, choices.reasons["num_blocks_reason"] = _allocate(config, choices, loaded.decoder, ranks)
     on_phase("allocate kv cache", weights_ns, time.monotonic_ns())
     num_threads, choices.reasons["num_threads_reason"] = machine.choose_num_threads(
         config.num_threads, loaded.weights_bytes
@@ -88,9 +90,10 @@ class _Choices:
     @staticmethod
     def make(config: RunnerConfig, ranks: Ranks | None) -> "_Choices":
         path = Path(config.model_path)
-        _check_load_format(config.load_format, path)
         model = read_config(path)
-        _refuse_to_round_again(config, model, path)
+        _check_load_format(config.load_format, path, model)
+        if config.load_format != "dummy":
+            _refuse_to_round_again(config, model, path)
         kernels, kernels_reason = machine.choose_kernels(config.kernels)
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
@@ -109,7 +112,9 @@ class _Choices:
         return choices
 
 
-def _check_load_format(asked: str, path: Path) -> None:
+def _check_load_format(asked: str, path: Path, model: ModelConfig) -> None:
+    if asked == "dummy" and model.quantization is None and not is_gguf(path):
+        return
     found = "gguf" if is_gguf(path) else "safetensors"
     if asked not in ("auto", found):
         message = f"load_format is {asked!r}, but {path} is read as {found}"
@@ -132,9 +137,12 @@ def _refuse_to_round_again(config: RunnerConfig, model: ModelConfig, path: Path)
         )
 
 
-def _allocate(config: RunnerConfig, choices: _Choices, ranks: Ranks | None) -> tuple[KvStore, str]:
+def _allocate(config: RunnerConfig, choices: _Choices, decoder: Decoder, ranks: Ranks | None) -> tuple[KvStore, str]:
     """The cache, and why it has so many blocks."""
-    num_blocks, reason = _choose_num_blocks(config, choices)
+    step_bytes = 0
+    if choices.ops.device.type == "cuda":
+        step_bytes = largest_step_bytes(decoder, config, choices.kv_cache_dtype, choices.max_model_len)
+    num_blocks, reason = _choose_num_blocks(config, choices, step_bytes)
     if ranks is not None:
         num_blocks = min(ranks.each(num_blocks))
     model = choices.model
@@ -143,10 +151,16 @@ def _allocate(config: RunnerConfig, choices: _Choices, ranks: Ranks | None) -> t
         return KvStore(shape, model.num_layers, choices.kv_cache_dtype, choices.ops.device), reason
 
 
-def _choose_num_blocks(config: RunnerConfig, choices: _Choices) -> tuple[int, str]:
+def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int = 0) -> tuple[int, str]:
+    """step_bytes: what the largest step takes of a card's memory."""
     model = choices.model
     shape = KvShape(0, config.block_size, model.num_kv_heads, model.head_dim)
     block_bytes = bytes_per_block(shape, model.num_layers, choices.kv_cache_dtype)
+    device = choices.ops.device
+    if device.type == "cuda":
+        room = room_bytes(device, config.gpu_memory_utilization, step_bytes)
+        told = f"{room / 2**30:.1f} GiB of the card: gpu_memory_utilization={config.gpu_memory_utilization:g}"
+        return machine.choose_num_blocks(config, choices.max_model_len, block_bytes, (room, told))
     return machine.choose_num_blocks(config, choices.max_model_len, block_bytes)
 
 

@@ -200,14 +200,20 @@ def _refuse_beyond(total_bytes: int, asked_bytes: int) -> None:
         )
 
 
-def choose_num_blocks(config: RunnerConfig, max_model_len: int, bytes_per_block: int) -> tuple[int, str]:
-    """Blocks of KV cache, and why. Raises `ConfigError` when one full context does not fit."""
+def choose_num_blocks(
+    config: RunnerConfig, max_model_len: int, bytes_per_block: int, room: tuple[int, str] | None = None
+) -> tuple[int, str]:
+    """Blocks of KV cache, and why. room: bytes of a card that it may take, and which those are. Raises `ConfigError`
+    when one full context does not fit."""
     blocks_per_context = -(-max_model_len // config.block_size)
     wanted = config.max_num_seqs * blocks_per_context
     if config.kv_cache_memory_bytes is not None:
         num_blocks, reason = config.kv_cache_memory_bytes // bytes_per_block, "kv_cache_memory_bytes"
         budget = config.kv_cache_memory_bytes
         _refuse_beyond(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), budget)
+    elif room is not None:
+        budget, reason = room
+        num_blocks = budget // bytes_per_block
     else:
         budget = int(free_memory_bytes() // config.tensor_parallel_size * FREE_MEMORY_SHARE)
         num_blocks = min(wanted, budget // bytes_per_block)

@@ -108,10 +108,15 @@ def plan(
     parts = (query_begins, context_lens, batch.block_tables, batch.token_blocks, batch.token_offsets)
     lengths = query_begins.diff().numpy()
     decode = batch.num_decode_rows
+    there = _on_together(device, parts)
     return Plan(
-        shape,
-        window_tokens,
-        *_on_together(device, parts),
+        shape=shape,
+        window_tokens=window_tokens,
+        query_begins=there[0],
+        context_lens=there[1],
+        block_tables=there[2],
+        token_blocks=there[3],
+        token_offsets=there[4],
         num_decode_rows=decode,
         max_context_tokens=max(batch.context_lens[:decode], default=0),
         prefill=_prefill_rows(decode, context_lens.numpy(), lengths),

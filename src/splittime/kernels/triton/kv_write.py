@@ -97,18 +97,6 @@ def store_kv_heads(
 
 
 @triton.jit
-def store_kv_head(
-    x, columns, data, scales, side, head, block, offset,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """`store_kv_heads` of one head: x float32 [C], columns int32 [C], head a scalar."""
-    store_kv_heads(
-        x[None, :], head + tl.arange(0, 1), columns, tl.arange(0, 1) == 0, data, scales, side, block, offset,
-        NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
-    )  # fmt: skip
-
-
-@triton.jit
 def _write_kv(
     kv, token_stride, data, scales, token_blocks, token_offsets,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,

@@ -41,18 +41,18 @@ def scan(
 
 
 @triton.jit
-def _first_largest(maxima, places, row, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
+def _first_largest(maxima, places, row, vocab, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
     chunks = tl.arange(0, CHUNKS)
     most = largest_of(maxima, row, NUM_CHUNKS, CHUNKS)
     found = tl.load(maxima + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=-float("inf"))
     place = tl.load(places + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=2**31 - 1)
-    return tl.min(tl.where(found == most, place, 2**31 - 1), axis=0)
+    return tl.minimum(tl.min(tl.where(found == most, place, 2**31 - 1), axis=0), vocab - 1)
 
 
 @triton.jit
-def choose_largest(maxima, places, tokens, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
+def choose_largest(maxima, places, tokens, vocab, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    tl.store(tokens + row, _first_largest(maxima, places, row, NUM_CHUNKS, CHUNKS).to(tl.int64))
+    tl.store(tokens + row, _first_largest(maxima, places, row, vocab, NUM_CHUNKS, CHUNKS).to(tl.int64))
 
 
 @triton.jit
@@ -87,9 +87,10 @@ def pick(
     doubles, floats, ints, seeds, indices, logits, stride, maxima, places, floors, sums, tokens, vocab,
     NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first token at which the cumulated weight passes the uniform number's share of all."""
+    """The first token at which the cumulated weight passes the uniform number's share of all. Whatever the logits are,
+    it is a token of the vocabulary: the next step may look it up before the host knows that they were not finite."""
     row = tl.program_id(0).to(tl.int64)
-    token = _first_largest(maxima, places, row, NUM_CHUNKS, CHUNKS)
+    token = _first_largest(maxima, places, row, vocab, NUM_CHUNKS, CHUNKS)
     chunks = tl.arange(0, CHUNKS)
     is_drawn = is_greedy(floats, row) == 0
     found = tl.load(sums + row * NUM_CHUNKS + chunks, mask=(chunks < NUM_CHUNKS) & is_drawn, other=0)
@@ -110,4 +111,4 @@ def pick(
             weights = _kept(logits + row * stride, ids, vocab, floor, most, inverse, min_p)
             token += tl.sum((below + tl.cumsum(weights, axis=0) <= target).to(tl.int32), axis=0)
             below += tl.sum(weights, axis=0)
-    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))

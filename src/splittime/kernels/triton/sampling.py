@@ -68,12 +68,13 @@ def argmax(logits: Tensor, chunks: Chunks | None = None) -> Tensor:
     chunks, tokens = _checked(logits, chunks), logits.new_empty(len(logits), dtype=torch.int64)
     if len(logits):
         maxima, places = _scan(logits, None, chunks)
-        picking.choose_largest[(len(logits),)](maxima, places, tokens, **chunks.sizes(logits.shape[1]))
+        picking.choose_largest[(len(logits),)](maxima, places, tokens, logits.shape[1], **chunks.sizes(logits.shape[1]))
     return tokens
 
 
 def draw(logits: Tensor, draws: Draws, filters: bool = True, chunks: Chunks | None = None) -> Tensor:
-    """logits: float32 [N, vocab], finite or -inf -> int64 [N] token ids on the device; the first of a row of -inf.
+    """logits: float32 [N, vocab], finite or -inf -> int64 [N] token ids on the device; the first of a row of -inf, any of
+    a row with NaN or infinity.
 
     filters: False says that no row has top_k or top_p (they are then not looked at).
     """

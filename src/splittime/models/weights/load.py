@@ -24,6 +24,7 @@ from splittime.models.layers import DecoderLayer, SharedLayer
 from splittime.models.quant.plan import INTEGERS, WeightPlan
 from splittime.models.ranks import Ranks
 from splittime.models.weights.cache import PackedCache, open_cache
+from splittime.models.weights.dummy import DummySource
 from splittime.models.weights.layer import LayerBuilder
 from splittime.models.weights.packed_file import PackedFileBroken
 from splittime.models.weights.packing import Packer, Rows
@@ -60,13 +61,21 @@ def load_decoder(
     cache_folder: Path | None = None,
     on_layer: OnLayer = lambda done, total, num_bytes: None,
     ranks: Ranks | None = None,
+    is_dummy: bool = False,
 ) -> Loaded:
     """path: what `open_source` takes. num_positions: how many positions to make rotary turns for. ranks: those that
-    share the model, of which this one's part is made. Raises `ConfigError` naming a tensor that does not fit."""
+    share the model, of which this one's part is made. is_dummy: random weights, none are read. Raises `ConfigError`
+    naming a tensor that does not fit."""
     own = config if ranks is None else own_config(config, ranks)
-    cache, story = _cache(_open(path, config, ranks), own, ops, plan, cache_folder)
+
+    def opened() -> Source:
+        dtype = getattr(torch, config.checkpoint_dtype)
+        whole = DummySource(dtype, ops.device) if is_dummy else open_source(path, config)
+        return whole if ranks is None else CutSource(whole, config, ranks)
+
+    cache, story = (None, "not of random weights") if is_dummy else _cache(opened(), own, ops, plan, cache_folder)
     while True:
-        source = _open(path, config, ranks)
+        source = opened()
         try:
             packer = Packer(ops, source, cache)
             decoder = _Model(packer, own, plan, on_layer, ranks).build(num_positions)
@@ -93,11 +102,6 @@ def load_decoder(
         weights=told,
         plan=found.plan(plan),
     )
-
-
-def _open(path: Path, config: ModelConfig, ranks: Ranks | None) -> Source:
-    whole = open_source(path, config)
-    return whole if ranks is None else CutSource(whole, config, ranks)
 
 
 def _cache(

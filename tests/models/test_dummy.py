@@ -1,0 +1,47 @@
+"""Random weights of a config's shapes."""
+
+import json
+
+import pytest
+import tiny_config
+import torch
+
+from splittime.core.errors import ConfigError
+from splittime.kernels.api import resolve
+from splittime.models.config import load_config
+from splittime.models.quant.plan import choose
+from splittime.models.weights.load import load_decoder
+from splittime.runner.config import RunnerConfig
+from splittime.runner.load import load
+
+
+def decoder_of(folder):
+    plan = choose(None, "float32")
+    return load_decoder(folder, load_config(folder), resolve("reference", torch.float32), plan, 16, is_dummy=True)
+
+
+def test_no_file_but_the_config_is_needed_and_every_start_has_the_same_weights(tmp_path):
+    tiny_config.write(tmp_path)
+    first, second = decoder_of(tmp_path), decoder_of(tmp_path)
+    ids = torch.tensor([0, 5, 60])
+    assert torch.equal(first.decoder.embedding[ids], second.decoder.embedding[ids])
+    logits = [one.decoder.logits(one.decoder.embedding[ids]) for one in (first, second)]
+    assert torch.equal(*logits)
+    assert torch.isfinite(logits[0]).all()
+    assert first.num_parameters == tiny_config.NUM_PARAMETERS
+
+
+def test_a_quantised_config_is_refused(tmp_path):
+    tiny_config.write(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 32})
+    config = RunnerConfig(model_path=str(tmp_path), load_format="dummy", kernels="reference")
+    with pytest.raises(ConfigError, match="load_format"):
+        load(config, lambda name, begin_ns, end_ns: None)
+
+
+def test_the_config_itself_must_be_there(tmp_path):
+    config = RunnerConfig(model_path=str(tmp_path), load_format="dummy", kernels="reference")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load(config, lambda name, begin_ns, end_ns: None)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"]}))
+    with pytest.raises(ConfigError, match="NoSuchModel"):
+        load(config, lambda name, begin_ns, end_ns: None)
