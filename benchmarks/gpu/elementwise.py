@@ -5,8 +5,8 @@
     python -m benchmarks.gpu.elementwise --json
 
 Bytes are those that must be moved: each input read once, each output written once. Beside each kernel are torch's own
-operations for the same. Medians of CUDA events over launches that go round several buffers, so that no input is still
-in the cache from the launch before; a launch of few tokens is all latency, and its share says so.
+operations for the same. Medians of CUDA events over captured launches that go round several buffers, 128 MiB in all or
+64 of them, so that no large input is still in the cache; a launch of few tokens is all latency, and its share says so.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from benchmarks.gpu.card import copy_bytes_per_s, median_us, print_results, requ
 from splittime.kernels.api import KvShape, LayerKv
 from splittime.kernels.triton import activation, norm, rotary
 
+CARD = torch.device("cuda")
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 16
 TOKENS = (1, 16, 64, 256, 2048, 8192)
 CACHE_BYTES = 128 << 20  # of buffers that a launch goes round; an H200's L2 holds 50 MiB
@@ -43,7 +44,7 @@ class Case:
 
 
 def buffers(num: int, *shape: int) -> list[Tensor]:
-    return [torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for _ in range(num)]
+    return [torch.randn(*shape, dtype=torch.bfloat16, device=CARD) for _ in range(num)]
 
 
 def num_buffers(buffer_bytes: int) -> int:
@@ -53,7 +54,7 @@ def num_buffers(buffer_bytes: int) -> int:
 def norm_cases(tokens: int) -> Iterator[Case]:
     line_bytes = tokens * HIDDEN * 2
     x, stream = (buffers(num_buffers(2 * line_bytes), tokens, HIDDEN) for _ in range(2))
-    weight = torch.randn(HIDDEN, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(HIDDEN, dtype=torch.bfloat16, device=CARD)
     packed = norm.pack(weight, 1e-5)
     tiles = {f"warps {warps}": norm.NormTiles(1, HIDDEN, warps) for warps in (4, 8, 16)}
     plain = {name: (lambda i, tile=tile: norm.rms_norm(x[i], packed, tile)) for name, tile in tiles.items()}
@@ -61,7 +62,7 @@ def norm_cases(tokens: int) -> Iterator[Case]:
         name: (lambda i, tile=tile: norm.add_rms_norm(x[i], stream[i], packed, tile)) for name, tile in tiles.items()
     }
     yield Case(
-        "rms_norm", 2 * line_bytes, line_bytes, lambda i: norm.rms_norm(x[i], packed),
+        "rms_norm", 2 * line_bytes, 2 * line_bytes, lambda i: norm.rms_norm(x[i], packed),
         lambda i: torch.rms_norm(x[i], (HIDDEN,), weight, 1e-5), plain,
     )  # fmt: skip
     yield Case(
@@ -90,12 +91,12 @@ def rope_case(tokens: int, kv_dtype: torch.dtype) -> Case:
     shape = KvShape(blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     qkv_bytes = tokens * lines * HEAD_DIM * 2
     qkv = buffers(num_buffers(qkv_bytes), tokens, lines, HEAD_DIM)
-    data = torch.zeros(blocks + 1, 2, KV_HEADS, BLOCK_SIZE * HEAD_DIM, dtype=kv_dtype, device="cuda")
+    data = torch.zeros(blocks + 1, 2, KV_HEADS, BLOCK_SIZE * HEAD_DIM, dtype=kv_dtype, device=CARD)
     has_scales = kv_dtype.itemsize == 1
-    scales = torch.zeros(blocks + 1, 2, KV_HEADS, BLOCK_SIZE, device="cuda") if has_scales else None
-    packed = norm.pack(torch.ones(HEADS + KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda"), 1e-6)
-    table = torch.polar(torch.ones(8192, HEAD_DIM // 2), torch.rand(8192, HEAD_DIM // 2)).cuda()
-    positions = torch.arange(tokens, device="cuda")
+    scales = torch.zeros(blocks + 1, 2, KV_HEADS, BLOCK_SIZE, device=CARD) if has_scales else None
+    packed = norm.pack(torch.ones(HEADS + KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=CARD), 1e-6)
+    table = torch.polar(torch.ones(8192, HEAD_DIM // 2), torch.rand(8192, HEAD_DIM // 2)).to(CARD)
+    positions = torch.arange(tokens, device=CARD)
     places = positions // BLOCK_SIZE, positions % BLOCK_SIZE
     rows = data.view(-1, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
 

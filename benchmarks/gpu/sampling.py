@@ -24,6 +24,7 @@ from splittime.kernels.api import DRAW
 from splittime.kernels.triton import sampling
 from splittime.kernels.triton.weights import Draws
 
+CARD = torch.device("cuda")
 VOCABULARIES = (32000, 128256, 151936)
 ROWS = (1, 4, 16, 64, 128, 256)
 SETTINGS: dict[str, dict[str, float]] = {
@@ -45,9 +46,9 @@ OTHER_CHUNKS = tuple(
 
 def logits_of(rows: int, vocab: int, name: str) -> Tensor:
     torch.manual_seed(rows)
-    logits = torch.randn(rows, vocab, device="cuda") * (1.0 if "flat" in name else 2.0)
+    logits = torch.randn(rows, vocab, device=CARD) * (1.0 if "flat" in name else 2.0)
     if "flat" not in name:
-        logits[:, :40] += torch.linspace(12.0, 2.0, 40, device="cuda")
+        logits[:, :40] += torch.linspace(12.0, 2.0, 40, device=CARD)
     return logits
 
 
@@ -61,7 +62,7 @@ def lines_of(rows: int, filters: dict[str, float]) -> np.ndarray:
 
 def columns_of(lines: np.ndarray) -> dict[str, Tensor]:
     """The lines as torch's way wants them, on the device."""
-    return {name: torch.from_numpy(lines[name].copy()).unsqueeze(1).cuda() for name in DRAW.names or ()}
+    return {name: torch.from_numpy(lines[name].copy()).unsqueeze(1).to(CARD) for name in DRAW.names or ()}
 
 
 def by_sort(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
@@ -79,7 +80,7 @@ def by_sort(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
 
 def measure(rows: int, vocab: int, name: str, ceiling: float, has_chunks: bool) -> dict[str, Any]:
     logits, lines = logits_of(rows, vocab, name), lines_of(rows, SETTINGS[name])
-    draws, columns = Draws.of(lines, torch.device("cuda")), columns_of(lines)
+    draws, columns = Draws.of(lines, CARD), columns_of(lines)
     filters = bool((lines["top_k"] > 0).any() or (lines["top_p"] < 1).any())
     same = (sampling.draw(logits, draws, filters) == by_sort(logits, columns)).float().mean().item()
     ours_us = median_us(lambda: sampling.draw(logits, draws, filters))

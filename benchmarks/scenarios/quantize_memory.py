@@ -24,7 +24,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.report import file_result
+from benchmarks.report import RESULTS, file_result
 from splittime.models.config import ModelConfig, load_config
 from splittime.quantize import layer_map, treat
 from splittime.quantize.gptq import DOUBLE_COLUMNS
@@ -126,6 +126,7 @@ def row(model: Path, scheme: str, samples: int, length: int, text: Path) -> dict
     beyond = found["anonymous_bytes"] - sum(need.values())
     return {
         "model": model.name,
+        "layers": config.num_layers,
         "scheme": scheme,
         "windows": [samples, length] if settings.needs_text else None,
         "need_bytes": need,
@@ -142,6 +143,8 @@ def first_layers(model: Path, count: int, folder: Path) -> Path:
     for path in model.glob("*.json"):
         (folder / path.name).write_bytes(path.read_bytes())
     values = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": count}
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][:count]
     (folder / "config.json").write_text(json.dumps(values))
     with safe_open(model / "model.safetensors", framework="pt") as file:
         kept = [name for name in file.keys() if not name.startswith("model.layers.") or int(name.split(".")[2]) < count]  # noqa: SIM118
@@ -173,8 +176,16 @@ def main() -> None:
         for scheme in options.schemes.split(","):
             rows.append(row(model, scheme, options.samples, options.length, text))
             print(_told(rows[-1]), flush=True)
-            file_result(NAME, {"rows": rows}, vars(options), as_json=False)
-    file_result(NAME, {"rows": rows}, vars(options), options.json)
+            _file(rows, vars(options))
+
+
+def _file(rows: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    """Beside the rows of other models and schemes that were filed before."""
+    path = RESULTS / f"{NAME}.json"
+    kept = json.loads(path.read_text())["figures"]["rows"] if path.exists() else []
+    mine = {(row["model"], row["scheme"]) for row in rows}
+    kept = [row for row in kept if (row["model"], row["scheme"]) not in mine]
+    file_result(NAME, {"rows": kept + rows}, options, options["json"])
 
 
 def _told(found: dict[str, Any]) -> str:

@@ -31,11 +31,13 @@ class Decoded:
 
 
 class Streams:
-    """`most`: streams at once. settings: of `RunnerConfig`."""
+    """`most`: streams at once. settings: of `RunnerConfig`. step_tokens: of a step, while prompts are computed."""
 
-    def __init__(self, model: str, settings: dict[str, object], most: int, prompt_tokens: int) -> None:
+    def __init__(
+        self, model: str, settings: dict[str, object], most: int, prompt_tokens: int, step_tokens: int = 512
+    ) -> None:
         self.settings = settings
-        scheduler = SchedulerConfig(enable_prefix_caching=False, max_num_seqs=most, max_num_batched_tokens=512)
+        scheduler = SchedulerConfig(enable_prefix_caching=False, max_num_seqs=most, max_num_batched_tokens=step_tokens)
         self.engine: Engine = build_engine(model, scheduler, **{"kv_cache_memory_bytes": KV_BYTES, **settings})  # type: ignore[arg-type]
         self.resolved = self.engine._runner.resolved  # type: ignore[attr-defined]
         self._ops = self.engine._runner.decoder.ops  # type: ignore[attr-defined]

@@ -105,14 +105,13 @@ def check(scheme, tokens, dtype):
 
 def test_the_same_again_and_whatever_the_tiles():
     experts, _, _ = make(SCHEMES[1], torch.float16)
-    x = inputs(40, WIDTH).to(device(), torch.float16)
-    chosen, shares = (one.to(device()) for one in choices(40, 2))
+    x = inputs(20, WIDTH).to(device(), torch.float16)
+    chosen, shares = (one.to(device()) for one in choices(20, 2))
     y = grouped(x, chosen, shares, experts)
     assert torch.equal(y, grouped(x, chosen, shares, experts))
-    for size in (16, 32):
-        cut = Tiles(size, 32, num_warps=4, num_stages=2)
-        other = grouped(x, chosen, shares, experts, gate_up_tiles=cut, down_tiles=cut)
-        torch.testing.assert_close(y, other, rtol=2**-9, atol=2**-9)
+    cut = Tiles(32, 64, num_warps=4, num_stages=2)
+    other = grouped(x, chosen, shares, experts, gate_up_tiles=cut, down_tiles=cut)
+    torch.testing.assert_close(y, other, rtol=2**-9, atol=2**-9)
     few = grouped(x[:9], chosen[:9], shares[:9], experts)
     torch.testing.assert_close(y[:9], few, rtol=2**-9, atol=2**-9)
 
@@ -141,15 +140,15 @@ def test_experts_that_nobody_chose_are_not_read():
 
 
 def test_bytes_of_the_experts_that_ran():
-    experts, _, _ = make(SCHEMES[3])
-    one = 2 * INNER * (32 * 4 + 4 * 4) + WIDTH * (32 * 4 + 4 * 4)  # a tile of words and its four groups each
+    experts, _, _ = make(SCHEMES[1])
+    one = (2 * INNER + WIDTH) * (32 * 4 + 4)  # a tile of words and a scale each
     x = inputs(7, WIDTH).to(device())
     ran = 0
     for chosen in ([[0, 3]], [[1, 2], [2, 1]], [[0, 3], [2, 0], [3, 0]]):
         picked = torch.tensor(chosen).to(device())
         grouped(x[: len(picked)], picked, torch.ones_like(picked).float(), experts)
         ran += len(picked.unique())
-        assert experts.bytes_read() == {"weights.int4": ran * one}
+        assert experts.bytes_read() == {"weights.int8": ran * one}
 
 
 @given(st.data())

@@ -40,8 +40,8 @@ class Chunks:
 
 
 def chunks_of(num_rows: int, vocab: int) -> Chunks:
-    """Some 500 programs, four a multiprocessor of an H200; beyond that, longer chunks save programs that each read the
-    row's counts again. Three sizes only: each is compiled for itself."""
+    """As short as makes no more than 512 programs, four a multiprocessor of an H200; of more logits, longer chunks save
+    programs that each read the row's counts again. Three sizes only: each is compiled for itself."""
     elements = num_rows * vocab
     return Chunks(1024 if elements <= 512 * 1024 else 4096 if elements <= 4096 * 1024 else 8192)
 
@@ -73,8 +73,8 @@ def argmax(logits: Tensor, chunks: Chunks | None = None) -> Tensor:
 
 
 def draw(logits: Tensor, draws: Draws, filters: bool = True, chunks: Chunks | None = None) -> Tensor:
-    """logits: float32 [N, vocab], finite or -inf -> int64 [N] token ids on the device; the first of a row of -inf, any of
-    a row with NaN or infinity.
+    """logits: float32 [N, vocab], finite or -inf -> int64 [N] token ids on the device; of a row of -inf the first,
+    of one with NaN or infinity any.
 
     filters: False says that no row has top_k or top_p (they are then not looked at).
     """
