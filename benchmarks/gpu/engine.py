@@ -122,7 +122,7 @@ def table(found: Found) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--quantization", choices=("int8", "int4", "fp8"))
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--context", type=int, default=1024, help="tokens of each stream's prompt")

@@ -7,6 +7,8 @@ from test_parallel_models import follow, runner_of
 
 pytest.importorskip("triton")
 
+from splittime.core.errors import ConfigError
+
 FEW_STEPS = 1
 CHOSEN = ("llama", "mistral-window", "qwen3", "qwen3-moe")
 
@@ -34,3 +36,23 @@ def test_logits_are_the_references(variant, tmp_path):
 def test_rounded_models(settings, tmp_path):
     make("llama", tmp_path)
     compare(tmp_path, atol=0.03, **settings)
+
+
+def test_fp8_is_near_the_model_and_bytes_are_read(tmp_path):
+    """e4m3 has 3 bits of mantissa: a root mean square error of 3 % in each factor of each product, one upon the other
+    over the layers of a model whose weights are large; a lost scale would make it far more than 1."""
+    make("llama", tmp_path)
+    want, outputs = follow(runner_of(tmp_path, kernels="reference"))
+    runner = runner_of(tmp_path, kernels="triton", quantization="fp8", kv_cache_dtype="fp8")
+    got, _ = follow(runner, outputs)
+    error = (got.cpu() - want).square().mean().sqrt() / want.std()
+    assert 0.005 < error < 0.4
+    read = runner.decoder.ops.bytes_read()
+    assert read["weights.fp8"] > 0
+    assert read["kv.float8_e4m3fn"] > 0
+
+
+def test_fp8_needs_the_card(tmp_path):
+    make("llama", tmp_path)
+    with pytest.raises(ConfigError, match="fp8"):
+        runner_of(tmp_path, kernels="torch", quantization="fp8")

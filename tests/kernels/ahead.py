@@ -44,13 +44,14 @@ def _compiled(fn: JITFunction, given: dict[str, Any], options: dict[str, int]) -
     signature, constants, attributes = {}, {}, {}
     for at, parameter in enumerate(fn.params):
         value = given[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        is_general = parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not is_general):
             signature[parameter.name], constants[(at,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name], attributes[(at,)] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and not is_general:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -19,7 +19,7 @@ from splittime.kernels.api import WeightScheme
 from splittime.kernels.reference import products
 from splittime.kernels.triton import linear, routing
 from splittime.kernels.triton.device import device, is_interpreted
-from splittime.kernels.triton.grouped import ALONE_TOKENS, Experts, grouped, stack_experts
+from splittime.kernels.triton.grouped import ALONE_TOKENS, Experts, choose, grouped, lines, stack_experts
 from splittime.kernels.triton.tiles import Tiles
 
 BFLOAT16 = 2.0**-7 if is_interpreted() else 2.0**-8  # the interpreter cuts where a card rounds
@@ -114,6 +114,18 @@ def test_the_same_again_and_whatever_the_tiles():
     torch.testing.assert_close(y, other, rtol=2**-9, atol=2**-9)
     few = grouped(x[:9], chosen[:9], shares[:9], experts)
     torch.testing.assert_close(y[:9], few, rtol=2**-9, atol=2**-9)
+
+
+def test_lines_name_every_choice():
+    experts, _, _ = make(SCHEMES[0])
+
+    def cut(tokens):
+        alone = tokens if tokens <= ALONE_TOKENS else 0
+        return alone, *(choose(tokens * 2, EXPERTS, out) for out in (INNER, WIDTH))
+
+    named = [cut(tokens) for tokens in lines(experts, 2)]
+    assert len(set(named)) == len(named)
+    assert {cut(tokens) for tokens in range(1, 2000)} == set(named)
 
 
 def test_without_residual_without_tokens_and_all_to_one_expert():

@@ -7,12 +7,15 @@ import torch
 pytest.importorskip("triton")
 
 from splittime.core.clock import SystemClock
+from splittime.core.errors import ConfigError
 from splittime.core.plan import PENDING, Admitted, Row, StepPlan
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.engine.engine import Engine
+from splittime.kernels.api import resolve
 from splittime.ledger.steps import verify_steps
 from splittime.runner.config import RunnerConfig
+from splittime.runner.device.memory import largest_step_bytes
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -131,3 +134,17 @@ def test_a_token_that_no_step_samples_is_an_error_of_the_row(device_runner):
     result = device_runner.run(StepPlan(1, (row,), admitted))
     assert "no token" in (result.rows[0].error or "")
     device_runner.run(StepPlan(2, (), released=("lost",)))
+
+
+def test_the_largest_step_is_run_to_see_what_it_takes(device_runner):
+    """Without a card nothing is counted, but the step is computed: three prompts of 24 tokens at the most."""
+    config = RunnerConfig(model_path="", block_size=8, max_num_seqs=2, max_num_batched_tokens=50)
+    assert largest_step_bytes(device_runner.decoder, config, torch.float32, max_model_len=24) == 0
+
+
+def test_a_card_is_needed_where_nothing_is_interpreted(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="CUDA device"):
+        resolve("triton", torch.float32)

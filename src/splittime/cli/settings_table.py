@@ -59,9 +59,9 @@ SETTINGS = (
         "quantization",
         "text",
         None,
-        "Round linear weights while loading: int8, or int4 (groups of 64, the head int8); default: not.",
+        "Round linear weights while loading: int8, int4 (groups of 64, the head int8), fp8 (a card); default: not.",
         ("runner",),
-        choices=("int8", "int4"),
+        choices=("int8", "int4", "fp8"),
     ),
     Setting(
         "kv_cache_dtype",

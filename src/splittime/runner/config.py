@@ -13,7 +13,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 BACKENDS = ("auto", "native", "torch", "reference", "triton")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "fp8")
 
 
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +24,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
         alone and makes random weights.
     dtype: of weights that are not quantised. The native kernels compute in float32 whatever it is, the others in it.
         "auto": `runner.machine.choose_dtype`.
-    quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are. A
+    quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are; "fp8"
+        rounds activations too, and needs "triton". A
         checkpoint that is quantised already is served as it is and refuses this.
     kv_cache_dtype: "auto" is as the weights' dtype. "fp8" is e4m3 with a scale for each token and head, of "triton".
     kernels: "auto" takes "triton" where there is a CUDA card, else "native", and "torch" where the native library is

@@ -95,6 +95,9 @@ class _Choices:
         if config.load_format != "dummy":
             _refuse_to_round_again(config, model, path)
         kernels, kernels_reason = machine.choose_kernels(config.kernels)
+        if config.quantization == "fp8" and kernels != "triton":
+            message = f"quantization is 'fp8', which the {kernels} kernels do not multiply"
+            raise ConfigError(message, param="quantization", value="fp8", hint="int8, or kernels=triton on a card")
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
         machine.packed_cache_folder(config.packed_cache)

@@ -95,6 +95,16 @@ def choose(num_pairs: int, num_experts: int, out_features: int) -> Tiles:
     return Tiles(64, 128, num_warps=8, num_stages=2)
 
 
+def lines(experts: Experts, num_chosen: int) -> list[int]:
+    """Numbers of tokens that compile all that this layer will need: one of each line of `choose`."""
+    inner, width = experts.gate_up.out_features // 2, experts.down.out_features
+    firsts: dict[tuple[Any, ...], int] = {}
+    for tokens in range(1, 65 * experts.num_experts // num_chosen + 2):
+        cuts = (choose(tokens * num_chosen, experts.num_experts, out) for out in (inner, width))
+        firsts.setdefault((tokens if tokens <= ALONE_TOKENS else 0, *cuts), tokens)
+    return list(firsts.values())
+
+
 def grouped(
     x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None = None, *,
     gate_up_tiles: Tiles | None = None, down_tiles: Tiles | None = None,

@@ -89,7 +89,7 @@ def products(
         tl.store(y_ptr + places, sums.to(y_ptr.dtype.element_ty), mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def combine(
     y_ptr, residual_ptr, out_ptr, chosen_ptr, run_ptr, width, num_pairs,
     CHOSEN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, COUNTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,

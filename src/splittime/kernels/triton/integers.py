@@ -184,7 +184,7 @@ def product(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _linear(
     x_ptr, words_ptr, scales_ptr, y_ptr, bias_ptr, residual_ptr,
     num_tokens, in_features, out_features, tiles, x_stride,

@@ -35,7 +35,7 @@ def capacity(num_pairs: int, num_experts: int, size: int) -> int:
     return min(num_pairs, num_pairs // size + min(num_experts, num_pairs))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count(chosen_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -46,7 +46,7 @@ def _count(chosen_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr):
     tl.store(counts_ptr + expert, tl.sum(seen, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _place(
     chosen_ptr, counts_ptr, pairs_ptr, tiles_ptr, run_ptr, num_pairs, num_experts, num_tiles,
     SIZE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,10 +84,9 @@ def route(chosen: Tensor, num_experts: int, size: int, run: Tensor) -> Routes:
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty(capacity(num_pairs, num_experts, size), 3, dtype=torch.int32, device=device)
-    block = min(CHOICES, triton.next_power_of_2(num_pairs))
-    _count[(num_experts,)](chosen, counts, num_pairs, block)
+    _count[(num_experts,)](chosen, counts, num_pairs, CHOICES)
     _place[(num_experts,)](
         chosen, counts, pairs, tiles, run, num_pairs, num_experts, len(tiles), size,
-        triton.next_power_of_2(num_experts), block,
+        triton.next_power_of_2(num_experts), CHOICES,
     )  # fmt: skip
     return Routes(pairs, tiles, size)

@@ -121,7 +121,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _linear(
     x_ptr, x_scales_ptr, values_ptr, scales_ptr, y_ptr, bias_ptr, residual_ptr, num_tokens, out_features, columns,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_INTEGER: tl.constexpr,

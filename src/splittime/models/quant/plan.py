@@ -4,6 +4,7 @@
     None           dtype                    dtype                         dtype               float32         as stored
     int8           int8                     int8                          dtype               float32         as stored
     int4           int4, groups of 64       int8                          dtype               float32         as stored
+    fp8            e4m3, and activations    dtype                         dtype               float32         as stored
 
 * The head under int4 stays int8: its errors go straight into every logit with no later layer to average them out, and
   all logits of a step share one hidden state. OpenVINO's 4-bit exports do the same.
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 from splittime.kernels.api import WeightScheme
 
 INT4_GROUP = 64
-INTEGERS = QUANTIZATIONS = ("int8", "int4")
+INTEGERS = ("int8", "int4")
+QUANTIZATIONS = (*INTEGERS, "fp8")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ def choose(quantization: str | None, dtype: str) -> WeightPlan:
         return WeightPlan(plain, plain, plain)
     if quantization == "int8":
         return WeightPlan(int8, int8, plain)
+    if quantization == "fp8":
+        return WeightPlan(WeightScheme("fp8"), plain, plain)
     return WeightPlan(WeightScheme("int4", INT4_GROUP), int8, plain)
 
 
@@ -56,6 +60,8 @@ def kept_bytes(out_features: int, in_features: int, scheme: WeightScheme) -> int
     bytes_per_row = {
         "float32": 4 * in_features,
         "bfloat16": 2 * in_features,
+        "float16": 2 * in_features,
+        "fp8": in_features + scales,
         "int8": in_features + (scales + extras) * groups,
         "int4": -(-in_features // 2) + (scales + extras) * groups,
     }

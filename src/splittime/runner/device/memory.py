@@ -1,5 +1,5 @@
-"""How much of a card's memory the KV cache may have: what is free once the weights are there, less what the largest step
-takes beside them, which is measured by running it."""
+"""How much of a card's memory the KV cache may have: what is free once the weights are there, less what the largest
+step takes beside them, which is measured by running it."""
 
 import math
 
