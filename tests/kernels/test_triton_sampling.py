@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from splittime.core.sampling import SamplingParams
@@ -28,6 +28,7 @@ TIMES = 1 if is_interpreted() else 200  # rows for each that the interpreter has
 TORCH = api.resolve("torch", torch.float32)
 SMALL = sampling.Chunks(chunk=128, block=64, listed=32, ways=4)  # many of everything in a short row
 LAST = 1 - 2.0**-53  # the largest uniform number
+NO_SHRINKING = (Phase.explicit, Phase.generate)  # an example takes the interpreter a second
 
 FILTERS = {
     "plain": {},
@@ -170,7 +171,7 @@ def last_kept(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> i
     return int((logits >= logits[kept][-1]).nonzero()[-1])
 
 
-@settings(max_examples=3)
+@settings(max_examples=3, phases=NO_SHRINKING)
 @given(st.integers(2, 400), st.sampled_from([0.01, 1.0, 9.0]), st.sampled_from([0, 4, 1024]), st.randoms())
 def test_thresholds_are_exact(vocab, scale, steps, random):
     """The largest uniform number chooses the last token that is kept: of a falling row, that is the threshold."""
@@ -192,7 +193,7 @@ def test_thresholds_tell_neighbouring_floats_apart():
     assert got.tolist() == [top_k - 1 for top_k in top_ks]
 
 
-@settings(max_examples=4)
+@settings(max_examples=4, phases=NO_SHRINKING)
 @given(st.integers(1, 90), st.lists(st.floats(0, LAST), min_size=2, max_size=8))
 def test_a_larger_uniform_number_never_chooses_an_earlier_token(vocab, numbers):
     logits = (randn(vocab, seed=vocab) * 2).expand(len(numbers), -1).contiguous()

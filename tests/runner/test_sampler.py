@@ -100,6 +100,18 @@ def test_distribution(name, choose):
     assert chi_square <= freedom + 5 * math.sqrt(2 * max(freedom, 1))
 
 
+def test_ties_at_the_threshold_of_top_k_that_are_more_than_the_candidates_all_count(choose):
+    """20 likelier tokens are 12 % of what top_k leaves, ties included, so a nucleus of a quarter needs the ties."""
+    row = torch.full((2500,), -5.0)
+    row[:20], row[20:320] = 1.0, 0.5
+    params = SamplingParams(temperature=0.7, top_k=50, top_p=0.25, seed=1)
+    chosen = choose(row.expand(400, -1), [params] * 400, range(400))
+    want = filtered_distribution(row, params)
+    assert all(want[token] > 0 for token in chosen)
+    tied = sum(token >= 20 for token in chosen) / 400
+    assert tied == pytest.approx(sum(want[20:]), abs=0.1)
+
+
 @pytest.mark.parametrize("name", FILTERS)
 def test_candidates_and_the_whole_vocabulary_choose_alike(name, monkeypatch):
     ops = api.resolve("torch", torch.float32)

@@ -165,13 +165,13 @@ def _floor(scaled: Tensor, values: Tensor, filters: Filters) -> tuple[Tensor, Te
 def _floor_of_counts(scaled: Tensor, values: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:
     """What top_k and min_p leave: the least logit kept, the mass kept (the largest one's is 1), if both are known.
 
-    All [N, 1]. `values`: the largest logits. Unknown when top_k lies below them and min_p does not cut before.
+    All [N, 1]. `values`: the largest logits. Unknown when what is left may go on below them.
     """
     width, top = values.shape[-1], values[:, :1]
     ratio_floor = top + filters.log_min_p
     floor = torch.maximum(values.gather(1, (filters.top_k - 1).clamp(max=width - 1)), ratio_floor)
     total = (values - top).exp().double().masked_fill_(values < floor, 0.0).sum(-1, keepdim=True)
-    is_deep = (filters.top_k > width) & (ratio_floor <= values[:, -1:])
+    is_deep = floor <= values[:, -1:]  # more of the same may lie below
     is_unbounded = is_deep & (filters.top_k >= scaled.shape[-1])  # top_k is off: the whole vocabulary counts
     if bool(is_unbounded.any()):
         kept = (scaled - top).exp_().masked_fill_(scaled < ratio_floor, 0.0)

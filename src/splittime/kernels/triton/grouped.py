@@ -71,9 +71,8 @@ def stack_experts(gate_ups: Sequence[Any], downs: Sequence[Any]) -> Experts:
 
 
 def _stacked(packed: Sequence[Any]) -> Weights:
-    first = packed[0]
-    shapes = {(type(one), *(tensor.shape for tensor in kept(one)[1])) for one in packed if isinstance(one, Weights)}
-    if not all(isinstance(one, Weights) and one.bias is None for one in packed) or len(shapes) != 1:
+    first, kinds = packed[0], {_kind(one) for one in packed}
+    if len(kinds) != 1 or not isinstance(first, Weights) or any(one.bias is not None for one in packed):
         found = ", ".join(sorted({type(one).__name__ for one in packed}))
         message = f"experts kept as {found} have no grouped product"
         raise ConfigError(message, param="experts", value=found, limit="dense, int8 or int4, all alike, without a bias")
@@ -81,6 +80,14 @@ def _stacked(packed: Sequence[Any]) -> Weights:
     if isinstance(first, DenseLinear):
         return DenseLinear(stacks[0])
     return replace(first, words=stacks[0], scales=stacks[1])
+
+
+def _kind(one: Any) -> tuple[Any, ...]:
+    """What all have alike whose tensors can be one."""
+    if not isinstance(one, Weights):
+        return (type(one),)
+    shapes = tuple(tensor.shape for tensor in kept(one)[1])
+    return type(one), shapes, *((one.group, one.has_minima) if isinstance(one, integers.IntegerLinear) else ())
 
 
 def choose(num_pairs: int, num_experts: int, out_features: int) -> Tiles:

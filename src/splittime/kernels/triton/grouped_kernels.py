@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from splittime.kernels.triton import integers
+from splittime.kernels.triton import integers_kernels
 
 DENSE_COLUMNS = tl.constexpr(64)  # of a step
 
@@ -38,7 +38,7 @@ def _sums(
     if BITS < 16:
         weight_ptr += expert * width * out_features * 32
         scales_ptr += expert * groups * out_features
-        return integers.product(
+        return integers_kernels.product(
             x_ptr, rows, is_row, in_features, weight_ptr, scales_ptr, outs, out_features, 0, width,
             BITS, GROUP, UNIT, HAS_MINIMA, IS_WHOLE, DOT, FAST, OUTS, TOKENS, STAGES,
         )  # fmt: skip

@@ -20,25 +20,23 @@ from math import gcd
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from splittime.kernels.api import RoundedRows, WeightScheme
 from splittime.kernels.rounded import INT4_ZERO
 from splittime.kernels.triton.device import dot_dtype
+from splittime.kernels.triton.integers_kernels import SLAB_COLUMNS, multiply
 from splittime.kernels.triton.tiles import (
     FEW_TOKENS,
     PROCESSORS,
     SOME_TOKENS,
     Tiles,
     add_parts,
-    finish,
     splits_for,
     sums_target,
 )
-from splittime.kernels.triton.unpacking import half_of, halves, is_fast, slab_of, words_of, zeros_of
+from splittime.kernels.triton.unpacking import halves, is_fast, words_of
 
-SLAB = tl.constexpr(32)  # columns, and words of a tile
 CENTRES = {4: 0, 8: 128}  # what is added to an integer to keep it
 
 
@@ -61,14 +59,14 @@ class IntegerLinear:
 
 
 def tile_columns(bits: int) -> int:
-    return SLAB.value * 32 // bits
+    return SLAB_COLUMNS * 32 // bits
 
 
 def empty(out_features: int, in_features: int, scheme: WeightScheme, device: torch.device) -> IntegerLinear:
     """A weight to `put` rows in. Its columns are filled up to whole tiles, with scales of 0."""
     bits = 4 if scheme.name == "int4" else 8
     tiles = -(-in_features // tile_columns(bits))
-    words = torch.zeros(tiles, out_features, SLAB.value, dtype=torch.int32, device=device)
+    words = torch.zeros(tiles, out_features, SLAB_COLUMNS, dtype=torch.int32, device=device)
     if scheme.group:
         groups = -(-tiles * tile_columns(bits) // scheme.group)
         scales = torch.zeros(groups, out_features, dtype=torch.int32, device=device)
@@ -96,8 +94,8 @@ def put(weight: IntegerLinear, begin: int, rows: RoundedRows) -> None:
 def _words(integers: Tensor, bits: int) -> Tensor:
     """int8 [rows, in] -> int32 [tiles, rows, 32]."""
     filled = F.pad(integers, (0, -integers.shape[1] % tile_columns(bits)))
-    slabs = filled.view(len(filled), -1, 32 // bits, SLAB.value).permute(1, 0, 2, 3)
-    words = torch.zeros(slabs.shape[0], slabs.shape[1], SLAB.value, dtype=torch.int32, device=integers.device)
+    slabs = filled.view(len(filled), -1, 32 // bits, SLAB_COLUMNS).permute(1, 0, 2, 3)
+    words = torch.zeros(slabs.shape[0], slabs.shape[1], SLAB_COLUMNS, dtype=torch.int32, device=integers.device)
     for slab in range(32 // bits):
         words |= slabs[:, :, slab].to(torch.int32) + CENTRES[bits] << bits * slab
     return words
@@ -135,79 +133,6 @@ def choose(num_tokens: int, weight: IntegerLinear, dtype: torch.dtype) -> Tiles:
     return Tiles(64 if weight.group % 128 else 128, 128, num_warps=8, num_stages=2 if weight.bits == 4 else 3)
 
 
-@triton.jit
-def product(
-    x_ptr, rows, is_row, in_features, words_ptr, scales_ptr, outs, out_features, begin, end,
-    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_MINIMA: tl.constexpr, IS_WHOLE: tl.constexpr,
-    DOT: tl.constexpr, FAST: tl.constexpr, OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sums of the tiles [begin, end) -> float32 [OUTS, TOKENS]. rows: where each token's x begins, int64 [TOKENS].
-
-    UNIT: columns that surely have one group. IS_WHOLE: the last tile ends with x's columns."""
-    TILE: tl.constexpr = SLAB * 32 // BITS
-    is_out = outs < out_features
-    lanes = tl.arange(0, SLAB)
-    words_at = words_ptr + outs.to(tl.int64)[:, None] * SLAB + lanes[None, :]
-    x_at = x_ptr + rows[None, :] + lanes[:, None]
-    sums = tl.zeros([OUTS, TOKENS], tl.float32)
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        words = tl.load(words_at + tile * (out_features * SLAB), mask=is_out[:, None], other=0)
-        for unit in tl.static_range(TILE // UNIT):
-            if GROUP == 0:
-                scales = tl.zeros([OUTS], tl.int32)
-            else:
-                group = (tile * TILE + unit * UNIT) // GROUP
-                scales = tl.load(scales_ptr + group * out_features + outs, mask=is_out, other=0)
-            zeros = zeros_of(scales, BITS, HAS_MINIMA, DOT, FAST)
-            part = tl.zeros([OUTS, TOKENS], tl.float32)
-            total = tl.zeros([TOKENS], tl.float32)
-            for slab in tl.static_range(unit * UNIT // SLAB, (unit * UNIT + UNIT + SLAB - 1) // SLAB):
-                seen = is_row[None, :]
-                if not IS_WHOLE:
-                    seen = seen & (lanes + (tile * TILE + slab * SLAB) < in_features)[:, None]
-                if UNIT < SLAB:
-                    seen = seen & ((lanes + slab * SLAB) // UNIT == unit)[:, None]
-                x = tl.load(x_at + tile * TILE + slab * SLAB, mask=seen, other=0).to(DOT)
-                weights = slab_of(words, zeros, BITS, slab, DOT, FAST)
-                if GROUP == 0:
-                    sums = tl.dot(weights, x, sums, input_precision="ieee")
-                else:
-                    part = tl.dot(weights, x, part, input_precision="ieee")
-                if HAS_MINIMA:
-                    total += tl.sum(x.to(tl.float32), 0)
-            if GROUP != 0:
-                sums += half_of(scales)[:, None] * part
-            if HAS_MINIMA:
-                sums -= half_of(scales >> 16)[:, None] * total[None, :]
-    if GROUP == 0:
-        sums *= tl.load(scales_ptr + outs, mask=is_out, other=0)[:, None]
-    return sums
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _linear(
-    x_ptr, words_ptr, scales_ptr, y_ptr, bias_ptr, residual_ptr,
-    num_tokens, in_features, out_features, tiles, x_stride,
-    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_MINIMA: tl.constexpr, IS_WHOLE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DOT: tl.constexpr, FAST: tl.constexpr,
-    OUTS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
-    split = tl.program_id(2)
-    share = tl.cdiv(tiles, SPLITS)
-    sums = product(
-        x_ptr, tokens.to(tl.int64) * x_stride, tokens < num_tokens, in_features,
-        words_ptr, scales_ptr, outs, out_features,
-        split * share, tl.minimum(split * share + share, tiles),
-        BITS, GROUP, UNIT, HAS_MINIMA, IS_WHOLE, DOT, FAST, OUTS, TOKENS, STAGES,
-    )  # fmt: skip
-    finish(
-        sums, y_ptr, bias_ptr, residual_ptr, tokens, outs, num_tokens, out_features, split,
-        HAS_BIAS, HAS_RESIDUAL, SPLITS > 1,
-    )  # fmt: skip
-
-
 def linear(x: Tensor, weight: IntegerLinear, residual: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
     """x [T, in], of contiguous rows -> x W^T + bias (+ residual) [T, out]. tiles: for benchmarks; else `choose`."""
     num_tokens, out_features = x.shape[0], weight.out_features
@@ -215,7 +140,7 @@ def linear(x: Tensor, weight: IntegerLinear, residual: Tensor | None = None, til
     y = x.new_empty(num_tokens, out_features)
     target = sums_target(y, tiles.splits)
     ends = tiles.splits == 1
-    _linear[tiles.grid(num_tokens, out_features)](
+    multiply[tiles.grid(num_tokens, out_features)](
         x, weight.words, weight.scales, target,
         weight.bias if ends else None, residual if ends else None,
         num_tokens, x.shape[1], out_features, weight.words.shape[0], x.stride(0),

@@ -4,6 +4,8 @@ The three that answer with lists (`finite`, `argmax`, `draw`) do wait. Whoever m
 tensors instead: `finite_flags` and `draw_tokens`.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splittime.core.errors import ConfigError
 from splittime.kernels import reads
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, RoundedRows, WeightScheme
 from splittime.kernels.triton import activation, attention, grouped, linear, norm, rotary, sampling
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.weights import Draws
+
+
+log = logging.getLogger("splittime.kernels")
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class TritonOps(PlainOps):
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = device()
         self.activation_dtype = dtype
+        self._experts: list[grouped.Experts] = []
         self.linear_name = "cublas, triton below 16 bits" + (", interpreted" if is_interpreted() else "")
 
     def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> Any:
@@ -92,13 +99,26 @@ class TritonOps(PlainOps):
         return attention.attend(q, store, plan, scale)
 
     def fuse_layer(self, layer: Any) -> Any | None:
-        """A layer of experts, with all of them in one product; None for others, which are composed."""
+        """A layer of experts, with all of them in one product; None for others, which are composed: a layer without
+        experts, and one whose experts are kept as there is no such product for (act-order, say)."""
         experts = getattr(layer.mlp, "experts", None)
         if experts is None:
             return None
-        together = grouped.stack_experts([one.gate_up for one in experts], [one.down for one in experts])
+        try:
+            together = grouped.stack_experts([one.gate_up for one in experts], [one.down for one in experts])
+        except ConfigError as error:
+            log.warning("experts are computed one after the other, and no step is captured: %s", error)
+            return None
+        self._experts.append(together)
         mlp = GroupedExperts(self, layer.mlp.router, together, layer.mlp.num_chosen, layer.mlp.normalises)
         return replace(layer, mlp=mlp)
+
+    def bytes_read(self) -> dict[str, int]:
+        """Experts are counted on the device, which alone knows which of them ran."""
+        read = Counter(super().bytes_read())
+        for experts in self._experts:
+            read.update(experts.bytes_read())
+        return dict(read)
 
     def finite_flags(self, x: Tensor) -> Tensor:
         """x [N, D] -> bool [N] on the device."""

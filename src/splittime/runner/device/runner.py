@@ -22,6 +22,7 @@ from splittime.core.plan import PENDING, Row, RowResult, StepPlan, StepResult
 from splittime.kernels.triton.logprobs import Logprobs, describe
 from splittime.kernels.triton.ops import TritonOps
 from splittime.models.decoder import Decoder
+from splittime.models.layers import MixtureOfExperts
 from splittime.runner import batch as batches
 from splittime.runner import logprobs, penalties, sampler
 from splittime.runner.batch import Batch
@@ -58,7 +59,8 @@ class DeviceRunner(TorchRunner):
     def warm_up(self) -> None:
         """And capture decode steps, on a card."""
         super().warm_up()
-        if self.latest.is_cuda and not self.enforce_eager:
+        waits = any(isinstance(layer.mlp, MixtureOfExperts) for layer in self.decoder.layers)  # for who chose whom
+        if self.latest.is_cuda and not self.enforce_eager and not waits:
             self.capture(sizes_for(self.resolved.max_num_seqs))
 
     @torch.inference_mode()
