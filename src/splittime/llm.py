@@ -204,8 +204,8 @@ class LLM:
                 self.engine.submit(choice.request, time.monotonic_ns())
             yield choices
         finally:
-            self._clear(choices)
             self._is_busy = False
+            self._clear(choices)
 
     def _checked_pairs(self, prompts: Any, sampling: Any) -> list[tuple[Prompt, SamplingParams]]:
         """All or nothing: a mistake in one is told before any is submitted."""
@@ -273,8 +273,9 @@ class LLM:
         """End what is still open and hear the engine out, so that the next call finds nothing of this one."""
         for request_id in choices:
             self.engine.abort(request_id)
-        for _ in self._steps():
-            pass
+        for step in self._steps():
+            if step.record is not None:
+                self.ledger.add_step(step.record)
 
 
 class _Pump:

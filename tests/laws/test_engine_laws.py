@@ -124,6 +124,7 @@ class World:
         assert self.scheduler.cache.num_used == 0
         assert not self.scheduler.has_requests
         verify_steps(self.records)
+        assert sum(len(record.victims) for record in self.records) == self.scheduler.num_preemptions
         for stats in self.told:
             self.verify_waiting(stats)
 

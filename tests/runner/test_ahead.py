@@ -35,6 +35,15 @@ def test_what_a_step_raises_comes_out_of_collect() -> None:
         ahead.collect()
 
 
+def test_a_thread_that_failed_is_not_waited_for() -> None:
+    ahead = RunnerThread(Steps().run)
+    ahead.launch(StepPlan(0, ()))
+    ahead.launch(StepPlan(1, ()))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such step"):
+            ahead.collect()
+
+
 def test_what_the_preparation_raises_comes_out_of_collect() -> None:
     def fail() -> None:
         raise OSError("no threads left")

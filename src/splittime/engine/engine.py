@@ -60,7 +60,9 @@ class Engine:
         self.watch: Watch | None = None
         self._runner = runner
         self._ahead = ahead
-        self._flight: Flight | None = None
+        self._flight: Flight | None = None  # the step that runs
+        self._following: Flight | None = None  # launched behind it
+        self._victims: tuple[str, ...] = ()  # preempted for a step that there was nothing left to do in
         self._hidden_ns = 0  # what the host did since the latest step ended, while the next one ran
         self._clock = clock
         self.gc_pauses: GcPauses | None = None  # set by a process that has frozen its heap and wants them counted
@@ -118,15 +120,16 @@ class Engine:
         return self._told(record, ready_ns, end_ns)
 
     def _step_ahead(self, ahead: AsyncRunner) -> StepOutput | None:
-        """The end of the step that runs, with the next one launched before it."""
-        flight = self._flight or self._launch(ahead, is_queued=False)
+        """The end of the step that runs, with the next one launched before it. An interrupt while it waits leaves both
+        in flight, for the next call."""
+        flight = self._flight = self._flight or self._launch(ahead, is_queued=False)
         if flight is None:
             return self._take_news(self._clock.now_ns())
-        self._flight = None
-        following = self._launch(ahead, is_queued=True)
+        self._following = self._following or self._launch(ahead, is_queued=True)
         waiting_ns = self._clock.now_ns()
         result = ahead.collect()
         ready_ns = self._clock.now_ns()
+        self._flight, self._following = self._following, None
         begin_ns, plan_ns = flight.begin_ns, flight.planned_ns - flight.begin_ns
         if flight.is_queued and self._previous_end_ns is not None:
             begin_ns, plan_ns = self._previous_end_ns, 0
@@ -134,7 +137,6 @@ class Engine:
         else:
             self._hidden_ns = waiting_ns - flight.planned_ns
         self._pending.extend(self.scheduler.commit(flight.plan, result, ready_ns))
-        self._flight = following
         record = self._record(flight, result, (begin_ns, ready_ns), plan_ns, 0)
         return self._told(record, ready_ns, self._clock.now_ns())
 
@@ -144,6 +146,7 @@ class Engine:
         self._pending.extend(self.scheduler.expire(begin_ns))
         plan = self.scheduler.plan(begin_ns)
         if plan is None:
+            self._victims += tuple(self.scheduler.victims)
             if not is_queued:
                 self._start_idling(begin_ns)
             return None
@@ -160,9 +163,9 @@ class Engine:
         """A step's news; it is in the books from now on."""
         self._previous_end_ns, self._idle_ns = record.end_ns, 0
         self._num_steps += 1
-        if not self.scheduler.has_requests and self._flight is None:
-            self._start_idling(now_ns)
         outputs, self._pending = tuple(self._pending), []
+        if not self.has_work:
+            self._start_idling(now_ns)
         return StepOutput(record.step_id, ready_ns, outputs, self.stats(now_ns), record, self._new_pauses())
 
     def stats(self, now_ns: int | None = None) -> EngineStats:
@@ -218,6 +221,7 @@ class Engine:
         num_tokens = sum(row[2] for row in rows)
         decode_tokens = sum(1 for row in plan.rows if row.samples and len(row.token_ids) == 1)
         scheduler = self.scheduler
+        victims, self._victims = flight.victims + self._victims, ()
         return StepRecord(
             step_id=plan.step_id,
             begin_ns=begin_ns,
@@ -236,7 +240,7 @@ class Engine:
             blocks_used=scheduler.cache.num_used,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            victims=flight.victims,
+            victims=victims,
             hidden_ns=self._hidden_ns,
         )
 

@@ -1,7 +1,8 @@
 """A runner made a `core.plan.AsyncRunner`: a thread of its own carries out the steps in order, while the engine plans.
 
 Worth it where the runner leaves the interpreter alone while it computes, as native kernels do. What the runner raises
-comes out of `collect`. The thread ends when its `RunnerThread` is forgotten, and lets go of the runner.
+comes out of `collect`, then and ever after, since there is no step after it. The thread ends when its `RunnerThread` is
+forgotten, and lets go of the runner.
 """
 
 import threading
@@ -21,6 +22,7 @@ class RunnerThread:
     def __init__(self, run: Callable[[StepPlan], StepResult], prepare: Callable[[], None] = lambda: None) -> None:
         self._plans: Plans = SimpleQueue()
         self._results: Results = SimpleQueue()
+        self._failure: BaseException | None = None
         self.thread = threading.Thread(
             target=_work, args=(run, prepare, self._plans, self._results), name="runner", daemon=True
         )
@@ -31,10 +33,12 @@ class RunnerThread:
         self._plans.put(plan)
 
     def collect(self) -> StepResult:
-        result = self._results.get()
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        if self._failure is None:
+            result = self._results.get()
+            if not isinstance(result, BaseException):
+                return result
+            self._failure = result
+        raise self._failure
 
 
 def _work(run: Callable[[StepPlan], StepResult], prepare: Callable[[], None], plans: Plans, results: Results) -> None:

@@ -280,12 +280,14 @@ class Scheduler:
         budget.spend(num_tokens)
 
     def _stand_still(self, now_ns: int) -> None:
-        """Paused: say so to everybody."""
+        """Paused: say so to everybody but those whose rows still run."""
+        flying = [state for flight in self._in_flight.values() for state in flight]
         first = self.queue.peek(now_ns, float("inf"))
         if first is not None:
             self.queue.wait(now_ns, first, Cause.PAUSED, Cause.PAUSED)
         for state in self.running:
-            state.stall(Cause.PAUSED, now_ns)
+            if state not in flying:
+                state.stall(Cause.PAUSED, now_ns)
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 
@@ -307,6 +309,8 @@ class Scheduler:
             output = self._take_tokens(state, row, row_result, now_ns)
             if output is not None:
                 outputs.append(output)
+        if self.config.paused:
+            self._stand_still(now_ns)
         return outputs
 
     def _take_tokens(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> RequestOutput | None:

@@ -21,7 +21,6 @@ from splittime.kernels.triton import activation, attention, grouped, linear, nor
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.weights import Draws
 
-
 log = logging.getLogger("splittime.kernels")
 
 

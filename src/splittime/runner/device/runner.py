@@ -59,7 +59,8 @@ class DeviceRunner(TorchRunner):
     def warm_up(self) -> None:
         """And capture decode steps, on a card."""
         super().warm_up()
-        waits = any(isinstance(layer.mlp, MixtureOfExperts) for layer in self.decoder.layers)  # for who chose whom
+        mlps = [getattr(layer, "mlp", None) for layer in self.decoder.layers]
+        waits = any(isinstance(mlp, MixtureOfExperts) for mlp in mlps)  # to see which experts were chosen
         if self.latest.is_cuda and not self.enforce_eager and not waits:
             self.capture(sizes_for(self.resolved.max_num_seqs))
 
