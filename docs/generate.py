@@ -118,7 +118,7 @@ def command_codes() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     """Each command with its codes and their meanings."""
     for name, command in _commands("splittime", typer.main.get_command(app)):
         _, _, told = (command.epilog or "").partition("Exit codes:")
-        codes = re.findall(r"(\d+) +(.*?)\.?(?:, (?=\d)|\n|$)", told.strip())
+        codes = re.findall(r"(\d+) +(.*?)(?:,\s+(?=\d)|\.?\s*(?:\n|$))", told.strip())
         yield name, [(f"`{code}`", meaning) for code, meaning in codes]
 
 

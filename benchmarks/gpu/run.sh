@@ -2,9 +2,11 @@
 # On a card: every Triton test, compiled for it; then each kernel's benchmark; then whole steps. Results go to OUT.
 #     sh benchmarks/gpu/run.sh OUT [PYTHON]          some 20 minutes; each part is bounded, a failure ends none of the others
 out=$1
-python=${2:-python3}
-mkdir -p "$out"
+python=${2:-.venv/bin/python}
+test -n "$out" || { echo "sh benchmarks/gpu/run.sh OUT [PYTHON]" >&2; exit 2; }
 export PYTHONPATH=src:. PYTHONUNBUFFERED=1
+"$python" -c "from benchmarks.gpu.card import require_card; require_card()" || exit 2
+mkdir -p "$out"
 part() {
     name=$1 seconds=$2
     shift 2

@@ -5,9 +5,9 @@
     outputs[0].text, outputs[0].account
 
 An output's account begins when its prompt is taken up (`tokenize`) and ends when its text is in the caller's hands; it
-is verified before it is given out. In `generate` a token counts as written when its text is ready. In `stream` the
-engine runs in a thread of its own, so that a slow consumer's time is not charged to the engine; a piece counts as
-written when the consumer takes it.
+is verified before it is given out. In `generate` a token counts as written when its text is ready. In `stream` (and
+wherever it plans ahead) the engine runs in a thread of its own, so that a slow consumer's time is not charged to the
+engine; a piece counts as written when the consumer takes it.
 """
 
 import itertools
@@ -16,8 +16,8 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class LLM:
         from splittime.cli.worker import build_engine  # brings torch: two seconds, paid by those who generate
 
         chosen = settings.from_arguments({**arguments, "model": None if model is None else str(model)})
-        folder = model_source.locate(chosen["model"])
+        folder = model_source.locate(chosen["model"], chosen["load_format"])
         timeline: list[tuple[str, int, int]] = []
         engine, resolved = build_engine(worker_settings(chosen, folder), timeline)
         tokenizer = model_source.load_tokenizer(folder)
@@ -138,9 +138,13 @@ class LLM:
     ) -> list[Output]:
         """One output for each prompt, in their order. One text, or one list of token ids, is one prompt."""
         outputs: dict[int, Output] = {}
-        with self._submitted(prompts, sampling) as choices, Progress(disable=not progress, transient=True) as bars:
+        with (
+            self._submitted(prompts, sampling) as choices,
+            closing(self._run(choices)) as pieces,
+            Progress(disable=not progress, transient=True) as bars,
+        ):
             bar = bars.add_task("generating", total=len(choices))
-            for piece in self._pieces(choices, self._steps(), self.engine.abort):
+            for piece in pieces:
                 if piece.output is not None:
                     outputs[piece.index] = piece.output
                     bars.advance(bar)
@@ -151,11 +155,21 @@ class LLM:
     ) -> Iterator[Piece]:
         """Pieces of text as they come. Leaving the loop early ends the requests."""
         with self._submitted(prompts, sampling) as choices:
-            pump = _Pump(self.engine)
-            try:
-                yield from self._pieces(choices, pump.outputs(), pump.abort)
-            finally:
-                pump.stop()
+            yield from self._pumped(choices)
+
+    def _run(self, choices: dict[str, Choice]) -> Generator[Piece, None, None]:
+        """An engine that plans ahead is not to be interrupted between a result and its commit, so it gets a thread."""
+        if self.engine.plans_ahead:
+            return self._pumped(choices)
+        return self._pieces(choices, self._steps(), self.engine.abort)
+
+    def _pumped(self, choices: dict[str, Choice]) -> Generator[Piece, None, None]:
+        pump = _Pump(self.engine)
+        try:
+            yield from self._pieces(choices, pump.outputs(), pump.abort)
+        finally:
+            for step in pump.stop():
+                self._note(step)
 
     def _steps(self) -> Iterator[StepOutput]:
         while self.engine.has_work:
@@ -165,12 +179,11 @@ class LLM:
 
     def _pieces(
         self, choices: dict[str, Choice], steps: Iterator[StepOutput], abort: Callable[[str], None]
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Until every choice is done; those that are leave `choices`."""
         texts = dict.fromkeys(choices, "")
         for step in steps:
-            if step.record is not None:
-                self.ledger.add_step(step.record)
+            self._note(step)
             for news in step.outputs:
                 choice = choices.get(news.request_id)
                 if choice is None:  # a stop string ended it; this is the engine's own last word on it
@@ -274,8 +287,11 @@ class LLM:
         for request_id in choices:
             self.engine.abort(request_id)
         for step in self._steps():
-            if step.record is not None:
-                self.ledger.add_step(step.record)
+            self._note(step)
+
+    def _note(self, step: StepOutput) -> None:
+        if step.record is not None:
+            self.ledger.add_step(step.record)
 
 
 class _Pump:
@@ -299,10 +315,12 @@ class _Pump:
         """Before the next step, and in the engine's thread: an engine is not thread-safe."""
         self._aborts.put(request_id)
 
-    def stop(self) -> None:
-        """Returns when the step in flight is done."""
+    def stop(self) -> list[StepOutput]:
+        """Returns when the step in flight is done, with what nobody has taken out."""
         self._is_stopping = True
         self._thread.join()
+        left = [self._queue.get() for _ in range(self._queue.qsize())]
+        return [item for item in left if isinstance(item, StepOutput)]
 
     def _run(self) -> None:
         try:

@@ -17,6 +17,22 @@ def test_what_is_missing_is_named(tmp_path):
         model_source.locate(str(tmp_path))
 
 
+def test_random_weights_need_no_weights(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def fetched(name, allow_patterns):
+        assert not any("safetensors" in pattern for pattern in allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    with pytest.raises(ConfigError, match=r"lacks config\.json, tokenizer\.json$"):
+        model_source.locate(str(tmp_path), "dummy")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    assert model_source.locate(str(tmp_path), "dummy") == tmp_path
+    assert model_source.locate("owner/name", "dummy") == tmp_path
+
+
 @pytest.mark.parametrize("name", ["nothing-here", "../x/y/z", "a b/c"])
 def test_what_was_looked_for_is_said(name):
     with pytest.raises(ConfigError, match="not a Hugging Face id"):

@@ -19,6 +19,7 @@ from splittime.simulate.fake import FakeRunner, expected_tokens
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=20, max_model_len=40, block_size=4, num_blocks=10)
 PAUSE_NS = 10_000_000
+STEP_NS = 1000
 
 
 class Interrupted(FakeRunner):
@@ -41,10 +42,12 @@ def _ask(engine: Engine, clock: VirtualClock, name: str, prompt: tuple[int, ...]
     return account
 
 
-def _engine(runner_type: type[FakeRunner] = FakeRunner) -> tuple[Engine, FakeRunner, VirtualClock]:
+def _engine(
+    runner_type: type[FakeRunner] = FakeRunner, is_ahead: bool = True
+) -> tuple[Engine, FakeRunner, VirtualClock]:
     clock = VirtualClock()
-    runner = runner_type(CONFIG.block_size, 50, step_ns=1000, clock=clock)
-    return Engine(Scheduler(CONFIG), runner, clock, runner), runner, clock
+    runner = runner_type(CONFIG.block_size, 50, step_ns=STEP_NS, clock=clock)
+    return Engine(Scheduler(CONFIG), runner, clock, runner if is_ahead else None), runner, clock
 
 
 def _run_dry(engine: Engine) -> list[StepOutput]:
@@ -65,6 +68,18 @@ def _tokens(outputs: list[StepOutput], name: str) -> list[int]:
     ]
 
 
+def _spent_ns(account: Account, outputs: list[StepOutput]) -> Counter[tuple[Stage, str | None]]:
+    for output in outputs:
+        for news in output.outputs:
+            account.extend(news.marks)
+            if news.freed_ns is not None:
+                account.close(news.freed_ns)
+    spent_ns: Counter[tuple[Stage, str | None]] = Counter()
+    for interval in account.intervals():
+        spent_ns[interval.stage, interval.cause] += interval.duration_ns
+    return spent_ns
+
+
 def test_a_pause_is_a_stall_of_whoever_was_in_flight_and_idle_time_of_the_engine() -> None:
     engine, _, clock = _engine()
     account = _ask(engine, clock, "a", (1, 2, 3), 12)
@@ -74,17 +89,24 @@ def test_a_pause_is_a_stall_of_whoever_was_in_flight_and_idle_time_of_the_engine
     clock.advance(PAUSE_NS)
     engine.configure({"paused": False})
     outputs += _run_dry(engine)
-    for output in outputs:
-        for news in output.outputs:
-            account.extend(news.marks)
-    account.close(clock.now_ns())
-    spent_ns: Counter[tuple[Stage, Cause | None]] = Counter()
-    for interval in account.intervals():
-        spent_ns[interval.stage, interval.cause] += interval.duration_ns
-    assert spent_ns[Stage.DECODE_STALL, Cause.PAUSED] == PAUSE_NS
+    assert _spent_ns(account, outputs)[Stage.DECODE_STALL, Cause.PAUSED] == PAUSE_NS
     records = [output.record for output in outputs if output.record is not None]
     verify_steps(records)
     assert sum(record.idle_ns for record in records) == PAUSE_NS
+
+
+def test_the_last_token_of_a_prompt_is_no_stall_while_it_is_computed() -> None:
+    engine, _, clock = _engine(is_ahead=False)
+    account = _ask(engine, clock, "a", tuple(range(1, CONFIG.max_num_batched_tokens + 2)), 1)
+    outputs = [engine.step()]
+    engine.configure({"paused": True})
+    outputs.append(engine.step())
+    clock.advance(PAUSE_NS)
+    engine.configure({"paused": False})
+    outputs += _run_dry(engine)
+    spent_ns = _spent_ns(account, [output for output in outputs if output is not None])
+    assert spent_ns[Stage.PREFILL_STALL, Cause.PAUSED] == PAUSE_NS
+    assert spent_ns[Stage.PREFILL, None] == 2 * STEP_NS
 
 
 def test_an_interrupt_leaves_both_steps_in_flight() -> None:

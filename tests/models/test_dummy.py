@@ -11,6 +11,7 @@ from splittime.kernels.api import resolve
 from splittime.models.config import load_config
 from splittime.models.quant.plan import choose
 from splittime.models.weights.load import load_decoder
+from splittime.runner import machine
 from splittime.runner.config import RunnerConfig
 from splittime.runner.load import load
 
@@ -36,6 +37,17 @@ def test_a_quantised_config_is_refused(tmp_path):
     config = RunnerConfig(model_path=str(tmp_path), load_format="dummy", kernels="reference")
     with pytest.raises(ConfigError, match="load_format"):
         load(config, lambda name, begin_ns, end_ns: None)
+
+
+@pytest.mark.parametrize(("free_layers", "begun"), [(3, [1, 2]), (8, [1, 2, 3])])
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_taken(tmp_path, monkeypatch, free_layers, begun):
+    tiny_config.write(tmp_path, num_hidden_layers=10)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 4 * (61 * 32 + free_layers * tiny_config.LAYER))
+    config = RunnerConfig(model_path=str(tmp_path), load_format="dummy", kernels="reference", max_model_len=16)
+    done = []
+    with pytest.raises(ConfigError, match="of 10 layers take"):
+        load(config, lambda name, begin_ns, end_ns: None, lambda layer, total, num_bytes: done.append(layer))
+    assert done == begun
 
 
 def test_the_config_itself_must_be_there(tmp_path):

@@ -34,6 +34,15 @@ def test_the_table_has_every_kind_and_what_was_kept(model, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    "words", [("int8",), ("w8a8", "--smooth", 0), ("w4a16", "--group-size", 32)], ids=lambda w: w[0]
+)
+def test_each_scheme_of_plain_rounding_is_made(words, model, tmp_path):
+    found = run(model, "--scheme", *words, "--out", tmp_path / "out", "--json")
+    assert found.exit_code == 0, found.stderr
+    assert json.loads(found.stdout)["settings"]["scheme"] == words[0]
+
+
 def test_json_is_one_document(model, tmp_path):
     found = run(model, "--prune", "2:4", "--out", tmp_path / "out", "--json")
     values = json.loads(found.stdout)

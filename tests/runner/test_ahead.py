@@ -1,10 +1,14 @@
 """Steps carried out in a thread of their own."""
 
 import gc
+import subprocess
+import sys
+import threading
 import weakref
 
 import pytest
 
+from splittime.core.errors import EngineError
 from splittime.core.plan import StepPlan, StepResult
 from splittime.runner.ahead import RunnerThread
 
@@ -62,3 +66,47 @@ def test_a_forgotten_thread_ends_and_lets_go_of_the_runner() -> None:
     assert not thread.is_alive()
     gc.collect()
     assert kept() is None
+
+
+def test_nobody_waits_for_a_thread_that_was_ended() -> None:
+    ahead = RunnerThread(Steps().run)
+    ahead.end()
+    assert not ahead.thread.is_alive()
+    ahead.launch(StepPlan(1, ()))
+    with pytest.raises(EngineError, match="has ended"):
+        ahead.collect()
+
+
+def test_whoever_waits_when_it_is_ended_is_told() -> None:
+    ahead, told = RunnerThread(Steps().run), []
+
+    def wait() -> None:
+        with pytest.raises(EngineError, match="has ended") as error:
+            ahead.collect()
+        told.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    ahead.end()
+    waiting.join(10)
+    assert told
+
+
+EXITS = """
+import atexit
+held = []
+
+@atexit.register
+def last():
+    held[0].launch(StepPlan(2, ()))
+    held[0].collect()
+
+from splittime.core.plan import StepPlan, StepResult
+from splittime.runner.ahead import RunnerThread
+held.append(RunnerThread(lambda plan: StepResult(plan.step_id, ())))
+"""
+
+
+def test_who_takes_a_step_while_the_process_exits_does_not_wait_for_ever() -> None:
+    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, timeout=60, text=True, check=False)
+    assert "the runner's thread has ended" in done.stderr

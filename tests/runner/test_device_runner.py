@@ -1,5 +1,7 @@
 """The runner of a card, in the interpreter: the tokens of the plain runner, whether steps are planned ahead or not."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny_checkpoint
 import torch
@@ -12,9 +14,10 @@ from splittime.core.plan import PENDING, Admitted, Row, StepPlan
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.engine.engine import Engine
-from splittime.kernels.api import resolve
+from splittime.kernels.api import WeightScheme, resolve
 from splittime.ledger.steps import verify_steps
 from splittime.runner.config import RunnerConfig
+from splittime.runner.device import ceilings
 from splittime.runner.device.memory import largest_step_bytes
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
@@ -136,6 +139,18 @@ def test_a_token_that_no_step_samples_is_an_error_of_the_row(device_runner):
     device_runner.run(StepPlan(2, (), released=("lost",)))
 
 
+def test_a_launch_that_failed_leaves_nothing_to_collect(device_runner, monkeypatch):
+    admitted = Admitted("a", (3, 4), 0, SamplingParams(temperature=0.0, max_tokens=4, seed=0), ())
+    plan = StepPlan(1, (Row("a", 0, (3, 4), (0,), True),), (admitted,))
+    with monkeypatch.context() as patch:
+        patch.setattr(device_runner, "_computed", lambda batch: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            device_runner.run(plan)
+    again = device_runner.run(StepPlan(2, plan.rows, (admitted,), ("a",)))
+    assert (again.step_id, len(again.rows[0].token_ids)) == (2, 1)
+    device_runner.run(StepPlan(3, (), released=("a",)))
+
+
 def test_the_largest_step_is_run_to_see_what_it_takes(device_runner):
     """Without a card nothing is counted, but the step is computed: three prompts of 24 tokens at the most."""
     config = RunnerConfig(model_path="", block_size=8, max_num_seqs=2, max_num_batched_tokens=50)
@@ -148,3 +163,16 @@ def test_a_card_is_needed_where_nothing_is_interpreted(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="CUDA device"):
         resolve("triton", torch.float32)
+
+
+def test_what_a_card_can_do_is_measured_on_it(device_runner, monkeypatch):
+    card = SimpleNamespace(name="a card", multi_processor_count=132, L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    for name, size in {"COPY_BYTES": 1 << 20, "TOKENS": 16, "WIDTH": 64}.items():
+        monkeypatch.setattr(ceilings, name, size)
+    gauge = ceilings.CardGauge(device_runner.ops, WeightScheme("float32"), 1, None)
+    *pieces, found = gauge.measure()
+    assert pieces == [None] * len(pieces)
+    assert (found.cpu, found.cores) == ("a card", 132)
+    assert found.read_bytes_per_s > 0
+    assert found.operations_per_s > 0

@@ -45,7 +45,7 @@ top-1, expected acceptance as a draft), each with a 95 % interval.
 \b
 If it is killed, repeat the command: it goes on from the last checkpoint, at
 most a minute old.
-Exit codes: 0 done, 1 failed, 2 something that cannot be done as asked.
+Exit codes: 0 done, 1 failed, 2 cannot be done as asked, 130 Ctrl-C.
 """
 
 

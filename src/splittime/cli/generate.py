@@ -46,7 +46,7 @@ def generate(
     )
     sampling.validate()
     text = prompt if prompt is not None else _from_stdin()
-    model_source.locate(model)  # a download shows its own progress, before the spinner
+    model_source.locate(model, settings["load_format"])  # a download shows its own progress, before the spinner
     with talk().status("loading the model"):
         from splittime.llm import LLM  # brings torch
 

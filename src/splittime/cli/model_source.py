@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from splittime.engine.tokenizer import Tokenizer
 
 PACKAGED_NAME = "code"
-HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+WEIGHTS = "*.safetensors"
+HUB_PATTERNS = ("*.json", WEIGHTS, "*.jinja", "tokenizer.model")
 GGUF_SUFFIX = ".gguf"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def locate(model: str | None) -> Path:
-    """The model's folder, or its (first) GGUF file. Raises `ConfigError` that says what was looked for."""
+def locate(model: str | None, load_format: str = "auto") -> Path:
+    """The model's folder, or its (first) GGUF file. Raises `ConfigError` that says what was looked for. load_format:
+    of "dummy" no weights are looked for, nor fetched."""
+    has_weights = load_format != "dummy"
     if model is None:
         return _packaged()
     try:
@@ -34,11 +37,11 @@ def locate(model: str | None) -> Path:
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be entered, ~nobody
         raise ConfigError(f"cannot look for the model {model[:200]!r}: {error}", param="model") from None
     if is_folder:
-        return _gguf_in(folder) or _complete(folder)
+        return _gguf_in(folder) or _complete(folder, has_weights)
     if is_file:
         return _gguf(folder)
     if _HUB_ID.fullmatch(model):
-        return _from_hub(model)
+        return _from_hub(model, has_weights)
     raise ConfigError(
         f"no folder {model!r}, and it is not a Hugging Face id (owner/name) either", param="model", value=model
     )
@@ -103,21 +106,22 @@ def _gguf_in(folder: Path) -> Path | None:
     return firsts[0] if firsts else None
 
 
-def _complete(folder: Path) -> Path:
+def _complete(folder: Path, has_weights: bool) -> Path:
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
+    if has_weights and not any(folder.glob(WEIGHTS)):
+        missing.append(WEIGHTS)
     if missing:
         raise ConfigError(f"{folder} lacks {', '.join(missing)}", param="model", value=str(folder))
     return folder
 
 
-def _from_hub(model: str) -> Path:
+def _from_hub(model: str, has_weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # half a second to import, for this branch only
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    wanted = [pattern for pattern in HUB_PATTERNS if has_weights or pattern != WEIGHTS]
     try:
-        return _complete(Path(snapshot_download(model, allow_patterns=list(HUB_PATTERNS))))
+        return _complete(Path(snapshot_download(model, allow_patterns=wanted)), has_weights)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

@@ -42,8 +42,15 @@ Examples:
   splittime quality A http://localhost:8000 --text wiki.txt --html report.html
 \b
 Without --text, texts are sources of this machine's Python library, which the
-packaged model's training held out.
-Exit codes: 0 PASS, 1 FAIL, 2 no verdict.
+packaged model's training held out. Verdicts need 10 documents: a file is one,
+unless <|endoftext|> or WikiText's titles part it; so is a line of .jsonl.
+\b
+KL: how far the two distributions of the next token are apart, in nats; 0: the
+same. Perplexity ratio: the candidate's over the base's. Decoded: one token a
+step over the KV cache, as answers are. Margins are narrower for 8 bits.
+PASS: the whole interval is within the margin; FAIL: all of it is beyond;
+NOT JUDGED: a server tells too little for it.
+Exit codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE or not done as asked, 130 Ctrl-C.
 """
 
 

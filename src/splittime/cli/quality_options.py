@@ -22,7 +22,7 @@ def _margin(name: str, words: str) -> Any:
     return typer.Option(f"--margin-{name}", metavar="X", help=words, rich_help_panel=_MARGINS)
 
 
-_KINDS, _KV = "|".join(QUANTIZATIONS), "auto|float32|bfloat16|int8"
+_KINDS, _KV = "|".join(QUANTIZATIONS), "auto|float32|bfloat16|int8|fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Options:
     candidate_dtype: Annotated[str, _side("--candidate-dtype", "Of what is not rounded.", "auto|float32|bfloat16")] = (
         "auto"
     )
-    kernels: Annotated[str, _side("--kernels", "Of both.", "auto|native|torch|reference")] = "auto"
+    kernels: Annotated[str, _side("--kernels", "Of both.", "auto|native|torch|reference|triton")] = "auto"
     num_threads: Annotated[int | None, _side("--num-threads", "Of both.", "N")] = None
     max_model_len: Annotated[int | None, _side("--max-model-len", "Of both; the longest context.", "N")] = None
     tokenizer: Annotated[

@@ -52,7 +52,7 @@ The schemes, and the format of their files:
 \b
 If it is killed, repeat the command: it goes on from the last finished layer,
 and ends in the same bytes.
-Exit codes: 0 done, 1 failed, 2 something that cannot be done as asked.
+Exit codes: 0 done, 1 failed, 2 cannot be done as asked, 130 Ctrl-C.
 """
 
 
@@ -133,11 +133,12 @@ def quantize(given: Options) -> None:
 
 
 def _settings(given: Options) -> "Settings":
-    """What was given, by the same names; the rest is `Settings`' own."""
+    """What was given, by the same names; the rest is `Settings`' own. Raises `ConfigError` for what cannot be."""
     from splittime.quantize.settings import Settings
 
     fields = {name: getattr(given, name) for name in Settings.__struct_fields__}
-    settings = Settings(**{name: value for name, value in fields.items() if value is not None}).resolved()
+    settings = Settings(**{name: value for name, value in fields.items() if value is not None})
+    settings.resolved()  # to check it; the job fills in the scheme's defaults
     of_text = {name: fields[name] for name in ("samples", "length", "seed") if fields[name] is not None}
     for name, value in of_text.items():
         if given.calibrate is None:

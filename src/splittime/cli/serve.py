@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from splittime.cli import model_source
-from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, talk, with_settings
+from splittime.cli.options import JsonFlag, ModelArgument, talk, with_settings
 from splittime.cli.settings import Settings
 from splittime.cli.startup import Timeline
 from splittime.cli.worker_settings import worker_settings
@@ -27,14 +27,22 @@ if TYPE_CHECKING:
 
 WORKER_COMMAND: list[str] | None = None  # a test may put another engine process here
 
-EXAMPLES = f"""\b
+EXAMPLES = """\b
 Examples:
   splittime serve                        the packaged model, on port 8000
   splittime serve ./models/llama --port 9000 --ledger-file runs/today.sqlite
   splittime serve ./llama-q4_k_m.gguf    one GGUF file, with its tokenizer
   SPLITTIME_API_KEY=secret splittime serve owner/name --host 0.0.0.0
 
-{EXIT_CODES}"""
+\b
+Ctrl-C and SIGTERM let open requests end, for --grace-s at most; a second one
+does not.
+Exit codes:
+  0    ended by Ctrl-C or SIGTERM
+  1    failed, or ended before it was ready
+  2    a usage or settings error
+  130  ended by a second one of these
+"""
 
 
 @with_settings("runner", "scheduler", "server", "ledger")
@@ -45,7 +53,7 @@ def serve(settings: Settings, model: ModelArgument = None, json: JsonFlag = Fals
     config = ServerConfig(**settings.part("server"))
     config.validate()
     check_port_is_free(config.host, config.port)
-    folder = model_source.locate(model)
+    folder = model_source.locate(model, settings["load_format"])
     engine_settings = worker_settings(settings, folder)
     asyncio_run(_serve(settings, config, folder, engine_settings, timeline, json))
 
@@ -169,7 +177,8 @@ def _print_announcement(url: str, model: ModelInfo, ready: "Ready", timeline: Ti
     console.print(f"\n[bold]{model.name}[/bold] on {url}\n")
     console.print("resolved configuration", style="dim")
     for name, value in flatten(ready.resolved):
-        console.print(f"  {name:<36} {value}", markup=False)
+        if value != []:  # of what is not in use: ranks, captured steps
+            console.print(f"  {name:<36} {value}", markup=False)
     changed = [entry for entry in settings.shown() if entry["origin"] != "default"]
     for entry in changed:
         console.print(f"  {entry['name']:<36} {entry['value']}  ({entry['origin']})", markup=False)

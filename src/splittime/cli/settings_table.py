@@ -78,7 +78,7 @@ SETTINGS = (
         "kv_cache_memory_bytes",
         "bytes",
         None,
-        "KV cache, as 512MiB or 4GiB; default: for max_num_seqs contexts.",
+        "KV cache, as 512MiB or 4GiB; default: for max_num_seqs contexts, on a card what is free.",
         ("runner",),
         1,
     ),

@@ -92,6 +92,10 @@ class Engine:
         return self.scheduler.configure(knobs)
 
     @property
+    def plans_ahead(self) -> bool:
+        return self._ahead is not None
+
+    @property
     def has_news(self) -> bool:
         return bool(self._pending)
 

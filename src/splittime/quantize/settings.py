@@ -69,7 +69,7 @@ def _resolve_scheme(settings: Settings, scheme: str) -> Settings:
     _refuse_foreign(
         settings,
         "group_size",
-        settings.group_size is not None and scheme not in GROUPED,
+        settings.group_size not in (None, WHOLE_ROW) and scheme not in GROUPED,  # whole rows are what they have
         f"--scheme {'|'.join(GROUPED)}",
     )
     return msgspec.structs.replace(
@@ -134,4 +134,5 @@ def _refuse_foreign(settings: Settings, name: str, is_given: bool, owner: str) -
 
 def _bad(name: str, value: object, want: str, limit: object = None) -> ConfigError:
     flag = "--" + name.replace("_", "-")
-    return ConfigError(f"{flag} {value}: {want}", param=name, value=value, limit=limit)
+    given = flag if value is None or value is True else f"{flag} {value}"
+    return ConfigError(f"{given}: {want}", param=name, value=value, limit=limit)

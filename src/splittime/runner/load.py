@@ -25,6 +25,7 @@ from splittime.runner.device.memory import largest_step_bytes, room_bytes
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
 OnPhase = Callable[[str, int, int], None]
+SURE_LAYERS = 4  # some models begin with layers of another size
 
 
 def load(
@@ -50,7 +51,7 @@ def load(
             choices.plan,
             choices.max_model_len,
             folder,
-            on_layer or (lambda done, total, num_bytes: None),
+            _fitting(config, choices.ops, on_layer or (lambda done, total, num_bytes: None)),
             ranks,
             config.load_format == "dummy",
         )
@@ -113,6 +114,28 @@ class _Choices:
         )
         _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
         return choices
+
+
+def _fitting(config: RunnerConfig, ops: Ops, on_layer: OnLayer) -> OnLayer:
+    """Random weights have no file whose size could warn: the start ends before the first layer that does not fit into
+    this machine's free memory, and after `SURE_LAYERS` as soon as it is clear that they all will not."""
+    if config.load_format != "dummy" or ops.device.type != "cpu":
+        return on_layer
+    room, first_bytes = machine.free_memory_bytes() // config.tensor_parallel_size, 0
+
+    def note(done: int, total: int, num_bytes: int) -> None:
+        nonlocal first_bytes
+        first_bytes = first_bytes or num_bytes
+        each = (num_bytes - first_bytes) // (done - 1) if done > 1 else 0
+        needed = num_bytes + each * min(total - done, 1 if done < SURE_LAYERS else total)
+        if needed > room:
+            message = (
+                f"{done} of {total} layers take {num_bytes} bytes; with the rest they are more than is free, {room}"
+            )
+            raise ConfigError(message, param="model", value=config.model_path, limit=room, hint="--quantization int4")
+        on_layer(done, total, num_bytes)
+
+    return note
 
 
 def _check_load_format(asked: str, path: Path, model: ModelConfig) -> None:

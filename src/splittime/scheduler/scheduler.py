@@ -170,6 +170,8 @@ class Scheduler:
                 new_block_ids = lease.unsent() if lease.num_sent < len(lease.block_ids) else ()
                 if state.account.stage is Stage.DECODE_STALL:
                     state.account.enter(Stage.DECODE, now_ns)
+                elif state.account.stage is Stage.PREFILL_STALL:  # one token of its prompt is left
+                    state.account.enter(state.computing_stage, now_ns)
                 token_id = PENDING if num_promised else state.token_ids[-1]
                 state.num_computed, state.num_promised = num_tokens, num_promised + 1
                 rows.append(Row(state.request_id, num_computed, (token_id,), new_block_ids, True))

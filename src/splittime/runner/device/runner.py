@@ -23,11 +23,14 @@ from splittime.kernels.triton.logprobs import Logprobs, describe
 from splittime.kernels.triton.ops import TritonOps
 from splittime.models.decoder import Decoder
 from splittime.models.layers import MixtureOfExperts
+from splittime.models.quant.plan import choose
 from splittime.runner import batch as batches
-from splittime.runner import logprobs, penalties, sampler
+from splittime.runner import logprobs, machine, penalties, sampler
 from splittime.runner.batch import Batch
+from splittime.runner.ceilings import Gauge
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.cost import Cost
+from splittime.runner.device.ceilings import CardGauge
 from splittime.runner.device.graphs import DecodeGraphs, sizes_for
 from splittime.runner.device.launched import Launched, Outcome
 from splittime.runner.device.marks import Mark, to_device, to_host
@@ -56,6 +59,13 @@ class DeviceRunner(TorchRunner):
     def ahead(self, config: RunnerConfig) -> "DeviceRunner | None":  # type: ignore[override]
         return self if config.async_scheduling else None
 
+    def gauge(self, config: RunnerConfig) -> Gauge:
+        if not self.latest.is_cuda:
+            return super().gauge(config)
+        scheme = choose(config.quantization, self.resolved.dtype).layers
+        folder = machine.packed_cache_folder(config.packed_cache)
+        return CardGauge(self.ops, scheme, self.resolved.num_threads, folder)
+
     def warm_up(self) -> None:
         """And capture decode steps, on a card."""
         super().warm_up()
@@ -82,9 +92,9 @@ class DeviceRunner(TorchRunner):
         self.store.copy_blocks(plan.copies)
         step = Launched(plan, {})
         rows = self._servable(plan, step.results)
-        self._launched.append(step)
         if rows:
             self._begin(rows, step)
+        self._launched.append(step)  # not if that failed: nobody would collect it
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
@@ -97,25 +107,22 @@ class DeviceRunner(TorchRunner):
 
     def _servable(self, plan: StepPlan, results: dict[str, RowResult]) -> list[Row]:
         """Its rows, but for those that cannot be computed, whose results are told."""
-        rows = []
+        rows, sampled = [], self._being_sampled()
         for row in plan.rows:
-            error = self.slots[row.request_id].error
-            if error is None and row.token_ids == (PENDING,) and not self._has_token(row):
-                error = NO_TOKEN
+            slot = self.slots[row.request_id]
+            error = slot.error
+            if row.token_ids == (PENDING,) and row.start >= slot.num_known and row.request_id not in sampled:
+                error = error or NO_TOKEN
             if error is None:
                 rows.append(row)
             else:
                 results[row.request_id] = RowResult(row.request_id, error=error)
         return rows
 
-    def _has_token(self, row: Row) -> bool:
-        """It is known, or the step before, which was not collected, samples it."""
-        if row.start < self.slots[row.request_id].num_known:
-            return True
+    def _being_sampled(self) -> set[str]:
+        """The requests whose tokens come of the step before, where that was not fetched."""
         last = self._launched[-1] if self._launched else None
-        return (
-            last is not None and not last.is_fetched and any(one.request_id == row.request_id for one in last.plan.rows)
-        )
+        return set() if last is None or last.is_fetched else {row.request_id for row in last.plan.rows}
 
     def _begin(self, rows: list[Row], step: Launched) -> None:
         batch = batches.build(rows, self.slots, self.store.shape.block_size, self.store.zero_block)
