@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from splittime.core.errors import ConfigError
 
 FEW_STEPS = 1
+pytestmark = pytest.mark.timeout(600)  # the interpreter is slow
 CHOSEN = ("llama", "mistral-window", "qwen3", "qwen3-moe")
 
 

@@ -23,6 +23,7 @@ from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
+pytestmark = pytest.mark.timeout(600)  # the interpreter is slow
 LIMITS = {"max_model_len": 64, "block_size": 8}
 ASKED = (
     SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, seed=0),
