@@ -16,6 +16,7 @@ from torch import Tensor
 from splittime.core.errors import EngineError
 from splittime.core.plan import Row
 from splittime.kernels.api import AttentionBatch
+from splittime.runner.device.marks import to_device
 from splittime.runner.slots import Slot, Slots
 
 
@@ -28,6 +29,13 @@ class Batch:
     token_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
+
+    def last_of(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """hidden [T, hidden] -> of the last token of each of these rows, [len(rows), hidden]."""
+        if len(rows) == hidden.shape[0]:  # all rows, of one token each
+            return hidden
+        ends = torch.tensor([self.attention.query_begins[index + 1] - 1 for index in rows])
+        return hidden[to_device(ends, hidden.device)]
 
 
 def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int) -> Batch:

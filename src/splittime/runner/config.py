@@ -12,6 +12,7 @@ from splittime.core.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 BACKENDS = ("auto", "native", "torch", "reference", "triton")
+GPU_MEMORY_UTILIZATION = 0.9
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8")
 
@@ -59,7 +60,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: float = 30.0
     async_scheduling: bool = False
     enforce_eager: bool = False
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
 
     def validate(self) -> None:
         """Raise `ConfigError` naming the first setting that is not honoured."""

@@ -19,7 +19,7 @@ from splittime.models.weights.load import Loaded, OnLayer, load_decoder
 from splittime.models.weights.shards import counted, own_config
 from splittime.models.weights.source import PLAIN, is_gguf, open_source, read_config
 from splittime.runner import machine
-from splittime.runner.config import Resolved, RunnerConfig
+from splittime.runner.config import GPU_MEMORY_UTILIZATION, Resolved, RunnerConfig
 from splittime.runner.cost import Cost, cost
 from splittime.runner.device.memory import largest_step_bytes, room_bytes
 from splittime.runner.kv_store import KvStore, bytes_per_block
@@ -112,6 +112,7 @@ class _Choices:
             max_model_len=machine.choose_max_model_len(config, model),
             reasons={"kernels_reason": kernels_reason, "dtype_reason": dtype_reason},
         )
+        _refuse_a_share_of_no_card(config, choices.ops)
         _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
         return choices
 
@@ -136,6 +137,19 @@ def _fitting(config: RunnerConfig, ops: Ops, on_layer: OnLayer) -> OnLayer:
         on_layer(done, total, num_bytes)
 
     return note
+
+
+def _refuse_a_share_of_no_card(config: RunnerConfig, ops: Ops) -> None:
+    if ops.device.type == "cpu" and config.gpu_memory_utilization != GPU_MEMORY_UTILIZATION:
+        message = (
+            f"gpu_memory_utilization is {config.gpu_memory_utilization}, but the {ops.name} kernels run on the CPU"
+        )
+        raise ConfigError(
+            message,
+            param="gpu_memory_utilization",
+            value=config.gpu_memory_utilization,
+            hint="kv_cache_memory_bytes bounds the KV cache here",
+        )
 
 
 def _check_load_format(asked: str, path: Path, model: ModelConfig) -> None:

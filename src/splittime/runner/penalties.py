@@ -7,11 +7,17 @@ positive, else multiplied by it. Order: repetition, then frequency and presence,
 ids while fewer than `min_tokens` are out.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from splittime.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from splittime.runner.slots import Slot
 
 _LARGEST = 1e30  # a tiny penalty makes logits infinite; divided by the least temperature, 1e-5, this still is not
 
@@ -33,6 +39,27 @@ class TokenCounts:
 def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
     """Whether `adjust` would do anything for a request with so many outputs out."""
     return sampling.has_penalties or bool(sampling.logit_bias) or num_outputs < sampling.min_tokens
+
+
+def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
+    """The lines whose request changes its logits."""
+    lines = enumerate(zip(slots, num_outputs, strict=True))
+    return [line for line, (slot, count) in lines if changes_logits(slot.admitted.sampling, count)]
+
+
+def adjusted(raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> Tensor:
+    """raw: float32 [N, vocab]; itself when no request changes its logits, else a copy. Counts lie on the host: on a
+    device, a line that changes goes there and back."""
+    lines = changed(slots, num_outputs)
+    if not lines:
+        return raw
+    logits = raw.clone()
+    for line in lines:
+        slot, one = slots[line], logits[line].cpu()  # on the CPU, the line itself
+        adjust(one, slot.admitted.sampling, slot.counts, slot.admitted.stop_token_ids, num_outputs[line])
+        if logits.device != one.device:
+            logits[line] = one.to(logits.device)
+    return logits
 
 
 def adjust(

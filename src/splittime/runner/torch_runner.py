@@ -127,7 +127,7 @@ class TorchRunner:
         if self.on_hidden is not None:
             self.on_hidden(batch, hidden)
         sampling = [index for index, row in enumerate(batch.rows) if row.samples]
-        logits = self.decoder.logits(_last_hidden(hidden, batch, sampling)) if sampling else None
+        logits = self.decoder.logits(batch.last_of(hidden, sampling)) if sampling else None
         forward_ns = time.monotonic_ns()
         self._finish_rows(batch, hidden, sampling, logits, results)
         in_order = tuple(results[row.request_id] for row in plan.rows)
@@ -135,8 +135,9 @@ class TorchRunner:
 
     def _forward(self, batch: Batch) -> Tensor:
         """[T, hidden]."""
-        store = self.store
-        return self.decoder.forward(batch.token_ids, batch.positions, store.layers, batch.attention, store.shape)
+        store, device = self.store, self.decoder.ops.device
+        token_ids, positions = batch.token_ids.to(device), batch.positions.to(device)
+        return self.decoder.forward(token_ids, positions, store.layers, batch.attention, store.shape)
 
     def _finish_rows(
         self, batch: Batch, hidden: Tensor, sampling: list[int], logits: Tensor | None, results: Results
@@ -144,7 +145,7 @@ class TorchRunner:
         """Put each row's result into `results`."""
         silent = [index for index, row in enumerate(batch.rows) if not row.samples]
         if silent:
-            good, _ = self._drop_broken(batch, silent, _last_hidden(hidden, batch, silent), results)
+            good, _ = self._drop_broken(batch, silent, batch.last_of(hidden, silent), results)
             for index in good:
                 results[batch.rows[index].request_id] = RowResult(batch.rows[index].request_id)
         if logits is not None:
@@ -172,10 +173,11 @@ class TorchRunner:
 
     def _choose(self, batch: Batch, rows: list[int], raw: Tensor, results: Results) -> None:
         """raw: float32 [len(rows), vocab], the logits of these rows of the batch."""
-        params = [batch.slots[index].admitted.sampling for index in rows]
+        slots = [batch.slots[index] for index in rows]
+        params = [slot.admitted.sampling for slot in slots]
         contexts = batch.attention.context_lens
-        output_indices = [contexts[index] - batch.slots[index].prompt_len for index in rows]
-        logits = _adjusted(batch, rows, raw, output_indices)
+        output_indices = [contexts[index] - slot.prompt_len for index, slot in zip(rows, slots, strict=True)]
+        logits = penalties.adjusted(raw, slots, output_indices)
         chosen = sampler.choose(logits, params, output_indices, self.decoder.ops)
         described = _chosen_logprobs(raw, chosen, params)
         for line, index in enumerate(rows):
@@ -184,17 +186,21 @@ class TorchRunner:
             results[request_id] = RowResult(request_id, (chosen[line],), described.get(line, ()))
 
     def _add_prompt_logprobs(self, batch: Batch, index: int, hidden: Tensor, results: Results) -> None:
+        result = results[batch.rows[index].request_id]
+        if result.error is None:
+            scores = self._prompt_scores(batch, index, hidden)
+            results[result.request_id] = RowResult(result.request_id, result.token_ids, result.logprobs, scores)
+
+    def _prompt_scores(self, batch: Batch, index: int, hidden: Tensor) -> tuple[TokenLogprob, ...]:
+        """Of the prompt's tokens that follow those of this row. hidden: of the whole batch."""
         row, slot = batch.rows[index], batch.slots[index]
-        result = results[row.request_id]
-        if result.error is not None:
-            return
         end = min(row.start + len(row.token_ids) + 1, slot.prompt_len)
         following = slot.tokens[row.start + 1 : end].tolist()
         begin = batch.attention.query_begins[index]
         wanted = hidden[begin : begin + len(following)]
         num_top = slot.admitted.sampling.prompt_logprobs or 0
-        scores = logprobs.score_prompt(self.decoder.logits, wanted, following, num_top, self.resolved.vocab_size)
-        results[row.request_id] = RowResult(row.request_id, result.token_ids, result.logprobs, tuple(scores))
+        vocab_size = self.resolved.vocab_size
+        return tuple(logprobs.score_prompt(self.decoder.logits, wanted, following, num_top, vocab_size))
 
 
 def _made(config: RunnerConfig, decoder: Decoder, store: KvStore, resolved: Resolved, cost: Cost) -> TorchRunner:
@@ -205,25 +211,6 @@ def _made(config: RunnerConfig, decoder: Decoder, store: KvStore, resolved: Reso
         runner.enforce_eager = config.enforce_eager
         return runner
     return TorchRunner(decoder, store, resolved, cost)
-
-
-def _last_hidden(hidden: Tensor, batch: Batch, rows: list[int]) -> Tensor:
-    """The hidden state of the last token of these rows, [len(rows), hidden]."""
-    if len(rows) == hidden.shape[0]:  # all rows, of one token each
-        return hidden
-    ends = batch.attention.query_begins
-    return hidden[torch.tensor([ends[index + 1] - 1 for index in rows])]
-
-
-def _adjusted(batch: Batch, rows: list[int], raw: Tensor, output_indices: list[int]) -> Tensor:
-    """`raw` itself when no request changes its logits, else a copy with penalties, biases and masks."""
-    logits = raw
-    for line, (index, count) in enumerate(zip(rows, output_indices, strict=True)):
-        slot = batch.slots[index]
-        if penalties.changes_logits(slot.admitted.sampling, count):
-            logits = raw.clone() if logits is raw else logits
-            penalties.adjust(logits[line], slot.admitted.sampling, slot.counts, slot.admitted.stop_token_ids, count)
-    return logits
 
 
 def _chosen_logprobs(

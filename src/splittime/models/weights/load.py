@@ -74,20 +74,12 @@ def load_decoder(
         return whole if ranks is None else CutSource(whole, config, ranks)
 
     cache, story = (None, "not of random weights") if is_dummy else _cache(opened(), own, ops, plan, cache_folder)
-    while True:
-        source = opened()
-        try:
-            packer = Packer(ops, source, cache)
-            decoder = _Model(packer, own, plan, on_layer, ranks).build(num_positions)
-            source.check_all_taken()
-            break
-        except PackedFileBroken as error:
-            assert cache is not None
-            cache.remake(str(error))
-        except BaseException:
-            if cache is not None:
-                cache.abandon()
-            raise
+
+    def build(packer: Packer) -> Decoder:
+        return _Model(packer, own, plan, on_layer, ranks).build(num_positions)
+
+    decoder, packer = _read(opened, ops, cache, build)
+    source = packer.source
     if cache is not None:
         cache.close()
         story = cache.story
@@ -102,6 +94,25 @@ def load_decoder(
         weights=told,
         plan=found.plan(plan),
     )
+
+
+def _read(
+    opened: Callable[[], Source], ops: Ops, cache: PackedCache | None, build: Callable[[Packer], Decoder]
+) -> tuple[Decoder, Packer]:
+    """Once, or again where the cache turns out to be broken."""
+    while True:
+        packer = Packer(ops, opened(), cache)
+        try:
+            decoder = build(packer)
+            packer.source.check_all_taken()
+            return decoder, packer
+        except PackedFileBroken as error:
+            assert cache is not None
+            cache.remake(str(error))
+        except BaseException:
+            if cache is not None:
+                cache.abandon()
+            raise
 
 
 def _cache(

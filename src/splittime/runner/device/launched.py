@@ -8,8 +8,7 @@ from splittime.core.plan import RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.kernels.triton.logprobs import Logprobs
 from splittime.runner.batch import Batch
 from splittime.runner.device.marks import Mark
-
-NOT_FINITE = "what the model computes for this request is not finite"
+from splittime.runner.torch_runner import NOT_FINITE
 
 
 @dataclass

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from splittime.models.decoder import Decoder
 from splittime.models.layers import MixtureOfExperts
 from splittime.models.quant.plan import choose
 from splittime.runner import batch as batches
-from splittime.runner import logprobs, machine, penalties, sampler
+from splittime.runner import machine, penalties, sampler
 from splittime.runner.batch import Batch
 from splittime.runner.ceilings import Gauge
 from splittime.runner.config import Resolved, RunnerConfig
@@ -35,6 +34,7 @@ from splittime.runner.device.graphs import DecodeGraphs, sizes_for
 from splittime.runner.device.launched import Launched, Outcome
 from splittime.runner.device.marks import Mark, to_device, to_host
 from splittime.runner.kv_store import KvStore
+from splittime.runner.slots import Slot
 from splittime.runner.torch_runner import NO_TOKEN, TorchRunner
 
 MAX_SLOTS = 1 << 16
@@ -132,9 +132,9 @@ class DeviceRunner(TorchRunner):
             self.on_hidden(batch, hidden)
         silent = [index for index, row in enumerate(batch.rows) if not row.samples]
         sampling = [index for index, row in enumerate(batch.rows) if row.samples]
-        is_silent_finite = self._host_finite(_last(hidden, batch, silent)) if silent else None
+        is_silent_finite = self._host_finite(batch.last_of(hidden, silent)) if silent else None
         if raw is None and sampling:
-            raw = self.decoder.logits(_last(hidden, batch, sampling))
+            raw = self.decoder.logits(batch.last_of(hidden, sampling))
         forward = Mark(self.ops.device)
         outcome = Outcome(batch, silent, sampling, begin, forward, forward, is_silent_finite, None, None)
         if raw is not None:
@@ -177,24 +177,12 @@ class DeviceRunner(TorchRunner):
             outcome.described_lines = lines
             outcome.described = Logprobs(*(to_host(one) for one in (told.chosen, told.ranks, told.values, told.ids)))
 
-    def _adjusted(self, slots: list, raw: Tensor, counts: list[int]) -> Tensor:
-        """`raw` itself when no request changes its logits; else a copy, for which the steps before are waited for."""
-        changed = [
-            line
-            for line, (slot, count) in enumerate(zip(slots, counts, strict=True))
-            if penalties.changes_logits(slot.admitted.sampling, count)
-        ]
-        if not changed:
-            return raw
-        for step in self._launched:
-            if step.outcome is not None:
+    def _adjusted(self, slots: list[Slot], raw: Tensor, counts: list[int]) -> Tensor:
+        """`penalties.adjusted`, for which the steps before are waited for."""
+        if penalties.changed(slots, counts):
+            for step in self._launched:
                 step.fetch()
-        logits = raw.clone()
-        for line in changed:
-            slot, one = slots[line], raw[line].cpu()
-            penalties.adjust(one, slot.admitted.sampling, slot.counts, slot.admitted.stop_token_ids, counts[line])
-            logits[line] = one.to(logits.device)
-        return logits
+        return penalties.adjusted(raw, slots, counts)
 
     def _host_finite(self, computed: Tensor) -> Tensor:
         return to_host(self.ops.finite_flags(computed))
@@ -202,21 +190,4 @@ class DeviceRunner(TorchRunner):
     def _score_prompts(self, batch: Batch, hidden: Tensor, step: Launched) -> None:
         for index, slot in enumerate(batch.slots):
             if slot.admitted.sampling.prompt_logprobs is not None:
-                row, begin = batch.rows[index], batch.attention.query_begins[index]
-                following = _following(row, slot.prompt_len, slot.tokens)
-                wanted, count = hidden[begin : begin + len(following)], slot.admitted.sampling.prompt_logprobs
-                scores = logprobs.score_prompt(self.decoder.logits, wanted, following, count, self.resolved.vocab_size)
-                step.prompt_scores[row.request_id] = tuple(scores)
-
-
-def _last(hidden: Tensor, batch: Batch, rows: list[int]) -> Tensor:
-    """The hidden state of the last token of these rows, [len(rows), hidden]."""
-    if len(rows) == hidden.shape[0]:  # all rows, of one token each
-        return hidden
-    ends = torch.tensor([batch.attention.query_begins[index + 1] - 1 for index in rows])
-    return hidden.index_select(0, to_device(ends, hidden.device))
-
-
-def _following(row: Row, prompt_len: int, tokens: np.ndarray) -> list[int]:
-    """The prompt's tokens that follow those of the row."""
-    return tokens[row.start + 1 : min(row.start + len(row.token_ids) + 1, prompt_len)].tolist()
+                step.prompt_scores[batch.rows[index].request_id] = self._prompt_scores(batch, index, hidden)
