@@ -50,6 +50,13 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_taken(tmp_path, m
     assert done == begun
 
 
+def test_a_share_of_a_card_is_refused_where_there_is_none(tmp_path):
+    tiny_config.write(tmp_path)
+    settings = {"load_format": "dummy", "kernels": "reference", "gpu_memory_utilization": 0.5}
+    with pytest.raises(ConfigError, match="run on the CPU"):
+        load(RunnerConfig(model_path=str(tmp_path), **settings), lambda name, begin_ns, end_ns: None)
+
+
 def test_the_config_itself_must_be_there(tmp_path):
     config = RunnerConfig(model_path=str(tmp_path), load_format="dummy", kernels="reference")
     with pytest.raises(ConfigError, match=r"config\.json"):

@@ -4,6 +4,7 @@ It is used like any runner. When a rank fails, the step raises an `EngineError` 
 every later step raises the same: an engine dies of it and is started anew. Between steps `watch` tells.
 """
 
+import logging
 import os
 import time
 import weakref
@@ -25,6 +26,9 @@ from splittime.runner.parallel.channel import encode
 from splittime.runner.parallel.group import Group, RankLost
 from splittime.runner.parallel.members import Members
 from splittime.runner.torch_runner import TorchRunner
+
+
+log = logging.getLogger("splittime.runner")
 
 
 class ParallelRunner(TorchRunner):
@@ -59,6 +63,8 @@ class ParallelRunner(TorchRunner):
             members.end()
             raise
         members.set_timeout(config.collective_timeout_s)
+        if runner.decoder.ops.name == "triton":
+            log.warning("ranks launch their kernels one by one and wait for each step: nothing is captured")
         runner.members, runner.group = members, group
         runner.resolved = msgspec.structs.replace(
             runner.resolved,
