@@ -27,7 +27,6 @@ from splittime.runner.parallel.group import Group, RankLost
 from splittime.runner.parallel.members import Members
 from splittime.runner.torch_runner import TorchRunner
 
-
 log = logging.getLogger("splittime.runner")
 
 
