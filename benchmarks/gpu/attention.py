@@ -13,44 +13,48 @@ piece, except FlashInfer, which reads the same paged store. `--tiles` tries laun
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu import attention_peers as peers
-from benchmarks.gpu.card import copy_bytes_per_s, median_us, print_results, require_card
+from benchmarks.gpu.card import (
+    CARD,
+    Found,
+    copy_bytes_per_s,
+    matrix_operations_per_s,
+    median_us,
+    parse,
+    parser,
+    place,
+    scale,
+    telling,
+)
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
 from splittime.kernels.triton import attention, attention_decode
 from splittime.kernels.triton.attention import DecodeTiles, PrefillTiles
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 SCALE = HEAD_DIM**-0.5
+CHECKED = (([1, 1, 1], [1, 777, 5000]), ([300, 77], [300, 1500]))  # lengths and contexts
+CHECKED_TINY = (([1, 1], [1, 77]), ([9], [30]))
 CONTEXTS, BATCHES, PROMPTS = (1024, 8192, 32768), (1, 4, 16, 64, 256), (2048, 8192)
 KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
-COLD_BYTES = 256 << 20
-MATRIX = 8192
-
-
-def matrix_flops() -> float:
-    """Operations a second of a bf16 product by cuBLAS, of random values (zeros would let the clock rise)."""
-    a, b = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return 2 * MATRIX**3 / (median_us(lambda: a @ b, launches=5) * 1e-6)
 
 
 def a_store(num_blocks: int, dtype: torch.dtype) -> LayerKv:
     sizes = (num_blocks + 1, 2, KV_HEADS, BLOCK_SIZE)
-    data = torch.empty((*sizes[:3], BLOCK_SIZE * HEAD_DIM), dtype=dtype, device="cuda")
+    data = torch.empty((*sizes[:3], BLOCK_SIZE * HEAD_DIM), dtype=dtype, device=place())
     if dtype == torch.bfloat16:
         return LayerKv(data.normal_(), None)
     data.view(torch.uint8).random_(0, 256 if dtype == torch.int8 else 0x78)  # floats up to 256, none that is a NaN
-    return LayerKv(data, torch.rand(sizes, device="cuda") * 0.01)
+    return LayerKv(data, torch.rand(sizes, device=place()) * 0.01)
 
 
 def a_batch(lengths: list[int], contexts: list[int]) -> tuple[AttentionBatch, KvShape]:
@@ -67,20 +71,20 @@ def a_batch(lengths: list[int], contexts: list[int]) -> tuple[AttentionBatch, Kv
 
 
 def queries(tokens: int) -> Tensor:
-    return torch.randn(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    return torch.randn(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=place())
 
 
 def worst_difference() -> float:
     """Of what is computed from SDPA's, over decode rows and prompts: outputs are of the size of 1."""
     worst = 0.0
-    for lengths, contexts in (([1, 1, 1], [1, 777, 5000]), ([300, 77], [300, 1500])):
+    for lengths, contexts in CHECKED if scale() is CARD else CHECKED_TINY:
         batch, shape = a_batch(lengths, contexts)
         store, q = a_store(shape.num_blocks, torch.bfloat16), queries(sum(lengths))
         got = attention.attend(q, store, a_plan(batch, shape), SCALE).view(q.shape)
         for row, length in enumerate(lengths):
             begin, end = batch.query_begins[row : row + 2]
             keys, values = peers.row_of(store, shape, batch.block_tables[row], contexts[row])
-            seen = torch.ones(length, contexts[row], dtype=torch.bool, device="cuda").tril(contexts[row] - length)
+            seen = torch.ones(length, contexts[row], dtype=torch.bool, device=place()).tril(contexts[row] - length)
             want = scaled_dot_product_attention(
                 q[begin:end].transpose(0, 1)[None], keys[None], values[None], seen, scale=SCALE, enable_gqa=True
             )
@@ -89,7 +93,7 @@ def worst_difference() -> float:
 
 
 def a_plan(batch: AttentionBatch, shape: KvShape) -> attention.Plan:
-    return attention.plan(batch, shape, None, torch.bfloat16, torch.device("cuda"))
+    return attention.plan(batch, shape, None, torch.bfloat16, place())
 
 
 def timed(runs: dict[str, Callable[[], Any]]) -> dict[str, float | None]:
@@ -137,13 +141,21 @@ def decode(context: int, rows: int, dtype: torch.dtype, options: argparse.Namesp
     plan, q = a_plan(batch, shape), queries(rows)
     first = a_store(shape.num_blocks, dtype)
     read_bytes = attention.kv_bytes(plan, first)
-    stores = cycle([first, *(a_store(shape.num_blocks, dtype) for _ in range(min(63, COLD_BYTES // read_bytes)))])
+    stores = cycle(
+        [
+            first,
+            *(
+                a_store(shape.num_blocks, dtype)
+                for _ in range(min(scale().buffers - 1, scale().cold_bytes // read_bytes))
+            ),
+        ]
+    )
     runs: dict[str, Callable[[], Any]] = {"chosen": lambda: attention.attend(q, next(stores), plan, SCALE)}
     if options.tiles:
         for name, tiles in decode_variants().items():
             runs[name] = lambda tiles=tiles: attention.attend(q, next(stores), plan, SCALE, tiles)
     if options.peers and dtype == torch.bfloat16:
-        runs |= peers.of_decode(q, [next(stores) for _ in range(64)], batch, shape, context, SCALE)
+        runs |= peers.of_decode(q, [next(stores) for _ in range(scale().buffers)], batch, shape, context, SCALE)
     times = timed(runs)
     shares = {name: read_bytes / (us * 1e-6) / rate for name, us in times.items() if us}
     return {"kind": "decode", "context": context, "rows": rows, "bytes": read_bytes, "us": times, "share": shares}
@@ -164,33 +176,35 @@ def prefill(tokens: int, dtype: torch.dtype, options: argparse.Namespace, rate: 
     return {"kind": "prefill", "context": tokens, "rows": 1, "operations": operations, "us": times, "share": shares}
 
 
-def table_of(results: list[dict[str, Any]]) -> Table:
+def table_of(found: Found) -> Table:
     table = Table("what", "context", "rows", "how", "us", "share of ceiling")
-    for result in results:
+    for result in found.get("results", ()):
         for name, us in result["us"].items():
             what = (result["kind"], str(result["context"]), str(result["rows"]), name)
             table.add_row(*what, *((f"{us:.1f}", f"{result['share'][name]:.1%}") if us else ("-", "-")))
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS)
-    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
-    parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS)
-    parser.add_argument("--kv", choices=KV_DTYPES, default="bfloat16", help="what keys and values are kept as")
-    parser.add_argument("--tiles", action="store_true", help="try other launch parameters too")
-    parser.add_argument("--peers", action="store_true", help="SDPA, FlexAttention and FlashInfer too")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    require_card()
-    console, dtype = Console(stderr=options.json), KV_DTYPES[options.kv]
-    copy, matrix, worst = copy_bytes_per_s(), matrix_flops(), worst_difference()
-    results = [prefill(tokens, dtype, options, matrix) for tokens in options.prompts]
-    for context in options.contexts:
-        results += [decode(context, rows, dtype, options, copy) for rows in options.batches]
-    found = {"kv": options.kv, "copy_bytes_per_s": copy, "matrix_flops": matrix, "worst_difference": worst}
-    print_results(found | {"results": results}, table_of(results), options.json, console)
+def main(argv: Sequence[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS)
+    made.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    made.add_argument("--prompts", type=int, nargs="*", default=PROMPTS)
+    made.add_argument("--kv", choices=KV_DTYPES, default="bfloat16", help="what keys and values are kept as")
+    made.add_argument("--tiles", action="store_true", help="try other launch parameters too")
+    made.add_argument("--peers", action="store_true", help="SDPA, FlexAttention and FlashInfer too")
+    options = parse(made, argv, contexts=[40], batches=[2], prompts=[20])
+    dtype = KV_DTYPES[options.kv]
+    with telling(options, table_of) as found:
+        copy, matrix = copy_bytes_per_s(), matrix_operations_per_s()
+        found |= {"kv": options.kv, "copy_bytes_per_s": copy, "matrix_operations_per_s": matrix}
+        found["worst_difference"] = worst_difference()
+        results = found["results"] = []
+        for tokens in options.prompts:
+            results.append(prefill(tokens, dtype, options, matrix))
+        for context in options.contexts:
+            for rows in options.batches:
+                results.append(decode(context, rows, dtype, options, copy))
 
 
 if __name__ == "__main__":

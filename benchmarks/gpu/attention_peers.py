@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.gpu.card import place
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
 
 WORKSPACE_BYTES = 256 << 20
@@ -29,7 +30,7 @@ def of_decode(
     whole = cycle([torch.randn(2, len(q), shape.num_kv_heads, context, shape.head_dim, dtype=q.dtype, device=q.device)
                    for _ in distinct])  # fmt: skip
     wide = q[:, :, None]  # [rows, Hq, 1, D]
-    flex = torch.compile(flex_attention, dynamic=False)
+    flex = _compiled_flex()
     runs: dict[str, Callable[[], Any]] = {
         "torch sdpa": lambda: scaled_dot_product_attention(wide, *next(whole), scale=scale, enable_gqa=True),
         "torch flex": lambda: flex(wide, *next(whole), scale=scale, enable_gqa=True),
@@ -51,7 +52,7 @@ def of_prefill(
     whole = row_of(store, shape, batch.block_tables[0], tokens)[:, None].contiguous()
     wide = q.transpose(0, 1)[None].contiguous()  # [1, Hq, T, D]
     mask = create_block_mask(lambda b, h, query, key: query >= key, None, None, tokens, tokens, device=q.device.type)
-    flex = torch.compile(flex_attention, dynamic=False)
+    flex = _compiled_flex()
     runs: dict[str, Callable[[], Any]] = {
         "torch sdpa": lambda: scaled_dot_product_attention(wide, *whole, is_causal=True, scale=scale, enable_gqa=True),
         "torch flex": lambda: flex(wide, *whole, block_mask=mask, scale=scale, enable_gqa=True),
@@ -66,12 +67,19 @@ def of_prefill(
     return runs
 
 
+def _compiled_flex() -> Any:
+    """For one shape: what was compiled for others goes, or torch would give up compiling after a few of them."""
+    torch.compiler.reset()
+    backend = "inductor" if torch.cuda.is_available() else "eager"
+    return torch.compile(flex_attention, dynamic=False, backend=backend)
+
+
 def _flashinfer(name: str) -> Any | None:
     try:
         import flashinfer
     except ImportError:
         return None
-    return getattr(flashinfer, name)(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"), "HND")
+    return getattr(flashinfer, name)(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=place()), "HND")
 
 
 def _as_flashinfer(store: LayerKv, shape: KvShape) -> Tensor:
@@ -84,4 +92,4 @@ def _pages(batch: AttentionBatch, shape: KvShape) -> tuple[Tensor, Tensor, Tenso
     blocks = torch.cat([row[:count] for row, count in zip(batch.block_tables, counts.tolist(), strict=True)])
     last = [(context - 1) % shape.block_size + 1 for context in batch.context_lens]
     begins = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-    return begins.int().cuda(), blocks.int().cuda(), torch.tensor(last, dtype=torch.int32).cuda()
+    return begins.int().to(place()), blocks.int().to(place()), torch.tensor(last, dtype=torch.int32).to(place())

@@ -9,26 +9,22 @@ operations for the same. Medians of CUDA events over captured launches that go r
 64 of them, so that no large input is still in the cache; a launch of few tokens is all latency, and its share says so.
 """
 
-import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu.card import copy_bytes_per_s, median_us, print_results, require_card
+from benchmarks.gpu.card import Found, copy_bytes_per_s, median_us, parse, parser, place, scale, telling
 from splittime.kernels.api import KvShape, LayerKv
 from splittime.kernels.triton import activation, norm, rotary
 
-CARD = torch.device("cuda")
+CARD = place()
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 16
 TOKENS = (1, 16, 64, 256, 2048, 8192)
-CACHE_BYTES = 128 << 20  # of buffers that a launch goes round; an H200's L2 holds 50 MiB
-MAX_BUFFERS = 64
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ def buffers(num: int, *shape: int) -> list[Tensor]:
 
 
 def num_buffers(buffer_bytes: int) -> int:
-    return max(2, min(MAX_BUFFERS, CACHE_BYTES // buffer_bytes))
+    return max(2, min(scale().buffers, scale().cold_bytes // buffer_bytes))
 
 
 def norm_cases(tokens: int) -> Iterator[Case]:
@@ -132,32 +128,28 @@ def measure(case: Case, ceiling: float, has_tiles: bool) -> dict[str, Any]:
     return found | ({"tiles_us": {name: median(run) for name, run in case.variants.items()}} if has_tiles else {})
 
 
-def table_of(results: list[dict[str, Any]], ceiling: float) -> Table:
-    table = Table(title=f"elementwise kernels, bfloat16; copy {ceiling / 1e9:.0f} GB/s")
+def table_of(found: Found) -> Table:
+    table = Table(title=f"elementwise kernels, bfloat16; copy {found.get('copy_bytes_per_s', 0) / 1e9:.0f} GB/s")
     for column in ("tokens", "kernel", "us", "share of copy", "torch, us", "other tiles, us"):
         table.add_column(column, justify="left" if column == "kernel" else "right")
-    for one in results:
+    for one in found.get("results", ()):
         others = ", ".join(f"{name}: {us:.1f}" for name, us in one.get("tiles_us", {}).items())
         share = f"{one['share_of_copy']:.0%}"
         table.add_row(str(one["tokens"]), one["kernel"], f"{one['us']:.1f}", share, f"{one['torch_us']:.1f}", others)
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--tiles", action="store_true", help="time other launch parameters too")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    options = parser.parse_args()
-    require_card()
-    ceiling = copy_bytes_per_s()
-    results = []
-    for tokens in options.tokens:
-        for case in cases(tokens):
-            results.append({"tokens": tokens} | measure(case, ceiling, options.tiles))
-    print_results(
-        {"copy_bytes_per_s": ceiling, "results": results}, table_of(results, ceiling), options.json, Console()
-    )
+def main(argv: Sequence[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    made.add_argument("--tiles", action="store_true", help="time other launch parameters too")
+    options = parse(made, argv, tokens=[2])
+    with telling(options, table_of) as found:
+        ceiling = found["copy_bytes_per_s"] = copy_bytes_per_s()
+        results = found["results"] = []
+        for tokens in options.tokens:
+            for case in cases(tokens):
+                results.append({"tokens": tokens} | measure(case, ceiling, options.tiles))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ in the cache at the next. Beside it stand torch's products expert by expert (wit
 captured) and, where torch has it, `torch._grouped_mm` over sorted tokens.
 """
 
-import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
@@ -20,20 +19,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu.card import copy_bytes_per_s, median_event_us, median_us, print_results, require_card
+from benchmarks.gpu.card import (
+    CARD,
+    Found,
+    copy_bytes_per_s,
+    median_event_us,
+    median_us,
+    parse,
+    parser,
+    place,
+    scale,
+    telling,
+)
 from benchmarks.gpu.linear import SCHEMES, matrix_rates, random_weight
 from splittime.kernels.triton import integers, linear
 from splittime.kernels.triton.grouped import Experts, grouped
 from splittime.kernels.triton.tiles import Tiles
 
-HIDDEN, INNER, EXPERTS, CHOSEN = 2048, 768, 128, 8
+HIDDEN, INNER, EXPERTS, CHOSEN = (2048, 768, 128, 8) if scale() is CARD else (128, 128, 2, 1)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 2048, 8192)
 KINDS = ("bfloat16", "int8", "int4")
-CHOICES = 8  # that launches go round
+CHOICES = 8 if scale() is CARD else 1  # that launches go round
 MAX_ERROR = 0.02
 
 
@@ -43,7 +52,7 @@ def make_experts(scheme: str) -> Experts:
     gate_up, down = (
         _spread(random_weight(SCHEMES[scheme], out, columns)) for out, columns in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
     )
-    return Experts(gate_up, down, EXPERTS, torch.zeros(1, dtype=torch.int64, device="cuda"))
+    return Experts(gate_up, down, EXPERTS, torch.zeros(1, dtype=torch.int64, device=place()))
 
 
 def _spread(one: Any) -> Any:
@@ -72,7 +81,7 @@ def choices(tokens: int) -> list[tuple[Tensor, Tensor]]:
     """As a router that has no favourites chooses."""
     made = []
     for _ in range(CHOICES):
-        scores = torch.randn(tokens, EXPERTS, device="cuda").softmax(-1)
+        scores = torch.randn(tokens, EXPERTS, device=place()).softmax(-1)
         weights, chosen = scores.topk(CHOSEN, -1)
         made.append((chosen, weights / weights.sum(-1, keepdim=True)))
     return made
@@ -116,7 +125,7 @@ def variants(tokens: int) -> Iterator[tuple[Tiles, Tiles]]:
 
 def measure(scheme: str, tokens: int, ceilings: dict[str, float], has_tiles: bool) -> Iterator[dict[str, Any]]:
     experts = make_experts(scheme)
-    x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device=place())
     picked = choices(tokens)
     before = sum(experts.bytes_read().values())
     for chosen, shares in picked:
@@ -171,8 +180,8 @@ def check(scheme: str) -> float:
     experts = make_experts(scheme)
     gate_up, down = dense_of(experts.gate_up), dense_of(experts.down)
     worst = 0.0
-    for tokens in (1, 5, 300):
-        x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    for tokens in (1, 5, 300) if scale() is CARD else (3,):
+        x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device=place())
         chosen, shares = choices(tokens)[0]
         true = by_expert(x, chosen, shares, gate_up, down).float()
         worst = max(worst, float((grouped(x, chosen, shares, experts).float() - true).norm() / true.norm()))
@@ -181,12 +190,12 @@ def check(scheme: str) -> float:
     return worst
 
 
-def table_of(results: list[dict[str, Any]], ceilings: dict[str, float]) -> Table:
-    copy, rate = ceilings["copy_bytes_per_s"] / 1e9, ceilings["bfloat16"] / 1e12
-    table = Table(title=f"experts of Qwen3-30B-A3B; copy {copy:.0f} GB/s, bfloat16 {rate:.0f} T/s")
+def table_of(found: Found) -> Table:
+    told = ", ".join(f"{name} {rate / 1e12:.3g} T/s" for name, rate in found.get("ceilings", {}).items())
+    table = Table(title=f"experts of Qwen3-30B-A3B; {told}")
     for column in ("tokens", "scheme", "us", "of roofline", "by expert, us", "_grouped_mm, us", "best other tiles, us"):
         table.add_column(column, justify="right")
-    for one in results:
+    for one in found.get("results", ()):
         best = next(iter(one.get("tiles_us", {}).items()), None)
         others = [f"{one[name]:.1f}" if name in one else "" for name in ("by_expert_us", "grouped_mm_us")]
         told = "" if best is None else f"{best[0]}: {best[1]:.1f}"
@@ -194,22 +203,19 @@ def table_of(results: list[dict[str, Any]], ceilings: dict[str, float]) -> Table
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--scheme", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument("--tiles", action="store_true", help="time other tiles too")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    options = parser.parse_args()
-    require_card()
-    errors = {scheme: check(scheme) for scheme in options.scheme}
-    ceilings = {"copy_bytes_per_s": copy_bytes_per_s()} | matrix_rates()
-    results = []
-    for scheme in options.scheme:
-        for tokens in options.tokens:
-            results += list(measure(scheme, tokens, ceilings, options.tiles))
-    told = {"ceilings": ceilings, "errors": errors, "results": results}
-    print_results(told, table_of(results, ceilings), options.json, Console())
+def main(argv: Sequence[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    made.add_argument("--scheme", nargs="+", default=KINDS, choices=KINDS)
+    made.add_argument("--tiles", action="store_true", help="time other tiles too")
+    options = parse(made, argv, tokens=[3])
+    with telling(options, table_of) as found:
+        found["errors"] = {scheme: check(scheme) for scheme in options.scheme}
+        ceilings = found["ceilings"] = {"copy_bytes_per_s": copy_bytes_per_s()} | matrix_rates()
+        results = found["results"] = []
+        for scheme in options.scheme:
+            for tokens in options.tokens:
+                results += measure(scheme, tokens, ceilings, options.tiles)
 
 
 if __name__ == "__main__":

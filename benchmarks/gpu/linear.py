@@ -12,26 +12,26 @@ captured in a CUDA graph. "Crossover" is the first number of tokens at which bfl
 is compared with its own weight in float32 first, on the smallest shape.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu.card import copy_bytes_per_s, median_us, print_results, require_card
+from benchmarks.gpu.card import CARD, Found, copy_bytes_per_s, median_us, parse, parser, place, scale, telling
 from splittime.kernels.api import WeightScheme
 from splittime.kernels.triton import integers, linear, w8a8
 from splittime.kernels.triton.tiles import Tiles
 from splittime.kernels.triton.unpacking import words_of
 
+TINY = "tiny"
 MODELS: dict[str, dict[str, tuple[int, int]]] = {
     "llama-3.1-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
     "qwen3-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)},
     "llama-3.1-70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
+    TINY: {"o": (96, 128)},
 }
 FOUR_BITS_ONLY = ("llama-3.1-70b",)
 TOKENS = (1, 8, 16, 64, 256, 2048)
@@ -43,8 +43,6 @@ SCHEMES = {
     "fp8": WeightScheme("fp8"),
 }
 RATES = {"bfloat16": "bfloat16", "int4": "bfloat16", "int8": "bfloat16", "w8a8": "int8", "fp8": "float8"}
-CACHE_BYTES = 128 << 20  # of weights that launches go round; an H200's L2 holds 50 MiB
-SQUARE = 8192
 MAX_ERROR = 0.02  # of the size of y, whose bfloat16 is off by 0.002
 
 
@@ -64,7 +62,7 @@ def variants(scheme: str, tokens: int, out_features: int) -> Iterator[Tiles]:
 
 def random_weight(scheme: WeightScheme, out_features: int, in_features: int) -> Any:
     """Made on the device, of numbers about as large as a model's."""
-    device = torch.device("cuda")
+    device = place()
     if scheme.name == "bfloat16":
         weight = torch.randn(out_features, in_features, dtype=torch.bfloat16, device=device) / in_features**0.5
         return linear.DenseLinear(weight)
@@ -87,23 +85,24 @@ def random_weight(scheme: WeightScheme, out_features: int, in_features: int) -> 
 
 def matrix_rates() -> dict[str, float]:
     """Operations a second of cuBLAS."""
-    a = torch.randn(SQUARE, SQUARE, device="cuda")
+    a = torch.randn(scale().matrix, scale().matrix, device=place())
     wide, integers, floats = a.bfloat16(), (a * 30).to(torch.int8), a.to(torch.float8_e4m3fn)
-    one = torch.ones((), device="cuda")
+    one = torch.ones((), device=place())
     runs: dict[str, Callable[[], Tensor]] = {
         "bfloat16": lambda: wide @ wide.T,
         "int8": lambda: torch._int_mm(integers, integers.T),
         "float8": lambda: torch._scaled_mm(floats, floats.T, one, one, out_dtype=torch.bfloat16),
     }
-    return {name: 2 * SQUARE**3 / (median_us(run, launches=5) * 1e-6) for name, run in runs.items()}
+    return {name: 2 * scale().matrix ** 3 / (median_us(run, launches=5) * 1e-6) for name, run in runs.items()}
 
 
 def check(name: str) -> float:
     """The largest error of a product, of y's size; ends the run if it is too large for any rounding of x and y."""
-    weight = random_weight(SCHEMES[name], 1000, 1096)
+    outputs, columns, counts = (1000, 1096, (1, 17, 130)) if scale() is CARD else (72, 136, (1, 3))
+    weight = random_weight(SCHEMES[name], outputs, columns)
     dense, worst = linear.unpacked(weight), 0.0
-    for tokens in (1, 17, 130):
-        x = torch.randn(tokens, 1096, dtype=torch.bfloat16, device="cuda")
+    for tokens in counts:
+        x = torch.randn(tokens, columns, dtype=torch.bfloat16, device=place())
         true = x.float() @ dense.T
         error = (linear.linear(x, weight).float() - true).norm() / true.norm()
         worst = max(worst, float(error))
@@ -119,10 +118,13 @@ def measure(
     weight_bytes = sum(one.numel() * one.element_size() for one in linear.kept(first)[1])
     weights = [
         first,
-        *(random_weight(SCHEMES[name], out_features, in_features) for _ in range(CACHE_BYTES // weight_bytes)),
+        *(
+            random_weight(SCHEMES[name], out_features, in_features)
+            for _ in range(min(scale().buffers - 1, scale().cold_bytes // weight_bytes))
+        ),
     ]
     for count in tokens:
-        x = torch.randn(count, in_features, dtype=torch.bfloat16, device="cuda")
+        x = torch.randn(count, in_features, dtype=torch.bfloat16, device=place())
         moved = weight_bytes + count * 2 * (in_features + out_features)
         operations = 2 * count * in_features * out_features
         floor_us = 1e6 * max(moved / ceilings["copy_bytes_per_s"], operations / ceilings[RATES[name]])
@@ -168,12 +170,12 @@ def crossovers(results: list[dict[str, Any]]) -> dict[str, int | None]:
     return found
 
 
-def table_of(results: list[dict[str, Any]], ceilings: dict[str, float]) -> Table:
-    rates = ", ".join(f"{name} {ceilings[name] / 1e12:.0f} T/s" for name in ("bfloat16", "int8", "float8"))
-    table = Table(title=f"weight products; copy {ceilings['copy_bytes_per_s'] / 1e9:.0f} GB/s, {rates}")
+def table_of(found: Found) -> Table:
+    told = ", ".join(f"{name} {rate / 1e12:.3g} T/s" for name, rate in found.get("ceilings", {}).items())
+    table = Table(title=f"weight products; {told}", caption=str(found.get("crossovers", "")))
     for column in ("model", "shape", "tokens", "scheme", "us", "of roofline", "best other tiles, us"):
         table.add_column(column, justify="left" if column in ("model", "shape", "scheme") else "right")
-    for one in results:
+    for one in found.get("results", ()):
         best = next(iter(one.get("tiles_us", {}).items()), None)
         other = "" if best is None else f"{best[0]}: {best[1]:.1f}"
         row = one["model"], one["shape"], str(one["tokens"]), one["scheme"], f"{one['us']:.1f}", f"{one['share']:.0%}"
@@ -181,30 +183,24 @@ def table_of(results: list[dict[str, Any]], ceilings: dict[str, float]) -> Table
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--scheme", nargs="+", default=list(SCHEMES), choices=SCHEMES)
-    parser.add_argument("--tiles", action="store_true", help="time other tiles too")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    options = parser.parse_args()
-    require_card()
-    console = Console(stderr=True)
-    errors = {name: check(name) for name in options.scheme}
-    ceilings = {"copy_bytes_per_s": copy_bytes_per_s()} | matrix_rates()
-    results = []
-    for model in options.model:
-        schemes = [name for name in options.scheme if name == "int4" or model not in FOUR_BITS_ONLY]
-        for shape, (out_features, in_features) in MODELS[model].items():
-            for name in schemes:
-                console.print(f"{model} {shape} {name}", style="dim")
-                found = measure(name, out_features, in_features, options.tokens, ceilings, options.tiles)
-                results += [{"model": model, "shape": shape} | one for one in found]
-    told = {"ceilings": ceilings, "errors": errors, "results": results, "crossovers": crossovers(results)}
-    print_results(told, table_of(results, ceilings), options.json, Console())
-    if not options.json:
-        Console().print(told["crossovers"])
+def main(argv: Sequence[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--model", nargs="+", default=[name for name in MODELS if name != TINY], choices=MODELS)
+    made.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    made.add_argument("--scheme", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    made.add_argument("--tiles", action="store_true", help="time other tiles too")
+    options = parse(made, argv, model=[TINY], tokens=[1, 20])
+    with telling(options, table_of) as found:
+        found["errors"] = {name: check(name) for name in options.scheme}
+        ceilings = found["ceilings"] = {"copy_bytes_per_s": copy_bytes_per_s()} | matrix_rates()
+        results = found["results"] = []
+        for model in options.model:
+            schemes = [name for name in options.scheme if name == "int4" or model not in FOUR_BITS_ONLY]
+            for shape, sizes in MODELS[model].items():
+                for name in schemes:
+                    for one in measure(name, *sizes, options.tokens, ceilings, options.tiles):
+                        results.append({"model": model, "shape": shape} | one)
+        found["crossovers"] = crossovers(results)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,20 @@ is of the time that one read of the logits takes at the copy bandwidth measured 
 may come from the L2 cache, so it can exceed 1). Tokens are checked first: both ways draw the same ones.
 """
 
-import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu.card import copy_bytes_per_s, median_us, print_results, require_card
+from benchmarks.gpu.card import Found, copy_bytes_per_s, median_us, parse, parser, place, telling
 from splittime.kernels.api import DRAW
 from splittime.kernels.triton import sampling
 from splittime.kernels.triton.weights import Draws
 
-CARD = torch.device("cuda")
+CARD = place()
 VOCABULARIES = (32000, 128256, 151936)
 ROWS = (1, 4, 16, 64, 128, 256)
 SETTINGS: dict[str, dict[str, float]] = {
@@ -99,8 +98,8 @@ def measure(rows: int, vocab: int, name: str, ceiling: float, has_chunks: bool) 
     return found
 
 
-def table_of(results: list[dict[str, Any]], ceiling: float) -> Table:
-    table = Table(title=f"sampling, float32 logits; copy {ceiling / 1e9:.0f} GB/s")
+def table_of(found: Found) -> Table:
+    table = Table(title=f"sampling, float32 logits; copy {found.get('copy_bytes_per_s', 0) / 1e9:.0f} GB/s")
     headings = (
         "rows",
         "vocab",
@@ -114,7 +113,7 @@ def table_of(results: list[dict[str, Any]], ceiling: float) -> Table:
     )
     for heading in (*headings, "other chunks, us"):
         table.add_column(heading, justify="left" if heading == "setting" else "right")
-    for one in results:
+    for one in found.get("results", ()):
         others = ", ".join(f"{name}: {us:.0f}" for name, us in one.get("chunks_us", {}).items())
         table.add_row(
             str(one["rows"]), str(one["vocab"]), one["setting"], f"{one['us']:.1f}", f"{one['share_of_one_read']:.0%}",
@@ -124,24 +123,19 @@ def table_of(results: list[dict[str, Any]], ceiling: float) -> Table:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES)
-    parser.add_argument("--chunks", action="store_true", help="time other launch parameters too")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    options = parser.parse_args()
-    require_card()
-    ceiling = copy_bytes_per_s()
-    results = [
-        measure(rows, vocab, name, ceiling, options.chunks)
-        for vocab in options.vocab
-        for rows in options.rows
-        for name in SETTINGS
-    ]
-    print_results(
-        {"copy_bytes_per_s": ceiling, "results": results}, table_of(results, ceiling), options.json, Console()
-    )
+def main(argv: Sequence[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    made.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES)
+    made.add_argument("--chunks", action="store_true", help="time other launch parameters too")
+    options = parse(made, argv, rows=[2], vocab=[3000])
+    with telling(options, table_of) as found:
+        ceiling = found["copy_bytes_per_s"] = copy_bytes_per_s()
+        results = found["results"] = []
+        for vocab in options.vocab:
+            for rows in options.rows:
+                for name in SETTINGS:
+                    results.append(measure(rows, vocab, name, ceiling, options.chunks))
 
 
 if __name__ == "__main__":

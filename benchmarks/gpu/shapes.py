@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         vocab_size=151936, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[],
     ),
-    "tiny": _shape(_LLAMA, 64, 128, 2, (4, 2), vocab_size=256) | {"head_dim": 16},
+    "tiny": _shape(_LLAMA, 32, 64, 1, (2, 1), vocab_size=128) | {"head_dim": 16},
 }  # fmt: skip
 
 

@@ -16,95 +16,142 @@ Arms take turns; medians over the repeats with their range.
 
 import argparse
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import file_result
-from benchmarks.scenarios.engine_driver import Arrival, Run, build_engine, drive
+from benchmarks.scenarios.engine_driver import Arrival, Run, drive, engine_over, load_runner
 from benchmarks.scenarios.streams import Streams
-from splittime.engine.engine import Engine
 from splittime.ledger.stages import Cause, Stage
 from splittime.runner.config import RunnerConfig
 from splittime.scheduler.config import SchedulerConfig
 
 STREAMS = (1, 4, 16, 64, 128)
-WEIGHTS = {"16 bits": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
-REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 64
-SHORT = 4  # requests of 16 bits that the short memory holds
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "16 bits": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+}
 Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CacheLoad:
+    """requests at once, of so many tokens; the short memory holds `short` of them at 16 bits. kind: of the smaller
+    cache. budget: tokens a step. settings: of all arms' runners."""
+
+    requests: int = 16
+    prompt_tokens: int = 64
+    output_tokens: int = 64
+    short: int = 4
+    kind: str = "int8"
+    budget: int = 256
+    settings: Figures = field(default_factory=lambda: {"quantization": "int8"})
 
 
 # ---- weights
 
 
-def weights(model: str, repeats: int, steps: int) -> Figures:
-    arms = {name: Streams(model, settings, max(STREAMS), prompt_tokens=2) for name, settings in WEIGHTS.items()}
-    found: dict[str, dict[int, list[Figures]]] = {name: {count: [] for count in STREAMS} for name in arms}
+def weights(
+    model: str,
+    repeats: int,
+    steps: int,
+    counts: Sequence[int] = STREAMS,
+    arms: dict[str, Figures] = WEIGHTS,
+    **settings: Any,
+) -> Figures:
+    """By arm and number of streams. settings: of all arms' runners."""
+    made = {name: Streams(model, {**settings, **own}, max(counts), prompt_tokens=2) for name, own in arms.items()}
+    found: dict[str, dict[int, list[Figures]]] = {name: {count: [] for count in counts} for name in made}
     for _ in range(repeats):
-        for count in STREAMS:
-            for name, streams in arms.items():
+        for count in counts:
+            for name, streams in made.items():
                 found[name][count].append(_step_figures(streams, count, steps))
     return {
-        name: {"ceilings": _ceilings(model, arms[name]), **{str(n): _medians(runs) for n, runs in by.items()}}
+        name: {"ceilings": _ceilings(made[name]), **{str(n): _medians(runs) for n, runs in by.items()}}
         for name, by in found.items()
     }
+
+
+def crossover(figures: Figures, fewer: str, plain: str) -> int | None:
+    """The fewest streams at which the arm `plain` was as fast as `fewer` bits or faster; None: never."""
+    counts = sorted(int(count) for count in figures[plain] if count.isdigit())
+    rates = {
+        n: (figures[fewer][str(n)]["tokens_per_s"]["median"], figures[plain][str(n)]["tokens_per_s"]["median"])
+        for n in counts
+    }
+    return next((n for n in counts if rates[n][0] <= rates[n][1]), None)
 
 
 def _step_figures(streams: Streams, count: int, steps: int) -> Figures:
     decoded = streams.decode(count, steps)
     device_s = sum(record.device_ns for record in decoded.records) / 1e9
+    operations = count * steps * streams.runner.cost.operations_per_token
     return {
         "tokens_per_s": decoded.tokens_per_s,
         "device_ms_a_step": device_s / steps * 1e3,
         "rest_share": 1 - device_s / decoded.wall_s,
         "weights_read_mb_a_step": decoded.weight_bytes / steps / 1e6,
         "weights_gb_per_s": decoded.weight_bytes / device_s / 1e9,
+        "products_gop_per_s": operations / device_s / 1e9,
     }
 
 
-def _ceilings(model: str, streams: Streams) -> Figures:
+def _ceilings(streams: Streams) -> Figures:
     """What this machine reads and computes with these weights, by the gauge that the doctor uses."""
-    settings = RunnerConfig(model_path=model, packed_cache="off", **streams.settings)  # type: ignore[arg-type]
-    gauge = streams.engine._runner.gauge(settings)  # type: ignore[attr-defined]
-    found = list(gauge.measure())[-1]
+    settings = RunnerConfig(model_path=streams.resolved.model_path, packed_cache="off", **_own(streams.settings))
+    found = list(streams.runner.gauge(settings).measure())[-1]
+    if found is None:
+        return {}
     return {"read_gb_per_s": found.read_bytes_per_s / 1e9, "operations_per_s": found.operations_per_s}
+
+
+def _own(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "packed_cache"}
 
 
 # ---- cache
 
 
-def cache(model: str, repeats: int) -> Figures:
-    arms = _cache_engines(model)
-    found: dict[str, list[Figures]] = {name: [] for name in arms}
+def cache(model: str, repeats: int, load: CacheLoad | None = None) -> Figures:
+    load = load or CacheLoad()
+    engines = _cache_engines(model, load)
+    found: dict[str, list[Figures]] = {name: [] for name in engines}
     for repeat in range(repeats):
-        for name, engine in arms.items():
-            found[name].append(_cache_figures(drive(engine, _requests(repeat))))
-    return {name: {"blocks": arms[name]._runner.resolved.num_blocks, **_medians(runs)} for name, runs in found.items()}  # type: ignore[attr-defined]
-
-
-def _cache_engines(model: str) -> dict[str, Engine]:
-    plain = _engine(model, "auto", 1 << 30)
-    resolved = plain._runner.resolved  # type: ignore[attr-defined]
-    blocks = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // resolved.block_size) + 1  # of a request
-    short = SHORT * blocks * resolved.kv_bytes_per_block
-    kind = resolved.kv_cache_dtype
+        for name, engine in engines.items():
+            found[name].append(_cache_figures(drive(engine, _requests(repeat, load))))
     return {
-        f"{kind}, memory for all": plain,
-        "int8, memory for all": _engine(model, "int8", 1 << 30),
-        f"{kind}, memory for {SHORT} of {REQUESTS}": _engine(model, "auto", short),
-        "int8, the same memory": _engine(model, "int8", short),
+        name: {"blocks": engines[name].scheduler.config.num_blocks, **_medians(runs)} for name, runs in found.items()
     }
 
 
-def _engine(model: str, kv_cache_dtype: str, kv_bytes: int) -> Engine:
-    scheduler = SchedulerConfig(enable_prefix_caching=False, max_num_seqs=REQUESTS, max_num_batched_tokens=256)
-    memory: Figures = {"kv_cache_dtype": kv_cache_dtype, "kv_cache_memory_bytes": kv_bytes, "max_model_len": 256}
-    return build_engine(model, scheduler, quantization="int8", **memory)
+def _cache_engines(model: str, load: CacheLoad) -> dict[str, Any]:
+    """Two runners; the engines with little memory are over the same ones, and have some of their blocks."""
+    scheduler = SchedulerConfig(
+        enable_prefix_caching=False, max_num_seqs=load.requests, max_num_batched_tokens=max(load.budget, load.requests)
+    )
+    length = load.prompt_tokens + load.output_tokens
+    settings: Figures = {"max_model_len": 2 * length, **load.settings}
+    found = {}
+    short_bytes = 0
+    for kind in ("auto", load.kind):
+        runner, asked = load_runner(model, scheduler, kv_cache_dtype=kind, **settings)
+        resolved = runner.resolved
+        each = -(-length // resolved.block_size) + 1
+        short_bytes = short_bytes or load.short * each * resolved.kv_bytes_per_block
+        name = resolved.kv_cache_dtype
+        blocks = (load.requests * each, short_bytes // resolved.kv_bytes_per_block)
+        found[f"{name}, memory for all"] = engine_over(runner, scheduler, asked, blocks[0])
+        kept = f"memory for {load.short} of {load.requests}" if kind == "auto" else "the same memory"
+        found[f"{name}, {kept}"] = engine_over(runner, scheduler, asked, blocks[1])
+    return found
 
 
-def _requests(repeat: int) -> list[Arrival]:
-    prompts = ([(31 * i + 7 * j + repeat) % 900 + 5 for j in range(PROMPT_TOKENS)] for i in range(REQUESTS))
-    return [Arrival(0.0, prompt, OUTPUT_TOKENS) for prompt in prompts]
+def _requests(repeat: int, load: CacheLoad) -> list[Arrival]:
+    prompts = ([(31 * i + 7 * j + repeat) % 90 + 5 for j in range(load.prompt_tokens)] for i in range(load.requests))
+    return [Arrival(0.0, prompt, load.output_tokens) for prompt in prompts]
 
 
 def _cache_figures(run: Run) -> Figures:
@@ -112,26 +159,15 @@ def _cache_figures(run: Run) -> Figures:
     return {
         "tokens_per_s": run.output_tokens_per_s,
         "e2e_median_s": statistics.median(outcome.e2e_ms for outcome in run.outcomes) / 1e3,
-        "waited_for_blocks_s": _mean_s(run, Stage.QUEUE, Cause.KV_BLOCKS),
-        "waited_behind_another_s": _mean_s(run, Stage.QUEUE, Cause.POLICY),
-        "preempted_s": _mean_s(run, Stage.PREEMPTED, None),
-        "recompute_s": _mean_s(run, Stage.RECOMPUTE, None),
+        "waited_for_blocks_s": run.mean_s(Stage.QUEUE, Cause.KV_BLOCKS),
+        "waited_behind_another_s": run.mean_s(Stage.QUEUE, Cause.POLICY),
+        "preempted_s": run.mean_s(Stage.PREEMPTED),
+        "recompute_s": run.mean_s(Stage.RECOMPUTE),
         "preemptions": sum(len(step.victims) for step in run.steps),
         "running_mean": statistics.mean(step.num_running for step in run.steps),
         "decode_device_ms": statistics.median(step.device_ns for step in decoding) / 1e6,
         "steps": len(run.steps),
     }
-
-
-def _mean_s(run: Run, stage: Stage, cause: Cause | None) -> float:
-    """A request's, in this stage for this cause; None for any."""
-    spent_ns = (
-        interval.duration_ns
-        for outcome in run.outcomes
-        for interval in outcome.account.intervals()
-        if interval.stage is stage and cause in (None, interval.cause)
-    )
-    return sum(spent_ns) / len(run.outcomes) / 1e9
 
 
 # ---- both

@@ -31,11 +31,14 @@ from splittime.core.errors import EngineError, ErrorInfo, RequestError, Splittim
 from splittime.core.plan import TokenLogprob
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.sleep import AWAKE, SleepAsk, SleepReport
 from splittime.engine.choice import Choice
 from splittime.engine.client import StreamItem
 from splittime.engine.engine import Engine
+from splittime.engine.known_facts import MAX_SLEEPS
 from splittime.engine.messages import StepOutput
 from splittime.engine.output import OutputText
+from splittime.engine.sleep import refusal
 from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.facts import Machine, Process, ServerFacts
@@ -110,6 +113,7 @@ class LLM:
         self._numbers = itertools.count()
         self._machine: Machine | None = None  # measured by this process
         self._is_busy = False
+        self._sleeps: tuple[SleepReport, ...] = ()
 
     def facts(self) -> ServerFacts | None:
         """Settings, costs and the machine's ceilings, for a diagnosis; None over a runner that knows none. The first
@@ -123,11 +127,40 @@ class LLM:
         said = self.engine.facts
         if said is None:
             return None
-        process = Process(name="llm", started_ns=self._started_ns, ready_ns=self._ready_ns)
+        process = Process(name="llm", started_ns=self._started_ns, ready_ns=self._ready_ns, sleeps=self._sleeps)
         knobs = self.engine.scheduler.config.knobs()
         machine = self._machine or said.machine
         settings = said.settings | knobs
         return msgspec.structs.replace(said, model=self.name, settings=settings, machine=machine, processes=(process,))
+
+    def sleep(self, level: int = 1) -> SleepReport:
+        """Give memory back until `wake`: of the KV cache, whose content is forgotten, and of the weights, which are
+        kept in host memory (level 1) or dropped (2). Nothing is generated meanwhile. See docs/sleep.md."""
+        self._refuse_while_busy()
+        said: list[SleepReport | SplittimeError] = []
+        if self.engine.bed.rest.state == AWAKE:
+            self._clear({})
+        self.engine.sleep(SleepAsk(level), time.monotonic_ns(), said.append)
+        while not said:
+            self.engine.step()
+        return self._turned(said[0])
+
+    def wake(self) -> SleepReport:
+        """Take the memory again. Raises what keeps it asleep (a folder that is gone, too little memory), and it is."""
+        self._refuse_while_busy()
+        return self._turned(self.engine.wake())
+
+    def _turned(self, said: SleepReport | SplittimeError) -> SleepReport:
+        if isinstance(said, SplittimeError):
+            raise said
+        self.timeline += [(f"{said.action}: {name}", begin_ns, end_ns) for name, begin_ns, end_ns in said.parts]
+        if said.changed:
+            self._sleeps = (*self._sleeps, said)[-MAX_SLEEPS:]
+        return said
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.engine.bed.level > 0
 
     def generate(
         self,
@@ -205,9 +238,9 @@ class LLM:
     @contextmanager
     def _submitted(self, prompts: Any, sampling: Any) -> Iterator[dict[str, Choice]]:
         """Choices by request id, whose requests do not outlive the block, whatever ends it."""
-        if self._is_busy:
-            message = "an earlier generate or stream of this LLM is not over; finish it, or close() the stream"
-            raise RequestError(message, param="prompts")
+        self._refuse_while_busy()
+        if self.is_asleep:
+            raise refusal(self.engine.bed.rest)
         pairs = self._checked_pairs(prompts, sampling)
         self._is_busy, choices = True, dict[str, Choice]()
         try:
@@ -219,6 +252,11 @@ class LLM:
         finally:
             self._is_busy = False
             self._clear(choices)
+
+    def _refuse_while_busy(self) -> None:
+        if self._is_busy:
+            message = "an earlier generate or stream of this LLM is not over; finish it, or close() the stream"
+            raise RequestError(message, param="prompts")
 
     def _checked_pairs(self, prompts: Any, sampling: Any) -> list[tuple[Prompt, SamplingParams]]:
         """All or nothing: a mistake in one is told before any is submitted."""

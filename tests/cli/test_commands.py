@@ -128,6 +128,11 @@ def test_no_torch_where_none_is_needed(code):
     assert result.returncode == 0, result.stderr
 
 
+def test_help_imports_nothing_heavy():
+    code = "import sys, splittime.cli.main; sys.exit(str({'numpy', 'aiohttp', 'scipy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "set()\n"
+
+
 def test_import_splittime_is_light():
     code = "import sys, splittime; print(len([m for m in sys.modules if m.startswith('splittime')]), dir(splittime))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -159,3 +164,17 @@ def test_explain_asking_what_is_no_splittime_server_fails_with_1(answer):
 
 def test_version():
     assert invoke("--version").stdout == f"splittime {splittime.__version__}\n"
+
+
+def test_ctrl_c_while_the_modules_are_imported():
+    """The script's first second: no trace, and the status of an interrupt."""
+    code = (
+        "import sys, types\n"
+        "class Interrupting(types.ModuleType):\n"
+        "    def __getattr__(self, name): raise KeyboardInterrupt\n"
+        "from splittime.cli import entry\n"
+        "sys.modules['splittime.cli.main'] = Interrupting('main')\n"
+        "entry.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")

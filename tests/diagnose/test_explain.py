@@ -33,6 +33,19 @@ def test_waterfall_of_a_plain_request():
     assert "with it: b, 7 at position 0" in shown
 
 
+def test_a_device_that_waited():
+    told = {"execution": "captured", "padded_rows": 6, "gap_ns": 1_000_000}
+    steps = [
+        msgspec.structs.replace(books.step(i, 1_000 + i * 5_000_000, (0, 1_000_000, 4_000_000, 0, 0)), **told)
+        for i in range(5)
+    ]
+    shown = plain(explain(books.example(), steps))
+    words = " ".join(shown.split())
+    assert "(device 4.000, captured with 6 rows padded, 1.000 waited before)" in words
+    assert "worked 80.0% of the time of 5 steps and waited 20.0% between them; 100% of them captured" in words
+    assert all(len(line.rstrip()) <= 80 for line in shown.splitlines())
+
+
 @settings(max_examples=50)
 @given(books.accounts())
 def test_any_account_fits_80_columns_and_is_ascii(account):

@@ -94,6 +94,32 @@ def test_a_clean_way(healthy, has_accounts):
     assert names(with_client(healthy, has_accounts=has_accounts)) == []
 
 
+def in_sockets(books, wait_ns: int, unseen_ns: int):
+    """Every request lay so long in its socket before the server saw it, and the server says that it may have."""
+    seen = with_client(books)
+    outcomes = tuple(msgspec.structs.replace(o, sent_ns=o.sent_ns - wait_ns) for o in seen.run.outcomes)
+    run = msgspec.structs.replace(seen.run, outcomes=outcomes)
+    accounts = tuple(msgspec.structs.replace(a, unseen_ns=unseen_ns) for a in seen.accounts)
+    return msgspec.structs.replace(seen, run=run, accounts=accounts)
+
+
+def test_a_loop_that_does_not_look_at_its_sockets(healthy):
+    wait_ns = 200 * MS
+    silent = diagnose(in_sockets(healthy, wait_ns, 0))
+    assert silent.withheld, "nobody accounts for that time"
+    told = diagnose(in_sockets(healthy, wait_ns, wait_ns + 50 * MS))
+    assert not told.withheld
+    assert [finding.name for finding in told.illnesses] == ["loop_stalls"]
+    assert names(in_sockets(healthy, 0, wait_ns)) == [], "the bound alone is no wait"
+
+
+def test_a_loop_that_does_not_look_without_a_client(healthy):
+    accounts = tuple(msgspec.structs.replace(a, unseen_ns=300 * MS) for a in healthy.accounts)
+    (finding,) = diagnose(msgspec.structs.replace(healthy, accounts=accounts)).illnesses
+    assert finding.name == "loop_stalls"
+    assert finding.confidence < 0.7
+
+
 @pytest.mark.parametrize("has_accounts", [True, False])
 def test_a_proxy_that_keeps_all_to_the_end(healthy, has_accounts):
     diagnosis = diagnose(with_client(healthy, buffered, has_accounts=has_accounts))

@@ -49,18 +49,22 @@ def _engine_ns(at_ns: int, case: Case) -> int:
 
 @dataclass
 class Ward:
-    """step_ms and token_ms: what a step and each token in it cost. Other arguments are the scheduler's settings."""
+    """step_ms and token_ms: what a step and each token in it cost; gap_ms: what the host does after each. execution:
+    `FakeRunner`'s. Other arguments are the scheduler's settings."""
 
     step_ms: float = 4.0
     token_ms: float = 0.05
     gap_ms: float = 0.05
+    execution: str = "host"
+    plans_ahead: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     clock: VirtualClock = field(default_factory=lambda: VirtualClock(10**9))
 
     def run(self, *cases: Case) -> Books:
         config = SchedulerConfig(**({"max_model_len": 4096, "num_blocks": 4096} | self.settings))
-        runner = FakeRunner(config.block_size, 4000, 0, int(self.step_ms * MS), int(self.token_ms * MS), self.clock)
-        self.engine = Engine(Scheduler(config), runner, self.clock)
+        costs = (int(self.step_ms * MS), int(self.token_ms * MS))
+        runner = FakeRunner(config.block_size, 4000, 0, *costs, self.clock, self.execution)
+        self.engine = Engine(Scheduler(config), runner, self.clock, runner if self.plans_ahead else None)
         self.accounts: dict[str, Account] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         self.closed: list[ClosedAccount] = []

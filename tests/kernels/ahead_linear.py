@@ -4,12 +4,13 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 from ahead import recording
 
 from splittime.kernels.api import WeightScheme
-from splittime.kernels.triton import grouped, integers, linear, w8a8
+from splittime.kernels.triton import choosing, grouped, integers, linear, w8a8
 
 META = torch.device("meta")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -21,7 +22,9 @@ def x_of(tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 def weight(scheme: WeightScheme, out: int, columns: int):
     if scheme.name == "fp8" or scheme.rounds_activations:
-        return w8a8.empty(out, columns, torch.int8 if scheme.name == "int8" else torch.float8_e4m3fn, META)
+        dtype = torch.int8 if scheme.name == "int8" else torch.float8_e4m3fn
+        made = w8a8.empty(out, columns, dtype, META, scheme.group > 0)
+        return replace(made, scales=made.scales[:, :: scheme.group], unit=scheme.group) if scheme.group else made
     return integers.empty(out, columns, scheme, META)
 
 
@@ -40,12 +43,14 @@ def mixture(tokens: int, scheme: WeightScheme, dtype: torch.dtype = BF16):
         )
         packed.append([one] * experts)
     mixed = grouped.stack_experts(*packed)
-    picked = torch.empty(tokens, chosen, dtype=torch.int64, device=META)
     x = x_of(tokens, width, dtype)
-    return grouped.grouped(x, picked, torch.empty(tokens, chosen, device=META), mixed, x)
+    blocks = torch.empty(tokens, dtype=torch.int32, device=META)
+    picked, shares = choosing.choose_experts(x_of(tokens, experts, dtype), chosen, True, dtype, blocks)
+    return grouped.grouped(x, picked, shares, mixed, x)
 
 
 INT4, INT8, FP8 = WeightScheme("int4", 128), WeightScheme("int8"), WeightScheme("fp8")
+BLOCKS = WeightScheme("fp8", 128)
 W8A8, DENSE = WeightScheme("int8", rounds_activations=True), WeightScheme("bfloat16")
 CASES = {
     "int4 1": lambda: product(1, INT4),
@@ -56,6 +61,8 @@ CASES = {
     "w8a8 2048": lambda: product(2048, W8A8),
     "fp8 1": lambda: product(1, FP8),
     "fp8 2048": lambda: product(2048, FP8),
+    "fp8 blocks 1": lambda: product(1, BLOCKS),
+    "fp8 blocks 2048": lambda: product(2048, BLOCKS),
     "experts 1": lambda: mixture(1, DENSE),
     "experts int4 64": lambda: mixture(64, INT4),
 }
@@ -82,6 +89,9 @@ MORE = {
     "w8a8 1": lambda: product(1, W8A8),
     "w8a8 64": lambda: product(64, W8A8),
     "fp8 64": lambda: product(64, FP8),
+    "fp8 blocks 64": lambda: product(64, BLOCKS),
+    "fp8 blocks 3 of 100": lambda: product(3, BLOCKS, columns=100, out=40),
+    "fp8 blocks f16 1": lambda: product(1, BLOCKS, F16),
     "experts 64": lambda: mixture(64, DENSE),
     "experts 512": lambda: mixture(512, DENSE),
     "experts 4096": lambda: mixture(4096, DENSE),

@@ -43,9 +43,19 @@ def test_every_kernel_fits(compiled):
 
 def test_products_use_the_matrix_instructions_of_a_warp_group(compiled):
     """And read weights by asynchronous copies of 16 bytes, ahead of their use."""
-    for name in ("int4 1", "int4 2048", "int8 1", "w8a8 2048", "fp8 1", "fp8 2048", "experts int4 64"):
+    for name in (
+        "int4 1",
+        "int4 2048",
+        "int8 1",
+        "w8a8 2048",
+        "fp8 1",
+        "fp8 2048",
+        "fp8 blocks 1",
+        "fp8 blocks 2048",
+        "experts int4 64",
+    ):
         for kernel in compiled[name]:
-            if kernel["kernel"] in ("_linear", "multiply", "products"):
+            if kernel["kernel"] in ("multiply", "products"):
                 assert kernel["wgmma.mma_async"], (name, kernel)
                 assert kernel["cp.async.cg"], (name, kernel)
 

@@ -163,6 +163,22 @@ def test_bytes_of_the_experts_that_ran():
         assert experts.bytes_read() == {"weights.int8": ran * one}
 
 
+@pytest.mark.parametrize("tokens", [ALONE_TOKENS, 7])
+def test_tokens_without_experts_have_their_residual_and_nothing_is_read_for_them(tokens):
+    """What an expert would have added is not a number, wherever it might come from."""
+    experts, _, _ = make(SCHEMES[0])
+    for weights in (experts.gate_up, experts.down):
+        weights.weight[:3] = float("nan")
+    chosen = torch.full((tokens, 2), -1)
+    chosen[-1, 0] = EXPERTS - 1
+    x, residual = inputs(tokens, WIDTH).to(device()), inputs(tokens, WIDTH, 4).to(device())
+    y = grouped(x, chosen.to(device()), torch.ones(tokens, 2, device=device()), experts, residual)
+    assert torch.equal(y[:-1], residual[:-1])
+    assert y.isfinite().all()
+    assert not torch.equal(y[-1], residual[-1])
+    assert experts.run.item() == 1
+
+
 @given(st.data())
 @settings(max_examples=15)
 def test_routes(data):

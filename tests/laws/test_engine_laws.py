@@ -8,6 +8,7 @@ was generated is what an undisturbed request alone would have got (chunked = who
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
 from hypothesis import given, settings
@@ -36,6 +37,7 @@ class World:
 
     config: SchedulerConfig
     plans_ahead: bool = False
+    execution: str = "host"
     clock: VirtualClock = field(default_factory=VirtualClock)
     requests: dict[str, Request] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -46,7 +48,7 @@ class World:
     began_waiting: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        runner = FakeRunner(self.config.block_size, 50, EOS_EVERY, step_ns=1000, token_ns=10, clock=self.clock)
+        runner = FakeRunner(self.config.block_size, 50, EOS_EVERY, 1000, 10, self.clock, self.execution, move_ns=5)
         self.scheduler = Scheduler(self.config)
         self.engine = Engine(self.scheduler, runner, self.clock, runner if self.plans_ahead else None)
 
@@ -124,9 +126,17 @@ class World:
         assert self.scheduler.cache.num_used == 0
         assert not self.scheduler.has_requests
         verify_steps(self.records)
+        if not self.plans_ahead and self.execution != "host":
+            self.verify_device_time()
         assert sum(len(record.victims) for record in self.records) == self.scheduler.num_preemptions
         for stats in self.told:
             self.verify_waiting(stats)
+
+    def verify_device_time(self) -> None:
+        """On this clock the host hears of a step's end at once: the device worked, waited, or there was no work."""
+        for before, after in pairwise(self.records):
+            passed_ns = (after.end_ns - after.commit_ns) - (before.end_ns - before.commit_ns)
+            assert after.gap_ns + after.idle_ns + after.busy_ns == passed_ns
 
     def verify_waiting(self, stats: EngineStats) -> None:
         """Who was said to wait, and for what, is what the books say once they are closed."""
@@ -155,6 +165,7 @@ configs = st.builds(
     max_model_len=st.just(MAX_MODEL_LEN),
     block_size=st.sampled_from([1, 2, 4, 16]),
     num_blocks=st.integers(40, 60),
+    num_host_slots=st.sampled_from([0, 1, 7, 60]),
     policy=st.sampled_from(["fcfs", "priority", "shortest_prefill", "deadline"]),
     batching=st.sampled_from(["continuous", "continuous", "static"]),
     starvation_bound_ms=st.sampled_from([0.0, 0.005, 10_000.0]),
@@ -223,9 +234,11 @@ def play(world: World, event: tuple) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(configs.map(shrink_cache), st.booleans(), st.lists(events, min_size=3, max_size=30))
-def test_laws_hold_under_anything(config: SchedulerConfig, plans_ahead: bool, script: list[tuple]) -> None:
-    world = World(config, plans_ahead)
+@given(configs.map(shrink_cache), st.booleans(), st.booleans(), st.lists(events, min_size=3, max_size=30))
+def test_laws_hold_under_anything(
+    config: SchedulerConfig, plans_ahead: bool, is_apart: bool, script: list[tuple]
+) -> None:
+    world = World(config, plans_ahead, "eager" if is_apart else "host")
     for event in script:
         play(world, event)
     world.engine.configure({"paused": False})

@@ -160,6 +160,7 @@ def test_known_request_on_two_clocks() -> None:
     ]
     ready_ns, written_ns = (far_ns + 40 * MS, far_ns + 90 * MS), (far_ns + 42 * MS, far_ns + 91 * MS)
     account = closed("r-0", marks, far_ns + 92 * MS, ready_ns, written_ns)
+    account = msgspec.structs.replace(account, unseen_ns=3 * MS)
     outcome = Outcome(
         index=0,
         request_id="r-0",
@@ -189,11 +190,12 @@ def test_known_request_on_two_clocks() -> None:
         ("queue", "kv_blocks"): 3,
         ("prefill", None): 25,
         ("deliver", None): 2,
-        ("residual", None): 5,
+        ("unseen", None): 3,
+        ("residual", None): 2,
     }
     e2e = {(stage, cause): ns / MS for stage, cause, ns in request.e2e.lines}
     assert (e2e["decode", None], e2e["deliver", None]) == (50, 2)
-    assert (e2e["network", None], e2e["residual", None]) == (2, 2)
+    assert (e2e["network", None], e2e["unseen", None], e2e["residual", None]) == (2, 2, 0)
 
 
 def test_server_that_began_before_the_last_byte_leaves_a_negative_residual() -> None:

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from fp8_layouts import FLOAT_GROUPS, FLOAT_TOKENS, compressed_fp8, draw_floats
 from safetensors.torch import save_file
 from test_stored_formats import TOKENS, compressed, meaning, recipe_of
 
+from splittime.kernels.reference.rounding import dequantize
 from splittime.models.weights.checkpoint import Checkpoint
 
 library = pytest.importorskip("compressed_tensors")
@@ -51,3 +53,26 @@ def test_we_read_what_the_library_wrote(tmp_path, name, shape):
     checkpoint.check_all_taken()
     torch.testing.assert_close(values, read.double(), rtol=3e-7, atol=1.2e-7)  # float32 products, its and ours
     assert len(values.unique()) > half
+
+
+@pytest.mark.parametrize("name", ["tensor", "channel", "block"])
+def test_we_read_the_fp8_that_the_library_wrote(tmp_path, name):
+    config = compressed_fp8(name, FLOAT_GROUPS if name == "block" else FLOAT_TOKENS)
+    (group,) = config["config_groups"].values()
+    arguments, activations = QuantizationArgs(**group["weights"]), QuantizationArgs(**group["input_activations"])
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=activations)
+    out, columns = 256, 384
+    drawn = draw_floats(out, columns, name, dtype=torch.float32)
+    state = {"weight": torch.randn(out, columns, generator=torch.Generator().manual_seed(3)) / columns**0.5}
+    state["weight_scale"] = drawn.s.reshape(-1) if name == "tensor" else drawn.s
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    written = compressor.compress(state, scheme)
+    read = compressor.decompress(written, scheme)["weight"]
+    save_file({f"m.{key}": tensor.contiguous() for key, tensor in written.items()}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path, recipe_of(config))
+    weight = checkpoint.take_linear("m", out, columns)
+    rows = weight.rows(0, out)
+    checkpoint.check_all_taken()
+    values = dequantize(rows.integers, rows.scales, weight.scheme)
+    torch.testing.assert_close(values, read.float(), rtol=3e-7, atol=1e-9)
+    assert len(values.unique()) > 100

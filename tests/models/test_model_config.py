@@ -88,7 +88,7 @@ def test_mixtures_of_experts():
     [
         ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", *ARCHITECTURES]),
         ({"architectures": None}, ["architectures"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8", "awq, gptq"]),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, ["quantization_config", "mxfp4", "awq, gptq"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "linear", "llama3"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["dynamic"]),

@@ -41,6 +41,7 @@ def test_what_is_read():
         group_size=0,
         symmetric=True,
         exceptions=("lm_head",),
+        rounds_activations=True,
     )
     assert not recipe(**ASYMMETRIC).symmetric
 
@@ -81,7 +82,7 @@ def weights_of(**changes):
 @pytest.mark.parametrize(
     ("settings", "key", "value"),
     [
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "quant_method", "'fp8'"),
+        ({"quant_method": "fbgemm_fp8"}, "quant_method", "'fbgemm_fp8'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method", "'bitsandbytes'"),
         ({"quant_method": "mxfp4"}, "quant_method", "'mxfp4'"),
         ({"quant_method": "marlin"}, "quant_method", "'marlin'"),
@@ -104,7 +105,7 @@ def weights_of(**changes):
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format", "True"),
         ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype", "'int16'"),
         ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic", "down"),
-        (compressed("float-quantized", 8), "format", "'float-quantized'"),
+        (compressed("float-quantized", 8), "weights.type", "'int'"),
         (compressed("nvfp4-pack-quantized", 4), "format", "'nvfp4-pack-quantized'"),
         (compressed("marlin-24", 4), "format", "'marlin-24'"),
         (compressed("pack-quantized", 3), "num_bits", "3"),

@@ -1,5 +1,6 @@
 """Whole quantised checkpoints through the loader and the kernels: the model that they stand for, in float32, is the
-oracle. Torch's kernels round nothing more than the file did; native ones round activations to 8 bits as well."""
+oracle. Torch's kernels round nothing more than the file did; native ones round activations to 8 bits as well, and so
+does the reference where the file says so."""
 
 import json
 import sys
@@ -150,8 +151,8 @@ def test_a_quantised_model_is_the_model_that_it_stands_for(tmp_path, name, kerne
     want, wanted_tokens, plain = run(tmp_path / "plain")
     spread = float(want.std())
     worst = float((got - want).abs().max()) / spread
-    if kernels == "native":
-        assert worst < NATIVE_ERROR
+    if kernels == "native" or (kernels == "reference" and name == "w8a8"):
+        assert 1e-4 < worst < NATIVE_ERROR
     else:
         assert worst < (1e-2 if "8 bits" in name else 1e-4)  # minima are float16
         assert tokens == wanted_tokens

@@ -47,7 +47,7 @@ def load(folder, kernels: str, **settings) -> TorchRunner:
     return TorchRunner.load(RunnerConfig(**given))
 
 
-def generate(runner: TorchRunner, is_ahead: bool):
+def generate(runner: TorchRunner, is_ahead: bool, records: list | None = None):
     """Six requests of four kinds of sampling, four at a time, in blocks that do not suffice for all."""
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, num_blocks=runner.resolved.num_blocks, **LIMITS)
     scheduler = Scheduler(config)
@@ -59,7 +59,7 @@ def generate(runner: TorchRunner, is_ahead: bool):
         )
         engine.submit(request, 1)
     outputs = {f"r{number}": ([], [], []) for number in range(len(ASKED))}
-    records = []
+    records = [] if records is None else records
     while engine.has_work:
         output = engine.step()
         scheduler.check()
@@ -91,12 +91,19 @@ def test_the_same_tokens_and_logprobs(device_runner, want, is_ahead):
 
 
 def test_captured_steps_give_the_same_tokens(folder, want):
-    """Three rows in a capture of four, and two in one of two."""
+    """Four rows in a capture of five, and two in one of three; and the records say so."""
     runner = load(folder, "triton")
-    runner.capture((2, 4))
-    assert runner.resolved.graph_sizes == (2, 4)
-    before = runner.ops.bytes_read()
-    compare(generate(runner, is_ahead=True), want)
+    runner.capture((3, 5))
+    assert runner.resolved.graph_sizes == (3, 5)
+    before, records = runner.ops.bytes_read(), []
+    compare(generate(runner, is_ahead=True, records=records), want)
+    for record in records:
+        is_decode = record.decode_tokens == len(record.rows)
+        assert record.execution == ("captured" if is_decode else "eager")
+        size = 3 if len(record.rows) <= 3 else 5
+        assert record.padded_rows == (size - len(record.rows) if is_decode else 0)
+        assert record.enqueue_ns > 0
+    assert any(record.padded_rows for record in records)
     after = runner.ops.bytes_read()
     assert after["kv.float32"] > before.get("kv.float32", 0)
 

@@ -40,6 +40,16 @@ def test_a_sum_has_the_same_bits_on_every_rank(tmp_path, count):
         torch.testing.assert_close(found[0][place].double(), want, rtol=1e-5, atol=1e-5)
 
 
+def test_the_first_rank_knows_what_sums_took_once(tmp_path):
+    def work(group):
+        group.sum(part(group.index, (64, 333)))
+        return group.take_ns(), group.take_ns()
+
+    (first, again), (other, _) = together(2, tmp_path, work)
+    assert first > 0
+    assert again == other == 0
+
+
 def test_a_sum_is_in_place_and_of_bfloat16_too(tmp_path):
     def work(group):
         own = part(group.index, (4, 9), torch.bfloat16)

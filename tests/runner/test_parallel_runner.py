@@ -65,7 +65,10 @@ def plans():
 
 
 def answers(runner):
-    return [runner.run(plan).rows for plan in plans()]
+    results = [runner.run(plan) for plan in plans()]
+    has_ranks = runner.resolved.tensor_parallel_size > 1
+    assert all((0 < one.collective_ns < one.device_ns) == has_ranks for one in results if one.device_ns)
+    return [result.rows for result in results]
 
 
 def test_ranks_answer_like_one_and_end_when_one_is_killed(folder):

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from splittime.core.errors import Conflict, ErrorInfo, Overloaded
 from splittime.core.plan import TokenLogprob
 from splittime.core.request import FinishReason, Request
+from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
 from splittime.engine.client import StreamItem
 from splittime.engine.messages import EngineStats
+from splittime.engine.sleep import refusal
 from splittime.ledger.account import Account, Mark
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Cause, Stage
@@ -55,6 +57,7 @@ class FakeEngine:
         self.cached_tokens = cached_tokens
         self.is_ready = True
         self.paused = False
+        self.rest_now = Rest()
         self.waiting: list[Running] = []
         self.running: list[Running] = []
         self.streams: dict[str, Running] = {}
@@ -68,6 +71,8 @@ class FakeEngine:
     # ---- EngineClient
 
     def submit(self, request: Request) -> None:
+        if self.rest_now.state != AWAKE:
+            raise refusal(self.rest_now)
         if not self.is_ready:
             raise Overloaded("no engine", status=503, code="engine_not_ready", retry_after_s=2.0)
         if request.request_id in self.streams:
@@ -104,6 +109,7 @@ class FakeEngine:
             num_running=len(self.running),
             blocks_used=len(self.running),
             blocks_total=100,
+            rest=self.rest_now,
             knobs=dict(self.knobs_now),
         )
 
@@ -118,6 +124,24 @@ class FakeEngine:
                 raise ConfigError(f"no knob {name!r}", param=name)
         self.knobs_now.update(knobs)
         return dict(self.knobs_now)
+
+    @property
+    def rest(self) -> Rest:
+        return self.rest_now
+
+    async def sleep(self, ask: SleepAsk) -> SleepReport:
+        """As soon as nothing runs."""
+        if self.rest_now.state != AWAKE:
+            raise Conflict("it is not awake", code=self.rest_now.state)
+        self.rest_now = Rest(FALLING_ASLEEP)
+        while self.waiting or self.running:
+            await asyncio.sleep(self.step_s)
+        self.rest_now = Rest(ASLEEP, ask.level)
+        return SleepReport(action="sleep", level=ask.level, begin_ns=5, end_ns=9_000_005, parts=(("kv", 5, 2_000_005),))
+
+    async def wake(self) -> SleepReport:
+        level, self.rest_now = self.rest_now.level, Rest()
+        return SleepReport(action="wake", level=level, changed=level > 0, slept_ns=7_000_000_000)
 
     # ---- the steps
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from splittime.server import visit
+from splittime.server.inline import INLINE_NS
 
 from .conftest import LiveServer, say
 from .test_endings import wait_until
@@ -97,14 +98,30 @@ def test_a_long_chat_is_tokenised_beside_the_loop_whatever_is_long_in_it(launch,
     threads: list[str] = []
     encode = visit.Visit._encode_all
 
-    def note(self, ask):
+    def note(self, *args):
         threads.append(threading.current_thread().name)
-        return encode(self, ask)
+        return encode(self, *args)
 
     monkeypatch.setattr(visit.Visit, "_encode_all", note)
     server = launch()
     assert server.post("/v1/chat/completions", {"messages": messages})[0] == 400
     assert [name.startswith("tokenize") for name in threads] == [True]
+
+
+def test_texts_leave_the_loop_when_the_tokenizer_is_slow(launch, monkeypatch) -> None:
+    server = launch()
+    threads: list[str] = []
+    encode = server.service.tokenizer.encode
+
+    def slow(*args, **more):
+        threads.append(threading.current_thread().name)
+        time.sleep(5 * INLINE_NS / 1e9)
+        return encode(*args, **more)
+
+    monkeypatch.setattr(server.service.tokenizer, "encode", slow)
+    for _ in range(2):
+        assert server.post("/v1/completions", {"model": "fake", "prompt": "ab", "max_tokens": 1})[0] == 200
+    assert [name.startswith("tokenize") for name in threads] == [False, True]
 
 
 def test_large_answers_are_made_beside_the_loop(launch, monkeypatch) -> None:

@@ -156,6 +156,7 @@ ILLNESSES: tuple[Ward, ...] = (
         load=_made_of(lambda rng, _, length: 2 * ids(rng, round(280 * length)), 1, 4),
     ),
     Ward(name="a slow tokenizer", expected="slow_tokenizing", sabotage="tokenizer", load=_texts),
+    Ward(name="an event loop that is held up", expected="loop_stalls", sabotage="loop", load=_poisson(8, 24, 4)),
     Ward(name="a host that dawdles between steps", expected="host_bound", sabotage="host", load=_poisson(3, 24, 40)),
     Ward(name="collections of garbage", expected="gc_pauses", sabotage="gc", load=_poisson(4, 24, 40)),
     Ward(name="load from the start of the process", expected="cold_start", is_early=True, load=_from_the_start),

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import typer
 
-from splittime.cli.bench_draw import corrected, drawn
 from splittime.cli.bench_exit import codes, exit_code, falls_short, interrupted, unanswered
 from splittime.cli.bench_flags import spec_of, time_ns, with_load_flags
 from splittime.cli.bench_live import shown_live
@@ -128,6 +127,7 @@ async def _schedule(given: Given, load: dict[str, Any]) -> Schedule:
 
 
 async def _drawn(given: Given, load: dict[str, Any]) -> Schedule:
+    from splittime.cli.bench_draw import corrected, drawn
     from splittime.loadgen.limits import server_limits
 
     if not SAYS_HOW_MUCH & set(load):

@@ -72,11 +72,15 @@ def explain(
 
 def _as_json(found: Found) -> dict[str, Any]:
     from splittime.diagnose.against_median import compare
+    from splittime.diagnose.explain import steps_of
+    from splittime.ledger.device_time import device_time
 
     compared = [compare(account, found.others, found.steps) for account in found.accounts]
+    devices = [device_time(steps_of(account, found.steps)) for account in found.accounts]
     return {
         "accounts": [account_json(account) for account in found.accounts],
         "against_median": msgspec.to_builtins(compared),
+        "device": msgspec.to_builtins(devices),
     }
 
 

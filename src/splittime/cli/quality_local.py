@@ -133,7 +133,7 @@ class LocalModel:
     def _logits(self, hidden: Tensor) -> NDArray[np.float32]:
         before = self.runner.decoder.ops.bytes_read()
         with torch.inference_mode():
-            logits = self.runner.decoder.logits(hidden.contiguous()).numpy()
+            logits = self.runner.decoder.logits(hidden.contiguous()).cpu().numpy()
         self._count(before)
         return logits
 

@@ -59,9 +59,10 @@ SETTINGS = (
         "quantization",
         "text",
         None,
-        "Round linear weights while loading: int8, int4 (groups of 64, the head int8), fp8 (a card); default: not.",
+        "Round linear weights while loading: int8, int4 (groups of 64, the head int8), w8a8 (int8, and activations), "
+        "fp8 (a card; and activations); default: not.",
         ("runner",),
-        choices=("int8", "int4", "fp8"),
+        choices=("int8", "int4", "w8a8", "fp8"),
     ),
     Setting(
         "kv_cache_dtype",
@@ -81,6 +82,14 @@ SETTINGS = (
         "KV cache, as 512MiB or 4GiB; default: for max_num_seqs contexts, on a card what is free.",
         ("runner",),
         1,
+    ),
+    Setting(
+        "kv_offload_memory_bytes",
+        "bytes",
+        0,
+        "On a card: host memory for copies of blocks that the KV cache has no room for, as 16GiB; 0: none.",
+        ("runner",),
+        0,
     ),
     Setting("block_size", "whole", 16, "Tokens in a block of KV cache.", _BOTH, 1, 1024),
     Setting(

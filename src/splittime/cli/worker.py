@@ -66,6 +66,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     timeline.append(("warm-up", begin_ns, time.monotonic_ns()))
     engine = Engine(Scheduler(scheduler_config), runner, SystemClock(), runner.ahead(config.runner))
     engine.watch = runner.watch
+    engine.bed.sleeper = runner.sleeper(config.runner)
     gauge = runner.gauge(config.runner)
     known = gauge.known()
     engine.facts = _facts(config, scheduler_config, runner, _machine(known))
@@ -84,6 +85,7 @@ def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:
     return msgspec.structs.replace(
         config,
         num_blocks=resolved.num_blocks,
+        num_host_slots=resolved.num_host_slots,
         block_size=resolved.block_size,
         max_model_len=resolved.max_model_len,
         max_prefill_tokens=prefill_tokens,

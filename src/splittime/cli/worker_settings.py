@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from splittime.cli.settings import Settings
+from splittime.core.errors import ConfigError
 from splittime.runner.config import RunnerConfig
 from splittime.scheduler.config import SchedulerConfig
 
@@ -21,4 +22,8 @@ def worker_settings(settings: Settings, model_path: Path) -> bytes:
     scheduler = SchedulerConfig(num_blocks=_PLENTY_BLOCKS, **settings.part("scheduler"))
     runner.validate()
     scheduler.validate()
+    if runner.kv_offload_memory_bytes and not scheduler.enable_prefix_caching:
+        message = "kv_offload_memory_bytes keeps prefixes for the prefix cache, which is off"
+        hint = "--enable-prefix-caching, or leave --kv-offload-memory-bytes out"
+        raise ConfigError(message, param="kv_offload_memory_bytes", value=runner.kv_offload_memory_bytes, hint=hint)
     return msgspec.json.encode({"runner": runner, "scheduler": scheduler})

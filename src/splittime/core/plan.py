@@ -50,14 +50,19 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
-    """What one step computes. `released` requests are forgotten first, then `admitted` are learnt, `copies` of whole
-    blocks (source, target) are made, then the rows run. Each request has at most one row."""
+    """What one step computes. `released` requests are forgotten first, then `admitted` are learnt, `offloads` of whole
+    blocks to host memory (block, slot) are made, then `restores` from there (slot, block), then `copies` (source,
+    target), then the rows run. Each request has at most one row. No block is in two offloads or the target of two
+    restores, no slot the target of two offloads: each kind may be made at once. A block may be offloaded and then
+    restored into, a slot be copied to and then from."""
 
     step_id: int
     rows: tuple[Row, ...]
     admitted: tuple[Admitted, ...] = ()
     released: tuple[str, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    offloads: tuple[tuple[int, int], ...] = ()
+    restores: tuple[tuple[int, int], ...] = ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -88,12 +93,28 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """`device_ns` is the model's forward pass, `sample_ns` choosing tokens; what else `run` took is launch."""
+    """`device_ns` is the model's forward pass, `sample_ns` choosing tokens; what else `run` took is launch.
+
+    execution: how it was computed: by the "host" itself (or on cards that it waited for all the while), or on a device
+        apart from it, "eager" (kernel by kernel) or "captured" (as one launch, with `padded_rows` rows for nobody).
+    gap_ns: by the device's own marks, how long it had nothing to do between the step before and this one.
+    enqueue_ns: what the host took to tell the device all of it.
+    collective_ns: of the forward pass, how long this process exchanged results with the ranks that share its model,
+        waiting for the slowest of them included.
+    offload_ns, restore_ns: copies of blocks to host memory, and back.
+    """
 
     step_id: int
     rows: tuple[RowResult, ...]
     device_ns: int = 0
     sample_ns: int = 0
+    execution: str = "host"
+    padded_rows: int = 0
+    gap_ns: int = 0
+    enqueue_ns: int = 0
+    collective_ns: int = 0
+    offload_ns: int = 0
+    restore_ns: int = 0
 
 
 class Runner(Protocol):

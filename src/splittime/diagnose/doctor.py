@@ -19,7 +19,7 @@ from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import served, times_ns, total_ns
 from splittime.ledger.stages import Stage
 
-THEMES = "failures client way queue overload kv prefill line prompts host start decode told"
+THEMES = "failures client way loop queue overload kv prefill line prompts host device start decode told"
 for _theme in THEMES.split():
     import_module(f"splittime.diagnose.rules.{_theme}")
 
@@ -191,5 +191,5 @@ def _residual(books: Books) -> float:
     both = pairs(books)
     round_trips = sorted(books.served.round_trip_ns) if books.served is not None else []
     allowed_ns = RESIDUAL_NS + (round_trips[len(round_trips) // 2] if round_trips else 0)
-    between_ns = sum(max(0, abs(pair.between_ns) - allowed_ns) for pair in both)
+    between_ns = sum(max(0, abs(pair.between_ns) - allowed_ns - pair.account.unseen_ns) for pair in both)
     return max(inside, between_ns / felt_ns([pair.outcome for pair in both]) if both else 0.0)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.device_time import device_time, sentence
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.ledger.steps import StepRecord
 
@@ -68,9 +69,15 @@ def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
         text.append_text(_stage_line(account, key, total_ns))
     text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{_ms(sum(totals_ns.values())):>10}  100.0\n")
     text.append_text(_waits(account, totals_ns))
-    in_its_time = [step for step in steps if step.end_ns > account.start_ns and step.begin_ns < account.end_ns]
+    in_its_time = steps_of(account, steps)
     text.append_text(_tokens(account, in_its_time))
-    return text
+    device = device_time(in_its_time)
+    return text if device is None else text.append(_wrapped(sentence(device)))
+
+
+def steps_of(account: ClosedAccount, steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """Those that ran in its time."""
+    return [step for step in steps if step.end_ns > account.start_ns and step.begin_ns < account.end_ns]
 
 
 def bar(account: ClosedAccount) -> Text:
@@ -160,7 +167,7 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
         return Text("The records of its steps are no longer kept.\n")
     longest = max(during, key=lambda step: step.end_ns - step.begin_ns)
     others = [row for row in longest.rows if row[0] != account.request_id]
-    took = f"{_ms(longest.end_ns - longest.begin_ns)} ms (device {_ms(longest.device_ns)})"
+    took = f"{_ms(longest.end_ns - longest.begin_ns)} ms (device {_ms(longest.device_ns)}{_how(longest)})"
     held = f"{longest.prefill_tokens} prefill and {longest.decode_tokens} decode tokens"
     ran = f"{len(during)} step{'s' if len(during) > 1 else ''} ran meanwhile"
     text = Text(_wrapped(f"{ran}, the longest was {longest.step_id}: {took}, {held}."))
@@ -171,8 +178,16 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
     return text
 
 
-def _wrapped(sentence: str) -> str:
-    return textwrap.fill(sentence, LINE_COLUMNS, subsequent_indent="  ") + "\n"
+def _how(step: StepRecord) -> str:
+    """Time between ranks; the step's execution on a device apart, and how long that had waited for it."""
+    shared = f", {_ms(step.collective_ns)} of it between ranks" if step.collective_ns else ""
+    padded = f" with {step.padded_rows} rows padded" if step.padded_rows else ""
+    waited = f", {_ms(step.gap_ns)} waited before" if step.gap_ns else ""
+    return shared if step.execution == "host" else f"{shared}, {step.execution}{padded}{waited}"
+
+
+def _wrapped(words: str) -> str:
+    return textwrap.fill(words, LINE_COLUMNS, subsequent_indent="  ") + "\n"
 
 
 def _ms(duration_ns: float) -> str:

@@ -69,6 +69,7 @@ class Choice:
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     cached_tokens: int = 0
+    host_tokens: int = 0
     num_preemptions: int = 0
     cancelled_ns: int | None = None
     freed_ns: int | None = None
@@ -174,7 +175,7 @@ class Choice:
         self._heard_ns = ready_ns
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
         if output.num_cached_tokens is not None:
-            self.cached_tokens = output.num_cached_tokens
+            self.cached_tokens, self.host_tokens = output.num_cached_tokens, output.num_host_tokens
         if not self.has_started and (output.token_ids or any(m.stage is Stage.PREFILL for m in output.marks)):
             self.has_started = True
 
@@ -231,6 +232,7 @@ class Choice:
             error=self.error,
             prompt_tokens=len(self.request.prompt_token_ids),
             cached_tokens=self.cached_tokens,
+            host_tokens=self.host_tokens,
             output_tokens=len(self.token_ids),
             num_preemptions=self.num_preemptions,
             first_chunk_tokens=self.first_chunk_tokens,

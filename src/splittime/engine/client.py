@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Protocol
 
 from splittime.core.request import Request
+from splittime.core.sleep import Rest, SleepAsk, SleepReport
 from splittime.engine.messages import EngineStats, RequestOutput
 from splittime.ledger.facts import ServerFacts
 
@@ -24,8 +25,14 @@ class EngineClient(Protocol):
         """The engine process is up and warmed; false from its death until its successor is ready."""
         ...
 
+    @property
+    def rest(self) -> Rest:
+        """Whether it is awake: `submit` refuses unless it is. One that died in its sleep is asleep, and not up."""
+        ...
+
     def submit(self, request: Request) -> None:
-        """Hand a request over. Raises `Overloaded` (503) if no engine is up, `Conflict` for an id in flight."""
+        """Hand a request over. Raises `Overloaded` (503) if no engine is up or it is not awake, `Conflict` for an id in
+        flight."""
         ...
 
     def stream(self, request_id: str) -> AsyncIterator[StreamItem]:
@@ -46,4 +53,12 @@ class EngineClient(Protocol):
 
     async def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
         """Change knobs of the live engine; returns all knobs as they are now. Raises `RequestError` on a bad one."""
+        ...
+
+    async def sleep(self, ask: SleepAsk) -> SleepReport:
+        """Returns when it is asleep. Raises what kept it awake, `RequestError` for what cannot be asked."""
+        ...
+
+    async def wake(self) -> SleepReport:
+        """Returns when it serves again. Raises what keeps it asleep."""
         ...

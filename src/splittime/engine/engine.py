@@ -12,20 +12,25 @@ the time, waiting to be told, is `launch_ns`. The caller (the loop in a process,
 for work.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from splittime.core.clock import Clock
-from splittime.core.errors import RequestError, SplittimeError
+from splittime.core.errors import Overloaded, RequestError, SplittimeError
 from splittime.core.plan import AsyncRunner, Runner, StepPlan, StepResult
 from splittime.core.request import FinishReason, Request
+from splittime.core.sleep import SleepAsk, SleepReport
 from splittime.engine.gc_pauses import GcPauses
 from splittime.engine.messages import EngineStats, StepOutput
+from splittime.engine.sleep import Answer, Bed, ended_by_sleep
+from splittime.kv.cache import KVCache
 from splittime.ledger.account import Account
 from splittime.ledger.facts import Machine, ServerFacts
 from splittime.ledger.stages import Stage
-from splittime.ledger.steps import StepRecord
+from splittime.ledger.steps import StepRecord, gap_room_ns
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
 
@@ -58,6 +63,7 @@ class Engine:
         self.facts: ServerFacts | None = None  # set by who built it, and so is the next
         self.measuring: Measuring | None = None
         self.watch: Watch | None = None
+        self.bed = Bed(clock)
         self._runner = runner
         self._ahead = ahead
         self._flight: Flight | None = None  # the step that runs
@@ -67,18 +73,19 @@ class Engine:
         self._clock = clock
         self.gc_pauses: GcPauses | None = None  # set by a process that has frozen its heap and wants them counted
         self._pending: list[RequestOutput] = []  # news made between steps
-        self._previous_end_ns: int | None = None
+        self._previous: StepRecord | None = None
         self._idle_since_ns: int | None = None
         self._idle_ns = 0
         self._num_steps = 0
         self._told_pauses: tuple[tuple[int, int], ...] = ()
 
     def submit(self, request: Request, received_ns: int) -> None:
-        """Take a request in; one that can never be served ends at once with `error`."""
-        self._stop_idling(self._clock.now_ns())
+        """Take a request in; one that cannot be served, ever or while the engine sleeps, ends at once with `error`."""
         try:
+            self.bed.refuse_requests()
+            self._stop_idling(self._clock.now_ns())
             self.scheduler.submit(request, received_ns)
-        except RequestError as error:
+        except (RequestError, Overloaded) as error:
             self._pending.append(_refusal(request, max(received_ns, request.submitted_ns), error))
 
     def abort(self, request_id: str) -> None:
@@ -90,6 +97,55 @@ class Engine:
     def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
         """Change live knobs; returns them all. Raises ConfigError with nothing changed."""
         return self.scheduler.configure(knobs)
+
+    def sleep(self, ask: SleepAsk, asked_ns: int, answer: Answer) -> None:
+        """Sleep as soon as nothing runs. From now on new requests are refused; `answer` is called once, now or in a
+        later `step`, with the report or with why the engine is awake."""
+        told = self.bed.answer_at_once(ask)
+        if told is not None:
+            answer(told)
+            return
+        here = [state.request_id for state in (*self.scheduler.queue, *self.scheduler.running)]
+        now_ns = self._clock.now_ns()
+        ended = [self.scheduler.abort(request_id, now_ns) for request_id in here if ask.mode == "abort"]
+        why = {"finish_reason": FinishReason.ERROR, "error": ended_by_sleep()}
+        self._pending.extend(msgspec.structs.replace(output, **why) for output in ended if output is not None)
+        self.bed.ask(ask, asked_ns, len(ended), answer)
+
+    def wake(self) -> SleepReport:
+        """Raises what kept it asleep. One that is falling asleep stays awake."""
+        return self.bed.wake()
+
+    def next_deadline_ns(self) -> int | None:
+        """When a step has something to do at the earliest, though nothing comes in."""
+        known = (self.scheduler.next_deadline_ns(), self.bed.deadline_ns)
+        return min((at_ns for at_ns in known if at_ns is not None), default=None)
+
+    def _falls_asleep(self) -> bool:
+        """Whether it sleeps from here on, because somebody waits for that and nothing runs any more."""
+        if not self.bed.is_awaited:
+            return False
+        now_ns = self._clock.now_ns()
+        if not self._is_quiet:
+            self.bed.give_up_late(now_ns, self.scheduler.num_waiting + self.scheduler.num_running)
+            return False
+        self._start_idling(now_ns)
+        self.bed.fall(self._forget_cache)
+        return True
+
+    def _forget_cache(self) -> tuple[int, int]:
+        """Tokens whose keys and values are forgotten: of the cache, and of its copies in host memory."""
+        cache, enabled = self.scheduler.cache, self.scheduler.cache.enable_prefix_caching
+        in_host = 0 if cache.host is None else cache.host.num_held
+        tokens = cache.num_cached * cache.block_size, in_host * cache.block_size
+        cache.set_prefix_caching(False)
+        cache.set_prefix_caching(enabled)
+        return tokens
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Nothing runs, nobody waits, and nothing is left to say."""
+        return not (self.has_news or self._flight or self._following or self.scheduler.has_requests)
 
     @property
     def plans_ahead(self) -> bool:
@@ -106,10 +162,13 @@ class Engine:
             self.has_news
             or self._flight is not None
             or (self.scheduler.has_requests and not self.scheduler.config.paused)
+            or (self.bed.is_awaited and self._is_quiet)
         )
 
     def step(self) -> StepOutput | None:
         """One step. None if there was nothing to do and nothing to say."""
+        if self._falls_asleep():
+            return None
         if self._ahead is not None:
             return self._step_ahead(self._ahead)
         flight = self._plan(is_queued=False)
@@ -135,8 +194,8 @@ class Engine:
         ready_ns = self._clock.now_ns()
         self._flight, self._following = self._following, None
         begin_ns, plan_ns = flight.begin_ns, flight.planned_ns - flight.begin_ns
-        if flight.is_queued and self._previous_end_ns is not None:
-            begin_ns, plan_ns = self._previous_end_ns, 0
+        if flight.is_queued and self._previous is not None:
+            begin_ns, plan_ns = self._previous.end_ns, 0
             self._hidden_ns = waiting_ns - begin_ns
         else:
             self._hidden_ns = waiting_ns - flight.planned_ns
@@ -165,7 +224,7 @@ class Engine:
 
     def _told(self, record: StepRecord, ready_ns: int, now_ns: int) -> StepOutput:
         """A step's news; it is in the books from now on."""
-        self._previous_end_ns, self._idle_ns = record.end_ns, 0
+        self._previous, self._idle_ns = record, 0
         self._num_steps += 1
         outputs, self._pending = tuple(self._pending), []
         if not self.has_work:
@@ -188,12 +247,15 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_host_hit_tokens=scheduler.prefix_host_hit_tokens,
             prompt_tokens=scheduler.prompt_tokens,
             output_tokens=scheduler.output_tokens,
             is_paused=scheduler.config.paused,
+            rest=self.bed.rest,
             gc_pause_ns=self.gc_pauses.total_ns if self.gc_pauses else 0,
             gc_collections=self.gc_pauses.num_collections if self.gc_pauses else 0,
             knobs=scheduler.config.knobs(),
+            **_host_figures(cache),
         )
 
     def _new_pauses(self) -> tuple[tuple[int, int], ...]:
@@ -217,9 +279,9 @@ class Engine:
     ) -> StepRecord:
         plan, (begin_ns, end_ns) = flight.plan, interval_ns
         ran_ns = end_ns - begin_ns - plan_ns - commit_ns
-        device_ns = min(result.device_ns, ran_ns)
-        sample_ns = min(result.sample_ns, ran_ns - device_ns)
-        gap_ns = 0 if self._previous_end_ns is None else begin_ns - self._previous_end_ns
+        told_ns = (result.offload_ns, result.restore_ns, result.device_ns, result.sample_ns)
+        (offload_ns, restore_ns, device_ns, sample_ns), launch_ns = _within(ran_ns, told_ns)
+        gap_ns = 0 if self._previous is None else begin_ns - self._previous.end_ns
         idle_ns = min(self._idle_ns, gap_ns)
         rows = tuple((row.request_id, row.start, len(row.token_ids)) for row in plan.rows)
         num_tokens = sum(row[2] for row in rows)
@@ -231,12 +293,13 @@ class Engine:
             begin_ns=begin_ns,
             end_ns=end_ns,
             plan_ns=plan_ns,
-            launch_ns=ran_ns - device_ns - sample_ns,
+            launch_ns=launch_ns,
             device_ns=device_ns,
             sample_ns=sample_ns,
             commit_ns=commit_ns,
             host_gap_ns=gap_ns - idle_ns,
             idle_ns=idle_ns,
+            asleep_ns=min(self.bed.take_slept_ns(), idle_ns),
             rows=rows,
             prefill_tokens=num_tokens - decode_tokens,
             decode_tokens=decode_tokens,
@@ -246,7 +309,22 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             victims=victims,
             hidden_ns=self._hidden_ns,
+            execution=result.execution,
+            padded_rows=result.padded_rows,
+            gap_ns=self._device_gap_ns(result.gap_ns - idle_ns, gap_ns - idle_ns, plan_ns, launch_ns),
+            enqueue_ns=result.enqueue_ns,
+            collective_ns=min(result.collective_ns, device_ns),
+            offload_ns=offload_ns,
+            restore_ns=restore_ns,
+            offloaded_blocks=len(plan.offloads),
+            restored_blocks=len(plan.restores),
         )
+
+    def _device_gap_ns(self, told_ns: int, host_gap_ns: int, plan_ns: int, launch_ns: int) -> int:
+        """What the device's clock says that it waited, held to what the host's says that it can have."""
+        if told_ns <= 0 or self._previous is None:
+            return 0
+        return min(told_ns, gap_room_ns(self._previous, host_gap_ns, plan_ns, launch_ns))
 
     def _start_idling(self, now_ns: int) -> None:
         if self._idle_since_ns is None:
@@ -258,7 +336,29 @@ class Engine:
             self._idle_since_ns = None
 
 
-def _refusal(request: Request, now_ns: int, error: RequestError) -> RequestOutput:
+def _host_figures(cache: KVCache) -> dict[str, int]:
+    """Of `EngineStats`."""
+    host = cache.host
+    if host is None:
+        return {}
+    return {
+        "host_blocks_used": host.num_held,
+        "host_blocks_total": host.num_slots,
+        "offloaded_tokens": host.num_offloaded * cache.block_size,
+        "restored_tokens": host.num_restored * cache.block_size,
+    }
+
+
+def _within(total_ns: int, told_ns: Sequence[int]) -> tuple[list[int], int]:
+    """The parts as they were told, held to what is left of the total for each; and what is left after all."""
+    parts_ns = []
+    for part_ns in told_ns:
+        parts_ns.append(min(part_ns, total_ns))
+        total_ns -= parts_ns[-1]
+    return parts_ns, total_ns
+
+
+def _refusal(request: Request, now_ns: int, error: SplittimeError) -> RequestOutput:
     """The terminal event of a request that the scheduler would not take."""
     account = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)
     account.enter(Stage.DELIVER, now_ns)

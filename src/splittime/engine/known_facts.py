@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 
+from splittime.core.sleep import SleepReport
 from splittime.engine.gc_pauses import MAX_KEPT
 from splittime.engine.messages import Ready
 from splittime.ledger.facts import Machine, Process, ServerFacts
 
 Pauses = tuple[tuple[int, int], ...]
+MAX_SLEEPS = 32
 
 
 class KnownFacts:
@@ -24,7 +26,10 @@ class KnownFacts:
 
     def take_ready(self, ready: Ready, started_ns: int, restarts: int) -> None:
         self._said = ready.facts
-        self._process = Process(name="engine", started_ns=started_ns, ready_ns=ready.stats.now_ns, restarts=restarts)
+        sleeps = self._process.sleeps if self._process is not None else ()
+        self._process = Process(
+            name="engine", started_ns=started_ns, ready_ns=ready.stats.now_ns, restarts=restarts, sleeps=sleeps
+        )
 
     def take_machine(self, machine: Machine) -> None:
         self._machine = machine
@@ -33,6 +38,11 @@ class KnownFacts:
         if pauses and self._process is not None:
             kept = (*self._process.pauses, *pauses)[-MAX_KEPT:]
             self._process = msgspec.structs.replace(self._process, pauses=kept)
+
+    def add_sleep(self, report: SleepReport) -> None:
+        if report.changed and self._process is not None:
+            sleeps = (*self._process.sleeps, report)[-MAX_SLEEPS:]
+            self._process = msgspec.structs.replace(self._process, sleeps=sleeps)
 
     def now(self, knobs: dict[str, Any]) -> ServerFacts | None:
         """With these knobs among the settings; None if the engine has not said anything yet."""

@@ -13,10 +13,22 @@ from collections.abc import Callable
 
 from splittime.core.clock import Clock
 from splittime.core.errors import ConfigError, SplittimeError
+from splittime.core.sleep import SleepReport
 from splittime.engine.engine import Engine
-from splittime.engine.messages import Abort, Configure, ConfigureDone, Measured, StepOutput, Submit, ToEngine
+from splittime.engine.messages import (
+    Abort,
+    Configure,
+    ConfigureDone,
+    Measured,
+    Sleep,
+    SleepDone,
+    StepOutput,
+    Submit,
+    ToEngine,
+    Wake,
+)
 
-Send = Callable[[StepOutput | ConfigureDone | Measured], None]
+Send = Callable[[StepOutput | ConfigureDone | SleepDone | Measured], None]
 QUIET_S = 0.1
 
 
@@ -73,7 +85,7 @@ def run_loop(engine: Engine, inbox: Inbox, send: Send, clock: Clock) -> None:
 def _wait(engine: Engine, inbox: Inbox, send: Send, clock: Clock) -> None:
     """Until something arrives or is due, or a piece of measuring is done."""
     timeout_s = _seconds_to_deadline(engine, clock)
-    if engine.measuring is None or (timeout_s is not None and timeout_s <= QUIET_S):
+    if engine.measuring is None or engine.bed.level or (timeout_s is not None and timeout_s <= QUIET_S):
         inbox.wait(timeout_s)
     elif not inbox.wait(QUIET_S):
         machine = next(engine.measuring)
@@ -93,8 +105,30 @@ def _handle(engine: Engine, message: ToEngine, received_ns: int, send: Send) -> 
                 send(ConfigureDone(call_id, engine.configure(knobs)))
             except ConfigError as error:
                 send(ConfigureDone(call_id, error=error.info))
+        case Sleep(call_id, ask):
+            _measure_to_the_end(engine, send)
+            engine.sleep(ask, received_ns, lambda told: send(_slept(engine, call_id, told)))
+        case Wake(call_id):
+            try:
+                send(_slept(engine, call_id, engine.wake()))
+            except SplittimeError as error:
+                send(_slept(engine, call_id, error))
+
+
+def _slept(engine: Engine, call_id: int, told: SleepReport | SplittimeError) -> SleepDone:
+    if isinstance(told, SplittimeError):
+        return SleepDone(call_id, engine.bed.rest, error=told.info)
+    return SleepDone(call_id, engine.bed.rest, told)
+
+
+def _measure_to_the_end(engine: Engine, send: Send) -> None:
+    """Before a sleep, which is to leave no memory behind: it takes a tenth of a second, once."""
+    for machine in engine.measuring or ():
+        if machine is not None:
+            send(Measured(machine))
+    engine.measuring = None
 
 
 def _seconds_to_deadline(engine: Engine, clock: Clock) -> float | None:
-    deadline_ns = engine.scheduler.next_deadline_ns()
+    deadline_ns = engine.next_deadline_ns()
     return None if deadline_ns is None else max(deadline_ns - clock.now_ns(), 0) / 1e9

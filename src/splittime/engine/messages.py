@@ -1,8 +1,8 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
-Client to engine: `Submit`, `Abort`, `Configure`, `Ping`. Engine to client: `Loading` now and then, `Ready` once, then
-one `StepOutput` for each step (and for each change while idle), `Measured` when the machine's ceilings are known,
-`ConfigureDone`, `Pong`, `Fatal` as the last word before it dies.
+Client to engine: `Submit`, `Abort`, `Configure`, `Sleep`, `Wake`, `Ping`. Engine to client: `Loading` now and then,
+`Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured` when the machine's
+ceilings are known, `ConfigureDone`, `SleepDone`, `Pong`, `Fatal` as the last word before it dies.
 """
 
 from typing import Any
@@ -11,13 +11,15 @@ import msgspec
 
 from splittime.core.errors import ErrorInfo
 from splittime.core.request import Request
+from splittime.core.sleep import Rest, SleepAsk, SleepReport
 from splittime.ledger.facts import Machine, ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.events import RequestOutput
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges and counters of the engine at one instant. `waiting_for`: of `num_waiting`, how many by cause."""
+    """Gauges and counters of the engine at one instant. `waiting_for`: of `num_waiting`, how many by cause. `host_*`,
+    `offloaded_*`, `restored_*`: of the copies of evicted blocks in host memory; all 0 where there are none."""
 
     now_ns: int
     num_waiting: int = 0
@@ -34,9 +36,15 @@ class EngineStats(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     is_paused: bool = False
+    rest: Rest = Rest()
     gc_pause_ns: int = 0
     gc_collections: int = 0
     knobs: dict[str, Any] = {}
+    prefix_host_hit_tokens: int = 0
+    host_blocks_used: int = 0
+    host_blocks_total: int = 0
+    offloaded_tokens: int = 0
+    restored_tokens: int = 0
 
     @property
     def kv_cache_usage(self) -> float:
@@ -87,6 +95,15 @@ class ConfigureDone(msgspec.Struct, frozen=True, tag="configured"):
     error: ErrorInfo | None = None
 
 
+class SleepDone(msgspec.Struct, frozen=True, tag="slept"):
+    """The answer to `Sleep` and to `Wake`: a report or an error, and what the engine is now."""
+
+    call_id: int
+    rest: Rest
+    report: SleepReport | None = None
+    error: ErrorInfo | None = None
+
+
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     """The engine cannot go on. `trace` is for the log; `error` is there if it is the settings' fault."""
 
@@ -118,5 +135,16 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     knobs: dict[str, Any]
 
 
-ToEngine = Submit | Abort | Configure | Ping
-FromEngine = StepOutput | Loading | Ready | Measured | ConfigureDone | Fatal | Pong
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Fall asleep; `SleepDone` comes when it is, or when it will not be. See `engine.sleep`."""
+
+    call_id: int
+    ask: SleepAsk
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    call_id: int
+
+
+ToEngine = Submit | Abort | Configure | Sleep | Wake | Ping
+FromEngine = StepOutput | Loading | Ready | Measured | ConfigureDone | SleepDone | Fatal | Pong

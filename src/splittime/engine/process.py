@@ -4,6 +4,9 @@ Owns the process, the two sockets of its generation, and one queue for each requ
 stream ends: when the process dies, each request in flight gets a terminal output with `engine_died`, `is_ready` turns
 false, the cause is logged, and a successor is started (not if it never got ready even once: the same would happen
 again). Messages of a dead generation cannot be read by its successor: each has sockets of its own.
+
+An engine that dies while it sleeps stays asleep, and gets its successor when it is woken: until then somebody else may
+have the memory that it would take.
 """
 
 import asyncio
@@ -25,6 +28,7 @@ import zmq.asyncio
 
 from splittime.core.errors import Conflict, EngineError, ErrorInfo, Overloaded, SplittimeError, error_from_info
 from splittime.core.request import FinishReason, Request
+from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, WAKING, Rest, SleepAsk, SleepReport
 from splittime.engine.client import StreamItem
 from splittime.engine.known_facts import KnownFacts
 from splittime.engine.messages import (
@@ -38,10 +42,14 @@ from splittime.engine.messages import (
     Measured,
     Ping,
     Ready,
+    Sleep,
+    SleepDone,
     StepOutput,
     Submit,
     ToEngine,
+    Wake,
 )
+from splittime.engine.sleep import refusal, stays_asleep
 from splittime.ledger.account import Mark
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Cause, Stage
@@ -128,11 +136,15 @@ class ProcessClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._streams: dict[str, InFlight] = {}
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._changed_knobs: dict[str, Any] = {}
         self._stats = EngineStats(now_ns=time.monotonic_ns())
         self._known_facts = KnownFacts()
+        self._rest = Rest()
+        self._num_turns = 0  # calls of `sleep` and `wake` that are not answered
+        self._anew = asyncio.Lock()  # of starting a process at waking
+        self._wake_failure: SplittimeError | None = None
         self._generation: Generation | None = None
         self._last_words: Fatal | None = None
         self._num_deaths_in_row = 0
@@ -177,6 +189,10 @@ class ProcessClient:
             self._end_streams("the server is shutting down")
             generation, self._generation = self._generation, None
             self._cancel_tasks()
+            self._fail_calls(EngineError("the server is shutting down"))
+            self._wake_failure = EngineError("the server is shutting down")
+            if self._was_ever_ready:
+                self._became_ready.set()
             generation.close()
             await asyncio.to_thread(_wait_or_kill, generation.process)
         if self._context is not None:
@@ -184,9 +200,14 @@ class ProcessClient:
 
     # ---- the client's calls ---------------------------------------------------------------------------------------
 
+    @property
+    def rest(self) -> Rest:
+        return self._rest
+
     def submit(self, request: Request) -> None:
-        if not self.is_ready:
-            raise Overloaded("the engine is not running", status=503, code="engine_not_ready", retry_after_s=2.0)
+        if self._rest.state != AWAKE:
+            raise refusal(self._rest)
+        self._require_up()
         if request.request_id in self._streams:
             raise Conflict(f"request id {request.request_id!r} is in flight", param="request_id")
         self._streams[request.request_id] = InFlight(request.submitted_ns)
@@ -208,23 +229,92 @@ class ProcessClient:
             self._send(Abort(request_id))
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return msgspec.structs.replace(self._stats, rest=self._rest)
 
     def facts(self) -> ServerFacts | None:
         return self._known_facts.now(self._stats.knobs)
 
     async def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
-        if not self.is_ready:
-            raise Overloaded("the engine is not running", status=503, code="engine_not_ready", retry_after_s=2.0)
+        answer = await self._call(lambda call_id: Configure(call_id, knobs))
+        self._changed_knobs |= knobs
+        return answer
+
+    async def sleep(self, ask: SleepAsk) -> SleepReport:
+        ask.validate()
+        if self._generation is None and self._rest == Rest(ASLEEP, ask.level):  # it died in its sleep
+            return SleepReport(action="sleep", level=ask.level, changed=False)
+        self._require_up()
+        if self._rest.state == AWAKE:
+            self._rest = Rest(FALLING_ASLEEP)
+        return await self._turn(lambda call_id: Sleep(call_id, ask))
+
+    async def wake(self) -> SleepReport:
+        async with self._anew:
+            if self._generation is None and self._rest.state == ASLEEP:
+                return await self._wake_anew()
+        self._require_up()
+        if self._rest.state == ASLEEP:
+            self._rest = Rest(WAKING, self._rest.level)
+        return await self._turn(Wake)
+
+    async def _turn(self, message: Callable[[int], ToEngine]) -> SleepReport:
+        """One call of `sleep` or `wake`; the last answer says what the engine is."""
+        self._num_turns += 1
+        try:
+            answer = await self._call(message)
+        finally:
+            self._num_turns -= 1
+        if not self._num_turns:
+            self._rest = answer.rest
+        if answer.error is not None:
+            raise error_from_info(answer.error)
+        self._known_facts.add_sleep(answer.report)
+        return answer.report
+
+    async def _wake_anew(self) -> SleepReport:
+        """A successor for the engine that died in its sleep."""
+        begin_ns, level = time.monotonic_ns(), self._rest.level
+        self._rest, self._wake_failure = Rest(WAKING, level), None
+        self._became_ready.clear()
+        self.num_restarts += 1
+        if self._succeed():
+            await self._became_ready.wait()
+        else:
+            self._wake_failure = EngineError("the system would not start a process")
+        if self._wake_failure is not None:
+            self._rest = Rest(ASLEEP, level)
+            raise stays_asleep(self._wake_failure)
+        assert self.ready_info is not None
+        report = SleepReport(
+            action="wake",
+            level=level,
+            begin_ns=begin_ns,
+            end_ns=time.monotonic_ns(),
+            parts=self.ready_info.timeline,
+            note="the engine had died in its sleep: a new process was started",
+        )
+        self._known_facts.add_sleep(report)
+        return report
+
+    async def _call(self, message: Callable[[int], ToEngine]) -> Any:
+        """Send what `message` makes of a call's number, and await its answer."""
+        self._require_up()
         call_id = next(self._call_ids)
         self._calls[call_id] = self._loop.create_future()
-        self._send(Configure(call_id, knobs))
+        self._send(message(call_id))
         try:
-            answer = await self._calls[call_id]
-            self._changed_knobs |= knobs
-            return answer
+            return await self._calls[call_id]
         finally:
             del self._calls[call_id]
+
+    def _require_up(self) -> None:
+        if not self.is_ready:
+            raise Overloaded("the engine is not running", status=503, code="engine_not_ready", retry_after_s=2.0)
+
+    def _fail_calls(self, error: SplittimeError) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
 
     @property
     def num_in_flight(self) -> int:
@@ -283,11 +373,16 @@ class ProcessClient:
                 self._known_facts.take_ready(message, self._generation.started_ns, self.num_restarts)
                 self._repeat_knobs()
                 self._is_up = self._was_ever_ready = True
+                self._rest = Rest()
                 self._became_ready.set()
             case Measured(machine):
                 self._known_facts.take_machine(machine)
             case ConfigureDone():
                 self._take_answer(message)
+            case SleepDone():
+                future = self._calls.get(message.call_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
             case Fatal():
                 self._last_words = message
 
@@ -337,17 +432,26 @@ class ProcessClient:
         words, self._last_words = self._last_words, None
         cause = _cause_of_death(status, words)
         self._end_streams(f"the engine process died: {cause}")
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(EngineError("the engine process died", hint="try again when /ready says so"))
+        self._fail_calls(EngineError("the engine process died", hint="try again when /ready says so"))
         generation.close()
         self._stats = EngineStats(now_ns=time.monotonic_ns())
+        if self._rest.state in (ASLEEP, WAKING):
+            self._sleep_on(generation, cause, words)
+            return
+        self._rest = Rest()
         if not self._was_ever_ready:  # whoever awaits `start` is told
             self.failure = _failure(cause, words)
             self._became_ready.set()
             return
         log.error("engine process %d died: %s", generation.process.pid, cause)
         await self._restart(generation)
+
+    def _sleep_on(self, dead: Generation, cause: str, words: Fatal | None) -> None:
+        """It died in its sleep, or while it woke: no successor before somebody wants it awake."""
+        log.error("engine process %d died asleep: %s; waking starts a new one", dead.process.pid, cause)
+        self._generation, self._rest = None, Rest(ASLEEP, self._rest.level)
+        self._wake_failure = _failure(cause, words)
+        self._became_ready.set()
 
     async def _restart(self, dead: Generation) -> None:
         if time.monotonic_ns() - dead.started_ns > HEALTHY_AFTER_S * 1e9:

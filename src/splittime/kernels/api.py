@@ -34,12 +34,13 @@ BACKENDS = ("native", "torch", "reference", "triton")
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How a weight is kept: "float32", "float16", "bfloat16", "int8", "int4", or "fp8" (e4m3, one scale an output).
+    """How a weight is kept: "float32", "float16", "bfloat16", "int8", "int4", or "fp8" (e4m3).
 
-    group: columns that share a scale; 0, one scale an output (of int8 only). has_zeros, has_minima: what `RoundedRows`
-    comes with; only checkpoints that are already quantised do. rounds_activations: each token of x is rounded too, as
-    it comes, and the product is one of 8-bit numbers; "fp8" always does so, "int8" of no groups if this is set. (What
-    a backend does with x where it is not set is its own: the native kernels round it, the others do not.)
+    group: columns that share a scale; 0, one scale an output (of int8 and fp8 only). has_zeros, has_minima: what
+    `RoundedRows` comes with; only checkpoints that are already quantised do. rounds_activations: each token of x may be
+    rounded too, as it comes (of "fp8" in groups, each group of it), so that the product is one of 8-bit numbers; "fp8"
+    always may be, "int8" of no groups if this is set. The torch backend never does so, the native one always with
+    integers, the others where it is set.
     """
 
     name: str
@@ -55,7 +56,8 @@ class RoundedRows:
 
         w[i, j] = scales[i, g] * (integers[i, j] - zeros[i, g]) - minima[i, g]
 
-    integers: int8 [rows, in]: 0..15 for "int4", -128..127 for "int8". scales: float32 [rows, groups].
+    integers: int8 [rows, in]: 0..15 for "int4", -128..127 for "int8"; of "fp8" float8_e4m3fn, which are none but take
+    their place. scales: float32 [rows, groups].
     zeros: uint8 [rows, groups], zero points of "int4"; None: 8 for "int4", 0 for "int8".
     minima: float32 [rows, groups], what is taken off whatever the integer is; None: nothing.
     """
@@ -118,6 +120,9 @@ class Ops(Protocol):
 
     def set_threads(self, num_threads: int) -> None:
         """Of this process, for all that the backend computes."""
+
+    def keeps(self, scheme: WeightScheme) -> bool:
+        """Whether rounded rows can be packed in this scheme as they are: of fp8 the native kernels keep float32."""
 
     def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> int | None:
         """Size of the one blob that a packed weight is, or None where this backend has no such thing."""
@@ -238,6 +243,9 @@ class PlainOps:
 
     def set_threads(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
+
+    def keeps(self, scheme: WeightScheme) -> bool:
+        return True
 
     def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> None:
         return None

@@ -2,9 +2,11 @@
 
     int4    groups of a multiple of 32 columns; zero points, minima, both or neither
     int8    one scale a row (group 0), or groups of a multiple of 16 columns; no zero points; minima with groups only
+    fp8     e4m3 in the place of integers; one scale a row (group 0), or groups of 128 columns; nothing besides
 
-A group that spans the whole row is `in_features` rounded up to a multiple of these. Scales and minima of groups are
-kept as float16 (`models.quant.bounds` says what that costs), so they must lie within its range.
+A group that spans the whole row is `in_features` rounded up to a multiple of these. Scales and minima of groups of
+integers are kept as float16 (`models.quant.bounds` says what that costs), so they must lie within its range; those of
+fp8 stay float32.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,8 +17,9 @@ from torch import Tensor
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import RoundedRows, WeightScheme
 
-UNITS = {"int8": 16, "int4": 32}  # columns of a group: a multiple of these
-RANGES = {"int8": (-128, 127), "int4": (0, 15)}
+UNITS = {"int8": 16, "int4": 32, "fp8": 128}  # columns of a group: a multiple of these
+RANGES = {"int4": (0, 15)}
+FLOAT8 = torch.float8_e4m3fn
 LARGEST_HALF = 65504.0
 INT4_ZERO = 8
 
@@ -29,6 +32,8 @@ def check_scheme(scheme: WeightScheme) -> None:
     if scheme.group % unit or scheme.group < 0 or (scheme.group == 0 and scheme.name == "int4"):
         hint = "a last group may be filled up: one of the whole row is in_features rounded up to such a multiple"
         raise _refusal(f"{scheme.name} in groups of {scheme.group} columns", scheme.group, f"multiples of {unit}", hint)
+    if scheme.name == "fp8" and (scheme.group > unit or scheme.has_zeros or scheme.has_minima):
+        raise _refusal(f"fp8 as {scheme}", scheme, f"whole rows or groups of {unit}, no zero points, no minima")
     if scheme.name == "int8" and scheme.has_zeros:
         hint = "minima = scales * (zeros - 128), of the integers less 128, say the same"
         raise _refusal("int8 with zero points", True, "zero points of int4", hint)
@@ -103,7 +108,7 @@ def as_packed(part: RoundedRows, scheme: WeightScheme) -> RoundedRows:
 def _check_part(part: RoundedRows, in_features: int, scheme: WeightScheme) -> None:
     rows, groups = len(part.integers), num_groups(in_features, scheme)
     wanted = {
-        "integers": (part.integers, True, (rows, in_features), torch.int8),
+        "integers": (part.integers, True, (rows, in_features), FLOAT8 if scheme.name == "fp8" else torch.int8),
         "scales": (part.scales, True, (rows, groups), torch.float32),
         "zeros": (part.zeros, scheme.has_zeros, (rows, groups), torch.uint8),
         "minima": (part.minima, scheme.has_minima, (rows, groups), torch.float32),
@@ -118,8 +123,10 @@ def _check_part(part: RoundedRows, in_features: int, scheme: WeightScheme) -> No
 
 
 def _check_values(part: RoundedRows, scheme: WeightScheme) -> None:
-    low, high = RANGES[scheme.name]
+    if scheme.name == "fp8":
+        return
     if scheme.name == "int4" and part.integers.numel():
+        low, high = RANGES[scheme.name]
         for name, values in (("integers", part.integers), ("zeros", part.zeros)):
             if values is not None and (int(values.min()) < low or int(values.max()) > high):
                 found = [int(values.min()), int(values.max())]

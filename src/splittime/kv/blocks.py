@@ -14,7 +14,7 @@ from collections.abc import Callable
 class BlockPool:
     """Blocks 0..num_blocks-1. `on_evict(block_id)` is told before an evictable block is given away."""
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], object]) -> None:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._num_refs = [0] * num_blocks
@@ -43,6 +43,9 @@ class BlockPool:
             self._on_evict(block_id)
         self._num_refs[block_id] = 1
         return block_id
+
+    def is_held(self, block_id: int) -> bool:
+        return self._num_refs[block_id] > 0
 
     def share(self, block_id: int) -> None:
         """One more holder for a held or evictable block."""

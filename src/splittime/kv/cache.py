@@ -7,18 +7,26 @@ this one after a preemption) find them. Freed blocks keep their content until so
     token_ids    [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 ]      block_size = 4
     block_ids    [     7       |      3      |  9 ]
     names        [     n0      |      n1     ]           only full blocks have a name
+
+With `num_host_slots` there is a second tier (`kv.host`): a block that is given away while its content could be reused
+is copied there first; `match` goes on there where the device's index ends, and `reserve` takes a block for each hit,
+into which it is copied back. Such a block is in the index as soon as that is planned: whoever finds it runs later.
 """
 
 from collections.abc import Iterable, Sequence
 
 from splittime.kv.blocks import BlockPool
+from splittime.kv.host import HostTier, Moves
 from splittime.kv.prefix import PrefixIndex, block_name, root_name
+
+NO_BLOCK = -1
+"""In the place of a block that was found in host memory, until `reserve` takes one for it."""
 
 
 class Lease:
     """The blocks of one request, in order, and the names of its full ones (kept over preemptions)."""
 
-    __slots__ = ("block_ids", "names", "num_indexed", "num_sent", "salt")
+    __slots__ = ("block_ids", "in_host", "names", "num_indexed", "num_sent", "salt")
 
     def __init__(self, salt: str = "") -> None:
         self.salt = salt
@@ -26,6 +34,7 @@ class Lease:
         self.names: list[bytes] = []
         self.num_indexed = 0  # blocks [0, num_indexed) have been offered to the index
         self.num_sent = 0  # blocks [0, num_sent) have been named in a row, so the runner knows them
+        self.in_host: list[tuple[int, int]] = []  # found, not reserved: (place in block_ids, slot)
 
     def unsent(self) -> tuple[int, ...]:
         """The blocks that no row has named yet; they count as sent from now on."""
@@ -37,11 +46,14 @@ class Lease:
 class KVCache:
     """`block_size` tokens a block. With prefix caching off, `match` finds nothing and nothing stays behind."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_slots: int = 0
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._index = PrefixIndex()
-        self._pool = BlockPool(num_blocks, self._index.forget)
+        self.host = HostTier(num_host_slots) if num_host_slots else None  # to look at
+        self._pool = BlockPool(num_blocks, self._evict)
 
     @property
     def num_blocks(self) -> int:
@@ -70,22 +82,32 @@ class KVCache:
         if not self.enable_prefix_caching:
             return 0
         for i in range((len(token_ids) - 1) // self.block_size):
-            block_id = self._index.find(self._name(lease, i, token_ids))
-            if block_id is None:
+            name = self._name(lease, i, token_ids)
+            block_id = self._index.find(name)
+            if block_id is not None:
+                self._pool.share(block_id)
+            elif self.host is not None and (slot := self.host.pin(name)) is not None:
+                lease.in_host.append((i, slot))
+                block_id = NO_BLOCK
+            else:
                 break
-            self._pool.share(block_id)
             lease.block_ids.append(block_id)
         lease.num_indexed = len(lease.block_ids)
         return len(lease.block_ids) * self.block_size
 
+    def has_room(self, lease: Lease, num_tokens: int, keep_free: int = 0) -> bool:
+        """Whether the lease can hold `num_tokens`, and `keep_free` blocks stay free."""
+        num_new = self.blocks_for(num_tokens) - len(lease.block_ids) + len(lease.in_host)
+        return num_new <= 0 or self._pool.num_free - num_new >= keep_free
+
     def reserve(self, lease: Lease, num_tokens: int, keep_free: int = 0) -> bool:
         """Let the lease hold `num_tokens`; False, with nothing changed, if fewer than `keep_free` would stay free."""
-        num_new = self.blocks_for(num_tokens) - len(lease.block_ids)
-        if num_new <= 0:
-            return True
-        if self._pool.num_free - num_new < keep_free:
+        if not self.has_room(lease, num_tokens, keep_free):
             return False
-        lease.block_ids.extend(self._pool.take() for _ in range(num_new))
+        if lease.in_host and self.host is not None:
+            self._plan_restores(lease, self.host)
+        num_new = self.blocks_for(num_tokens) - len(lease.block_ids)
+        lease.block_ids.extend([self._take() for _ in range(num_new)])
         return True
 
     def commit(self, lease: Lease, token_ids: Sequence[int], num_computed: int) -> None:
@@ -99,26 +121,63 @@ class KVCache:
 
     def free(self, lease: Lease) -> None:
         """Take all blocks back, last first, so that the tail of a prefix is evicted before its head."""
+        if self.host is not None:
+            for _, slot in reversed(lease.in_host):
+                self.host.unpin(slot)
+            lease.in_host.clear()
         for block_id in reversed(lease.block_ids):
-            self._pool.release(block_id, self._index.holds(block_id))
+            if block_id != NO_BLOCK:
+                self._pool.release(block_id, self._index.holds(block_id))
         lease.block_ids = []
         lease.num_indexed = lease.num_sent = 0
 
     def set_prefix_caching(self, enabled: bool) -> None:
-        """Switch on a live cache. Off forgets what nobody holds; what is held is forgotten when it is given away."""
+        """Switch on a live cache. Off forgets what nobody holds, in host memory too; what is held is forgotten when it
+        is given away."""
         self.enable_prefix_caching = enabled
         if not enabled:
             self._pool.discard_evictable()
+            if self.host is not None:
+                self.host.clear()
+
+    def take_moves(self) -> tuple[Moves, Moves]:
+        """Offloads (block, slot) and restores (slot, block), once each, for the plan that is sent next."""
+        return ((), ()) if self.host is None else self.host.take_moves()
 
     def check(self, leases: Iterable[Lease]) -> None:
-        """Raise AssertionError if a block leaked, doubled, or the index disagrees with the pool."""
+        """Raise AssertionError if a block or a slot leaked or doubled, or an index disagrees with its pool."""
+        leases = list(leases)
         num_holders: dict[int, int] = {}
         for lease in leases:
-            assert len(set(lease.block_ids)) == len(lease.block_ids), "a lease holds a block twice"
-            for block_id in lease.block_ids:
+            held = [block_id for block_id in lease.block_ids if block_id != NO_BLOCK]
+            assert len(set(held)) == len(held), "a lease holds a block twice"
+            for block_id in held:
                 num_holders[block_id] = num_holders.get(block_id, 0) + 1
         self._pool.check(num_holders)
         self._index.check()
+        if self.host is not None:
+            self.host.check(slot for lease in leases for _, slot in lease.in_host)
+
+    def _take(self) -> int:
+        block_id = self._pool.take()
+        if self.host is not None:
+            self.host.forget_restore(block_id)
+        return block_id
+
+    def _evict(self, block_id: int) -> None:
+        """The pool gives it away; its content may go to host memory."""
+        name = self._index.forget(block_id)
+        if self.host is not None and self.enable_prefix_caching:
+            self.host.offload(name, block_id)
+
+    def _plan_restores(self, lease: Lease, host: HostTier) -> None:
+        """A block for each of the lease's hits in host memory."""
+        for place, slot in lease.in_host:
+            block_id = self._take()
+            lease.block_ids[place] = block_id
+            host.restore(slot, block_id)
+            self._index.add(lease.names[place], block_id)
+        lease.in_host.clear()
 
     def _name(self, lease: Lease, i: int, token_ids: Sequence[int]) -> bytes:
         """Name of the lease's block i; the chain is computed once and kept."""

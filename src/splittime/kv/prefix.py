@@ -41,8 +41,15 @@ class PrefixIndex:
             self._block_of[name] = block_id
             self._name_of[block_id] = name
 
-    def forget(self, block_id: int) -> None:
-        del self._block_of[self._name_of.pop(block_id)]
+    def forget(self, block_id: int) -> bytes:
+        """Returns the name that the block had."""
+        name = self._name_of.pop(block_id)
+        del self._block_of[name]
+        return name
+
+    def clear(self) -> None:
+        self._block_of.clear()
+        self._name_of.clear()
 
     def check(self) -> None:
         assert {name: block for block, name in self._name_of.items()} == self._block_of, "the index is not one-to-one"

@@ -111,12 +111,16 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A closed book with the facts of its request; all times in ns of the host's monotonic clock.
 
     started_at_unix_ns: wall-clock time of `start_ns`, for display only; never subtracted from anything.
+    cached_tokens: prompt tokens that were found in the prefix cache; host_tokens: of these, the ones that were copied
+        back from host memory.
     token_steps, token_ready_ns: for each output token, the step that made it and the instant it was ready.
     token_written_ns: for each output token, the instant the chunk that holds it had been given to the socket;
         shorter than `token_steps` if the client went away.
     first_chunk_tokens: output tokens in the first chunk written (TPOT's divisor leaves them out).
     prompt_parts: (hash, start, num_tokens) of the prompt's parts, cut by content (`ledger.prompt_parts`); () for a
         short one, and for one that was refused before it was tokenised.
+    unseen_ns: how long before `start_ns`, at the most, the request lay in its socket, because the server's event loop
+        was busy; 0 below 15 ms. Part of no sum: the account begins when the server sees it.
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     """
 
@@ -141,6 +145,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cancelled_ns: int | None = None
     freed_ns: int | None = None
     prompt_parts: tuple[tuple[int, int, int], ...] = ()
+    unseen_ns: int = 0
+    host_tokens: int = 0
 
     def verify(self) -> None:
         """Raise ValueError if the ledger's first law does not hold for this account."""

@@ -132,8 +132,8 @@ def prompt_bucket(prompt_tokens: int) -> str:
 class DeviceBook(msgspec.Struct, frozen=True):
     """The device's time over some consecutive steps.
 
-    share_ns: device time (forward and sampling) by request, each step's shared among its rows by their tokens. That is
-        a convention of book-keeping, not a claim about cost.
+    share_ns: device time (copies of blocks, forward and sampling) by request, each step's shared among its rows by
+        their tokens. That is a convention of book-keeping, not a claim about cost.
     host_gap_ns: there was work, and the device waited for the host: planning, launching, committing, between steps.
     idle_ns: there was no work.
     """
@@ -149,7 +149,7 @@ def device_book(records: Sequence[StepRecord]) -> DeviceBook:
     share_ns: dict[str, int] = {}
     host_gap_ns = idle_ns = 0
     for record in records:
-        busy_ns = record.device_ns + record.sample_ns
+        busy_ns = record.busy_ns
         host_gap_ns += record.host_gap_ns + record.plan_ns + record.launch_ns + record.commit_ns
         idle_ns += record.idle_ns
         if not record.rows:

@@ -1,9 +1,19 @@
 """A step's record: who was in it, what it read, and where its own time went.
 
-    plan_ns + launch_ns + device_ns + sample_ns + commit_ns == end_ns - begin_ns       (exactly)
-    begin_ns - previous end_ns == host_gap_ns + idle_ns                                (exactly)
+    plan_ns + launch_ns + offload_ns + restore_ns + device_ns + sample_ns + commit_ns == end_ns - begin_ns   (exactly)
+    begin_ns - previous end_ns == host_gap_ns + idle_ns                                                    (exactly)
 
-`host_gap_ns` is time between steps while there was work; `idle_ns` is waiting for work. `verify_steps` checks both.
+`host_gap_ns` is time between steps while there was work; `idle_ns` is waiting for work, of which the engine slept
+`asleep_ns` (falling asleep and waking included). `verify_steps` checks all three.
+
+A device apart from the host has a clock of its own. `gap_ns`, by its marks, is how long it had nothing to do between
+the step before and this one while there was work. It is part of no sum, but lies in what the host did meanwhile:
+
+    0 <= gap_ns <= (launch_ns + commit_ns of the step before) + host_gap_ns + plan_ns + launch_ns
+
+`launch_ns` counts on both sides since it is whatever of the runner's time is neither forward pass nor sampling: before
+them, telling the device; after them, until the host knows. Where the host computes, there is nothing to wait for:
+`gap_ns`, `enqueue_ns` and `padded_rows` are 0. `collective_ns` lies in `device_ns`. `verify_steps` checks these too.
 """
 
 from collections.abc import Sequence
@@ -11,12 +21,16 @@ from itertools import pairwise
 
 import msgspec
 
+EXECUTIONS = ("host", "eager", "captured")
+
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
     """One step. `rows` are (request_id, start, num_tokens). `kv_tokens_read` counts the cached positions that attention
     read over all rows. `decode_tokens` counts the rows of one token that sample, so a prompt of one token, or a last
     chunk of one, is among them. `victims` are the requests preempted while planning it. `hidden_ns`: what the host did
-    for other steps while this one ran; part of no sum."""
+    for other steps while this one ran; part of no sum. `execution`, `padded_rows`, `enqueue_ns` and
+    `collective_ns` are those of `core.plan.StepResult`; `enqueue_ns` is part of no sum, as the device may work then.
+    `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to host memory, and back."""
 
     step_id: int
     begin_ns: int
@@ -37,10 +51,30 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     num_waiting: int
     victims: tuple[str, ...] = ()
     hidden_ns: int = 0
+    asleep_ns: int = 0
+    execution: str = "host"
+    padded_rows: int = 0
+    gap_ns: int = 0
+    enqueue_ns: int = 0
+    collective_ns: int = 0
+    offload_ns: int = 0
+    restore_ns: int = 0
+    offloaded_blocks: int = 0
+    restored_blocks: int = 0
 
     @property
     def parts_ns(self) -> int:
-        return self.plan_ns + self.launch_ns + self.device_ns + self.sample_ns + self.commit_ns
+        return self.plan_ns + self.launch_ns + self.busy_ns + self.commit_ns
+
+    @property
+    def moves_ns(self) -> int:
+        """Copies of blocks between the device and host memory."""
+        return self.offload_ns + self.restore_ns
+
+    @property
+    def busy_ns(self) -> int:
+        """What the device worked, so far as is known: copies of blocks, forward pass and sampling."""
+        return self.moves_ns + self.device_ns + self.sample_ns
 
 
 def verify_steps(records: Sequence[StepRecord]) -> None:
@@ -48,7 +82,28 @@ def verify_steps(records: Sequence[StepRecord]) -> None:
     for record in records:
         if record.parts_ns != record.end_ns - record.begin_ns:
             raise ValueError(f"step {record.step_id}: parts {record.parts_ns} != {record.end_ns - record.begin_ns} ns")
+        if not 0 <= record.asleep_ns <= record.idle_ns:
+            raise ValueError(f"step {record.step_id}: asleep for {record.asleep_ns} ns of {record.idle_ns} idle ones")
+        _verify_execution(record)
     for before, after in pairwise(records):
         gap_ns = after.begin_ns - before.end_ns
         if after.step_id == before.step_id + 1 and after.host_gap_ns + after.idle_ns != gap_ns:
             raise ValueError(f"step {after.step_id}: gap {gap_ns} ns is not host_gap + idle")
+        room_ns = gap_room_ns(before, after.host_gap_ns, after.plan_ns, after.launch_ns)
+        if after.step_id == before.step_id + 1 and after.gap_ns > room_ns:
+            raise ValueError(f"step {after.step_id}: the device waited {after.gap_ns} ns, the host only {room_ns} ns")
+
+
+def gap_room_ns(before: StepRecord, host_gap_ns: int, plan_ns: int, launch_ns: int) -> int:
+    """In how much of the host's time the device can have waited for a step."""
+    return before.launch_ns + before.commit_ns + host_gap_ns + plan_ns + launch_ns
+
+
+def _verify_execution(record: StepRecord) -> None:
+    name, told = record.execution, (record.gap_ns, record.enqueue_ns, record.padded_rows)
+    if name not in EXECUTIONS:
+        raise ValueError(f"step {record.step_id}: execution {name!r} is not one of {', '.join(EXECUTIONS)}")
+    if min(told) < 0 or (name == "host" and any(told)) or (name != "captured" and record.padded_rows):
+        raise ValueError(f"step {record.step_id}: gap, enqueue and padded rows {told} of a step run {name}")
+    if not 0 <= record.collective_ns <= record.device_ns:
+        raise ValueError(f"step {record.step_id}: collective {record.collective_ns} of {record.device_ns} ns")

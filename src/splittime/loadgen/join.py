@@ -11,18 +11,21 @@ it with `==`. Clocks of two hosts are never subtracted, only durations are:
                  token was ready (TTFT) or to the account's end (E2E)                         server's clock
     deliver      for TTFT: from there until its chunk had been given to the socket            server's clock
     network      up and down together, as far as the probed round trip explains it
+    unseen       of the rest, what the server's event loop may have left in the socket      server's clock
     residual     what neither book explains
 
 With S the client's time from sent to the figure's end, A the account's time from its start to the same event, and P the
-median of the probed round trips:
+median of the probed round trips, U the account's `unseen_ns`:
 
-    N = S - A     network = min(P, max(N, 0))     residual = N - network
+    N = S - A     network = min(P, max(N, 0))     unseen = min(U, max(N - network, 0))
+    residual = N - network - unseen
 
 The two ways cannot be told apart without subtracting clocks, so they are one line. P was probed on a kept connection
 while there was no load, and holds both sides' handling of one small HTTP request: it is an allowance. Whatever lies
-between the books and exceeds it is residual: bytes that waited in the kernel because the server's or the client's event
-loop was busy, a slow network under load. A negative residual means that the server began before the client had sent its
-last byte. The goal: a mean absolute residual of at most 1 ms or 1 % of the mean, whichever is more.
+between the books and exceeds it is residual: bytes that waited in the kernel because the client's event loop was busy,
+a slow network under load. U is an upper bound, so some of these may be in it. A negative residual means that the server
+began before the client had sent its last byte. The goal: a mean absolute residual of at most 1 ms or 1 % of the mean,
+whichever is more.
 
 `join` loses nobody: for each figure, those joined and those left out (with a reason) are all measured requests.
 """
@@ -40,6 +43,7 @@ from splittime.loadgen.joined import (
     NETWORK,
     RESIDUAL,
     TTFT,
+    UNSEEN,
     JoinedBooks,
     JoinedRequest,
     Key,
@@ -112,11 +116,13 @@ def split(outcome: Outcome, choices: Sequence[ClosedAccount], figure: str, round
         at_ns, server = outcome.end_ns, _stage_lines(last, last.end_ns)
     between_ns = at_ns - outcome.sent_ns - sum(server.values())
     network_ns = min(round_trip_ns, max(between_ns, 0))
+    unseen_ns = min(choices[0].unseen_ns, max(between_ns - network_ns, 0))
     lines = {
         **_client_lines(outcome, outcome.sent_ns),
         (NETWORK, None): network_ns,
         **server,
-        (RESIDUAL, None): between_ns - network_ns,
+        (UNSEEN, None): unseen_ns,
+        (RESIDUAL, None): between_ns - network_ns - unseen_ns,
     }
     return Split(at_ns - outcome.intended_ns, tuple((stage, cause, ns) for (stage, cause), ns in lines.items()))
 

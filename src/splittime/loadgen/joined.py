@@ -12,8 +12,8 @@ from splittime.ledger.stages import Cause, Stage
 
 TTFT, E2E = "ttft", "e2e"
 HELD, CLIENT_LAG, CONNECT, SEND = CLIENT_BEFORE = ("held", "client_lag", "connect", "send")
-NETWORK, RESIDUAL = "network", "residual"
-LINE_ORDER = (*CLIENT_BEFORE, NETWORK, *(stage.value for stage in Stage), RESIDUAL)
+NETWORK, UNSEEN, RESIDUAL = "network", "unseen", "residual"
+LINE_ORDER = (*CLIENT_BEFORE, NETWORK, UNSEEN, *(stage.value for stage in Stage), RESIDUAL)
 GOAL_NS, GOAL_SHARE = 1_000_000, 0.01
 ALL = "all"
 

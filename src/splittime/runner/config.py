@@ -14,7 +14,7 @@ KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 BACKENDS = ("auto", "native", "torch", "reference", "triton")
 GPU_MEMORY_UTILIZATION = 0.9
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-QUANTIZATIONS = ("int8", "int4", "fp8")
+QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8")
 
 
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,9 +25,9 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
         alone and makes random weights.
     dtype: of weights that are not quantised. The native kernels compute in float32 whatever it is, the others in it.
         "auto": `runner.machine.choose_dtype`.
-    quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are; "fp8"
-        rounds activations too, and needs "triton". A
-        checkpoint that is quantised already is served as it is and refuses this.
+    quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are. "w8a8"
+        (int8) and "fp8" round activations too; "fp8" needs "triton", "w8a8" that or "native". A checkpoint that is
+        quantised already is served as it is and refuses this.
     kv_cache_dtype: "auto" is as the weights' dtype. "fp8" is e4m3 with a scale for each token and head, of "triton".
     kernels: "auto" takes "triton" where there is a CUDA card, else "native", and "torch" where the native library is
         missing; "reference" is the slow oracle.
@@ -36,6 +36,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: longest context in tokens; None takes the checkpoint's.
     gpu_memory_utilization: share of a card's memory that weights, steps and KV cache may take together.
     kv_cache_memory_bytes: None takes what `max_num_seqs` full contexts need, at most half of the free memory.
+    kv_offload_memory_bytes: host memory, pinned at start, for copies of blocks that a card's KV cache has no room for;
+        0: what is evicted is lost. Each rank takes as much.
     tensor_parallel_size: ranks that share the model, a process each (`runner.parallel`). The threads are divided among
         them; kv_cache_memory_bytes is what each of them takes.
     enforce_eager: on a card, launch every step's kernels one by one: capture no CUDA graphs.
@@ -61,6 +63,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     async_scheduling: bool = False
     enforce_eager: bool = False
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
+    kv_offload_memory_bytes: int = 0
 
     def validate(self) -> None:
         """Raise `ConfigError` naming the first setting that is not honoured."""
@@ -76,6 +79,9 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, must be at least 1", param=name, value=value)
+        if self.kv_offload_memory_bytes < 0:
+            message = f"kv_offload_memory_bytes is {self.kv_offload_memory_bytes}, must be at least 0, which is off"
+            raise ConfigError(message, param="kv_offload_memory_bytes", value=self.kv_offload_memory_bytes)
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             value = getattr(self, name)
             if value < 1:
@@ -97,6 +103,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         are looked up come into memory.
     packed_cache: what became of the cache of packed weights.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
+    num_host_slots: blocks of host memory for what is evicted; kv_offload: what that makes, in words.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.
     graph_sizes: numbers of decode rows for which a step was captured.
     tensor_parallel_size: ranks that share the model. Where there are several, weights_bytes, kv_bytes_per_block and
@@ -131,6 +138,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     context_length: int
     sliding_window: int | None
+    num_host_slots: int = 0
+    kv_offload: str = ""
     graph_sizes: tuple[int, ...] = ()
     tensor_parallel_size: int = 1
     rank_weights_bytes: tuple[int, ...] = ()

@@ -19,12 +19,15 @@ from splittime.models.weights.load import Loaded, OnLayer, load_decoder
 from splittime.models.weights.shards import counted, own_config
 from splittime.models.weights.source import PLAIN, is_gguf, open_source, read_config
 from splittime.runner import machine
-from splittime.runner.config import GPU_MEMORY_UTILIZATION, Resolved, RunnerConfig
+from splittime.runner.config import BACKENDS, GPU_MEMORY_UTILIZATION, Resolved, RunnerConfig
 from splittime.runner.cost import Cost, cost
 from splittime.runner.device.memory import largest_step_bytes, room_bytes
+from splittime.runner.host_room import num_host_slots, story
+from splittime.runner.host_store import staging_bytes
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
 OnPhase = Callable[[str, int, int], None]
+EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
 SURE_LAYERS = 4  # some models begin with layers of another size
 
 
@@ -86,6 +89,7 @@ class _Choices:
     dtype: torch.dtype
     kv_cache_dtype: torch.dtype
     max_model_len: int
+    num_host_slots: int
     reasons: dict[str, str]
 
     @staticmethod
@@ -96,25 +100,31 @@ class _Choices:
         if config.load_format != "dummy":
             _refuse_to_round_again(config, model, path)
         kernels, kernels_reason = machine.choose_kernels(config.kernels)
-        if config.quantization == "fp8" and kernels != "triton":
-            message = f"quantization is 'fp8', which the {kernels} kernels do not multiply"
-            raise ConfigError(message, param="quantization", value="fp8", hint="int8, or kernels=triton on a card")
+        _refuse_eight_bits(config.quantization, kernels)
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
         machine.packed_cache_folder(config.packed_cache)
+        own = model if ranks is None else own_config(model, ranks)
         choices = _Choices(
             whole=model,
-            model=model if ranks is None else own_config(model, ranks),
+            model=own,
             ops=resolve(kernels, dtype),
             plan=choose(config.quantization, _name(dtype)),
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             max_model_len=machine.choose_max_model_len(config, model),
+            num_host_slots=num_host_slots(config, kernels, _bytes_per_block(config, own, kv_cache_dtype)),
             reasons={"kernels_reason": kernels_reason, "dtype_reason": dtype_reason},
         )
         _refuse_a_share_of_no_card(config, choices.ops)
         _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
         return choices
+
+
+def _refuse_eight_bits(asked: str | None, kernels: str) -> None:
+    if kernels not in EIGHT_BITS.get(asked or "", BACKENDS):
+        message = f"quantization is {asked!r}, which the {kernels} kernels do not multiply"
+        raise ConfigError(message, param="quantization", value=asked, hint="int8, or kernels=triton on a card")
 
 
 def _fitting(config: RunnerConfig, ops: Ops, on_layer: OnLayer) -> OnLayer:
@@ -182,20 +192,27 @@ def _allocate(config: RunnerConfig, choices: _Choices, decoder: Decoder, ranks: 
     step_bytes = 0
     if choices.ops.device.type == "cuda":
         step_bytes = largest_step_bytes(decoder, config, choices.kv_cache_dtype, choices.max_model_len)
+    num_slots = choices.num_host_slots
+    if num_slots:
+        step_bytes += staging_bytes(_bytes_per_block(config, choices.model, choices.kv_cache_dtype))
     num_blocks, reason = _choose_num_blocks(config, choices, step_bytes)
     if ranks is not None:
-        num_blocks = min(ranks.each(num_blocks))
+        num_blocks, num_slots = min(ranks.each(num_blocks)), min(ranks.each(num_slots))
     model = choices.model
     shape = KvShape(num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
     with torch.inference_mode():
-        return KvStore(shape, model.num_layers, choices.kv_cache_dtype, choices.ops.device), reason
+        store = KvStore(shape, model.num_layers, choices.kv_cache_dtype, choices.ops.device, num_slots)
+    return store, reason
+
+
+def _bytes_per_block(config: RunnerConfig, model: ModelConfig, kv_cache_dtype: torch.dtype) -> int:
+    shape = KvShape(0, config.block_size, model.num_kv_heads, model.head_dim)
+    return bytes_per_block(shape, model.num_layers, kv_cache_dtype)
 
 
 def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int = 0) -> tuple[int, str]:
     """step_bytes: what the largest step takes of a card's memory."""
-    model = choices.model
-    shape = KvShape(0, config.block_size, model.num_kv_heads, model.head_dim)
-    block_bytes = bytes_per_block(shape, model.num_layers, choices.kv_cache_dtype)
+    block_bytes = _bytes_per_block(config, choices.model, choices.kv_cache_dtype)
     device = choices.ops.device
     if device.type == "cuda":
         room = room_bytes(device, config.gpu_memory_utilization, step_bytes)
@@ -207,6 +224,7 @@ def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int 
 def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: KvStore, num_threads: int) -> Resolved:
     model, ops = choices.model, choices.ops
     windows = [window for window in model.layer_windows if window is not None]
+    block_bytes = bytes_per_block(store.shape, model.num_layers, choices.kv_cache_dtype)
     values: dict[str, Any] = {
         "architecture": model.architecture,
         "model_path": config.model_path,
@@ -224,7 +242,7 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "num_threads": num_threads,
         "block_size": config.block_size,
         "num_blocks": store.shape.num_blocks,
-        "kv_bytes_per_block": bytes_per_block(store.shape, model.num_layers, choices.kv_cache_dtype),
+        "kv_bytes_per_block": block_bytes,
         "max_model_len": choices.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -232,6 +250,8 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "eos_token_ids": model.eos_token_ids,
         "context_length": model.max_position_embeddings,
         "sliding_window": min(windows) if windows else None,
+        "num_host_slots": store.num_host_slots,
+        "kv_offload": story(store.num_host_slots, config.block_size, block_bytes),
     }
     return msgspec.convert(values | choices.reasons, Resolved)
 

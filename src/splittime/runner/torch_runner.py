@@ -8,7 +8,7 @@ that nobody inherits it). The clock is read at the two borders of the step's own
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -29,6 +29,7 @@ from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.cost import Cost
 from splittime.runner.kv_store import KvStore
 from splittime.runner.load import OnPhase, load
+from splittime.runner.sleep import Sleeper, without_weights
 from splittime.runner.slots import Slots
 from splittime.runner.warm_up import Probe, warm_up_plans
 
@@ -83,6 +84,21 @@ class TorchRunner:
             return None
         return RunnerThread(self.run, lambda: self.decoder.ops.set_threads(self.resolved.num_threads))
 
+    def sleeper(self, config: RunnerConfig) -> Sleeper | None:
+        """What puts this runner, made with `config`, to sleep and wakes it; None where nothing can."""
+        return Sleeper(self, config)
+
+    def drop_weights(self) -> None:
+        """Nothing can be run before `decoder` is set again."""
+        self.decoder = without_weights(self.decoder)
+
+    def drop_captured(self) -> tuple[int, ...]:
+        """Forget captured steps, which hold addresses; their sizes, for `capture`. Here there are none."""
+        return ()
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Where steps can be captured: those of so many decode rows, or fewer, are replayed from now on."""
+
     def warm_up(self) -> None:
         """Run a few steps over the empty cache, so that the first request does not pay for first calls."""
         for plan in warm_up_plans(self.resolved):
@@ -109,7 +125,13 @@ class TorchRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         self.slots.update(plan.released, plan.admitted)
-        self.store.copy_blocks(plan.copies)
+        moved = self.store.move(plan)
+        if moved is None:
+            return self._run_rows(plan)
+        moved.end.wait()
+        return moved.told(self._run_rows(plan))
+
+    def _run_rows(self, plan: StepPlan) -> StepResult:
         results: Results = {}
         rows = []
         for row in plan.rows:

@@ -27,6 +27,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         token. None: as many as fit.
     max_model_len: longest prompt plus output, in tokens.
     block_size, num_blocks: the KV cache; it must hold at least one request of max_model_len.
+    num_host_slots: blocks of host memory for what is evicted from it; 0: what is evicted is lost.
     policy: who goes first; see `scheduler.policy`.
     batching: 'continuous' admits at every step; 'static' fills a batch and runs it to its end (the usual baseline).
     starvation_bound_ms: a request that has waited longer goes first under every policy.
@@ -41,6 +42,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_model_len: int = 2048
     block_size: int = 16
     num_blocks: int = 1024
+    num_host_slots: int = 0
     policy: Literal["fcfs", "priority", "shortest_prefill", "deadline"] = "fcfs"
     batching: Literal["continuous", "static"] = "continuous"
     starvation_bound_ms: float = 10_000.0
@@ -54,6 +56,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         if self.max_prefill_tokens is not None:
             _require(self.max_prefill_tokens >= 1, "max_prefill_tokens", self.max_prefill_tokens, "at least 1")
+        _require(self.num_host_slots >= 0, "num_host_slots", self.num_host_slots, "at least 0")
         _require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2: a prompt and an output")
         _require(self.starvation_bound_ms >= 0, "starvation_bound_ms", self.starvation_bound_ms, "at least 0")
         _require(

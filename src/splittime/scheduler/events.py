@@ -13,7 +13,8 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     marks: the account's marks since the previous output of this request (the engine's part begins with `handoff` at
     `Request.submitted_ns`). The terminal event's last mark is `deliver`, at the moment the engine was done with it.
-    num_cached_tokens: prompt tokens found in the prefix cache at first admission; None until then.
+    num_cached_tokens: prompt tokens found in the prefix cache at first admission; None until then. num_host_tokens: of
+        these, the ones that were copied back from host memory.
     freed_ns: terminal event only: when its blocks were free again.
     """
 
@@ -28,3 +29,4 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     num_preemptions: int = 0
     freed_ns: int | None = None
     stop_token_id: int | None = None  # the end-of-sequence or stop id that ended it (also the last of token_ids)
+    num_host_tokens: int = 0

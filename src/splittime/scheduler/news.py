@@ -20,6 +20,7 @@ def progress(
         prompt_logprobs=prompt_logprobs,
         marks=state.new_marks(),
         num_cached_tokens=state.num_cached_tokens,
+        num_host_tokens=state.num_host_tokens,
         num_preemptions=state.num_preemptions,
     )
 
@@ -43,6 +44,7 @@ def end(
         finish_reason=reason,
         error=error,
         num_cached_tokens=state.num_cached_tokens,
+        num_host_tokens=state.num_host_tokens,
         num_preemptions=state.num_preemptions,
         freed_ns=now_ns,
         stop_token_id=token_ids[-1] if reason is FinishReason.STOP else None,

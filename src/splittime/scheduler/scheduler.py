@@ -47,7 +47,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config.validate()
-        self.cache = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.cache = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, config.num_host_slots)
         self.queue = WaitingQueue()
         self.running: list[RequestState] = []  # best rank first
         self._states: dict[str, RequestState] = {}
@@ -61,6 +61,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
+        self.prefix_host_hit_tokens = 0  # of these
         self.prompt_tokens = 0
         self.output_tokens = 0
 
@@ -153,7 +154,8 @@ class Scheduler:
         self._step_id += 1
         self._in_flight[self._step_id] = [self._states[row.request_id] for row in rows]
         released, self._released = tuple(self._released), []
-        return StepPlan(self._step_id, tuple(rows), admitted, released)
+        offloads, restores = self.cache.take_moves()
+        return StepPlan(self._step_id, tuple(rows), admitted, released, offloads=offloads, restores=restores)
 
     def _plan_decodes(self, rows: list[Row], now_ns: int) -> None:
         """A row for each running request with one pending token. Only at a block's edge does it need a new block."""
@@ -222,7 +224,7 @@ class Scheduler:
         admitted: list[Admitted] = []
         bound_ns = self.config.starvation_bound_ms * 1e6
         while (state := self.queue.peek(now_ns, bound_ns)) is not None:
-            cause = self._obstacle(budget, may_admit) or self._lease_blocks(state, budget)
+            cause = self._obstacle(budget, may_admit) or self._find_blocks(state, budget)
             if cause is not None:
                 rest_cause = Cause.POLICY if cause is Cause.KV_BLOCKS else cause
                 self.queue.wait(now_ns, state, cause, rest_cause)
@@ -241,23 +243,26 @@ class Scheduler:
             return Cause.TOKEN_BUDGET
         return None
 
-    def _lease_blocks(self, state: RequestState, budget: StepBudget) -> Cause | None:
-        """Blocks for all its known tokens, the cached prefix first; or why not, with nothing changed."""
+    def _find_blocks(self, state: RequestState, budget: StepBudget) -> Cause | None:
+        """Lease the cached prefix, with room for all its known tokens; or why not, with nothing changed."""
         keep_free = max(1, self.config.num_blocks // 100) if self.running else 0
         if state.request.sampling.prompt_logprobs is None:  # else every position must be computed
             state.num_computed = self.cache.match(state.lease, state.token_ids)
         cause = None
-        if not self.cache.reserve(state.lease, len(state.token_ids), keep_free):
+        if not self.cache.has_room(state.lease, len(state.token_ids), keep_free):
             cause = Cause.KV_BLOCKS
         elif self.config.batching == "continuous" and budget.chunk(state.num_pending) == 0:
             cause = Cause.TOKEN_BUDGET
         if cause is not None:
             self.cache.free(state.lease)
             state.num_computed = 0
+        elif state.num_cached_tokens is None:
+            state.num_host_tokens = len(state.lease.in_host) * self.config.block_size
         return cause
 
     def _admit(self, state: RequestState) -> Admitted:
-        """From the queue to the running, with its blocks already leased."""
+        """From the queue to the running, with blocks for all its known tokens."""
+        self.cache.reserve(state.lease, len(state.token_ids))
         num_cached_tokens, state.num_computed = state.num_computed, 0  # the queue counts pending tokens from scratch
         self.queue.remove(state)
         state.num_computed = num_cached_tokens
@@ -266,6 +271,7 @@ class Scheduler:
             state.num_cached_tokens = num_cached_tokens
             self.prefix_query_tokens += state.num_prompt
             self.prefix_hit_tokens += num_cached_tokens
+            self.prefix_host_hit_tokens += state.num_host_tokens
             self.prompt_tokens += state.num_prompt
         state.is_known_to_runner = True
         sampling = state.request.sampling

@@ -26,6 +26,7 @@ class RequestState:
         "next_cause",
         "num_cached_tokens",
         "num_computed",
+        "num_host_tokens",
         "num_marks_sent",
         "num_preemptions",
         "num_promised",
@@ -55,6 +56,7 @@ class RequestState:
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0  # entries passed on, for positions 1 to this
         self.num_cached_tokens: int | None = None
+        self.num_host_tokens = 0  # of these, the ones that were in host memory
         self.is_known_to_runner = False
         self.lease = Lease(request.cache_salt)
         self.account = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)

@@ -35,8 +35,9 @@ class Refused(Overloaded):
         limit: int | None = None,
         predicted_wait_s: float | None = None,
         retry_after_s: float = 1.0,
+        hint: str | None = None,
     ) -> None:
-        super().__init__(message, code=reason, status=status, retry_after_s=retry_after_s, limit=limit)
+        super().__init__(message, code=reason, status=status, retry_after_s=retry_after_s, limit=limit, hint=hint)
         wait_ms = None if predicted_wait_s is None else round(predicted_wait_s * 1e3, 3)
         self.reason = reason
         self.facts = {"reason": reason, "queued": queued, "limit": limit, "predicted_wait_ms": wait_ms}

@@ -15,7 +15,7 @@ from splittime.core.errors import NotFound, RequestError, error_body
 from splittime.engine.client import EngineClient
 from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.store import Ledger
-from splittime.server import routes_dashboard, routes_docs, routes_info, routes_ledger
+from splittime.server import routes_dashboard, routes_docs, routes_info, routes_ledger, routes_sleep
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.edge import Edge
 from splittime.server.http import Receive, Scope, Send
@@ -36,6 +36,10 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/stats", routes_info.stats),
     ("GET", "/knobs", routes_info.knobs),
     ("PATCH", "/knobs", routes_info.change_knobs),
+    ("POST", "/sleep", routes_sleep.sleep),
+    ("POST", "/wake", routes_sleep.wake),
+    ("POST", "/wake_up", routes_sleep.wake),
+    ("GET", "/is_sleeping", routes_sleep.is_sleeping),
     ("GET", "/ledger/requests", routes_ledger.requests),
     ("GET", "/ledger/requests/{request_id:path}", routes_ledger.one_request),
     ("GET", "/ledger/steps", routes_ledger.steps),

@@ -26,6 +26,7 @@ Headers = list[tuple[bytes, bytes]]
 MAX_REQUEST_ID_CHARS = 128
 LINGER_S = 2.0
 START_NS = "splittime.start_ns"  # key in an ASGI scope: the first moment the application saw the request
+UNSEEN_NS = "splittime.unseen_ns"  # and for how long it may have lain in the socket before that (`loop_watch`)
 TRANSPORT = "splittime.transport"  # key in an ASGI scope's extensions: the connection, to be aborted
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]+")

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from splittime import __version__
+from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.server.config import ServerConfig
 from splittime.server.schema import PROMPT_FORMS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
@@ -19,7 +20,7 @@ _ERRORS = {
     401: "No API key, or a wrong one.",
     404: "No such model, request or page.",
     408: "The body took too long to arrive.",
-    409: "The X-Request-Id is in flight.",
+    409: "The X-Request-Id is in flight, or the server is not in a state for that.",
     413: "The body is too large.",
     429: "The queue is full, or the deadline cannot be met. Retry-After says when to come back.",
     500: "The engine failed.",
@@ -93,6 +94,10 @@ def _paths() -> Schema:
         "/metrics": {"get": _get("Prometheus metrics", content={"text/plain": {"schema": {"type": "string"}}})},
         "/stats": {"get": _get("Gauges and counters")},
         "/knobs": {"get": _get("What can be changed while serving"), "patch": _change_knobs()},
+        "/sleep": {"post": _bodyless("Give the memory back", _SLEEP_QUERY, (400, 409, 500, 503))},
+        "/wake": {"post": _bodyless("Take it again, and serve", [], (400, 500, 503))},
+        "/wake_up": {"post": _bodyless("The same", [], (400, 500, 503))},
+        "/is_sleeping": {"get": _get("Whether it sleeps")},
         "/ledger/requests": {"get": _get("The latest accounts", [slower, limit], errors=(400,))},
         "/ledger/requests/{request_id}": {"get": _get("A request's account", [request_id], errors=(404,))},
         "/ledger/steps": {"get": _get("The latest steps", [limit], errors=(400,))},
@@ -123,6 +128,14 @@ def _post(body: str, summary: str, errors: Iterable[int]) -> Schema:
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": content},
+        "responses": _responses(errors, {"application/json": {"schema": _OBJECT}}),
+    }
+
+
+def _bodyless(summary: str, parameters: list[Schema], errors: Iterable[int]) -> Schema:
+    return {
+        "summary": summary,
+        "parameters": parameters,
         "responses": _responses(errors, {"application/json": {"schema": _OBJECT}}),
     }
 
@@ -164,3 +177,12 @@ def _query(name: str, schema: Schema, description: str) -> Schema:
 
 def _in_path(name: str) -> Schema:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+_SLEEP_QUERY = [
+    _query("level", {"type": "integer", "enum": list(LEVELS)}, "1: weights are kept in host memory; 2: dropped."),
+    _query("mode", {"type": "string", "enum": list(MODES)}, "What becomes of running requests; default wait."),
+    _query(
+        "timeout_s", {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S}, "How long to wait; default: no end."
+    ),
+]

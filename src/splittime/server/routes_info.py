@@ -144,6 +144,7 @@ async def stats(service: Service, scope: http.Scope, receive: http.Receive, send
             "refusals": dict(admission.refusals),
             "is_draining": service.is_draining,
             "gc_pauses": None if service.gc_pauses is None else service.gc_pauses.summary(),
+            "loop_stalls": service.loop_watch.summary(),
         },
         "ledger": msgspec.to_builtins(service.ledger.counts()),
     }

@@ -11,6 +11,7 @@ import msgspec
 from splittime import __version__
 from splittime.core.clock import SystemClock
 from splittime.core.errors import ErrorInfo
+from splittime.core.sleep import AWAKE, WAY_OUT
 from splittime.engine.client import EngineClient
 from splittime.engine.gc_pauses import GcPauses, freeze_heap
 from splittime.engine.tokenizer import Tokenizer
@@ -22,6 +23,8 @@ from splittime.ledger.store import Ledger
 from splittime.server.admission import Admission, Bounds, Refused
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.generation import Generation, conflict
+from splittime.server.inline import InlineTokenizing
+from splittime.server.loop_watch import LoopWatch
 
 DRAIN_POLL_S = 0.02
 ENGINE_ANSWER_S = 1.0  # for the engine to end what it was told to abort; it may hang
@@ -42,11 +45,13 @@ class Service:
         self._model = model
         self.exporter = PrometheusExporter(ledger, client.stats)
         self.gc_pauses: GcPauses | None = None
+        self.loop_watch = LoopWatch(SystemClock())
         self.started_ns = self._ready_ns = time.monotonic_ns()  # until who made the process says better
         ledger.tell_facts = self.facts
         bounds = Bounds(config.max_queued_requests, config.max_queued_prompt_tokens)
         self.admission = Admission(bounds, self.exporter.count_refusal)
         self.pool = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
+        self.inline = InlineTokenizing(config.inline_tokenize_bytes)
         self.is_draining = False
         self.generations: dict[str, Generation] = {}
         self._reserved: dict[str, asyncio.Event] = {}
@@ -61,7 +66,8 @@ class Service:
 
     @property
     def is_serving(self) -> bool:
-        return self.client.is_ready and self.model is not None and not self.is_draining
+        is_up = self.client.is_ready and self.client.rest.state == AWAKE
+        return is_up and self.model is not None and not self.is_draining
 
     def require_model(self) -> ModelInfo:
         """The model, or `Refused` with 503 while it is not known."""
@@ -74,6 +80,9 @@ class Service:
         """The model, or `Refused` with 503 if a request would not be served now."""
         if self.is_draining:
             raise Refused("the server is shutting down", reason="draining", status=503)
+        if self.client.rest.state != AWAKE:
+            words = self.client.rest.state.replace("_", " ")
+            raise Refused(f"the server is {words}", reason="asleep", status=503, hint=WAY_OUT)
         if not self.client.is_ready:
             raise Refused("the engine is not ready yet", reason="not_ready", status=503)
         return self.require_model()
@@ -100,7 +109,13 @@ class Service:
             return None
         said = self.client.facts() or ServerFacts(version=__version__, model="", max_model_len=0)
         pauses = self.gc_pauses.latest if self.gc_pauses is not None else ()
-        own = Process(name="server", started_ns=self.started_ns, ready_ns=self._ready_ns, pauses=pauses)
+        own = Process(
+            name="server",
+            started_ns=self.started_ns,
+            ready_ns=self._ready_ns,
+            pauses=pauses,
+            stalls=self.loop_watch.latest,
+        )
         return msgspec.structs.replace(
             said,
             model=model.name,

@@ -10,6 +10,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, RequestError, SplittimeError
 from splittime.core.request import FinishReason, Request
 from splittime.engine.choice import Choice, Echo
@@ -35,6 +37,7 @@ class Visit:
     def __init__(self, service: Service, endpoint: str, scope: http.Scope, receive: http.Receive) -> None:
         self.service, self.endpoint, self.scope, self.receive = service, endpoint, scope, receive
         self.start_ns: int = scope.get(http.START_NS) or now_ns()
+        self.unseen_ns: int = scope.get(http.UNSEEN_NS, 0)
         self.started_at_unix_ns = time.time_ns() - (now_ns() - self.start_ns)
         self.has_body = False  # the whole body has been read
         self.is_gone = False
@@ -94,25 +97,29 @@ class Visit:
         self._is_reserved = True
 
     async def _tokenize(self, ask: Ask) -> list[tuple[int, ...]]:
-        """The prompts' ids; long texts are worked on beside the event loop."""
+        """The prompts' ids; what takes long is worked on beside the event loop."""
         self._account.enter(Stage.TOKENIZE, now_ns())
-        if _text_size(ask) <= self.service.config.inline_tokenize_bytes:
-            prompts, self._prompt_parts = self._encode_all(ask)
+        num_chars = _text_size(ask)
+        if self.service.inline.takes(num_chars):
+            prompts, self._prompt_parts = self._encode_all(ask, num_chars)
         else:
             loop = asyncio.get_running_loop()
-            prompts, self._prompt_parts = await loop.run_in_executor(self.service.pool, self._encode_all, ask)
+            encoded = loop.run_in_executor(self.service.pool, self._encode_all, ask, num_chars)
+            prompts, self._prompt_parts = await encoded
         self._account.enter(Stage.ADMIT, now_ns())
         if self.is_gone:
             raise http.Disconnected
         return prompts
 
-    def _encode_all(self, ask: Ask) -> tuple[list[tuple[int, ...]], list[PromptParts]]:
-        tokenizer = self.service.tokenizer
+    def _encode_all(self, ask: Ask, num_chars: int) -> tuple[list[tuple[int, ...]], list[PromptParts]]:
+        tokenizer, begin_ns = self.service.tokenizer, now_ns()
         if ask.is_chat:
             text = tokenizer.render_chat(ask.messages)
             prompts = [tuple(tokenizer.encode(text, add_special_tokens=False))]
         else:
             prompts = [tuple(tokenizer.encode(p)) if isinstance(p, str) else p for p in ask.prompts]
+        if num_chars:  # prompts of ids teach nothing
+            self.service.inline.learn(num_chars, now_ns() - begin_ns)
         return prompts, [prompt_parts(token_ids) for token_ids in prompts]
 
     def _check_in_time(self, deadline_ns: int | None) -> None:
@@ -186,7 +193,8 @@ class Visit:
         """Close a choice's account, once."""
         if not choice.is_closed:
             model, unix_ns = self._model_name(), self.started_at_unix_ns
-            self.service.file_account(choice.close(at_ns, self.group_id, model, self.endpoint, unix_ns))
+            account = choice.close(at_ns, self.group_id, model, self.endpoint, unix_ns)
+            self.service.file_account(msgspec.structs.replace(account, unseen_ns=self.unseen_ns))
 
     def close_refused(self, finish_reason: str, error: ErrorInfo | None) -> None:
         """Close the account of a request that never reached the engine."""
@@ -205,6 +213,7 @@ class Visit:
                 finish_reason=finish_reason,
                 error=error,
                 cancelled_ns=at_ns if finish_reason == FinishReason.ABORT else None,
+                unseen_ns=self.unseen_ns,
             )
         )
 

@@ -1,9 +1,10 @@
 """A runner with declared delays and predictable tokens: for tests, simulations, and benchmarks of everything else.
 
-A step takes `step_ns + token_ns * tokens` by the clock it is given: a `VirtualClock` is advanced, a real one slept. The
-next token is a hash of all tokens before it, *as read back from the blocks*: what the fake keeps in a KV slot is the
-token itself. So the output equals `expected_tokens` however a request is batched, chunked, preempted or served from the
-prefix cache, unless a plan reads a slot that was never written or belongs to somebody else by now.
+A step takes `step_ns + token_ns * tokens`, and `move_ns` for each block that is copied to host memory or back, by the
+clock it is given: a `VirtualClock` is advanced, a real one slept. The next token is a hash of all tokens before it, *as
+read back from the blocks*: what the fake keeps in a KV slot is the token itself. So the output equals `expected_tokens`
+however a request is batched, chunked, preempted or served from the prefix cache, unless a plan reads a slot that was
+never written or belongs to somebody else by now.
 """
 
 import time
@@ -18,7 +19,8 @@ from splittime.core.plan import PENDING, Admitted, Row, RowResult, StepPlan, Ste
 
 class FakeRunner:
     """block_size: of the KV cache. vocab_size: tokens are 1..vocab_size - 1; 0 is end-of-sequence if `eos_every` > 0:
-    a token is 0 when its hash divides by `eos_every`."""
+    a token is 0 when its hash divides by `eos_every`. execution: of `StepResult`; other than "host", it is a device that
+    tells how long it waited."""
 
     def __init__(
         self,
@@ -28,6 +30,8 @@ class FakeRunner:
         step_ns: int = 0,
         token_ns: int = 0,
         clock: Clock | None = None,
+        execution: str = "host",
+        move_ns: int = 0,
     ) -> None:
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -35,22 +39,26 @@ class FakeRunner:
         self._step_ns = step_ns
         self._token_ns = token_ns
         self._clock = clock or SystemClock()
+        self._execution = execution
+        self._move_ns = move_ns
+        self._host: dict[int, array] = {}  # slot of host memory -> what a block held
         self._known: dict[str, Admitted] = {}
         self._blocks: dict[str, list[int]] = {}
         self._kv: dict[int, array] = {}  # block -> token id in each slot
         self._sampled: dict[str, int] = {}  # the latest of each request
         self._launched: deque[tuple[StepResult, int]] = deque()  # and when it is done
-        self._free_ns = 0
+        self._free_ns: int | None = None  # when the device is done with what it was told; None: it was told nothing
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._compute(plan)
-        self._pass(result.device_ns)
+        self._pass(_busy_ns(result))
+        self._free_ns = self._clock.now_ns()
         return result
 
     def launch(self, plan: StepPlan) -> None:
         """The device begins with it when it is done with the step before."""
         result = self._compute(plan)
-        self._free_ns = max(self._free_ns, self._clock.now_ns()) + result.device_ns
+        self._free_ns = self._begin_ns() + _busy_ns(result)
         self._launched.append((result, self._free_ns))
 
     def collect(self) -> StepResult:
@@ -65,11 +73,30 @@ class FakeRunner:
             assert admitted.request_id not in self._known, f"{admitted.request_id} is known already"
             self._known[admitted.request_id] = admitted
             self._blocks[admitted.request_id] = []
+        for block, slot in plan.offloads:
+            self._host[slot] = array("I", self._kv[block])
+        for slot, block in plan.restores:
+            self._kv[block] = array("I", self._host[slot])
         for source, target in plan.copies:
             self._kv[target] = array("I", self._kv[source])
         rows = tuple(self._run_row(row) for row in plan.rows)
         device_ns = self._step_ns + self._token_ns * sum(len(row.token_ids) for row in plan.rows)
-        return StepResult(plan.step_id, rows, device_ns)
+        gap_ns = 0
+        if self._execution != "host" and self._free_ns is not None:
+            gap_ns = self._begin_ns() - self._free_ns
+        return StepResult(
+            plan.step_id,
+            rows,
+            device_ns,
+            execution=self._execution,
+            gap_ns=gap_ns,
+            offload_ns=self._move_ns * len(plan.offloads),
+            restore_ns=self._move_ns * len(plan.restores),
+        )
+
+    def _begin_ns(self) -> int:
+        """When the device begins with a step that it is told now."""
+        return max(self._free_ns or 0, self._clock.now_ns())
 
     def _run_row(self, row: Row) -> RowResult:
         blocks = self._blocks[row.request_id]
@@ -100,6 +127,10 @@ class FakeRunner:
             self._clock.advance(delay_ns)
         elif delay_ns:
             time.sleep(delay_ns / 1e9)
+
+
+def _busy_ns(result: StepResult) -> int:
+    return result.offload_ns + result.restore_ns + result.device_ns
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int = 1000, eos_every: int = 0) -> list[int]:

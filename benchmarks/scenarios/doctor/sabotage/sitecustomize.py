@@ -3,6 +3,7 @@
 SABOTAGE=host         burns 4 ms of Python before each step
 SABOTAGE=gc           keeps a million objects alive in the engine process and has them collected twice a second
 SABOTAGE=tokenizer    takes 60 ms longer for each text
+SABOTAGE=loop         holds up the server's event loop for 100 ms, 50 ms after the last time
 """
 
 import gc
@@ -13,7 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-HOST_S, COLLECT_S, TOKENIZE_S = 0.004, 0.5, 0.06
+HOST_S, COLLECT_S, TOKENIZE_S, LOOP_S, LOOP_TICKS = 0.004, 0.5, 0.06, 0.1, 10
+IN_SERVER = ("tokenizer", "loop")  # the others in the engine process
 
 
 def _slower(whole: type, name: str, burn: Callable[[Any], None]) -> None:
@@ -48,10 +50,19 @@ def _spoil_tokenizer(tokenizer_class: type) -> None:
     _slower(tokenizer_class, "encode", lambda tokenizer: time.sleep(TOKENIZE_S))
 
 
+def _spoil_loop(watch_class: type) -> None:
+    def hold_up(watch: Any) -> None:
+        if watch.num_ticks % LOOP_TICKS == 0:
+            time.sleep(LOOP_S)
+
+    _slower(watch_class, "_tick", hold_up)
+
+
 ILLNESSES = {
     "host": ("splittime.engine.engine", "Engine", _spoil_host),
     "gc": ("splittime.engine.engine", "Engine", _spoil_heap),
     "tokenizer": ("splittime.engine.tokenizer", "Tokenizer", _spoil_tokenizer),
+    "loop": ("splittime.server.loop_watch", "LoopWatch", _spoil_loop),
 }
 
 
@@ -62,8 +73,8 @@ def _when_loaded(module: str, name: str, spoil: Callable[[type], None]) -> None:
 
 
 def _is_meant() -> bool:
-    """The engine process for its illnesses, the server for the tokenizer's; not the benchmark itself."""
-    word = "serve" if os.environ["SABOTAGE"] == "tokenizer" else "splittime.cli.worker"
+    """The process that is to fall ill; not the benchmark itself."""
+    word = "serve" if os.environ["SABOTAGE"] in IN_SERVER else "splittime.cli.worker"
     return word in sys.orig_argv
 
 

@@ -21,6 +21,7 @@ from splittime.diagnose.rules.evidence import (
 )
 from splittime.diagnose.rules.share import of_requests
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.device_time import device_time
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 
@@ -36,6 +37,8 @@ _COMPUTING = in_stages(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Stage.PREFI
 @rule("accounts", "steps", root_of=("overload", "slot_bound"))
 def host_bound(books: Books) -> Answer:
     """The device waits for Python: planning, launching and committing take a large part of the steps' time."""
+    if device_time(books.steps) is not None:
+        return None  # what a device apart from the host waits is measured there: `device_idle`
     host_ns, device_ns = _usual_ns(books.steps)
     host_share = host_ns / max(1.0, host_ns + device_ns)
     accounts = served(books.accounts)
@@ -141,7 +144,7 @@ def _meets(begin_ns: int, end_ns: int, accounts: Sequence[ClosedAccount]) -> boo
     return any(account.start_ns < end_ns and account.end_ns > begin_ns for account in accounts)
 
 
-@rule("accounts")
+@rule("accounts", root_of=("loop_stalls",))
 def slow_tokenizing(books: Books) -> Answer:
     """Turning texts into tokens takes a large part of the requests' time."""
     accounts = served(books.accounts)

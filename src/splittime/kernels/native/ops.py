@@ -56,6 +56,9 @@ class NativeOps:
         if started < num_threads:
             warnings.warn(f"the system gives {started} of {num_threads} threads", stacklevel=2)
 
+    def keeps(self, scheme: WeightScheme) -> bool:
+        return scheme.name in SCHEMES
+
     def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> int:
         return packed.packed_bytes(out_features, in_features, scheme)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from splittime.kernels import reads, rounded
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, RoundedRows, Stack, WeightScheme
-from splittime.kernels.reference import kv_rounding, rounding
+from splittime.kernels.reference import eight_bits, kv_rounding, rounding
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class ReferenceOps(PlainOps):
         bias = None if bias is None else bias.to(self.activation_dtype)
         if scheme.name in rounding.INTEGER_SCHEMES:
             return RoundedWeight(RoundedRows(*rounding.quantize(weight, scheme)), scheme, bias, None)
+        if scheme.name == "fp8":
+            return RoundedWeight(eight_bits.fp8_rows(weight), scheme, bias, None)
         return weight.to(self.activation_dtype), bias
 
     def pack_rounded(
@@ -67,10 +69,10 @@ class ReferenceOps(PlainOps):
             return packed.product(self.linear, x, residual)
         if isinstance(packed, RoundedWeight):
             x = x if packed.columns is None else x[:, packed.columns]
-            weight, bias = packed.dense().to(x.dtype), packed.bias
+            y, bias = _rounded_product(x, packed), packed.bias
         else:
             weight, bias = packed
-        y = x @ weight.T
+            y = x @ weight.T
         if len(x):
             _count(packed)
         if bias is not None:
@@ -125,6 +127,12 @@ class ReferenceOps(PlainOps):
                     scores = keys[kv_head, seen] @ q[token, head].float() * scale
                     out[token, head] = (scores.softmax(0) @ values[kv_head, seen]).to(q.dtype)
         return out.flatten(1)
+
+
+def _rounded_product(x: Tensor, packed: RoundedWeight) -> Tensor:
+    if eight_bits.rounds_activations(packed.scheme):
+        return eight_bits.product(x, packed.rows, packed.scheme)
+    return x @ packed.dense().to(x.dtype).T
 
 
 def _count(packed: Any) -> None:

@@ -38,6 +38,20 @@ def rounded_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     return (steps.double() @ values.double().T) * x_scales.double()[:, None] * scales.double()
 
 
+def choose_experts(
+    logits: Tensor, num_chosen: int, normalises: bool, is_there: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """logits [T, E] -> the best experts int64 [T, k], the best first, and their shares float32 [T, k]; of tokens that
+    are not there (bool [T]) experts -1 and shares 0."""
+    shares, chosen = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    shares, chosen = shares[:, :num_chosen], chosen[:, :num_chosen]
+    if normalises:
+        shares = shares / shares.sum(-1, keepdim=True)
+    if is_there is not None:
+        chosen, shares = chosen.where(is_there[:, None], -1), shares.where(is_there[:, None], 0.0)
+    return chosen, shares
+
+
 def experts(
     x: Tensor, chosen: Tensor, shares: Tensor, run: Callable[[int, Tensor], Tensor], residual: Tensor | None = None
 ) -> Tensor:

@@ -9,7 +9,7 @@ The rules are those of `st_pack` (kernels/native/csrc/splittime.h), to the last 
 
 A last group that the columns do not fill is a group all the same. Where s is 0 every integer is the one that means 0.
 What comes as integers (`pack_rounded`) may have zero points and minima; its scales and minima of groups are kept as
-float16, as in the native kernels.
+float16, as in the native kernels. What comes as e4m3 stays e4m3, with float32 scales.
 
 The product rebuilds a chunk of rows at a time in the activations' dtype, so that the weight stays integers in memory.
 It serves the torch backend and is the reference for the kernels. Those also round the activations, this does not:
@@ -33,8 +33,8 @@ INTEGER_SCHEMES = ("int8", "int4")
 
 @dataclass(frozen=True)
 class IntegerLinear:
-    """values: int8 [out, in], or for int4 uint8 [out, in / 2 rounded up], the even column in the lower half.
-    scales: [out, groups], float32, of groups float16; bias: [out] or None.
+    """values: int8 (or e4m3) [out, in], or for int4 uint8 [out, in / 2 rounded up], the even column in the lower half.
+    scales: [out, groups], float32, of groups of integers float16; bias: [out] or None.
     zeros: uint8, minima: float16, both [out, groups] or None; columns: as in `Ops.pack_rounded`."""
 
     values: Tensor
@@ -78,7 +78,7 @@ def dequantize(
     values: Tensor, scales: Tensor, scheme: WeightScheme, zeros: Tensor | None = None, minima: Tensor | None = None
 ) -> Tensor:
     """What `quantize` made, or what `RoundedRows` says -> float32 [out, in]."""
-    steps = _groups(values, scheme).float()
+    steps = _groups(values.float() if scheme.name == "fp8" else values, scheme).float()
     if zeros is not None:
         steps -= zeros.unsqueeze(-1).float()
     elif scheme.name == "int4":
@@ -143,7 +143,7 @@ def _kept(part: RoundedRows, scheme: WeightScheme) -> RoundedRows:
     if scheme.name == "int4":
         pairs = F.pad(values, (0, values.shape[1] % 2), value=INT4_ZERO).view(torch.uint8).unflatten(1, (-1, 2))
         values = pairs[..., 0] | pairs[..., 1] << 4
-    scales = scales.half() if scheme.group else scales.clone()
+    scales = scales.half() if scheme.group and scheme.name != "fp8" else scales.clone()
     return RoundedRows(values, scales, part.zeros, None if minima is None else minima.half())
 
 

@@ -116,9 +116,9 @@ def grouped(
     x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None = None, *,
     gate_up_tiles: Tiles | None = None, down_tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `models.layers.MixtureOfExperts` does once it has chosen: x [T, H], chosen int64 [T, k] experts of each
-    token, all different, weights [T, k] -> residual + the experts' outputs times their weights, [T, H]. No value on the
-    device is waited for. Tiles, of the same number of tokens: for benchmarks; else `choose`."""
+    """What `models.layers.MixtureOfExperts` does once it has chosen: x [T, H], chosen integers [T, k] experts of each
+    token, all different, below 0 for none, weights [T, k] -> residual + the experts' outputs times their weights,
+    [T, H]. No value on the device is waited for. Tiles, of the same number of tokens: for benchmarks; else `choose`."""
     num_tokens, num_chosen = chosen.shape
     if not num_tokens:
         return torch.zeros_like(x) if residual is None else residual.clone()

@@ -100,11 +100,13 @@ def combine(
     if HAS_RESIDUAL:
         sums += tl.load(residual_ptr + token * width + lanes, mask=is_there, other=0).to(tl.float32)
     for choice in tl.static_range(CHOSEN):
-        sums += tl.load(y_ptr + (token * CHOSEN + choice) * width + lanes, mask=is_there, other=0).to(tl.float32)
+        pair = token * CHOSEN + choice
+        is_made = is_there & (tl.load(chosen_ptr + pair) >= 0)
+        sums += tl.load(y_ptr + pair * width + lanes, mask=is_made, other=0).to(tl.float32)
     tl.store(out_ptr + token * width + lanes, sums.to(out_ptr.dtype.element_ty), mask=is_there)
     if COUNTS and tl.program_id(0) + tl.program_id(1) == 0:
         pairs = tl.arange(0, PAIRS)
         mine = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=-1)
         is_again = (mine[:, None] == mine[None, :]) & (pairs[None, :] < pairs[:, None])
-        is_first = (tl.sum(is_again.to(tl.int32), 1) == 0) & (pairs < num_pairs)
+        is_first = (tl.sum(is_again.to(tl.int32), 1) == 0) & (mine >= 0)
         tl.store(run_ptr, tl.load(run_ptr) + tl.sum(is_first.to(tl.int64), 0))

@@ -3,7 +3,7 @@
     float32, float16, bfloat16     cuBLAS through torch, which is at the limit already
     int4, int8 (weights only)      `integers`: activations as they are
     int8 with rounds_activations   `w8a8`: integers with integers
-    fp8                            `w8a8`: e4m3 with e4m3
+    fp8, also in groups of 128     `w8a8`: e4m3 with e4m3
 
 A weight is moved to the device a few rows at a time and rounded there, by the rules of `kernels.reference.rounding`;
 no weight of fewer bits is ever 16 bits wide in memory. Activation order (`columns`) is one gather of x beforehand.
@@ -129,7 +129,7 @@ def unpacked(packed: Packed) -> Tensor:
     if isinstance(packed, DenseLinear):
         return packed.weight.float()
     if isinstance(packed, w8a8.RoundedLinear):
-        return packed.values[:, : packed.in_features].float() * packed.scales[:, None]
+        return packed.values[:, : packed.in_features].float() * w8a8.scales_of(packed)
     rows = integers.unpacked(packed)
     scheme = WeightScheme(f"int{packed.bits}", packed.group)
     return rounding.dequantize(rows.integers, rows.scales, scheme, rows.zeros, rows.minima)
@@ -161,12 +161,13 @@ def _pack(
     device: torch.device,
 ) -> Any:
     begin = 0
-    if scheme.rounds_activations:
-        kept = w8a8.empty(out_features, in_features, torch.int8, device)
+    if scheme.name == "fp8" or scheme.rounds_activations:
+        dtype = torch.float8_e4m3fn if scheme.name == "fp8" else torch.int8
+        kept = w8a8.empty(out_features, in_features, dtype, device, scheme.group > 0)
         for part in parts:
-            w8a8.put(kept, begin, part.integers, part.scales[:, 0])
+            w8a8.put(kept, begin, part.integers, part.scales if scheme.group else part.scales[:, 0])
             begin += len(part.integers)
-        return replace(kept, bias=bias)
+        return replace(w8a8.with_shared_scales(kept), bias=bias)
     weight = integers.empty(out_features, in_features, scheme, device)
     for part in parts:
         integers.put(weight, begin, rounded.as_packed(part, scheme))

@@ -7,7 +7,6 @@ tensors instead: `finite_flags` and `draw_tokens`.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,27 +18,10 @@ from splittime.kernels import reads
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, RoundedRows, WeightScheme
 from splittime.kernels.triton import activation, attention, grouped, linear, norm, rotary, sampling
 from splittime.kernels.triton.device import device, is_interpreted
+from splittime.kernels.triton.mixture import GroupedExperts, MixtureLayer
 from splittime.kernels.triton.weights import Draws
 
 log = logging.getLogger("splittime.kernels")
-
-
-@dataclass(frozen=True)
-class GroupedExperts:
-    """In the place of a `models.layers.MixtureOfExperts`, with its signature: all experts in one product."""
-
-    ops: "TritonOps"
-    router: Any
-    experts: grouped.Experts
-    num_chosen: int
-    normalises: bool
-
-    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        scores = self.ops.linear(x, self.router).float().softmax(-1)  # [T, E]
-        shares, chosen = scores.topk(self.num_chosen, dim=-1)  # [T, k]
-        if self.normalises:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return grouped.grouped(x, chosen, shares.to(x.dtype), self.experts, residual)
 
 
 class TritonOps(PlainOps):
@@ -50,6 +32,7 @@ class TritonOps(PlainOps):
         self.device = device()
         self.activation_dtype = dtype
         self._experts: list[grouped.Experts] = []
+        self._read_of_forgotten: Counter[str] = Counter()
         self.linear_name = "cublas, triton below 16 bits" + (", interpreted" if is_interpreted() else "")
 
     def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> Any:
@@ -110,11 +93,16 @@ class TritonOps(PlainOps):
             return None
         self._experts.append(together)
         mlp = GroupedExperts(self, layer.mlp.router, together, layer.mlp.num_chosen, layer.mlp.normalises)
-        return replace(layer, mlp=mlp)
+        return MixtureLayer(self, layer.input_norm, layer.attention, layer.mlp_norm, mlp)
+
+    def forget_experts(self) -> None:
+        """Their weights are dropped; what was read of them stays counted."""
+        self._read_of_forgotten = Counter(self.bytes_read()) - Counter(super().bytes_read())
+        self._experts = []
 
     def bytes_read(self) -> dict[str, int]:
         """Experts are counted on the device, which alone knows which of them ran."""
-        read = Counter(super().bytes_read())
+        read = Counter(super().bytes_read()) + self._read_of_forgotten
         for experts in self._experts:
             read.update(experts.bytes_read())
         return dict(read)

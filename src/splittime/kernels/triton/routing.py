@@ -3,7 +3,7 @@
 A *pair* is p = t k + c, token t's choice c of k. Pairs are grouped by expert, in their order, and each expert's are cut
 into tiles of so many pairs as a product takes at once:
 
-    pairs [P]        every pair, grouped by expert
+    pairs [P]        every pair that has an expert, grouped by expert
     tiles [N, 3]     (expert, begin, end): a tile's pairs are pairs[begin:end]; expert -1 where there is no such tile
 
 N is the most there can be: an expert's last tile may be short, so P / size + E, and no more than P. Each expert has a
@@ -79,7 +79,7 @@ def _place(
 
 
 def route(chosen: Tensor, num_experts: int, size: int, run: Tensor) -> Routes:
-    """chosen: int64 [T, k], contiguous. run: int64 [1], to which the number of experts that were chosen is added."""
+    """chosen: integers [T, k], contiguous, below 0 for no expert, which is in no tile. run: int64 [1], to which the number of experts that were chosen is added."""
     num_pairs, device = chosen.numel(), chosen.device
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)

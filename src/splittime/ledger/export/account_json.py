@@ -43,6 +43,8 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "cancelled_ns": _relative(account.cancelled_ns, account.start_ns),
         "freed_ns": _relative(account.freed_ns, account.start_ns),
         "prompt_parts": account.prompt_parts,
+        "unseen_ns": account.unseen_ns,
+        "host_tokens": account.host_tokens,
         "derived": _derived_json(account),
     }
 
@@ -73,6 +75,8 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         cancelled_ns=_absolute(data["cancelled_ns"], start_ns),
         freed_ns=_absolute(data["freed_ns"], start_ns),
         prompt_parts=tuple(tuple(part) for part in data.get("prompt_parts", ())),
+        unseen_ns=data.get("unseen_ns", 0),
+        host_tokens=data.get("host_tokens", 0),
     )
 
 

@@ -1,6 +1,7 @@
 """The ledger as a Chrome trace (JSON): drop it on https://ui.perfetto.dev. Two processes:
 
-    engine      one track; each step a slice, and inside it plan, launch, device, sample, commit, end to end
+    engine      one track; each step a slice, and inside it plan, launch, offload and restore (where there are any),
+                device, sample, commit, end to end
     requests    one track for each request; the request a slice, and inside it its stages, end to end;
                 each token an instant with its step's id
 
@@ -18,7 +19,8 @@ from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 from splittime.ledger.steps import StepRecord
 
 ENGINE_PID, REQUESTS_PID = 1, 2
-STEP_PARTS = ("plan", "launch", "device", "sample", "commit")
+STEP_PARTS = ("plan", "launch", "offload", "restore", "device", "sample", "commit")
+_RARE_PARTS = ("offload", "restore")
 
 Event = dict[str, Any]
 
@@ -55,12 +57,21 @@ def _step_events(step: StepRecord, origin_ns: int) -> Iterator[Event]:
         "blocks_used": step.blocks_used,
         "num_waiting": step.num_waiting,
         "host_gap_ns": step.host_gap_ns,
+        "offloaded_blocks": step.offloaded_blocks,
+        "restored_blocks": step.restored_blocks,
         "victims": list(step.victims),
+        "execution": step.execution,
+        "padded_rows": step.padded_rows,
+        "gap_ns": step.gap_ns,
+        "enqueue_ns": step.enqueue_ns,
+        "collective_ns": step.collective_ns,
     }
     yield _slice(f"step {step.step_id}", ENGINE_PID, 1, step.begin_ns, step.end_ns, origin_ns, args)
     begin_ns = step.begin_ns
     for part in STEP_PARTS:
         end_ns = begin_ns + getattr(step, f"{part}_ns")
+        if end_ns == begin_ns and part in _RARE_PARTS:
+            continue
         yield _slice(part, ENGINE_PID, 1, begin_ns, end_ns, origin_ns, {})
         begin_ns = end_ns
 
@@ -70,6 +81,7 @@ def _request_events(account: ClosedAccount, tid: int, origin_ns: int) -> Iterato
         "finish_reason": account.finish_reason,
         "prompt_tokens": account.prompt_tokens,
         "cached_tokens": account.cached_tokens,
+        "host_tokens": account.host_tokens,
         "output_tokens": account.output_tokens,
         "ttft_ns": derive.ttft_ns(account),
         "tpot_ns": derive.tpot_ns(account),

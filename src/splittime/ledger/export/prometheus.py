@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from splittime.core.sleep import Rest, SleepReport
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
@@ -24,6 +25,7 @@ from splittime.ledger.store import Ledger
 EDGES_NS = (*(m * 10**e // 10 for e in range(4, 11) for m in (10, 15, 20, 30, 50, 70)), 10**11)
 _EDGE_LABELS = [*(str(edge_ns / 1e9) for edge_ns in EDGES_NS), "+Inf"]
 STEP_PARTS = ("plan", "launch", "device", "sample", "commit", "host_gap", "idle")
+MOVE_PARTS = ("offload", "restore")  # observed in steps that have them
 
 
 class Gauges(Protocol):
@@ -50,7 +52,19 @@ class Gauges(Protocol):
     @property
     def prefix_hit_tokens(self) -> int: ...
     @property
+    def prefix_host_hit_tokens(self) -> int: ...
+    @property
+    def host_blocks_used(self) -> int: ...
+    @property
+    def host_blocks_total(self) -> int: ...
+    @property
+    def offloaded_tokens(self) -> int: ...
+    @property
+    def restored_tokens(self) -> int: ...
+    @property
     def is_paused(self) -> bool: ...
+    @property
+    def rest(self) -> Rest: ...
     @property
     def gc_pause_ns(self) -> int: ...
     @property
@@ -81,6 +95,15 @@ METRICS = (
     ),
     MetricSpec("splittime_step_seconds", "histogram", ("part",), "A step's own split, and the gaps before it"),
     MetricSpec("splittime_send_lag_seconds", "histogram", (), "Token ready to bytes given to the socket"),
+    MetricSpec(
+        "splittime_unseen_seconds",
+        "histogram",
+        (),
+        "How long, at the most, a request lay in its socket while the server's event loop was busy; 0 below 15 ms",
+    ),
+    MetricSpec(
+        "splittime_sleep_seconds", "histogram", ("action", "part"), "Parts of falling asleep (sleep) and of waking (wake)"
+    ),
     MetricSpec("splittime_cancel_to_freed_seconds", "histogram", (), "Client gone to blocks free"),
     MetricSpec("splittime_requests_total", "counter", ("finish_reason",), "Requests ended"),
     MetricSpec("splittime_tokens_total", "counter", ("kind",), "Tokens of ended requests: prompt, cached, output"),
@@ -91,15 +114,31 @@ METRICS = (
     MetricSpec("splittime_preemptions_total", "counter", (), "Requests whose blocks were taken back"),
     MetricSpec("splittime_prefix_query_tokens_total", "counter", (), "Prompt tokens looked up in the prefix cache"),
     MetricSpec("splittime_prefix_hit_tokens_total", "counter", (), "Prompt tokens found there"),
+    MetricSpec("splittime_prefix_host_hit_tokens_total", "counter", (), "Of these, the ones that were in host memory"),
+    MetricSpec("splittime_offloaded_tokens_total", "counter", (), "Tokens of evicted blocks copied to host memory"),
+    MetricSpec("splittime_restored_tokens_total", "counter", (), "Tokens of blocks copied back from there"),
     MetricSpec("splittime_gc_pause_seconds_total", "counter", (), "Time the engine spent in garbage collection"),
     MetricSpec("splittime_gc_collections_total", "counter", (), "Garbage collections of the engine"),
+    MetricSpec(
+        "splittime_executions_total", "counter", ("execution",), "Steps by how they were run: host, eager, captured"
+    ),
+    MetricSpec("splittime_padded_rows_total", "counter", (), "Rows that captured steps computed for nobody"),
+    MetricSpec(
+        "splittime_device_seconds_total",
+        "counter",
+        ("state",),
+        "Time of a device apart from the host: busy in steps; gap, idle between them; idle share: gap / (busy + gap)",
+    ),
     MetricSpec("splittime_requests_waiting", "gauge", (), "Requests in the engine's queue"),
     MetricSpec("splittime_requests_running", "gauge", (), "Requests that hold blocks and are computed"),
     MetricSpec("splittime_waiting_prompt_tokens", "gauge", (), "Prompt tokens in the engine's queue"),
     MetricSpec("splittime_blocks_used", "gauge", (), "KV cache blocks held by requests"),
     MetricSpec("splittime_blocks_cached", "gauge", (), "KV cache blocks kept for their prefix, free to be evicted"),
     MetricSpec("splittime_blocks_total", "gauge", (), "KV cache blocks there are"),
+    MetricSpec("splittime_host_blocks_used", "gauge", (), "Blocks of host memory that keep what was evicted"),
+    MetricSpec("splittime_host_blocks_total", "gauge", (), "Blocks of host memory there are for it"),
     MetricSpec("splittime_paused", "gauge", (), "1 while the engine is paused"),
+    MetricSpec("splittime_asleep", "gauge", (), "The level at which the engine sleeps, 0 while it is awake"),
     MetricSpec("vllm:num_requests_waiting", "gauge", (), "Same as splittime_requests_waiting, for routers"),
     MetricSpec("vllm:num_requests_running", "gauge", (), "Same as splittime_requests_running, for routers"),
     MetricSpec("vllm:kv_cache_usage_perc", "gauge", (), "Used share of the KV cache, 0 to 1, for routers"),
@@ -147,7 +186,8 @@ class PrometheusExporter(Collector):
     def __init__(self, ledger: Ledger, stats: Callable[[], Gauges]) -> None:
         self._ledger, self._stats = ledger, stats
         self._histograms = {spec.name: Histogram() for spec in METRICS if spec.kind == "histogram"}
-        self._counters: dict[str, dict[tuple[str, ...], int]] = {s.name: {} for s in METRICS if s.kind == "counter"}
+        self._counters: dict[str, dict[tuple[str, ...], float]] = {s.name: {} for s in METRICS if s.kind == "counter"}
+        self._num_padded = 0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ledger.subscribe(self._on_record)
@@ -161,6 +201,10 @@ class PrometheusExporter(Collector):
     def count_refusal(self, reason: str) -> None:
         self._count("splittime_refusals_total", reason)
 
+    def observe_sleep(self, report: SleepReport) -> None:
+        for name, duration_ns in report.parts_ns.items():
+            self._histograms["splittime_sleep_seconds"].observe((report.action, name), duration_ns)
+
     def observe_send_lag(self, lag_ns: int) -> None:
         self._histograms["splittime_send_lag_seconds"].observe((), lag_ns)
 
@@ -172,6 +216,7 @@ class PrometheusExporter(Collector):
         stats, counts = self._stats(), self._ledger.counts()
         totals = _totals(stats)
         totals["splittime_invalid_accounts_total"] = counts.invalid_accounts
+        totals["splittime_padded_rows_total"] = self._num_padded
         values: dict[str, Any] = {**self._counters, **{name: {(): value} for name, value in totals.items()}}
         values["splittime_ledger_drops_total"] = {("queue_full",): counts.dropped, ("disk",): counts.unwritten}
         values.update((name, {(): value}) for name, value in _gauges(stats).items())
@@ -184,8 +229,19 @@ class PrometheusExporter(Collector):
             step = self._histograms["splittime_step_seconds"]
             for part, name in _STEP_FIELDS:
                 step.observe(part, getattr(record, name))
+            if record.moves_ns:
+                for part in MOVE_PARTS:
+                    step.observe((part,), getattr(record, f"{part}_ns"))
+            self._count("splittime_executions_total", record.execution)
+            if record.execution != "host":
+                self._on_device(record)
         else:
             self._on_account(record)
+
+    def _on_device(self, record: StepRecord) -> None:
+        self._count("splittime_device_seconds_total", "busy", record.busy_ns / 1e9)
+        self._count("splittime_device_seconds_total", "gap", record.gap_ns / 1e9)
+        self._num_padded += record.padded_rows
 
     def _on_account(self, account: ClosedAccount) -> None:
         stage_histogram = self._histograms["splittime_stage_seconds"]
@@ -208,10 +264,11 @@ class PrometheusExporter(Collector):
         for name, duration_ns in observations:
             if duration_ns is not None:
                 self._histograms[name].observe(bucket, duration_ns)
+        self._histograms["splittime_unseen_seconds"].observe((), account.unseen_ns)
         if gaps_ns:
             self._histograms["splittime_inter_token_latency_seconds"].observe_all(bucket, gaps_ns)
 
-    def _count(self, name: str, label: str, amount: int = 1) -> None:
+    def _count(self, name: str, label: str, amount: float = 1) -> None:
         series = self._counters[name]
         series[(label,)] = series.get((label,), 0) + amount
 
@@ -225,6 +282,9 @@ def _totals(stats: Gauges) -> dict[str, float]:
         "splittime_preemptions_total": stats.num_preemptions,
         "splittime_prefix_query_tokens_total": stats.prefix_query_tokens,
         "splittime_prefix_hit_tokens_total": stats.prefix_hit_tokens,
+        "splittime_prefix_host_hit_tokens_total": stats.prefix_host_hit_tokens,
+        "splittime_offloaded_tokens_total": stats.offloaded_tokens,
+        "splittime_restored_tokens_total": stats.restored_tokens,
         "splittime_gc_pause_seconds_total": stats.gc_pause_ns / 1e9,
         "splittime_gc_collections_total": stats.gc_collections,
     }
@@ -238,7 +298,10 @@ def _gauges(stats: Gauges) -> dict[str, float]:
         "splittime_blocks_used": stats.blocks_used,
         "splittime_blocks_cached": stats.blocks_cached,
         "splittime_blocks_total": stats.blocks_total,
+        "splittime_host_blocks_used": stats.host_blocks_used,
+        "splittime_host_blocks_total": stats.host_blocks_total,
         "splittime_paused": int(stats.is_paused),
+        "splittime_asleep": stats.rest.level,
         "vllm:num_requests_waiting": stats.num_waiting,
         "vllm:num_requests_running": stats.num_running,
         "vllm:kv_cache_usage_perc": stats.kv_cache_usage,

@@ -19,6 +19,7 @@ from splittime.loadgen.joined import (
     NETWORK,
     RESIDUAL,
     SEND,
+    UNSEEN,
     JoinedBooks,
 )
 from splittime.loadgen.own_book import by_request
@@ -59,7 +60,7 @@ def _from_both(choices: Sequence[ClosedAccount], lines: Iterable[tuple[str, str 
     durations = {(stage, cause): ns for stage, cause, ns in lines}
     last = max(choices, key=lambda account: account.end_ns)
     middle = [((i.stage.value, i.cause.value if i.cause else None), i.duration_ns) for i in last.intervals]
-    before = [((name, None), durations.get((name, None), 0)) for name in (*CLIENT_BEFORE, NETWORK)]
+    before = [((name, None), durations.get((name, None), 0)) for name in (*CLIENT_BEFORE, NETWORK, UNSEEN)]
     return [*before, *middle, ((RESIDUAL, None), durations.get((RESIDUAL, None), 0))]
 
 

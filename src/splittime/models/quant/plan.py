@@ -4,6 +4,7 @@
     None           dtype                    dtype                         dtype               float32         as stored
     int8           int8                     int8                          dtype               float32         as stored
     int4           int4, groups of 64       int8                          dtype               float32         as stored
+    w8a8           int8, and activations    int8                          dtype               float32         as stored
     fp8            e4m3, and activations    dtype                         dtype               float32         as stored
 
 * The head under int4 stays int8: its errors go straight into every logit with no later layer to average them out, and
@@ -22,7 +23,7 @@ from splittime.kernels.api import WeightScheme
 
 INT4_GROUP = 64
 INTEGERS = ("int8", "int4")
-QUANTIZATIONS = (*INTEGERS, "fp8")
+QUANTIZATIONS = (*INTEGERS, "w8a8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def choose(quantization: str | None, dtype: str) -> WeightPlan:
         return WeightPlan(plain, plain, plain)
     if quantization == "int8":
         return WeightPlan(int8, int8, plain)
+    if quantization == "w8a8":
+        return WeightPlan(WeightScheme("int8", rounds_activations=True), int8, plain)
     if quantization == "fp8":
         return WeightPlan(WeightScheme("fp8"), plain, plain)
     return WeightPlan(WeightScheme("int4", INT4_GROUP), int8, plain)
@@ -55,13 +58,13 @@ def choose(quantization: str | None, dtype: str) -> WeightPlan:
 def kept_bytes(out_features: int, in_features: int, scheme: WeightScheme) -> int:
     """Memory of a weight in this scheme where no backend says otherwise: integers and their scales, no padding."""
     groups = -(-in_features // scheme.group) if scheme.group else 1
-    scales = 2 if scheme.group else 4  # bytes of each
+    scales = 2 if scheme.group and scheme.name != "fp8" else 4  # bytes of each
     extras = 2 if scheme.has_minima else 1 if scheme.has_zeros else 0
     bytes_per_row = {
         "float32": 4 * in_features,
         "bfloat16": 2 * in_features,
         "float16": 2 * in_features,
-        "fp8": in_features + scales,
+        "fp8": in_features + scales * groups,
         "int8": in_features + (scales + extras) * groups,
         "int4": -(-in_features // 2) + (scales + extras) * groups,
     }
@@ -69,4 +72,6 @@ def kept_bytes(out_features: int, in_features: int, scheme: WeightScheme) -> int
 
 
 def _name(scheme: WeightScheme) -> str:
+    if scheme.rounds_activations:
+        return f"{scheme.name} x {scheme.name}"
     return f"{scheme.name} in groups of {scheme.group}" if scheme.group else scheme.name

@@ -2,10 +2,11 @@
 
 A tensor comes in its own dtype, as a view of the file's mapping: its bytes are read when they are first touched, and
 `release` lets the system forget them again. Errors name the tensor and the file: missing, unexpected, or of another
-shape than the config says. Weights that are already integers come as `formats` reads them; which those are the file
-tells, not the config, and where both contradict each other the checkpoint is refused.
+shape than the config says. Weights that are already in 8 bits or fewer come as `formats` reads them; which those are
+the file tells, not the config, and where both contradict each other the checkpoint is refused.
 """
 
+import logging
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from splittime.models.config import read_json
 from splittime.models.weights.formats import gptq
 from splittime.models.weights.formats import read as formats
 from splittime.models.weights.formats.recipe import Recipe
-from splittime.models.weights.formats.stored import GroupedWeight
 from splittime.models.weights.source import PLAIN
 from splittime.models.weights.stored import StoredWeight
+
+log = logging.getLogger("splittime.weights")
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -87,7 +89,16 @@ class Checkpoint:
         return name in self._file_of
 
     def is_int8(self, name: str) -> bool:
-        return name in self and self._handles[self._file_of[name]].get_slice(name).get_dtype() == "I8"
+        return name in self and self._slice(name).get_dtype() == "I8"
+
+    def is_float8(self, name: str) -> bool:
+        return name in self and self._slice(name).get_dtype() == "F8_E4M3"
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self._slice(name).get_shape()) if name in self else None
+
+    def _slice(self, name: str) -> Any:
+        return self._handles[self._file_of[name]].get_slice(name)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor called `name`, as it is stored. Raises `ConfigError` if absent, of another shape, or no float."""
@@ -114,6 +125,8 @@ class Checkpoint:
         recipe = self._quantization
         if recipe is None:
             return "the config asks"
+        if recipe.scales:
+            return f"the config, with e4m3 and a scale for each {recipe.scales}, asks"
         groups = f"groups of {recipe.group_size}" if recipe.group_size else "one group a row"
         return f"the config, with {recipe.bits} bits in {groups}, asks"
 
@@ -133,8 +146,8 @@ class Checkpoint:
 
     def release(self, read: Tensor | StoredWeight) -> None:
         """Let the system drop what was read of it; a tensor is one of ours or a part of such a one; it stays usable."""
-        for tensor in read.tensors if isinstance(read, GroupedWeight) else [read]:
-            self._mappings.release(tensor)  # type: ignore[arg-type]  # a stored weight of ours is a GroupedWeight
+        for tensor in read.tensors if isinstance(read, formats.FileWeight) else [read]:
+            self._mappings.release(tensor)  # type: ignore[arg-type]  # a stored weight of ours is a FileWeight
 
     def skip(self, name: str) -> None:
         """Say that `name`, if there, is rightly left unread."""
@@ -142,10 +155,24 @@ class Checkpoint:
 
     def check_all_taken(self) -> None:
         """Raises `ConfigError` naming the tensors that no part of the model asked for."""
+        self._pass_over_scales()
         left = sorted(name for name in self._left if not name.endswith(IGNORED_SUFFIXES) and not self._is_no_bias(name))
         if left:
             shown = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
             raise ConfigError(f"weights: {len(left)} tensors are unknown to this architecture: {shown}", value=left[0])
+
+    def _pass_over_scales(self) -> None:
+        """Of keys, values and activations, which were measured beforehand: say that they are not used."""
+        recipe = self._quantization
+        scales = [name for name in self._left if recipe is not None and name.endswith(formats.KV_SCALES)]
+        self._left.difference_update(scales)
+        if scales:
+            log.info(
+                "%d stored scales of keys and values (such as %s) are not used: with kv_cache_dtype int8 or fp8 each "
+                "token and head has a scale of its own", len(scales), min(scales),
+            )  # fmt: skip
+        if recipe is not None and recipe.has_input_scale:
+            log.info("stored scales of activations (input_scale) are not used: each token has a scale of its own")
 
     def _is_no_bias(self, name: str) -> bool:
         """Whether it is a bias of zeros, which some exports of GPTQ give to every layer."""

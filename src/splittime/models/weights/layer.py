@@ -45,7 +45,13 @@ class LayerBuilder:
     def _norm(self, name: str) -> object:
         return self.ops.pack_norm(self._take_norm(name, self.config.hidden_size), self.config.rms_norm_eps)
 
-    def _pack(self, *projections: tuple[str, int, int], has_bias: bool, head_dims: tuple[int, ...] = ()) -> object:
+    def _pack(
+        self,
+        *projections: tuple[str, int, int],
+        has_bias: bool,
+        head_dims: tuple[int, ...] = (),
+        is_expert: bool = False,
+    ) -> object:
         """These projections (name, rows, columns) as one weight, one below the other."""
         dims = head_dims or (0,) * len(projections)
         parts = [self._take_linear(*projection, dim) for projection, dim in zip(projections, dims, strict=True)]
@@ -54,7 +60,7 @@ class LayerBuilder:
             for (name, rows, _), part in zip(projections, parts, strict=True)
             if has_bias
         ]
-        return self.packer.linear(self.prefix + projections[0][0], parts, biases, self.plan.layers)
+        return self.packer.linear(self.prefix + projections[0][0], parts, biases, self.plan.layers, is_expert=is_expert)
 
     def _attention(self) -> Attention:
         config, dim, hidden = self.config, self.config.head_dim, self.config.hidden_size
@@ -91,10 +97,10 @@ class LayerBuilder:
         names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
         return self._mlp(names, config.intermediate_size, config.mlp_bias)
 
-    def _mlp(self, names: tuple[str, str, str], inner: int, has_bias: bool) -> Mlp:
+    def _mlp(self, names: tuple[str, str, str], inner: int, has_bias: bool, is_expert: bool = False) -> Mlp:
         hidden, (gate, up, down) = self.config.hidden_size, names
-        gate_up = self._pack((gate, inner, hidden), (up, inner, hidden), has_bias=has_bias)
-        return Mlp(self.ops, gate_up, self._pack((down, hidden, inner), has_bias=has_bias))
+        gate_up = self._pack((gate, inner, hidden), (up, inner, hidden), has_bias=has_bias, is_expert=is_expert)
+        return Mlp(self.ops, gate_up, self._pack((down, hidden, inner), has_bias=has_bias, is_expert=is_expert))
 
     def _experts(self) -> MixtureOfExperts:
         moe, names = self.config.moe, registry.find(self.config.architecture).moe
@@ -106,7 +112,7 @@ class LayerBuilder:
         for number in range(moe.num_experts):
             own = f"{names.block}.experts.{number}."
             experts.append(
-                self._mlp((own + names.gate, own + names.up, own + names.down), moe.intermediate_size, False)
+                self._mlp((own + names.gate, own + names.up, own + names.down), moe.intermediate_size, False, True)
             )
         packed = self.packer.linear(self.prefix + place, [router], [], self.plan.router, "router")
         return MixtureOfExperts(self.ops, packed, tuple(experts), moe.num_experts_per_tok, moe.normalises)

@@ -123,6 +123,8 @@ def _cache(
         return None, "off"
     if source.format == PLAIN and plan.layers.name not in INTEGERS:
         return None, f"not for {plan.layers.name}, which is packed as fast as it is read"
+    if config.quantization is not None and config.quantization.scales:
+        return None, "not for fp8, which is packed as fast as it is read"
     if ops.packed_bytes(16, 64, plan.layers) is None:
         return None, f"not with {ops.name} kernels"
     cache = open_cache(folder, source, config, plan)

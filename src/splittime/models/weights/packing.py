@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import Ops, RoundedRows, WeightScheme
+from splittime.kernels.reference.rounding import dequantize
+from splittime.kernels.rounded import UNITS
 from splittime.models.quant.plan import INTEGERS, kept_bytes
 from splittime.models.weights.cache import PackedCache
 from splittime.models.weights.found import Found
@@ -65,16 +67,24 @@ class Packer:
         self.found = Found()
 
     def linear(
-        self, name: str, parts: Sequence[Rows], biases: Sequence[Rows], scheme: WeightScheme, kind: str = "layers"
+        self,
+        name: str,
+        parts: Sequence[Rows],
+        biases: Sequence[Rows],
+        scheme: WeightScheme,
+        kind: str = "layers",
+        is_expert: bool = False,
     ) -> Any:
         """The packed weight of these parts, one below the other; `biases` of all of them or of none. scheme: of what is
-        floats in the checkpoint. kind: as in `found.KINDS`."""
+        floats in the checkpoint. kind: as in `found.KINDS`. is_expert: one of many with the same tokens, whose products
+        are of integers with activations as they are: a card has all of these in one."""
         bias = torch.cat([part.arranged().float() for part in biases]) if biases else None
         packed, begin = [], 0
         for run in _runs(parts):
             end = begin + sum(part.shape[0] for part in run)
             own_bias = None if bias is None else bias[begin:end]
-            packed.append(self._one(f"{name}+{begin}" if begin else name, run, own_bias, scheme, kind))
+            place = f"{name}+{begin}" if begin else name
+            packed.append(self._one(place, run, own_bias, self._kept(run, scheme, is_expert), kind))
             begin = end
         return packed[0] if len(packed) == 1 else self.ops.stack_linear(packed)
 
@@ -82,7 +92,6 @@ class Packer:
         """Of parts that are alike."""
         first = parts[0].content
         columns = None if isinstance(first, Tensor) else first.columns
-        scheme = scheme if isinstance(first, Tensor) else first.scheme
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         blob_bytes = self.ops.packed_bytes(out_features, in_features, scheme)
         num_bytes = blob_bytes or kept_bytes(out_features, in_features, scheme)
@@ -105,9 +114,20 @@ class Packer:
         scheme: WeightScheme,
         columns: Tensor | None,
     ) -> Any:
-        if isinstance(parts[0].content, Tensor):
+        first = parts[0].content
+        if isinstance(first, Tensor):
             return self.ops.pack_linear(_Pieces(parts, self.source), bias, scheme)
+        if scheme.name not in UNITS:
+            return self.ops.pack_linear(_widened(parts, self.source, first.scheme), bias, scheme)
         return self.ops.pack_rounded(_rounded_pieces(parts, self.source), *shape, bias, scheme, columns)
+
+    def _kept(self, run: Sequence[Rows], scheme: WeightScheme, is_expert: bool) -> WeightScheme:
+        """scheme: of floats. fp8 that the backend has no product for becomes float32, which holds a scale times an e4m3
+        to the last bit where the scale has no more than 20 bits."""
+        first = run[0].content
+        if not isinstance(first, Tensor):
+            scheme = first.scheme if self.ops.keeps(first.scheme) else WeightScheme("float32")
+        return replace(scheme, rounds_activations=False) if is_expert and scheme.name == "int8" else scheme
 
 
 def _runs(parts: Sequence[Rows]) -> list[list[Rows]]:
@@ -155,6 +175,12 @@ def _rounded_pieces(parts: Sequence[Rows], source: Source) -> Iterator[RoundedRo
         for begin, end in _split_rounded(part):
             yield _rounded(part, begin, end)
         source.release(part.content)
+
+
+def _widened(parts: Sequence[Rows], source: Source, scheme: WeightScheme) -> list[Tensor]:
+    """The same as float32: what the numbers stored in `scheme` stand for."""
+    pieces = _rounded_pieces(parts, source)
+    return [dequantize(piece.integers, piece.scales, scheme, piece.zeros, piece.minima) for piece in pieces]
 
 
 def _split_rounded(rows: Rows) -> list[tuple[int, int]]:

@@ -100,15 +100,15 @@ class DecodeGraphs:
         is_decode = batch.attention.num_decode_rows == count == len(batch.token_ids)
         return is_decode and any(size >= count for size in self._captured)
 
-    def run(self, batch: Batch) -> Computed:
-        """What is returned stays until the next run."""
+    def run(self, batch: Batch) -> tuple[Tensor, Tensor, int]:
+        """And the number of rows beyond the batch's. What is returned stays until the next run."""
         count = len(batch.rows)
         captured = next(one for size, one in self._captured.items() if size >= count)
         captured.buffers.write(batch)
         captured.replay()
         self._count(captured, batch)
         hidden, logits = captured.computed
-        return hidden[:count], logits[:count]
+        return hidden[:count], logits[:count], captured.buffers.rows - count
 
     def _capture(self, size: int, pool: Any) -> tuple[Captured, Any]:
         shape = self._store.shape

@@ -8,6 +8,7 @@ from splittime.core.plan import RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.kernels.triton.logprobs import Logprobs
 from splittime.runner.batch import Batch
 from splittime.runner.device.marks import Mark
+from splittime.runner.host_store import Moved
 from splittime.runner.torch_runner import NOT_FINITE
 
 
@@ -15,6 +16,8 @@ from splittime.runner.torch_runner import NOT_FINITE
 class Outcome:
     """What a step leaves, on the host, once `end` is reached.
 
+    previous: the end of the step before. padded_rows: None for a step that was not captured. enqueue_ns: what the host
+    took to launch it.
     silent, sampling: rows of the batch. is_silent_finite, is_finite: bool, one each; None for no such rows. tokens:
     int64, of `sampling`. described: of the lines of `sampling` in `described_lines`.
     """
@@ -22,23 +25,28 @@ class Outcome:
     batch: Batch
     silent: list[int]
     sampling: list[int]
+    previous: Mark | None
     begin: Mark
     forward: Mark
     end: Mark
     is_silent_finite: Tensor | None
     is_finite: Tensor | None
     tokens: Tensor | None
+    padded_rows: int | None = None
+    enqueue_ns: int = 0
     described_lines: list[int] = field(default_factory=list)
     described: Logprobs | None = None
 
 
 @dataclass
 class Launched:
-    """results: of rows that failed before the launch. prompt_scores: by request. outcome: None if all rows did."""
+    """results: of rows that failed before the launch. prompt_scores: by request. outcome: None if all rows did. moved:
+    copies of blocks to host memory and back, before the rows."""
 
     plan: StepPlan
     results: dict[str, RowResult]
     outcome: Outcome | None = None
+    moved: Moved | None = None
     prompt_scores: dict[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     broken: list[int] = field(default_factory=list)
     is_fetched: bool = False
@@ -48,18 +56,31 @@ class Launched:
         if self.is_fetched:
             return
         self.is_fetched = True
+        if self.moved is not None:
+            self.moved.end.wait()
         if self.outcome is not None:
             self.outcome.end.wait()
             self._take(self.outcome)
 
     def result(self) -> StepResult:
         """After `fetch`."""
+        return self._computed() if self.moved is None else self.moved.told(self._computed())
+
+    def _computed(self) -> StepResult:
         rows = tuple(self.results[row.request_id] for row in self.plan.rows)
         found = self.outcome
         if found is None:
-            return StepResult(self.plan.step_id, rows)
-        device_ns, sample_ns = found.forward.ns_since(found.begin), found.end.ns_since(found.forward)
-        return StepResult(self.plan.step_id, rows, device_ns, sample_ns)
+            return StepResult(self.plan.step_id, rows, execution="eager")
+        return StepResult(
+            self.plan.step_id,
+            rows,
+            device_ns=found.forward.ns_since(found.begin if self.moved is None else self.moved.end),
+            sample_ns=found.end.ns_since(found.forward),
+            execution="eager" if found.padded_rows is None else "captured",
+            padded_rows=found.padded_rows or 0,
+            gap_ns=0 if found.previous is None else max(0, found.begin.ns_since(found.previous)),
+            enqueue_ns=found.enqueue_ns,
+        )
 
     def _take(self, found: Outcome) -> None:
         if found.is_silent_finite is not None:

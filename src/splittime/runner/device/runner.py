@@ -1,6 +1,6 @@
 """The runner of a card. `launch` puts a step on the stream, `collect` waits for it; the engine plans meanwhile.
 
-    launch = forget and learn requests -> copy blocks -> batch -> forward -> choose tokens -> copies to the host
+    launch = forget and learn requests -> batch -> copy blocks -> forward -> choose tokens -> copies to the host
 
 Tokens stay on the device: each slot's latest lies in `latest`, where the next step's rows find it (`PENDING`), and the
 host learns it when it collects. Steps run in the order of the stream, so a block that is given to another request, or
@@ -10,6 +10,7 @@ What does wait, because it is worked out on the host: penalties, biases and mask
 the step before, and prompt log-probabilities. A step with such a row is one step after the other.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -55,6 +56,7 @@ class DeviceRunner(TorchRunner):
         self.latest = torch.zeros(MAX_SLOTS, dtype=torch.int64, device=self.ops.device)
         self.graphs: DecodeGraphs | None = None
         self._launched: deque[Launched] = deque()
+        self._last_end: Mark | None = None  # of the step launched last
 
     def ahead(self, config: RunnerConfig) -> "DeviceRunner | None":  # type: ignore[override]
         return self if config.async_scheduling else None
@@ -69,10 +71,21 @@ class DeviceRunner(TorchRunner):
     def warm_up(self) -> None:
         """And capture decode steps, on a card."""
         super().warm_up()
-        mlps = [getattr(layer, "mlp", None) for layer in self.decoder.layers]
-        waits = any(isinstance(mlp, MixtureOfExperts) for mlp in mlps)  # to see which experts were chosen
-        if self.latest.is_cuda and not self.enforce_eager and not waits:
+        if self.latest.is_cuda and not self.enforce_eager and not self.waits_for_experts:
             self.capture(sizes_for(self.resolved.max_num_seqs))
+
+    def drop_weights(self) -> None:
+        super().drop_weights()
+        self.ops.forget_experts()
+
+    def drop_captured(self) -> tuple[int, ...]:
+        graphs, self.graphs = self.graphs, None
+        return () if graphs is None else graphs.sizes
+
+    @property
+    def waits_for_experts(self) -> bool:
+        """There is no grouped product for some layer's experts: the host looks which were chosen."""
+        return any(isinstance(getattr(layer, "mlp", None), MixtureOfExperts) for layer in self.decoder.layers)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
@@ -89,11 +102,17 @@ class DeviceRunner(TorchRunner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
         self.slots.update(plan.released, plan.admitted)
-        self.store.copy_blocks(plan.copies)
         step = Launched(plan, {})
         rows = self._servable(plan, step.results)
-        if rows:
-            self._begin(rows, step)
+        batch = batches.build(rows, self.slots, self.store.shape.block_size, self.store.zero_block) if rows else None
+        began_ns, begin = time.monotonic_ns(), Mark(self.ops.device)
+        step.moved = self.store.move(plan)
+        if batch is not None:
+            step.outcome = self._begin(batch, step, begin)
+            step.outcome.enqueue_ns = time.monotonic_ns() - began_ns
+            self._last_end = step.outcome.end
+        elif step.moved is not None:
+            self._last_end = step.moved.end
         self._launched.append(step)  # not if that failed: nobody would collect it
 
     @torch.inference_mode()
@@ -124,30 +143,34 @@ class DeviceRunner(TorchRunner):
         last = self._launched[-1] if self._launched else None
         return set() if last is None or last.is_fetched else {row.request_id for row in last.plan.rows}
 
-    def _begin(self, rows: list[Row], step: Launched) -> None:
-        batch = batches.build(rows, self.slots, self.store.shape.block_size, self.store.zero_block)
-        begin = Mark(self.ops.device)
-        hidden, raw = self._computed(batch)
+    def _begin(self, batch: Batch, step: Launched, begin: Mark) -> Outcome:
+        hidden, raw, padded_rows = self._computed(batch)
         if self.on_hidden is not None:
             self.on_hidden(batch, hidden)
         silent = [index for index, row in enumerate(batch.rows) if not row.samples]
         sampling = [index for index, row in enumerate(batch.rows) if row.samples]
         is_silent_finite = self._host_finite(batch.last_of(hidden, silent)) if silent else None
-        if raw is None and sampling:
+        if not sampling:
+            raw = None  # a captured step has made logits of rows that only fill the cache
+        elif raw is None:
             raw = self.decoder.logits(batch.last_of(hidden, sampling))
+        else:
+            raw = batch.last_of(raw, sampling)
         forward = Mark(self.ops.device)
-        outcome = Outcome(batch, silent, sampling, begin, forward, forward, is_silent_finite, None, None)
+        marks = (self._last_end, begin, forward, forward)
+        outcome = Outcome(batch, silent, sampling, *marks, is_silent_finite, None, None, padded_rows)
         if raw is not None:
             self._choose_tokens(outcome, raw)
         self._score_prompts(batch, hidden, step)
         outcome.end = Mark(self.ops.device)
-        step.outcome = outcome
+        return outcome
 
-    def _computed(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [T, hidden], and logits float32 [rows, vocab] where a captured step made them on the way."""
+    def _computed(self, batch: Batch) -> tuple[Tensor, Tensor | None, int | None]:
+        """Hidden states [T, hidden]; and where a captured step made them, logits float32 [rows, vocab], made on the
+        way, and the number of rows that it was padded with."""
         if self.graphs is not None and self.graphs.has_room_for(batch):
             return self.graphs.run(batch)
-        return self._forward(batch), None
+        return self._forward(batch), None, None
 
     def _forward(self, batch: Batch) -> Tensor:
         """[T, hidden]."""

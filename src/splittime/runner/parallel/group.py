@@ -25,6 +25,7 @@ from torch import Tensor
 
 from splittime.core.errors import EngineError
 from splittime.models.weights.shards import bounds, widest
+from splittime.runner.device.marks import Mark
 
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 120.0
@@ -56,16 +57,21 @@ class Group:
         self._timeout_s = timeout_s
         self._meet = meet
         self._backend: Any = None  # a ProcessGroup of either kind
+        self._spans: list[tuple[Mark, Mark]] = []
 
     def sum(self, part: Tensor) -> Tensor:
-        self._wait(self._connected().allreduce([part]))
+        backend, begin = self._connected(), Mark(self.device)
+        self._wait(backend.allreduce([part]))
+        self._note(begin)
         return part
 
     def join(self, columns: Tensor, total: int) -> Tensor:
         width = widest(total, self.count)
         padded = F.pad(columns, (0, width - columns.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(self.count)]
-        self._wait(self._connected().allgather([parts], [padded]))
+        backend, begin = self._connected(), Mark(self.device)
+        self._wait(backend.allgather([parts], [padded]))
+        self._note(begin)
         places = (bounds(total, index, self.count) for index in range(self.count))
         return torch.cat([part[:, : end - begin] for part, (begin, end) in zip(parts, places, strict=True)], dim=1)
 
@@ -74,6 +80,12 @@ class Group:
         parts = [torch.empty_like(own) for _ in range(self.count)]
         self._wait(self._connected().allgather([parts], [own]))
         return [int(part) for part in parts]
+
+    def take_ns(self) -> int:
+        """What sums and joins took since it was last asked, which must be done by now; of the first rank alone, which
+        is the one that is asked."""
+        spans, self._spans = self._spans, []
+        return sum(end.ns_since(begin) for begin, end in spans)
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long this rank waits for the others from now on."""
@@ -105,6 +117,10 @@ class Group:
         if not is_card:
             options._devices, options._threads = [kind.create_device(hostname=LOOPBACK)], GLOO_THREADS
         return kind(store, self.index, self.count, options)
+
+    def _note(self, begin: Mark) -> None:
+        if self.index == 0:
+            self._spans.append((begin, Mark(self.device)))
 
     def _wait(self, work: dist.Work) -> None:
         try:

@@ -85,7 +85,7 @@ class ParallelRunner(TorchRunner):
             self.members.send(encode(plan))
             result = super().run(plan)
             self.members.check()
-            return result
+            return msgspec.structs.replace(result, collective_ns=self.group.take_ns())
         except BaseException as error:  # an interrupt too: the others are in the middle of this step
             why = self._end(error)
             if why is error:
@@ -99,6 +99,9 @@ class ParallelRunner(TorchRunner):
         rows = (row if row.token_ids != (PENDING,) else self.slots[row.request_id].known(row) for row in plan.rows)
         known = tuple(new or row for new, row in zip(rows, plan.rows, strict=True))
         return msgspec.structs.replace(plan, rows=known)
+
+    def sleeper(self, config: RunnerConfig) -> None:
+        """Ranks do not sleep."""
 
     def watch(self, tell: Callable[[SplittimeError], None]) -> None:
         self.members.watch(tell)

@@ -4,12 +4,14 @@
     "pack-quantized"  weight_packed      [out, in * bits / 32]  int32    q, unsigned, lowest first
                       weight_shape       [2]                             out, in
     both              weight_scale       [out, groups]
+    "float-quantized" weight             [out, in]              e4m3, see `floats`; weight_scale, perhaps input_scale
     not symmetric     weight_zero_point  [out, groups]          int8     signed; or, of "pack-quantized",
                                          [out * bits / 32, groups] int32 unsigned, neighbouring rows in one word
     act-order         weight_g_idx       [in]                   int32    each column's group (-1 throughout: none)
 
-Activations may stay floats or be rounded to 8 bits, symmetric, for each token as it comes; scales of activations that
-are stored are refused. (What the kernels do to activations is theirs to say: `models.quant.bounds`.)
+Activations beside integers may stay floats or be rounded to 8 bits, symmetric, for each token as it comes; scales of
+activations that are stored are refused. Beside e4m3 they are e4m3: by token, in groups of 128, or by a stored scale,
+which is passed over (`floats`). (What the kernels do to activations is theirs to say: `kernels.api.WeightScheme`.)
 """
 
 import re
@@ -20,7 +22,17 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.models.fields import Fields
-from splittime.models.weights.formats.recipe import Recipe, group_size, names, refuse, refuse_others
+from splittime.models.weights.formats import compressed_floats
+from splittime.models.weights.formats.recipe import (
+    Recipe,
+    an_object,
+    group_size,
+    names,
+    object_or_none,
+    one_of_each,
+    refuse,
+    refuse_others,
+)
 from splittime.models.weights.formats.stored import (
     GroupedWeight,
     act_order,
@@ -43,14 +55,23 @@ TOKENS = {"num_bits": (8,), "type": ("int",), "strategy": ("token",), "symmetric
 def parse(values: dict[str, Any]) -> Recipe:
     fields = Fields(values, "quantization_config.")
     layout = fields.text("format", "")
-    if layout not in BITS:
-        raise refuse("format", layout, f"{' or '.join(map(repr, BITS))} (of {METHOD})")
+    if layout not in (*BITS, *compressed_floats.LAYOUTS):
+        raise refuse("format", layout, f"{' or '.join(map(repr, (*BITS, compressed_floats.LAYOUTS[0])))} (of {METHOD})")
     _refuse_extras(values)
     group = _only_group(values.get("config_groups"))
     if group.get("format") not in (None, layout):
         raise refuse("config_groups.format", group["format"], f"{layout!r}, as format says")
-    _check_activations(group)
-    weights = _object(group.get("weights"), "config_groups.weights")
+    if layout in compressed_floats.LAYOUTS:
+        return compressed_floats.parse(METHOD, fields, layout, group)
+    activations = object_or_none(group.get("input_activations"), "config_groups.input_activations")
+    if activations is not None:
+        one_of_each(
+            activations,
+            "config_groups.input_activations",
+            TOKENS,
+            "activations rounded to 8 bits, symmetric, for each token as it comes",
+        )
+    weights = an_object(group.get("weights"), "config_groups.weights")
     refuse_others(weights, METHOD, {"type": ("int",), "dynamic": (False,), "actorder": ORDERS, "block_structure": ()})
     refuse_others(weights, METHOD, {"num_bits": BITS[layout], "strategy": STRATEGIES[layout]})
     own = Fields(weights, "quantization_config.config_groups.weights.")
@@ -62,44 +83,31 @@ def parse(values: dict[str, Any]) -> Recipe:
         symmetric=own.flag("symmetric", True),
         act_order=weights.get("actorder") in REORDERED,
         exceptions=names(fields, "ignore"),
+        rounds_activations=activations is not None,
     )
 
 
 def _refuse_extras(values: dict[str, Any]) -> None:
-    refuse_others(values, METHOD, {"quantization_status": ("compressed",), "kv_cache_scheme": ()})
+    refuse_others(values, METHOD, {"quantization_status": ("compressed",)})
+    kept = object_or_none(values.get("kv_cache_scheme"), "kv_cache_scheme")
+    if kept is not None and (kept.get("num_bits"), kept.get("type")) != (8, "float"):
+        raise refuse("kv_cache_scheme", kept, "none, or one of 8 bits and type 'float'")
     for key in ("sparsity_config", "transform_config"):
-        found = _object(values.get(key) or {}, key)
+        found = an_object(values.get(key) or {}, key)
         if found.get("format") not in (None, "dense") or found.get("config_groups"):
             raise refuse(key, found, "none")
 
 
 def _only_group(groups: Any) -> dict[str, Any]:
-    found = _object(groups, "config_groups")
+    found = an_object(groups, "config_groups")
     if len(found) != 1:
         raise refuse("config_groups", sorted(found), "one group, of all Linear modules that are not in ignore")
-    group = _object(next(iter(found.values())), "config_groups")
+    group = an_object(next(iter(found.values())), "config_groups")
     if group.get("targets") != ["Linear"]:
         raise refuse("config_groups.targets", group.get("targets"), "['Linear'], less what is in ignore")
-    return group
-
-
-def _check_activations(group: dict[str, Any]) -> None:
     if group.get("output_activations") is not None:
         raise refuse("config_groups.output_activations", group["output_activations"], "none")
-    given = group.get("input_activations")
-    if given is None:
-        return
-    activations = _object(given, "config_groups.input_activations")
-    for key, choices in TOKENS.items():
-        if activations.get(key) not in choices:
-            told = f"{choices[0]!r}: activations rounded to 8 bits, symmetric, for each token as it comes"
-            raise refuse(f"config_groups.input_activations.{key}", activations.get(key), told)
-
-
-def _object(value: Any, key: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise refuse(key, value, "an object")
-    return value
+    return group
 
 
 def is_excepted(module: str, recipe: Recipe) -> bool:
@@ -110,8 +118,8 @@ def is_excepted(module: str, recipe: Recipe) -> bool:
 
 
 def is_stored(module: str, tensors: Tensors) -> bool:
-    names = ("weight_packed", "weight_scale")
-    return any(f"{module}.{name}" in tensors for name in names) or tensors.is_int8(f"{module}.weight")
+    names, weight = ("weight_packed", "weight_scale"), f"{module}.weight"
+    return any(f"{module}.{name}" in tensors for name in names) or tensors.is_int8(weight) or tensors.is_float8(weight)
 
 
 class CompressedWeight(GroupedWeight):

@@ -1,23 +1,28 @@
-"""The three formats under one door: what a config says, and one weight by its module's name."""
+"""The formats under one door: what a config says, and one weight by its module's name."""
 
 from typing import Any
 
 from splittime.core.errors import ConfigError
-from splittime.models.weights.formats import awq, compressed, gptq
+from splittime.models.weights.formats import awq, compressed, fp8, gptq
 from splittime.models.weights.formats.awq import AwqWeight
 from splittime.models.weights.formats.compressed import CompressedWeight
+from splittime.models.weights.formats.floats import FloatWeight
 from splittime.models.weights.formats.gptq import GptqWeight
 from splittime.models.weights.formats.recipe import KEY, Recipe, refuse
 from splittime.models.weights.formats.stored import GroupedWeight
 from splittime.models.weights.formats.tensors import Tensors
 
-FORMATS: dict[str, Any] = {module.METHOD: module for module in (awq, gptq, compressed)}
+FORMATS: dict[str, Any] = {module.METHOD: module for module in (awq, gptq, fp8, compressed)}
 WEIGHTS: dict[str, type[Any]] = {
     awq.METHOD: AwqWeight,
     gptq.METHOD: GptqWeight,
     compressed.METHOD: CompressedWeight,
 }
+FileWeight = GroupedWeight | FloatWeight
 OLD_KEY, DEFAULT_METHOD = "compression_config", compressed.METHOD  # as compressed-tensors wrote it before 0.5
+
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Scales of keys and values, measured beforehand. No cache of ours wants them: each token and head has its own."""
 
 SIDE_FILES = {"quantize_config.json": gptq.METHOD, "quant_config.json": awq.METHOD}
 
@@ -40,7 +45,7 @@ def parse(config: dict[str, Any]) -> Recipe | None:
     return recipe
 
 
-def take(tensors: Tensors, recipe: Recipe, module: str, out_features: int, in_features: int) -> GroupedWeight | None:
+def take(tensors: Tensors, recipe: Recipe, module: str, out_features: int, in_features: int) -> FileWeight | None:
     """The weight of `module`; None where it was left unquantised. Raises `ConfigError` naming a tensor that is broken,
     or that is quantised although the config excepts it."""
     chosen = FORMATS[recipe.method]
@@ -49,5 +54,6 @@ def take(tensors: Tensors, recipe: Recipe, module: str, out_features: int, in_fe
     if chosen.is_excepted(module, recipe):
         message = f"weights: {module} is quantised in the file, {KEY} says that it is not"
         raise ConfigError(message, param=module, value=list(recipe.exceptions))
-    weight: GroupedWeight = WEIGHTS[recipe.method](tensors, module, recipe, out_features, in_features)
+    kind = FloatWeight if recipe.scales else WEIGHTS[recipe.method]
+    weight: FileWeight = kind(tensors, module, recipe, out_features, in_features)
     return weight

@@ -15,8 +15,8 @@ from splittime.models.fields import Fields
 KEY = "quantization_config"
 GROUP_UNIT = 32  # columns that the kernels' groups are multiples of
 HINT = (
-    "take the unquantised model and round it with --quantization int8 or int4, or a checkpoint in awq (gemm), gptq or "
-    "compressed-tensors (int8, int4)"
+    "take the unquantised model and round it with --quantization int8 or int4, or a checkpoint in awq (gemm), gptq, "
+    "fp8 (blocks of 128 x 128) or compressed-tensors (int8, int4, fp8)"
 )
 
 
@@ -24,6 +24,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How the linear weights of a checkpoint are stored.
 
     layout: the format's own name for it. bits: 4 or 8. group_size: columns that share a scale; 0: all of a row.
+    scales: of e4m3 what has a scale, as `floats` names it, "" for integers; scale_name: of their tensors.
+        has_input_scale: activations have one too. rounds_activations: they are meant to be rounded to 8 bits.
     symmetric: zero points are all in the middle. zero_shift: what to add to a stored zero point; carries: to whole
         words, so that a field that overflows adds one to the next (`gptq`).
     act_order: which group a column is in is stored with each weight.
@@ -39,6 +41,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     carries: bool = False
     act_order: bool = False
     exceptions: tuple[str, ...] = ()
+    scales: str = ""
+    scale_name: str = ""
+    has_input_scale: bool = False
+    rounds_activations: bool = False
 
 
 def refuse(key: str, value: Any, want: str) -> ConfigError:
@@ -52,6 +58,24 @@ def refuse_others(values: dict[str, Any], method: str, allowed: Mapping[str, Seq
         value = values.get(key)
         if value is not None and not any(value == choice and type(value) is type(choice) for choice in choices):
             raise refuse(key, value, f"{' or '.join(map(repr, choices))} (of {method})")
+
+
+def an_object(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise refuse(key, value, "an object")
+    return value
+
+
+def object_or_none(value: Any, key: str) -> dict[str, Any] | None:
+    return None if value is None else an_object(value, key)
+
+
+def one_of_each(values: dict[str, Any], place: str, allowed: Mapping[str, Sequence[Any]], told: str = "") -> None:
+    """Each key is there and has one of these values."""
+    for key, choices in allowed.items():
+        if values.get(key) not in choices:
+            want = " or ".join(map(repr, choices))
+            raise refuse(f"{place}.{key}", values.get(key), f"{want}: {told}" if told else want)
 
 
 def group_size(fields: Fields, *keys: str) -> int:

@@ -148,6 +148,8 @@ def _scheme(recipe: Recipe, in_features: int, overflows: bool) -> WeightScheme:
     if recipe.bits == 8 or overflows:
         has_minima = recipe.bits == 8 and not recipe.symmetric
         whole = -(-in_features // GROUP_UNIT) * GROUP_UNIT if has_minima else 0
-        return WeightScheme("int8", whole if is_one_group else recipe.group_size, has_minima=has_minima)
+        group = whole if is_one_group else recipe.group_size
+        rounds = recipe.rounds_activations and group == 0
+        return WeightScheme("int8", group, has_minima=has_minima, rounds_activations=rounds)
     spread = next((size for size in SPREAD_GROUPS if in_features % size == 0), GROUP_UNIT)
     return WeightScheme("int4", spread if is_one_group else recipe.group_size, has_zeros=not recipe.symmetric)

@@ -14,5 +14,11 @@ class Tensors(Protocol):
     def is_int8(self, name: str) -> bool:
         """Whether there is such a tensor, of int8."""
 
+    def is_float8(self, name: str) -> bool:
+        """Whether there is such a tensor, of e4m3."""
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """None where there is no such tensor."""
+
     def take_stored(self, name: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
         """The tensor called `name`. Raises `ConfigError` if absent, of another shape, or of none of these dtypes."""

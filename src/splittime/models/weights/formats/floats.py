@@ -1,0 +1,83 @@
+"""Weights that are e4m3 in the file (Micikevicius et al., arXiv:2209.05433): one byte each, and scales.
+
+    w[i, j] = scale(i, j) * q[i, j]
+
+    "tensor"    scale []  or [1]                              one of the whole weight
+    "channel"   scale [out, 1]                                one an output
+    "block"     scale [out / 128, in / 128, rounded up]       one of 128 x 128 weights
+
+They come as `RoundedRows` with e4m3 in the place of integers and a scale for each row (and 128 columns): no number of
+the file is rounded. Looked at on the way: scales are finite and above 0, and no weight is NaN, which e4m3 has two of.
+
+Scales of activations that were measured beforehand (`input_scale`) are read, checked and not used: the kernels that
+round activations work out a scale for each token, which is never larger and cuts nothing off.
+"""
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from splittime.core.errors import ConfigError
+from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.models.weights.formats.recipe import Recipe
+from splittime.models.weights.formats.tensors import FLOATS, Tensors
+
+BLOCK = 128  # rows and columns
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0
+
+
+class FloatWeight:
+    """A `weights.stored.StoredWeight`; name: of the module. tensors: all that it reads, for `Checkpoint.release`."""
+
+    columns: Tensor | None = None
+
+    def __init__(self, tensors: Tensors, module: str, recipe: Recipe, out_features: int, in_features: int) -> None:
+        self.name = module
+        self.out_features = out_features
+        self.in_features = in_features
+        self.scheme = WeightScheme("fp8", recipe.group_size)
+        self._kind = recipe.scales
+        self._values = tensors.take_stored(f"{module}.weight", (FLOAT8,), out_features, in_features)
+        self._scales = _take_scales(tensors, f"{module}.{recipe.scale_name}", recipe.scales, out_features, in_features)
+        if recipe.has_input_scale:
+            _take_scales(tensors, f"{module}.input_scale", "tensor", out_features, in_features)
+        self.tensors = [self._values]
+
+    def rows(self, begin: int, end: int) -> RoundedRows:
+        values = self._values[begin:end]
+        if bool((values.view(torch.int8) & 0x7F == 0x7F).any()):
+            _refuse(f"{self.name}.weight", "NaN", "the file is damaged, or its conversion overflowed")
+        return RoundedRows(values, self._scales_of(begin, end).contiguous())
+
+    def _scales_of(self, begin: int, end: int) -> Tensor:
+        """float32 [rows, groups]."""
+        if self._kind == "tensor":
+            return self._scales.expand(end - begin, 1)
+        if self._kind == "channel":
+            return self._scales[begin:end]
+        return self._scales[torch.arange(begin, end) // BLOCK]
+
+
+def _take_scales(tensors: Tensors, name: str, kind: str, out_features: int, in_features: int) -> Tensor:
+    """float32 [1, 1], [out, 1] or [blocks, blocks]. Raises `ConfigError` for what cannot be a scale."""
+    shape = {
+        "tensor": (1,),
+        "channel": (out_features, 1),
+        "block": (-(-out_features // BLOCK), -(-in_features // BLOCK)),
+    }[kind]
+    found = tensors.shape_of(name)
+    if kind != "block" and found is not None and found == shape[:-1]:
+        shape = found  # [] or [out], as some exports have them
+    scales = tensors.take_stored(name, FLOATS, *shape).float()
+    wrong = ~((scales > 0) & (scales * LARGEST).isfinite())
+    if bool(wrong.any()):
+        value = float(scales[wrong][0])
+        _refuse(name, f"{value:g}", "a scale is above 0, and 448 of it are finite; the file is damaged")
+    return scales if kind == "block" else scales.reshape(-1, 1)
+
+
+def _refuse(name: str, value: str, why: str) -> NoReturn:
+    hint = "convert the model again, or take the unquantised one and --quantization fp8 (on a card) or int8"
+    raise ConfigError(f"weights: {name} holds {value}: {why}", param=name, value=value, hint=hint)

@@ -1,0 +1,220 @@
+"""Where a runner's memory goes while it sleeps, and how it comes back.
+
+                        on a card                                  on a CPU
+    weights, level 1    to pinned host memory, and back            stay: they are in host memory already
+    weights, level 2    dropped; read from their files again       the same
+    KV cache            freed, allocated again                     its pages given back, taken again when written to
+    captured steps      dropped, captured again                    there are none
+
+A card's memory is freed under its tensors: a storage is resized to nothing and back (as FSDP does with its flat
+parameters, Zhao et al. 2023), so every tensor, view and tied weight stays the object that it is, and only addresses
+change; captured steps hold addresses, so they go first. On a CPU the KV cache keeps its addresses, which fused layers
+hold, and loses its pages (madvise(2), MADV_DONTNEED: they read as zeros afterwards, as they did at the start).
+
+What fails while waking is undone, and the runner is asleep as before.
+"""
+
+import ctypes
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from splittime.core.errors import ConfigError, EngineError, SplittimeError
+from splittime.core.sleep import Moved, Part
+from splittime.models.decoder import Decoder
+from splittime.models.quant.plan import choose
+from splittime.models.weights.load import load_decoder
+from splittime.models.weights.source import read_config
+from splittime.runner import machine
+from splittime.runner.config import RunnerConfig
+from splittime.runner.parked import Emptied, Parked, device_tensors
+
+if TYPE_CHECKING:
+    from splittime.runner.torch_runner import TorchRunner
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+STATM = Path("/proc/self/statm")
+STAY = "weights stay where they are, in host memory; level 2 drops them too"
+
+
+class Sleeper:
+    """A `core.sleep.Sleeper` for a runner made with `config`. Make it with `TorchRunner.sleeper`.
+
+    parks: level 1 moves the weights to host memory.
+    """
+
+    def __init__(self, runner: "TorchRunner", config: RunnerConfig) -> None:
+        self._runner, self._config = runner, config
+        self._device = runner.decoder.ops.device
+        self.parks = self._device.type == "cuda"
+        self._parked: Parked | None = None
+        self._level = 0
+        self._graph_sizes: tuple[int, ...] = ()
+        self._weights_bytes = 0
+        self._kv = Emptied(device_tensors(runner.store, self._device))
+        self._parts: list[Part] = []
+
+    @torch.inference_mode()
+    def sleep(self, level: int) -> Moved:
+        before, self._parts = self._memory_bytes(), []
+        runner = self._runner
+        parked = self._park() if level == 1 and self.parks else None
+        with self._part("graphs"):
+            self._graph_sizes = runner.drop_captured()
+        with self._part("weights"):
+            if parked is not None:
+                parked.free_device()
+                self._weights_bytes = parked.num_bytes
+            elif level == 2:
+                self._weights_bytes = runner.resolved.weights_bytes
+                runner.drop_weights()
+            else:
+                self._weights_bytes = 0
+        with self._part("kv"):
+            resident = self._memory_bytes()
+            self._kv.free()
+            kv_bytes = max(0, min(self._kv.num_bytes, resident - self._memory_bytes()))
+        with self._part("give_back"):
+            self._return_memory()
+        after = self._memory_bytes()
+        self._level, self._parked = level, parked
+        if self._device.type == "cuda":
+            kv_bytes = self._kv.num_bytes
+        note = "" if level == 2 or self.parks else STAY
+        return self._moved(before, after, kv_bytes, note)
+
+    @torch.inference_mode()
+    def wake(self) -> Moved:
+        before, self._parts = self._memory_bytes(), []
+        self._check_room()
+        try:
+            with self._part("weights"):
+                self._restore_weights()
+            with self._part("kv"):
+                self._kv.take()
+            with self._part("graphs"):
+                if self._graph_sizes:
+                    self._runner.capture(self._graph_sizes)
+        except Exception as error:  # whatever it was (no file, no memory, a broken file): as before, asleep
+            self._undo()
+            raise _told(error) from error
+        self._parked = None
+        kv_bytes = self._kv.num_bytes if self._device.type == "cuda" else 0
+        return self._moved(before, self._memory_bytes(), kv_bytes, "")
+
+    def _park(self) -> Parked:
+        """A copy of the weights in host memory. Raises with nothing changed."""
+        tensors = device_tensors(self._runner.decoder, self._device)
+        with self._part("copy"):
+            try:
+                return Parked(tensors, self._device, machine.free_memory_bytes())
+            except RuntimeError as error:  # torch's words for no (pinned) memory
+                message = f"weights could not be copied to host memory, the engine stays awake: {error}"
+                raise EngineError(message, code="no_memory", hint="level=2 drops them") from error
+
+    def _restore_weights(self) -> None:
+        if self._parked is not None:
+            self._parked.fill_device()
+        elif self._level == 2:
+            self._runner.decoder = self._loaded()
+
+    def _loaded(self) -> Decoder:
+        """From the same files, with the same operations, as the runner was."""
+        config, resolved, old = self._config, self._runner.resolved, self._runner.decoder
+        path, ops = Path(config.model_path), old.ops
+        if read_config(path) != old.config:
+            message = f"{path} holds another model than the one that was put to sleep"
+            raise ConfigError(message, param="model", value=str(path), hint="put its config.json back, or start anew")
+        plan, folder = choose(config.quantization, resolved.dtype), machine.packed_cache_folder(config.packed_cache)
+        is_dummy = config.load_format == "dummy"
+        ops.set_threads(config.num_threads or machine.num_cores())
+        try:
+            loaded = load_decoder(path, old.config, ops, plan, resolved.max_model_len, folder, is_dummy=is_dummy)
+        finally:
+            ops.set_threads(resolved.num_threads)
+        return loaded.decoder
+
+    def _check_room(self) -> None:
+        """Before anything is touched: is what was given back there to be taken?"""
+        on_card = self._device.type == "cuda"
+        needed = self._weights_bytes + (self._kv.num_bytes if on_card else 0)
+        free = torch.cuda.mem_get_info(self._device)[0] if on_card else machine.free_memory_bytes()
+        if needed > free:
+            raise EngineError(
+                f"{needed} bytes are needed and {free} are free, {needed - free} too few",
+                code="no_memory",
+                value=needed,
+                limit=free,
+                hint="end what has taken them, and wake it again",
+            )
+
+    def _undo(self) -> None:
+        runner = self._runner
+        runner.drop_captured()
+        if self._parked is not None:
+            self._parked.free_device()
+        elif self._level == 2:
+            runner.drop_weights()
+        self._kv.free()
+        self._return_memory()
+
+    def _return_memory(self) -> None:
+        """What libraries keep of what was freed goes back to the system."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        if sys.platform == "linux":
+            getattr(ctypes.CDLL(None), "malloc_trim", lambda keep: 0)(0)  # of glibc alone
+
+    def _memory_bytes(self) -> int:
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return total - free
+        return _resident_bytes()
+
+    def _moved(self, before: int, after: int, kv_bytes: int, note: str) -> Moved:
+        return Moved(
+            weights_bytes=self._weights_bytes,
+            kv_bytes=kv_bytes,
+            memory="device" if self._device.type == "cuda" else "process",
+            memory_before_bytes=before,
+            memory_after_bytes=after,
+            parts=tuple(self._parts),
+            note=note,
+        )
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        begin_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._parts.append((name, begin_ns, time.monotonic_ns()))
+
+
+def without_weights(decoder: Decoder) -> Decoder:
+    """What is left of it is its configuration and its operations."""
+    return replace(decoder, embedding=None, turns=torch.empty(0), layers=(), final_norm=None, head=None)
+
+
+def _resident_bytes() -> int:
+    """Of this process, its files' pages among them; 0 where the system does not tell."""
+    try:
+        return int(STATM.read_text().split()[1]) * PAGE_BYTES
+    except OSError:
+        return 0
+
+
+def _told(error: Exception) -> SplittimeError:
+    if isinstance(error, SplittimeError):
+        return error
+    return EngineError(f"{type(error).__name__}: {error}", code="wake_failed")

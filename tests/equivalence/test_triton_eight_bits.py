@@ -1,0 +1,110 @@
+"""Whole models whose products are of eight bits with eight bits, through the engine's runner on the Triton backend:
+checkpoints in fp8 and int8, and weights rounded at loading. The reference multiplies the same rounded numbers. A sum
+that differs in its last bit may round an activation the other way, so the two are near, not equal: a step of e4m3 is a
+sixteenth of a number, of int8 a 127th of a token's largest."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from random_models import make
+from test_parallel_models import follow, runner_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+import fp8_layouts as fp8
+import stored_layouts as layouts
+from test_stored_formats import W8A8
+from test_stored_models import maker
+
+from splittime.core.errors import ConfigError
+from splittime.kernels.triton.w8a8 import RoundedLinear
+
+pytestmark = pytest.mark.timeout(600)  # the interpreter is slow
+SIZES = {**fp8.SHAPE, "vocab_size": 97, "torch_dtype": "float32"}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+INT8 = maker(layouts.compressed_int8, bits=8, symmetric=True, group=-1)
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    """The interpreter is slow."""
+    monkeypatch.setattr("test_parallel_models.NEW_TOKENS", 1)
+
+
+def error(got, want):
+    return float((got.cpu() - want).square().mean().sqrt() / want.std())
+
+
+def near_the_reference(folder, limit, plain=None, **settings):
+    """And farther from what rounds no activations. Returns the runner."""
+    want, outputs = follow(runner_of(folder, kernels="reference", **settings))
+    runner = runner_of(folder, kernels="triton", **settings)
+    got, _ = follow(runner, outputs)
+    unrounded, _ = follow(runner_of(plain or folder, kernels="torch"), outputs)
+    assert error(got, want) < limit < 0.7 * error(got, unrounded)
+    return runner
+
+
+@pytest.mark.parametrize("name", ["blocks", "dynamic", "static"])
+def test_checkpoints_in_fp8(tmp_path, name):
+    quantization, make, _ = fp8.MODELS[name]
+    layouts.write(tmp_path, quantization, make, **SIZES)
+    runner = near_the_reference(tmp_path, 0.03)
+    read = runner.decoder.ops.bytes_read()
+    assert read["weights.fp8"] > 0
+    assert runner.resolved.weights.startswith(fp8.MODELS[name][2].split(";")[0])
+    packed = runner.decoder.layers[0].attention.qkv
+    assert (packed.unit > 0) == (name == "blocks")
+
+
+def test_a_checkpoint_in_int8_meets_int8(tmp_path):
+    layouts.write(tmp_path, W8A8, INT8, **SIZES)
+    runner = near_the_reference(tmp_path, 0.004, tmp_path / "plain")
+    assert isinstance(runner.decoder.layers[0].mlp.down, RoundedLinear)
+    assert runner.decoder.ops.bytes_read()["weights.int8"] > 0
+
+
+def test_experts_in_int8_are_one_product_with_activations_as_they_are(tmp_path, caplog):
+    layouts.write(tmp_path, W8A8, INT8, **SIZES, **EXPERTS)
+    runner = runner_of(tmp_path, kernels="triton")
+    assert isinstance(runner.decoder.layers[0].attention.qkv, RoundedLinear)
+    assert not hasattr(runner.decoder.layers[0].mlp.experts, "__len__")
+    assert "one after the other" not in caplog.text
+    want, outputs = follow(runner_of(tmp_path, kernels="reference"))
+    got, _ = follow(runner, outputs)
+    assert error(got, want) < 0.02
+
+
+@pytest.mark.parametrize(("quantization", "limit"), [("w8a8", 0.004), ("fp8", 0.03)])
+def test_rounded_at_loading(tmp_path, quantization, limit):
+    make("llama", tmp_path)
+    runner = near_the_reference(tmp_path, limit, quantization=quantization)
+    assert runner.resolved.weights == {"w8a8": "int8 x int8, head int8", "fp8": "fp8, head float32"}[quantization]
+    assert isinstance(runner.decoder.layers[0].mlp.gate_up, RoundedLinear)
+
+
+def test_native_integers_meet_rounded_activations_anyway(tmp_path):
+    """So w8a8 is int8 there, to the bit."""
+    make("llama", tmp_path)
+    got, outputs = follow(runner_of(tmp_path, kernels="native", quantization="w8a8"))
+    want, _ = follow(runner_of(tmp_path, kernels="native", quantization="int8"), outputs)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("kernels", "quantization"), [("torch", "w8a8"), ("torch", "fp8"), ("native", "fp8")])
+def test_kernels_that_have_no_such_product_refuse(tmp_path, kernels, quantization):
+    make("llama", tmp_path)
+    with pytest.raises(ConfigError, match=f"quantization is '{quantization}', which the {kernels} kernels"):
+        runner_of(tmp_path, kernels=kernels, quantization=quantization)

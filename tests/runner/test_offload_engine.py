@@ -1,0 +1,150 @@
+"""Copies in host memory under the whole engine, in the interpreter: a prompt that comes back after its blocks were
+evicted gives the tokens and logprobs that it gives in a cache with room for all, and most of it is not computed."""
+
+import pytest
+import tiny_checkpoint
+
+pytest.importorskip("triton")
+
+from splittime.core.clock import SystemClock
+from splittime.core.errors import ConfigError
+from splittime.core.plan import TokenLogprob
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
+from splittime.engine.engine import Engine
+from splittime.ledger.steps import StepRecord, verify_steps
+from splittime.runner.config import RunnerConfig
+from splittime.runner.torch_runner import TorchRunner
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+
+pytestmark = pytest.mark.timeout(600)  # the interpreter is slow
+BLOCK, MAX_LEN = 8, 40
+BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 8 * 4  # layers, K and V, heads, tokens, head_dim, float32
+RETURNING = ("a", "b", "a2", "c", "b2", "a3")
+Answer = tuple[list[int], list[TokenLogprob]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("tiny")
+    tiny_checkpoint.write(made)
+    return made
+
+
+def load(folder, num_blocks: int, num_host_slots: int, kernels: str = "triton", **settings) -> TorchRunner:
+    per_block = BLOCK_BYTES if settings.get("kv_cache_dtype") is None else BLOCK_BYTES * 12 // 32  # of 8 bits: scales
+    per_block //= settings.get("tensor_parallel_size", 1)  # each rank has its part of every block
+    given = {"max_num_seqs": 2, "num_threads": 1, "block_size": BLOCK, "max_model_len": MAX_LEN, **settings}
+    return TorchRunner.load(
+        RunnerConfig(
+            model_path=str(folder),
+            kernels=kernels,
+            kv_cache_memory_bytes=num_blocks * per_block,
+            kv_offload_memory_bytes=num_host_slots * per_block,
+            **given,
+        )
+    )
+
+
+def answers(runner: TorchRunner, is_ahead: bool = False, side_by_side: int = 1):
+    """The prompts one after the other, or two at a time; and the steps, and the engine."""
+    resolved = runner.resolved
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=2,
+            max_num_batched_tokens=48,
+            max_model_len=MAX_LEN,
+            block_size=BLOCK,
+            num_blocks=resolved.num_blocks,
+            num_host_slots=resolved.num_host_slots,
+        )
+    )
+    engine = Engine(scheduler, runner, SystemClock(), runner if is_ahead else None)  # type: ignore[arg-type]
+    found: dict[str, Answer] = {name: ([], []) for name in RETURNING}
+    records: list[StepRecord] = []
+    for first in range(0, len(RETURNING), side_by_side):
+        for name in RETURNING[first : first + side_by_side]:
+            prompt = tuple((7 * ord(name[0]) + 5 * place) % 59 for place in range(34))
+            sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, seed=0, logprobs=1)
+            engine.submit(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=0), 1)
+        while engine.has_work:
+            output = engine.step()
+            scheduler.check()
+            assert output is not None
+            records += [output.record] if output.record is not None else []
+            for news in output.outputs:
+                assert news.error is None, news.error
+                found[news.request_id][0].extend(news.token_ids)
+                found[news.request_id][1].extend(news.logprobs)
+    verify_steps(records)
+    return found, records, engine
+
+
+def compare(got: dict[str, Answer], want: dict[str, Answer], abs_error: float = 1e-4) -> None:
+    assert {name: tokens for name, (tokens, _) in got.items()} == {name: tokens for name, (tokens, _) in want.items()}
+    for name, (_, logprobs) in want.items():
+        near = pytest.approx([one.logprob for one in logprobs], abs=abs_error)
+        assert [one.logprob for one in got[name][1]] == near
+
+
+@pytest.fixture(scope="module")
+def want(folder):
+    found, _, engine = answers(load(folder, num_blocks=64, num_host_slots=0))
+    assert engine.stats().prefix_hit_tokens == 3 * 32
+    return found
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["one after the other", "ahead"])
+def test_the_same_tokens_from_host_memory(folder, want, is_ahead):
+    runner = load(folder, num_blocks=5, num_host_slots=16)
+    assert runner.resolved.kv_offload == f"128 tokens of evicted blocks in {16 * BLOCK_BYTES} bytes of host memory"
+    found, records, engine = answers(runner, is_ahead)
+    compare(found, want)
+    stats = engine.stats()
+    assert stats.prefix_host_hit_tokens == stats.restored_tokens == 3 * 32
+    assert stats.host_blocks_used == stats.offloaded_tokens // BLOCK == 12
+    for record in records:
+        assert (record.restore_ns > 0) == (record.restored_blocks > 0)
+        assert (record.offload_ns > 0) == (record.offloaded_blocks > 0)
+    assert sum(record.prefill_tokens for record in records) == 3 * 34 + 3 * 2
+
+
+def test_two_at_a_time_in_captured_steps(folder, want):
+    runner = load(folder, num_blocks=10, num_host_slots=16)
+    runner.capture((2,))
+    found, _, engine = answers(runner, is_ahead=True, side_by_side=2)
+    compare(found, want)
+    assert engine.stats().restored_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_scales_go_with_what_they_scale(folder, dtype):
+    plain, _, _ = answers(load(folder, 64, 0, kv_cache_dtype=dtype))
+    found, _, engine = answers(load(folder, 5, 16, kv_cache_dtype=dtype))
+    compare(found, plain)
+    assert engine.stats().restored_tokens == 3 * 32
+
+
+def test_a_host_memory_that_is_too_small_forgets_and_is_still_right(folder, want):
+    found, _, engine = answers(load(folder, num_blocks=5, num_host_slots=2))
+    compare(found, want)
+    assert engine.stats().host_blocks_used == 2
+
+
+def test_ranks_keep_their_own_copies(folder, want):
+    runner = load(folder, num_blocks=5, num_host_slots=16, tensor_parallel_size=2, num_threads=2)
+    try:
+        found, records, engine = answers(runner)
+    finally:
+        runner.close()
+    compare(found, want)
+    assert (runner.resolved.num_blocks, runner.resolved.num_host_slots) == (5, 16)
+    assert engine.stats().restored_tokens == 3 * 32
+    assert all(record.restore_ns > 0 for record in records if record.restored_blocks)
+
+
+def test_where_the_cache_is_in_host_memory_it_is_refused(folder):
+    with pytest.raises(ConfigError, match="in host memory already") as caught:
+        load(folder, num_blocks=64, num_host_slots=4, kernels="torch")
+    assert "kv_cache_memory_bytes" in (caught.value.info.hint or "")
