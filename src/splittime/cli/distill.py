@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from splittime.cli.options import JsonFlag, talk, wide, with_options
+from splittime.cli.options import JsonFlag, wide, with_options
+from splittime.cli.progress import bars, doing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,7 +92,7 @@ class Options:
 @with_options(Options)
 def distill(given: Options) -> None:
     """Distil a model into a smaller one with the same tokenizer."""
-    with talk().status("reading"):
+    with doing("reading"):
         from splittime.cli import distill_local as local  # brings torch
         from splittime.cli.distill_inputs import Asked
         from splittime.distill.settings import Settings
@@ -109,12 +110,11 @@ def distill(given: Options) -> None:
 
 @contextmanager
 def _progress(settings: Any) -> Iterator["Hooks"]:
-    """A bar of the budget with the loss and its speed; of the measuring afterwards. Nothing in a log."""
+    """A bar of the budget with the loss and its speed; of the measuring afterwards."""
     from splittime.cli.distill_local import Hooks
 
-    console = talk()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with bars(*columns, words=_share_words) as bar:
         task = bar.add_task("reading", total=None)
         yield Hooks(
             tell=lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
@@ -122,6 +122,10 @@ def _progress(settings: Any) -> Iterator["Hooks"]:
                 task, description=_words(state, update), completed=state.progress(settings), total=1.0
             ),
         )
+
+
+def _share_words(task: Task) -> str:
+    return task.description if task.total is None else f"{task.percentage:.0f} %, {task.description}"
 
 
 def _words(state: "State", update: "Update") -> str:

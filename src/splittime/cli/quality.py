@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from splittime.cli import model_source
-from splittime.cli.options import talk, wide, with_options
+from splittime.cli.options import wide, with_options
+from splittime.cli.progress import bars, count_words, doing
 from splittime.cli.quality_options import ANSWERS, STANDARD_OUTPUT, Options
 from splittime.core.errors import ConfigError
 from splittime.ledger.whole_file import check_writable, write_whole
@@ -62,7 +63,7 @@ def quality(given: Options) -> None:
 
     _check_files(given)
     tasks, sides = _tasks(given), (_runner(given, "base"), _runner(given, "candidate"))
-    with talk().status("loading the models"):
+    with doing("loading the models"):
         models, encoder = _load(given, sides)
         asked = _margins(models[1], given)
     with _progress() as tell:
@@ -206,13 +207,13 @@ def _margins(candidate: "Model", given: Options) -> "Margins":
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each thing that is done, on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=talk(), transient=True) as bars:
+    with bars(*columns, words=count_words) as progress:
         known: dict[str, Any] = {}
 
         def tell(what: str, done: int, total: int) -> None:
             if what not in known:
-                known[what] = bars.add_task(what, total=total)
-            bars.update(known[what], completed=done)
+                known[what] = progress.add_task(what, total=total)
+            progress.update(known[what], completed=done)
 
         yield tell
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from splittime.cli import model_source
-from splittime.cli.options import JsonFlag, ModelArgument, talk, wide, with_options
+from splittime.cli.options import JsonFlag, ModelArgument, wide, with_options
+from splittime.cli.progress import bars, count_words, doing
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ Examples:
       --static-groups --calibrate text.jsonl --out ./llama-gptq
   splittime quantize ./model --scheme w8a8 --smooth 0.5 --calibrate text.txt \\
       --out ./model-w8a8
+  splittime quantize ./model --scheme fp8 --out ./model-fp8
   splittime quantize ./model --prune 2:4 --metric wanda --calibrate text.txt \\
       --out ./model-pruned
   splittime serve ./model-awq
@@ -41,7 +43,10 @@ Examples:
 The schemes, and the format of their files:
   int8   8 bits, a scale for each row; rounded to nearest
          compressed-tensors, pack-quantized
-  w8a8   the same, and activations rounded at each token; SmoothQuant
+  fp8    e4m3, a scale for each row, and activations rounded to it at each token;
+         rounded to nearest, no text needed: for cards that multiply it
+         compressed-tensors, float-quantized
+  w8a8   int8, and activations rounded at each token; SmoothQuant
          compressed-tensors, int-quantized
   w4a16  4 bits in groups; rounded to nearest
          compressed-tensors, pack-quantized
@@ -61,7 +66,7 @@ class Options:
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new checkpoint; must not be there yet.")]
     model: ModelArgument = None
     scheme: Annotated[
-        str | None, typer.Option("--scheme", metavar="int8|w8a8|w4a16|awq|gptq", help="How weights are rounded.")
+        str | None, typer.Option("--scheme", metavar="int8|fp8|w8a8|w4a16|awq|gptq", help="How weights are rounded.")
     ] = None
     calibrate: Annotated[
         Path | None,
@@ -119,7 +124,7 @@ def quantize(given: Options) -> None:
     if folder.is_file():
         hint = "start from the folder of safetensors that it was made of"
         raise ConfigError(f"{folder.name} is a GGUF file; it is not read here", param="model", hint=hint)
-    with talk().status("reading the model"):
+    with doing("reading the model"):
         from splittime.quantize import job  # brings torch
 
         settings = _settings(given)
@@ -162,17 +167,16 @@ def _read_text(folder: Path, path: Path, settings: "Settings") -> "Calibration":
 
 @contextmanager
 def _progress() -> Iterator[tuple]:
-    """A bar of layers with what is being done; only its frame on a terminal, nothing in a log."""
-    console = talk()
+    """A bar of layers with what is being done."""
     columns = (
-        TextColumn("layers"),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[now]}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None, now="")
+    with bars(*columns, words=lambda task: f"{count_words(task)}, {task.fields['now']}") as bar:
+        task = bar.add_task("layers", total=None, now="reading")
         yield (
             lambda done, total: bar.update(task, completed=done, total=total),
             lambda text: bar.update(task, now=text),

@@ -1,0 +1,36 @@
+"""Long work shows a sign of life also where there is no terminal to draw on."""
+
+import io
+import time
+
+from rich.progress import TextColumn
+
+from splittime.cli import progress
+from splittime.cli.options import CleanConsole
+
+
+def test_a_log_gets_lines_until_a_task_is_done(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.001)
+    with progress.bars(TextColumn("x"), words=progress.count_words) as bars:
+        done = bars.add_task("short", total=1, completed=1)
+        bars.update(done, completed=1)
+        going = bars.add_task("texts", total=12_000)
+        bars.update(going, completed=3_000)
+        deadline = time.monotonic() + 20
+        while "texts" not in log.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    told = log.getvalue()
+    assert "texts 3,000 of 12,000, " in told
+    assert "short" not in told
+    time.sleep(0.02)
+    assert log.getvalue() == told, "nothing is told after the end"
+
+
+def test_what_has_no_parts_is_named_once(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))
+    with progress.doing("loading the models"):
+        pass
+    assert log.getvalue() == "loading the models\n"
