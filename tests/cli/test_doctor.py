@@ -58,7 +58,7 @@ def test_a_healthy_one_and_a_thin_one(well, tmp_path):
     assert "Nothing found" in result.stdout
     result = invoke("doctor", str(path), "--limit", "5")
     assert result.exit_code == 3
-    assert "only 5 requests were served" in " ".join(result.stdout.split())
+    assert "requests served: only 5" in " ".join(result.stdout.split())
 
 
 def test_a_run_of_a_bench(well, tmp_path):

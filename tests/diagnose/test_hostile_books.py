@@ -59,7 +59,7 @@ def test_empty_and_almost_empty_ones(ill, tmp_path):
     one = ledger_file(msgspec.structs.replace(ill, accounts=ill.accounts[:1]), tmp_path / "one.sqlite")
     assert "too little" in told("doctor", none, code=CANNOT_TELL)
     assert "no request" in told("explain", "--slowest", 1, "--ledger", none, code=USAGE)
-    assert "only 1 requests" in told("doctor", one, code=CANNOT_TELL)
+    assert "requests served: only 1" in told("doctor", one, code=CANNOT_TELL)
     assert "Not compared" in told("explain", "--slowest", 1, "--ledger", one, code=0)
 
 
@@ -120,7 +120,7 @@ def test_runs_of_which_nothing_can_be_told(ill, tmp_path):
     unsent = {"sent_ns": None, "end_ns": None, "chunk_ns": (), "ending": Ending.UNSENT}
     outcomes = tuple(msgspec.structs.replace(outcome, **unsent) for outcome in run.outcomes)
     save(msgspec.structs.replace(run, outcomes=outcomes), path)
-    assert "only 0 requests" in told("doctor", path, code=CANNOT_TELL)
+    assert "requests in the run: only 0" in told("doctor", path, code=CANNOT_TELL)
     save(msgspec.structs.replace(run, outcomes=()), path)
     told("doctor", path, code=CANNOT_TELL)
     save(msgspec.structs.replace(run, arms=()), path)

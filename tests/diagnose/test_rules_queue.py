@@ -64,4 +64,4 @@ def test_few_requests_are_too_few():
     assert diagnosis.thin
     assert not diagnosis.healthy
     assert diagnosis.findings == ()
-    assert "10 requests" in diagnosis.abstentions[-1].why
+    assert "only 10" in diagnosis.abstentions[-1].why

@@ -144,7 +144,7 @@ def _show(result: "Result") -> None:
         )
     console.print(
         f"{result.out}: {result.student_parameters:,} parameters (teacher {result.teacher_parameters:,}), "
-        f"{result.seen_tokens:,} tokens in {result.updates:,} updates, {result.seconds:,.0f} s"
+        f"{result.seen_tokens:,} tokens, updates: {result.updates:,}, {result.seconds:,.0f} s"
     )
     for note in result.notes:
         console.print(f"note: {note}")

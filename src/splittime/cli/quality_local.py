@@ -31,7 +31,7 @@ from splittime.scheduler.scheduler import Scheduler
 
 SHOWN = ("dtype", "weights", "kv_cache_dtype", "kernels", "linear_backend", "attention_backend", "max_model_len")
 REQUEST = "quality"
-INTEGERS = ("int4", "int8")
+EIGHT_BITS_OR_FEWER, SMALL_CACHES = ("int4", "int8", "fp8"), ("int8", "float8_e4m3fn")
 
 
 class LocalModel:
@@ -163,8 +163,8 @@ class LocalModel:
 
 def _claims(weights: str, kv_cache_dtype: str) -> tuple[str, ...]:
     """By the names of `Ops.bytes_read`; weights: as `Resolved` tells them."""
-    claims = [f"weights.{name}" for name in INTEGERS if name in weights]
-    return (*claims, f"kv.{kv_cache_dtype}") if kv_cache_dtype in INTEGERS else tuple(claims)
+    claims = [f"weights.{name}" for name in EIGHT_BITS_OR_FEWER if name in weights.split(": ", 1)[-1]]
+    return (*claims, f"kv.{kv_cache_dtype}") if kv_cache_dtype in SMALL_CACHES else tuple(claims)
 
 
 class Spelling:

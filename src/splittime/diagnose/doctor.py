@@ -139,13 +139,13 @@ def _accounts(books: Books) -> str | None:
     num = len(served(books.accounts))
     if not books.accounts:
         return "no accounts: only a splittime server keeps them, and what happens inside cannot be told without"
-    return f"only {num} requests were served; {MIN_REQUESTS} are the least" if num < MIN_REQUESTS else None
+    return f"requests served: only {num}; {MIN_REQUESTS} are the least" if num < MIN_REQUESTS else None
 
 
 def _steps(books: Books) -> str | None:
     if not books.steps:
         return "no records of steps"
-    return f"only {len(books.steps)} steps; {MIN_STEPS} are the least" if len(books.steps) < MIN_STEPS else None
+    return f"steps: only {len(books.steps)}; {MIN_STEPS} are the least" if len(books.steps) < MIN_STEPS else None
 
 
 def _facts(books: Books) -> str | None:
@@ -166,7 +166,7 @@ def _from_client(books: Books) -> str | None:
     if books.run is None:
         return "no client's book: what the client saw is in a run of `splittime bench` only"
     num = _num_outcomes(books)
-    return f"only {num} requests in the run; {MIN_REQUESTS} are the least" if num < MIN_REQUESTS else None
+    return f"requests in the run: only {num}; {MIN_REQUESTS} are the least" if num < MIN_REQUESTS else None
 
 
 _NEEDS: dict[str, Callable[[Books], str | None]] = {

@@ -71,6 +71,7 @@ def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
     text.append_text(_waits(account, totals_ns))
     in_its_time = steps_of(account, steps)
     text.append_text(_tokens(account, in_its_time))
+    text.append(_copies(account, in_its_time))
     device = device_time(in_its_time)
     return text if device is None else text.append(_wrapped(sentence(device)))
 
@@ -99,7 +100,8 @@ def _heading(account: ClosedAccount) -> Text:
     text = Text()
     text.append(account.request_id, style="bold")
     text.append(f"  {account.endpoint}  {account.model}  {account.finish_reason}\n")
-    cached = f" ({account.cached_tokens} cached)" if account.cached_tokens else ""
+    in_host = f", {account.host_tokens} of them in host memory" if account.host_tokens else ""
+    cached = f" ({account.cached_tokens} cached{in_host})" if account.cached_tokens else ""
     preempted = f", {account.num_preemptions} preemptions" if account.num_preemptions else ""
     tokens = f"{account.prompt_tokens} prompt tokens{cached}, {account.output_tokens} output tokens{preempted}"
     text.append(_wrapped(f"{tokens}, {_ms(derive.e2e_ns(account))} ms from first byte to last"))
@@ -184,6 +186,19 @@ def _how(step: StepRecord) -> str:
     padded = f" with {step.padded_rows} rows padded" if step.padded_rows else ""
     waited = f", {_ms(step.gap_ns)} waited before" if step.gap_ns else ""
     return shared if step.execution == "host" else f"{shared}, {step.execution}{padded}{waited}"
+
+
+def _copies(account: ClosedAccount, steps: Sequence[StepRecord]) -> str:
+    """What its steps copied between the device and host memory, for itself or for those beside it."""
+    own = [step for step in steps if step.moves_ns and any(row[0] == account.request_id for row in step.rows)]
+    told = (
+        (sum(step.restored_blocks for step in own), "from", sum(step.restore_ns for step in own)),
+        (sum(step.offloaded_blocks for step in own), "to", sum(step.offload_ns for step in own)),
+    )
+    parts = [
+        f"{blocks} block{'s' * (blocks != 1)} {way} host memory in {_ms(ns)} ms" for blocks, way, ns in told if blocks
+    ]
+    return _wrapped(f"Its steps copied {' and '.join(parts)}.") if parts else ""
 
 
 def _wrapped(words: str) -> str:

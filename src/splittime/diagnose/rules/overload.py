@@ -66,7 +66,7 @@ def overload(books: Books) -> Answer:
     arrivals = _by_server(books) if books.accounts else _by_client(books)
     served_ones = [arrival for arrival in arrivals if not arrival.is_refused]
     if len(served_ones) < NUM_WINDOWS * MIN_PER_WINDOW:
-        return Abstention("overload", f"only {len(served_ones)} requests were served: no trend can be tested")
+        return Abstention("overload", f"requests served: only {len(served_ones)}, too few to test a trend")
     refused = (len(arrivals) - len(served_ones)) / len(arrivals)
     share = ratio([a.wait_ns for a in served_ones], [a.end_ns - a.at_ns for a in served_ones])
     if refused > share.value:
