@@ -34,13 +34,14 @@ from benchmarks.gpu.card import (
     parser,
     place,
     scale,
+    some,
     telling,
 )
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
 from splittime.kernels.triton import attention, attention_decode
 from splittime.kernels.triton.attention import DecodeTiles, PrefillTiles
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = (32, 8, 128, 16) if scale() is CARD else (4, 1, 32, 16)
 SCALE = HEAD_DIM**-0.5
 CHECKED = (([1, 1, 1], [1, 777, 5000]), ([300, 77], [300, 1500]))  # lengths and contexts
 CHECKED_TINY = (([1, 1], [1, 77]), ([9], [30]))
@@ -152,7 +153,7 @@ def decode(context: int, rows: int, dtype: torch.dtype, options: argparse.Namesp
     )
     runs: dict[str, Callable[[], Any]] = {"chosen": lambda: attention.attend(q, next(stores), plan, SCALE)}
     if options.tiles:
-        for name, tiles in decode_variants().items():
+        for name, tiles in some(decode_variants().items()):
             runs[name] = lambda tiles=tiles: attention.attend(q, next(stores), plan, SCALE, tiles)
     if options.peers and dtype == torch.bfloat16:
         runs |= peers.of_decode(q, [next(stores) for _ in range(scale().buffers)], batch, shape, context, SCALE)
@@ -166,7 +167,7 @@ def prefill(tokens: int, dtype: torch.dtype, options: argparse.Namespace, rate: 
     plan, q, store = a_plan(batch, shape), queries(tokens), a_store(shape.num_blocks, dtype)
     runs: dict[str, Callable[[], Any]] = {"chosen": lambda: attention.attend(q, store, plan, SCALE)}
     if options.tiles:
-        for name, tiles in prefill_variants().items():
+        for name, tiles in some(prefill_variants().items()):
             runs[name] = lambda tiles=tiles: attention.attend(q, store, plan, SCALE, None, tiles)
     if options.peers and dtype == torch.bfloat16:
         runs |= peers.of_prefill(q, store, batch, shape, SCALE)

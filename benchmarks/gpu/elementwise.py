@@ -18,12 +18,13 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu.card import Found, copy_bytes_per_s, median_us, parse, parser, place, scale, telling
+from benchmarks.gpu.card import CARD, Found, copy_bytes_per_s, median_us, parse, parser, place, scale, some, telling
 from splittime.kernels.api import KvShape, LayerKv
 from splittime.kernels.triton import activation, norm, rotary
 
-CARD = place()
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 16
+PLACE = place()
+SHAPE = (4096, 14336, 32, 8, 128, 16) if scale() is CARD else (64, 96, 2, 1, 32, 16)
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = SHAPE
 TOKENS = (1, 16, 64, 256, 2048, 8192)
 
 
@@ -40,7 +41,7 @@ class Case:
 
 
 def buffers(num: int, *shape: int) -> list[Tensor]:
-    return [torch.randn(*shape, dtype=torch.bfloat16, device=CARD) for _ in range(num)]
+    return [torch.randn(*shape, dtype=torch.bfloat16, device=PLACE) for _ in range(num)]
 
 
 def num_buffers(buffer_bytes: int) -> int:
@@ -50,7 +51,7 @@ def num_buffers(buffer_bytes: int) -> int:
 def norm_cases(tokens: int) -> Iterator[Case]:
     line_bytes = tokens * HIDDEN * 2
     x, stream = (buffers(num_buffers(2 * line_bytes), tokens, HIDDEN) for _ in range(2))
-    weight = torch.randn(HIDDEN, dtype=torch.bfloat16, device=CARD)
+    weight = torch.randn(HIDDEN, dtype=torch.bfloat16, device=PLACE)
     packed = norm.pack(weight, 1e-5)
     tiles = {f"warps {warps}": norm.NormTiles(1, HIDDEN, warps) for warps in (4, 8, 16)}
     plain = {name: (lambda i, tile=tile: norm.rms_norm(x[i], packed, tile)) for name, tile in tiles.items()}
@@ -87,12 +88,12 @@ def rope_case(tokens: int, kv_dtype: torch.dtype) -> Case:
     shape = KvShape(blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     qkv_bytes = tokens * lines * HEAD_DIM * 2
     qkv = buffers(num_buffers(qkv_bytes), tokens, lines, HEAD_DIM)
-    data = torch.zeros(blocks + 1, 2, KV_HEADS, BLOCK_SIZE * HEAD_DIM, dtype=kv_dtype, device=CARD)
+    data = torch.zeros(blocks + 1, 2, KV_HEADS, BLOCK_SIZE * HEAD_DIM, dtype=kv_dtype, device=PLACE)
     has_scales = kv_dtype.itemsize == 1
-    scales = torch.zeros(blocks + 1, 2, KV_HEADS, BLOCK_SIZE, device=CARD) if has_scales else None
-    packed = norm.pack(torch.ones(HEADS + KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=CARD), 1e-6)
-    table = torch.polar(torch.ones(8192, HEAD_DIM // 2), torch.rand(8192, HEAD_DIM // 2)).to(CARD)
-    positions = torch.arange(tokens, device=CARD)
+    scales = torch.zeros(blocks + 1, 2, KV_HEADS, BLOCK_SIZE, device=PLACE) if has_scales else None
+    packed = norm.pack(torch.ones(HEADS + KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=PLACE), 1e-6)
+    table = torch.polar(torch.ones(8192, HEAD_DIM // 2), torch.rand(8192, HEAD_DIM // 2)).to(PLACE)
+    positions = torch.arange(tokens, device=PLACE)
     places = positions // BLOCK_SIZE, positions % BLOCK_SIZE
     rows = data.view(-1, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
 
@@ -125,7 +126,7 @@ def measure(case: Case, ceiling: float, has_tiles: bool) -> dict[str, Any]:
     ours_us = median(case.run)
     found = {"kernel": case.name, "bytes": case.moved_bytes, "us": ours_us, "torch_us": median(case.torch_run)}
     found["share_of_copy"] = case.moved_bytes / (ours_us * 1e-6) / ceiling
-    return found | ({"tiles_us": {name: median(run) for name, run in case.variants.items()}} if has_tiles else {})
+    return found | ({"tiles_us": {name: median(run) for name, run in some(case.variants.items())}} if has_tiles else {})
 
 
 def table_of(found: Found) -> Table:

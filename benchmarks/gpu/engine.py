@@ -13,7 +13,6 @@ sampling), "gap" what they say lay between two steps; "profiled" is what torch's
 """
 
 import argparse
-import gc
 import statistics
 import tempfile
 from collections import Counter
@@ -26,7 +25,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.gpu import floors
-from benchmarks.gpu.card import Found, ceilings, parse, parser, telling
+from benchmarks.gpu.card import Found, ceilings, forget, parse, parser, telling
 from benchmarks.gpu.profiled import profiled
 from benchmarks.gpu.shapes import SHAPES, write
 from benchmarks.scenarios.streams import Decoded, Streams
@@ -142,7 +141,7 @@ def measure(model: Path, options: argparse.Namespace, found: Found) -> None:
             for tokens in options.prompts:
                 found["prompts"][str(tokens)] = prompt(streams, tokens, options.repeats, ceiling)
     del streams, runner, graphs
-    gc.collect()
+    forget()
 
 
 def table_of(found: Found) -> Table:

@@ -20,7 +20,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu.card import CARD, Found, copy_bytes_per_s, median_us, parse, parser, place, scale, telling
+from benchmarks.gpu.card import CARD, Found, copy_bytes_per_s, median_us, parse, parser, place, scale, some, telling
 from splittime.kernels.api import WeightScheme
 from splittime.kernels.triton import integers, linear, w8a8
 from splittime.kernels.triton.tiles import Tiles
@@ -139,7 +139,7 @@ def _tried(name: str, x: Tensor, weights: list[Any]) -> Iterator[tuple[str, floa
     """Fastest first; what does not fit the card is left out."""
     kernels: Any = integers if name in ("int4", "int8") else w8a8
     times = []
-    for tiles in variants(name, len(x), weights[0].out_features):
+    for tiles in some(variants(name, len(x), weights[0].out_features)):
         try:
             us = _median(lambda weight, tiles=tiles: kernels.linear(x, weight, None, tiles), weights)
         except Exception as error:  # Triton has several for too much shared memory or too many registers

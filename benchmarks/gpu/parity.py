@@ -23,10 +23,11 @@ import torch
 from rich.table import Table
 
 import splittime
-from benchmarks.gpu.card import Found, parse, parser, telling
+from benchmarks.gpu.card import Found, forget, parse, parser, telling
 from benchmarks.scenarios.engine_driver import Arrival, drive, engine_over
 from splittime.cli.model_source import load_tokenizer
 from splittime.cli.quality_local import LocalModel
+from splittime.kernels.native.library import LibraryMissing, library
 from splittime.quality.measures import compare, joined
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
@@ -145,15 +146,25 @@ def divergence(cpu: Side, card: Side, written: list[list[int]], load: Load) -> F
 
 
 def of_model(model: Path, load: Load) -> Found:
-    cpu = Side.of(model, load, "native", "float32")
+    cpu = Side.of(model, load, cpu_kernels(), "float32")
     written = texts(cpu, load)
     card = Side.of(model, load, "triton", "float32")
     prepare(card)
     found = {"float32": tokens(cpu, card, written, load)}
     del card
+    forget()
     half = Side.of(model, load, "triton", "bfloat16")
     prepare(half)
     return found | {"bfloat16": divergence(cpu, half, written, load)}
+
+
+def cpu_kernels() -> str:
+    """The native library's where it was built."""
+    try:
+        library()
+    except LibraryMissing:
+        return "torch"
+    return "native"
 
 
 def prepare(card: Side) -> None:

@@ -16,16 +16,14 @@ The loads and comparisons are those of `benchmarks.scenarios` (`reversals`, `mec
 """
 
 import argparse
-import gc
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
-from benchmarks.gpu.card import Found, parse, parser, telling
+from benchmarks.gpu.card import Found, forget, parse, parser, telling
 from benchmarks.gpu.shapes import SHAPES, write
 from benchmarks.scenarios import mechanisms
 from benchmarks.scenarios import reversals as scenarios
@@ -89,13 +87,7 @@ def measure(model: Path, options: argparse.Namespace, found: Found) -> None:
     if set(options.what) & set(MECHANISMS):
         for name, one in of_mechanisms(str(model), options):
             results[name] = one
-
-
-def forget() -> None:
-    """The engines of the comparison before, and their memory."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        forget()
 
 
 def lines(results: Found) -> Iterator[tuple[str, str, str, str]]:

@@ -18,12 +18,12 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.gpu.card import Found, copy_bytes_per_s, median_us, parse, parser, place, telling
+from benchmarks.gpu.card import Found, copy_bytes_per_s, median_us, parse, parser, place, some, telling
 from splittime.kernels.api import DRAW
 from splittime.kernels.triton import sampling
 from splittime.kernels.triton.weights import Draws
 
-CARD = place()
+PLACE = place()
 VOCABULARIES = (32000, 128256, 151936)
 ROWS = (1, 4, 16, 64, 128, 256)
 SETTINGS: dict[str, dict[str, float]] = {
@@ -45,9 +45,9 @@ OTHER_CHUNKS = tuple(
 
 def logits_of(rows: int, vocab: int, name: str) -> Tensor:
     torch.manual_seed(rows)
-    logits = torch.randn(rows, vocab, device=CARD) * (1.0 if "flat" in name else 2.0)
+    logits = torch.randn(rows, vocab, device=PLACE) * (1.0 if "flat" in name else 2.0)
     if "flat" not in name:
-        logits[:, :40] += torch.linspace(12.0, 2.0, 40, device=CARD)
+        logits[:, :40] += torch.linspace(12.0, 2.0, 40, device=PLACE)
     return logits
 
 
@@ -61,7 +61,7 @@ def lines_of(rows: int, filters: dict[str, float]) -> np.ndarray:
 
 def columns_of(lines: np.ndarray) -> dict[str, Tensor]:
     """The lines as torch's way wants them, on the device."""
-    return {name: torch.from_numpy(lines[name].copy()).unsqueeze(1).to(CARD) for name in DRAW.names or ()}
+    return {name: torch.from_numpy(lines[name].copy()).unsqueeze(1).to(PLACE) for name in DRAW.names or ()}
 
 
 def by_sort(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
@@ -79,7 +79,7 @@ def by_sort(logits: Tensor, columns: dict[str, Tensor]) -> Tensor:
 
 def measure(rows: int, vocab: int, name: str, ceiling: float, has_chunks: bool) -> dict[str, Any]:
     logits, lines = logits_of(rows, vocab, name), lines_of(rows, SETTINGS[name])
-    draws, columns = Draws.of(lines, CARD), columns_of(lines)
+    draws, columns = Draws.of(lines, PLACE), columns_of(lines)
     filters = bool((lines["top_k"] > 0).any() or (lines["top_p"] < 1).any())
     same = (sampling.draw(logits, draws, filters) == by_sort(logits, columns)).float().mean().item()
     ours_us = median_us(lambda: sampling.draw(logits, draws, filters))
@@ -93,7 +93,7 @@ def measure(rows: int, vocab: int, name: str, ceiling: float, has_chunks: bool) 
             f"{cut.chunk}/{cut.block}/{cut.listed}/{cut.ways}/{cut.num_warps}": median_us(
                 lambda cut=cut: sampling.draw(logits, draws, filters, cut)  # type: ignore[misc]
             )
-            for cut in OTHER_CHUNKS
+            for cut in some(OTHER_CHUNKS)
         }
     return found
 
@@ -128,13 +128,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--rows", type=int, nargs="+", default=ROWS)
     made.add_argument("--vocab", type=int, nargs="+", default=VOCABULARIES)
     made.add_argument("--chunks", action="store_true", help="time other launch parameters too")
-    options = parse(made, argv, rows=[2], vocab=[3000])
+    options = parse(made, argv, rows=[2], vocab=[1100])
     with telling(options, table_of) as found:
         ceiling = found["copy_bytes_per_s"] = copy_bytes_per_s()
         results = found["results"] = []
         for vocab in options.vocab:
             for rows in options.rows:
-                for name in SETTINGS:
+                for name in some(SETTINGS):
                     results.append(measure(rows, vocab, name, ceiling, options.chunks))
 
 

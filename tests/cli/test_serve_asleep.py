@@ -80,7 +80,7 @@ def test_sigterm_while_it_falls_asleep(server):
 
     threads = [threading.Thread(target=ask, args=("generation", f"{url}/v1/completions", body))]
     threads[0].start()
-    until(lambda: get(f"{url}/stats")["engine"]["num_running"] == 1)
+    until(lambda: get(f"{url}/stats")["engine"]["output_tokens"] > 0)
     threads.append(threading.Thread(target=ask, args=("sleep", f"{url}/sleep")))
     threads[1].start()
     until(lambda: get(f"{url}/is_sleeping")["state"] != "awake")

@@ -260,8 +260,13 @@ def test_the_loop_answers_and_measures_before_it_sleeps() -> None:
             react[message.call_id]()
 
     request = make_request("late", 2, 0)
+
+    def meanwhile() -> None:
+        inbox.put(Submit(request), 0)
+        inbox.put(Wake(2), 0)
+
     react: dict[int, Callable[[], None]] = {
-        1: lambda: [inbox.put(Submit(request), 0), inbox.put(Wake(2), 0)] and None,
+        1: meanwhile,
         2: lambda: inbox.put(Sleep(3, SleepAsk(9)), 0),
         3: inbox.close,
     }

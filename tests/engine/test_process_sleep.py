@@ -99,6 +99,20 @@ def test_from_the_call_on_nobody_comes_in_and_who_is_there_ends() -> None:
     play(script, step_ns=2_000_000)
 
 
+def test_a_caller_that_goes_away_changes_nothing() -> None:
+    async def script(client: ProcessClient) -> None:
+        running = asyncio.create_task(collect(client, make_request("running", max_tokens=30)))
+        await asyncio.sleep(0)
+        falling = asyncio.create_task(client.sleep(SleepAsk(1)))
+        await asyncio.sleep(0)
+        falling.cancel()
+        await running
+        await until(lambda: client.rest == Rest(ASLEEP, 1))
+        assert (await client.wake()).changed
+
+    play(script, step_ns=2_000_000)
+
+
 def test_abort_ends_the_running_and_waking_calls_a_sleep_off() -> None:
     async def script(client: ProcessClient) -> None:
         running = asyncio.create_task(collect(client, make_request("running", max_tokens=5_000)))
@@ -146,8 +160,10 @@ def test_an_engine_that_dies_in_its_sleep_stays_asleep_until_it_is_woken(tmp_pat
         with pytest.raises(Overloaded, match="asleep"):
             client.submit(make_request("refused"))
         assert await client.sleep(SleepAsk(2)) == SleepReport(action="sleep", level=2, changed=False)
+        with pytest.raises(Conflict):
+            await client.sleep(SleepAsk(1))
         folder.rmdir()
-        with pytest.raises(EngineError, match="stays asleep: .*no folder"):
+        with pytest.raises(EngineError, match=r"stays asleep: .*no folder"):
             await client.wake()
         assert (client.rest, client.pid) == (Rest(ASLEEP, 2), None)
         folder.mkdir()
@@ -165,7 +181,7 @@ def test_an_engine_that_dies_in_its_sleep_stays_asleep_until_it_is_woken(tmp_pat
 def test_an_engine_that_dies_while_it_wakes_is_asleep() -> None:
     async def script(client: ProcessClient) -> None:
         await client.sleep(SleepAsk(2))
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError, match="stays asleep"):
             await client.wake()
         await until(lambda: client.pid is None)
         assert client.rest == Rest(ASLEEP, 2)

@@ -65,6 +65,7 @@ CASES = {
     "fp8 blocks 2048": lambda: product(2048, BLOCKS),
     "experts 1": lambda: mixture(1, DENSE),
     "experts int4 64": lambda: mixture(64, INT4),
+    "experts fp8 blocks 64": lambda: mixture(64, BLOCKS),
 }
 MORE = {
     "int4 3 of 200": lambda: product(3, INT4, columns=200, out=40),
@@ -74,6 +75,9 @@ MORE = {
     "int8 32 f32 1": lambda: product(1, WeightScheme("int8", 32), F32),
     "experts f32 3": lambda: mixture(3, WeightScheme("float32"), F32),
     "experts f32 4096": lambda: mixture(4096, WeightScheme("float32"), F32),
+    "experts fp8 blocks 1": lambda: mixture(1, BLOCKS),
+    "experts fp8 blocks 4096": lambda: mixture(4096, BLOCKS),
+    "experts fp8 64": lambda: mixture(64, FP8),
     "experts int8 64": lambda: mixture(64, INT8),
     "int4 f32 1": lambda: product(1, INT4, F32),
     "int4 64": lambda: product(64, INT4),

@@ -25,6 +25,8 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def norms(width: int) -> None:
     norm.rms_norm(empty(16, width), norm.pack(empty(width), 1e-5))
     norm.add_rms_norm(empty(16, width), empty(16, width), norm.pack(empty(width), 1e-5))
+    parts = empty(4, 16, width, dtype=torch.float32)
+    norm.add_parts_rms_norm(parts, None, empty(16, width), norm.pack(empty(width), 1e-5), empty(16, width))
 
 
 def rope_write(tokens: int, kv_dtype: torch.dtype, dim: int = 128, heads: int = 32, kv_heads: int = 8) -> None:

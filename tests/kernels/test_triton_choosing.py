@@ -62,7 +62,7 @@ def test_what_is_not_a_number_is_found_out_and_chooses_experts_that_exist(odd):
     logits[1, 5] = odd
     got, shares = choose_experts(logits.to(device()), 4, True, torch.float32)
     assert shares.cpu().isfinite().all(1).tolist() == [True, False]
-    assert all(sorted(set(row)) == sorted(row) and 0 <= min(row) and max(row) < 12 for row in got.tolist())
+    assert all(sorted(set(row)) == sorted(row) and min(row) >= 0 and max(row) < 12 for row in got.tolist())
 
 
 def test_rows_of_a_wider_matrix_and_none_at_all():

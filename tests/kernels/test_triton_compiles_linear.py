@@ -53,6 +53,7 @@ def test_products_use_the_matrix_instructions_of_a_warp_group(compiled):
         "fp8 blocks 1",
         "fp8 blocks 2048",
         "experts int4 64",
+        "experts fp8 blocks 64",
     ):
         for kernel in compiled[name]:
             if kernel["kernel"] in ("multiply", "products"):

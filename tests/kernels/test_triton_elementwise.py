@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from splittime.kernels.triton import activation, norm, rotary
 from splittime.kernels.triton.device import device
+from splittime.kernels.triton.tiles import add_parts
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ULPS = {torch.float32: 4e-7, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # of each dtype: one, relative
@@ -61,6 +62,19 @@ def test_add_rms_norm(sizes, dtype):
     total, normed = norm.add_rms_norm(x.to(DEVICE), residual.to(DEVICE), norm.pack(weight.to(DEVICE), 1e-6))
     assert_close(total, x + residual, ulps=1)
     assert_close(normed, ReferenceOps(dtype).rms_norm(total.cpu(), (weight, 1e-6)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_shared_sums_are_added_and_normed_as_one_after_the_other(dtype, has_bias):
+    parts = randn(3, 5, 200).to(DEVICE)
+    residual, bias = randn(5, 200, seed=1, dtype=dtype).to(DEVICE), randn(200, seed=2, dtype=dtype).to(DEVICE)
+    packed = norm.pack(randn(200, seed=3, dtype=dtype).to(DEVICE), 1e-6)
+    want, total = torch.empty_like(residual), torch.empty_like(residual)
+    add_parts(parts, bias if has_bias else None, residual, want)
+    got = norm.add_parts_rms_norm(parts, bias if has_bias else None, residual, packed, total)
+    assert torch.equal(total, want)
+    assert torch.equal(got, norm.rms_norm(want, packed))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

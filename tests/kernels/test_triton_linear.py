@@ -23,7 +23,7 @@ from splittime.kernels.api import RoundedRows, WeightScheme
 from splittime.kernels.reference import products, rounding
 from splittime.kernels.reference.ops import ReferenceOps
 from splittime.kernels.triton import integers as kernels
-from splittime.kernels.triton import linear, tiles, w8a8
+from splittime.kernels.triton import linear, norm, tiles, w8a8
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.tiles import Tiles
 
@@ -190,6 +190,22 @@ def test_the_same_again_and_in_any_batch_of_the_line(scheme):
     assert torch.equal(y, linear.linear(x, packed))
     assert torch.equal(linear.linear(x[13:14], packed)[0], y[13])
     assert torch.equal(linear.linear(x[5:12], packed), y[5:12])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "scheme", [WeightScheme("float16"), WeightScheme("int4", 64), WeightScheme("int8"), *BOTH_ROUNDED], ids=str
+)
+def test_a_product_and_its_norm_are_what_one_after_the_other_gives(scheme, has_bias):
+    """Whoever adds up what programs shared: 1100 columns are shared by two or more."""
+    bias = inputs(24, 1, 5)[:, 0] if has_bias else None
+    packed = linear.pack_linear([inputs(24, 1100, 7)], bias, scheme, torch.float16, device())
+    x, residual = on_device(inputs(3, 1100), torch.float16), on_device(inputs(3, 24, 3), torch.float16)
+    scale = norm.pack(on_device(inputs(1, 24, 4)[0], torch.float16), 1e-6)
+    want = linear.linear(x, packed, residual.clone())
+    total, normed = linear.linear_norm(x, packed, residual.clone(), scale)
+    assert torch.equal(total, want)
+    assert torch.equal(normed, norm.rms_norm(want, scale))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy's, in the interpreter

@@ -2,6 +2,8 @@
 
 The bound is that of `test_triton_linear`, whose docstring says it; on a card the tensor cores cut within a group."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton")
@@ -17,6 +19,7 @@ from splittime.kernels.reference import eight_bits, products
 from splittime.kernels.reference.ops import ReferenceOps
 from splittime.kernels.triton import linear, w8a8
 from splittime.kernels.triton.device import device, is_interpreted
+from splittime.kernels.triton.grouped import grouped, stack_experts
 from splittime.kernels.triton.tiles import Tiles
 
 BLOCKS = WeightScheme("fp8", 128)
@@ -140,7 +143,7 @@ def test_the_reference_multiplies_rounded_activations():
     """One token whose groups are far apart: a scale for all of it would lose the small one."""
     rows = rows_in_blocks(24, 256)
     ops = ReferenceOps(torch.float32)
-    packed = ops.pack_rounded([rows], 24, 256, None, BLOCKS)
+    packed = ops.pack_rounded([rows], 24, 256, None, replace(BLOCKS, rounds_activations=True))
     x = inputs(1, 256)
     x[:, :128] *= 1e-6
     y = ops.linear(x, packed)
@@ -166,3 +169,44 @@ def test_what_is_refused(scheme):
     integers = RoundedRows(torch.zeros(24, 256, dtype=torch.int8), rows.scales)
     with pytest.raises(ConfigError, match=r"integers of rounded rows are torch\.int8"):
         linear.pack_rounded([integers], 24, 256, None, BLOCKS, None, torch.float32, device())
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("unit", [0, 128, 64, 1])
+def test_experts(tokens, unit):
+    """Of a width that fills no tile; each with its own weights and scales, x as it is. unit: outputs that share scales,
+    0 for one scale an output."""
+    width, inner, experts = 136, 96, 3
+    scheme = BLOCKS if unit else WeightScheme("fp8")
+
+    def made(out, columns, expert):
+        rows = rows_in_blocks(out, columns, unit or 1)
+        values = rows.integers.roll(expert, 0)
+        scales = (rows.scales if unit else rows.scales[:, :1]) * (1 + expert)
+        rows = RoundedRows(values.contiguous(), scales.contiguous())
+        return linear.pack_rounded([rows], out, columns, None, scheme, None, torch.float32, device())
+
+    gate_ups = [made(2 * inner, width, expert) for expert in range(experts)]
+    downs = [made(width, inner, expert) for expert in range(experts)]
+    assert gate_ups[0].unit == unit
+    dense = [[linear.unpacked(one).double().cpu() for one in some] for some in (gate_ups, downs)]
+    stacked = stack_experts(gate_ups, downs)
+    x, residual = inputs(tokens, width) / 30, inputs(tokens, width, 4)
+    chosen = torch.tensor([[0, 2], [1, 0], [2, 1]] * 3)[:tokens]
+    shares = torch.rand(tokens, 2, generator=torch.Generator().manual_seed(1))
+
+    def run(expert, rows):
+        gate, up = (rows @ dense[0][expert].T).chunk(2, 1)
+        return torch.nn.functional.silu(gate) * up @ dense[1][expert].T
+
+    want = products.experts(x.double(), chosen, shares.double(), run, residual.double())
+    got = grouped(*(one.to(device()) for one in (x, chosen, shares)), stacked, residual.to(device()))
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-4 * float(want.std()))
+    assert stacked.bytes_read()["weights.fp8"] > 0
+
+
+def test_experts_in_int8_for_rounded_activations_have_no_grouped_product():
+    scheme = WeightScheme("int8", rounds_activations=True)
+    made = [linear.pack_linear([inputs(16, 16, at)], None, scheme, torch.float32, device()) for at in range(2)]
+    with pytest.raises(ConfigError, match="have no grouped product"):
+        stack_experts(made, made)

@@ -175,6 +175,60 @@ def test_the_tail_of_a_prefix_leaves_host_memory_before_its_head() -> None:
     assert memory.cache.match(lease, [*FIRST, 1]) == 4
 
 
+def test_off_keeps_an_offload_whose_slot_is_to_be_restored_from() -> None:
+    """Evicted for one who left, and wanted again, before any plan was sent: out and back in the same plan."""
+    memory = made(num_slots=8)
+    memory.cache.free(opened(memory, FIRST)[0])
+    other = Lease()
+    assert memory.cache.reserve(other, 16)
+    memory.cache.free(other)
+    lease = Lease()
+    assert memory.cache.match(lease, FIRST) == 12
+    assert memory.cache.reserve(lease, 16)
+    memory.cache.set_prefix_caching(False)
+    memory.cache.check([lease])
+    assert memory.send() == (3, 3)
+    memory.compute(lease, FIRST, 12)
+
+
+def test_switched_off_and_on_again_a_block_that_waits_for_its_content_is_not_kept() -> None:
+    memory = made(num_slots=8)
+    for tokens in (FIRST, OTHER):
+        memory.cache.free(opened(memory, tokens)[0])
+    lease = Lease()
+    memory.cache.match(lease, FIRST)
+    assert memory.cache.reserve(lease, 16)
+    memory.cache.set_prefix_caching(False)
+    memory.cache.set_prefix_caching(True)
+    memory.cache.free(lease)
+    other = Lease()
+    assert memory.cache.reserve(other, 16)
+    memory.cache.check([other])
+    assert memory.send() == (0, 0)
+
+
+def test_while_it_is_off_nothing_is_copied() -> None:
+    memory = made(num_slots=8)
+    lease, _ = opened(memory, FIRST)
+    memory.cache.set_prefix_caching(False)
+    memory.cache.free(lease)
+    assert memory.cache.reserve(Lease(), 16)
+    assert memory.send() == (0, 0)
+
+
+def test_what_came_back_leaves_host_memory_from_its_tail_too() -> None:
+    tier = HostTier(3)
+    for block_id, name in enumerate((b"tail", b"middle", b"head")):
+        tier.offload(name, block_id)
+    for block_id, name in enumerate((b"head", b"middle", b"tail")):
+        slot = tier.pin(name)
+        assert slot is not None
+        tier.restore(slot, block_id)
+    tier.take_moves()
+    tier.offload(b"another", 5)
+    assert [tier.pin(name) is None for name in (b"head", b"middle", b"tail")] == [False, False, True]
+
+
 def test_a_slot_that_nobody_unpinned_is_noticed() -> None:
     tier = HostTier(2)
     tier.offload(b"a", 0)

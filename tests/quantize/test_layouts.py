@@ -4,7 +4,9 @@ import pytest
 import torch
 from tiny import correlated
 
+from splittime.core.errors import ConfigError
 from splittime.quantize import gptq
+from splittime.quantize.floats import round_to_e4m3
 from splittime.quantize.grid import Grid, round_to_nearest
 from splittime.quantize.layouts import pack, unpack
 
@@ -32,6 +34,28 @@ def compressed_value(tensors, row, column, grid):
     per_word = 32 // grid.bits
     stored = field(tensors["weight_packed"][row, column // per_word], column % per_word, grid.bits)
     return product(scale, stored - 2 ** (grid.bits - 1))
+
+
+def test_e4m3_reads_back():
+    """Every bit, and within half a step of what it was: four bits of a number, or of the smallest normal one."""
+    rows = weight() * torch.logspace(-6, 3, ROWS).unsqueeze(1)
+    rows[5] = 0
+    rounded = round_to_e4m3(rows, torch.bfloat16)
+    tensors = pack("float-quantized", rounded, Grid(8, 0, True, torch.bfloat16))
+    assert {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()} == {
+        "weight": (torch.float8_e4m3fn, (ROWS, WIDTH)),
+        "weight_scale": (torch.bfloat16, (ROWS, 1)),
+    }
+    values = tensors["weight"].float() * tensors["weight_scale"].float()
+    assert torch.equal(values, rounded.values())
+    assert torch.equal(unpack("float-quantized", tensors, Grid(8, 0, True, torch.bfloat16)).values(), values)
+    scale = tensors["weight_scale"].float()
+    allowed = torch.maximum(rows.abs() * 2.0**-4, scale * 2.0**-10) * 1.001
+    assert ((values - rows).abs() <= allowed).all()
+    assert not values[5].any()
+    assert float(scale[5]) == 1
+    with pytest.raises(ConfigError, match="not finite"):
+        round_to_e4m3(torch.full((2, 3), float("inf")), torch.float32)
 
 
 def gptq_value(tensors, row, column, grid):

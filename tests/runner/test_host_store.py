@@ -57,7 +57,7 @@ def test_what_comes_back_is_what_went(dtype: torch.dtype, head_dim: int) -> None
 
 
 def test_kinds_are_made_in_the_order_of_the_plan() -> None:
-    """A block is offloaded before it is restored into, a slot is copied from after it was copied to, a copy sees both."""
+    """A block is offloaded before it is restored into, a slot copied from after it was copied to, a copy sees both."""
     store = made(torch.float32, num_slots=3)
     before = blocks_of(store)
     store.move(plan(offloads=((5, 1),)))

@@ -3,6 +3,7 @@ evicted gives the tokens and logprobs that it gives in a cache with room for all
 
 import pytest
 import tiny_checkpoint
+import torch
 
 pytest.importorskip("triton")
 
@@ -19,9 +20,10 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.timeout(600)  # the interpreter is slow
-BLOCK, MAX_LEN = 8, 40
+BLOCK, MAX_LEN = 8, 24
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 8 * 4  # layers, K and V, heads, tokens, head_dim, float32
-RETURNING = ("a", "b", "a2", "c", "b2", "a3")
+RETURNING = ("a", "b", "a2", "b2")
+PROMPT = 18  # two full blocks, which are kept, and two tokens
 Answer = tuple[list[int], list[TokenLogprob]]
 
 
@@ -47,13 +49,13 @@ def load(folder, num_blocks: int, num_host_slots: int, kernels: str = "triton", 
     )
 
 
-def answers(runner: TorchRunner, is_ahead: bool = False, side_by_side: int = 1):
-    """The prompts one after the other, or two at a time; and the steps, and the engine."""
+def answers(runner: TorchRunner, is_ahead: bool = False):
+    """The prompts one after the other; and the steps, and the engine."""
     resolved = runner.resolved
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=2,
-            max_num_batched_tokens=48,
+            max_num_batched_tokens=26,
             max_model_len=MAX_LEN,
             block_size=BLOCK,
             num_blocks=resolved.num_blocks,
@@ -63,11 +65,10 @@ def answers(runner: TorchRunner, is_ahead: bool = False, side_by_side: int = 1):
     engine = Engine(scheduler, runner, SystemClock(), runner if is_ahead else None)  # type: ignore[arg-type]
     found: dict[str, Answer] = {name: ([], []) for name in RETURNING}
     records: list[StepRecord] = []
-    for first in range(0, len(RETURNING), side_by_side):
-        for name in RETURNING[first : first + side_by_side]:
-            prompt = tuple((7 * ord(name[0]) + 5 * place) % 59 for place in range(34))
-            sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, seed=0, logprobs=1)
-            engine.submit(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=0), 1)
+    for name in RETURNING:
+        prompt = tuple((7 * ord(name[0]) + 5 * place) % 59 for place in range(PROMPT))
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, seed=0, logprobs=1)
+        engine.submit(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=0), 1)
         while engine.has_work:
             output = engine.step()
             scheduler.check()
@@ -91,56 +92,47 @@ def compare(got: dict[str, Answer], want: dict[str, Answer], abs_error: float = 
 @pytest.fixture(scope="module")
 def want(folder):
     found, _, engine = answers(load(folder, num_blocks=64, num_host_slots=0))
-    assert engine.stats().prefix_hit_tokens == 3 * 32
+    assert engine.stats().prefix_hit_tokens == 2 * 16
     return found
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["one after the other", "ahead"])
 def test_the_same_tokens_from_host_memory(folder, want, is_ahead):
-    runner = load(folder, num_blocks=5, num_host_slots=16)
-    assert runner.resolved.kv_offload == f"128 tokens of evicted blocks in {16 * BLOCK_BYTES} bytes of host memory"
+    runner = load(folder, num_blocks=3, num_host_slots=8)
+    assert runner.resolved.kv_offload == f"64 tokens of evicted blocks in {8 * BLOCK_BYTES} bytes of host memory"
+    if not is_ahead:
+        runner.warm_up()  # which makes copies too, and leaves nothing behind
     found, records, engine = answers(runner, is_ahead)
     compare(found, want)
     stats = engine.stats()
-    assert stats.prefix_host_hit_tokens == stats.restored_tokens == 3 * 32
-    assert stats.host_blocks_used == stats.offloaded_tokens // BLOCK == 12
+    assert stats.prefix_host_hit_tokens == stats.restored_tokens == 2 * 16
+    assert stats.host_blocks_used == stats.offloaded_tokens // BLOCK == 4
     for record in records:
         assert (record.restore_ns > 0) == (record.restored_blocks > 0)
         assert (record.offload_ns > 0) == (record.offloaded_blocks > 0)
-    assert sum(record.prefill_tokens for record in records) == 3 * 34 + 3 * 2
+    assert sum(record.prefill_tokens for record in records) == 2 * PROMPT + 2 * 2
 
 
-def test_two_at_a_time_in_captured_steps(folder, want):
-    runner = load(folder, num_blocks=10, num_host_slots=16)
+def test_scales_go_with_what_they_scale_and_captured_steps_find_both(folder):
+    runner = load(folder, num_blocks=3, num_host_slots=8, kv_cache_dtype="fp8")
     runner.capture((2,))
-    found, _, engine = answers(runner, is_ahead=True, side_by_side=2)
-    compare(found, want)
-    assert engine.stats().restored_tokens > 0
+    found, _, engine = answers(runner, is_ahead=True)
+    assert engine.stats().restored_tokens == 2 * 16
+    compare({name: found[f"{name}2"] for name in "ab"}, {name: found[name] for name in "ab"})
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_scales_go_with_what_they_scale(folder, dtype):
-    plain, _, _ = answers(load(folder, 64, 0, kv_cache_dtype=dtype))
-    found, _, engine = answers(load(folder, 5, 16, kv_cache_dtype=dtype))
-    compare(found, plain)
-    assert engine.stats().restored_tokens == 3 * 32
-
-
-def test_a_host_memory_that_is_too_small_forgets_and_is_still_right(folder, want):
-    found, _, engine = answers(load(folder, num_blocks=5, num_host_slots=2))
-    compare(found, want)
-    assert engine.stats().host_blocks_used == 2
-
-
+@pytest.mark.skipif(torch.cuda.is_available(), reason="each rank would need a card of its own")
 def test_ranks_keep_their_own_copies(folder, want):
-    runner = load(folder, num_blocks=5, num_host_slots=16, tensor_parallel_size=2, num_threads=2)
+    runner = load(
+        folder, num_blocks=3, num_host_slots=8, tensor_parallel_size=2, num_threads=2, collective_timeout_s=300
+    )
     try:
         found, records, engine = answers(runner)
     finally:
         runner.close()
     compare(found, want)
-    assert (runner.resolved.num_blocks, runner.resolved.num_host_slots) == (5, 16)
-    assert engine.stats().restored_tokens == 3 * 32
+    assert (runner.resolved.num_blocks, runner.resolved.num_host_slots) == (3, 8)
+    assert engine.stats().restored_tokens == 2 * 16
     assert all(record.restore_ns > 0 for record in records if record.restored_blocks)
 
 

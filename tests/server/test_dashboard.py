@@ -226,7 +226,7 @@ def test_the_parts_of_steps_keep_their_time(count, length_ns) -> None:
     assert columns["device_ns"] == sum(record.device_ns for record in records)
     assert columns["host_ns"] == sum(r.plan_ns + r.launch_ns + r.commit_ns for r in records)
     assert columns["host_gap_ns"] == sum(record.host_gap_ns for record in records)
-    times = sum(columns[name] for name in ("device_ns", "sample_ns", "host_ns", "host_gap_ns", "idle_ns"))
+    times = sum(columns[name] for name in ("device_ns", "sample_ns", "moves_ns", "host_ns", "host_gap_ns", "idle_ns"))
     assert times == records[-1].end_ns - records[0].begin_ns + records[0].host_gap_ns
 
 

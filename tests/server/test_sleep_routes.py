@@ -85,7 +85,7 @@ def test_who_is_asked_how_things_are_says_asleep(launch: Callable[..., LiveServe
 def test_a_running_request_ends_and_the_next_is_refused(launch: Callable[..., LiveServer]) -> None:
     server = launch(say("x" * 60, end=False), step_s=0.02)
     running, answer = in_thread(lambda: server.post("/v1/completions", {**BODY, "max_tokens": 40}))
-    until(lambda: len(server.engine.running) == 1)
+    until(lambda: len(server.engine.submitted) == 1)
     falling, told = in_thread(lambda: server.post("/sleep?mode=wait&timeout_s=60", b""))
     until(lambda: server.engine.rest.state != "awake")
     status, _, body = server.post("/v1/completions", BODY)

@@ -76,7 +76,8 @@ class SleepReport(msgspec.Struct, frozen=True, kw_only=True):
     """One falling asleep, or one waking.
 
     action: "sleep" or "wake". changed: false if it was so already; all else is then 0.
-    parts: (name, begin_ns, end_ns), one after the other: "drain" (requests end), then the `Sleeper`'s.
+    parts: (name, begin_ns, end_ns), one after the other: "drain" (requests end), then the `Sleeper`'s ("measure":
+        looking how much memory there is). A name may come again.
     forgotten_tokens, forgotten_host_tokens: of the KV cache's content, and of its copies in host memory.
     aborted_requests: ended by mode=abort. slept_ns: how long it slept.
     """
@@ -100,7 +101,11 @@ class SleepReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts_ns(self) -> dict[str, int]:
-        return {name: end_ns - begin_ns for name, begin_ns, end_ns in self.parts}
+        """Of each name together."""
+        lengths_ns: dict[str, int] = {}
+        for name, begin_ns, end_ns in self.parts:
+            lengths_ns[name] = lengths_ns.get(name, 0) + end_ns - begin_ns
+        return lengths_ns
 
 
 class Sleeper(Protocol):

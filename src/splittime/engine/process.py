@@ -49,7 +49,7 @@ from splittime.engine.messages import (
     ToEngine,
     Wake,
 )
-from splittime.engine.sleep import refusal, stays_asleep
+from splittime.engine.sleep import refusal, sleeps_already, stays_asleep
 from splittime.ledger.account import Mark
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Cause, Stage
@@ -241,8 +241,8 @@ class ProcessClient:
 
     async def sleep(self, ask: SleepAsk) -> SleepReport:
         ask.validate()
-        if self._generation is None and self._rest == Rest(ASLEEP, ask.level):  # it died in its sleep
-            return SleepReport(action="sleep", level=ask.level, changed=False)
+        if self._generation is None and self._rest.state == ASLEEP:  # it died in its sleep
+            return sleeps_already(self._rest.level, ask.level)
         self._require_up()
         if self._rest.state == AWAKE:
             self._rest = Rest(FALLING_ASLEEP)
@@ -258,18 +258,19 @@ class ProcessClient:
         return await self._turn(Wake)
 
     async def _turn(self, message: Callable[[int], ToEngine]) -> SleepReport:
-        """One call of `sleep` or `wake`; the last answer says what the engine is."""
+        """One call of `sleep` or `wake`."""
         self._num_turns += 1
-        try:
-            answer = await self._call(message)
-        finally:
-            self._num_turns -= 1
+        report: SleepReport = await self._call(message)
+        return report
+
+    def _take_turn(self, answer: SleepDone) -> None:
+        """Whether or not its caller still waits; the last answer says what the engine is."""
+        self._num_turns -= 1
         if not self._num_turns:
             self._rest = answer.rest
-        if answer.error is not None:
-            raise error_from_info(answer.error)
-        self._known_facts.add_sleep(answer.report)
-        return answer.report
+        if answer.report is not None:
+            self._known_facts.add_sleep(answer.report)
+        self._settle(answer.call_id, answer.report, answer.error)
 
     async def _wake_anew(self) -> SleepReport:
         """A successor for the engine that died in its sleep."""
@@ -380,9 +381,7 @@ class ProcessClient:
             case ConfigureDone():
                 self._take_answer(message)
             case SleepDone():
-                future = self._calls.get(message.call_id)
-                if future is not None and not future.done():
-                    future.set_result(message)
+                self._take_turn(message)
             case Fatal():
                 self._last_words = message
 
@@ -399,13 +398,16 @@ class ProcessClient:
         if answer.error is None:
             is_paused = bool(answer.knobs.get("paused"))
             self._stats = msgspec.structs.replace(self._stats, knobs=answer.knobs, is_paused=is_paused)
-        future = self._calls.get(answer.call_id)
+        self._settle(answer.call_id, answer.knobs, answer.error)
+
+    def _settle(self, call_id: int, answer: Any, error: ErrorInfo | None) -> None:
+        future = self._calls.get(call_id)
         if future is None or future.done():
             return
-        if answer.error is None:
-            future.set_result(answer.knobs)
+        if error is None:
+            future.set_result(answer)
             return
-        future.set_exception(error_from_info(answer.error))
+        future.set_exception(error_from_info(error))
 
     def _repeat_knobs(self) -> None:
         """What was changed on its predecessor holds for a successor too; it hears of it before any request."""
@@ -432,9 +434,10 @@ class ProcessClient:
         words, self._last_words = self._last_words, None
         cause = _cause_of_death(status, words)
         self._end_streams(f"the engine process died: {cause}")
-        self._fail_calls(EngineError("the engine process died", hint="try again when /ready says so"))
+        died = EngineError("the engine process died", hint="try again when /ready says so")
+        self._fail_calls(died if self._rest.state != WAKING else stays_asleep(_failure(cause, words)))
         generation.close()
-        self._stats = EngineStats(now_ns=time.monotonic_ns())
+        self._stats, self._num_turns = EngineStats(now_ns=time.monotonic_ns()), 0
         if self._rest.state in (ASLEEP, WAKING):
             self._sleep_on(generation, cause, words)
             return

@@ -74,16 +74,16 @@ class Bed:
             ask.validate()
         except RequestError as error:
             return error
-        if self.level == ask.level:
-            return SleepReport(action="sleep", level=self.level, changed=False)
         if self.level:
-            message = f"the engine is asleep at level {self.level}, and cannot go on to level {ask.level}"
-            return Conflict(message, code="asleep", param="level", value=ask.level, hint="wake it first")
+            try:
+                return sleeps_already(self.level, ask.level)
+            except Conflict as error:
+                return error
         if self._waiting is not None:
             message = "the engine is falling asleep already: another call waits for its requests to end"
             return Conflict(message, code=FALLING_ASLEEP, hint="POST /wake calls that off")
         if self.sleeper is None:
-            return Conflict("this engine cannot sleep: its model is shared by several ranks", code="cannot_sleep")
+            return Conflict("this engine cannot sleep (a model that several ranks share does not)", code="cannot_sleep")
         return None
 
     def give_up_late(self, now_ns: int, num_left: int) -> None:
@@ -143,6 +143,14 @@ class Bed:
         waiting, self._waiting = self._waiting, None
         assert waiting is not None
         waiting.answer(error)
+
+
+def sleeps_already(level: int, asked: int) -> SleepReport:
+    """What a call for sleep is told by one that sleeps. Raises `Conflict` if that is at another level."""
+    if level != asked:
+        message = f"the engine is asleep at level {level}, and cannot go on to level {asked}"
+        raise Conflict(message, code="asleep", param="level", value=asked, hint="wake it first")
+    return SleepReport(action="sleep", level=level, changed=False)
 
 
 def refusal(rest: Rest) -> Overloaded:

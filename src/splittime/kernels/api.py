@@ -37,10 +37,10 @@ class WeightScheme:
     """How a weight is kept: "float32", "float16", "bfloat16", "int8", "int4", or "fp8" (e4m3).
 
     group: columns that share a scale; 0, one scale an output (of int8 and fp8 only). has_zeros, has_minima: what
-    `RoundedRows` comes with; only checkpoints that are already quantised do. rounds_activations: each token of x may be
-    rounded too, as it comes (of "fp8" in groups, each group of it), so that the product is one of 8-bit numbers; "fp8"
-    always may be, "int8" of no groups if this is set. The torch backend never does so, the native one always with
-    integers, the others where it is set.
+    `RoundedRows` comes with; only checkpoints that are already quantised do. rounds_activations, of "fp8" and of "int8"
+    without groups: each token of x may be rounded too, as it comes (of "fp8" in groups each group of it), so that the
+    product is one of 8-bit numbers. The torch backend never does so, the native one always with integers, the others
+    where it is set, and a card with fp8 unless it is an expert's.
     """
 
     name: str
@@ -167,13 +167,16 @@ class Ops(Protocol):
         differ in scheme and in `columns`, and keep their biases. The result has no blob: its parts have theirs."""
 
     def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
-        """x [T, in] -> x W^T + bias (+ residual [T, out]), a new tensor [T, out]."""
+        """x [T, in] -> x W^T + bias (+ residual [T, out], which may be overwritten) [T, out]."""
 
     def pack_norm(self, weight: Tensor, eps: float) -> Any:
         """Make the scale `weight` [..., D] ready for `rms_norm`."""
 
     def rms_norm(self, x: Tensor, packed: Any) -> Tensor:
         """x [T, ..., D] over its root mean square along D, times the scale; a new tensor."""
+
+    def linear_norm(self, x: Tensor, packed: Any, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """What `linear` gives with this residual, and that normed by `rms_norm`."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2 I] -> silu(gate) * up, [T, I]."""
@@ -270,6 +273,10 @@ class PlainOps:
 
     def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
         return None
+
+    def linear_norm(self: Any, x: Tensor, packed: Any, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        total = self.linear(x, packed, residual)
+        return total, self.rms_norm(total, norm)
 
     def rope_write(self: Any, qkv: Tensor, qk_norm: Any | None, turns: Tensor, kv: LayerKv, plan: Any) -> None:
         num_kv_heads = kv.data.shape[2]

@@ -54,13 +54,16 @@ class HostTier:
         """Plan to keep a block that is given away; nothing to do if its content is here, or was never there."""
         if block_id in self._restores:
             return
-        slot = self.pin(name)
-        if slot is None and self._pool.num_free:
+        slot = self._index.find(name)
+        if slot is not None:
+            self._pool.share(slot)
+        elif self._pool.num_free:
             slot = self._pool.take()
             self._index.add(name, slot)
             self._offloads[slot] = block_id
-        if slot is not None:
-            self.unpin(slot)  # most recently used
+        else:
+            return
+        self._pool.release(slot, is_indexed=True)  # used most recently
 
     def restore(self, slot: int, block_id: int) -> None:
         """Plan to copy a pinned slot back; the pin is the plan's from now on."""

@@ -85,6 +85,12 @@ def verify_steps(records: Sequence[StepRecord]) -> None:
         if not 0 <= record.asleep_ns <= record.idle_ns:
             raise ValueError(f"step {record.step_id}: asleep for {record.asleep_ns} ns of {record.idle_ns} idle ones")
         _verify_execution(record)
+        for moved_ns, blocks in (
+            (record.offload_ns, record.offloaded_blocks),
+            (record.restore_ns, record.restored_blocks),
+        ):
+            if moved_ns and not blocks:
+                raise ValueError(f"step {record.step_id}: {moved_ns} ns for copies of no block")
     for before, after in pairwise(records):
         gap_ns = after.begin_ns - before.end_ns
         if after.step_id == before.step_id + 1 and after.host_gap_ns + after.idle_ns != gap_ns:

@@ -27,10 +27,13 @@ class Attention:
 
     def __call__(self, x: Tensor, residual: Tensor | None, turns: Tensor, store: LayerKv, plan: Any) -> Tensor:
         """x: normed [T, hidden]; turns: [T, D / 2]; store: this layer's KV; plan: the backend's, for this window."""
+        return self.ops.linear(self.attend(x, turns, store, plan), self.output, residual)
+
+    def attend(self, x: Tensor, turns: Tensor, store: LayerKv, plan: Any) -> Tensor:
+        """The heads' outputs beside each other, [T, Hq D]."""
         qkv = self.ops.linear(x, self.qkv).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
         self.ops.rope_write(qkv, self.qk_norm, turns, store, plan)
-        mixed = self.ops.attention(qkv[:, : self.num_heads], store, plan, self.head_dim**-0.5)
-        return self.ops.linear(mixed, self.output, residual)
+        return self.ops.attention(qkv[:, : self.num_heads], store, plan, self.head_dim**-0.5)
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,10 @@ class DecoderLayer:
 
     def __call__(self, hidden: Tensor, turns: Tensor, store: LayerKv, plan: Any) -> Tensor:
         """hidden [T, hidden] -> the same, one layer on."""
-        normed = self.ops.rms_norm(hidden, self.input_norm)
-        hidden = self.attention(normed, hidden, turns, store, plan)
-        return self.mlp(self.ops.rms_norm(hidden, self.mlp_norm), hidden)
+        attention = self.attention
+        mixed = attention.attend(self.ops.rms_norm(hidden, self.input_norm), turns, store, plan)
+        hidden, normed = self.ops.linear_norm(mixed, attention.output, hidden, self.mlp_norm)
+        return self.mlp(normed, hidden)
 
 
 @dataclass(frozen=True)

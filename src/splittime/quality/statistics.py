@@ -8,7 +8,8 @@ the t interval's correction for n documents.
 
 Answers of two models to the same questions are compared by the questions on which they differ: McNemar's test, exact
 (1947), and the interval of Bonett and Price (2012) for the difference of two paired proportions.
-`tests/quality/test_statistics.py` checks coverage on synthetic data.
+`tests/quality/test_statistics.py` checks coverage on synthetic data. scipy is imported where it is called, so that who
+only measures a model does without.
 """
 
 import math
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 Floats = NDArray[np.float64]
 RESAMPLES = 1000
@@ -61,12 +61,16 @@ def mean(values: Floats, seed: int = 0) -> Estimate:
 
 def mcnemar(only_first: int, only_second: int) -> float:
     """The two-sided p-value of answers that only one of two got right being split like that by a fair coin."""
+    from scipy import stats
+
     count = only_first + only_second
     return 1.0 if count == 0 else float(stats.binomtest(only_first, count, 0.5).pvalue)
 
 
 def paired_difference(only_first: int, only_second: int, count: int) -> Estimate:
     """The second's share of right answers less the first's, over `count` questions that both answered."""
+    from scipy import stats
+
     value = (only_second - only_first) / count
     gains, losses = (only_second + 1) / (count + 2), (only_first + 1) / (count + 2)
     middle = gains - losses
@@ -77,6 +81,8 @@ def paired_difference(only_first: int, only_second: int, count: int) -> Estimate
 
 def binomial_bounds(successes: int, count: int) -> tuple[float, float]:
     """Clopper and Pearson's interval of a share."""
+    from scipy import stats
+
     found = stats.binomtest(successes, count).proportion_ci(CONFIDENCE)
     return float(found.low), float(found.high)
 
@@ -97,6 +103,8 @@ def _estimate(value: float, drawn: Floats, documents: int) -> Estimate:
 
 
 def _tail(documents: int) -> float:
+    from scipy import stats
+
     reach = stats.t.ppf((1 + CONFIDENCE) / 2, documents - 1) * math.sqrt(documents / (documents - 1))
     return float(stats.norm.cdf(-reach))
 

@@ -63,9 +63,10 @@ def _quantization(config: ModelConfig, settings: Settings, scheme: str) -> dict[
 
 def _scheme(settings: Settings, scheme: str) -> dict[str, Any]:
     is_whole = settings.group_size == WHOLE_ROW
-    weights = _arguments(settings.bits or 0, "channel" if is_whole else "group", is_dynamic=False)
+    kind = "float" if scheme == "fp8" else "int"
+    weights = _arguments(settings.bits or 0, kind, "channel" if is_whole else "group", is_dynamic=False)
     weights["group_size"] = None if is_whole else settings.group_size
-    activations = _arguments(8, "token", is_dynamic=True) if scheme == "w8a8" else None
+    activations = _arguments(8, kind, "token", is_dynamic=True) if scheme in ("w8a8", "fp8") else None
     return {
         "targets": ["Linear"],
         "weights": weights,
@@ -74,11 +75,11 @@ def _scheme(settings: Settings, scheme: str) -> dict[str, Any]:
     }
 
 
-def _arguments(bits: int, strategy: str, is_dynamic: bool) -> dict[str, Any]:
+def _arguments(bits: int, kind: str, strategy: str, is_dynamic: bool) -> dict[str, Any]:
     """compressed-tensors' `QuantizationArgs`."""
     return {
         "num_bits": bits,
-        "type": "int",
+        "type": kind,
         "symmetric": True,
         "strategy": strategy,
         "group_size": None,

@@ -3,6 +3,7 @@
     pack-quantized   weight_packed int32 [out, in / n], words along a row; weight_scale [out, groups];
                      weight_shape int64 [2] (compressed-tensors)
     int-quantized    weight int8 [out, in], integers less 2^(b-1); weight_scale [out, 1] (compressed-tensors)
+    float-quantized  weight e4m3 [out, in]; weight_scale [out, 1] (compressed-tensors)
     gptq             qweight int32 [in / n, out], words down a column; qzeros int32 [groups, out / n], zero points less
                      one; scales float16 [groups, out]; g_idx int32 [in] (GPTQModel's "gptq", formerly AutoGPTQ's)
     awq              qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], nibble i of word k holding output
@@ -15,22 +16,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splittime.quantize.floats import RoundedFloats
 from splittime.quantize.grid import Grid, Rounded
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-LAYOUTS = {"int8": "pack-quantized", "w4a16": "pack-quantized", "w8a8": "int-quantized", "awq": "awq", "gptq": "gptq"}
+LAYOUTS = {
+    "int8": "pack-quantized",
+    "fp8": "float-quantized",
+    "w4a16": "pack-quantized",
+    "w8a8": "int-quantized",
+    "awq": "awq",
+    "gptq": "gptq",
+}
 SUFFIXES = {
     "pack-quantized": ("weight_packed", "weight_scale", "weight_shape"),
     "int-quantized": ("weight", "weight_scale"),
+    "float-quantized": ("weight", "weight_scale"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
 }
 Tensors = dict[str, Tensor]  # by suffix
 
 
-def pack(layout: str, rounded: Rounded, grid: Grid) -> Tensors:
+def pack(layout: str, rounded: Rounded | RoundedFloats, grid: Grid) -> Tensors:
     """The tensors of one weight, by the last part of their names."""
     scales = rounded.scales.to(grid.scale_dtype)
+    if isinstance(rounded, RoundedFloats):
+        return {"weight": rounded.floats, "weight_scale": scales}
     integers, bits = rounded.integers, grid.bits
     if layout == "pack-quantized":
         shape = torch.tensor(integers.shape, dtype=torch.int64)
@@ -52,8 +64,10 @@ def pack(layout: str, rounded: Rounded, grid: Grid) -> Tensors:
     return {"qweight": words, "qzeros": zero_words, "scales": by_group}
 
 
-def unpack(layout: str, tensors: Tensors, grid: Grid) -> Rounded:
+def unpack(layout: str, tensors: Tensors, grid: Grid) -> Rounded | RoundedFloats:
     """What `pack` was given."""
+    if layout == "float-quantized":
+        return RoundedFloats(tensors["weight"], tensors["weight_scale"].float())
     bits, half = grid.bits, 2 ** (grid.bits - 1)
     if layout in ("pack-quantized", "int-quantized"):
         scales = tensors["weight_scale"].float()

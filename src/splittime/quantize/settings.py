@@ -8,7 +8,7 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 
-SCHEMES = ("int8", "w8a8", "w4a16", "awq", "gptq")
+SCHEMES = ("int8", "fp8", "w8a8", "w4a16", "awq", "gptq")
 PATTERNS = ("2:4", "unstructured")
 METRICS = ("magnitude", "wanda")
 GROUPED = ("w4a16", "awq", "gptq")
@@ -81,7 +81,7 @@ def _resolve_scheme(settings: Settings, scheme: str) -> Settings:
 
 
 def _bits(settings: Settings, scheme: str) -> int:
-    usual = 8 if scheme in ("int8", "w8a8") else 4
+    usual = 8 if scheme in ("int8", "fp8", "w8a8") else 4
     allowed = (4, 8) if scheme == "gptq" else (usual,)
     bits = settings.bits or usual
     if bits not in allowed:

@@ -28,6 +28,7 @@ DTYPES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.uint8: "U8",
 }
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from splittime.models.config import ModelConfig
 from splittime.quantize import awq, gptq, layer_map, prune, smooth
+from splittime.quantize.floats import RoundedFloats, round_to_e4m3
 from splittime.quantize.grid import Grid, Rounded, round_to_nearest
 from splittime.quantize.layer_map import INPUT_NORM, MLP_NORM, Group, K, Q, V
 from splittime.quantize.layouts import LAYOUTS, pack
@@ -59,7 +60,7 @@ class Treatment:
     gather: Gather | None
     on_step: OnStep
     errors: dict[str, float] = field(default_factory=dict)
-    rounded: dict[str, Rounded] = field(default_factory=dict)
+    rounded: dict[str, Rounded | RoundedFloats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.weights = dict(self.original)
@@ -127,7 +128,10 @@ class Treatment:
     def _rounded(self, name: str, weight: Tensor, moments: Moments | None) -> Tensor:
         assert self.grid is not None
         scheme = self.settings.scheme
-        if scheme == "gptq" and moments is not None:
+        found: Rounded | RoundedFloats
+        if scheme == "fp8":
+            found = round_to_e4m3(weight, self.grid.scale_dtype)
+        elif scheme == "gptq" and moments is not None:
             settings = self.settings
             found = gptq.quantize(weight, moments.gram, self.grid, settings.act_order, settings.static_groups)
         elif scheme == "awq" and moments is not None and name not in (Q, K):

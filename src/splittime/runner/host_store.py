@@ -127,13 +127,16 @@ class HostStore:
         device = layers[0].data.device
         data = [layer.data for layer in layers]
         scales = [layer.scales for layer in layers if layer.scales is not None]
-        begin = Mark(device)
-        self._data.offload(data, offloads)
-        if self._scales is not None:
-            self._scales.offload(scales, offloads)
-        between = Mark(device)
         back = [(block, slot) for slot, block in restores]
-        self._data.restore(data, back)
-        if self._scales is not None:
-            self._scales.restore(scales, back)
-        return Moved(begin, between, Mark(device))
+        begin = between = end = Mark(device)
+        if offloads:
+            self._data.offload(data, offloads)
+            if self._scales is not None:
+                self._scales.offload(scales, offloads)
+            between = end = Mark(device)
+        if restores:
+            self._data.restore(data, back)
+            if self._scales is not None:
+                self._scales.restore(scales, back)
+            end = Mark(device)
+        return Moved(begin, between, end)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from splittime.core.errors import EngineError
 
@@ -53,12 +53,20 @@ def _held(one: Any) -> Iterable[Any]:
     return [*getattr(one, "__dict__", {}).values(), *slots]
 
 
+def storages_of(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Each once, and none that is empty."""
+    found = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors if one.numel()}
+    return list(found.values())
+
+
 class Parked:
-    """The content of these tensors' storages. Raises `EngineError` if host memory of `room_bytes` does not hold it."""
+    """Host memory for the content of these tensors' storages. Raises `EngineError` if `room_bytes` do not hold it.
+
+    fill_host, free_device, fill_device: in this order, and the last two again and again.
+    """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device, room_bytes: int) -> None:
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors if one.numel()}
-        self._storages = [one for one in storages.values() if one.resizable()]  # not a mapped file, as without a card
+        self._storages = [one for one in storages_of(tensors) if one.resizable()]  # no mapped file, as without a card
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._device = device
         self.num_bytes = sum(self._sizes)
@@ -72,6 +80,8 @@ class Parked:
                 hint="level=2 drops them",
             )
         self._pieces = _pieces(self.num_bytes, device.type == "cuda")
+
+    def fill_host(self) -> None:
         for place, part in self._pairs():
             place.copy_(part, non_blocking=True)
         self._wait()

@@ -16,7 +16,6 @@ What fails while waking is undone, and the runner is asleep as before.
 
 import ctypes
 import gc
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from splittime.core.errors import ConfigError, EngineError, SplittimeError
+from splittime.core.errors import ConfigError, EngineError, SplittimeError, error_from_info
 from splittime.core.sleep import Moved, Part
 from splittime.models.decoder import Decoder
 from splittime.models.quant.plan import choose
@@ -35,13 +34,12 @@ from splittime.models.weights.load import load_decoder
 from splittime.models.weights.source import read_config
 from splittime.runner import machine
 from splittime.runner.config import RunnerConfig
-from splittime.runner.parked import Emptied, Parked, device_tensors
+from splittime.runner.parked import Emptied, Parked, device_tensors, storages_of
 
 if TYPE_CHECKING:
     from splittime.runner.torch_runner import TorchRunner
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-STATM = Path("/proc/self/statm")
+MEMORY_MAP = Path("/proc/self/smaps_rollup")
 STAY = "weights stay where they are, in host memory; level 2 drops them too"
 
 
@@ -64,7 +62,8 @@ class Sleeper:
 
     @torch.inference_mode()
     def sleep(self, level: int) -> Moved:
-        before, self._parts = self._memory_bytes(), []
+        self._parts = []
+        before = self._memory_bytes()
         runner = self._runner
         parked = self._park() if level == 1 and self.parks else None
         with self._part("graphs"):
@@ -74,14 +73,14 @@ class Sleeper:
                 parked.free_device()
                 self._weights_bytes = parked.num_bytes
             elif level == 2:
-                self._weights_bytes = runner.resolved.weights_bytes
+                self._weights_bytes = self._held_bytes()
                 runner.drop_weights()
             else:
                 self._weights_bytes = 0
+        resident = self._memory_bytes()
         with self._part("kv"):
-            resident = self._memory_bytes()
             self._kv.free()
-            kv_bytes = max(0, min(self._kv.num_bytes, resident - self._memory_bytes()))
+        kv_bytes = max(0, min(self._kv.num_bytes, resident - self._memory_bytes()))
         with self._part("give_back"):
             self._return_memory()
         after = self._memory_bytes()
@@ -93,8 +92,38 @@ class Sleeper:
 
     @torch.inference_mode()
     def wake(self) -> Moved:
-        before, self._parts = self._memory_bytes(), []
+        self._parts = []
+        before = self._memory_bytes()
         self._check_room()
+        failure = self._take_all()
+        if failure is not None:
+            self._undo()
+            raise failure
+        self._parked = None
+        kv_bytes = self._kv.num_bytes if self._device.type == "cuda" else 0
+        return self._moved(before, self._memory_bytes(), kv_bytes, "")
+
+    def _held_bytes(self) -> int:
+        """Of the weights. On a CPU the embedding stays in its file, and is none of them."""
+        if self._device.type == "cpu":
+            return self._runner.resolved.weights_bytes
+        return sum(one.nbytes() for one in storages_of(device_tensors(self._runner.decoder, self._device)))
+
+    def _park(self) -> Parked:
+        """A copy of the weights in host memory. Raises with nothing changed."""
+        tensors = device_tensors(self._runner.decoder, self._device)
+        try:
+            with self._part("pin"):
+                parked = Parked(tensors, self._device, machine.free_memory_bytes())
+            with self._part("copy"):
+                parked.fill_host()
+        except RuntimeError as error:  # torch's words for no (pinned) memory
+            message = f"weights could not be copied to host memory, the engine stays awake: {error}"
+            raise EngineError(message, code="no_memory", hint="level=2 drops them") from error
+        return parked
+
+    def _take_all(self) -> SplittimeError | None:
+        """What went wrong, as an error that holds no memory: one with a traceback would keep all that was taken."""
         try:
             with self._part("weights"):
                 self._restore_weights()
@@ -103,22 +132,11 @@ class Sleeper:
             with self._part("graphs"):
                 if self._graph_sizes:
                     self._runner.capture(self._graph_sizes)
-        except Exception as error:  # whatever it was (no file, no memory, a broken file): as before, asleep
-            self._undo()
-            raise _told(error) from error
-        self._parked = None
-        kv_bytes = self._kv.num_bytes if self._device.type == "cuda" else 0
-        return self._moved(before, self._memory_bytes(), kv_bytes, "")
-
-    def _park(self) -> Parked:
-        """A copy of the weights in host memory. Raises with nothing changed."""
-        tensors = device_tensors(self._runner.decoder, self._device)
-        with self._part("copy"):
-            try:
-                return Parked(tensors, self._device, machine.free_memory_bytes())
-            except RuntimeError as error:  # torch's words for no (pinned) memory
-                message = f"weights could not be copied to host memory, the engine stays awake: {error}"
-                raise EngineError(message, code="no_memory", hint="level=2 drops them") from error
+        except SplittimeError as error:
+            return error_from_info(error.info)
+        except Exception as error:  # no memory, a file that is gone or broken
+            return EngineError(f"{type(error).__name__}: {error}", code="wake_failed")
+        return None
 
     def _restore_weights(self) -> None:
         if self._parked is not None:
@@ -176,10 +194,11 @@ class Sleeper:
             getattr(ctypes.CDLL(None), "malloc_trim", lambda keep: 0)(0)  # of glibc alone
 
     def _memory_bytes(self) -> int:
-        if self._device.type == "cuda":
+        with self._part("measure"):
+            if self._device.type != "cuda":
+                return resident_bytes()
             free, total = torch.cuda.mem_get_info(self._device)
             return total - free
-        return _resident_bytes()
 
     def _moved(self, before: int, after: int, kv_bytes: int, note: str) -> Moved:
         return Moved(
@@ -206,15 +225,11 @@ def without_weights(decoder: Decoder) -> Decoder:
     return replace(decoder, embedding=None, turns=torch.empty(0), layers=(), final_norm=None, head=None)
 
 
-def _resident_bytes() -> int:
-    """Of this process, its files' pages among them; 0 where the system does not tell."""
+def resident_bytes() -> int:
+    """Of this process, its files' pages among them; 0 where the system does not tell. (/proc/self/statm would be
+    cheaper, and is off by up to a batch of pages for each core since Linux 6.2.)"""
     try:
-        return int(STATM.read_text().split()[1]) * PAGE_BYTES
-    except OSError:
+        lines = MEMORY_MAP.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024
+    except (OSError, StopIteration):
         return 0
-
-
-def _told(error: Exception) -> SplittimeError:
-    if isinstance(error, SplittimeError):
-        return error
-    return EngineError(f"{type(error).__name__}: {error}", code="wake_failed")

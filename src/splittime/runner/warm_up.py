@@ -36,7 +36,8 @@ def warm_up_plans(resolved: Resolved) -> Iterator[StepPlan]:
     if length < resolved.max_model_len:
         yield StepPlan(0, tuple(decode))
         yield StepPlan(0, (decode[0],))
-    yield StepPlan(0, (), released=tuple(names))
+    moves = ((0, 0),) if resolved.num_host_slots else ()
+    yield StepPlan(0, (), released=tuple(names), offloads=moves, restores=moves)
 
 
 def _whole(row: Row, prompt: tuple[int, ...]) -> tuple[str, int, tuple[int, ...], tuple[int, ...], bool]:

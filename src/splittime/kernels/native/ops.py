@@ -119,6 +119,12 @@ class NativeOps:
     def rms_norm(self, x: Tensor, packed: PackedNorm) -> Tensor:
         return torch.ops.splittime.rms_norm.default(x, packed.weight, packed.eps)
 
+    def linear_norm(
+        self, x: Tensor, packed: PackedLinear | PackedStack, residual: Tensor, norm: PackedNorm
+    ) -> tuple[Tensor, Tensor]:
+        total = self.linear(x, packed, residual)
+        return total, self.rms_norm(total, norm)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return torch.ops.splittime.silu_mul.default(gate_up)
 

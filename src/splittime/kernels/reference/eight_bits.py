@@ -15,10 +15,6 @@ from splittime.kernels.api import RoundedRows, WeightScheme
 from splittime.kernels.reference import products
 
 
-def rounds_activations(scheme: WeightScheme) -> bool:
-    return scheme.name == "fp8" or scheme.rounds_activations
-
-
 def fp8_rows(weight: Tensor) -> RoundedRows:
     """weight [out, in] of any float dtype, rounded to e4m3 with one scale an output."""
     values, scales = products.quantize_fp8(weight)

@@ -130,7 +130,7 @@ class ReferenceOps(PlainOps):
 
 
 def _rounded_product(x: Tensor, packed: RoundedWeight) -> Tensor:
-    if eight_bits.rounds_activations(packed.scheme):
+    if packed.scheme.rounds_activations:
         return eight_bits.product(x, packed.rows, packed.scheme)
     return x @ packed.dense().to(x.dtype).T
 

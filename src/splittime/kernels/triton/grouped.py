@@ -4,7 +4,8 @@
     y[p]   = share[p] * down_e h[p]              the share on the float32 sums
     out[t] = residual[t] + sum_c y[t k + c]      in float32, in the order of c: the same choices give the same bytes
 
-Weights of all experts of a layer lie in one tensor [E, ..], each as `integers` keeps it, or dense [out, in]. A tile
+Weights of all experts of a layer lie in one tensor [E, ..], each as `integers` keeps it, as `w8a8` keeps e4m3 (x is not
+rounded here: with few tokens an expert its weights' bytes are what counts), or dense [out, in]. A tile
 reads one expert's weights; experts that no token chose have no tile and are not read. With so few tokens that most
 choices differ (`ALONE_TOKENS`) each pair is a tile of its own and no tables are made: two launches fewer, and an expert
 that two tokens chose comes from the cache the second time.
@@ -26,7 +27,7 @@ import triton
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.triton import integers
+from splittime.kernels.triton import integers, w8a8
 from splittime.kernels.triton.device import dot_dtype
 from splittime.kernels.triton.grouped_kernels import combine, products
 from splittime.kernels.triton.linear import DenseLinear, kept
@@ -37,7 +38,7 @@ ALONE_TOKENS = 2
 COMBINED = 1024  # outputs of a program of the sum
 MAX_EXPERTS = 1024
 
-Weights = DenseLinear | integers.IntegerLinear
+Weights = DenseLinear | integers.IntegerLinear | w8a8.RoundedLinear
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,21 +73,27 @@ def stack_experts(gate_ups: Sequence[Any], downs: Sequence[Any]) -> Experts:
 
 def _stacked(packed: Sequence[Any]) -> Weights:
     first, kinds = packed[0], {_kind(one) for one in packed}
-    if len(kinds) != 1 or not isinstance(first, Weights) or any(one.bias is not None for one in packed):
+    if len(kinds) != 1 or None in kinds.pop() or any(one.bias is not None for one in packed):
         found = ", ".join(sorted({type(one).__name__ for one in packed}))
         message = f"experts kept as {found} have no grouped product"
-        raise ConfigError(message, param="experts", value=found, limit="dense, int8 or int4, all alike, without a bias")
+        raise ConfigError(
+            message, param="experts", value=found, limit="dense, int8, int4 or fp8, all alike, without a bias"
+        )
     stacks = [torch.stack(tensors) for tensors in zip(*(kept(one)[1] for one in packed), strict=True)]
     if isinstance(first, DenseLinear):
         return DenseLinear(stacks[0])
+    if isinstance(first, w8a8.RoundedLinear):
+        return replace(first, values=stacks[0], scales=stacks[1])
     return replace(first, words=stacks[0], scales=stacks[1])
 
 
 def _kind(one: Any) -> tuple[Any, ...]:
     """What all have alike whose tensors can be one."""
-    if not isinstance(one, Weights):
-        return (type(one),)
+    if not isinstance(one, Weights) or kept(one)[1][0].dtype == torch.int8:  # `w8a8` has int8 for rounded x alone
+        return (type(one), None)
     shapes = tuple(tensor.shape for tensor in kept(one)[1])
+    if isinstance(one, w8a8.RoundedLinear):
+        return type(one), shapes, one.unit
     return type(one), shapes, *((one.group, one.has_minima) if isinstance(one, integers.IntegerLinear) else ())
 
 
@@ -158,13 +165,18 @@ def _run(
 
 def _operands(weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     if isinstance(weights, integers.IntegerLinear):
-        return weights.words, weights.scales, integers.constants(weights, dtype)
-    plain = {"BITS": 16, "GROUP": 0, "UNIT": 1, "HAS_MINIMA": False, "IS_WHOLE": True}
-    return weights.weight, None, {**plain, "DOT": dot_dtype(dtype), "FAST": False}
+        return weights.words, weights.scales, {**integers.constants(weights, dtype), "FLOAT8": False}
+    plain = {"BITS": 16, "GROUP": 0, "UNIT": 1, "HAS_MINIMA": False, "IS_WHOLE": True, "FLOAT8": False}
+    plain |= {"DOT": dot_dtype(dtype), "FAST": False}
+    if isinstance(weights, w8a8.RoundedLinear):
+        return weights.values, weights.scales, {**plain, "UNIT": weights.unit, "FLOAT8": True}
+    return weights.weight, None, plain
 
 
 def _sizes(weights: Weights) -> tuple[int, int]:
-    """Tiles of integers (or columns) of an output's weights, and groups."""
+    """Tiles of integers (or columns) of an output's weights, and groups; see `grouped_kernels`."""
+    if isinstance(weights, w8a8.RoundedLinear):
+        return weights.values.shape[-1], weights.scales[0].numel()
     if isinstance(weights, DenseLinear):
         return weights.weight.shape[-1], 1
     return weights.words.shape[-3], weights.scales.shape[-2] if weights.group else 1

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from splittime.kernels.triton import integers_kernels
+from splittime.kernels.triton import integers_kernels, w8a8_kernels
 
 DENSE_COLUMNS = tl.constexpr(64)  # of a step
 
@@ -31,11 +31,19 @@ def _dense_product(
 def _sums(
     x_ptr, rows, is_row, in_features, weight_ptr, scales_ptr, outs, out_features, width, groups, expert,
     BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_MINIMA: tl.constexpr, IS_WHOLE: tl.constexpr,
-    DOT: tl.constexpr, FAST: tl.constexpr, OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    FLOAT8: tl.constexpr, DOT: tl.constexpr, FAST: tl.constexpr,
+    OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One expert's product, with the kernel of its weights. width: tiles of integers (or columns) of an output."""
+    """One expert's product, with the kernel of its weights. width: tiles of integers (or columns) of an output.
+    groups: of scales of an output; of FLOAT8 all scales of an expert."""
     expert = expert.to(tl.int64)
-    if BITS < 16:
+    if FLOAT8:
+        num_scales = groups // (width // w8a8_kernels.TILE)
+        return w8a8_kernels.product_with_floats(
+            x_ptr, rows, is_row, in_features, weight_ptr + expert * width * out_features, scales_ptr + expert * groups,
+            outs, out_features, width, num_scales, UNIT, DOT, OUTS, TOKENS, STAGES,
+        )  # fmt: skip
+    elif BITS < 16:
         weight_ptr += expert * width * out_features * 32
         scales_ptr += expert * groups * out_features
         return integers_kernels.product(
@@ -55,7 +63,8 @@ def products(
     in_features, num_outputs, out_features, width, groups, x_stride, num_chosen,
     IS_GATED: tl.constexpr, IS_ALONE: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, HAS_MINIMA: tl.constexpr, IS_WHOLE: tl.constexpr,
-    DOT: tl.constexpr, FAST: tl.constexpr, OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    FLOAT8: tl.constexpr, DOT: tl.constexpr, FAST: tl.constexpr,
+    OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """num_outputs: of y; out_features: of the weight, twice as many if IS_GATED."""
     tile = tl.program_id(0)
@@ -74,12 +83,12 @@ def products(
         outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
         sums = _sums(
             x_ptr, rows, is_row, in_features, weight_ptr, scales_ptr, outs, out_features, width, groups, expert,
-            BITS, GROUP, UNIT, HAS_MINIMA, IS_WHOLE, DOT, FAST, OUTS, TOKENS, STAGES,
+            BITS, GROUP, UNIT, HAS_MINIMA, IS_WHOLE, FLOAT8, DOT, FAST, OUTS, TOKENS, STAGES,
         )  # fmt: skip
         if IS_GATED:
             up = _sums(
                 x_ptr, rows, is_row, in_features, weight_ptr, scales_ptr, outs + num_outputs, out_features, width,
-                groups, expert, BITS, GROUP, UNIT, HAS_MINIMA, IS_WHOLE, DOT, FAST, OUTS, TOKENS, STAGES,
+                groups, expert, BITS, GROUP, UNIT, HAS_MINIMA, IS_WHOLE, FLOAT8, DOT, FAST, OUTS, TOKENS, STAGES,
             )  # fmt: skip
             sums = sums / (1 + tl.exp(-sums)) * up
         else:

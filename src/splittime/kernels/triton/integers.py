@@ -30,6 +30,7 @@ from splittime.kernels.triton.tiles import (
     FEW_TOKENS,
     PROCESSORS,
     SOME_TOKENS,
+    End,
     Tiles,
     add_parts,
     splits_for,
@@ -133,7 +134,9 @@ def choose(num_tokens: int, weight: IntegerLinear, dtype: torch.dtype) -> Tiles:
     return Tiles(64 if weight.group % 128 else 128, 128, num_warps=8, num_stages=2 if weight.bits == 4 else 3)
 
 
-def linear(x: Tensor, weight: IntegerLinear, residual: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: IntegerLinear, residual: Tensor | None = None, tiles: Tiles | None = None, end: End = add_parts
+) -> Tensor:
     """x [T, in], of contiguous rows -> x W^T + bias (+ residual) [T, out]. tiles: for benchmarks; else `choose`."""
     num_tokens, out_features = x.shape[0], weight.out_features
     tiles = tiles or choose(num_tokens, weight, x.dtype)
@@ -149,7 +152,7 @@ def linear(x: Tensor, weight: IntegerLinear, residual: Tensor | None = None, til
         STAGES=tiles.num_stages, num_warps=tiles.num_warps,
     )  # fmt: skip
     if not ends:
-        add_parts(target, weight.bias, residual, y)
+        end(target, weight.bias, residual, y)
     return y
 
 

@@ -24,7 +24,8 @@ from splittime.core.errors import ConfigError
 from splittime.kernels import reads, rounded
 from splittime.kernels.api import RoundedRows, Stack, WeightScheme
 from splittime.kernels.reference import products, rounding
-from splittime.kernels.triton import integers, w8a8
+from splittime.kernels.triton import integers, norm, w8a8
+from splittime.kernels.triton.tiles import End, add_parts
 
 DENSE = ("float32", "float16", "bfloat16")
 SCHEMES = (*DENSE, "int8", "int4", "fp8")
@@ -102,12 +103,13 @@ def stack(packed: Sequence[Packed]) -> Stack:
     return Stack(tuple(packed))
 
 
-def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
-    """x [T, in] -> x W^T + bias (+ residual [T, out]), a new tensor [T, out]; float32 sums, rounded once at the end."""
+def linear(x: Tensor, packed: Packed, residual: Tensor | None = None, end: End = add_parts) -> Tensor:
+    """x [T, in] -> x W^T + bias (+ residual [T, out], which may be overwritten) [T, out]; float32 sums, rounded once at
+    the end."""
     if isinstance(packed, Stack):
         return packed.product(linear, x, residual)
     if isinstance(packed, Reordered):
-        return linear(x.index_select(1, packed.columns), packed.weight, residual)
+        return linear(x.index_select(1, packed.columns), packed.weight, residual, end)
     if not len(x):
         return x.new_empty(0, packed.out_features)
     _count(packed)
@@ -116,7 +118,20 @@ def linear(x: Tensor, packed: Packed, residual: Tensor | None = None) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     residual = None if residual is None else residual.contiguous()
     kernels: Any = integers if isinstance(packed, integers.IntegerLinear) else w8a8
-    return kernels.linear(x, packed, residual)
+    return kernels.linear(x, packed, residual, end=end)
+
+
+def linear_norm(x: Tensor, packed: Packed, residual: Tensor, scale: norm.Norm) -> tuple[Tensor, Tensor]:
+    """`linear`, and its `rms_norm`. Sums that several programs shared are added and normed in one kernel; cuBLAS, and a
+    product that ends in its own kernel, add the residual there, and the norm is all that is left."""
+    made: list[Tensor] = []
+
+    def end(parts: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor) -> None:
+        assert residual is not None
+        made.append(norm.add_parts_rms_norm(parts, bias, residual, scale, y))
+
+    total = linear(x, packed, residual, end)
+    return total, made[0] if made else norm.rms_norm(total, scale)
 
 
 def unpacked(packed: Packed) -> Tensor:
@@ -148,7 +163,7 @@ def kept(packed: Packed) -> tuple[str, list[Tensor]]:
 def _dense(x: Tensor, packed: DenseLinear, residual: Tensor | None) -> Tensor:
     if residual is None:
         return F.linear(x, packed.weight, packed.bias)
-    y = torch.addmm(residual, x, packed.weight.t())
+    y = residual.addmm_(x, packed.weight.t())  # in place: `addmm` copies the residual first, a launch of its own
     return y if packed.bias is None else y.add_(packed.bias)
 
 
@@ -190,7 +205,7 @@ def _check(scheme: WeightScheme) -> None:
             f"kernels=triton keeps no weights as {scheme.name}; possible: {', '.join(SCHEMES)}",
             param="quantization", value=scheme.name, limit=", ".join(SCHEMES),
         )  # fmt: skip
-    if scheme.rounds_activations and (scheme.name not in ("int8", "fp8") or scheme.group):
+    if scheme.rounds_activations and scheme.name != "fp8" and (scheme.name != "int8" or scheme.group):
         raise ConfigError(
             f"activations are not rounded beside {scheme.name} in groups of {scheme.group} columns",
             param="quantization", value=scheme.name, limit="int8 with one scale an output, fp8",

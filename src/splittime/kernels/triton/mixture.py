@@ -41,6 +41,7 @@ class MixtureLayer:
     mlp: GroupedExperts
 
     def __call__(self, hidden: Tensor, turns: Tensor, store: LayerKv, plan: attention.Plan) -> Tensor:
-        normed = self.ops.rms_norm(hidden, self.input_norm)
-        hidden = self.attention(normed, hidden, turns, store, plan)
-        return self.mlp(self.ops.rms_norm(hidden, self.mlp_norm), hidden, plan.token_blocks)
+        attention = self.attention
+        mixed = attention.attend(self.ops.rms_norm(hidden, self.input_norm), turns, store, plan)
+        hidden, normed = self.ops.linear_norm(mixed, attention.output, hidden, self.mlp_norm)
+        return self.mlp(normed, hidden, plan.token_blocks)

@@ -54,12 +54,14 @@ def normed(x, weight, EPS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexp
     return (unit.to(tl.float32) * weight.to(tl.float32)).to(DTYPE)
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit(do_not_specialize=["num_lines", "size"])
 def _rms_norm(
-    x, residual, weight, total, y, num_lines,
+    x, bias, residual, weight, total, y, num_lines, size,
     EPS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT_LINES: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """residual and total are None, or total = x + residual is stored and normed."""
+    """residual and total are None, or total = x + residual is stored and normed. Of x there are PARTS, of `size` each,
+    which are added in their order, then the bias, if any."""
     lines = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     columns = tl.arange(0, COLUMNS)
     places = lines[:, None] * WIDTH + columns[None, :]
@@ -67,34 +69,54 @@ def _rms_norm(
     scale_places = (lines % WEIGHT_LINES)[:, None] * WIDTH + columns[None, :]
     scale = tl.load(weight + scale_places, mask=is_inside, other=0.0)
     wide = tl.load(x + places, mask=is_inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        wide += tl.load(x + part * size + places, mask=is_inside, other=0.0)
+    if bias is not None:
+        wide += tl.load(bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
         more = tl.load(residual + places, mask=is_inside, other=0.0).to(tl.float32)
-        stream = (wide + more).to(x.dtype.element_ty)
+        stream = (wide + more).to(y.dtype.element_ty)
         tl.store(total + places, stream, mask=is_inside)
         wide = stream.to(tl.float32)
-    tl.store(y + places, normed(wide, scale, EPS, WIDTH, x.dtype.element_ty), mask=is_inside)
+    tl.store(y + places, normed(wide, scale, EPS, WIDTH, y.dtype.element_ty), mask=is_inside)
 
 
 def rms_norm(x: Tensor, packed: Norm, tiles: NormTiles | None = None) -> Tensor:
     """x [T, ..., D] -> a new tensor."""
-    return _launch(x.contiguous(), None, None, packed, tiles)
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _launch(x, None, None, packed, None, y, tiles)
+    return y
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, packed: Norm, tiles: NormTiles | None = None) -> tuple[Tensor, Tensor]:
     """x, residual [T, ..., D] -> x + residual, and that normed; new tensors."""
-    x, residual = x.contiguous(), residual.contiguous()
-    total = torch.empty_like(x)
-    return total, _launch(x, residual, total, packed, tiles)
+    x = x.contiguous()
+    total, y = torch.empty_like(x), torch.empty_like(x)
+    _launch(x, None, residual.contiguous(), packed, total, y, tiles)
+    return total, y
 
 
-def _launch(x: Tensor, residual: Tensor | None, total: Tensor | None, packed: Norm, tiles: NormTiles | None) -> Tensor:
-    width, y = x.shape[-1], torch.empty_like(x)
+def add_parts_rms_norm(
+    parts: Tensor, bias: Tensor | None, residual: Tensor, packed: Norm, total: Tensor, tiles: NormTiles | None = None
+) -> Tensor:
+    """parts: float32 [splits, T, D], added in their order, then bias [D] and residual [T, D] -> total [T, D], which is
+    written, as `tiles.add_parts` does it; and that normed, a new tensor."""
+    y = torch.empty_like(total)
+    _launch(parts, bias, residual.contiguous(), packed, total, y, tiles)
+    return y
+
+
+def _launch(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, packed: Norm, total: Tensor | None, y: Tensor,
+    tiles: NormTiles | None,
+) -> None:  # fmt: skip
+    width = y.shape[-1]
     tiles = tiles or tiles_of(width)
-    num_lines = x.numel() // width
+    num_lines = y.numel() // width
     if num_lines:
         _rms_norm[(triton.cdiv(num_lines, tiles.lines),)](
-            x, residual, packed.weight, total, y, num_lines,
+            x, bias, residual, packed.weight, total, y, num_lines, y.numel(),
             EPS=packed.eps, WIDTH=width, WEIGHT_LINES=packed.weight.numel() // width,
-            LINES=tiles.lines, COLUMNS=tiles.columns, num_warps=tiles.num_warps,
+            LINES=tiles.lines, COLUMNS=tiles.columns, PARTS=x.numel() // y.numel(), num_warps=tiles.num_warps,
         )  # fmt: skip
-    return y

@@ -62,6 +62,9 @@ class TritonOps(PlainOps):
     def rms_norm(self, x: Tensor, packed: norm.Norm) -> Tensor:
         return norm.rms_norm(x, packed)
 
+    def linear_norm(self, x: Tensor, packed: Any, residual: Tensor, norm: norm.Norm) -> tuple[Tensor, Tensor]:
+        return linear.linear_norm(x, packed, residual, norm)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)
 

@@ -79,7 +79,8 @@ def _place(
 
 
 def route(chosen: Tensor, num_experts: int, size: int, run: Tensor) -> Routes:
-    """chosen: integers [T, k], contiguous, below 0 for no expert, which is in no tile. run: int64 [1], to which the number of experts that were chosen is added."""
+    """chosen: integers [T, k], contiguous, below 0 for no expert, which is in no tile. run: int64 [1], to which the
+    number of experts that were chosen is added."""
     num_pairs, device = chosen.numel(), chosen.device
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)

@@ -16,6 +16,7 @@ rows never enter it. So a row is the same to the last bit in all batches for whi
 of tokens in `LINES` compiles all that a weight will need.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,10 @@ def _add_parts(
     if HAS_RESIDUAL:
         sums += tl.load(residual_ptr + places, mask=is_there, other=0).to(tl.float32)
     tl.store(y_ptr + places, sums.to(y_ptr.dtype.element_ty), mask=is_there)
+
+
+End = Callable[[Tensor, Tensor | None, Tensor | None, Tensor], None]
+"""What is done with sums that several programs shared: `add_parts`, or more in the same kernel (`linear_norm`)."""
 
 
 def add_parts(parts: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor) -> None:

@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 from splittime.kernels.triton.device import is_interpreted
-from splittime.kernels.triton.tiles import FEW_TOKENS, SOME_TOKENS, Tiles, add_parts, splits_for, sums_target
+from splittime.kernels.triton.tiles import FEW_TOKENS, SOME_TOKENS, End, Tiles, add_parts, splits_for, sums_target
 from splittime.kernels.triton.w8a8_kernels import TILE, multiply, round_each, round_groups
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -48,7 +48,7 @@ class RoundedLinear:
 
     @property
     def out_features(self) -> int:
-        return len(self.values)
+        return self.values.shape[-2]
 
 
 def empty(
@@ -124,15 +124,17 @@ def round_row_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def linear(x: Tensor, weight: RoundedLinear, residual: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: RoundedLinear, residual: Tensor | None = None, tiles: Tiles | None = None, end: End = add_parts
+) -> Tensor:
     """x [T, in], of contiguous rows -> x W^T + bias (+ residual) [T, out]. tiles: for benchmarks; else `choose`."""
     values, scales = round_row_groups(x) if weight.unit else round_rows(x, weight.values.dtype)
-    return product(values, scales, weight, residual, x.dtype, tiles)
+    return product(values, scales, weight, residual, x.dtype, tiles, end)
 
 
 def product(
     values: Tensor, scales: Tensor, weight: RoundedLinear, residual: Tensor | None, dtype: torch.dtype,
-    tiles: Tiles | None = None,
+    tiles: Tiles | None = None, end: End = add_parts,
 ) -> Tensor:  # fmt: skip
     """The same, of what `round_rows` (or `round_row_groups`) made: -> [T, out] of `dtype`."""
     num_tokens, out_features = len(values), weight.out_features
@@ -148,5 +150,5 @@ def product(
         SPLITS=tiles.splits, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
     )  # fmt: skip
     if not ends:
-        add_parts(target, weight.bias, residual, y)
+        end(target, weight.bias, residual, y)
     return y

@@ -1,4 +1,5 @@
-"""The kernels of `w8a8`: tokens (or groups of 128 of their columns) rounded to 8 bits, and a tile of the product."""
+"""The kernels of `w8a8`: tokens (or groups of 128 of their columns) rounded to 8 bits, and a tile of the product; and of
+e4m3 with activations as they are, for `grouped`."""
 
 import triton
 import triton.language as tl
@@ -105,3 +106,29 @@ def multiply(
         sums, y_ptr, bias_ptr, residual_ptr, tokens, outs, num_tokens, out_features, split,
         HAS_BIAS, HAS_RESIDUAL, SPLITS > 1,
     )  # fmt: skip
+
+
+@triton.jit
+def product_with_floats(
+    x_ptr, rows, is_row, in_features, values_ptr, scales_ptr, outs, out_features, columns, num_scales,
+    UNIT: tl.constexpr, DOT: tl.constexpr, OUTS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """e4m3 with x as it is: sums, float32 [OUTS, TOKENS]. rows: where each token's x begins, int64 [TOKENS]."""
+    is_out = outs < out_features
+    lanes = tl.arange(0, TILE)
+    places = outs.to(tl.int64) * columns
+    sums = tl.zeros([OUTS, TOKENS], tl.float32)
+    for begin in tl.range(0, columns, TILE, num_stages=STAGES):
+        here = begin + lanes
+        values = tl.load(values_ptr + places[:, None] + here[None, :], mask=is_out[:, None])
+        x = tl.load(
+            x_ptr + rows[None, :] + here[:, None], mask=(here < in_features)[:, None] & is_row[None, :], other=0
+        )
+        if UNIT == 0:
+            sums = tl.dot(values.to(DOT), x.to(DOT), sums, input_precision="ieee")
+        else:
+            scales = tl.load(scales_ptr + begin // TILE * num_scales + outs // UNIT, mask=is_out, other=0)
+            sums += tl.dot(values.to(DOT), x.to(DOT), input_precision="ieee") * scales[:, None]
+    if UNIT == 0:
+        sums *= tl.load(scales_ptr + outs, mask=is_out, other=0)[:, None]
+    return sums

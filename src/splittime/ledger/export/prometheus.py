@@ -25,7 +25,6 @@ from splittime.ledger.store import Ledger
 EDGES_NS = (*(m * 10**e // 10 for e in range(4, 11) for m in (10, 15, 20, 30, 50, 70)), 10**11)
 _EDGE_LABELS = [*(str(edge_ns / 1e9) for edge_ns in EDGES_NS), "+Inf"]
 STEP_PARTS = ("plan", "launch", "device", "sample", "commit", "host_gap", "idle")
-MOVE_PARTS = ("offload", "restore")  # observed in steps that have them
 
 
 class Gauges(Protocol):
@@ -102,7 +101,7 @@ METRICS = (
         "How long, at the most, a request lay in its socket while the server's event loop was busy; 0 below 15 ms",
     ),
     MetricSpec(
-        "splittime_sleep_seconds", "histogram", ("action", "part"), "Parts of falling asleep (sleep) and of waking (wake)"
+        "splittime_sleep_seconds", "histogram", ("action", "part"), "Parts of falling asleep (sleep), of waking (wake)"
     ),
     MetricSpec("splittime_cancel_to_freed_seconds", "histogram", (), "Client gone to blocks free"),
     MetricSpec("splittime_requests_total", "counter", ("finish_reason",), "Requests ended"),
@@ -230,8 +229,8 @@ class PrometheusExporter(Collector):
             for part, name in _STEP_FIELDS:
                 step.observe(part, getattr(record, name))
             if record.moves_ns:
-                for part in MOVE_PARTS:
-                    step.observe((part,), getattr(record, f"{part}_ns"))
+                step.observe(("offload",), record.offload_ns)
+                step.observe(("restore",), record.restore_ns)
             self._count("splittime_executions_total", record.execution)
             if record.execution != "host":
                 self._on_device(record)

@@ -51,7 +51,7 @@ def choose(quantization: str | None, dtype: str) -> WeightPlan:
     if quantization == "w8a8":
         return WeightPlan(WeightScheme("int8", rounds_activations=True), int8, plain)
     if quantization == "fp8":
-        return WeightPlan(WeightScheme("fp8"), plain, plain)
+        return WeightPlan(WeightScheme("fp8", rounds_activations=True), plain, plain)
     return WeightPlan(WeightScheme("int4", INT4_GROUP), int8, plain)
 
 

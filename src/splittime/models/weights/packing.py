@@ -77,7 +77,7 @@ class Packer:
     ) -> Any:
         """The packed weight of these parts, one below the other; `biases` of all of them or of none. scheme: of what is
         floats in the checkpoint. kind: as in `found.KINDS`. is_expert: one of many with the same tokens, whose products
-        are of integers with activations as they are: a card has all of these in one."""
+        are with activations as they are: a card has all of these in one."""
         bias = torch.cat([part.arranged().float() for part in biases]) if biases else None
         packed, begin = [], 0
         for run in _runs(parts):
@@ -127,7 +127,7 @@ class Packer:
         first = run[0].content
         if not isinstance(first, Tensor):
             scheme = first.scheme if self.ops.keeps(first.scheme) else WeightScheme("float32")
-        return replace(scheme, rounds_activations=False) if is_expert and scheme.name == "int8" else scheme
+        return replace(scheme, rounds_activations=False) if is_expert else scheme
 
 
 def _runs(parts: Sequence[Rows]) -> list[list[Rows]]:

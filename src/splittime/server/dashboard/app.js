@@ -52,6 +52,7 @@ function showState({ server, engine }, hasRestarted) {
   document.title = `${engine.num_running} running · splittime`;
   say(byId("total"), `${count(store.rows.size)} kept${store.numLeftOut ? `, ${count(store.numLeftOut)} came too fast to be shown` : ""}`);
   if (server.is_draining) state("wait", "shutting down", "The server is shutting down: it finishes what is open and admits nobody.");
+  else if (engine.rest.state !== "awake") state("wait", engine.rest.state.replaceAll("_", " "), `The engine is ${engine.rest.state.replaceAll("_", " ")}${engine.rest.level ? ` at level ${engine.rest.level}` : ""}: requests get 503 until it is woken (POST /wake).`);
   else if (!server.is_ready) state("wait", "not ready", "The engine is not ready: it is starting, or was restarted. Requests get 503 until then.");
   else if (engine.is_paused) state("wait", "paused", "The engine is paused: requests wait until it goes on.");
   else state("live", hasRestarted ? "live again" : "live", "");

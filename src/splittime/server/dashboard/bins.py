@@ -16,7 +16,17 @@ BIN_NS = 1_000_000_000
 HORIZON_S = 300
 
 # what is known of the steps in a bin, by column: counts of the steps that ended in it, time in it, the most in any step
-SUMS = ("steps", "prefill_tokens", "decode_tokens", "device_ns", "sample_ns", "host_ns", "host_gap_ns", "idle_ns")
+SUMS = (
+    "steps",
+    "prefill_tokens",
+    "decode_tokens",
+    "device_ns",
+    "sample_ns",
+    "host_ns",
+    "host_gap_ns",
+    "idle_ns",
+    "moves_ns",
+)
 PEAKS = ("running", "waiting", "blocks_used")
 
 Presence = dict[str, dict[int, int]]  # stage key -> bin -> ns
@@ -74,17 +84,18 @@ def _count(row: list[int], record: StepRecord) -> None:
     row[0] += 1
     row[1] += record.prefill_tokens
     row[2] += record.decode_tokens
-    row[8] = max(row[8], record.num_running)
-    row[9] = max(row[9], record.num_waiting)
-    row[10] = max(row[10], record.blocks_used)
+    row[9] = max(row[9], record.num_running)
+    row[10] = max(row[10], record.num_waiting)
+    row[11] = max(row[11], record.blocks_used)
 
 
 def _book(found: dict[int, list[int]], row: list[int], record: StepRecord, since_ns: int) -> None:
-    """Idle, gap, plan and launch, device, sample, commit: end to end, the last ending where the step ends."""
+    """Idle, gap, plan and launch, copies of blocks, device, sample, commit: end to end, up to where the step ends."""
     parts = (
         (7, record.idle_ns),
         (6, record.host_gap_ns),
         (5, record.plan_ns + record.launch_ns),
+        (8, record.moves_ns),
         (3, record.device_ns),
         (4, record.sample_ns),
         (5, record.commit_ns),

@@ -20,6 +20,8 @@ const ENGINE = [
   { key: "host_gap_ns", label: "host gap", className: "ink part-gap", title: "Between steps, while there was work" },
 ];
 
+const COPIES = { key: "moves_ns", label: "copies", className: "ink part-copies", title: "Blocks of KV cache to host memory, and back" };
+
 export class Charts {
   constructor(host) {
     const add = (title, hint, kind, format, tick) => new Chart(host, { title, hint, kind, format, tick });
@@ -39,7 +41,8 @@ export class Charts {
     this.#presence(store, from, to);
     this.#latencies(store, from, to);
     this.tokens.update({ from, to, series: stepSeries(store, TOKENS, from, to, 1) });
-    this.engine.update({ from, to, max: 1, series: stepSeries(store, ENGINE, from, to, 1e-9) });
+    const parts = store.answer.engine.host_blocks_total ? [...ENGINE, COPIES] : ENGINE;
+    this.engine.update({ from, to, max: 1, series: stepSeries(store, parts, from, to, 1e-9) });
     this.#blocks(store, from, to);
   }
 

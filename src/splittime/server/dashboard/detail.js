@@ -96,12 +96,17 @@ function figures(account) {
     ["TTFT", duration(derived.ttft_ns)],
     ["TPOT", duration(derived.tpot_ns)],
     ["Longest gap", stall ? `${duration(stall.duration_ns)} before token ${stall.token_index + 1}` : DASH],
-    ["Prompt", `${plural(account.prompt_tokens, "token")}${account.cached_tokens ? `, ${count(account.cached_tokens)} cached` : ""}`],
+    ["Prompt", `${plural(account.prompt_tokens, "token")}${cached(account)}`],
     ["Answer", `${plural(account.output_tokens, "token")}, ${account.finish_reason}`],
     ["Preempted", account.num_preemptions ? plural(account.num_preemptions, "time") : "never"],
     ["Arrived", `${clock(account.started_at_unix_ns / 1e6)}, ${account.endpoint}`],
   ];
   return el("dl", { class: "figures" }, ...pairs.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+}
+
+function cached({ cached_tokens, host_tokens }) {
+  if (!cached_tokens) return "";
+  return `, ${count(cached_tokens)} cached${host_tokens ? ` (${count(host_tokens)} in host memory)` : ""}`;
 }
 
 function neighbours(account, onOther) {

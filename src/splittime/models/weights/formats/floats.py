@@ -37,7 +37,7 @@ class FloatWeight:
         self.name = module
         self.out_features = out_features
         self.in_features = in_features
-        self.scheme = WeightScheme("fp8", recipe.group_size)
+        self.scheme = WeightScheme("fp8", recipe.group_size, rounds_activations=recipe.rounds_activations)
         self._kind = recipe.scales
         self._values = tensors.take_stored(f"{module}.weight", (FLOAT8,), out_features, in_features)
         self._scales = _take_scales(tensors, f"{module}.{recipe.scale_name}", recipe.scales, out_features, in_features)

@@ -1,0 +1,80 @@
+"""How many kernels a layer's decode step is: what a small model's time on a card is made of. docs/gpu.md tells them."""
+
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from launches import launches
+
+from splittime.kernels.api import KvShape, LayerKv, WeightScheme
+from splittime.kernels.triton import attention, integers
+from splittime.kernels.triton.device import device, is_interpreted
+from splittime.kernels.triton.ops import TritonOps
+from splittime.kernels.triton.tiles import Tiles
+from splittime.models.layers import Attention, DecoderLayer, MixtureOfExperts, Mlp
+
+pytestmark = pytest.mark.skipif(not is_interpreted(), reason="counted in the interpreter")
+WIDTH, HEADS, KV_HEADS, DIM, INNER, ROWS = 64, 4, 2, 16, 32, 3
+SHAPE = KvShape(4, 16, KV_HEADS, DIM)
+
+
+def layer_of(ops: TritonOps, scheme: WeightScheme, num_experts: int = 0):
+    def linear(out: int, columns: int):
+        return ops.pack_linear([torch.randn(out, columns)], None, scheme)
+
+    def mlp() -> Mlp:
+        return Mlp(ops, linear(2 * INNER, WIDTH), linear(WIDTH, INNER))
+
+    norm = ops.pack_norm(torch.ones(WIDTH), 1e-6)
+    heads = ops.pack_norm(torch.ones(HEADS + KV_HEADS, DIM), 1e-6)
+    qkv, output = linear((HEADS + 2 * KV_HEADS) * DIM, WIDTH), linear(WIDTH, HEADS * DIM)
+    attended = Attention(ops, qkv, output, heads, HEADS, KV_HEADS, DIM, None)
+    if not num_experts:
+        return DecoderLayer(ops, norm, attended, norm, mlp())
+    router = ops.pack_linear([torch.randn(num_experts, WIDTH)], None, WeightScheme("float32"))
+    mixture = MixtureOfExperts(ops, router, tuple(mlp() for _ in range(num_experts)), 2, True)
+    return ops.fuse_layer(DecoderLayer(ops, norm, attended, norm, mixture))
+
+
+def counted(scheme: WeightScheme, num_experts: int = 0) -> Counter[str]:
+    """Of a decode step of three rows in a layer."""
+    ops = TritonOps(torch.float32)
+    layer, there = layer_of(ops, scheme, num_experts), device()
+    numbers = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=there)
+    plan = attention.Plan(
+        SHAPE, None, numbers, numbers[1:], numbers[:3, None], numbers[:3], numbers[:3], ROWS, max_context_tokens=16
+    )
+    store = LayerKv(torch.zeros(5, 2, KV_HEADS, 16 * DIM, device=there), None)
+    turns = torch.ones(ROWS, DIM // 2, dtype=torch.complex64, device=there)
+    hidden = torch.randn(ROWS, WIDTH, device=there)
+    with launches() as found:
+        layer(hidden, turns, store, plan)
+    return found
+
+
+def test_a_dense_layer():
+    """Norm, qkv, rotary with its write, attention, output, norm, gate and up, SwiGLU, down."""
+    found = counted(WeightScheme("float32"))
+    assert found.total() == 9, found
+
+
+def test_a_layer_of_four_bits():
+    found = counted(WeightScheme("int4", 32))
+    assert found.total() == 9, found
+
+
+def test_shared_sums_of_the_output_are_added_by_the_norm(monkeypatch):
+    """Four bits of a wide model: programs share all four products, and three need a kernel to add up what they have."""
+    monkeypatch.setattr(integers, "choose", lambda num_tokens, weight, dtype: Tiles(16, 32, splits=2, num_warps=4))
+    found = counted(WeightScheme("int4", 32))
+    assert found["_add_parts"] == 3, found
+    assert found.total() == 12, found
+
+
+def test_a_mixture():
+    """After the second norm: router, choice, two tables of routes, gate and up, down, sum."""
+    found = counted(WeightScheme("float32"), num_experts=4)
+    assert found.total() == 13, found
