@@ -115,9 +115,8 @@ def beside_peers(result: Result) -> Measured | None:
 
 def worst_kl(result: Result) -> Measured | None:
     found = [
-        (one["bfloat16"][part]["kl"], f"{name}, {part}, {one['bfloat16'][part]['tokens']} tokens")
+        (one["bfloat16"]["all"]["kl"], f"{name}; decoded {one['bfloat16']['decoded']['kl']:.1e}")
         for name, one in result["models"].items()
-        for part in ("chunks", "decoded")
     ]
     return max(found, default=None)
 

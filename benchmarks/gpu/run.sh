@@ -55,12 +55,12 @@ if is_wanted $call; then
 fi
 call=third
 if is_wanted $call; then
-    bench attention_peers 90 attention --peers --batches 1 64
+    bench attention_peers 100 attention --peers --batches 1 64
     bench engine_30b_a3b 80 engine --shape qwen3-30b-a3b --streams 1 64 --prompts 2048 --arms ahead
     bench engine_70b_int4 80 engine --shape llama-3.1-70b --quantization int4 --streams 1 16 --prompts 2048 --arms ahead
     bench offload 90 offload --prompts 2048 8192 --repeats 3
     bench sleep 100 sleep --repeats 1
-    part tests 150 "$python" -m pytest -q --maxfail 20 tests/gpu tests/kernels tests/runner/test_device_runner.py tests/runner/test_host_store.py tests/runner/test_offload_engine.py tests/equivalence/test_triton_models.py -k "gpu or triton or device or Triton or host_store or offload"
+    part tests 140 "$python" -m pytest -q --maxfail 20 tests/kernels tests/runner/test_device_runner.py tests/runner/test_host_store.py tests/runner/test_offload_engine.py tests/equivalence/test_triton_models.py -k "triton or device or Triton or host_store or offload"
 fi
 call=fourth
 if is_wanted $call; then

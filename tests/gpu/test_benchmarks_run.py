@@ -82,7 +82,8 @@ def test_small_models_on_the_card_and_off_it(tmp_path, capsys, monkeypatch):
     (model,) = found["models"].values()
     assert all(arm == {"equal": True, "differences": []} for arm in model["float32"]["arms"].values())
     assert model["float32"]["tokens"] == sum(1 for _ in parity.TINY.prompts) * parity.TINY.outputs
-    assert 0 < model["bfloat16"]["chunks"]["kl"] < parity.MAX_KL
+    assert 0 < model["bfloat16"]["all"]["kl"] < parity.MAX_KL
+    assert model["bfloat16"]["all"]["tokens"] == parity.TINY.text_tokens - 1
     assert model["bfloat16"]["decoded"]["tokens"] == parity.TINY.decoded
     assert parity.table_of(found).row_count == 1
 

@@ -6,7 +6,12 @@ import torch
 from benchmarks.gpu import floors
 from benchmarks.gpu.profiled import covered, summary
 from benchmarks.gpu.shapes import SHAPES, write
+from benchmarks.scenarios.engine_driver import Outcome, Run
+from benchmarks.scenarios.mechanisms import memory_use
+from benchmarks.scenarios.reversals import crossover
 from benchmarks.scenarios.streams import Decoded, Streams
+from splittime.ledger.account import Account
+from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 from splittime.runner.cost import Cost
 
@@ -70,11 +75,37 @@ def test_the_steps_read_what_is_accounted(quantization, tmp_path):
     assert len(streams.decode(2, 3).records) == 3
 
 
-def record(begin_ns, end_ns):
+def record(begin_ns, end_ns, **more):
     parts = {"plan_ns": 0, "launch_ns": 0, "device_ns": end_ns - begin_ns, "sample_ns": 0, "commit_ns": 0}
     counts = {"prefill_tokens": 0, "decode_tokens": 2, "kv_tokens_read": 0, "blocks_used": 0, "num_running": 2}
-    return StepRecord(step_id=0, begin_ns=begin_ns, end_ns=end_ns, **parts, **counts, num_waiting=0, rows=(),
-                      host_gap_ns=0, idle_ns=0)  # fmt: skip
+    rest = {"num_waiting": 0, "rows": (), "host_gap_ns": 0, "idle_ns": 0}
+    return StepRecord(step_id=0, begin_ns=begin_ns, end_ns=end_ns, **{**parts, **counts, **rest, **more})
+
+
+def test_memory_that_holds_tokens_by_time_while_somebody_waits():
+    rows = (("a", 0, 1), ("b", 0, 1))
+    waiting = {"rows": rows, "num_waiting": 3}
+    steps = [
+        record(0, 10, kv_tokens_read=60, **waiting),
+        record(10, 40, kv_tokens_read=20, **waiting),
+        record(40, 90, kv_tokens_read=1, rows=rows),  # nobody waits
+        record(90, 99, kv_tokens_read=1, rows=rows[:1], num_waiting=3),
+    ]  # not all that run are in it
+    outcome = Outcome(Account("a", 0, Stage.HANDOFF), 4, token_ready_ns=[50, 90])
+    outcome.account.close(99)
+    found = memory_use(Run([outcome], steps, wall_s=2.0), capacity_tokens=100)
+    assert found["held_share"] == pytest.approx((60 * 10 + 20 * 30) / 40 / 100)
+    assert (found["tokens_per_s"], found["running_mean"], found["steps"]) == (1.0, 2, 4)
+
+
+def test_the_crossover_is_where_fewer_bits_no_longer_win():
+    def arm(*rates):
+        return {"ceilings": {}} | {
+            str(n): {"tokens_per_s": {"median": rate}} for n, rate in zip((1, 4, 16), rates, strict=True)
+        }
+
+    assert crossover({"int4": arm(9, 20, 30), "16 bits": arm(3, 21, 40)}, "int4", "16 bits") == 4
+    assert crossover({"int4": arm(9, 20, 41), "16 bits": arm(3, 19, 40)}, "int4", "16 bits") is None
 
 
 def test_windows_cut_the_steps_and_the_bytes():
@@ -92,7 +123,7 @@ def test_percentile(share, want):
 
 
 def test_spans_that_overlap_are_covered_once():
-    assert covered([(0, 10), (5, 12), (20, 30), (21, 22)]) == 22
+    assert covered([(0, 10), (5, 12), (20, 30), (21, 22), (25, 28)]) == 22
     found = summary([("a", 0, 10), ("b", 5, 12), ("a", 20, 30)])
     assert found["idle"] == pytest.approx(1 - 22 / 30)
     assert list(found["kernels_ms"]) == ["a", "b"]

@@ -48,7 +48,7 @@ RESULTS = {
         "models": {
             "code": {
                 "float32": {"tokens": 512, "arms": {"one by one": {"equal": True, "differences": []}}},
-                "bfloat16": {part: {"tokens": 100, "kl": 1e-4} for part in ("chunks", "decoded")},
+                "bfloat16": {part: {"tokens": 100, "kl": 1e-4} for part in ("all", "chunks", "decoded")},
             }
         }
     },
@@ -137,7 +137,7 @@ def test_the_best_arm_counts_and_a_missed_goal_says_by_how_much(tmp_path, capsys
 @pytest.mark.parametrize(
     ("part", "path", "value", "figure"),
     [
-        ("parity", ("models", "code", "bfloat16", "decoded", "kl"), 2e-3, "KL a token, bfloat16"),
+        ("parity", ("models", "code", "bfloat16", "all", "kl"), 2e-3, "KL a token, bfloat16"),
         ("parity", ("models", "code", "float32", "arms", "one by one", "equal"), False, "greedy tokens"),
         ("engine_8b", ("arms", "ahead", "64", "idle"), 0.2, "device idle, 8B"),
         ("engine_8b", ("prompts", "8192", "share_of_matrix_rate"), 0.6, "prefill 8192, 8B"),

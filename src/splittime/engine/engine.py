@@ -313,7 +313,7 @@ class Engine:
             padded_rows=result.padded_rows,
             gap_ns=self._device_gap_ns(result.gap_ns - idle_ns, gap_ns - idle_ns, plan_ns, launch_ns),
             enqueue_ns=result.enqueue_ns,
-            collective_ns=min(result.collective_ns, device_ns),
+            collective_ns=min(result.collective_ns, device_ns + sample_ns),
             offload_ns=offload_ns,
             restore_ns=restore_ns,
             offloaded_blocks=len(plan.offloads),

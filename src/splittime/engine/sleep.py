@@ -12,10 +12,11 @@ import msgspec
 
 from splittime.core.clock import Clock
 from splittime.core.errors import Conflict, EngineError, ErrorInfo, Overloaded, RequestError, SplittimeError
-from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, WAY_OUT, Moved, Rest, SleepAsk, Sleeper, SleepReport
+from splittime.core.sleep import ASLEEP, FALLING_ASLEEP, WAY_OUT, Moved, Rest, SleepAsk, Sleeper, SleepReport
 
 Answer = Callable[[SleepReport | SplittimeError], None]
 REFUSED_CODE = "asleep"
+IS_AWAKE = Rest()
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Bed:
     def rest(self) -> Rest:
         if self.level:
             return Rest(ASLEEP, self.level)
-        return Rest() if self._waiting is None else Rest(FALLING_ASLEEP, 0)
+        return IS_AWAKE if self._waiting is None else Rest(FALLING_ASLEEP)
 
     @property
     def is_awaited(self) -> bool:
@@ -61,7 +62,7 @@ class Bed:
 
     def refuse_requests(self) -> None:
         """Raise what a new request is told, unless the engine is awake."""
-        if self.rest.state != AWAKE:
+        if self.level or self._waiting is not None:
             raise refusal(self.rest)
 
     def ask(self, ask: SleepAsk, asked_ns: int, num_aborted: int, answer: Answer) -> None:

@@ -13,7 +13,7 @@ the step before and this one while there was work. It is part of no sum, but lie
 
 `launch_ns` counts on both sides since it is whatever of the runner's time is neither forward pass nor sampling: before
 them, telling the device; after them, until the host knows. Where the host computes, there is nothing to wait for:
-`gap_ns`, `enqueue_ns` and `padded_rows` are 0. `collective_ns` lies in `device_ns`. `verify_steps` checks these too.
+`gap_ns`, `enqueue_ns` and `padded_rows` are 0. `collective_ns` lies in `device_ns + sample_ns`. `verify_steps` checks these too.
 """
 
 from collections.abc import Sequence
@@ -111,5 +111,6 @@ def _verify_execution(record: StepRecord) -> None:
         raise ValueError(f"step {record.step_id}: execution {name!r} is not one of {', '.join(EXECUTIONS)}")
     if min(told) < 0 or (name == "host" and any(told)) or (name != "captured" and record.padded_rows):
         raise ValueError(f"step {record.step_id}: gap, enqueue and padded rows {told} of a step run {name}")
-    if not 0 <= record.collective_ns <= record.device_ns:
-        raise ValueError(f"step {record.step_id}: collective {record.collective_ns} of {record.device_ns} ns")
+    computed_ns = record.device_ns + record.sample_ns
+    if not 0 <= record.collective_ns <= computed_ns:
+        raise ValueError(f"step {record.step_id}: collective {record.collective_ns} of {computed_ns} ns")

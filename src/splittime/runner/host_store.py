@@ -117,7 +117,6 @@ class HostStore:
 
     def __init__(self, layers: Sequence[LayerKv], num_slots: int) -> None:
         first, count = layers[0], len(layers)
-        self.num_slots = num_slots
         num_staged = staged_blocks(first.data[0].nbytes * count)
         self._data = Plane(first.data, count, num_slots, num_staged)
         self._scales = None if first.scales is None else Plane(first.scales, count, num_slots, num_staged)

@@ -19,8 +19,8 @@ from splittime.core.plan import PENDING, Admitted, Row, RowResult, StepPlan, Ste
 
 class FakeRunner:
     """block_size: of the KV cache. vocab_size: tokens are 1..vocab_size - 1; 0 is end-of-sequence if `eos_every` > 0:
-    a token is 0 when its hash divides by `eos_every`. execution: of `StepResult`; other than "host", it is a device that
-    tells how long it waited."""
+    a token is 0 when its hash divides by `eos_every`. execution: of `StepResult`; other than "host", it is a device
+    that tells how long it waited."""
 
     def __init__(
         self,

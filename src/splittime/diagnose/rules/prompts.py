@@ -125,8 +125,9 @@ def uncached_reuse(books: Books) -> Answer:
         )
     else:
         cure = Cure(
-            sentence="Keep prefixes longer: a larger KV cache (--kv-cache-memory-bytes), the same cache_salt for who "
-            "may share, and, with several servers, requests of one prefix to one of them.",
+            sentence="Keep prefixes longer: a larger KV cache (--kv-cache-memory-bytes; on a card also host memory, "
+            "--kv-offload-memory-bytes), the same cache_salt for who may share, and, with several servers, requests of "
+            "one prefix to one of them.",
             elsewhere={"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"},
         )
     return Finding(

@@ -1,5 +1,5 @@
-"""The kernels of `w8a8`: tokens (or groups of 128 of their columns) rounded to 8 bits, and a tile of the product; and of
-e4m3 with activations as they are, for `grouped`."""
+"""The kernels of `w8a8`: tokens (or groups of 128 of their columns) rounded to 8 bits, and a tile of the product; and
+one of e4m3 with activations as they are, for `grouped`."""
 
 import triton
 import triton.language as tl

@@ -25,6 +25,7 @@ from splittime.ledger.store import Ledger
 EDGES_NS = (*(m * 10**e // 10 for e in range(4, 11) for m in (10, 15, 20, 30, 50, 70)), 10**11)
 _EDGE_LABELS = [*(str(edge_ns / 1e9) for edge_ns in EDGES_NS), "+Inf"]
 STEP_PARTS = ("plan", "launch", "device", "sample", "commit", "host_gap", "idle")
+SLEEP_STATES = ((0, "awake"), (1, "weights_offloaded"), (2, "discard_all"))
 
 
 class Gauges(Protocol):
@@ -141,6 +142,7 @@ METRICS = (
     MetricSpec("vllm:num_requests_waiting", "gauge", (), "Same as splittime_requests_waiting, for routers"),
     MetricSpec("vllm:num_requests_running", "gauge", (), "Same as splittime_requests_running, for routers"),
     MetricSpec("vllm:kv_cache_usage_perc", "gauge", (), "Used share of the KV cache, 0 to 1, for routers"),
+    MetricSpec("vllm:engine_sleep_state", "gauge", ("sleep_state",), "1 for what it is, in vLLM's words"),
 )
 
 
@@ -219,6 +221,7 @@ class PrometheusExporter(Collector):
         values: dict[str, Any] = {**self._counters, **{name: {(): value} for name, value in totals.items()}}
         values["splittime_ledger_drops_total"] = {("queue_full",): counts.dropped, ("disk",): counts.unwritten}
         values.update((name, {(): value}) for name, value in _gauges(stats).items())
+        values["vllm:engine_sleep_state"] = {(name,): int(stats.rest.level == at) for at, name in SLEEP_STATES}
         for spec in METRICS:
             if spec.kind != "histogram":
                 yield _family(spec, values[spec.name])

@@ -21,18 +21,13 @@ from splittime.kernels import reads
 from splittime.kernels.triton import attention
 from splittime.models.decoder import Decoder
 from splittime.runner.batch import Batch
-from splittime.runner.device.marks import to_device
+from splittime.runner.device.marks import Mark, to_device
+from splittime.runner.device.sizes import worth_keeping
 from splittime.runner.kv_store import KvStore
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+REPLAYS = 5  # of each size when it is timed
 ALIGNED = 4  # ints: 16 bytes
 Computed = tuple[Tensor, Tensor]  # hidden states [rows, hidden], logits float32 [rows, vocab]
-
-
-def sizes_for(max_num_seqs: int) -> tuple[int, ...]:
-    """Up to the smallest that holds as many as may run; padding is then a third at most, from 8 rows on."""
-    below = [size for size in SIZES if size < max_num_seqs]
-    return (*below, *[size for size in SIZES if size >= max_num_seqs][:1])
 
 
 class Buffers:
@@ -94,6 +89,11 @@ class DecodeGraphs:
             self._captured[size] = captured
         self._captured = dict(sorted(self._captured.items()))
 
+    def drop_needless(self) -> None:
+        """Keep the sizes that are `worth_keeping`, by replays of empty rows."""
+        kept = worth_keeping({size: self._replay_ns(captured) for size, captured in self._captured.items()})
+        self._captured = {size: self._captured[size] for size in kept}
+
     def has_room_for(self, batch: Batch) -> bool:
         """Decode rows only, and not too many."""
         count = len(batch.rows)
@@ -109,6 +109,15 @@ class DecodeGraphs:
         self._count(captured, batch)
         hidden, logits = captured.computed
         return hidden[:count], logits[:count], captured.buffers.rows - count
+
+    def _replay_ns(self, captured: Captured) -> float:
+        captured.replay()
+        begin = Mark(self._latest.device)
+        for _ in range(REPLAYS):
+            captured.replay()
+        end = Mark(self._latest.device)
+        end.wait()
+        return end.ns_since(begin) / REPLAYS
 
     def _capture(self, size: int, pool: Any) -> tuple[Captured, Any]:
         shape = self._store.shape

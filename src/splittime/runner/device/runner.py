@@ -31,9 +31,10 @@ from splittime.runner.ceilings import Gauge
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.cost import Cost
 from splittime.runner.device.ceilings import CardGauge
-from splittime.runner.device.graphs import DecodeGraphs, sizes_for
+from splittime.runner.device.graphs import DecodeGraphs
 from splittime.runner.device.launched import Launched, Outcome
 from splittime.runner.device.marks import Mark, to_device, to_host
+from splittime.runner.device.sizes import candidates
 from splittime.runner.kv_store import KvStore
 from splittime.runner.slots import Slot
 from splittime.runner.torch_runner import NO_TOKEN, TorchRunner
@@ -72,7 +73,7 @@ class DeviceRunner(TorchRunner):
         """And capture decode steps, on a card."""
         super().warm_up()
         if self.latest.is_cuda and not self.enforce_eager and not self.waits_for_experts:
-            self.capture(sizes_for(self.resolved.max_num_seqs))
+            self.capture(candidates(self.resolved.max_num_seqs), keep_all=False)
 
     def drop_weights(self) -> None:
         super().drop_weights()
@@ -88,10 +89,12 @@ class DeviceRunner(TorchRunner):
         return any(isinstance(getattr(layer, "mlp", None), MixtureOfExperts) for layer in self.decoder.layers)
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Steps of so many decode rows, or fewer, are replayed from now on."""
+    def capture(self, sizes: Sequence[int], keep_all: bool = True) -> None:
+        """Steps of so many decode rows, or fewer, are replayed from now on. keep_all: also those that save nothing."""
         graphs = DecodeGraphs(self.decoder, self.store, self.latest, self.resolved.max_model_len)
         graphs.capture(sizes)
+        if not keep_all:
+            graphs.drop_needless()
         self.graphs = graphs
         self.resolved = msgspec.structs.replace(self.resolved, graph_sizes=graphs.sizes)
 
