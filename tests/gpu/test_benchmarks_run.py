@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu import card, parity, reversals
+from benchmarks.gpu import card, figures, parity, reversals
 from benchmarks.scenarios.workloads import TINY
 
 pytestmark = pytest.mark.timeout(600)  # the interpreter is slow
@@ -26,9 +26,21 @@ ARGUMENTS = {
     "linear": ["--tokens", "2"],
     "grouped": ["--scheme", "int4"],
     "sampling": ["--rows", "1"],
-    "engine": ["--streams", "1", "--arms", "ahead", "one-by-one"],
+    "engine": ["--streams", "1"],
     "generate": ["--concurrent", "1"],
     "variants": ["decode", "linear", "experts", "sampling"],
+}
+
+
+READERS = {  # of the figures that `goals` takes from what a script tells
+    "engine": (
+        figures.decode_share(1, "share_of_floor"),
+        figures.idle(1),
+        figures.plan_commit(1),
+        figures.prompt_share(12),
+    ),
+    "attention": (figures.beside_peers, figures.attention_prefill(20)),
+    "generate": (figures.beside_transformers(1),),
 }
 
 
@@ -64,6 +76,7 @@ def test_a_script_runs_to_its_end(script, capsys):
         assert "mean nothing" in found["device"]
     module = import_module(f"benchmarks.gpu.{script}")
     assert module.table_of(found).row_count > 0
+    assert all(read(found) is not None for read in READERS.get(script, ()))
     assert module.table_of({"is_complete": False}).row_count == 0  # ended before it found anything
 
 
@@ -74,6 +87,9 @@ def test_reversals(reversals_found):
     told = list(reversals.lines(found))
     assert len(told) == 2 * len(reversals.COUNTS[:2]) + 1 + 4 + 2 + 2 + (1 + len(TINY.budgets)) + 3 * 2
     assert all(cause for *_, cause in told)
+    read = [one.read(reversals_found) for one in figures.figures() if one.part.startswith("reversals")]
+    assert len(read) == 9
+    assert None not in read
 
 
 def test_small_models_on_the_card_and_off_it(tmp_path, capsys, monkeypatch):
@@ -86,6 +102,8 @@ def test_small_models_on_the_card_and_off_it(tmp_path, capsys, monkeypatch):
     assert model["bfloat16"]["all"]["tokens"] == parity.TINY.text_tokens - 1
     assert model["bfloat16"]["decoded"]["tokens"] == parity.TINY.decoded
     assert parity.table_of(found).row_count == 1
+    assert figures.worst_kl(found)[0] == model["bfloat16"]["all"]["kl"]
+    assert figures.equal_tokens(found)[0] == 1
 
 
 def ended_early(options):

@@ -56,6 +56,7 @@ def test_tokens_that_are_not_there_have_no_expert():
     torch.testing.assert_close(parts.cpu(), shares)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 def test_what_is_not_a_number_is_found_out_and_chooses_experts_that_exist(odd):
     logits = logits_of(2, 12)

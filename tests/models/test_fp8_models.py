@@ -28,10 +28,11 @@ def write(folder, name, **changes):
 
 @pytest.mark.parametrize("kernels", ["torch", "native", "reference"])
 @pytest.mark.parametrize("name", fp8.MODELS)
-def test_a_model_in_fp8_is_the_model_that_it_stands_for(tmp_path, name, kernels):
+def test_a_model_in_fp8_is_the_model_that_it_stands_for(tmp_path, name, kernels, caplog):
     needs(kernels)
     write(tmp_path, name)
     got, tokens, resolved = run(tmp_path, kernels=kernels)
+    assert caplog.text.count("kept as float32") == (kernels == "native")
     want, wanted_tokens, plain = run(tmp_path / "plain")
     worst = float((got - want).abs().max() / want.std())
     if kernels == "reference":

@@ -10,11 +10,13 @@ from safetensors.torch import load_file, save_file
 from tiny import BIASED, EXPERTS, make_model, make_text
 
 from splittime import LLM, SamplingParams
+from splittime.cli.quality_local import LocalModel
 from splittime.models.config import parse_config
 from splittime.quantize import layer_map, treat
 from splittime.quantize.job import quantize
 from splittime.quantize.layouts import LAYOUTS, SUFFIXES, unpack
 from splittime.quantize.settings import Settings
+from splittime.runner.config import RunnerConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from native_or_not import has_native_kernels
@@ -95,3 +97,13 @@ def test_little_is_lost_at_8_bits_and_more_at_4(tmp_path):
         quantize(model, tmp_path / name, EVERY[name])
         lost[name] = float((logprobs(tmp_path / name, "torch") - wanted).abs().mean())
     assert lost["int8"] < 0.5 * lost["fp8"] < 0.5 * lost["w4a16"]
+
+
+def test_the_quality_gate_holds_fp8_to_what_it_claims(tmp_path):
+    """Kernels that keep it so must read e4m3; those that widen it claim nothing."""
+    quantize(make_model(tmp_path / "model"), tmp_path / "out", EVERY["fp8"])
+    settings = {"dtype": "float32", "max_num_seqs": 2, "packed_cache": "off", "num_threads": 1}
+    claims = {"torch": ("weights.fp8",)} | ({"native": ()} if has_native_kernels() else {})
+    for kernels, claimed in claims.items():
+        config = RunnerConfig(model_path=str(tmp_path / "out"), kernels=kernels, **settings)
+        assert LocalModel.load("fp8", config).reads.claims == claimed

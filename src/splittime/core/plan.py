@@ -99,8 +99,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
         apart from it, "eager" (kernel by kernel) or "captured" (as one launch, with `padded_rows` rows for nobody).
     gap_ns: by the device's own marks, how long it had nothing to do between the step before and this one.
     enqueue_ns: what the host took to tell the device all of it.
-    collective_ns: of both, how long this process exchanged results with the ranks that share its model, waiting for the
-        slowest of them included.
+    collective_ns: of `device_ns` and `sample_ns`, how long this process exchanged results with the ranks that share its
+        model, waiting for the slowest of them included.
     offload_ns, restore_ns: copies of blocks to host memory, and back.
     """
 

@@ -182,7 +182,7 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
 
 def _how(step: StepRecord) -> str:
     """Time between ranks; the step's execution on a device apart, and how long that had waited for it."""
-    shared = f", {_ms(step.collective_ns)} of it between ranks" if step.collective_ns else ""
+    shared = f", {_ms(step.collective_ns)} between ranks" if step.collective_ns else ""
     padded = f" with {step.padded_rows} rows padded" if step.padded_rows else ""
     waited = f", {_ms(step.gap_ns)} waited before" if step.gap_ns else ""
     return shared if step.execution == "host" else f"{shared}, {step.execution}{padded}{waited}"

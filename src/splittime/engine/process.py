@@ -1,22 +1,17 @@
 """The client's side of the process boundary: an engine in a process of its own, restarted when it dies.
 
-Owns the process, the two sockets of its generation, and one queue for each request in flight. Promises that every
-stream ends: when the process dies, each request in flight gets a terminal output with `engine_died`, `is_ready` turns
-false, the cause is logged, and a successor is started (not if it never got ready even once: the same would happen
-again). Messages of a dead generation cannot be read by its successor: each has sockets of its own.
+Owns the process (`generation`), one queue for each request in flight (`streams`) and the calls that await an answer
+(`calls`). Promises that every stream ends: when the process dies, each request in flight gets a terminal output with
+`engine_died`, `is_ready` turns false, the cause is logged, and a successor is started (not if it never got ready even
+once: the same would happen again).
 
 An engine that dies while it sleeps stays asleep, and gets its successor when it is woken: until then somebody else may
 have the memory that it would take.
 """
 
 import asyncio
-import itertools
 import logging
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -26,10 +21,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from splittime.core.errors import Conflict, EngineError, ErrorInfo, Overloaded, SplittimeError, error_from_info
-from splittime.core.request import FinishReason, Request
+from splittime.core.errors import EngineError, Overloaded, SplittimeError
+from splittime.core.request import Request
 from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, WAKING, Rest, SleepAsk, SleepReport
+from splittime.engine.calls import Calls
 from splittime.engine.client import StreamItem
+from splittime.engine.generation import Generation, cause_of_death, failure
 from splittime.engine.known_facts import KnownFacts
 from splittime.engine.messages import (
     Abort,
@@ -50,10 +47,8 @@ from splittime.engine.messages import (
     Wake,
 )
 from splittime.engine.sleep import refusal, sleeps_already, stays_asleep
-from splittime.ledger.account import Mark
+from splittime.engine.streams import Streams
 from splittime.ledger.facts import ServerFacts
-from splittime.ledger.stages import Cause, Stage
-from splittime.scheduler.events import RequestOutput
 
 log = logging.getLogger("splittime.engine")
 
@@ -64,54 +59,6 @@ SILENT_AFTER_S = 5.0  # not heard of for so long: not ready
 HUNG_AFTER_S = 30.0  # for so long: ended and started anew
 OnStep = Callable[[StepOutput], None]
 OnLoading = Callable[[str], None]
-
-
-class Generation:
-    """One engine process and its sockets."""
-
-    def __init__(self, command: list[str], settings: bytes) -> None:
-        self.folder = tempfile.mkdtemp(prefix="splittime-")
-        inbound, outbound = f"ipc://{self.folder}/to-engine", f"ipc://{self.folder}/from-engine"
-        self.started_ns = time.monotonic_ns()
-        self.process = subprocess.Popen([*command, inbound, outbound], stdin=subprocess.PIPE)
-        assert self.process.stdin is not None
-        self.process.stdin.write(settings + b"\n")
-        self.process.stdin.flush()
-        self._endpoints = inbound, outbound
-        self._sockets: tuple[zmq.asyncio.Socket, ...] = ()
-
-    def connect(self, context: zmq.asyncio.Context) -> None:
-        inbound, outbound = self._endpoints
-        self.push = context.socket(zmq.PUSH)
-        self.pull = context.socket(zmq.PULL)
-        self._sockets = self.push, self.pull
-        for socket in self._sockets:
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-        self.push.bind(inbound)
-        self.pull.bind(outbound)
-
-    def close(self) -> None:
-        """Also of a process that still runs: its standard input ends, so it leaves."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        for socket in self._sockets:
-            socket.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class InFlight:
-    """A request whose terminal output has not been read yet."""
-
-    __slots__ = ("items", "last_news_ns")
-
-    def __init__(self, submitted_ns: int) -> None:
-        self.items: asyncio.Queue[StreamItem] = asyncio.Queue()
-        self.last_news_ns = submitted_ns
-
-    def put(self, item: StreamItem) -> None:
-        self.last_news_ns = item.ready_ns
-        self.items.put_nowait(item)
 
 
 class ProcessClient:
@@ -135,9 +82,8 @@ class ProcessClient:
         self._on_loading = on_loading or (lambda progress: None)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._streams: dict[str, InFlight] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = itertools.count()
+        self._streams = Streams()
+        self._calls = Calls()
         self._changed_knobs: dict[str, Any] = {}
         self._stats = EngineStats(now_ns=time.monotonic_ns())
         self._known_facts = KnownFacts()
@@ -186,15 +132,14 @@ class ProcessClient:
         self._is_stopping = True
         self._is_up = False
         if self._generation is not None:
-            self._end_streams("the server is shutting down")
+            self._streams.end_all("the server is shutting down")
             generation, self._generation = self._generation, None
             self._cancel_tasks()
-            self._fail_calls(EngineError("the server is shutting down"))
+            self._calls.fail_all(EngineError("the server is shutting down"))
             self._wake_failure = EngineError("the server is shutting down")
             if self._was_ever_ready:
                 self._became_ready.set()
-            generation.close()
-            await asyncio.to_thread(_wait_or_kill, generation.process)
+            await generation.end()
         if self._context is not None:
             self._context.term()
 
@@ -208,21 +153,11 @@ class ProcessClient:
         if self._rest.state != AWAKE:
             raise refusal(self._rest)
         self._require_up()
-        if request.request_id in self._streams:
-            raise Conflict(f"request id {request.request_id!r} is in flight", param="request_id")
-        self._streams[request.request_id] = InFlight(request.submitted_ns)
+        self._streams.open(request)
         self._send(Submit(request))
 
-    async def stream(self, request_id: str) -> AsyncIterator[StreamItem]:
-        stream = self._streams[request_id]
-        try:
-            while True:
-                item = await stream.items.get()
-                yield item
-                if item.output.finish_reason is not None:
-                    return
-        finally:
-            self._streams.pop(request_id, None)
+    def stream(self, request_id: str) -> AsyncIterator[StreamItem]:
+        return self._streams.read(request_id)
 
     def abort(self, request_id: str) -> None:
         if request_id in self._streams and self.is_ready:
@@ -270,7 +205,7 @@ class ProcessClient:
             self._rest = answer.rest
         if answer.report is not None:
             self._known_facts.add_sleep(answer.report)
-        self._settle(answer.call_id, answer.report, answer.error)
+        self._calls.settle(answer.call_id, answer.report, answer.error)
 
     async def _wake_anew(self) -> SleepReport:
         """A successor for the engine that died in its sleep."""
@@ -300,22 +235,13 @@ class ProcessClient:
     async def _call(self, message: Callable[[int], ToEngine]) -> Any:
         """Send what `message` makes of a call's number, and await its answer."""
         self._require_up()
-        call_id = next(self._call_ids)
-        self._calls[call_id] = self._loop.create_future()
-        self._send(message(call_id))
-        try:
-            return await self._calls[call_id]
-        finally:
-            del self._calls[call_id]
+        number = self._calls.new_number()
+        self._send(message(number))
+        return await self._calls.answer(number)
 
     def _require_up(self) -> None:
         if not self.is_ready:
             raise Overloaded("the engine is not running", status=503, code="engine_not_ready", retry_after_s=2.0)
-
-    def _fail_calls(self, error: SplittimeError) -> None:
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
 
     @property
     def num_in_flight(self) -> int:
@@ -389,30 +315,18 @@ class ProcessClient:
         self._stats = output.stats
         self._known_facts.add_pauses(output.pauses)
         self._on_step(output)
-        for news in output.outputs:
-            stream = self._streams.get(news.request_id)
-            if stream is not None:
-                stream.put(StreamItem(output.step_id, output.ready_ns, news))
+        self._streams.put(output)
 
     def _take_answer(self, answer: ConfigureDone) -> None:
         if answer.error is None:
             is_paused = bool(answer.knobs.get("paused"))
             self._stats = msgspec.structs.replace(self._stats, knobs=answer.knobs, is_paused=is_paused)
-        self._settle(answer.call_id, answer.knobs, answer.error)
-
-    def _settle(self, call_id: int, answer: Any, error: ErrorInfo | None) -> None:
-        future = self._calls.get(call_id)
-        if future is None or future.done():
-            return
-        if error is None:
-            future.set_result(answer)
-            return
-        future.set_exception(error_from_info(error))
+        self._calls.settle(answer.call_id, answer.knobs, answer.error)
 
     def _repeat_knobs(self) -> None:
         """What was changed on its predecessor holds for a successor too; it hears of it before any request."""
         if self._changed_knobs:
-            self._send(Configure(next(self._call_ids), self._changed_knobs))
+            self._send(Configure(self._calls.new_number(), self._changed_knobs))
 
     # ---- death and succession -------------------------------------------------------------------------------------
 
@@ -432,10 +346,10 @@ class ProcessClient:
         await asyncio.sleep(0.02)  # its last words may still be in the socket
         self._cancel_tasks()
         words, self._last_words = self._last_words, None
-        cause = _cause_of_death(status, words)
-        self._end_streams(f"the engine process died: {cause}")
+        cause = cause_of_death(status, words)
+        self._streams.end_all(f"the engine process died: {cause}")
         died = EngineError("the engine process died", hint="try again when /ready says so")
-        self._fail_calls(died if self._rest.state != WAKING else stays_asleep(_failure(cause, words)))
+        self._calls.fail_all(died if self._rest.state != WAKING else stays_asleep(failure(cause, words)))
         generation.close()
         self._stats, self._num_turns = EngineStats(now_ns=time.monotonic_ns()), 0
         if self._rest.state in (ASLEEP, WAKING):
@@ -443,7 +357,7 @@ class ProcessClient:
             return
         self._rest = Rest()
         if not self._was_ever_ready:  # whoever awaits `start` is told
-            self.failure = _failure(cause, words)
+            self.failure = failure(cause, words)
             self._became_ready.set()
             return
         log.error("engine process %d died: %s", generation.process.pid, cause)
@@ -453,7 +367,7 @@ class ProcessClient:
         """It died in its sleep, or while it woke: no successor before somebody wants it awake."""
         log.error("engine process %d died asleep: %s; waking starts a new one", dead.process.pid, cause)
         self._generation, self._rest = None, Rest(ASLEEP, self._rest.level)
-        self._wake_failure = _failure(cause, words)
+        self._wake_failure = failure(cause, words)
         self._became_ready.set()
 
     async def _restart(self, dead: Generation) -> None:
@@ -477,35 +391,3 @@ class ProcessClient:
             return False
         self._attend()
         return True
-
-    def _end_streams(self, why: str) -> None:
-        """A terminal output for every request in flight, made here because nobody else can. What the engine did with
-        it after its last news is not known: from there on it is unattributed."""
-        now_ns = time.monotonic_ns()
-        error = ErrorInfo(kind=EngineError.kind, message=why, code="engine_died", status=500, retry_after_s=2.0)
-        for request_id, stream in self._streams.items():
-            unknown = Mark(Stage.UNATTRIBUTED, Cause.ENGINE_DIED, stream.last_news_ns)
-            marks = (unknown, Mark(Stage.DELIVER, None, now_ns))
-            output = RequestOutput(request_id, marks=marks, finish_reason=FinishReason.ERROR, error=error)
-            stream.put(StreamItem(0, now_ns, output))
-
-
-def _cause_of_death(status: int, words: Fatal | None) -> str:
-    if words is None:
-        return f"killed by signal {-status}" if status < 0 else f"exit status {status}, no last words"
-    if words.trace:
-        log.error("%s", words.trace.rstrip())
-    return words.message
-
-
-def _failure(cause: str, words: Fatal | None) -> SplittimeError:
-    """What `start` raises: the settings' own error, if that is what it was."""
-    return EngineError(cause) if words is None or words.error is None else error_from_info(words.error)
-
-
-def _wait_or_kill(process: subprocess.Popen, patience_s: float = 5.0) -> None:
-    try:
-        process.wait(patience_s)
-    except subprocess.TimeoutExpired:
-        os.kill(process.pid, 9)
-        process.wait()

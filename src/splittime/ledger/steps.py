@@ -13,7 +13,8 @@ the step before and this one while there was work. It is part of no sum, but lie
 
 `launch_ns` counts on both sides since it is whatever of the runner's time is neither forward pass nor sampling: before
 them, telling the device; after them, until the host knows. Where the host computes, there is nothing to wait for:
-`gap_ns`, `enqueue_ns` and `padded_rows` are 0. `collective_ns` lies in `device_ns + sample_ns`. `verify_steps` checks these too.
+`gap_ns`, `enqueue_ns` and `padded_rows` are 0. `collective_ns` lies in `device_ns + sample_ns`. `verify_steps` checks
+these too.
 """
 
 from collections.abc import Sequence

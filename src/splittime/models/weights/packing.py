@@ -10,6 +10,7 @@ Parts of one fused weight that differ, in their scheme or in the order of their 
 stacked.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -27,6 +28,8 @@ from splittime.models.weights.cache import PackedCache
 from splittime.models.weights.found import Found
 from splittime.models.weights.source import Source
 from splittime.models.weights.stored import StoredWeight
+
+log = logging.getLogger("splittime.weights")
 
 PIECE_BYTES = 8 << 20
 PIECE_ROWS = 64  # pieces begin at multiples of these: the kernels' panels are 16 rows
@@ -65,6 +68,7 @@ class Packer:
         self.source = source
         self.cache = cache
         self.found = Found()
+        self._has_told = False
 
     def linear(
         self,
@@ -126,8 +130,15 @@ class Packer:
         to the last bit where the scale has no more than 20 bits."""
         first = run[0].content
         if not isinstance(first, Tensor):
-            scheme = first.scheme if self.ops.keeps(first.scheme) else WeightScheme("float32")
+            scheme = first.scheme if self.ops.keeps(first.scheme) else self._widest(first.scheme)
         return replace(scheme, rounds_activations=False) if is_expert else scheme
+
+    def _widest(self, stored: WeightScheme) -> WeightScheme:
+        if not self._has_told:
+            told = "the %s kernels have no product for %s: weights are kept as float32, exact, in four times the bytes"
+            log.warning(told, self.ops.name, stored.name)
+            self._has_told = True
+        return WeightScheme("float32")
 
 
 def _runs(parts: Sequence[Rows]) -> list[list[Rows]]:
