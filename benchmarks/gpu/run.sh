@@ -69,6 +69,7 @@ if is_wanted $call; then
     bench grouped 60 grouped
     bench elementwise 45 elementwise
     bench sampling 45 sampling
+    bench joined 25 joined
     bench engine_qwen3_8b 70 engine --shape qwen3-8b --streams 1 64 --arms ahead
 fi
 "$python" -m benchmarks.gpu.goals "$out"

@@ -2,6 +2,7 @@
 in one shows here, and not on a card that is lent for half an hour. What is timed is not looked at."""
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -27,7 +28,7 @@ ARGUMENTS = {
     "grouped": ["--scheme", "int4"],
     "sampling": ["--rows", "1"],
     "engine": ["--streams", "1"],
-    "generate": ["--concurrent", "1"],
+    "generate": ["--concurrent", "1", "--arms", "splittime", "generate"],  # the third has a thread of its own: below
     "variants": ["decode", "linear", "experts", "sampling"],
 }
 
@@ -80,6 +81,24 @@ def test_a_script_runs_to_its_end(script, capsys):
     assert module.table_of({"is_complete": False}).row_count == 0  # ended before it found anything
 
 
+def test_beside_continuous_batching_of_transformers():
+    """In a process of its own, since its thread is transformers'. What goes wrong inside it is told, not raised."""
+    pytest.importorskip("transformers")
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    arguments = ["--tiny", "--json", "--concurrent", "1", "--arms", "continuous"]
+    command = [sys.executable, "-m", "benchmarks.gpu.generate", *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip("transformers' thread did not answer in time")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)["concurrent"]["1"]["continuous"]
+    ours = ("AttributeError", "TypeError", "NameError", "KeyError", "ImportError")
+    assert not found.get("error", "").startswith(ours), found
+
+
 def test_reversals(reversals_found):
     assert reversals_found["is_complete"]
     found = reversals_found["reversals"]
@@ -88,7 +107,7 @@ def test_reversals(reversals_found):
     assert len(told) == 2 * len(reversals.COUNTS[:2]) + 1 + 4 + 2 + 2 + (1 + len(TINY.budgets)) + 3 * 2
     assert all(cause for *_, cause in told)
     read = [one.read(reversals_found) for one in figures.figures() if one.part.startswith("reversals")]
-    assert len(read) == 9
+    assert len(read) == 10
     assert None not in read
 
 
@@ -197,3 +216,8 @@ def test_run_sh_refuses_what_it_does_not_know(tmp_path):
     )
     assert done.returncode == 2
     assert b"fifth" in done.stderr
+
+
+def test_every_benchmark_is_in_run_sh():
+    scripts = {path.stem for path in RUN.parent.glob("*.py") if "\ndef main(" in path.read_text()}
+    assert scripts - {"collect", "goals", "pictures"} == {module for module, _ in benches()}

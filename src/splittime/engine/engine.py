@@ -5,51 +5,37 @@ Over an `AsyncRunner` the next step is planned and launched while one runs, and 
     host     plan 1  launch 1  plan 2  launch 2  (wait)  commit 1  plan 3  launch 3  (wait)  commit 2 ..
     device                     [====== step 1 ======][======= step 2 =======][==== step 3 ..
 
-Owns the step's own split and the gap before it; between two steps the gap is `host_gap` while there was work, `idle`
-while there was none. A step that was launched while another ran begins, in its record, where that one ended: what the
-host did meanwhile cost nothing and is in no part of it (`hidden_ns` tells it), and what the device did not compute of
-the time, waiting to be told, is `launch_ns`. The caller (the loop in a process, `LLM.generate` in yours) owns waiting
-for work.
+A step that was launched while another ran begins, in its record (`recorder`), where that one ended: what the host did
+meanwhile cost nothing and is in no part of it (`hidden_ns` tells it), and what the device did not compute of the time,
+waiting to be told, is `launch_ns`. The caller (the loop in a process, `LLM.generate` in yours) owns waiting for work.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from splittime.core.clock import Clock
 from splittime.core.errors import Overloaded, RequestError, SplittimeError
-from splittime.core.plan import AsyncRunner, Runner, StepPlan, StepResult
+from splittime.core.plan import AsyncRunner, Runner
 from splittime.core.request import FinishReason, Request
 from splittime.core.sleep import SleepAsk, SleepReport
 from splittime.engine.gc_pauses import GcPauses
 from splittime.engine.messages import EngineStats, StepOutput
+from splittime.engine.recorder import Flight, Lapse, Recorder
 from splittime.engine.sleep import Answer, Bed, ended_by_sleep
-from splittime.kv.cache import KVCache
+from splittime.engine.stats import engine_stats
 from splittime.ledger.account import Account
 from splittime.ledger.facts import Machine, ServerFacts
 from splittime.ledger.stages import Stage
-from splittime.ledger.steps import StepRecord, gap_room_ns
+from splittime.ledger.steps import StepRecord
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
 
-NOT_TOLD = "not_told"  # the cause of who waits before any plan has looked at it
 Watch = Callable[[Callable[[SplittimeError], None]], None]  # be told, in another thread, that no step can be run
 Measuring = Iterator[Machine | None]
 """Measures the machine's ceilings: each `next` is a short piece of it, to be taken while there is nothing else to do;
 the last one yields the result."""
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A step that was launched. is_queued: while another ran. victims: preempted to plan it."""
-
-    plan: StepPlan
-    begin_ns: int
-    planned_ns: int
-    is_queued: bool
-    victims: tuple[str, ...]
 
 
 class Engine:
@@ -64,26 +50,21 @@ class Engine:
         self.measuring: Measuring | None = None
         self.watch: Watch | None = None
         self.bed = Bed(clock)
+        self._recorder = Recorder(scheduler, self.bed)
         self._runner = runner
         self._ahead = ahead
         self._flight: Flight | None = None  # the step that runs
         self._following: Flight | None = None  # launched behind it
-        self._victims: tuple[str, ...] = ()  # preempted for a step that there was nothing left to do in
-        self._hidden_ns = 0  # what the host did since the latest step ended, while the next one ran
         self._clock = clock
         self.gc_pauses: GcPauses | None = None  # set by a process that has frozen its heap and wants them counted
         self._pending: list[RequestOutput] = []  # news made between steps
-        self._previous: StepRecord | None = None
-        self._idle_since_ns: int | None = None
-        self._idle_ns = 0
-        self._num_steps = 0
         self._told_pauses: tuple[tuple[int, int], ...] = ()
 
     def submit(self, request: Request, received_ns: int) -> None:
         """Take a request in; one that cannot be served, ever or while the engine sleeps, ends at once with `error`."""
         try:
             self.bed.refuse_requests()
-            self._stop_idling(self._clock.now_ns())
+            self._recorder.stop_idling(self._clock.now_ns())
             self.scheduler.submit(request, received_ns)
         except (RequestError, Overloaded) as error:
             self._pending.append(_refusal(request, max(received_ns, request.submitted_ns), error))
@@ -129,7 +110,7 @@ class Engine:
         if not self._is_quiet:
             self.bed.give_up_late(now_ns, self.scheduler.num_waiting + self.scheduler.num_running)
             return False
-        self._start_idling(now_ns)
+        self._recorder.start_idling(now_ns)
         self.bed.fall(self._forget_cache)
         return True
 
@@ -179,8 +160,8 @@ class Engine:
         self._pending.extend(self.scheduler.commit(flight.plan, result, ready_ns))
         end_ns = self._clock.now_ns()
         plan_ns, commit_ns = flight.planned_ns - flight.begin_ns, end_ns - ready_ns
-        record = self._record(flight, result, (flight.begin_ns, end_ns), plan_ns, commit_ns)
-        return self._told(record, ready_ns, end_ns)
+        lapse = Lapse(flight.begin_ns, end_ns, plan_ns, commit_ns, hidden_ns=0)
+        return self._told(self._recorder.record(flight, result, lapse), ready_ns, end_ns)
 
     def _step_ahead(self, ahead: AsyncRunner) -> StepOutput | None:
         """The end of the step that runs, with the next one launched before it. An interrupt while it waits leaves both
@@ -193,15 +174,17 @@ class Engine:
         result = ahead.collect()
         ready_ns = self._clock.now_ns()
         self._flight, self._following = self._following, None
-        begin_ns, plan_ns = flight.begin_ns, flight.planned_ns - flight.begin_ns
-        if flight.is_queued and self._previous is not None:
-            begin_ns, plan_ns = self._previous.end_ns, 0
-            self._hidden_ns = waiting_ns - begin_ns
-        else:
-            self._hidden_ns = waiting_ns - flight.planned_ns
         self._pending.extend(self.scheduler.commit(flight.plan, result, ready_ns))
-        record = self._record(flight, result, (begin_ns, ready_ns), plan_ns, 0)
+        record = self._recorder.record(flight, result, self._lapse(flight, waiting_ns, ready_ns))
         return self._told(record, ready_ns, self._clock.now_ns())
+
+    def _lapse(self, flight: Flight, waiting_ns: int, ready_ns: int) -> Lapse:
+        """Of a step beside which the host went on until `waiting_ns`."""
+        previous = self._recorder.previous
+        if flight.is_queued and previous is not None:
+            return Lapse(previous.end_ns, ready_ns, plan_ns=0, commit_ns=0, hidden_ns=waiting_ns - previous.end_ns)
+        plan_ns, hidden_ns = flight.planned_ns - flight.begin_ns, waiting_ns - flight.planned_ns
+        return Lapse(flight.begin_ns, ready_ns, plan_ns, commit_ns=0, hidden_ns=hidden_ns)
 
     def _plan(self, is_queued: bool) -> Flight | None:
         """The next step, or None if there is nothing to do."""
@@ -209,11 +192,11 @@ class Engine:
         self._pending.extend(self.scheduler.expire(begin_ns))
         plan = self.scheduler.plan(begin_ns)
         if plan is None:
-            self._victims += tuple(self.scheduler.victims)
+            self._recorder.note_victims(self.scheduler.victims)
             if not is_queued:
-                self._start_idling(begin_ns)
+                self._recorder.start_idling(begin_ns)
             return None
-        self._stop_idling(begin_ns)
+        self._recorder.stop_idling(begin_ns)
         return Flight(plan, begin_ns, self._clock.now_ns(), is_queued, tuple(self.scheduler.victims))
 
     def _launch(self, ahead: AsyncRunner, is_queued: bool) -> Flight | None:
@@ -223,40 +206,16 @@ class Engine:
         return flight
 
     def _told(self, record: StepRecord, ready_ns: int, now_ns: int) -> StepOutput:
-        """A step's news; it is in the books from now on."""
-        self._previous, self._idle_ns = record, 0
-        self._num_steps += 1
+        """A step's news."""
         outputs, self._pending = tuple(self._pending), []
         if not self.has_work:
-            self._start_idling(now_ns)
+            self._recorder.start_idling(now_ns)
         return StepOutput(record.step_id, ready_ns, outputs, self.stats(now_ns), record, self._new_pauses())
 
     def stats(self, now_ns: int | None = None) -> EngineStats:
         """Gauges and counters as of now."""
-        scheduler, cache = self.scheduler, self.scheduler.cache
-        return EngineStats(
-            now_ns=self._clock.now_ns() if now_ns is None else now_ns,
-            num_waiting=scheduler.num_waiting,
-            waiting_for={cause or NOT_TOLD: count for cause, count in scheduler.queue.waiting_for().items()},
-            num_running=scheduler.num_running,
-            waiting_prompt_tokens=scheduler.queue.num_tokens,
-            blocks_used=cache.num_used,
-            blocks_total=cache.num_blocks,
-            blocks_cached=cache.num_cached,
-            num_steps=self._num_steps,
-            num_preemptions=scheduler.num_preemptions,
-            prefix_query_tokens=scheduler.prefix_query_tokens,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
-            prefix_host_hit_tokens=scheduler.prefix_host_hit_tokens,
-            prompt_tokens=scheduler.prompt_tokens,
-            output_tokens=scheduler.output_tokens,
-            is_paused=scheduler.config.paused,
-            rest=self.bed.rest,
-            gc_pause_ns=self.gc_pauses.total_ns if self.gc_pauses else 0,
-            gc_collections=self.gc_pauses.num_collections if self.gc_pauses else 0,
-            knobs=scheduler.config.knobs(),
-            **_host_figures(cache),
-        )
+        now_ns = self._clock.now_ns() if now_ns is None else now_ns
+        return engine_stats(now_ns, self.scheduler, self.bed.rest, self._recorder.num_steps, self.gc_pauses)
 
     def _new_pauses(self) -> tuple[tuple[int, int], ...]:
         """The long collections of garbage since it was last asked."""
@@ -273,89 +232,6 @@ class Engine:
             return None
         outputs, self._pending = tuple(self._pending), []
         return StepOutput(0, now_ns, outputs, self.stats(now_ns))
-
-    def _record(
-        self, flight: Flight, result: StepResult, interval_ns: tuple[int, int], plan_ns: int, commit_ns: int
-    ) -> StepRecord:
-        plan, (begin_ns, end_ns) = flight.plan, interval_ns
-        ran_ns = end_ns - begin_ns - plan_ns - commit_ns
-        told_ns = (result.offload_ns, result.restore_ns, result.device_ns, result.sample_ns)
-        (offload_ns, restore_ns, device_ns, sample_ns), launch_ns = _within(ran_ns, told_ns)
-        gap_ns = 0 if self._previous is None else begin_ns - self._previous.end_ns
-        idle_ns = min(self._idle_ns, gap_ns)
-        rows = tuple((row.request_id, row.start, len(row.token_ids)) for row in plan.rows)
-        num_tokens = sum(row[2] for row in rows)
-        decode_tokens = sum(1 for row in plan.rows if row.samples and len(row.token_ids) == 1)
-        scheduler = self.scheduler
-        victims, self._victims = flight.victims + self._victims, ()
-        return StepRecord(
-            step_id=plan.step_id,
-            begin_ns=begin_ns,
-            end_ns=end_ns,
-            plan_ns=plan_ns,
-            launch_ns=launch_ns,
-            device_ns=device_ns,
-            sample_ns=sample_ns,
-            commit_ns=commit_ns,
-            host_gap_ns=gap_ns - idle_ns,
-            idle_ns=idle_ns,
-            asleep_ns=min(self.bed.take_slept_ns(), idle_ns),
-            rows=rows,
-            prefill_tokens=num_tokens - decode_tokens,
-            decode_tokens=decode_tokens,
-            kv_tokens_read=sum(start + count for _, start, count in rows),
-            blocks_used=scheduler.cache.num_used,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            victims=victims,
-            hidden_ns=self._hidden_ns,
-            execution=result.execution,
-            padded_rows=result.padded_rows,
-            gap_ns=self._device_gap_ns(result.gap_ns - idle_ns, gap_ns - idle_ns, plan_ns, launch_ns),
-            enqueue_ns=result.enqueue_ns,
-            collective_ns=min(result.collective_ns, device_ns + sample_ns),
-            offload_ns=offload_ns,
-            restore_ns=restore_ns,
-            offloaded_blocks=len(plan.offloads),
-            restored_blocks=len(plan.restores),
-        )
-
-    def _device_gap_ns(self, told_ns: int, host_gap_ns: int, plan_ns: int, launch_ns: int) -> int:
-        """What the device's clock says that it waited, held to what the host's says that it can have."""
-        if told_ns <= 0 or self._previous is None:
-            return 0
-        return min(told_ns, gap_room_ns(self._previous, host_gap_ns, plan_ns, launch_ns))
-
-    def _start_idling(self, now_ns: int) -> None:
-        if self._idle_since_ns is None:
-            self._idle_since_ns = now_ns
-
-    def _stop_idling(self, now_ns: int) -> None:
-        if self._idle_since_ns is not None:
-            self._idle_ns += now_ns - self._idle_since_ns
-            self._idle_since_ns = None
-
-
-def _host_figures(cache: KVCache) -> dict[str, int]:
-    """Of `EngineStats`."""
-    host = cache.host
-    if host is None:
-        return {}
-    return {
-        "host_blocks_used": host.num_held,
-        "host_blocks_total": host.num_slots,
-        "offloaded_tokens": host.num_offloaded * cache.block_size,
-        "restored_tokens": host.num_restored * cache.block_size,
-    }
-
-
-def _within(total_ns: int, told_ns: Sequence[int]) -> tuple[list[int], int]:
-    """The parts as they were told, held to what is left of the total for each; and what is left after all."""
-    parts_ns = []
-    for part_ns in told_ns:
-        parts_ns.append(min(part_ns, total_ns))
-        total_ns -= parts_ns[-1]
-    return parts_ns, total_ns
 
 
 def _refusal(request: Request, now_ns: int, error: SplittimeError) -> RequestOutput:
