@@ -35,7 +35,7 @@ def test_random_weights_need_no_weights(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["nothing-here", "../x/y/z", "a b/c"])
 def test_what_was_looked_for_is_said(name):
-    with pytest.raises(ConfigError, match="not a Hugging Face id"):
+    with pytest.raises(ConfigError, match="neither a Hugging Face id"):
         model_source.locate(name)
 
 
@@ -104,3 +104,14 @@ def test_a_hub_id_keeps_its_name(monkeypatch, model_folder):
 def test_a_name_that_cannot_be_looked_for_is_refused(name):
     with pytest.raises(ConfigError, match=r"cannot look for|no folder"):
         model_source.locate(name)
+
+
+def test_packaged_models_have_names_and_a_folder_goes_before_them(tmp_path, monkeypatch):
+    assert model_source.locate("code") == model_source.locate(None)
+    draft = model_source.locate("code-draft")
+    assert draft.name == "code-draft"
+    assert model_source.default_name("code-draft", draft) == "splittime-code-draft"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "tiny.gguf").write_bytes(b"GGUF")
+    assert model_source.locate("code") == tmp_path.joinpath("code", "tiny.gguf").relative_to(tmp_path)

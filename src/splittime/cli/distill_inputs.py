@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from splittime.engine.tokenizer import Tokenizer
 from splittime.models.config import ModelConfig, load_config, read_json
 from splittime.models.weights.fingerprint import fingerprints
 from splittime.quality.documents import Tokens, read_documents
-
-PACKAGED = ("code", "code-draft")
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,6 @@ class Inputs:
 
 def folder_of(model: str) -> Path:
     """A model in the package by its name, a folder, or what the Hub has; never a GGUF file."""
-    if model in PACKAGED and not Path(model).is_dir():
-        return Path(str(files("splittime") / "packaged" / model))
     folder = model_source.locate(model)
     if folder.is_file():
         hint = "name a folder with config.json, safetensors and tokenizer.json"
@@ -72,7 +67,7 @@ def read(asked: Asked) -> Inputs:
     asked.settings.checked()
     folder = folder_of(asked.teacher)
     config = load_config(folder)
-    named = asked.student in PACKAGED and not Path(asked.student).exists()
+    named = asked.student in model_source.PACKAGED and not Path(asked.student).exists()
     shape = student.read_plan(folder_of(asked.student) if named else Path(asked.student))
     student.same_vocabulary(shape.shape.vocab_size, config.vocab_size)
     for name in asked.beside:

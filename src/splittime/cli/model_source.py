@@ -1,6 +1,6 @@
 """From what the user calls a model to a folder, or a GGUF file, on this machine; and its tokenizer, from either.
 
-nothing                  the model that ships in the package
+nothing, "code"          the model that ships in the package; "code-draft", the smaller one beside it
 an existing folder       that folder; if it holds no config.json but one .gguf file, that file
 a .gguf file             that file, which brings its config and its tokenizer; of several parts, the first
 owner/name               a Hugging Face repository: its config, safetensors and tokenizer, fetched once and kept in
@@ -17,7 +17,7 @@ from splittime.core.errors import ConfigError
 if TYPE_CHECKING:
     from splittime.engine.tokenizer import Tokenizer
 
-PACKAGED_NAME = "code"
+PACKAGED = ("code", "code-draft")
 WEIGHTS = "*.safetensors"
 HUB_PATTERNS = ("*.json", WEIGHTS, "*.jinja", "tokenizer.model")
 GGUF_SUFFIX = ".gguf"
@@ -30,7 +30,7 @@ def locate(model: str | None, load_format: str = "auto") -> Path:
     of "dummy" no weights are looked for, nor fetched."""
     has_weights = load_format != "dummy"
     if model is None:
-        return _packaged()
+        return _packaged(PACKAGED[0])
     try:
         folder = Path(model).expanduser()
         is_folder, is_file = folder.is_dir(), folder.is_file()
@@ -40,17 +40,23 @@ def locate(model: str | None, load_format: str = "auto") -> Path:
         return _gguf_in(folder) or _complete(folder, has_weights)
     if is_file:
         return _gguf(folder)
+    if model in PACKAGED:
+        return _packaged(model)
     if _HUB_ID.fullmatch(model):
         return _from_hub(model, has_weights)
     raise ConfigError(
-        f"no folder {model!r}, and it is not a Hugging Face id (owner/name) either", param="model", value=model
+        f"no folder {model!r}, and it is neither a Hugging Face id (owner/name) nor {' or '.join(PACKAGED)}",
+        param="model",
+        value=model,
     )
 
 
 def default_name(model: str | None, folder: Path) -> str:
     """What the API calls it: the id as given, or the folder's name, or the file's without its suffix."""
     if model is None:
-        return f"splittime-{PACKAGED_NAME}"
+        model = PACKAGED[0]
+    if model in PACKAGED and not Path(model).exists():
+        return f"splittime-{model}"
     if folder.is_file():
         return _PART.sub("", folder.stem)
     return folder.name if Path(model).expanduser().is_dir() else model
@@ -68,8 +74,8 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
     return build(GgufFile(folder).metadata)
 
 
-def _packaged() -> Path:
-    folder = Path(str(files("splittime") / "packaged" / PACKAGED_NAME))
+def _packaged(name: str) -> Path:
+    folder = Path(str(files("splittime") / "packaged" / name))
     if not (folder / "config.json").is_file():
         raise ConfigError(
             "this installation has no packaged model",

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 NO_VERDICT = 2
 PYTHON_FILES = 200
 MAX_NUM_SEQS = 8  # that answer questions at once
-PACKAGED = ("code", "code-draft")
 
 EXAMPLES = """\b
 Examples:
@@ -139,7 +138,7 @@ def _runner(given: Options, side: str) -> RunnerConfig | None:
                 raise ConfigError(f"{flag} cannot be set of the server {model}", param=flag, value=value, hint=hint)
         return None
     config = RunnerConfig(
-        model_path=str(_located(model)),
+        model_path=str(model_source.locate(model)),
         max_num_seqs=MAX_NUM_SEQS,
         kernels=given.kernels,
         num_threads=given.num_threads,
@@ -154,13 +153,6 @@ def _is_url(model: str) -> bool:
     return model.startswith(("http://", "https://"))
 
 
-def _located(model: str) -> Path:
-    """A folder of this name goes before a packaged model's."""
-    if model in PACKAGED and not Path(model).exists():
-        return model_source.locate(None).parent / model
-    return model_source.locate(model)
-
-
 def _load(given: Options, configs: Sequence[RunnerConfig | None]) -> "tuple[list[Model], Tokenizer]":
     """The models in order, and the tokenizer of the first that is here. Raises `ConfigError`."""
     from splittime.cli.quality_local import LocalModel, same_tokens
@@ -172,7 +164,7 @@ def _load(given: Options, configs: Sequence[RunnerConfig | None]) -> "tuple[list
     if encoder is None:
         if given.tokenizer is None:
             raise ConfigError("two servers need --tokenizer, the model whose they use", param="tokenizer")
-        encoder = model_source.load_tokenizer(_located(given.tokenizer))
+        encoder = model_source.load_tokenizer(model_source.locate(given.tokenizer))
     same_tokens([model.tokenizer for model in local.values()])
     sizes = [model.vocab_size for model in local.values()] or [encoder.vocab_size]
     return [local.get(i) or _server(name, encoder, sizes[0], given.api_key) for i, name in enumerate(names)], encoder

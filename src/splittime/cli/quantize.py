@@ -43,7 +43,7 @@ Examples:
 The schemes, and the format of their files:
   int8   8 bits, a scale for each row; rounded to nearest
          compressed-tensors, pack-quantized
-  fp8    e4m3, a scale for each row, and activations rounded to it at each token;
+  fp8    e4m3, a scale for each row; activations are rounded to it as well;
          rounded to nearest, no text needed: for cards that multiply it
          compressed-tensors, float-quantized
   w8a8   int8, and activations rounded at each token; SmoothQuant
