@@ -106,8 +106,8 @@ class KVCache:
             return False
         if lease.in_host and self.host is not None:
             self._plan_restores(lease, self.host)
-        num_new = self.blocks_for(num_tokens) - len(lease.block_ids)
-        lease.block_ids.extend([self._take() for _ in range(num_new)])
+        while len(lease.block_ids) * self.block_size < num_tokens:
+            lease.block_ids.append(self._take())
         return True
 
     def commit(self, lease: Lease, token_ids: Sequence[int], num_computed: int) -> None:

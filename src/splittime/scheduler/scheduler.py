@@ -145,9 +145,9 @@ class Scheduler:
             return None
         may_admit = self.config.batching == "continuous" or not self.running
         rows: list[Row] = []
-        self._plan_decodes(rows, now_ns)
+        behind = self._plan_decodes(rows, now_ns)
         budget = StepBudget(self.config.prefill_tokens(len(rows)), self.config.enable_chunked_prefill)
-        self._plan_prefills(rows, budget, now_ns)
+        self._plan_prefills(behind, rows, budget, now_ns)
         admitted = self._plan_admissions(rows, budget, may_admit, now_ns)
         if not rows:
             return None
@@ -157,9 +157,11 @@ class Scheduler:
         offloads, restores = self.cache.take_moves()
         return StepPlan(self._step_id, tuple(rows), admitted, released, offloads=offloads, restores=restores)
 
-    def _plan_decodes(self, rows: list[Row], now_ns: int) -> None:
-        """A row for each running request with one pending token. Only at a block's edge does it need a new block."""
+    def _plan_decodes(self, rows: list[Row], now_ns: int) -> list[RequestState]:
+        """A row for each running request with one pending token, which needs a new block at a block's edge only.
+        Returns those with more to catch up; some may have been preempted since."""
         running, block_size = self.running, self.config.block_size
+        behind: list[RequestState] = []
         position = 0
         while position < len(running):
             state = running[position]
@@ -177,7 +179,10 @@ class Scheduler:
                 token_id = PENDING if num_promised else state.token_ids[-1]
                 state.num_computed, state.num_promised = num_tokens, num_promised + 1
                 rows.append(Row(state.request_id, num_computed, (token_id,), new_block_ids, True))
+            elif num_tokens - num_computed > 1 and not num_promised:
+                behind.append(state)
             position += 1
+        return behind
 
     def _reserve_or_preempt(self, state: RequestState, now_ns: int) -> bool:
         """A block for the next token, at the cost of the worst-ranked; False if that is `state` itself.
@@ -203,13 +208,12 @@ class Scheduler:
         self.victims.append(victim.request_id)
         self.num_preemptions += 1
 
-    def _plan_prefills(self, rows: list[Row], budget: StepBudget, now_ns: int) -> None:
-        """Chunks for the running requests that have more than one token to catch up."""
-        for state in self.running:
-            num_pending = state.num_pending
-            if num_pending <= 1 or state.num_promised:
+    def _plan_prefills(self, behind: list[RequestState], rows: list[Row], budget: StepBudget, now_ns: int) -> None:
+        """Chunks for those that have more than one token to catch up, and still run."""
+        for state in behind:
+            if state.pushed:
                 continue
-            num_tokens = budget.chunk(num_pending)
+            num_tokens = budget.chunk(state.num_pending)
             if num_tokens == 0:
                 state.stall(Cause.TOKEN_BUDGET, now_ns)
                 continue
@@ -303,7 +307,7 @@ class Scheduler:
         """Take the step's tokens over; returns the news of each request that has any."""
         self._last_commit_ns = now_ns
         outputs: list[RequestOutput] = []
-        flight = self._in_flight.pop(plan.step_id)
+        flight, block_size = self._in_flight.pop(plan.step_id), self.config.block_size
         for state, row, row_result in zip(flight, plan.rows, result.rows, strict=True):
             if state is None:
                 continue
@@ -312,7 +316,7 @@ class Scheduler:
                 outputs.append(self._finish(state, FinishReason.ERROR, now_ns, error))
                 continue
             num_computed = row.start + len(row.token_ids)
-            if num_computed // self.config.block_size > state.lease.num_indexed:
+            if num_computed // block_size > state.lease.num_indexed:
                 self.cache.commit(state.lease, state.token_ids, num_computed)
             output = self._take_tokens(state, row, row_result, now_ns)
             if output is not None:
@@ -333,27 +337,24 @@ class Scheduler:
         state.num_promised -= 1
         reason = None
         num_accepted = 0
+        token_ids, stop_ids, max_num_tokens = state.token_ids, state.stop_ids, state.max_num_tokens
         for token_id in row_result.token_ids:
-            state.token_ids.append(token_id)
+            token_ids.append(token_id)
             num_accepted += 1
-            reason = self._reason_to_stop(state, token_id)
-            if reason is not None:
+            if token_id in stop_ids and state.num_output >= state.request.sampling.min_tokens:
+                reason = FinishReason.STOP
+                break
+            if len(token_ids) >= max_num_tokens:
+                reason = FinishReason.LENGTH
                 break
         self.output_tokens += num_accepted
-        token_ids = row_result.token_ids[:num_accepted]
-        logprobs = row_result.logprobs[:num_accepted]
+        accepted, logprobs = row_result.token_ids[:num_accepted], row_result.logprobs[:num_accepted]
         if reason is not None:
-            return self._finish(state, reason, now_ns, None, token_ids, logprobs, prompt_logprobs)
+            return self._finish(state, reason, now_ns, None, accepted, logprobs, prompt_logprobs)
         if state.account.stage is not Stage.DECODE:
             state.account.enter(Stage.DECODE, now_ns)
-            return news.progress(state, token_ids, logprobs, prompt_logprobs)
-        return RequestOutput(state.request_id, token_ids, logprobs)
-
-    def _reason_to_stop(self, state: RequestState, token_id: int) -> FinishReason | None:
-        num_tokens = len(state.token_ids)
-        if token_id in state.stop_ids and state.num_output >= state.request.sampling.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if num_tokens >= state.max_num_tokens else None
+            return news.progress(state, accepted, logprobs, prompt_logprobs)
+        return RequestOutput(state.request_id, accepted, logprobs)
 
     def _finish(
         self,

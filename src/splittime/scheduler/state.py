@@ -36,6 +36,7 @@ class RequestState:
         "rank",
         "recompute_until",
         "request",
+        "request_id",
         "stop_ids",
         "token_ids",
     )
@@ -43,6 +44,7 @@ class RequestState:
     def __init__(self, request: Request, arrival: int, rank: Rank, max_model_len: int) -> None:
         sampling = request.sampling
         self.request = request
+        self.request_id = request.request_id
         self.arrival = arrival
         self.rank = rank
         self.token_ids = list(request.prompt_token_ids)
@@ -63,10 +65,6 @@ class RequestState:
         self.num_marks_sent = 0
         self.next_cause: int | None = None  # the entry of the queue's cause log to read next; None: not reading it
         self.pushed = 0  # which push into the queue is the valid one; 0: not queued
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def num_output(self) -> int:
