@@ -21,8 +21,10 @@ def line_of(part: str, status: int, seconds: float, printed: str, errors: str) -
 
 
 def read(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Each part's line, of these files and of all .jsonl files in these folders; the last of each part counts."""
-    files = [file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
+    """Each part's line, of these files and of all .jsonl files in these folders; the last of each part counts. What is
+    not there has no parts."""
+    there = [path for path in paths if path.exists()]
+    files = [file for path in there for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
     return {line["part"]: line for line in lines}
 

@@ -31,7 +31,7 @@ from splittime.core.errors import EngineError, ErrorInfo, RequestError, Splittim
 from splittime.core.plan import TokenLogprob
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import AWAKE, SleepAsk, SleepReport
+from splittime.core.sleep import AWAKE, Part, SleepAsk, SleepReport
 from splittime.engine.choice import Choice
 from splittime.engine.client import StreamItem
 from splittime.engine.engine import Engine
@@ -83,7 +83,7 @@ class LLM:
         engine, resolved = build_engine(worker_settings(chosen, folder), timeline)
         tokenizer = model_source.load_tokenizer(folder)
         self._assemble(engine, tokenizer, tuple(resolved["eos_token_ids"]), ledger)
-        self.timeline += timeline
+        self._start_parts += tuple(timeline)
         self._started_ns, self._ready_ns = timeline[0][1], time.monotonic_ns()
         self.resolved |= resolved
         self._vocab_size = resolved["vocab_size"]
@@ -103,7 +103,7 @@ class LLM:
     ) -> None:
         self.engine, self.tokenizer, self.name = engine, tokenizer, "model"
         self.ledger = ledger if ledger is not None else Ledger()
-        self.timeline: list[tuple[str, int, int]] = []
+        self._start_parts: tuple[Part, ...] = ()
         self.resolved: dict[str, Any] = {}
         self._eos_token_ids = eos_token_ids
         self._vocab_size = tokenizer.vocab_size
@@ -112,7 +112,7 @@ class LLM:
         self.ledger.tell_facts = self._facts
         self._numbers = itertools.count()
         self._machine: Machine | None = None  # measured by this process
-        self._is_busy = False
+        self._busy = threading.Lock()
         self._sleeps: tuple[SleepReport, ...] = ()
 
     def facts(self) -> ServerFacts | None:
@@ -136,27 +136,32 @@ class LLM:
     def sleep(self, level: int = 1) -> SleepReport:
         """Give memory back until `wake`: of the KV cache, whose content is forgotten, and of the weights, which are
         kept in host memory (level 1) or dropped (2). Nothing is generated meanwhile. See docs/sleep.md."""
-        self._refuse_while_busy()
-        said: list[SleepReport | SplittimeError] = []
-        if self.engine.bed.rest.state == AWAKE:
-            self._clear({})
-        self.engine.sleep(SleepAsk(level), time.monotonic_ns(), said.append)
-        while not said:
-            self.engine.step()
-        return self._turned(said[0])
+        with self._alone():
+            said: list[SleepReport | SplittimeError] = []
+            if self.engine.bed.rest.state == AWAKE:
+                self._clear({})
+            self.engine.sleep(SleepAsk(level), time.monotonic_ns(), said.append)
+            while not said:
+                self.engine.step()
+            return self._turned(said[0])
 
     def wake(self) -> SleepReport:
         """Take the memory again. Raises what keeps it asleep (a folder that is gone, too little memory), and it is."""
-        self._refuse_while_busy()
-        return self._turned(self.engine.wake())
+        with self._alone():
+            return self._turned(self.engine.wake())
 
     def _turned(self, said: SleepReport | SplittimeError) -> SleepReport:
         if isinstance(said, SplittimeError):
             raise said
-        self.timeline += [(f"{said.action}: {name}", begin_ns, end_ns) for name, begin_ns, end_ns in said.parts]
         if said.changed:
             self._sleeps = (*self._sleeps, said)[-MAX_SLEEPS:]
         return said
+
+    @property
+    def timeline(self) -> list[Part]:
+        """(name, begin_ns, end_ns) of the start's parts, and of those of the latest sleeps and wakings."""
+        moved = [(f"{said.action}: {part[0]}", *part[1:]) for said in self._sleeps for part in said.parts]
+        return [*self._start_parts, *moved]
 
     @property
     def is_asleep(self) -> bool:
@@ -238,25 +243,30 @@ class LLM:
     @contextmanager
     def _submitted(self, prompts: Any, sampling: Any) -> Iterator[dict[str, Choice]]:
         """Choices by request id, whose requests do not outlive the block, whatever ends it."""
-        self._refuse_while_busy()
-        if self.is_asleep:
-            raise refusal(self.engine.bed.rest)
-        pairs = self._checked_pairs(prompts, sampling)
-        self._is_busy, choices = True, dict[str, Choice]()
-        try:
-            for index, pair in enumerate(pairs):
-                choice = self._choice(index, *pair)
-                choices[choice.request.request_id] = choice
-                self.engine.submit(choice.request, time.monotonic_ns())
-            yield choices
-        finally:
-            self._is_busy = False
-            self._clear(choices)
+        with self._alone():
+            if self.is_asleep:
+                raise refusal(self.engine.bed.rest)
+            pairs = self._checked_pairs(prompts, sampling)
+            choices: dict[str, Choice] = {}
+            try:
+                for index, pair in enumerate(pairs):
+                    choice = self._choice(index, *pair)
+                    choices[choice.request.request_id] = choice
+                    self.engine.submit(choice.request, time.monotonic_ns())
+                yield choices
+            finally:
+                self._clear(choices)
 
-    def _refuse_while_busy(self) -> None:
-        if self._is_busy:
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time, whichever thread it comes from: an engine is not thread-safe."""
+        if not self._busy.acquire(blocking=False):
             message = "an earlier generate or stream of this LLM is not over; finish it, or close() the stream"
             raise RequestError(message, param="prompts")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _checked_pairs(self, prompts: Any, sampling: Any) -> list[tuple[Prompt, SamplingParams]]:
         """All or nothing: a mistake in one is told before any is submitted."""

@@ -2,6 +2,7 @@
 
 import heapq
 import json
+import re
 
 import msgspec
 import pytest
@@ -269,3 +270,18 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(server, arguments, sa
 def test_help_names_the_flags(command, words):
     found = CliRunner().invoke(app(), [command, "--help"], env={"COLUMNS": "200"})
     assert all(word in found.stdout for word in words)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_sweep_keeps_its_headings_apart_on_a_terminal(server, width):
+    """`FORCE_COLOR` makes a terminal of any output."""
+    command = ["sweep", URL, "--rates", "5,20", *SHORT, "--slo", "ttft_p99=200ms", "--pause", "0s"]
+    found = CliRunner().invoke(app(), command, env={"FORCE_COLOR": "1", "COLUMNS": str(width)})
+    assert found.exit_code == 0, found.output
+    assert "…" not in found.stdout
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", found.stdout)
+    assert all(len(line.rstrip()) <= width for line in plain.splitlines())
+    if width >= 80:
+        assert plain.split().count("p99") == 3 or plain.split().count("ttft_p99") == 1
+        assert "57.14ms" in plain
+        assert "100.0ms" in plain

@@ -59,6 +59,7 @@ def test_a_healthy_one_and_a_thin_one(well, tmp_path):
     result = invoke("doctor", str(path), "--limit", "5")
     assert result.exit_code == 3
     assert "requests served: only 5" in " ".join(result.stdout.split())
+    assert invoke("doctor", str(path), "--limit", "1").stdout.startswith("1 request, ")
 
 
 def test_a_run_of_a_bench(well, tmp_path):
@@ -73,7 +74,8 @@ def test_a_run_of_a_bench(well, tmp_path):
     ("words", "code", "told"),
     [
         (("doctor", "missing.sqlite"), 2, "neither a URL nor a file"),
-        (("doctor", "http://127.0.0.1:9"), 3, "splittime serve"),
+        (("doctor", "http://127.0.0.1:9"), 3, "Name another: `splittime doctor http://host:port`"),
+        (("explain", "x", "--url", "http://127.0.0.1:9"), 1, "Name another with --url"),
         (("doctor", __file__), 2, "neither a ledger file nor a run"),
         (("explain",), 2, "REQUEST_ID or --slowest"),
         (("explain", "x", "--slowest", "2"), 2, "REQUEST_ID or --slowest"),
@@ -82,7 +84,7 @@ def test_a_run_of_a_bench(well, tmp_path):
 def test_what_cannot_be(words, code, told):
     result = invoke(*words)
     assert result.exit_code == code
-    assert told in result.stderr
+    assert told in " ".join(result.stderr.split())
     assert result.stdout == ""
 
 
@@ -122,7 +124,12 @@ def test_a_live_server(server):
     del answers["/ledger/facts"]  # an older server
     result = invoke("doctor", url, "--api-key", "k")
     assert "1. slot_bound" in result.stdout
-    assert invoke("doctor", url).exit_code == 2
+    result = invoke("doctor", url)  # answers 404, as another's server does
+    assert result.exit_code == 2
+    told = " ".join(result.stderr.split())
+    assert f"`splittime bench run {url} --out run.json`, then `splittime doctor run.json`" in told
+    answers["/ledger/requests"] = {"odd": 1}
+    assert "splittime bench run" in invoke("doctor", url, "--api-key", "k").stderr
 
 
 def test_the_slowest_of_a_server(server, ill):

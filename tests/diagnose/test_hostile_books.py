@@ -103,7 +103,7 @@ def test_a_server_that_is_restarted_between_two_reads(ill, monkeypatch):
     def ask(told_facts):
         remaining = list(told_facts)
 
-        def get(url, api_key):
+        def get(url, api_key, nobody):
             name = url.split("/ledger/")[1].split("?")[0]
             return remaining.pop(0) if name == "facts" else answers[name]
 

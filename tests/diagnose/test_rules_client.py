@@ -110,14 +110,14 @@ def test_a_loop_that_does_not_look_at_its_sockets(healthy):
     told = diagnose(in_sockets(healthy, wait_ns, wait_ns + 50 * MS))
     assert not told.withheld
     assert [finding.name for finding in told.illnesses] == ["loop_stalls"]
-    assert names(in_sockets(healthy, 0, wait_ns)) == [], "the bound alone is no wait"
 
 
 def test_a_loop_that_does_not_look_without_a_client(healthy):
     accounts = tuple(msgspec.structs.replace(a, unseen_ns=300 * MS) for a in healthy.accounts)
     (finding,) = diagnose(msgspec.structs.replace(healthy, accounts=accounts)).illnesses
     assert finding.name == "loop_stalls"
-    assert finding.confidence < 0.7
+    short = tuple(msgspec.structs.replace(a, unseen_ns=8 * MS) for a in healthy.accounts)
+    assert names(msgspec.structs.replace(healthy, accounts=short)) == []
 
 
 @pytest.mark.parametrize("has_accounts", [True, False])

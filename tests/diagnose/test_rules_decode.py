@@ -8,6 +8,7 @@ from ward import Ward
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.rules.decode import crossover_rows
 from splittime.ledger.facts import Machine, TokenCost
+from splittime.runner import machine, threads
 
 GB_PER_S = 10**9  # so that a byte takes a nanosecond
 MACHINE = Machine(cpu="any", threads=1, cores=2, read_bytes_per_s=GB_PER_S, operations_per_s=10**9, cache_bytes=0)
@@ -64,6 +65,25 @@ def test_products(books):
     assert diagnose(ill).limits[0].cure.flags == ("--num-threads", "2")
     busy = bound(books, machine=msgspec.structs.replace(MACHINE, threads=2), operations_per_token=1_700_000)
     assert diagnose(busy).limits[0].cure.flags == ()
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        (threads.choose((lambda: None,), lambda count: None, 1)[1], "measured at start"),
+        (machine.choose_num_threads(1, 1)[1], "asked for"),
+    ],
+)
+def test_threads_that_somebody_settled_are_not_prescribed_otherwise(books, reason, said):
+    """By the very words of who settles them."""
+    ill = bound(books, settings={"num_threads_reason": reason}, operations_per_token=1_700_000)
+    cure = diagnose(ill).limits[0].cure
+    assert cure.flags == ()
+    assert said in cure.sentence
+    assert "a second server use the 1 other core:" in cure.sentence
+    by_rule = {"num_threads_reason": machine.choose_num_threads(None, 1)[1]}
+    ruled = bound(books, settings=by_rule, operations_per_token=1_700_000)
+    assert diagnose(ruled).limits[0].cure.flags == ("--num-threads", "2")
 
 
 def test_far_below_every_ceiling_nothing_is_said(books):

@@ -1,6 +1,6 @@
 """Falling asleep and waking, by the engine's own rules: who waits, who is refused, what is answered, what it cost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from fake_sleeper import FakeSleeper
@@ -174,7 +174,8 @@ def test_waking_calls_off_what_was_not_asleep_yet(room: Bedroom) -> None:
     room.submit("long", max_tokens=40)
     room.step()
     said = room.sleep(1)
-    assert room.engine.wake().changed is False
+    woken = room.engine.wake()
+    assert (woken.changed, woken.level, woken.parts) == (True, 0, ())
     assert isinstance(said[0], SplittimeError)
     assert said[0].info.code == "sleep_called_off"
     room.run_dry()
@@ -199,7 +200,9 @@ def test_two_sleeps_and_waking_the_awake(room: Bedroom) -> None:
     assert room.sleeper.calls == ["sleep 1"]
 
 
-@pytest.mark.parametrize("ask", [(3,), (1, "now"), (1, "wait", -1.0), (1, "wait", float("nan")), (0,)])
+@pytest.mark.parametrize(
+    "ask", [(3,), (0,), (True,), (1.0,), (1, "now"), (1, "wait", -1.0), (1, "wait", float("nan")), (1, "wait", "5")]
+)
 def test_what_cannot_be_asked_is_refused(room: Bedroom, ask: tuple) -> None:
     (error,) = room.sleep(*ask)
     assert isinstance(error, SplittimeError)
@@ -278,3 +281,34 @@ def test_the_loop_answers_and_measures_before_it_sleeps() -> None:
     assert late.outputs[0].error.code == "asleep"
     assert refused.error.param == "level"
     assert room.engine.measuring is None
+    assert (asleep.stats.rest, woken.stats.rest) == (Rest(ASLEEP, 1), Rest())
+
+
+def test_nobody_stands_still_for_the_ceilings() -> None:
+    """They are measured when nothing runs, and not at all for a sleep that is refused."""
+    room, inbox, said = Bedroom(), Inbox(), list[FromEngine]()
+
+    def ceilings() -> Iterator[Machine | None]:
+        assert not room.scheduler.has_requests
+        yield Machine(cpu="fake", threads=1)
+
+    room.engine.measuring = ceilings()
+    inbox.put(Submit(make_request("runs", 9, 0)), 0)
+    inbox.put(Sleep(1, SleepAsk(9)), 0)
+    inbox.put(Sleep(2, SleepAsk(1, "wait", 0.0)), 0)
+
+    def send(message: StepOutput | ConfigureDone | SleepDone | Measured) -> None:
+        said.append(message)
+        if isinstance(message, SleepDone) and message.call_id == 2:
+            inbox.put(Sleep(3, SleepAsk(1)), 0)
+        if isinstance(message, SleepDone) and message.call_id == 3:
+            inbox.close()
+
+    run_loop(room.engine, inbox, send, room.clock)
+    calls = [message.call_id for message in said if isinstance(message, SleepDone)]
+    assert calls == [1, 2, 3]
+    kinds = [type(message) for message in said]
+    assert kinds[-2:] == [Measured, SleepDone]
+    assert kinds.count(Measured) == 1
+    assert said[-1].report.forgotten_tokens > 0
+    assert said[-1].stats.blocks_cached == 0

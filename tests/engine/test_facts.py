@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 
+import msgspec
 import pytest
 from test_process import collect, make_request, running_client, wait_until_ready
 
@@ -18,7 +19,9 @@ from splittime.engine.gc_pauses import GcPauses
 from splittime.engine.loop import Inbox, run_loop
 from splittime.engine.messages import Measured, StepOutput, Submit
 from splittime.engine.process import ProcessClient
+from splittime.ledger.account import Account
 from splittime.ledger.facts import Machine
+from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
@@ -140,11 +143,39 @@ def test_measuring_waits_for_quiet_and_is_told_once(in_a_loop, monkeypatch) -> N
     begin_ns = time.monotonic_ns()
     _, sent = in_a_loop(engine)
     deadline_s = time.monotonic() + 60
-    while engine.measuring is not None and time.monotonic() < deadline_s:
+    while not any(isinstance(message, Measured) for message in sent) and time.monotonic() < deadline_s:
         time.sleep(0.005)
     assert [message for message in sent if isinstance(message, Measured)] == [Measured(MACHINE)]
     gaps_ns = [after - before for before, after in zip([begin_ns, *taken], taken, strict=False)]
     assert min(gaps_ns) >= 0.02 * 1e9
+
+
+def test_who_comes_during_a_piece_is_told_so_to_the_nanosecond() -> None:
+    """The piece takes 40 of the clock's time, and the request comes 10 into it."""
+    clock, inbox, sent = VirtualClock(100), Inbox(), []
+    engine = Engine(Scheduler(SchedulerConfig()), FakeRunner(clock=clock, step_ns=7), clock)
+
+    def pieces():
+        clock.advance(10)
+        inbox.put(Submit(msgspec.structs.replace(make_request("a", max_tokens=1), submitted_ns=105)), 110)
+        clock.advance(30)
+        yield None
+        raise AssertionError("a request goes first")
+
+    engine.measuring = pieces()
+
+    def send(message) -> None:
+        sent.append(message)
+        inbox.close()
+
+    run_loop(engine, inbox, send, clock)
+    account = Account("a", 105, Stage.HANDOFF)
+    for news in sent[0].outputs:
+        account.extend(news.marks)
+    account.close(clock.now_ns())
+    told = [(i.stage, i.cause, i.duration_ns) for i in account.intervals() if i.stage is Stage.QUEUE]
+    assert told == [(Stage.QUEUE, Cause.MEASURING, 30)]
+    assert sum(i.duration_ns for i in account.intervals()) == clock.now_ns() - 105
 
 
 def test_a_request_goes_before_measuring(in_a_loop, monkeypatch) -> None:

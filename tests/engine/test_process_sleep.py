@@ -61,9 +61,11 @@ async def kill(client: ProcessClient) -> None:
 
 def test_asleep_and_back() -> None:
     async def script(client: ProcessClient) -> None:
-        before, _, _ = await collect(client, make_request("before"))
+        before, _, _ = await collect(client, make_request("before", max_tokens=60))
+        assert client.stats().blocks_cached > 0
         report = await client.sleep(SleepAsk(2))
         assert (report.level, report.weights_bytes, report.kv_bytes) == (2, 100, 20)
+        assert client.stats().blocks_cached == 0
         assert client.rest == client.stats().rest == Rest(ASLEEP, 2)
         with pytest.raises(Overloaded) as refused:
             client.submit(make_request("refused"))
@@ -75,7 +77,7 @@ def test_asleep_and_back() -> None:
         woken = await client.wake()
         assert woken.slept_ns > 0
         assert client.rest == Rest()
-        after, reason, _ = await collect(client, make_request("after"))
+        after, reason, _ = await collect(client, make_request("after", max_tokens=60))
         assert (after, reason) == (before, FinishReason.LENGTH)
         assert not (await client.wake()).changed
 
@@ -119,7 +121,7 @@ def test_abort_ends_the_running_and_waking_calls_a_sleep_off() -> None:
         await until(lambda: client.stats().num_running == 1)
         falling = asyncio.create_task(client.sleep(SleepAsk(1)))
         await asyncio.sleep(0)
-        assert not (await client.wake()).changed
+        assert (await client.wake()).changed
         with pytest.raises(Conflict) as called_off:
             await falling
         assert called_off.value.info.code == "sleep_called_off"
@@ -170,6 +172,8 @@ def test_an_engine_that_dies_in_its_sleep_stays_asleep_until_it_is_woken(tmp_pat
         first, second = await asyncio.gather(client.wake(), client.wake())
         assert (first.changed, second.changed) == (True, False)
         assert first.parts == (("load", 1, 2),)
+        assert first.restarted
+        assert first.slept_ns > 0
         assert client.rest == Rest()
         assert await client.configure({"max_prefill_tokens": 9}) | {"max_num_seqs": 3} == client.stats().knobs
         after, _, _ = await collect(client, make_request("after"))
@@ -244,3 +248,67 @@ def test_what_it_did_is_in_the_facts() -> None:
         assert [report.action for report in known.sleeps] == ["sleep", "wake"]
 
     play(script)
+
+
+def test_stopping_while_several_wait_for_a_successor() -> None:
+    """Nothing is started any more, and nobody waits for ever."""
+
+    async def run() -> None:
+        async with sleepy() as client:
+            await client.sleep(SleepAsk(1))
+            await kill(client)
+            waking = [asyncio.create_task(client.wake()) for _ in range(3)]
+            stopping = asyncio.create_task(client.stop())  # in the same turn of the loop: no successor is ready by then
+            await asyncio.wait_for(stopping, PATIENCE_S)
+            assert client.num_restarts == 1
+        for task in waking:
+            with pytest.raises(EngineError, match=r"^the server is shutting down") as caught:
+                await asyncio.wait_for(task, PATIENCE_S)
+            assert caught.value.info.status == 503
+        assert client.pid is None
+        with pytest.raises(EngineError, match="shutting down"):
+            await client.wake()
+        with pytest.raises(EngineError, match="shutting down"):
+            client.spawn()
+        assert client.pid is None
+
+    asyncio.run(run())
+
+
+def test_a_message_that_is_none_ends_the_engine_with_words(caplog: pytest.LogCaptureFixture) -> None:
+    async def script(client: ProcessClient) -> None:
+        pid = client.pid
+        assert client._generation is not None
+        client._generation.push.send(b"\xc1")
+        await until(lambda: client.pid != pid and client.is_ready)
+        assert (await collect(client, make_request("after")))[1] is FinishReason.LENGTH
+
+    play(script)
+    assert "a message to the engine cannot be taken in" in caplog.text
+    assert "the engine is ready again after" in caplog.text
+
+
+def test_a_paused_engine_is_let_go_on_while_it_falls_asleep() -> None:
+    async def script(client: ProcessClient) -> None:
+        await client.configure({"paused": True})
+        waiting = asyncio.create_task(collect(client, make_request("waiting")))
+        await asyncio.sleep(0)
+        falling = asyncio.create_task(client.sleep(SleepAsk(1)))
+        await asyncio.sleep(0)
+        await client.configure({"paused": False})
+        assert (await falling).changed
+        assert (await waiting)[1] is FinishReason.LENGTH
+
+    play(script)
+
+
+def test_the_log_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    async def script(client: ProcessClient) -> None:
+        await client.sleep(SleepAsk(1))
+        await client.sleep(SleepAsk(1))
+        await client.wake()
+        await client.wake()
+
+    play(script)
+    said = [record.getMessage() for record in caplog.records if record.name == "splittime.engine"]
+    assert [line.split(" after ")[0] for line in said] == ["asleep (level 1)", "awake again"]

@@ -6,6 +6,7 @@ import pytest
 
 from splittime.core.errors import Overloaded, RequestError
 from splittime.core.sampling import SamplingParams
+from splittime.core.sleep import Moved
 from splittime.llm import LLM, Output
 
 PROMPTS = ["def read_json(path):", "class Stack:", "import os", "for line in"]
@@ -60,3 +61,28 @@ def test_an_llm_that_is_busy_does_not_sleep() -> None:
     assert llm.sleep().changed
     assert not llm.sleep().changed
     assert llm.wake().changed
+
+
+def test_one_call_at_a_time_and_a_timeline_with_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(max_model_len=128)
+    sleeper, refused = llm.engine.bed.sleeper, []
+    assert sleeper is not None
+    sleep = sleeper.sleep
+
+    def others_meanwhile(level: int) -> Moved:
+        for call in (lambda: llm.generate("x"), llm.sleep, llm.wake):
+            with pytest.raises(RequestError, match="not over"):
+                call()
+            refused.append(call)
+        return sleep(level)
+
+    monkeypatch.setattr(sleeper, "sleep", others_meanwhile)
+    monkeypatch.setattr("splittime.llm.MAX_SLEEPS", 4)
+    lengths = []
+    for _ in range(4):
+        llm.sleep()
+        llm.wake()
+        lengths.append(len(llm.timeline))
+    assert len(refused) == 12
+    assert lengths[0] < lengths[1] == lengths[2] == lengths[3]
+    assert llm.timeline[0][0] == "import torch"

@@ -54,9 +54,10 @@ class SleepyWorld(World):
         self.engine.sleep(SleepAsk(level, mode, timeout_s), self.clock.now_ns(), heard.append)
 
     def wake(self) -> None:
-        was_asleep = self.engine.bed.level > 0
+        was_asleep, was_awake = self.engine.bed.level > 0, self.engine.bed.rest.state == AWAKE
         report = self.engine.wake()
-        assert report.changed == was_asleep
+        assert report.changed != was_awake
+        assert (report.level > 0) == was_asleep
         assert self.engine.bed.rest.state == AWAKE
         if was_asleep and self.records:
             self.slept_ns += report.end_ns - report.begin_ns + report.slept_ns

@@ -20,7 +20,7 @@ from splittime.ledger.client_book import Ending, Phase
 from splittime.ledger.client_figures import is_good
 from splittime.loadgen.report import COLUMNS, render
 from splittime.loadgen.report.html import render_html
-from splittime.loadgen.report.table import ROWS, STATISTICS
+from splittime.loadgen.report.latencies import ROWS, STATISTICS
 from splittime.loadgen.report.text import ms, percent
 from splittime.loadgen.slo import parse_slo
 

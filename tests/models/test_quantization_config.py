@@ -8,8 +8,9 @@ from test_stored_formats import ASYMMETRIC, AWQ, GPTQ, PACKED, TOKENS, W8A8, com
 
 from splittime.core.errors import ConfigError
 from splittime.models.config import load_config
+from splittime.models.fields import Fields
 from splittime.models.weights.formats.read import parse
-from splittime.models.weights.formats.recipe import Recipe
+from splittime.models.weights.formats.recipe import Recipe, patterns
 
 
 def recipe(**settings):
@@ -157,3 +158,21 @@ def test_values_of_another_kind(settings, told):
 def test_no_object(value):
     with pytest.raises(ConfigError, match="quant_method"):
         parse({"quantization_config": value})
+
+
+@pytest.mark.parametrize("pattern", ["re:(", "re:(([a-z._0-9])+)+!", "re:(a*)*b", "re:" + "a" * 600])
+def test_patterns_that_are_none_or_take_for_ever_are_refused(pattern):
+    fields = Fields({"ignore": ["lm_head", pattern]}, "quantization_config.")
+    with pytest.raises(ConfigError, match=r"quantization_config\.ignore"):
+        patterns(fields, "ignore")
+
+
+def test_patterns_that_people_use_are_taken():
+    used = (
+        "re:.*lm_head",
+        "re:vision_tower.*",
+        r"re:.*\.mlp\.gate$",
+        r"re:model\.layers\.(1|2)\..*",
+        "re:[a-z]+[0-9]{1,3}",
+    )
+    assert patterns(Fields({"ignore": list(used)}, ""), "ignore") == used

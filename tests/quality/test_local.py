@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
 import tiny_checkpoint
 
 from benchmarks.scenarios.quality_gate import SPOILT, write_four_bits
-from splittime.cli.quality import _located
+from splittime.cli.model_source import locate
 from splittime.cli.quality_local import LocalModel
 from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
@@ -30,7 +30,7 @@ from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 
 IDS = [(7 * place * place + 3 * place) % 61 for place in range(120)]
-PACKAGED = _located("code")
+PACKAGED = locate("code")
 
 
 @pytest.fixture(autouse=True, scope="module")

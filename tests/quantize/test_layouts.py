@@ -9,6 +9,8 @@ from splittime.quantize import gptq
 from splittime.quantize.floats import round_to_e4m3
 from splittime.quantize.grid import Grid, round_to_nearest
 from splittime.quantize.layouts import pack, unpack
+from splittime.quantize.settings import Settings
+from splittime.quantize.treat import grid_of
 
 WIDTH, ROWS = 64, 40
 
@@ -56,6 +58,13 @@ def test_e4m3_reads_back():
     assert float(scale[5]) == 1
     with pytest.raises(ConfigError, match="not finite"):
         round_to_e4m3(torch.full((2, 3), float("inf")), torch.float32)
+
+
+def test_small_rows_of_a_float16_model_keep_their_values_in_fp8():
+    grid = grid_of(Settings(scheme="fp8").resolved(), torch.float16)
+    rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).half().float() * 1e-5
+    values = round_to_e4m3(rows, grid.scale_dtype).values()
+    assert float((values - rows).norm() / rows.norm()) < 0.04
 
 
 def gptq_value(tensors, row, column, grid):

@@ -12,6 +12,7 @@ from tiny import BIASED, EXPERTS, make_model, make_text
 from splittime import LLM, SamplingParams
 from splittime.cli.quality_local import LocalModel
 from splittime.models.config import parse_config
+from splittime.quality.margins import EIGHT_BITS, standard
 from splittime.quantize import layer_map, treat
 from splittime.quantize.job import quantize
 from splittime.quantize.layouts import LAYOUTS, SUFFIXES, unpack
@@ -106,4 +107,6 @@ def test_the_quality_gate_holds_fp8_to_what_it_claims(tmp_path):
     claims = {"torch": ("weights.fp8",)} | ({"native": ()} if has_native_kernels() else {})
     for kernels, claimed in claims.items():
         config = RunnerConfig(model_path=str(tmp_path / "out"), kernels=kernels, **settings)
-        assert LocalModel.load("fp8", config).reads.claims == claimed
+        model = LocalModel.load("fp8", config)
+        assert model.reads.claims == claimed
+        assert standard(claimed, model.stored_bits) == EIGHT_BITS

@@ -17,7 +17,6 @@ called from Python goes through it. A tensor is the card's if its storage is.
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 CARD = torch.device("cuda", 0)
 POISON = 0xA5
@@ -38,6 +37,18 @@ READS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "nonzero",
     "masked_select", "equal", "allclose", "unique", "argwhere", "bincount",
 }  # fmt: skip
+LOOKS = {
+    "untyped_storage",
+    "numel",
+    "element_size",
+    "stride",
+    "size",
+    "dim",
+    "data_ptr",
+    "is_contiguous",
+    "view",
+    "set_",
+}
 NOT_AGAIN = {"empty", "empty_like", "new_empty", "empty_strided"}
 STRIDED = {"q", "x_ptr", "x", "logits", "kv", "block_tables"}  # of which kernels are told the stride of a line
 
@@ -67,7 +78,7 @@ class FakeCard(TorchFunctionMode):
         self._pinned: dict[int, Any] = {}
         self._copies: list[Copy] = []
         self._begun = 0  # copies that were waited for, of all that there ever were
-        self._compiled: set[Any] = set()
+        self.compiled: set[Any] = set()  # kernels, each with what it was compiled for
         self._recorded: list[Callable[[], None]] | None = None
         self._is_strict = False
         self._patch = pytest.MonkeyPatch()
@@ -84,15 +95,15 @@ class FakeCard(TorchFunctionMode):
         self._patch.undo()
 
     def _install(self) -> None:
-        from triton.runtime.interpreter import GridExecutor
+        from triton.runtime.interpreter import InterpretedFunction
 
         from splittime.kernels.triton import attention, ops
 
         card, put = self, self._patch.setattr
         attention.processors_of.cache_clear()
         put(ops, "device", lambda: CARD)
-        real = GridExecutor.__call__
-        put(GridExecutor, "__call__", lambda kernel, *args, **kwargs: card._launch(real, kernel, args, kwargs))
+        real = InterpretedFunction.run
+        put(InterpretedFunction, "run", lambda kernel, *args, **kwargs: card._launch(real, kernel, args, kwargs))
         properties = SimpleNamespace(name="a card", multi_processor_count=132, L2_cache_size=50 << 20)
         nothing = lambda *args, **kwargs: None  # noqa: E731
         fakes = {
@@ -201,7 +212,7 @@ class FakeCard(TorchFunctionMode):
         if name == "repeat_interleave" and len(tensors) > 1:
             self.wait(name)
         for tensor, is_there in zip(tensors, there, strict=True):
-            if is_there and tensor.numel() and not tensor.untyped_storage().nbytes():
+            if is_there and name not in LOOKS and tensor.numel() and not tensor.untyped_storage().nbytes():
                 raise CardError(f"{name}: a tensor whose memory was given back")
             if not is_there and (tensor.dim() or tensor is args[0]):
                 raise CardError(f"{name}: tensors of the card and of the host, {list(tensor.shape)}")
@@ -238,6 +249,8 @@ class FakeCard(TorchFunctionMode):
     def _of_pin_memory(self, func: Any, tensors: list[Tensor], one: Tensor) -> Tensor:
         if self.is_there(one):
             raise CardError("pin_memory of a tensor of the card")
+        if _key(one) in self._pinned:
+            return one
         if self._recorded is not None:
             raise CardError("memory pinned within a capture")
         made = one.clone(memory_format=torch.contiguous_format)
@@ -312,19 +325,19 @@ class FakeCard(TorchFunctionMode):
     # ---- launches and captures
 
     def _launch(self, real: Any, kernel: Any, args: tuple, kwargs: dict) -> None:
-        name = kernel.fn.__name__
+        name, names = kernel.__name__, kernel.arg_names
+        general = set(kernel.kwargs.get("do_not_specialize") or ())
         with torch._C.DisableTorchFunction():
-            names = inspect.getfullargspec(kernel.fn).args
             given = dict(zip(names, args, strict=False)) | {key: one for key, one in kwargs.items() if key in names}
-            self._check_launch(name, kernel.grid, given)
+            self._check_launch(name, kwargs["grid"], given)
             self.launched.append(name)
-            key = (name, *(_compiled_for(given[one]) for one in names), kwargs.get("num_warps"))
+            constants = tuple(_compiled_for(given[one]) for one in names if one not in general)
+            key = (name, *constants, kwargs.get("num_warps"))
             if self._recorded is not None:
-                if key not in self._compiled:
+                if key not in self.compiled:
                     raise CardError(f"{name} is compiled within a capture")
-                kept = tree_map(lambda one: one, (args, kwargs))
-                self._recorded.append(lambda: real(kernel, *kept[0], **kept[1]))
-            self._compiled.add(key)
+                self._recorded.append(lambda: real(kernel, *args, **kwargs))
+            self.compiled.add(key)
             real(kernel, *args, **kwargs)
 
     def _check_launch(self, kernel: str, grid: Any, given: dict[str, Any]) -> None:
@@ -396,7 +409,13 @@ def _key(tensor: Tensor) -> int:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8) if tensor.dim() else tensor[None].view(torch.uint8)
+    return (
+        tensor
+        if tensor.dtype == torch.uint8
+        else tensor.view(torch.uint8)
+        if tensor.dim()
+        else tensor[None].view(torch.uint8)
+    )
 
 
 def _compiled_for(one: Any) -> Any:

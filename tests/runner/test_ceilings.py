@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ def native_is_there() -> bool:
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A megabyte: what is measured is the processor's cache, in no time."""
-    for name, value in (("MIN_READ_BYTES", 1 << 20), ("MAX_READ_BYTES", 1 << 20), ("TOUCH_BYTES", 1 << 19)):
-        monkeypatch.setattr(ceilings, name, value)
+    for name, bits in (("MIN_READ_BYTES", 20), ("MAX_READ_BYTES", 20), ("TOUCH_BYTES", 19), ("PART_BYTES", 18)):
+        monkeypatch.setattr(ceilings, name, 1 << bits)
 
 
 def gauge(folder, ops=None, threads: int = 1) -> Gauge:
@@ -54,6 +55,23 @@ def test_what_is_measured_is_known_at_the_next_start(tmp_path):
     assert second.known() == found
     assert not second.is_due()
     assert gauge(tmp_path / "made" / "here", threads=2).known().measured_at_unix_ns is None  # another server's
+
+
+def test_a_piece_reads_one_part_and_a_pass_is_their_sum(monkeypatch):
+    """A request that comes meanwhile waits for one part only; the rate is of the whole memory."""
+    ended_s, now_s = [], [0.0]
+
+    def seconds(work):
+        now_s[0] += 0.001
+        return 0.001
+
+    monkeypatch.setattr(ceilings, "_seconds", seconds)
+    monkeypatch.setattr(ceilings, "TOUCH_S", 0.0)
+    one = gauge(None)
+    for _ in one.measure():
+        ended_s.append(now_s[0])
+    assert max(after - before for before, after in pairwise([0.0, *ended_s])) == pytest.approx(0.001)
+    assert measured(one).read_bytes_per_s == pytest.approx((1 << 20) / 0.004)
 
 
 @pytest.mark.skipif(not native_is_there(), reason="no native kernels")

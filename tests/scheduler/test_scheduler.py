@@ -94,6 +94,25 @@ def test_causes_of_waiting_are_stated() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("received_ns", "measured_ns", "cause"),
+    [
+        (20, 30, Cause.MEASURING),
+        (30, 30, None),  # it came as the piece had ended
+        (10, 12, Cause.STEP_IN_FLIGHT),  # the step ended after the piece
+    ],
+)
+def test_who_comes_while_the_machine_is_measured_waits_for_that(received_ns, measured_ns, cause) -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a")
+    step(scheduler, 10)  # commits at 15
+    sampling = SamplingParams(max_tokens=2, seed=0)
+    request = Request(request_id="b", prompt_token_ids=(1, 2), sampling=sampling, submitted_ns=received_ns)
+    scheduler.submit(request, received_ns, measured_ns)
+    scheduler.check()
+    assert scheduler.queue.waiting_for()[cause] == 1
+
+
 def test_arrival_during_a_step_waits_for_it() -> None:
     scheduler = make_scheduler()
     add(scheduler, "a")

@@ -203,3 +203,31 @@ def test_while_the_engine_loads_the_server_answers_and_says_so(launch) -> None:
         assert answer["error"]["reason"] == "not_ready"
     live.engine.is_ready = True
     assert live.get("/ready")[0] == 200
+
+
+def test_a_page_of_another_site_cannot_change_anything(launch) -> None:
+    """Browsers send such a POST without asking first; the page cannot read the answer, but the harm would be done."""
+    server = launch()
+    elsewhere = {"Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"}
+    for path in ("/sleep?mode=abort", "/wake", "/v1/completions"):
+        status, _, body = server.post(path, {}, elsewhere)
+        assert (status, body["error"]["code"]) == (403, "cross_site")
+    assert server.request("GET", "/health", headers=elsewhere)[0] == 200
+    assert server.post("/v1/completions", {"model": "fake", "prompt": "a"}, {"Sec-Fetch-Site": "same-origin"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("/ledger/requests?slower=60", "slower_than_ms"),
+        ("/ledger/steps?foo=1", "limit"),
+        ("/ledger/requests?limit=1&limit=2", "twice"),
+        ("/sleep?level=1&level=2", "twice"),
+        ("/sleep?level=", "level"),
+    ],
+)
+def test_what_a_query_cannot_ask_is_refused(launch, path, word) -> None:
+    server = launch()
+    status, _, body = server.post(path, b"") if path.startswith("/sleep") else server.get(path)
+    assert status == 400
+    assert word in body["error"]["message"] + str(body["error"].get("limit", ""))

@@ -1,12 +1,13 @@
 """Sleep over HTTP: what is told, what is refused meanwhile and how, and that nothing of it is lost from the books."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
-from splittime.core.sleep import FALLING_ASLEEP, Rest
+from splittime.core.sleep import FALLING_ASLEEP, Rest, SleepReport
 
 from .conftest import LiveServer, say
 
@@ -143,7 +144,8 @@ def test_what_is_not_understood_is_refused(launch: Callable[..., LiveServer], pa
 
 def test_only_post_sleeps(launch: Callable[..., LiveServer]) -> None:
     server = launch()
-    assert server.get("/sleep")[0] == 405
+    status, fields, body = server.get("/sleep")
+    assert (status, body["error"]["hint"], fields["allow"]) == (405, "use POST", "POST")
     assert server.get("/wake")[0] == 405
 
 
@@ -175,4 +177,49 @@ def test_draining_ends_what_a_sleep_waits_for(launch: Callable[..., LiveServer])
     running.join(60)
     falling.join(60)
     assert answer[0][2]["error"]["code"] == "draining"
-    assert told[0][0] == 200
+    assert (told[0][0], told[0][2]["error"]["code"]) == (503, "draining")
+
+
+def test_draining_answers_who_waits_for_a_stuck_engine_to_wake(
+    launch: Callable[..., LiveServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = launch()
+    asked = threading.Event()
+
+    async def never() -> SleepReport:
+        asked.set()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("it ended")
+
+    server.engine.wake = never
+    waking, told = in_thread(lambda: server.post("/wake", b""))
+    assert asked.wait(60)
+    server.loop.call_soon_threadsafe(lambda: server.loop.create_task(server.service.drain()))
+    waking.join(60)
+    status, _, body = told[0]
+    assert (status, body["error"]["code"]) == (503, "draining")
+    assert "shutting down: 0 requests open" in caplog.text
+
+
+def test_knobs_while_it_falls_asleep(launch: Callable[..., LiveServer]) -> None:
+    """One that is paused would never get there."""
+    server = launch()
+    server.engine.rest_now = Rest(FALLING_ASLEEP)
+    assert server.request("PATCH", "/knobs", {"max_num_seqs": 2})[0] == 200
+    server.service.is_draining = True
+    assert server.request("PATCH", "/knobs", {"max_num_seqs": 3})[0] == 503
+
+
+def test_the_parts_of_a_start_are_no_labels(launch: Callable[..., LiveServer]) -> None:
+    server = launch()
+
+    async def anew() -> SleepReport:
+        parts = (("load weights of x", 5, 9), ("warm-up", 9, 15))
+        return SleepReport(action="wake", level=1, begin_ns=5, end_ns=15, parts=parts, restarted=True)
+
+    server.engine.wake = anew
+    _, _, told = server.post("/wake", b"")
+    assert list(told["parts_ms"]) == ["load weights of x", "warm-up"]
+    metrics = server.get("/metrics")[2].decode()
+    assert 'splittime_sleep_seconds_count{action="wake",part="start"} 1' in metrics
+    assert "warm-up" not in metrics

@@ -23,6 +23,7 @@ from splittime.cli.bench_live import shown_live
 from splittime.cli.bench_options import SeriesOptions
 from splittime.cli.options import talk, wide
 from splittime.core.errors import ConfigError, SplittimeError
+from splittime.core.fitted import Fitted
 from splittime.ledger.client_book import Run, save
 from splittime.ledger.client_figures import Summary, summary
 from splittime.ledger.client_metrics import shown, value_of
@@ -170,7 +171,9 @@ class Runs:
         said = f"run {self._made.total():2}: {self._setup.level} {trial.level:g}: {trial.verdict.upper()}"
         why = f" ({trial.run.stopped})" if trial.run.stopped else ""
         values = ", ".join(f"{name} {text}" for name, text in _figures(self._setup, trial.run).items())
-        self._console.print(f"{said}{why}  {values}", style=STYLES[trial.verdict], markup=False)
+        in_a_log = not self._console.is_terminal  # one line for each run, however long
+        style = STYLES[trial.verdict]
+        self._console.print(f"{said}{why}  {values}", style=style, markup=False, soft_wrap=in_a_log)
 
 
 def _value(setup: Setup, level: float) -> float:
@@ -194,18 +197,18 @@ def print_trials(setup: Setup, trials: Sequence[Trial], found: Found | Swept, se
         sys.stdout.buffer.write(msgspec.json.encode(whole) + b"\n")
         return
     console = wide()
-    console.print(_table(setup, trials))
+    console.print(Fitted(_table(setup, trials, "_", 1), _table(setup, trials, "\n", 1), _table(setup, trials, "\n", 0)))
     if sentence:
         console.print(sentence, markup=False)
 
 
-def _table(setup: Setup, trials: Sequence[Trial]) -> Table:
-    """A row for each run, in the order of the levels."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(setup.level, justify="right")
-    table.add_column("verdict")
+def _table(setup: Setup, trials: Sequence[Trial], between: str, padding: int) -> Table:
+    """A row for each run, in the order of the levels. between: the words of a heading."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0))
+    table.add_column(setup.level, justify="right", overflow="fold")
+    table.add_column("verdict", overflow="fold")
     for name in FIGURES:
-        table.add_column(name, justify="right")
+        table.add_column(name.replace("_", between), justify="right", overflow="fold")
     for trial in sorted(trials, key=lambda one: one.level):
         figures = _figures(setup, trial.run)
         verdict = f"[{STYLES[trial.verdict]}]{trial.verdict}[/]" if setup.slo or trial.run.is_void else ""

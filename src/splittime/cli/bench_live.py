@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from splittime.loadgen.progress import OnProgress, Progress
 
@@ -21,18 +23,14 @@ def shown_live(console: Console, is_closed: bool) -> Iterator[OnProgress | None]
         yield lambda progress: live.update(view(progress, is_closed))
 
 
-def view(progress: Progress, is_closed: bool) -> Table:
-    """One bar and one line of figures."""
+def view(progress: Progress, is_closed: bool) -> RenderableType:
+    """One bar, and the figures in as many lines as they need: none is broken in two."""
     done, whole = _share(progress)
-    grid = Table.grid(padding=(0, 2))
     bar = Table.grid(padding=(0, 1))
     end = f" / {progress.ends_at_s:.0f} s" if progress.ends_at_s is not None else " s"
     bar.add_row(ProgressBar(total=whole, completed=done, width=40), f"{progress.elapsed_s:.0f}{end}")
-    grid.add_row(bar)
-    figures = Table.grid(padding=(0, 3))
-    figures.add_row(*_figures(progress, is_closed))
-    grid.add_row(figures)
-    return grid
+    figures = [Text.from_markup(figure) for figure in _figures(progress, is_closed)]
+    return Group(bar, Columns(figures, padding=(0, 2)))
 
 
 def _share(progress: Progress) -> tuple[float, float]:

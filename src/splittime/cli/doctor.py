@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 MAX_LIMIT = 10_000
 NOTHING_FOUND, FOUND, CANNOT_TELL = 0, 1, 3
+NOBODY = (
+    "Is `splittime serve` running there? Name another: `splittime doctor http://host:port`; "
+    "or a file: `splittime doctor FILE`, a ledger or a bench's run."
+)
 _LINE = 80
 
 EXAMPLES = """\b
@@ -99,11 +103,14 @@ def _read(source: str, limit: int, api_key: str | None) -> "Books":
 def _ask(base: str, limit: int, api_key: str | None) -> "Books":
     """The server's facts (an older one has none), its latest requests, and the steps in their time. Raises
     `EngineError` if it was restarted meanwhile: its answers would be of two servers."""
-    from splittime.cli.live_books import books_from_answers
+    from splittime.cli.live_books import another_server, books_from_answers
 
     facts = _facts(base, api_key)
-    accounts = get_json(f"{base}/ledger/requests?limit={limit}", api_key)
-    steps = get_json(f"{base}/ledger/steps?limit={MAX_LIMIT}", api_key)
+    try:
+        accounts = _get(f"{base}/ledger/requests?limit={limit}", api_key)
+    except NotFound as error:
+        raise NotFound(error.info.message, hint=another_server(base)) from None
+    steps = _get(f"{base}/ledger/steps?limit={MAX_LIMIT}", api_key)
     if _starts(facts) != _starts(_facts(base, api_key)):
         raise EngineError(f"{base} was restarted while it was read", hint="Ask once more, when it has served a while.")
     return books_from_answers(facts, accounts, steps, base)
@@ -111,9 +118,13 @@ def _ask(base: str, limit: int, api_key: str | None) -> "Books":
 
 def _facts(base: str, api_key: str | None) -> Any:
     try:
-        return get_json(f"{base}/ledger/facts", api_key)
+        return _get(f"{base}/ledger/facts", api_key)
     except NotFound:
         return None
+
+
+def _get(url: str, api_key: str | None) -> Any:
+    return get_json(url, api_key, NOBODY)
 
 
 def _starts(facts: Any) -> list[Any]:
@@ -124,7 +135,10 @@ def _starts(facts: Any) -> list[Any]:
 
 def told(diagnosis: "Diagnosis") -> Text:
     """For people, in 80 columns: the findings first, then the limits, then what could not be told."""
-    text = Text(f"{diagnosis.num_requests} requests, {diagnosis.num_steps} steps: {diagnosis.source}\n", style="dim")
+    text = Text(
+        f"{_many(diagnosis.num_requests, 'request')}, {_many(diagnosis.num_steps, 'step')}: {diagnosis.source}\n",
+        style="dim",
+    )
     for number, finding in enumerate(diagnosis.illnesses, 1):
         text.append_text(_finding(finding, f"{number}. "))
     if not diagnosis.illnesses:
@@ -134,6 +148,10 @@ def told(diagnosis: "Diagnosis") -> Text:
     for finding in diagnosis.limits:
         text.append_text(_finding(finding, "- "))
     return text.append_text(_untold(diagnosis))
+
+
+def _many(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _nothing(diagnosis: "Diagnosis") -> Text:

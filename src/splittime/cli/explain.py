@@ -26,6 +26,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_STEPS = 10_000
 MAX_OTHERS = 1_000
 TIMEOUT_S = 10.0
+NOBODY = "Is `splittime serve` running there? Name another with --url, or a file with --ledger."
 
 EXAMPLES = f"""\b
 Examples:
@@ -147,8 +148,8 @@ def _from_server(url: str, request_id: str | None, slowest: int | None, api_key:
         raise EngineError(f"what {base} answered is no account: {error}", hint="Is it a splittime server?") from None
 
 
-def get_json(url: str, api_key: str | None) -> Any:
-    """A GET of a running server; raises what a user can act on."""
+def get_json(url: str, api_key: str | None, nobody: str = NOBODY) -> Any:
+    """A GET of a running server; raises what a user can act on, with `nobody` as the hint where none answers."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as response:
@@ -157,8 +158,7 @@ def get_json(url: str, api_key: str | None) -> Any:
         raise _refused(error, url) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        hint = "Is `splittime serve` running there? Name another with --url, or a file with --ledger."
-        raise EngineError(f"cannot ask {url}: {reason}", hint=hint) from None
+        raise EngineError(f"cannot ask {url}: {reason}", hint=nobody) from None
 
 
 def _refused(error: urllib.error.HTTPError, url: str) -> Exception:

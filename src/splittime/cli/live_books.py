@@ -11,6 +11,12 @@ from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 
 
+def another_server(url: str) -> str:
+    """The hint where there is no ledger of ours: what a client sees can be told of any server."""
+    run = f"`splittime bench run {url} --out run.json`, then `splittime doctor run.json`"
+    return f"Is it a splittime server, and of this version? Any other is measured from outside: {run}."
+
+
 def books_from_answers(facts_json: Any, requests_json: Any, steps_json: Any, source: str) -> Books:
     """The decoded bodies of `/ledger/facts` (None if there was none), `/ledger/requests` and `/ledger/steps`.
 
@@ -21,6 +27,6 @@ def books_from_answers(facts_json: Any, requests_json: Any, steps_json: Any, sou
         accounts = [account_from_json(entry) for entry in requests_json["accounts"]]
         steps = msgspec.convert(steps_json["steps"], list[StepRecord])
     except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
-        hint = "is it a splittime server, and of this version?"
-        raise ConfigError(f"the ledger of {source} cannot be read: {error!r}", param="url", hint=hint) from error
+        told = f"the ledger of {source} cannot be read: {error!r}"
+        raise ConfigError(told, param="url", hint=another_server(source)) from error
     return make_books(facts, accounts, steps, source)

@@ -190,7 +190,7 @@ def _margins(candidate: "Model", given: Options) -> "Margins":
     from splittime.quality.margins import standard
 
     claims = candidate.reads.claims if candidate.reads else ()
-    usual = standard(claims)
+    usual = standard(claims, getattr(candidate, "stored_bits", None))
     asked = {name: getattr(given, f"margin_{name}") for name in usual.__struct_fields__}
     return msgspec.structs.replace(usual, **{name: limit for name, limit in asked.items() if limit is not None})
 

@@ -46,6 +46,8 @@ class LocalModel:
         self.max_tokens = min(resolved.max_model_len, resolved.num_blocks * resolved.block_size)
         self.facts: Mapping[str, object] = {each: getattr(resolved, each) for each in SHOWN}
         self.reads = Reads(claims=_claims(resolved.weights, resolved.kv_cache_dtype))
+        stored = runner.decoder.config.quantization
+        self.stored_bits = None if stored is None else stored.bits
         self._hidden: Tensor | None = None
 
     @staticmethod

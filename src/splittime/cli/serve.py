@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from splittime.cli import model_source
+from splittime.cli.announcement import announce
 from splittime.cli.options import JsonFlag, ModelArgument, talk, with_settings
 from splittime.cli.settings import Settings
 from splittime.cli.startup import Timeline
@@ -169,38 +170,4 @@ def _announce(
         sys.stdout.buffer.write(orjson.dumps(report) + b"\n")
         sys.stdout.buffer.flush()
         return
-    _print_announcement(url, model, ready, timeline, settings)
-
-
-def _print_announcement(url: str, model: ModelInfo, ready: "Ready", timeline: Timeline, settings: Settings) -> None:
-    console = talk()
-    console.print(f"\n[bold]{model.name}[/bold] on {url}\n")
-    console.print("resolved configuration", style="dim")
-    for name, value in flatten(ready.resolved):
-        if value != []:  # of what is not in use: ranks, captured steps
-            console.print(f"  {name:<36} {value}", markup=False)
-    changed = [entry for entry in settings.shown() if entry["origin"] != "default"]
-    for entry in changed:
-        console.print(f"  {entry['name']:<36} {entry['value']}  ({entry['origin']})", markup=False)
-    console.print("start-up, ms from the start of the process", style="dim")
-    for phase in timeline.phases():
-        console.print(f"  {phase.name:<36} {phase.begin_ms:>9.1f} {phase.end_ms:>9.1f}", markup=False)
-    console.print("try", style="dim")
-    console.print(curl(url, model.name, needs_key=settings["api_key"] is not None), markup=False)
-    console.print(f"  splittime explain ID --url {url}      (ID: the id in the answer)", markup=False)
-
-
-def flatten(resolved: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """`{"a": {"b": 1}}` as `[("a.b", 1)]`."""
-    rows: list[tuple[str, Any]] = []
-    for name, value in resolved.items():
-        rows += flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return rows
-
-
-def curl(url: str, model: str, needs_key: bool) -> str:
-    """A request to paste into a shell."""
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
-    body = orjson.dumps({"model": model, "prompt": "def read_json(path):", "max_tokens": 48, "temperature": 0})
-    headers = f"-H 'Content-Type: application/json' -H 'X-Include-Timing: 1'{key}"
-    return f"  curl {url}/v1/completions {headers} \\\n    -d '{body.decode()}'"
+    announce(url, model.name, ready.resolved, timeline, settings)

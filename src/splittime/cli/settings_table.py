@@ -96,7 +96,8 @@ SETTINGS = (
         "num_threads",
         "whole",
         None,
-        "CPU threads; default: one a core, or measured at start where weights are at most 256 MiB.",
+        "CPU threads; default: one a core. Small models: native kernels measure it at start (up to 256 MiB of "
+        "weights), the others take one (up to 128 MiB).",
         ("runner",),
         1,
         1024,

@@ -39,17 +39,19 @@ class SleepAsk(msgspec.Struct, frozen=True):
 
     def validate(self) -> None:
         """Raise `RequestError` naming what is not honoured."""
-        if self.level not in LEVELS:
+        if type(self.level) is not int or self.level not in LEVELS:
             raise RequestError(
-                f"level is {self.level}, must be 1 (weights are kept in host memory) or 2 (they are dropped)",
+                f"level is {self.level!r}, must be 1 (weights are kept in host memory) or 2 (they are dropped)",
                 param="level",
                 value=self.level,
                 limit=list(LEVELS),
             )
-        if self.mode not in MODES:
+        if type(self.mode) is not str or self.mode not in MODES:
             raise RequestError(f"mode is {self.mode!r}, must be wait or abort", param="mode", value=self.mode)
-        if self.timeout_s is not None and not 0 <= self.timeout_s <= MAX_TIMEOUT_S:
-            message = f"timeout_s is {self.timeout_s}, must be from 0 to {MAX_TIMEOUT_S:g}"
+        if self.timeout_s is not None and (
+            type(self.timeout_s) not in (int, float) or not 0 <= self.timeout_s <= MAX_TIMEOUT_S
+        ):
+            message = f"timeout_s is {self.timeout_s!r}, must be from 0 to {MAX_TIMEOUT_S:g}"
             raise RequestError(message, param="timeout_s", value=self.timeout_s, limit=MAX_TIMEOUT_S)
 
 
@@ -76,10 +78,12 @@ class SleepReport(msgspec.Struct, frozen=True, kw_only=True):
     """One falling asleep, or one waking.
 
     action: "sleep" or "wake". changed: false if it was so already; all else is then 0.
+    level: 0 of a waking that came before the engine was asleep, and called that off.
     parts: (name, begin_ns, end_ns), one after the other: "drain" (requests end), then the `Sleeper`'s ("measure":
         looking how much memory there is). A name may come again.
     forgotten_tokens, forgotten_host_tokens: of the KV cache's content, and of its copies in host memory.
     aborted_requests: ended by mode=abort. slept_ns: how long it slept.
+    restarted: a new process was started for it, and the parts are those of its start.
     """
 
     action: str
@@ -98,6 +102,7 @@ class SleepReport(msgspec.Struct, frozen=True, kw_only=True):
     memory_before_bytes: int = 0
     memory_after_bytes: int = 0
     note: str = ""
+    restarted: bool = False
 
     @property
     def parts_ns(self) -> dict[str, int]:

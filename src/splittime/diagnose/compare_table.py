@@ -1,17 +1,15 @@
 """A comparison for people: a row a metric, then the verdict in one sentence, then what else there is to know."""
 
-import textwrap
-
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from splittime.core.fitted import Fitted, Sentence, at_most
 from splittime.diagnose.compare import SHARE_MARGIN, Compared, Comparison, Design, Verdict
 from splittime.ledger.client_intervals import Interval
 from splittime.ledger.client_metrics import shown
 
-COLUMNS = 100
 STYLES = {
     Verdict.BETTER: "green",
     Verdict.WORSE: "bold red",
@@ -24,8 +22,9 @@ def render_comparison(found: Comparison) -> RenderableType:
     title = Text("B against A: ", style="bold")
     title.append(found.verdict.value, style=STYLES[found.verdict])
     lines = [_wrapped(f"A  {found.label_a}"), _wrapped(f"B  {found.label_b}"), _wrapped(_how(found), "dim")]
+    why = _wrapped(f"{found.verdict.value}: {found.why}")
     notes = [_wrapped(f"Note: {note}", "yellow") for note in found.notes]
-    return Group(title, *lines, Text(), _table(found), Text(), _wrapped(f"{found.verdict.value}: {found.why}"), *notes)
+    return at_most(Group(title, *lines, Text(), _fitted(found), Text(), why, *notes))
 
 
 def _how(found: Comparison) -> str:
@@ -41,20 +40,25 @@ def _how(found: Comparison) -> str:
     )
 
 
-def _table(found: Comparison) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, width=COLUMNS, show_edge=False, pad_edge=False)
-    table.add_column("metric", no_wrap=True)
+def _fitted(found: Comparison) -> Fitted:
+    """Less space between the columns first; then the ends of an interval one below the other."""
+    return Fitted(_table(found, " ", padding=1), _table(found, " ", padding=0), _table(found, "\n", padding=0))
+
+
+def _table(found: Comparison, between: str, padding: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding), expand=True, show_edge=False, pad_edge=False)
+    table.add_column("metric", overflow="fold")
     for name in ("A", "B", "B / A", "interval"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("verdict", overflow="fold")
     for one in found.metrics:
-        table.add_row(*_cells(one), Text(one.verdict.value, STYLES[one.verdict]))
+        table.add_row(*_cells(one, between), Text(one.verdict.value, STYLES[one.verdict]))
     return table
 
 
-def _cells(one: Compared) -> tuple[str, ...]:
+def _cells(one: Compared, between: str) -> tuple[str, ...]:
     a, b = ("-" if value is None else shown(one.name, value) for value in (one.a, one.b))
-    return one.name, a, b, _effect(one, one.effect), _interval(one, one.interval)
+    return one.name, a, b, _effect(one, one.effect), _interval(one, one.interval, between)
 
 
 def _effect(one: Compared, value: float | None) -> str:
@@ -63,9 +67,9 @@ def _effect(one: Compared, value: float | None) -> str:
     return f"{100 * value:+.2f} pt" if one.is_difference else f"{value:.3f}"
 
 
-def _interval(one: Compared, found: Interval | None) -> str:
-    return "-" if found is None else f"{_effect(one, found.low)} to {_effect(one, found.high)}"
+def _interval(one: Compared, found: Interval | None, between: str) -> str:
+    return "-" if found is None else f"{_effect(one, found.low)} to{between}{_effect(one, found.high)}"
 
 
-def _wrapped(sentence: str, style: str = "") -> Text:
-    return Text(textwrap.fill(sentence, COLUMNS, subsequent_indent="   "), style)
+def _wrapped(words: str, style: str = "") -> Sentence:
+    return Sentence(words, style, indent=3)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from splittime.diagnose import longest_gap
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.device_time import device_time, sentence
@@ -55,7 +56,7 @@ LETTERS: dict[Stage, str] = {
     Stage.CLIENT_WAIT: "c",
     Stage.UNATTRIBUTED: "?",
 }
-_NO_CAUSE = {Stage.QUEUE: " No cause: the next step took it."}
+_NO_CAUSE = {Stage.QUEUE: " No cause: no step ran as it came, and the next one took it."}
 WAITS = (Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED, Stage.CLIENT_WAIT, Stage.UNATTRIBUTED)
 
 Key = tuple[Stage, Cause | None]
@@ -102,8 +103,9 @@ def _heading(account: ClosedAccount) -> Text:
     text.append(f"  {account.endpoint}  {account.model}  {account.finish_reason}\n")
     in_host = f", {account.host_tokens} of them in host memory" if account.host_tokens else ""
     cached = f" ({account.cached_tokens} cached{in_host})" if account.cached_tokens else ""
-    preempted = f", {account.num_preemptions} preemptions" if account.num_preemptions else ""
-    tokens = f"{account.prompt_tokens} prompt tokens{cached}, {account.output_tokens} output tokens{preempted}"
+    preempted = f", {_many(account.num_preemptions, 'preemption')}" if account.num_preemptions else ""
+    asked, answered = _many(account.prompt_tokens, "prompt token"), _many(account.output_tokens, "output token")
+    tokens = f"{asked}{cached}, {answered}{preempted}"
     text.append(_wrapped(f"{tokens}, {_ms(derive.e2e_ns(account))} ms from first byte to last"))
     if account.error is not None:
         text.append(_wrapped(account.error.message), style="red")
@@ -170,9 +172,11 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
     longest = max(during, key=lambda step: step.end_ns - step.begin_ns)
     others = [row for row in longest.rows if row[0] != account.request_id]
     took = f"{_ms(longest.end_ns - longest.begin_ns)} ms (device {_ms(longest.device_ns)}{_how(longest)})"
-    held = f"{longest.prefill_tokens} prefill and {longest.decode_tokens} decode tokens"
-    ran = f"{len(during)} step{'s' if len(during) > 1 else ''} ran meanwhile"
+    held = f"{longest.prefill_tokens} prefill and {_many(longest.decode_tokens, 'decode token')}"
+    ran = f"{_many(len(during), 'step')} ran meanwhile"
     text = Text(_wrapped(f"{ran}, the longest was {longest.step_id}: {took}, {held}."))
+    begin_ns, end_ns = account.token_ready_ns[stall.token_index - 1 : stall.token_index + 1]
+    text.append(_wrapped(longest_gap.told(longest_gap.parts_ns(begin_ns, end_ns, steps, before_id))))
     for request_id, start, num_tokens in sorted(others, key=lambda row: -row[2])[:MAX_NEIGHBOURS]:
         text.append(f"  with it: {request_id}, {num_tokens} at position {start}\n")
     if len(others) > MAX_NEIGHBOURS:
@@ -195,10 +199,12 @@ def _copies(account: ClosedAccount, steps: Sequence[StepRecord]) -> str:
         (sum(step.restored_blocks for step in own), "from", sum(step.restore_ns for step in own)),
         (sum(step.offloaded_blocks for step in own), "to", sum(step.offload_ns for step in own)),
     )
-    parts = [
-        f"{blocks} block{'s' * (blocks != 1)} {way} host memory in {_ms(ns)} ms" for blocks, way, ns in told if blocks
-    ]
+    parts = [f"{_many(blocks, 'block')} {way} host memory in {_ms(ns)} ms" for blocks, way, ns in told if blocks]
     return _wrapped(f"Its steps copied {' and '.join(parts)}.") if parts else ""
+
+
+def _many(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _wrapped(words: str) -> str:

@@ -48,6 +48,7 @@ class Engine:
         self.scheduler = scheduler
         self.facts: ServerFacts | None = None  # set by who built it, and so is the next
         self.measuring: Measuring | None = None
+        self._measured_ns = 0  # until when
         self.watch: Watch | None = None
         self.bed = Bed(clock)
         self._recorder = Recorder(scheduler, self.bed)
@@ -65,9 +66,18 @@ class Engine:
         try:
             self.bed.refuse_requests()
             self._recorder.stop_idling(self._clock.now_ns())
-            self.scheduler.submit(request, received_ns)
+            self.scheduler.submit(request, received_ns, self._measured_ns)
         except (RequestError, Overloaded) as error:
             self._pending.append(_refusal(request, max(received_ns, request.submitted_ns), error))
+
+    def measure(self) -> Machine | None:
+        """A short piece of `measuring`; the last one gives the result. Who comes meanwhile waits for its end, and is
+        told so."""
+        machine = None if self.measuring is None else next(self.measuring)
+        if machine is not None:
+            self.measuring = None
+        self._measured_ns = self._clock.now_ns()
+        return machine
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is still here. Its blocks are free when this returns."""
@@ -101,6 +111,11 @@ class Engine:
         """When a step has something to do at the earliest, though nothing comes in."""
         known = (self.scheduler.next_deadline_ns(), self.bed.deadline_ns)
         return min((at_ns for at_ns in known if at_ns is not None), default=None)
+
+    @property
+    def falls_asleep_next(self) -> bool:
+        """The next `step` puts it to sleep: somebody waits for that, and nothing runs any more."""
+        return self.bed.is_awaited and self._is_quiet
 
     def _falls_asleep(self) -> bool:
         """Whether it sleeps from here on, because somebody waits for that and nothing runs any more."""
@@ -143,7 +158,7 @@ class Engine:
             self.has_news
             or self._flight is not None
             or (self.scheduler.has_requests and not self.scheduler.config.paused)
-            or (self.bed.is_awaited and self._is_quiet)
+            or self.falls_asleep_next
         )
 
     def step(self) -> StepOutput | None:

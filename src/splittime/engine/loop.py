@@ -4,7 +4,7 @@ A thread receives, so that a message has its arrival time even while a step runs
 (`step_in_flight`), not hand-off. The loop itself is single-threaded and owns the engine.
 
 The machine's ceilings are measured here, in short pieces, each after it has been quiet for `QUIET_S`: a request that
-comes meanwhile waits for one piece at most.
+comes meanwhile waits for one piece at most, and its account says so (`measuring`).
 """
 
 import threading
@@ -77,6 +77,8 @@ def run_loop(engine: Engine, inbox: Inbox, send: Send, clock: Clock) -> None:
             _wait(engine, inbox, send, clock)
         for message, received_ns in inbox.take_all():
             _handle(engine, message, received_ns, send)
+        if engine.falls_asleep_next:
+            _measure_to_the_end(engine, send)
         output = engine.step()
         if output is not None:
             send(output)
@@ -88,10 +90,7 @@ def _wait(engine: Engine, inbox: Inbox, send: Send, clock: Clock) -> None:
     if engine.measuring is None or engine.bed.level or (timeout_s is not None and timeout_s <= QUIET_S):
         inbox.wait(timeout_s)
     elif not inbox.wait(QUIET_S):
-        machine = next(engine.measuring)
-        if machine is not None:
-            engine.measuring = None
-            send(Measured(machine))
+        _measure(engine, send)
 
 
 def _handle(engine: Engine, message: ToEngine, received_ns: int, send: Send) -> None:
@@ -106,7 +105,6 @@ def _handle(engine: Engine, message: ToEngine, received_ns: int, send: Send) -> 
             except ConfigError as error:
                 send(ConfigureDone(call_id, error=error.info))
         case Sleep(call_id, ask):
-            _measure_to_the_end(engine, send)
             engine.sleep(ask, received_ns, lambda told: send(_slept(engine, call_id, told)))
         case Wake(call_id):
             try:
@@ -117,16 +115,20 @@ def _handle(engine: Engine, message: ToEngine, received_ns: int, send: Send) -> 
 
 def _slept(engine: Engine, call_id: int, told: SleepReport | SplittimeError) -> SleepDone:
     if isinstance(told, SplittimeError):
-        return SleepDone(call_id, engine.bed.rest, error=told.info)
-    return SleepDone(call_id, engine.bed.rest, told)
+        return SleepDone(call_id, engine.bed.rest, engine.stats(), error=told.info)
+    return SleepDone(call_id, engine.bed.rest, engine.stats(), told)
 
 
 def _measure_to_the_end(engine: Engine, send: Send) -> None:
-    """Before a sleep, which is to leave no memory behind: it takes a tenth of a second, once."""
-    for machine in engine.measuring or ():
-        if machine is not None:
-            send(Measured(machine))
-    engine.measuring = None
+    """Before a sleep, which is to leave no memory behind: it takes some tenths of a second, once."""
+    while engine.measuring is not None:
+        _measure(engine, send)
+
+
+def _measure(engine: Engine, send: Send) -> None:
+    machine = engine.measure()
+    if machine is not None:
+        send(Measured(machine))
 
 
 def _seconds_to_deadline(engine: Engine, clock: Clock) -> float | None:

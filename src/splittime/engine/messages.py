@@ -96,10 +96,12 @@ class ConfigureDone(msgspec.Struct, frozen=True, tag="configured"):
 
 
 class SleepDone(msgspec.Struct, frozen=True, tag="slept"):
-    """The answer to `Sleep` and to `Wake`: a report or an error, and what the engine is now."""
+    """The answer to `Sleep` and to `Wake`: a report or an error, and what the engine is now. stats: no step comes to
+    bring them."""
 
     call_id: int
     rest: Rest
+    stats: EngineStats
     report: SleepReport | None = None
     error: ErrorInfo | None = None
 

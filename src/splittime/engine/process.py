@@ -46,7 +46,7 @@ from splittime.engine.messages import (
     ToEngine,
     Wake,
 )
-from splittime.engine.sleep import refusal, sleeps_already, stays_asleep
+from splittime.engine.sleep import refusal, shutting_down, sleeps_already, stays_asleep
 from splittime.engine.streams import Streams
 from splittime.ledger.facts import ServerFacts
 
@@ -89,6 +89,7 @@ class ProcessClient:
         self._known_facts = KnownFacts()
         self._rest = Rest()
         self._num_turns = 0  # calls of `sleep` and `wake` that are not answered
+        self._asleep_since_ns = 0
         self._anew = asyncio.Lock()  # of starting a process at waking
         self._wake_failure: SplittimeError | None = None
         self._generation: Generation | None = None
@@ -98,6 +99,7 @@ class ProcessClient:
         self._was_ever_ready = False
         self._is_up = False
         self._heard_ns = 0  # when it last said anything
+        self._died_ns: int | None = None  # when its predecessor did, until it is ready
         self._tasks: list[asyncio.Task[None]] = []  # those of the present generation
         self._context: zmq.asyncio.Context | None = None
         self.num_restarts = 0
@@ -111,6 +113,8 @@ class ProcessClient:
 
     def spawn(self) -> None:
         """Start the process now; `start` does it otherwise."""
+        if self._is_stopping:
+            raise shutting_down()
         self._generation = Generation(self._command, self._settings)
 
     async def start(self) -> Ready:
@@ -135,8 +139,7 @@ class ProcessClient:
             self._streams.end_all("the server is shutting down")
             generation, self._generation = self._generation, None
             self._cancel_tasks()
-            self._calls.fail_all(EngineError("the server is shutting down"))
-            self._wake_failure = EngineError("the server is shutting down")
+            self._calls.fail_all(shutting_down())
             if self._was_ever_ready:
                 self._became_ready.set()
             await generation.end()
@@ -185,6 +188,8 @@ class ProcessClient:
 
     async def wake(self) -> SleepReport:
         async with self._anew:
+            if self._is_stopping:
+                raise shutting_down()
             if self._generation is None and self._rest.state == ASLEEP:
                 return await self._wake_anew()
         self._require_up()
@@ -203,9 +208,22 @@ class ProcessClient:
         self._num_turns -= 1
         if not self._num_turns:
             self._rest = answer.rest
+        self._stats = answer.stats
         if answer.report is not None:
-            self._known_facts.add_sleep(answer.report)
+            self._take_report(answer.report)
         self._calls.settle(answer.call_id, answer.report, answer.error)
+
+    def _take_report(self, report: SleepReport) -> None:
+        """Into the facts and the log, unless nothing was done (or only a sleep called off)."""
+        if not report.changed or not report.level:
+            return
+        self._known_facts.add_sleep(report)
+        took_ms = (report.end_ns - report.begin_ns) / 1e6
+        if report.action == "sleep":
+            self._asleep_since_ns = report.end_ns
+            log.warning("asleep (level %d) after %.0f ms", report.level, took_ms)
+        else:
+            log.warning("awake again after %.0f ms", took_ms)
 
     async def _wake_anew(self) -> SleepReport:
         """A successor for the engine that died in its sleep."""
@@ -217,6 +235,9 @@ class ProcessClient:
             await self._became_ready.wait()
         else:
             self._wake_failure = EngineError("the system would not start a process")
+        if self._is_stopping:
+            self._rest = Rest(ASLEEP, level)
+            raise shutting_down()
         if self._wake_failure is not None:
             self._rest = Rest(ASLEEP, level)
             raise stays_asleep(self._wake_failure)
@@ -227,9 +248,11 @@ class ProcessClient:
             begin_ns=begin_ns,
             end_ns=time.monotonic_ns(),
             parts=self.ready_info.timeline,
+            slept_ns=begin_ns - self._asleep_since_ns,
             note="the engine had died in its sleep: a new process was started",
+            restarted=True,
         )
-        self._known_facts.add_sleep(report)
+        self._take_report(report)
         return report
 
     async def _call(self, message: Callable[[int], ToEngine]) -> Any:
@@ -299,8 +322,10 @@ class ProcessClient:
                 assert self._generation is not None
                 self._known_facts.take_ready(message, self._generation.started_ns, self.num_restarts)
                 self._repeat_knobs()
+                if self._died_ns is not None and self._rest.state == AWAKE:
+                    log.warning("the engine is ready again after %.1f s", (time.monotonic_ns() - self._died_ns) / 1e9)
                 self._is_up = self._was_ever_ready = True
-                self._rest = Rest()
+                self._rest, self._died_ns = Rest(), None
                 self._became_ready.set()
             case Measured(machine):
                 self._known_facts.take_machine(machine)
@@ -361,6 +386,7 @@ class ProcessClient:
             self._became_ready.set()
             return
         log.error("engine process %d died: %s", generation.process.pid, cause)
+        self._died_ns = self._died_ns or time.monotonic_ns()
         await self._restart(generation)
 
     def _sleep_on(self, dead: Generation, cause: str, words: Fatal | None) -> None:

@@ -122,6 +122,7 @@ class Bed:
         """Raises what kept it asleep. One that is falling asleep stays awake."""
         if self._waiting is not None:
             self._call_off(Conflict("waking was asked for before the engine was asleep", code="sleep_called_off"))
+            return _called_off(self._clock.now_ns())
         if not self.level:
             return SleepReport(action="wake", level=0, changed=False)
         assert self.sleeper is not None
@@ -172,12 +173,22 @@ def ended_by_sleep() -> ErrorInfo:
     return error.info
 
 
+def shutting_down() -> EngineError:
+    """What a call that waits is told when the client stops."""
+    return EngineError("the server is shutting down", code="draining", status=503, retry_after_s=1.0)
+
+
 def stays_asleep(error: SplittimeError) -> EngineError:
     """With the cause's own facts."""
     info, message = error.info, f"the engine could not wake and stays asleep: {error}"
     return EngineError(
         message, code="wake_failed", status=503, param=info.param, value=info.value, limit=info.limit, hint=info.hint
     )
+
+
+def _called_off(now_ns: int) -> SleepReport:
+    note = "the engine was not asleep yet: a call for sleep was called off"
+    return SleepReport(action="wake", level=0, begin_ns=now_ns, end_ns=now_ns, note=note)
 
 
 def _told(action: str, level: int, moved: Moved, first: tuple[str, int, int] | None, end_ns: int) -> SleepReport:

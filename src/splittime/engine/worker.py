@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from splittime.core.clock import SystemClock
-from splittime.core.errors import SplittimeError
+from splittime.core.errors import EngineError, SplittimeError
 from splittime.engine.engine import Engine
 from splittime.engine.gc_pauses import GcPauses, freeze_heap
 from splittime.engine.loop import Inbox, run_loop
@@ -117,7 +117,11 @@ def _receive(inbound: str, outbound: str) -> Inbox:
         pull.connect(inbound)
         push.connect(outbound)
         while True:
-            message = decoder.decode(pull.recv())
+            try:
+                message = decoder.decode(pull.recv())
+            except msgspec.MsgspecError as error:  # whoever sent it would wait for ever: end, with words
+                inbox.fail(EngineError(f"a message to the engine cannot be taken in: {error}"))
+                continue
             if isinstance(message, Ping):
                 push.send(pong)
             else:

@@ -119,8 +119,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     first_chunk_tokens: output tokens in the first chunk written (TPOT's divisor leaves them out).
     prompt_parts: (hash, start, num_tokens) of the prompt's parts, cut by content (`ledger.prompt_parts`); () for a
         short one, and for one that was refused before it was tokenised.
-    unseen_ns: how long before `start_ns`, at the most, the request lay in its socket, because the server's event loop
-        was busy; 0 below 15 ms. Part of no sum: the account begins when the server sees it.
+    unseen_ns: how long before `start_ns` the request lay in its socket, because the server's event loop was busy, as
+        the kernel says (`server.socket_wait`); 0 below 8 ms. Part of no sum: the account begins when it is seen.
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     """
 

@@ -61,7 +61,6 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     started_ns: when it was made; ready_ns: when it could first serve. restarts: how often it died and was replaced.
     pauses: (begin, duration) in ns of the latest collections of garbage that took a millisecond or more; all of them
         are in `/stats`.
-    stalls: the same of the times that the event loop did not look at its sockets, 15 ms and more.
     sleeps: how it fell asleep and woke, the latest times.
     """
 
@@ -70,7 +69,6 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     ready_ns: int | None = None
     restarts: int = 0
     pauses: tuple[tuple[int, int], ...] = ()
-    stalls: tuple[tuple[int, int], ...] = ()
     sleeps: tuple[SleepReport, ...] = ()
 
 

@@ -23,7 +23,7 @@ class Stage(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a request waits, stated by the scheduler at the moment it makes it wait."""
+    """Why a request waits, stated by the engine at the moment it makes it wait."""
 
     BATCH_SLOTS = "batch_slots"
     KV_BLOCKS = "kv_blocks"
@@ -32,6 +32,7 @@ class Cause(StrEnum):
     GRAMMAR = "grammar"
     PAUSED = "paused"
     STEP_IN_FLIGHT = "step_in_flight"
+    MEASURING = "measuring"
     ENGINE_DIED = "engine_died"
 
 
@@ -60,5 +61,6 @@ CAUSE_MEANING: dict[Cause, str] = {
     Cause.GRAMMAR: "its grammar is still being compiled",
     Cause.PAUSED: "the engine is paused",
     Cause.STEP_IN_FLIGHT: "it arrived while a step was running",
+    Cause.MEASURING: "it arrived while a quiet server measured what its machine can do, a short piece at a time",
     Cause.ENGINE_DIED: "the engine process died",
 }

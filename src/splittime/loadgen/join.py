@@ -11,7 +11,7 @@ it with `==`. Clocks of two hosts are never subtracted, only durations are:
                  token was ready (TTFT) or to the account's end (E2E)                         server's clock
     deliver      for TTFT: from there until its chunk had been given to the socket            server's clock
     network      up and down together, as far as the probed round trip explains it
-    unseen       of the rest, what the server's event loop may have left in the socket      server's clock
+    unseen       of the rest, what it lay in the server's socket, whose loop was busy       the server's kernel
     residual     what neither book explains
 
 With S the client's time from sent to the figure's end, A the account's time from its start to the same event, and P the
@@ -23,9 +23,8 @@ median of the probed round trips, U the account's `unseen_ns`:
 The two ways cannot be told apart without subtracting clocks, so they are one line. P was probed on a kept connection
 while there was no load, and holds both sides' handling of one small HTTP request: it is an allowance. Whatever lies
 between the books and exceeds it is residual: bytes that waited in the kernel because the client's event loop was busy,
-a slow network under load. U is an upper bound, so some of these may be in it. A negative residual means that the server
-began before the client had sent its last byte. The goal: a mean absolute residual of at most 1 ms or 1 % of the mean,
-whichever is more.
+a slow network under load. U is a few ms coarse. A negative residual means that the server began before the client had
+sent its last byte. The goal: a mean absolute residual of at most 1 ms or 1 % of the mean, whichever is more.
 
 `join` loses nobody: for each figure, those joined and those left out (with a reason) are all measured requests.
 """

@@ -5,6 +5,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from splittime.core.fitted import Fitted, Sentence
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.loadgen.joined import (
     ALL,
@@ -36,7 +37,7 @@ MEANING = {
     CLIENT_LAG: "the client turned to it later than intended",
     CONNECT: "making the connection",
     SEND: "waiting for a connection, and writing the request",
-    UNSEEN: "in the server's socket, at the most, while its event loop was busy",
+    UNSEEN: "in the server's socket while its event loop was busy",
     NETWORK: "up and down, as far as the probed round trip explains",
     RESIDUAL: "what neither book explains",
     **{stage.value: meaning.rstrip(".").lower() for stage, meaning in STAGE_MEANING.items()},
@@ -53,11 +54,11 @@ def render_books(joined: JoinedBooks) -> RenderableType:
     for figure in (TTFT, E2E):
         whole = joined.book(figure)
         if whole is not None:
-            parts += [_table(whole), _verdict(whole), Text()]
+            parts += [Fitted(_table(whole), _table(whole, with_bar=False)), _verdict(whole), Text()]
             buckets = [book for book in joined.books if book.figure == figure and book.bucket != ALL]
-            parts += [_buckets(buckets), Text()] if len(buckets) > 1 else []
+            parts += [Fitted(_buckets(buckets), _buckets(buckets, 0)), Text()] if len(buckets) > 1 else []
     lines = {_name(line): _meaning(line) for book in joined.books if book.bucket == ALL for line in _shown(book)}
-    words = [Text(f"{name:<23}{meaning}", style="dim") for name, meaning in lines.items()]
+    words = [Sentence(f"{name:<23}{meaning}", "dim", indent=23) for name, meaning in lines.items()]
     return Group(*parts, *words, Text(_footnote(joined), style="dim"))
 
 
@@ -83,19 +84,21 @@ def _ms_of(one: Book | None, name: str) -> str:
     return _ms(found[0]) if found else ""
 
 
-def _table(book: Book) -> Table:
+def _table(book: Book, *, with_bar: bool = True) -> Table:
+    """Without its bar it says the same in fewer columns."""
     many = f"{book.count} request{'s' if book.count > 1 else ''}"
     table = Table(title=f"{NAMES[book.figure]} from the intended start, {many} in both books", box=HEAD)
-    table.add_column("ms a request", no_wrap=True)
+    table.add_column("ms a request", overflow="fold")
     for name in ("mean", "p50", "p99", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", width=BAR_COLUMNS)
+        table.add_column(name, justify="right", overflow="fold")
+    if with_bar:
+        table.add_column("", width=BAR_COLUMNS)
     for line in _shown(book):
-        share, bar = f"{100 * line.share:.1f} %", "█" * round(BAR_COLUMNS * max(0.0, min(1.0, line.share)))
-        cells = (_ms(line.mean_ns), _ms(line.p50_ns), _ms(line.p99_ns), share, bar)
+        share, bar = f"{100 * line.share:.1f} %", ["█" * round(BAR_COLUMNS * max(0.0, min(1.0, line.share)))]
+        cells = (_ms(line.mean_ns), _ms(line.p50_ns), _ms(line.p99_ns), share, *(bar if with_bar else ()))
         table.add_row(_name(line), *cells, style=_style(line))
     table.add_section()
-    table.add_row("sum", _ms(book.mean_ns), _ms(book.p50_ns), _ms(book.p99_ns), "100.0 %", "")
+    table.add_row("sum", _ms(book.mean_ns), _ms(book.p50_ns), _ms(book.p99_ns), "100.0 %")
     return table
 
 
@@ -125,20 +128,26 @@ def _owner(line: BookLine) -> str:
 
 
 def _verdict(book: Book) -> Text:
-    goal = f"goal: at most {GOAL_NS / 1e6:g} ms or {100 * GOAL_SHARE:g} % of the mean, whichever is more"
-    said = "within the goal" if book.is_within_goal else "OVER the goal"
-    text = Text(f"Residual {_ms(book.residual_abs_mean_ns)} ms in the mean of its size, ")
-    text.append(f"p99 {_ms(book.residual_abs_p99_ns)} ms: ")
-    text.append(said, style="green" if book.is_within_goal else "bold red")
-    return text.append(f" ({goal}); {100 * book.share_within_goal:.1f} % of requests are within it one by one.")
+    """The goal is about the mean of the residual's absolute value, whatever its p99 is."""
+    text = Text(f"Residual: the mean of its absolute value is {_ms(book.residual_abs_mean_ns)} ms, ")
+    text.append("within the goal" if book.is_within_goal else "OVER the goal", style=_goal_style(book))
+    text.append(f" for that mean: at most {GOAL_NS / 1e6:g} ms or {100 * GOAL_SHARE:g} % of the mean ")
+    text.append(f"{NAMES[book.figure]}, whichever is more. Its p99, for which there is no goal, is ")
+    text.append(f"{_ms(book.residual_abs_p99_ns)} ms; ")
+    return text.append(f"{100 * book.share_within_goal:.1f} % of requests are within such a limit one by one.")
 
 
-def _buckets(books: list[Book]) -> Table:
+def _goal_style(book: Book) -> str:
+    return "green" if book.is_within_goal else "bold red"
+
+
+def _buckets(books: list[Book], padding: int = 1) -> Table:
     """One row a bucket: who had the time. Waits and works are the server's."""
-    table = Table(title=f"{NAMES[books[0].figure]} by prompt tokens: mean ms, and whose they were", box=HEAD)
-    table.add_column("prompt", no_wrap=True)
+    title = f"{NAMES[books[0].figure]} by prompt tokens: mean ms, and whose they were"
+    table = Table(title=title, box=HEAD, padding=(0, padding))
+    table.add_column("prompt", overflow="fold")
     for name in ("count", *OWNERS, "sum"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")
     for book in books:
         sums = dict.fromkeys(OWNERS, 0.0)
         for line in book.lines:

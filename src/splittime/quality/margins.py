@@ -56,9 +56,11 @@ class Margins(msgspec.Struct, frozen=True, kw_only=True):
 EIGHT_BITS = Margins(perplexity=1.01, kl=0.01, kl_p99=0.1, top1=0.95)
 
 
-def standard(claims: Sequence[str]) -> Margins:
-    """For a candidate with these claims, as in `model.Reads`."""
-    return EIGHT_BITS if claims and not any(claim.endswith("int4") for claim in claims) else Margins()
+def standard(claims: Sequence[str], stored_bits: int | None = None) -> Margins:
+    """For a candidate with these claims, as in `model.Reads`. stored_bits: of its weights in its files, which kernels
+    may widen and then claim nothing."""
+    has_eight = stored_bits == 8 or bool(claims)
+    return EIGHT_BITS if has_eight and not any(claim.endswith("int4") for claim in claims) else Margins()
 
 
 class Rule(msgspec.Struct, frozen=True):

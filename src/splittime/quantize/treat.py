@@ -35,11 +35,14 @@ OnStep = Callable[[str], None]
 
 def grid_of(settings: Settings, checkpoint_dtype: torch.dtype) -> Grid:
     """The grid of resolved settings with a scheme. Scales: float16 in AWQ and GPTQ files, and of 4 bits (kernels keep
-    them so) where the checkpoint is float32; else of the checkpoint's type."""
+    them so) where the checkpoint is float32; float32 of fp8 where it is float16, since a small row's 448th is below
+    what that holds; else of the checkpoint's type."""
     assert settings.bits is not None
     group = 0 if settings.group_size in (None, WHOLE_ROW) else settings.group_size or 0
     is_half = settings.scheme in ("awq", "gptq") or (settings.bits == 4 and checkpoint_dtype == torch.float32)
-    return Grid(settings.bits, group, settings.scheme != "awq", torch.float16 if is_half else checkpoint_dtype)
+    is_small = settings.scheme == "fp8" and checkpoint_dtype == torch.float16
+    dtype = torch.float16 if is_half else torch.float32 if is_small else checkpoint_dtype
+    return Grid(settings.bits, group, settings.scheme != "awq", dtype)
 
 
 def is_sequential(settings: Settings) -> bool:

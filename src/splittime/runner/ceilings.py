@@ -11,8 +11,9 @@ runs beside the measurement takes its part of it: half of the operations, on two
 what was measured in `ceilings_file.MAX_AGE_S`, and a start measures again when the last time is `RENEW_AFTER_S` ago.
 A product with one token has read up to a fifth more than a plain sum of one thread, so both are tried.
 
-The figures are kept beside the packed weights, by processor, cores, threads, kernels and scheme. It takes a tenth of a
-second, in pieces of some milliseconds while nobody is served (`engine.loop`).
+The figures are kept beside the packed weights, by processor, cores, threads, kernels and scheme. It takes some tenths
+of a second, in pieces of some milliseconds while nobody is served (`engine.loop`): a pass reads the memory in parts of
+`PART_BYTES`, each a piece, and takes the sum of their times.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +39,9 @@ log = logging.getLogger("splittime.runner")
 RENEW_AFTER_S = 3600
 READ_BYTES_PER_CACHE = 4
 MIN_READ_BYTES, MAX_READ_BYTES = 64 << 20, 256 << 20
-TOUCH_BYTES = 32 << 20
+TOUCH_BYTES = 2 << 20
+TOUCH_S = 0.006  # a piece: a fresh page takes a virtual machine 1 to 4 ms a MiB
+PART_BYTES = 64 << 20  # read in one piece: some milliseconds, a hundred times what it takes to wake the threads
 PASSES = 5
 TOKENS, WIDTH = 128, 1024
 FILLING = 60  # two of it are 0.0115 as a bfloat16: nothing here is zero, infinite or denormal
@@ -91,30 +95,35 @@ class Gauge:
     def _read(self) -> Iterator[float]:
         """Bytes a second, the best so far; 0 while the memory is being touched."""
         wanted = (self._plain.cache_bytes or 0) * READ_BYTES_PER_CACHE
-        memory = self._allocate(min(max(wanted, MIN_READ_BYTES), MAX_READ_BYTES))
+        memory = self._allocate(-(-min(max(wanted, MIN_READ_BYTES), MAX_READ_BYTES) // PART_BYTES) * PART_BYTES)
+        touched_s = 0.0
         for piece in memory.split(TOUCH_BYTES):
-            piece.fill_(FILLING)  # a page that was never written is the one page of zeros, and always in the cache
-            yield 0.0
+            # a page that was never written is the one page of zeros, and always in the cache
+            touched_s += _seconds(partial(piece.fill_, FILLING))
+            if touched_s > TOUCH_S:
+                yield 0.0
+                touched_s = 0.0
         best_s = float("inf")
         with ThreadPoolExecutor(self._plain.threads) as threads, torch.inference_mode():
-            for read in self._reads(memory, threads):
+            for reads in zip(*(self._reads(part, threads) for part in memory.split(PART_BYTES)), strict=True):
                 for _ in range(PASSES):
-                    best_s = min(best_s, _seconds(read))
-                    yield len(memory) / best_s
+                    pass_s = 0.0
+                    for read in reads:
+                        yield len(memory) / best_s
+                        pass_s += _seconds(read)
+                    best_s = min(best_s, pass_s)
+            yield len(memory) / best_s
 
-    def _reads(self, memory: Tensor, threads: ThreadPoolExecutor) -> Iterator[Callable[[], object]]:
-        """Ways to read it all."""
-        numbers = memory[: len(memory) // 4 * 4].view(torch.float32)
+    def _reads(self, part: Tensor, threads: ThreadPoolExecutor) -> list[Callable[[], object]]:
+        """Ways to read it."""
+        numbers = part.view(torch.float32)
         if self._ops.name != "native":
-            yield numbers.sum  # torch has its own threads
-            return
-        parts = numbers.chunk(self._plain.threads)
-        yield lambda: list(threads.map(torch.sum, parts))
+            return [numbers.sum]  # torch has its own threads
+        chunks = numbers.chunk(self._plain.threads)
         scheme, width = WeightScheme("bfloat16"), 2 * WIDTH
-        rows = len(memory) // (2 * width) // 16 * 16
-        weight = self._ops.linear_from_blob(memory, rows, width, None, scheme)
+        weight = self._ops.linear_from_blob(part, len(part) // (2 * width) // 16 * 16, width, None, scheme)
         token = torch.ones(1, width)
-        yield lambda: self._ops.linear(token, weight)
+        return [lambda: list(threads.map(torch.sum, chunks)), lambda: self._ops.linear(token, weight)]
 
     def _allocate(self, num_bytes: int) -> Tensor:
         if self._ops.name != "native":
@@ -124,10 +133,14 @@ class Gauge:
         return allocate(num_bytes)  # on huge pages, as weights are
 
     def _multiply(self) -> Iterator[float]:
-        """Operations a second, the best so far."""
+        """Operations a second, the best so far; 0 while the memory that was read is freed, and operands are made."""
+        yield 0.0
         with torch.inference_mode():
             generator = torch.Generator().manual_seed(0)
-            weight = self._ops.pack_linear([torch.randn(WIDTH, WIDTH, generator=generator)], None, self._scheme)
+            plain = torch.randn(WIDTH, WIDTH, generator=generator)
+            yield 0.0
+            weight = self._ops.pack_linear([plain], None, self._scheme)
+            yield 0.0
             tokens = torch.randn(TOKENS, WIDTH, generator=generator).to(self._ops.activation_dtype)
             best_s = float("inf")
             for _ in range(1 + PASSES):

@@ -12,6 +12,7 @@ from splittime.core.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 BACKENDS = ("auto", "native", "torch", "reference", "triton")
+COLLECTIVE_TIMEOUT_S = 30.0
 GPU_MEMORY_UTILIZATION = 0.9
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8")
@@ -59,7 +60,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "auto"
     packed_cache: str = "auto"
     tensor_parallel_size: int = 1
-    collective_timeout_s: float = 30.0
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
     async_scheduling: bool = False
     enforce_eager: bool = False
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
@@ -92,6 +93,10 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not self.collective_timeout_s > 0:
             message = f"collective_timeout_s is {self.collective_timeout_s}, must be above 0"
             raise ConfigError(message, param="collective_timeout_s", value=self.collective_timeout_s)
+        if self.tensor_parallel_size == 1 and self.collective_timeout_s != COLLECTIVE_TIMEOUT_S:
+            message = "collective_timeout_s is how long ranks wait for each other, and there is one rank"
+            hint = "leave it out, or share the model: --tensor-parallel-size 2"
+            raise ConfigError(message, param="collective_timeout_s", value=self.collective_timeout_s, hint=hint)
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

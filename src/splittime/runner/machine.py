@@ -153,7 +153,7 @@ def choose_num_threads(asked: int | None, weights_bytes: int) -> tuple[int, str]
     if asked is not None:
         return asked, "as asked"
     if weights_bytes <= SMALL_MODEL_BYTES:
-        return 1, f"weights are {weights_bytes >> 20} MiB, at most {SMALL_MODEL_BYTES >> 20}: one thread is faster"
+        return 1, f"weights are {weights_bytes >> 20} MiB, at most {SMALL_MODEL_BYTES >> 20}: one thread, not measured"
     return num_cores(), "one for each core"
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from splittime.core.errors import ConfigError, EngineError, SplittimeError, error_from_info
 from splittime.core.sleep import Moved, Part
@@ -114,13 +115,21 @@ class Sleeper:
         tensors = device_tensors(self._runner.decoder, self._device)
         try:
             with self._part("pin"):
-                parked = Parked(tensors, self._device, machine.free_memory_bytes())
+                parked = Parked(tensors, self._device, self._host_room_bytes(tensors))
             with self._part("copy"):
                 parked.fill_host()
         except RuntimeError as error:  # torch's words for no (pinned) memory
             message = f"weights could not be copied to host memory, the engine stays awake: {error}"
             raise EngineError(message, code="no_memory", hint="level=2 drops them") from error
         return parked
+
+    def _host_room_bytes(self, tensors: list[Tensor]) -> int:
+        """Torch keeps pinned memory that was let go of, of the sleep before for one: it is free if it is needed."""
+        free = machine.free_memory_bytes()
+        if self._device.type == "cuda" and sum(one.nbytes() for one in storages_of(tensors)) > free:
+            getattr(torch._C, "_host_emptyCache", lambda: torch.accelerator.empty_host_cache())()
+            return machine.free_memory_bytes()
+        return free
 
     def _take_all(self) -> SplittimeError | None:
         """What went wrong, as an error that holds no memory: one with a traceback would keep all that was taken."""

@@ -67,13 +67,18 @@ class Scheduler:
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, received_ns: int) -> None:
-        """Take a request in. Raises RequestError, with nothing changed, if it can never be served."""
+    def submit(self, request: Request, received_ns: int, measured_ns: int = 0) -> None:
+        """Take a request in. Raises RequestError, with nothing changed, if it can never be served.
+
+        measured_ns: until when the caller last did what no step is: measured the machine.
+        """
         self._check_servable(request)
         self._num_arrived += 1
         arrival = self._num_arrived
         state = RequestState(request, arrival, rank(self.config.policy, request, arrival), self.config.max_model_len)
         cause = Cause.STEP_IN_FLIGHT if received_ns < self._last_commit_ns else None
+        if received_ns < measured_ns and measured_ns > self._last_commit_ns:
+            cause = Cause.MEASURING
         queued_ns = max(received_ns, request.submitted_ns)
         state.account.enter(Stage.QUEUE, queued_ns, cause)
         self._states[request.request_id] = state

@@ -110,6 +110,10 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         ours: RequestError = NotFound(f"no such path: {request.url.path}", hint="GET /openapi.json lists all paths")
+    elif error.status_code == 405:
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        message = f"{request.url.path} is not for {request.method}"
+        ours = RequestError(message, code="http_error", status=405, value=request.method, hint=f"use {allowed}")
     else:
         ours = RequestError(str(error.detail), code="http_error", status=error.status_code)
     headers = dict(error.headers or {})

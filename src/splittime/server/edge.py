@@ -30,6 +30,9 @@ class Edge:
         if not self._may_enter(scope):
             await respond_error(send, _unauthorized(), headers=[(b"www-authenticate", b"Bearer")])
             return
+        if _is_from_elsewhere(scope):
+            await respond_error(send, _cross_site())
+            return
         await self._guarded(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:
@@ -53,6 +56,17 @@ class Edge:
             if has_begun:
                 raise
             await respond_error(send, EngineError("the server failed; its log says why", code="internal_error"))
+
+
+def _is_from_elsewhere(scope: Scope) -> bool:
+    """A browser says that a page of another site makes it ask for a change. Such a page cannot read the answer (there
+    is no CORS here), but could put a keyless server of its visitor's machine to sleep."""
+    return scope["method"] != "GET" and header(scope, b"sec-fetch-site") == "cross-site"
+
+
+def _cross_site() -> RequestError:
+    message = "a page of another site may not ask this server for anything but to look"
+    return RequestError(message, code="cross_site", status=403, hint="ask from this server's own page, or a program")
 
 
 def _unauthorized() -> RequestError:

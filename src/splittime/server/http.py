@@ -26,7 +26,7 @@ Headers = list[tuple[bytes, bytes]]
 MAX_REQUEST_ID_CHARS = 128
 LINGER_S = 2.0
 START_NS = "splittime.start_ns"  # key in an ASGI scope: the first moment the application saw the request
-UNSEEN_NS = "splittime.unseen_ns"  # and for how long it may have lain in the socket before that (`loop_watch`)
+UNSEEN_NS = "splittime.unseen_ns"  # and for how long it may have lain in the socket before that (`socket_wait`)
 TRANSPORT = "splittime.transport"  # key in an ASGI scope's extensions: the connection, to be aborted
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]+")
@@ -45,7 +45,22 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def query(scope: Scope) -> dict[str, str]:
-    return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+    """What is asked after the `?`, each name once."""
+    pairs = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+    asked = dict(pairs)
+    if len(asked) < len(pairs):
+        raise RequestError("a name stands twice in the query", param=next(iter(asked))[:64])
+    return asked
+
+
+def query_of(scope: Scope, *known: str) -> dict[str, str]:
+    """The same, where these are all the names that mean something."""
+    asked = query(scope)
+    for name, value in asked.items():
+        if name not in known:
+            message = f"{name[:64]!r} is not one of {', '.join(known)}"
+            raise RequestError(message, param=name[:64], value=value[:64], limit=list(known))
+    return asked
 
 
 def content_length(scope: Scope) -> int | None:

@@ -98,7 +98,7 @@ async def static(service: Service, scope: http.Scope, receive: http.Receive, sen
 
 async def data(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """What is new since the cursor, and how things are now."""
-    view = _look(service, _read_cursor(http.query(scope).get("after"), service))
+    view = _look(service, _read_cursor(http.query_of(scope, "after").get("after"), service))
     await _respond(send, _data, view)
 
 

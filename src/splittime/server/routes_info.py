@@ -10,6 +10,7 @@ import msgspec
 
 from splittime import __version__
 from splittime.core.errors import ConfigError, NotFound, RequestError, SplittimeError
+from splittime.core.sleep import FALLING_ASLEEP
 from splittime.server import http
 from splittime.server.config import ModelInfo
 from splittime.server.params import check_model, check_token_ids
@@ -144,7 +145,6 @@ async def stats(service: Service, scope: http.Scope, receive: http.Receive, send
             "refusals": dict(admission.refusals),
             "is_draining": service.is_draining,
             "gc_pauses": None if service.gc_pauses is None else service.gc_pauses.summary(),
-            "loop_stalls": service.loop_watch.summary(),
         },
         "ledger": msgspec.to_builtins(service.ledger.counts()),
     }
@@ -167,7 +167,8 @@ async def change_knobs(service: Service, scope: http.Scope, receive: http.Receiv
     if not wanted:
         engine_knobs = service.client.stats().knobs
     else:
-        service.require_ready()
+        if service.client.rest.state != FALLING_ASLEEP or service.is_draining:  # one that is paused would not get there
+            service.require_ready()
         engine_knobs = await _configure(service, wanted)
     for name, value in own.items():
         setattr(service.admission.bounds, name, value)

@@ -36,7 +36,7 @@ async def one_request(service: Service, scope: http.Scope, receive: http.Receive
 
 async def requests(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The latest accounts, oldest first; with `slower_than_ms` only those that took longer."""
-    wanted = http.query(scope)
+    wanted = http.query_of(scope, "slower_than_ms", "limit")
     slower_than_ms = _number(wanted, "slower_than_ms")
     body = await _beside(service, _accounts, service, slower_than_ms, _limit(wanted))
     await http.respond(send, body)
@@ -44,7 +44,7 @@ async def requests(service: Service, scope: http.Scope, receive: http.Receive, s
 
 async def steps(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The latest steps, oldest first."""
-    body = await _beside(service, _steps, service, _limit(http.query(scope)))
+    body = await _beside(service, _steps, service, _limit(http.query_of(scope, "limit")))
     await http.respond(send, body)
 
 
@@ -56,7 +56,7 @@ async def facts(service: Service, scope: http.Scope, receive: http.Receive, send
 
 async def trace_json(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The latest accounts and the steps in their time as a Chrome trace."""
-    limit = _limit(http.query(scope))
+    limit = _limit(http.query_of(scope, "limit"))
     body = await _beside(service, _trace, service, limit)
     disposition = (b"content-disposition", b'attachment; filename="trace.json"')
     await http.respond(send, body, headers=[disposition])

@@ -4,6 +4,8 @@ What is asked is in the query, as vLLM's users write it: `POST /sleep?level=1&mo
 done, and says where the time went. A client that goes away changes nothing: what it asked for is done all the same.
 """
 
+import asyncio
+from collections.abc import Coroutine
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -22,7 +24,7 @@ async def sleep(service: Service, scope: http.Scope, receive: http.Receive, send
     ask = _ask(await _query(service, scope, receive))
     if service.is_draining:
         service.require_ready()
-    await _answer(service, await service.client.sleep(ask), send)
+    await _answer(service, await _unless_draining(service, service.client.sleep(ask)), send)
 
 
 async def wake(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -32,12 +34,25 @@ async def wake(service: Service, scope: http.Scope, receive: http.Receive, send:
         raise RequestError(message, param=name, value=value, hint="leave it out")
     if service.is_draining:
         service.require_ready()
-    await _answer(service, await service.client.wake(), send)
+    await _answer(service, await _unless_draining(service, service.client.wake()), send)
 
 
 async def is_sleeping(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     rest = service.client.rest
     await http.respond_json(send, {"is_sleeping": rest.state != AWAKE, "state": rest.state, "level": rest.level})
+
+
+async def _unless_draining(service: Service, call: Coroutine[Any, Any, SleepReport]) -> SleepReport:
+    """What the call returns; a 503 as soon as the server shuts down, since the engine may be stuck."""
+    done, draining = asyncio.ensure_future(call), asyncio.ensure_future(service.began_draining.wait())
+    try:
+        await asyncio.wait({done, draining}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            service.require_ready()
+        return await done
+    finally:
+        done.cancel()
+        draining.cancel()
 
 
 async def _answer(service: Service, report: SleepReport, send: http.Send) -> None:

@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from splittime.server.config import ServerConfig
 from splittime.server.http import START_NS, TRANSPORT, UNSEEN_NS
-from splittime.server.loop_watch import Accepted, LoopWatch
+from splittime.server.socket_wait import unseen_ns
 
 BACKLOG = 2048  # connections that may wait to be accepted
 EXIT_AT_ONCE = 130
@@ -43,10 +43,8 @@ class ConnectionProtocol(HttpToolsProtocol):
     and one that takes nothing of an answer for `stall_s` (streams have their own, shorter limit, and their own words).
     """
 
-    def __init__(self, *args: Any, head_s: float, stall_s: float, watch: LoopWatch, **more: Any) -> None:
+    def __init__(self, *args: Any, head_s: float, stall_s: float, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._watch = watch
-        self._accepted: Accepted | None = None  # until its first request
         self._head_s, self._stall_s = head_s, stall_s
         self._cycles: list[RequestResponseCycle] = []  # requests of this connection that are not answered yet
         self._head_timer: asyncio.TimerHandle | None = None
@@ -55,7 +53,6 @@ class ConnectionProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
-        self._accepted = self._watch.accept()
         self._head_timer = self.loop.call_later(self._head_s, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -72,10 +69,8 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
-        now_ns = time.monotonic_ns()
-        self.scope[START_NS] = now_ns  # type: ignore[literal-required]
-        self.scope[UNSEEN_NS] = self._watch.unseen_ns(now_ns, self._accepted)  # type: ignore[literal-required]
-        self._accepted = None
+        self.scope[START_NS] = time.monotonic_ns()  # type: ignore[literal-required]
+        self.scope[UNSEEN_NS] = unseen_ns(self.transport.get_extra_info("socket"))  # type: ignore[literal-required]
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
 
@@ -120,38 +115,21 @@ class ConnectionProtocol(HttpToolsProtocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server; signals are handled by who runs it. The loop's watch runs as long as it listens."""
-
-    def __init__(self, config: uvicorn.Config, watch: LoopWatch) -> None:
-        super().__init__(config)
-        self._watch = watch
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._watch.start(asyncio.get_running_loop())
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._watch.stop()
-        await super().shutdown(sockets)
+    """uvicorn's server; signals are handled by who runs it."""
 
     def capture_signals(self) -> Any:
         return contextlib.nullcontext()
 
 
 def make_server(app: Any, config: ServerConfig) -> DrainingServer:
-    protocol = partial(
-        ConnectionProtocol,
-        head_s=config.body_timeout_s,
-        stall_s=config.slow_reader_s + STALL_MORE_S,
-        watch=app.service.loop_watch,
-    )
+    stall_s = config.slow_reader_s + STALL_MORE_S
     return DrainingServer(
         uvicorn.Config(
             app,
             host=config.host,
             port=config.port,
             loop="uvloop",
-            http=protocol,  # type: ignore[arg-type]
+            http=partial(ConnectionProtocol, head_s=config.body_timeout_s, stall_s=stall_s),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             access_log=False,
@@ -160,8 +138,7 @@ def make_server(app: Any, config: ServerConfig) -> DrainingServer:
             proxy_headers=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=SHUTDOWN_S,
-        ),
-        app.service.loop_watch,
+        )
     )
 
 

@@ -1,6 +1,7 @@
 """What the routes share: the engine's client, the tokenizer, the ledger, and who is being served right now."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,8 @@ from splittime.server.admission import Admission, Bounds, Refused
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.generation import Generation, conflict
 from splittime.server.inline import InlineTokenizing
-from splittime.server.loop_watch import LoopWatch
+
+log = logging.getLogger("splittime.server")
 
 DRAIN_POLL_S = 0.02
 ENGINE_ANSWER_S = 1.0  # for the engine to end what it was told to abort; it may hang
@@ -45,7 +47,6 @@ class Service:
         self._model = model
         self.exporter = PrometheusExporter(ledger, client.stats)
         self.gc_pauses: GcPauses | None = None
-        self.loop_watch = LoopWatch(SystemClock())
         self.started_ns = self._ready_ns = time.monotonic_ns()  # until who made the process says better
         ledger.tell_facts = self.facts
         bounds = Bounds(config.max_queued_requests, config.max_queued_prompt_tokens)
@@ -53,6 +54,7 @@ class Service:
         self.pool = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
         self.inline = InlineTokenizing(config.inline_tokenize_bytes)
         self.is_draining = False
+        self.began_draining = asyncio.Event()
         self.generations: dict[str, Generation] = {}
         self._reserved: dict[str, asyncio.Event] = {}
         self.num_open = 0  # HTTP requests for generations that are being served
@@ -114,7 +116,6 @@ class Service:
             started_ns=self.started_ns,
             ready_ns=self._ready_ns,
             pauses=pauses,
-            stalls=self.loop_watch.latest,
         )
         return msgspec.structs.replace(
             said,
@@ -154,6 +155,8 @@ class Service:
     async def drain(self, grace_s: float | None = None) -> None:
         """Admit nobody; let what is open finish within the grace time; end the rest with an error."""
         self.is_draining = True
+        self.began_draining.set()
+        log.warning("shutting down: %d requests open", self.num_open)
         grace_s = self.config.grace_s if grace_s is None else grace_s
         await self._until_empty(time.monotonic() + grace_s)
         error = ErrorInfo("overloaded_error", "the server is shutting down", "draining", 503, retry_after_s=1.0)

@@ -3,7 +3,7 @@
 SABOTAGE=host         burns 4 ms of Python before each step
 SABOTAGE=gc           keeps a million objects alive in the engine process and has them collected twice a second
 SABOTAGE=tokenizer    takes 60 ms longer for each text
-SABOTAGE=loop         holds up the server's event loop for 100 ms, 50 ms after the last time
+SABOTAGE=loop         holds up the server's event loop for 150 ms, 100 ms after the last time
 """
 
 import gc
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-HOST_S, COLLECT_S, TOKENIZE_S, LOOP_S, LOOP_TICKS = 0.004, 0.5, 0.06, 0.1, 10
+HOST_S, COLLECT_S, TOKENIZE_S, LOOP_S = 0.004, 0.5, 0.06, 0.15
 IN_SERVER = ("tokenizer", "loop")  # the others in the engine process
 
 
@@ -50,19 +50,22 @@ def _spoil_tokenizer(tokenizer_class: type) -> None:
     _slower(tokenizer_class, "encode", lambda tokenizer: time.sleep(TOKENIZE_S))
 
 
-def _spoil_loop(watch_class: type) -> None:
-    def hold_up(watch: Any) -> None:
-        if watch.num_ticks % LOOP_TICKS == 0:
-            time.sleep(LOOP_S)
+def _spoil_loop(server_class: type) -> None:
+    """uvicorn's server has a tick of its own, ten times a second."""
+    plain = server_class.on_tick
 
-    _slower(watch_class, "_tick", hold_up)
+    async def hold_up(server: Any, counter: int) -> bool:
+        time.sleep(LOOP_S)
+        return await plain(server, counter)
+
+    server_class.on_tick = hold_up  # type: ignore[attr-defined]
 
 
 ILLNESSES = {
     "host": ("splittime.engine.engine", "Engine", _spoil_host),
     "gc": ("splittime.engine.engine", "Engine", _spoil_heap),
     "tokenizer": ("splittime.engine.tokenizer", "Tokenizer", _spoil_tokenizer),
-    "loop": ("splittime.server.loop_watch", "LoopWatch", _spoil_loop),
+    "loop": ("splittime.server.run", "DrainingServer", _spoil_loop),
 }
 
 

@@ -133,23 +133,47 @@ def compute_bound(books: Books) -> Answer:
     groups, share = _bound_by(books, Bound.COMPUTE)
     if not share.is_worth_it:
         return share.unsure("compute_bound")
-    machine = books.facts.machine if books.facts is not None else None
-    spare = machine is not None and machine.cores is not None and machine.threads < machine.cores
-    cure = Cure(
-        sentence="Compute less (share prefixes, shorten prompts) or elsewhere too (a second server).",
-        elsewhere={"vllm": "an FP8 or W8A8 checkpoint", "sglang": "--quantization w8a8_int8"},
-    )
-    if machine is not None and spare:
-        flags = ("--num-threads", str(machine.cores))
-        cure = Cure(sentence=f"Use all {machine.cores} cores; the server uses {machine.threads}.", flags=flags)
+    threads, cores = _threads_and_cores(books)
+    is_meant = _are_threads_meant(books)
+    flags: tuple[str, ...] = ()
+    sentence = "Compute less (share prefixes, shorten prompts) or elsewhere too (a second server)."
+    if threads < cores and not is_meant:
+        flags, sentence = ("--num-threads", str(cores)), f"Use all {cores} cores; the server uses {threads}."
+    elif threads < cores:
+        sentence = f"Compute less (share prefixes, shorten prompts), or let a second server use the {cores - threads} "
+        sentence += f"other core{'s' * (cores - threads > 1)}: {threads} of {cores} threads is {is_meant}."
+    elsewhere = {} if flags else {"vllm": "an FP8 or W8A8 checkpoint", "sglang": "--quantization w8a8_int8"}
     return _limit(
         "compute_bound",
         f"{share.value:.0%} of the requests' time is steps that are bound by multiplications.",
         share,
         groups,
         books,
-        cure=cure,
-        cost="Small steps gain less from a second thread than waiting for it costs." if spare else "A second machine.",
+        cure=Cure(sentence=sentence, flags=flags, elsewhere=elsewhere),
+        cost=_cost(threads < cores, bool(flags)),
         counter_check="With half the prompt tokens a step these steps do not take about half as long.",
         regime="prompts, and decoding in batches above the crossover; at batch 1 memory binds, not products",
     )
+
+
+def _threads_and_cores(books: Books) -> tuple[int, int]:
+    """Those that the server uses, and those that its machine has; the same where that is not known."""
+    machine = books.facts.machine if books.facts is not None else None
+    if machine is None:
+        return 1, 1
+    return machine.threads, machine.cores if machine.cores is not None else machine.threads
+
+
+def _are_threads_meant(books: Books) -> str:
+    """Who has settled their number, so that no other is prescribed; empty if a rule has. `num_threads_reason` is the
+    runner's sentence (`runner.threads`, `runner.machine`)."""
+    reason = str(setting(books, "num_threads_reason") or "")
+    if reason.startswith("measured"):
+        return "what was fastest when it was measured at start"
+    return "what was asked for" if "as asked" in reason else ""
+
+
+def _cost(has_spare_cores: bool, takes_them: bool) -> str:
+    if takes_them:
+        return "Small steps gain less from a second thread than waiting for it costs."
+    return "Memory for the weights once more." if has_spare_cores else "A second machine."

@@ -59,6 +59,14 @@ def choose_tiles(shape: KvShape, group: int, longest: int, q_bytes: int) -> Pref
     return PrefillTiles(lines, max(tokens, shape.block_size), num_warps=8 if lines >= 128 else 4)
 
 
+def lines(shape: KvShape, group: int, q_bytes: int) -> list[int]:
+    """Numbers of tokens that compile all that rows will need: the first of each line of `choose_tiles`."""
+    firsts: dict[PrefillTiles, int] = {}
+    for tokens in range(1, 129):
+        firsts.setdefault(choose_tiles(shape, group, tokens, q_bytes), tokens)
+    return list(firsts.values())
+
+
 def choose_splits(programs: int, slots: int, longest_context: int, min_part_tokens: int) -> int:
     """As many parts as there are free places for, and 1 if the card is half full."""
     return max(1, min(slots // programs, -(-longest_context // min_part_tokens)))

@@ -46,6 +46,14 @@ def chunks_of(num_rows: int, vocab: int) -> Chunks:
     return Chunks(1024 if elements <= 512 * 1024 else 4096 if elements <= 4096 * 1024 else 8192)
 
 
+def lines(max_rows: int, vocab: int) -> list[int]:
+    """Numbers of rows that compile all that so many rows will need: the first of each size of `chunks_of`."""
+    firsts: dict[Chunks, int] = {}
+    for rows in range(1, max_rows + 1):
+        firsts.setdefault(chunks_of(rows, vocab), rows)
+    return list(firsts.values())
+
+
 @dataclass(frozen=True, eq=False)
 class _Counters:
     """What the search for thresholds adds up in each row; `picking.scan` sets it to 0. listed: as large as the logits,

@@ -45,7 +45,7 @@ def _book_bar(book: Book, high_ns: float) -> Bar:
 def _verdict(book: Book) -> str:
     held = "within" if book.is_within_goal else "OVER"
     return (
-        f"The two books differ by {ms(book.residual_abs_mean_ns)} ms in the mean of its size (p99 "
+        f"The two books differ by {ms(book.residual_abs_mean_ns)} ms in the mean of its absolute value (p99 "
         f"{ms(book.residual_abs_p99_ns)} ms), {held} the goal of 1 ms or 1 %."
     )
 

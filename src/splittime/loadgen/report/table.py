@@ -1,4 +1,6 @@
-"""A run for people: the tables that `splittime bench` ends with, within `COLUMNS` columns, the same without colour.
+"""A run for people: the tables that `splittime bench` ends with, the same without colour.
+
+All of it fits the terminal, and `COLUMNS` at the most (`core.fitted`): `latencies` says how.
 
 `render` shows, in this order: whether the figures may be believed (VOID comes first, with the checks that failed), what
 was asked of whom, how many requests ended how, latencies by both clocks with their intervals, rates, drift, prompt
@@ -6,39 +8,26 @@ lengths, the SLO, what the server said of itself, and what every word means.
 """
 
 import datetime
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
+from splittime.core.fitted import COLUMNS, Sentence, at_most
 from splittime.ledger.client_book import Check, Ending, Phase, Run
-from splittime.ledger.client_figures import Drift, Figure, Summary, Trend, definitions, summary
+from splittime.ledger.client_figures import Drift, Summary, Trend, definitions, summary
+from splittime.loadgen.report.latencies import buckets, latencies
 from splittime.loadgen.report.text import UNKNOWN, digits, ends, estimate, listed, ms, percent
 from splittime.loadgen.slo import judge, limits_of
 from splittime.loadgen.sse import plain
 
-COLUMNS = 100
+__all__ = ["COLUMNS", "banner", "render", "render_arm"]
 ERRORS_SHOWN, ERROR_CHARACTERS = 3, 200
 ERRORS = (Ending.REFUSED, Ending.FAILED, Ending.TIMED_OUT)
-STATISTICS = ("p50", "p90", "p95", "p99")
 CLOCKS_DIFFER = 0.05
-ROWS = (
-    ("ttft", "TTFT, response"),
-    ("service_ttft", "TTFT, service"),
-    ("e2e", "E2E, response"),
-    ("service_e2e", "E2E, service"),
-    ("tpot", "TPOT"),
-    ("itl", "ITL, server's"),
-    ("chunk_gap", "chunk gap"),
-    ("token_gap", "token gap"),
-    ("max_stall", "max stall"),
-    ("schedule_lag", "schedule lag"),
-)
 TREND_STYLES = {Trend.STEADY: "green", Trend.UNCLEAR: "yellow"}
 
 
@@ -47,7 +36,7 @@ def render(run: Run, slo: Mapping[str, float] | None = None) -> RenderableType:
     terms = dict(run.slo if slo is None else slo)
     parts: list[RenderableType] = [banner(run), _header(run)]
     parts += [render_arm(run, arm, terms) for arm in range(len(run.arms))]
-    return Group(*parts, _checks(run), _definitions())
+    return at_most(Group(*parts, _checks(run), _definitions()))
 
 
 def render_arm(run: Run, arm: int, slo: Mapping[str, float]) -> RenderableType:
@@ -58,12 +47,12 @@ def render_arm(run: Run, arm: int, slo: Mapping[str, float]) -> RenderableType:
         _endings(found),
         *_errors(run, arm),
         Text(),
-        _latencies(found),
+        latencies(found),
         Text(),
     ]
     parts += [*_clocks(found), *_rates(found), *_drifts(found)]
     if len(found.buckets) > 1:
-        parts += [Text(), _buckets(found)]
+        parts += [Text(), buckets(found)]
     if slo:
         parts += [Text(), *_slo(found, slo)]
     return Group(*parts, *_of_server(run, arm), Text())
@@ -77,13 +66,20 @@ def banner(run: Run) -> RenderableType:
     text = Text("The client was at fault: these figures are about it, not about the server.", style="bold")
     for check in failed:
         text.append(f"\n{check.name}: {_check_sentence(check)}", style="not bold")
-    return Panel(text, title="VOID", border_style="red", width=COLUMNS, box=box.HEAVY)
+    return Panel(text, title="VOID", border_style="red", box=box.HEAVY)
 
 
 def _check_sentence(check: Check) -> str:
     if check.value is None or check.limit is None:
         return f"{check.sentence}."
-    return f"{check.sentence} (allowed: {check.limit:g} {check.unit})".rstrip()
+    return f"{check.sentence} (allowed: {_allowed(check.limit, check.unit)})"
+
+
+def _allowed(limit: float, unit: str) -> str:
+    """A share has no unit, and is written as the sentences write it."""
+    amount = limit if unit else 100 * limit
+    shown = f"{amount:.3g}" if abs(amount) < 1000 else f"{amount:,.0f}"
+    return f"{shown} {unit}" if unit else f"{shown}%"
 
 
 def _header(run: Run) -> RenderableType:
@@ -105,16 +101,14 @@ def _settings(run: Run) -> str:
     return ", ".join([*asked, *digest]) or UNKNOWN
 
 
-def _line(name: str, said: str, style: str = "") -> Text:
-    wrapped = textwrap.fill(
-        said, COLUMNS, initial_indent=f"{name:<10}", subsequent_indent=" " * 10, break_on_hyphens=False
-    )
-    text = Text(plain(wrapped), style=style)
-    text.stylize("dim", 0, 10)
-    return text
+def _line(name: str, said: str, style: str = "") -> Sentence:
+    return Sentence(plain(said.translate(_SPACES)), style, head=f"{name:<10}", indent=10)
 
 
-def _arm_line(run: Run, arm: int) -> Text:
+_SPACES = dict.fromkeys(map(ord, "\t\n\v\f\r"), " ")
+
+
+def _arm_line(run: Run, arm: int) -> Sentence:
     server = run.arms[arm]
     words = [server.url, " ".join(filter(None, (server.kind, server.version))), f"model {server.model or UNKNOWN}"]
     if server.round_trip_ns:
@@ -133,7 +127,7 @@ def _endings(found: Summary) -> RenderableType:
     return _line("requests", said, "yellow" if found.errors else "")
 
 
-def _errors(run: Run, arm: int) -> Iterator[Text]:
+def _errors(run: Run, arm: int) -> Iterator[Sentence]:
     """What went wrong most often, in the server's words where it gave any."""
     told = Counter(
         (outcome.ending.value.replace("_", " "), (outcome.error or "")[:ERROR_CHARACTERS])
@@ -146,41 +140,7 @@ def _errors(run: Run, arm: int) -> Iterator[Text]:
         yield _line("", f"and {len(told) - ERRORS_SHOWN:,} other errors; --out or --csv has all", "yellow")
 
 
-def _latencies(found: Summary) -> Table:
-    """A row for the estimates, one beneath for their intervals."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), width=COLUMNS, show_edge=False, pad_edge=False)
-    table.add_column(f"ms, {found.confidence:.0%} beneath", no_wrap=True)
-    for name in ("mean", *STATISTICS, "max"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, title in ROWS:
-        if name in found.figures and not _says_nothing_new(found, name):
-            table.add_row(Text(title), *_values(found.figures[name]))
-            table.add_row(Text(f"  {_count(found.figures[name])}", "dim"), *_intervals(found.figures[name]))
-    return table
-
-
-def _says_nothing_new(found: Summary, name: str) -> bool:
-    """Token gaps are the chunk gaps where every chunk is a token."""
-    return name == "token_gap" and found.figures[name] == found.figures.get("chunk_gap")
-
-
-def _count(figure: Figure) -> str:
-    return f"{figure.count:,}" if figure.count == figure.num_requests else f"{figure.count:,} gaps"
-
-
-def _values(figure: Figure) -> Iterator[str]:
-    for estimate_of in (figure.mean, *(figure.percentiles[name] for name in STATISTICS)):
-        yield ms(estimate_of.value)
-    yield ms(figure.max)
-
-
-def _intervals(figure: Figure) -> Iterator[Text]:
-    for estimate_of in (figure.mean, *(figure.percentiles[name] for name in STATISTICS)):
-        yield Text(ends(estimate_of.interval, 1e-6, "-"), "dim")
-    yield Text("")
-
-
-def _clocks(found: Summary) -> Iterator[Text]:
+def _clocks(found: Summary) -> Iterator[Sentence]:
     """When the two clocks tell different stories, say which one the user felt."""
     felt, served = found.figures.get("ttft"), found.figures.get("service_ttft")
     if felt is None or served is None:
@@ -197,7 +157,7 @@ def _clocks(found: Summary) -> Iterator[Text]:
         yield _line("TPOT", said, "yellow")
 
 
-def _rates(found: Summary) -> Iterator[Text]:
+def _rates(found: Summary) -> Iterator[Sentence]:
     if found.window.is_makespan:
         yield _line("rates", f"over {digits(found.window.seconds)} s, from the window's begin to the last end")
     yield _line("output", f"{estimate(found.output_token_rate)} tokens/s")
@@ -225,7 +185,7 @@ def _goodput(found: Summary) -> str:
     )
 
 
-def _drifts(found: Summary) -> Iterator[Text]:
+def _drifts(found: Summary) -> Iterator[Sentence]:
     for name, title in (("ttft", "TTFT"), ("tpot", "TPOT")):
         its: Drift = found.drift[name]
         if its.ratio is None:
@@ -234,25 +194,7 @@ def _drifts(found: Summary) -> Iterator[Text]:
         yield _line("drift", said, TREND_STYLES.get(its.trend, "red"))
 
 
-def _buckets(found: Summary) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), width=COLUMNS, show_edge=False, pad_edge=False)
-    table.add_column("prompt tokens", no_wrap=True)
-    table.add_column("requests", justify="right")
-    shown = (("ttft", "TTFT"), ("tpot", "TPOT"), ("e2e", "E2E"))
-    for _, title in shown:
-        for statistic in ("p50", "p99"):
-            table.add_column(f"{title} {statistic}", justify="right", no_wrap=True)
-    for bucket, figures in found.buckets.items():
-        cells = [
-            ms(figures[name].percentiles[statistic].value) if name in figures else UNKNOWN
-            for name, _ in shown
-            for statistic in ("p50", "p99")
-        ]
-        table.add_row(bucket, f"{figures['e2e'].count:,}" if "e2e" in figures else UNKNOWN, *cells)
-    return table
-
-
-def _slo(found: Summary, slo: Mapping[str, float]) -> Iterator[Text]:
+def _slo(found: Summary, slo: Mapping[str, float]) -> Iterator[Sentence]:
     for result in judge(found, slo):
         said, style = ("kept", "green") if result.ok else ("MISSED", "bold red")
         yield _line("SLO", f"{said}: {result.sentence}", style)
@@ -281,9 +223,5 @@ def _checks(run: Run) -> RenderableType:
     return Group(*lines)
 
 
-def _definitions() -> Text:
-    text = Text()
-    for name, sentence in definitions():
-        text.append("\n")
-        text.append_text(Text(textwrap.fill(f"{name}: {sentence}", COLUMNS, subsequent_indent="  "), "dim"))
-    return text
+def _definitions() -> RenderableType:
+    return Group(Text(), *(Sentence(f"{name}: {said}", "dim", indent=2) for name, said in definitions()))

@@ -12,7 +12,9 @@ from splittime.runner.kv_store import KvStore
 
 
 def room_bytes(device: torch.device, utilization: float, step_bytes: int) -> int:
-    """utilization: the share of all memory that this process may have, with what others have taken counted as ours."""
+    """utilization: the share of all memory that this process may have, with what others have taken counted as ours.
+    What torch keeps of freed memory, the largest step's above all, is given back first: it is in `step_bytes`."""
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - int(total * (1.0 - utilization)) - step_bytes)
 

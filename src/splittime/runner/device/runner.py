@@ -30,6 +30,7 @@ from splittime.runner.batch import Batch
 from splittime.runner.ceilings import Gauge
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.cost import Cost
+from splittime.runner.device import first_calls
 from splittime.runner.device.ceilings import CardGauge
 from splittime.runner.device.graphs import DecodeGraphs
 from splittime.runner.device.launched import Launched, Outcome
@@ -70,8 +71,10 @@ class DeviceRunner(TorchRunner):
         return CardGauge(self.ops, scheme, self.resolved.num_threads, folder)
 
     def warm_up(self) -> None:
-        """And capture decode steps, on a card."""
+        """And on a card compile what steps of other sizes will need, and capture decode steps."""
         super().warm_up()
+        if self.latest.is_cuda:
+            first_calls.make(self.decoder, self.store, self.resolved)
         if self.latest.is_cuda and not self.enforce_eager and not self.waits_for_experts:
             self.capture(candidates(self.resolved.max_num_seqs), keep_all=False)
 

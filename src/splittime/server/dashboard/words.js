@@ -8,7 +8,8 @@ const ORDER = [
   "decode", "decode_stall", "deliver", "client_wait", "unattributed",
 ];
 const CAUSES = [
-  "batch_slots", "kv_blocks", "token_budget", "policy", "grammar", "paused", "step_in_flight", "engine_died", "not_told",
+  "batch_slots", "kv_blocks", "token_budget", "policy", "grammar", "paused", "step_in_flight", "measuring",
+  "engine_died", "not_told",
 ];
 const BEFORE = new Set(["receive", "tokenize", "admit", "handoff"]);
 const OURS = {

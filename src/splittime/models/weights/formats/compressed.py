@@ -27,9 +27,9 @@ from splittime.models.weights.formats.recipe import (
     Recipe,
     an_object,
     group_size,
-    names,
     object_or_none,
     one_of_each,
+    patterns,
     refuse,
     refuse_others,
 )
@@ -82,7 +82,7 @@ def parse(values: dict[str, Any]) -> Recipe:
         group_size=group_size(own, "group_size") if own.text("strategy") == "group" else 0,
         symmetric=own.flag("symmetric", True),
         act_order=weights.get("actorder") in REORDERED,
-        exceptions=names(fields, "ignore"),
+        exceptions=patterns(fields, "ignore"),
         rounds_activations=activations is not None,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from splittime.models.fields import Fields
 from splittime.models.weights.formats.floats import BLOCK
-from splittime.models.weights.formats.recipe import Recipe, an_object, names, one_of_each, refuse_others
+from splittime.models.weights.formats.recipe import Recipe, an_object, one_of_each, patterns, refuse_others
 
 LAYOUTS = ("float-quantized", "naive-quantized")  # the second is its name in older exports
 STRATEGIES = {"tensor": ("token", "tensor"), "channel": ("token", "tensor"), "block": ("group",)}
@@ -31,7 +31,7 @@ def parse(method: str, fields: Fields, layout: str, group: dict[str, Any]) -> Re
         bits=8,
         group_size=BLOCK if strategy == "block" else 0,
         symmetric=True,
-        exceptions=names(fields, "ignore"),
+        exceptions=patterns(fields, "ignore"),
         scales=strategy,
         scale_name="weight_scale",
         has_input_scale=_is_static(group.get("input_activations"), strategy),

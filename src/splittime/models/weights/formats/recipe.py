@@ -4,7 +4,9 @@ What changes the meaning of a number and is not carried out is refused with its 
 checkpoint was made (a dataset, a damping factor, the kernel its maker preferred) is passed over.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 import msgspec
@@ -13,6 +15,8 @@ from splittime.core.errors import ConfigError
 from splittime.models.fields import Fields
 
 KEY = "quantization_config"
+REPETITIONS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
+MAX_PATTERN_CHARS = 500
 GROUP_UNIT = 32  # columns that the kernels' groups are multiples of
 HINT = (
     "take the unquantised model and round it with --quantization int8 or int4, or a checkpoint in awq (gemm), gptq, "
@@ -96,6 +100,42 @@ def names(fields: Fields, key: str) -> tuple[str, ...]:
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise refuse(key, listed, "a list of module names")
     return tuple(listed)
+
+
+def patterns(fields: Fields, key: str) -> tuple[str, ...]:
+    """The same; what begins with "re:" is a regular expression, which must be one, and one that ends soon."""
+    listed = names(fields, key)
+    for name in listed:
+        if name.startswith("re:"):
+            _check_pattern(name, key)
+    return listed
+
+
+def _check_pattern(name: str, key: str) -> None:
+    """A repetition within a repetition can take exponential time (Friedl, Mastering Regular Expressions, chapter 6)."""
+    try:
+        depth = _repetition_depth(_parser.parse(name[3:]))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise refuse(key, name[:200], f"regular expressions after re: ({error})") from None
+    if depth > 1 or len(name) > MAX_PATTERN_CHARS:
+        want = f"expressions of at most {MAX_PATTERN_CHARS} characters without a repetition within a repetition"
+        raise refuse(key, name[:200], want)
+
+
+def _repetition_depth(parsed: Any) -> int:
+    """How deeply * + and {..} are nested; `parsed` is of the standard library's own parser."""
+    deepest = 0
+    for operation, argument in parsed:
+        inner = [_repetition_depth(part) for part in _parts(argument)]
+        deepest = max(deepest, max(inner, default=0) + (str(operation) in REPETITIONS))
+    return deepest
+
+
+def _parts(argument: Any) -> list[Any]:
+    """The expressions within an operation's argument."""
+    if isinstance(argument, _parser.SubPattern):
+        return [argument]
+    return [part for each in argument for part in _parts(each)] if isinstance(argument, tuple | list) else []
 
 
 def _plain(value: Any) -> Any:

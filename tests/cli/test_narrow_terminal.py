@@ -1,0 +1,71 @@
+"""What the commands show on a terminal of 80 columns, beside the tables of `tests/loadgen/test_narrow.py`."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from splittime.cli.announcement import configuration, curl
+from splittime.cli.bench_live import view
+from splittime.cli.settings import Settings, Value, load
+from splittime.loadgen.progress import Progress
+
+PROGRESS = Progress(
+    elapsed_s=100.0,
+    planned=1000,
+    due=1000,
+    begun=1000,
+    ended=900,
+    failed=12,
+    in_flight=88,
+    output_tokens=1,
+    ttft_p50_s=12.345,
+    ttft_p99_s=23.456,
+    ends_at_s=300.0,
+)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_figure_of_the_progress_is_broken_in_two(width):
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(view(PROGRESS, is_closed=False))
+    text = out.getvalue()
+    for figure in ("10.0/s of 10.0/s", "in flight 88", "p50 12345 ms  p99 23456 ms", "900 ended", "12 failed"):
+        assert figure in text
+    assert "100 / 300 s" in text
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+def settings(**changed) -> Settings:
+    values = load({}, environ={}).values
+    return Settings({**values, **{name: Value(value, f"flag --{name}") for name, value in changed.items()}})
+
+
+def test_each_name_is_said_once_and_with_its_origin():
+    resolved = {
+        "block_size": 32,
+        "num_threads": 2,
+        "graph_sizes": [],
+        "scheduler": {"block_size": 32, "policy": "priority", "num_threads": 3},
+    }
+    given = settings(block_size=32, num_threads=9, policy="priority", port=8001)
+    assert list(configuration(resolved, given)) == [
+        ("block_size", "32  (flag --block_size)"),
+        ("num_threads", "2  (flag --num_threads: 9)"),
+        ("scheduler.policy", "priority  (flag --policy)"),
+        ("scheduler.num_threads", "3"),  # not what was resolved above
+        ("port", "8001  (flag --port)"),
+    ]
+
+
+@pytest.mark.parametrize("needs_key", [False, True])
+def test_the_request_to_paste_is_short_and_a_shell_reads_it(needs_key):
+    import json
+    import shlex
+
+    text = curl("http://127.0.0.1:8000", "splittime-code", needs_key)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    words = shlex.split(text)
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/completions"]
+    assert ("Authorization: Bearer YOUR_KEY" in words) is needs_key
+    assert json.loads(words[-1])["max_tokens"] == 48
