@@ -5,6 +5,7 @@ import io
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +16,7 @@ import client_runs as runs
 from splittime.core.fitted import COLUMNS, Fitted, Sentence, at_most
 from splittime.diagnose.compare import compare
 from splittime.diagnose.compare_table import render_comparison
-from splittime.ledger.client_book import Check
+from splittime.ledger.client_book import Check, Ending
 from splittime.ledger.client_figures import definitions, summary
 from splittime.loadgen.report import render
 from splittime.loadgen.report.latencies import LEAST_MISSED, STATISTICS
@@ -38,6 +39,17 @@ def report(name: str):
 @functools.cache
 def comparison():
     return compare(RUNS["usual"], runs.drawn_run(1, 300, 1.5), replicates=100)
+
+
+@functools.cache
+def vague_comparison():
+    """The longest words and intervals there are."""
+    return compare(partly_failed(runs.drawn_run(1, 30)), partly_failed(runs.drawn_run(2, 30)), replicates=100)
+
+
+def partly_failed(run):
+    outcomes = [msgspec.structs.replace(one, ending=Ending.FAILED) if one.index < 4 else one for one in run.outcomes]
+    return msgspec.structs.replace(run, outcomes=tuple(outcomes))
 
 
 def printed(shown, width: int) -> list[str]:
@@ -107,7 +119,15 @@ def test_a_comparison_has_both_ends_of_each_interval(width):
         if one.interval is not None and not one.is_difference:
             for end in (one.interval.low, one.interval.high):
                 assert end is None or f"{end:.3f}" in text
-        assert one.verdict.value in text.replace(" ", "") or width < 80
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_comparison_has_each_metric_on_a_line_with_its_verdict(width):
+    lines = printed(render_comparison(vague_comparison()), width)
+    for one in vague_comparison().metrics:
+        line = next(line for line in lines if line.startswith(f"{one.name} "))
+        assert line.endswith(f" {one.verdict.value}")
+        assert " to " in line
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
