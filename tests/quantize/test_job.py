@@ -218,8 +218,8 @@ def test_a_pruned_checkpoint_is_dense_and_says_so(model, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (Settings(), "give one of"),
-        (Settings(scheme="awq", prune="2:4"), "give one of"),
+        (Settings(), "give either --scheme"),
+        (Settings(scheme="awq", prune="2:4"), "give either --scheme"),
         (Settings(scheme="int3"), "one of int8, fp8, w8a8"),
         (Settings(scheme="awq"), "give --calibrate|looks at what"),
         (Settings(scheme="gptq"), "looks at what"),

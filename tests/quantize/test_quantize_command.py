@@ -64,7 +64,7 @@ def test_pruning_says_that_it_is_not_faster(model, tmp_path):
         (["--scheme", "awq", "--group-size", 128, "--calibrate", "TEXT"], "has 2,640 tokens; 128 samples of 128 need"),
         (["--scheme", "awq", "--length", 4096, "--calibrate", "TEXT"], "beyond the model's context of 128"),
         (["--scheme", "w4a16"], "--group-size 32 fits this model"),
-        ([], "give --scheme"),
+        ([], "give either --scheme"),
         (["--scheme", "int8", "--seed", -1], "from 0 on"),
         (["--scheme", "int8", "--samples", 4], "--samples 4: it belongs to --calibrate FILE"),
     ],

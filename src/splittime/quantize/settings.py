@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def resolved(self) -> "Settings":
         """With the defaults of the scheme filled in. Raises `ConfigError` naming what does not belong to it."""
         if (self.scheme is None) == (self.prune is None):
-            raise _bad("scheme", self.scheme, f"give --scheme {'|'.join(SCHEMES)}, or --prune 2:4|unstructured")
+            raise _bad("scheme", self.scheme, f"give either --scheme {'|'.join(SCHEMES)}, or --prune 2:4|unstructured")
         _check_counts(self)
         return _resolve_pruning(self) if self.scheme is None else _resolve_scheme(self, self.scheme)
 
