@@ -215,7 +215,9 @@ class Choice:
     def num_output_tokens(self) -> int:
         return 0 if self.hides_output else len(self.token_ids)
 
-    def close(self, now_ns: int, group_id: str, model: str, endpoint: str, started_at_unix_ns: int) -> ClosedAccount:
+    def close(
+        self, now_ns: int, group_id: str, model: str, endpoint: str, started_at_unix_ns: int, unseen_ns: int = 0
+    ) -> ClosedAccount:
         """Close the book. Only once."""
         self.is_closed = True
         self.account.close(now_ns)
@@ -242,4 +244,5 @@ class Choice:
             cancelled_ns=self.cancelled_ns,
             freed_ns=self.freed_ns,
             prompt_parts=self.prompt_parts,
+            unseen_ns=unseen_ns,
         )

@@ -10,8 +10,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-import msgspec
-
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, RequestError, SplittimeError
 from splittime.core.request import FinishReason, Request
 from splittime.engine.choice import Choice, Echo
@@ -193,8 +191,8 @@ class Visit:
         """Close a choice's account, once."""
         if not choice.is_closed:
             model, unix_ns = self._model_name(), self.started_at_unix_ns
-            account = choice.close(at_ns, self.group_id, model, self.endpoint, unix_ns)
-            self.service.file_account(msgspec.structs.replace(account, unseen_ns=self.unseen_ns))
+            account = choice.close(at_ns, self.group_id, model, self.endpoint, unix_ns, self.unseen_ns)
+            self.service.file_account(account)
 
     def close_refused(self, finish_reason: str, error: ErrorInfo | None) -> None:
         """Close the account of a request that never reached the engine."""
