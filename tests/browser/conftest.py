@@ -13,6 +13,7 @@ from server.conftest import launch  # noqa: F401 (a fixture)
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 FLAGS = (
+    "--host-resolver-rules=MAP *.example 127.0.0.1",
     "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",

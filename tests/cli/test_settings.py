@@ -122,3 +122,20 @@ def test_values_that_no_type_can_hold_are_mistakes_too(tmp_path, line):
 def test_what_the_engine_does_not_honour_is_no_argument_of_it(name):
     with pytest.raises(ConfigError, match=f"{name} is no setting of the engine"):
         settings.from_arguments({name: "1"})
+
+
+def test_lists_of_texts_by_every_way(tmp_path):
+    file = tmp_path / "splittime.toml"
+    file.write_text('served_model_name = ["a", "b"]\ncors_origins = "https://one"\n')
+    found = settings.load({"served_model_name": []}, environ={"SPLITTIME_ALLOWED_HOSTS": "x.example  *.y"})
+    assert found.values["served_model_name"] == (("a", "b"), "splittime.toml:1")
+    assert found["cors_origins"] == ("https://one",)
+    assert found["allowed_hosts"] == ("x.example", "*.y")
+    assert settings.load({"cors_origins": ["https://a", "https://b"]}, environ={})["cors_origins"] == (
+        "https://a",
+        "https://b",
+    )
+    for wrong in ("served_model_name = 3", "served_model_name = [3]", "served_model_name = [[]]"):
+        file.write_text(wrong + "\n")
+        with pytest.raises(ConfigError, match="is not a list of texts"):
+            settings.load({}, environ={})

@@ -25,7 +25,7 @@ def connect(server: LiveServer, *, receive_buffer: int | None = None) -> socket.
     return client
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: x\r\nx-slow: "])
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nx-slow: "])
 def test_a_head_that_never_comes_does_not_hold_its_connection(launch, sent: bytes) -> None:
     server = launch(config={"body_timeout_s": 0.5})
     client = connect(server)
@@ -39,7 +39,7 @@ def test_a_kept_connection_may_rest_and_its_next_head_is_timed(launch) -> None:
     server = launch(config={"body_timeout_s": 0.5})
     client = connect(server)
     for _ in range(2):
-        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(1000).startswith(b"HTTP/1.1 200")
         time.sleep(1.0)
     client.sendall(b"GET /hea")
@@ -51,7 +51,7 @@ def test_a_kept_connection_may_rest_and_its_next_head_is_timed(launch) -> None:
 def test_a_body_that_never_comes_is_408(launch, path: str) -> None:
     server = launch(config={"body_timeout_s": 0.2})
     client = connect(server)
-    client.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
+    client.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\ncontent-length: 100\r\n\r\n{{".encode())
     assert client.recv(1000).startswith(b"HTTP/1.1 408")
 
 
@@ -60,7 +60,7 @@ def test_an_answer_that_nobody_takes_does_not_hold_its_connection(launch, monkey
     server = launch(config={"slow_reader_s": 0.2, "send_buffer_bytes": 4096})
     client = connect(server, receive_buffer=4096)
     for _ in range(20):  # more answers than the two buffers hold
-        client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
     wait_until(lambda: not server.server.server_state.connections)
     assert server.get("/health")[0] == 200
 
@@ -140,7 +140,7 @@ def test_large_answers_are_made_beside_the_loop(launch, monkeypatch) -> None:
 def test_a_body_that_is_not_http_is_400_and_no_failure_of_ours(launch, caplog, path: str, garbage: bytes) -> None:
     server = launch(config={"max_body_bytes": 2, "body_timeout_s": 0.5})
     client = connect(server)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     client.sendall(head + garbage)
     with contextlib.suppress(ConnectionResetError):
         while client.recv(1000):
@@ -150,13 +150,13 @@ def test_a_body_that_is_not_http_is_400_and_no_failure_of_ours(launch, caplog, p
 
 
 @pytest.mark.parametrize(
-    "then", [b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\x00garbage\r\n\r\n"], ids=["get", "garbage"]
+    "then", [b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x00garbage\r\n\r\n"], ids=["get", "garbage"]
 )
 def test_a_client_that_goes_away_ends_what_it_had_asked_before_its_last_request(launch, caplog, then: bytes) -> None:
     server = launch(say("long " * 200, end=False), step_s=0.1)
     client = connect(server)
     body = b'{"prompt":"x","max_tokens":900}'
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-request-id: a\r\ncontent-length: {len(body)}\r\n\r\n"
     client.sendall(head.encode() + body + then)
     wait_until(lambda: server.engine.running or server.ledger.accounts())  # garbage ends all of its connection at once
     client.close()
@@ -172,7 +172,7 @@ def test_a_drain_does_not_wait_for_an_engine_that_hangs(launch, monkeypatch) -> 
     monkeypatch.setattr(server.engine, "abort", lambda request_id: None)
     client = connect(server)
     body = b'{"prompt":"x","stream":true}'
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-request-id: a\r\ncontent-length: {len(body)}\r\n\r\n"
     client.sendall(head.encode() + body)
     wait_until(lambda: server.engine.running)
     asyncio.run_coroutine_threadsafe(server.service.drain(grace_s=0), server.loop).result(50)  # a step takes 60 s

@@ -20,7 +20,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 
 def raw_request(body: dict, path: str = "/v1/completions", headers: str = "") -> bytes:
     payload = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {len(payload)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: {len(payload)}\r\n\r\n"
     return head.encode() + payload
 
 
@@ -249,7 +249,7 @@ print("served", flush=True)
 
 def is_draining(port: int) -> bool:
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        sock.sendall(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return b" 503 " in sock.recv(100)
 
 
@@ -280,7 +280,7 @@ def test_sigterm_drains_and_a_second_one_ends_at_once(again: bool) -> None:
 def test_connections_have_nodelay_and_a_bounded_send_buffer(launch) -> None:
     live = launch(say("x"))
     with connect(live) as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         sock.recv(100)
         wait_until(lambda: len(live.server.server_state.connections) == 1)  # those of before are gone
 

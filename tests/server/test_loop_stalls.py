@@ -17,7 +17,8 @@ BODY = b'{"model": "fake", "prompt": [1, 2, 3], "max_tokens": 2}'
 
 def ask(connection: socket.socket, name: str) -> int:
     """Send a request; the instant."""
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Request-Id: {name}\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    lines = ("POST /v1/completions HTTP/1.1", "Host: localhost", f"X-Request-Id: {name}")
+    head = "\r\n".join([*lines, f"Content-Length: {len(BODY)}", "", ""])
     connection.sendall(head.encode() + BODY)
     return time.monotonic_ns()
 

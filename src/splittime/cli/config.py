@@ -40,6 +40,8 @@ def show(settings: Settings, model: ModelArgument = None, json: JsonFlag = False
 
 
 def _plain(value: object) -> str:
-    if value is None:
+    if value in (None, ()):
         return "-"
+    if isinstance(value, tuple):
+        return " ".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

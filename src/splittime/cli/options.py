@@ -29,6 +29,7 @@ EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 a usage or settings error, 130 Ctr
 
 _TYPES: dict[str, Any] = {
     "text": str | None,
+    "texts": list[str] | None,
     "whole": int | None,
     "number": float | None,
     "switch": bool | None,
@@ -171,10 +172,12 @@ def _parameter(setting: Setting) -> inspect.Parameter:
 
 
 def _help(setting: Setting) -> str:
+    if setting.kind == "texts":
+        return f"{setting.help} May be given again."
     if setting.default is None:
         return setting.help
     return f"{setting.help} Default: {setting.shown_default}."
 
 
-_METAVARS = {"text": "TEXT", "whole": "N", "number": "X", "bytes": "SIZE"}
+_METAVARS = {"text": "TEXT", "texts": "TEXT", "whole": "N", "number": "X", "bytes": "SIZE"}
 _CONFIG_PARAMETER = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFlag)

@@ -115,9 +115,8 @@ async def _first(starting: Coroutine[Any, Any, "Ready"], serving: "asyncio.Task[
 
 def model_info(settings: Settings, config: ServerConfig, folder: Path, ready: "Ready") -> ModelInfo:
     """What the API says of the model, from its folder and from what the engine resolved."""
-    name = config.served_model_name or model_source.default_name(settings["model"], folder)
     return ModelInfo(
-        names=(name,),
+        names=config.served_model_name or (model_source.default_name(settings["model"], folder),),
         max_model_len=ready.resolved["max_model_len"],
         vocab_size=ready.resolved["vocab_size"],
         eos_token_ids=tuple(ready.resolved["eos_token_ids"]),

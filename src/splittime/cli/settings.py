@@ -63,7 +63,7 @@ def load(flags: Mapping[str, Any], config: Path | None = None, environ: Mapping[
     values = {setting.name: Value(setting.default, "default") for setting in SETTINGS}
     values |= _from_file(config)
     values |= _from_environment(os.environ if environ is None else environ)
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = {name: value for name, value in flags.items() if value not in (None, [])}
     values |= {name: _checked(name, value, _flag_origin(name, value)) for name, value in given.items()}
     return Settings(values)
 
@@ -101,9 +101,15 @@ def _file_value(path: Path, text: str, key: str, value: Any) -> tuple[str, Value
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Value]:
     names = sorted(name for name in environ if name.startswith(ENV_PREFIX) and not _SERVICE_LINK.fullmatch(name))
-    return {
-        (key := name.removeprefix(ENV_PREFIX).lower()): _checked(key, environ[name], f"env {name}") for name in names
-    }
+    return dict(_environment_value(name, environ[name]) for name in names)
+
+
+def _environment_value(name: str, text: str) -> tuple[str, Value]:
+    """Spaces part the texts of a list; a secret may have some of its own."""
+    key = name.removeprefix(ENV_PREFIX).lower()
+    setting = BY_NAME.get(key)
+    is_list = setting is not None and setting.kind == "texts" and not setting.is_secret
+    return key, _checked(key, text.split() if is_list else text, f"env {name}")
 
 
 def _flag_origin(name: str, value: Any) -> str:
@@ -140,6 +146,7 @@ def _bad(setting: Setting, value: Any, why: str, origin: str, limit: Any = None)
 
 _KIND_WORDS = {
     "text": "text",
+    "texts": "a list of texts",
     "whole": "a whole number",
     "number": "a finite number",
     "switch": "true or false",
@@ -158,6 +165,8 @@ def _typed(setting: Setting, value: Any) -> Any:
         return int(value) if isinstance(value, int | str) else _refuse()
     if setting.kind == "number":
         return _refuse() if math.isinf(float(value)) else float(value)
+    if setting.kind == "texts":
+        return tuple(_text(text) for text in ([value] if isinstance(value, str) else value))
     return _text(value)
 
 
@@ -183,4 +192,4 @@ def _refuse() -> Any:
 
 
 def _mask(setting: Setting, value: Any) -> Any:
-    return "***" if setting.is_secret and value is not None else value
+    return "***" if setting.is_secret and value not in (None, ()) else value

@@ -7,7 +7,7 @@ None as a default means that the machine or the model decides; what it decided i
 
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["text", "whole", "number", "switch", "bytes"]
+Kind = Literal["text", "texts", "whole", "number", "switch", "bytes"]
 
 ENV_PREFIX = "SPLITTIME_"
 
@@ -34,6 +34,8 @@ class Setting(NamedTuple):
             return ""
         if self.kind == "switch":
             return str(self.default).lower()
+        if self.kind == "texts":
+            return " ".join(self.default)
         return f"{self.default:g}" if self.kind == "number" else str(self.default)
 
     @property
@@ -198,7 +200,28 @@ SETTINGS = (
     Setting("host", "text", "127.0.0.1", "Address to bind; any but loopback needs api_key.", ("server",)),
     Setting("port", "whole", 8000, "TCP port; 0 lets the system choose.", ("server",), 0, 65535),
     Setting("api_key", "text", None, "Asked for as `Authorization: Bearer KEY`.", ("server",), is_secret=True),
-    Setting("served_model_name", "text", None, "Name in the API; default: the model's own.", ("server",)),
+    Setting(
+        "allowed_hosts",
+        "texts",
+        (),
+        "Names by which requests may call the server (Host header), beside those it listens on: api.example, "
+        "*.example, or * for any. Default: none on loopback, any on other addresses (which ask for a key).",
+        ("server",),
+    ),
+    Setting(
+        "cors_origins",
+        "texts",
+        (),
+        "Pages of these origins may use the API from a browser: https://app.example, or * for all.",
+        ("server",),
+    ),
+    Setting(
+        "served_model_name",
+        "texts",
+        (),
+        "Names in the API: answers carry the first, requests may use any. Default: the model's own.",
+        ("server",),
+    ),
     Setting("max_body_bytes", "bytes", 4 * 2**20, "A longer request body is refused (413).", ("server",), 1),
     Setting("max_queued_requests", "whole", 256, "Requests that may wait; one more is refused (429).", ("server",), 1),
     Setting("max_queued_prompt_tokens", "whole", 262_144, "Prompt tokens that may wait; more is 429.", ("server",), 1),

@@ -68,7 +68,7 @@ class App:
             *(_path(service, path) for path in dict.fromkeys(path for _, path, _ in PATHS)),
         ]
         paths = Paths(routes=routes, exception_handlers={HTTPException: _http_error})
-        self._asgi = Edge(Shortcut(hot, paths), service.config.api_key)
+        self._asgi = Edge(Shortcut(hot, paths), service.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._asgi(scope, receive, send)

@@ -13,7 +13,9 @@ class ServerConfig:
     host: str = "127.0.0.1"  # address to bind; any other than loopback needs `api_key`
     port: int = 8000  # TCP port; 0 lets the system choose
     api_key: str | None = None  # asked for as `Authorization: Bearer KEY` on everything but /health and /ready
-    served_model_name: str | None = None  # name in the API; default: the model's own
+    allowed_hosts: tuple[str, ...] = ()  # names it may be called by beside its own (`origin` says which those are)
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may use it from a browser
+    served_model_name: tuple[str, ...] = ()  # names in the API; default: the model's own
     max_body_bytes: int = 4 * 2**20  # a longer request body is refused with 413
     max_queued_requests: int = 256  # generations that may wait for their first step; one more is refused with 429
     max_queued_prompt_tokens: int = 262_144  # prompt tokens that may wait; more is refused with 429
@@ -29,7 +31,7 @@ class ServerConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for an unprotected public address or a bound that lets nothing through."""
-        if not _is_loopback(self.host) and not self.api_key:
+        if not is_loopback(self.host) and not self.api_key:
             raise ConfigError(
                 f"host {self.host} can be reached from other machines and no api_key is set",
                 param="host",
@@ -54,7 +56,7 @@ _POSITIVE = (
 )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:

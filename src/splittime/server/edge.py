@@ -1,5 +1,7 @@
 """The outermost ASGI layer: when a request was first seen, who may come in, and what happens to the unforeseen.
 
+    names (`origin`) -> CORS, if pages of other origins are let in -> the key -> the application
+
 This is the one place where any exception is caught: it is logged with its trace and answered with 500, and the server
 goes on. An exception after the response began closes the connection, which the client sees as a broken stream.
 """
@@ -8,38 +10,62 @@ import hmac
 import logging
 import time
 
-from splittime.core.errors import EngineError, RequestError
-from splittime.server.dashboard.files import is_page
-from splittime.server.http import START_NS, Message, Receive, Scope, Send, header, respond_error
+from starlette.middleware.cors import CORSMiddleware
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no key
+from splittime.core.errors import EngineError, RequestError
+from splittime.server.config import ServerConfig
+from splittime.server.dashboard.files import is_page
+from splittime.server.http import START_NS, Application, Message, Receive, Scope, Send, header, respond_error
+from splittime.server.origin import Names
+
+OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no key, and call by any name
+READABLE_HEADERS = ("x-request-id", "server-timing", "retry-after", "endpoint-load-metrics")
 
 log = logging.getLogger("splittime.server")
 
 
 class Edge:
-    def __init__(self, app, api_key: str | None) -> None:  # type: ignore[no-untyped-def]
+    """Raises `ConfigError` for settings that could let nobody in."""
+
+    def __init__(self, app: Application, config: ServerConfig) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode() if api_key is not None else None
+        self._names = Names(config)
+        self._key = config.api_key.encode() if config.api_key is not None else None
+        self._inside: Application = self._keyed
+        if config.cors_origins:
+            self._inside = CORSMiddleware(
+                self._keyed,  # type: ignore[arg-type]
+                allow_origins=config.cors_origins,
+                allow_methods=("GET", "HEAD", "POST", "PATCH"),
+                allow_headers=("*",),
+                expose_headers=READABLE_HEADERS,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         scope.setdefault(START_NS, time.monotonic_ns())
-        if not self._may_enter(scope):
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                self._names.check(scope)
+        except RequestError as refusal:
+            await respond_error(send, refusal)
+            return
+        await self._inside(scope, receive, send)
+
+    async def _keyed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._may_enter(scope):
+            await self._guarded(scope, receive, send)
+        else:
             await respond_error(send, _unauthorized(), headers=[(b"www-authenticate", b"Bearer")])
-            return
-        if _is_from_elsewhere(scope):
-            await respond_error(send, _cross_site())
-            return
-        await self._guarded(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] in OPEN_PATHS or is_page(scope):
+        if self._key is None or scope["path"] in OPEN_PATHS or is_page(scope):
             return True
-        given = header(scope, b"authorization") or ""
-        return hmac.compare_digest(given.encode("latin-1"), self._expected)
+        scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
+        is_right = hmac.compare_digest(given.strip(" ").encode("latin-1"), self._key)
+        return is_right and scheme.lower() == "bearer"
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -56,17 +82,6 @@ class Edge:
             if has_begun:
                 raise
             await respond_error(send, EngineError("the server failed; its log says why", code="internal_error"))
-
-
-def _is_from_elsewhere(scope: Scope) -> bool:
-    """A browser says that a page of another site makes it ask for a change. Such a page cannot read the answer (there
-    is no CORS here), but could put a keyless server of its visitor's machine to sleep."""
-    return scope["method"] != "GET" and header(scope, b"sec-fetch-site") == "cross-site"
-
-
-def _cross_site() -> RequestError:
-    message = "a page of another site may not ask this server for anything but to look"
-    return RequestError(message, code="cross_site", status=403, hint="ask from this server's own page, or a program")
 
 
 def _unauthorized() -> RequestError:

@@ -22,6 +22,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 Headers = list[tuple[bytes, bytes]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_REQUEST_ID_CHARS = 128
 LINGER_S = 2.0
@@ -42,6 +43,11 @@ def header(scope: Scope, name: bytes) -> str | None:
         if key == name:
             return value.decode("latin-1")
     return None
+
+
+def headers(scope: Scope, name: bytes) -> list[str]:
+    """All values of a header."""
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
 
 
 def query(scope: Scope) -> dict[str, str]:

@@ -1,0 +1,103 @@
+"""Which names the server may be called by, and which pages may call it: a browser's `Host`, `Origin`, `Sec-Fetch-*`.
+
+A browser lets every page send requests to 127.0.0.1. What keeps a page of another site from reading a server without a
+key, or from putting it to sleep, are headers that a page cannot write:
+
+- `Host` is the name in the page's own address. A page that has its name lead to 127.0.0.1 after it was loaded (DNS
+  rebinding) is of the same origin for the browser, and calls the server by that name. So a server on loopback takes
+  only the names that it listens on, and those of `allowed_hosts`. A server on another address asks for a key, which no
+  rebound page has: it takes any name (balancers and services call by their own), unless `allowed_hosts` says which.
+  The port is not compared: it differs behind `ssh -L` or `docker -p`, and says nothing of the page.
+- `Origin` is the page that asks. It must be this server's own, which is where `Host` leads, port included, or one of
+  `cors_origins`. Programs send none.
+- Without `Origin`, `Sec-Fetch-Site` says whether the page is another's (`same-site` is: another port of this machine).
+  It may link here, no more.
+
+Probes (`/health`, `/ready`) are asked by any name, as Kubernetes calls a pod by its address; they tell nothing.
+"""
+
+import re
+from urllib.parse import urlsplit
+
+from splittime.core.errors import ConfigError, RequestError
+from splittime.server.config import ServerConfig, is_loopback
+from splittime.server.http import Scope, header, headers
+
+ANY = "*"
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+SAFE_METHODS = ("GET", "HEAD")
+OTHER_SITES = ("cross-site", "same-site")
+MAX_QUOTED_CHARS = 64
+
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+?)\.?)(?::\d{1,5})?")
+_PATTERN = re.compile(r"\*|(?:\*\.)?[a-z0-9._-]+|[0-9a-f:.]+")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s,@]+")
+
+
+class Names:
+    """Checks both. Raises `ConfigError` for names that could match nothing."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        _check_all("allowed_hosts", config.allowed_hosts, _PATTERN, "a host name without port, *.example, or *")
+        _check_all("cors_origins", config.cors_origins, _ORIGIN, "an origin such as https://app.example:8443, or *")
+        self._is_any_host = ANY in config.allowed_hosts or not (config.allowed_hosts or is_loopback(config.host))
+        self._hosts = {*LOOPBACK_NAMES, config.host.lower(), *map(str.lower, config.allowed_hosts)}
+        self._suffixes = tuple(host[1:] for host in self._hosts if host.startswith("*."))
+        self._is_any_origin = ANY in config.cors_origins
+        self._origins = frozenset(map(str.lower, config.cors_origins))
+
+    def check(self, scope: Scope) -> None:
+        """Raises `RequestError` (403) for a request that some other site's page sent."""
+        given = headers(scope, b"host")
+        if len(given) > 1 or not self._is_own_host("".join(given), scope):
+            raise _wrong_host(", ".join(given))
+        if self._is_foreign(scope, "".join(given)):
+            raise _cross_site(header(scope, b"origin"))
+
+    def _is_own_host(self, given: str, scope: Scope) -> bool:
+        match = _HOST.fullmatch(given.lower())
+        if self._is_any_host or match is None:
+            return self._is_any_host
+        name = match[1] or match[2]
+        own_address = (scope.get("server") or ("",))[0]  # the address that this very connection came to
+        return name in self._hosts or name == own_address or name.endswith(self._suffixes)
+
+    def _is_foreign(self, scope: Scope, host: str) -> bool:
+        if self._is_any_origin:
+            return False
+        given = headers(scope, b"origin")
+        if not given:
+            is_linked = scope["method"] in SAFE_METHODS and header(scope, b"sec-fetch-mode") == "navigate"
+            return header(scope, b"sec-fetch-site") in OTHER_SITES and not is_linked
+        origin = ", ".join(given).lower()
+        return origin not in self._origins and _authority(origin) != host.lower()
+
+
+def _authority(origin: str) -> str | None:
+    """Host and port, as `Host` has them of a page of this origin; of `null` None."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:  # no address at all
+        return None
+
+
+def _check_all(name: str, values: tuple[str, ...], pattern: re.Pattern[str], wanted: str) -> None:
+    for value in values:
+        if not pattern.fullmatch(value.lower()):
+            hint = "give the flag once for each; the environment variable has spaces between them"
+            raise ConfigError(f"{name}: {value!r} is not {wanted}", param=name, value=value, hint=hint)
+
+
+def _wrong_host(given: str) -> RequestError:
+    message = f"this server is not called {given[:MAX_QUOTED_CHARS]!r}: only by the names it listens on"
+    hint = "use its own address, or start it with --allowed-hosts NAME"
+    return RequestError(
+        message, code="host_not_allowed", status=403, param="Host", value=given[:MAX_QUOTED_CHARS], hint=hint
+    )
+
+
+def _cross_site(origin: str | None) -> RequestError:
+    message = "a page of another site may link to this server, no more"
+    value = None if origin is None else origin[:MAX_QUOTED_CHARS]
+    hint = "ask from this server's own page or a program, or start it with --cors-origins ORIGIN"
+    return RequestError(message, code="cross_site", status=403, param="Origin", value=value, hint=hint)
