@@ -1,14 +1,24 @@
-"""Builds the CPU kernels (src/splittime/kernels/native/csrc) into a plain shared library, if there is a C++ compiler.
+"""Builds the CPU kernels (src/splittime/kernels/native/csrc) into a shared library. All else: pyproject.toml.
 
-Everything else about the package is in pyproject.toml. The extension is optional: without a compiler the install goes
-on and splittime computes with torch, which it says at start. Each isa_*.cpp is compiled for its own instruction set.
+Where there is a C++ compiler, what it refuses ends the install in its own words: an install that quietly lost its
+kernels would be many times slower. Without one the install goes on, and splittime computes with torch and says so.
+`ST_BUILD_KERNELS=require` ends it there too, `ST_BUILD_KERNELS=skip` builds none.
+
+Each isa_*.cpp is compiled for its own instruction set, as many at once as there are cores.
 """
 
+import os
 import platform
+import shlex
+import shutil
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import SetupError
 
 SOURCES = Path("src/splittime/kernels/native/csrc")
 FLAGS = [
@@ -27,17 +37,51 @@ ISA_FLAGS = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512bf16": [*AVX512,
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
+ASKED = ("auto", "require", "skip")
+SKIPPED = "splittime is installed without its CPU kernels and will compute with torch, which is slower"
+
+
 class BuildKernels(build_ext):
     """Compiles each source with the flags of its instruction set, then links them."""
 
+    def build_extensions(self) -> None:
+        asked = os.environ.get("ST_BUILD_KERNELS", "auto")
+        if asked not in ASKED:
+            raise SetupError(f"ST_BUILD_KERNELS is {asked!r}, which is none of {', '.join(ASKED)}")
+        reason = "ST_BUILD_KERNELS=skip" if asked == "skip" else why_there_is_no_compiler()
+        if reason is None:
+            self.build_or_say_how_not_to()
+        elif asked == "require":
+            raise SetupError(f"ST_BUILD_KERNELS=require, but {reason}")
+        else:
+            print(f"{reason}: {SKIPPED}", file=sys.stderr)
+            self.extensions = []
+
+    def build_or_say_how_not_to(self) -> None:
+        try:
+            super().build_extensions()
+        except Exception:
+            print("the CPU kernels do not compile; ST_BUILD_KERNELS=skip installs without them", file=sys.stderr)
+            raise
+
     def build_extension(self, ext: Extension) -> None:
-        objects = []
-        for source in ext.sources:
-            flags = FLAGS + ISA_FLAGS.get(Path(source).stem, [])
-            objects += self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(self.compile_source, ext.sources))
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(objects, target, extra_postargs=["-pthread"], target_lang="c++")
+
+    def compile_source(self, source: str) -> str:
+        flags = FLAGS + ISA_FLAGS.get(Path(source).stem, [])
+        return self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags)[0]
+
+
+def why_there_is_no_compiler() -> str | None:
+    """None if there is one. A compiler that was named and is missing is as good as none."""
+    if sys.platform == "win32":
+        return "the CPU kernels are not made for Windows"
+    command = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[0]
+    return None if shutil.which(command) else f"there is no C++ compiler ({command})"
 
 
 def sources() -> list[str]:
@@ -46,6 +90,6 @@ def sources() -> list[str]:
 
 
 setup(
-    ext_modules=[Extension("splittime.kernels.native._kernels", sources(), language="c++", optional=True)],
+    ext_modules=[Extension("splittime.kernels.native._kernels", sources(), language="c++")],
     cmdclass={"build_ext": BuildKernels},
 )

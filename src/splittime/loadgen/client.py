@@ -110,7 +110,8 @@ class Client:
                 connection, connect_ns = await self._connect(planned, (deadline_ns - now_ns()) / 1e9)
                 await self._carry_out(connection, request, exchange, planned, deadline_ns)
             except OSError as error:
-                ending = Ending.TIMED_OUT if now_ns() >= deadline_ns else Ending.FAILED
+                is_late = isinstance(error, TimeoutError) or now_ns() >= deadline_ns  # its clock is coarser
+                ending = Ending.TIMED_OUT if is_late else Ending.FAILED
                 exchange.finish(ending, clipped(f"cannot connect: {error}"), now_ns())
             finally:
                 self.in_flight.discard(exchange)

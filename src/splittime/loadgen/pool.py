@@ -65,14 +65,15 @@ class Pool:
     async def connect(
         self, within_s: float = CONNECT_TIMEOUT_S, receive_buffer_bytes: int | None = None
     ) -> tuple[Connection, int]:
-        """A new connection, with TLS if the address says so, and how long it took. Raises `OSError`."""
+        """A new connection, with TLS if the address says so, and how long it took. Raises `OSError`, a
+        `TimeoutError` when it took too long."""
         within_s = min(within_s, CONNECT_TIMEOUT_S)
         begin_ns = now_ns()
         try:
             async with asyncio.timeout(within_s):
                 connection = await self._connect(receive_buffer_bytes)
         except TimeoutError:
-            raise ConnectionError(f"no connection within {within_s:g} s") from None
+            raise TimeoutError(f"no connection within {within_s:g} s") from None
         except OSError as error:
             self.out_of_sockets += error.errno in OUT_OF_SOCKETS
             raise

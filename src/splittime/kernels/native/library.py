@@ -18,6 +18,7 @@ from pathlib import Path
 INTERFACE_VERSION = 2
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
 ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
+ROUNDED_ACTIVATIONS = 4  # of bfloat16 weights
 READ_KINDS = 7
 BLOB_ALIGNMENT = 64
 

@@ -80,7 +80,10 @@ class PackedStack:
 
 
 def extras(scheme: WeightScheme) -> int:
-    """What the groups have besides scales; minima take up zero points (`rounded.as_packed`)."""
+    """What the groups have besides scales; minima take up zero points (`rounded.as_packed`). Of bfloat16 weights,
+    whether activations are rounded too."""
+    if scheme.name == "bfloat16":
+        return native.ROUNDED_ACTIVATIONS if scheme.rounds_activations else 0
     return native.MINIMA if scheme.has_minima else native.ZEROS if scheme.has_zeros else 0
 
 
@@ -91,7 +94,7 @@ def packed_bytes(out_features: int, in_features: int, scheme: WeightScheme) -> i
 
 def pack_floats(parts: Sequence[Tensor], scheme: WeightScheme) -> Tensor:
     """The blob of these parts [out_i, in]."""
-    if extras(scheme):
+    if scheme.has_zeros or scheme.has_minima:
         raise ValueError(f"{scheme} is for weights that come as integers; rounding makes neither zeros nor minima")
     if any(len(part) % PANEL_ROWS for part in parts[:-1]):
         parts = [torch.cat(list(parts))]

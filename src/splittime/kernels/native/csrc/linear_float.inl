@@ -179,8 +179,10 @@ void multiply(const StLinear *weight, int32_t tokens, const float *x, int64_t x_
 void linear_float(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual,
                   float *y, int64_t y_stride, int64_t residual_stride) {
   if (tokens <= 0) return;
-  if (weight->scheme == ST_BFLOAT16)
-    floats::multiply<floats::Bfloat16Here>(weight, tokens, x, x_stride, residual, y, y_stride, residual_stride);
+  if (weight->scheme == ST_BFLOAT16 && weight->extras & ST_ROUNDED_ACTIVATIONS)
+    floats::multiply<floats::Bfloat16Pairs>(weight, tokens, x, x_stride, residual, y, y_stride, residual_stride);
+  else if (weight->scheme == ST_BFLOAT16)
+    floats::multiply<floats::Bfloat16>(weight, tokens, x, x_stride, residual, y, y_stride, residual_stride);
   else
     floats::multiply<floats::Float32>(weight, tokens, x, x_stride, residual, y, y_stride, residual_stride);
 }

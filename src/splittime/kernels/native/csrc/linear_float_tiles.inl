@@ -88,7 +88,8 @@ struct Bfloat16 {
   }
 };
 
-// Two k a step in one instruction: the activations are rounded to bfloat16 too, the one difference to `Bfloat16`.
+// The same with activations rounded to bfloat16 (ST_ROUNDED_ACTIVATIONS), on every instruction set: where the processor has
+// an instruction for it, two k in one; elsewhere products of the rounded numbers in float32.
 struct Bfloat16Pairs {
   static constexpr int K_PER_STEP = 2, WORDS_PER_BLOCK = BLOCK / 2;
   typedef uint32_t Word;  // two neighbouring k
@@ -116,12 +117,6 @@ struct Bfloat16Pairs {
       to[k / 2] = bf16_of(x[k]) | (uint32_t)(k + 1 < count ? bf16_of(x[k + 1]) : 0) << 16;
   }
 };
-
-#if defined(__AVX512BF16__) || defined(ST_BFLOAT16_PAIRS)
-typedef Bfloat16Pairs Bfloat16Here;
-#else
-typedef Bfloat16 Bfloat16Here;
-#endif
 
 // One tile over one K block. sums: [P][rows apart by PANEL], panels `panel_sums` apart. A step also fetches the line at
 // `next` of each panel, and moves `next` on by `next_stride`; and the next tile's activations (worth 3 to 6 % from 128
