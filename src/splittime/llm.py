@@ -304,7 +304,7 @@ class LLM:
             eos_token_ids=self._eos_token_ids,
             submitted_ns=submitted_ns,
         )
-        text = OutputText(self.tokenizer, token_ids, stop=sampling.stop)
+        text = OutputText(self.tokenizer, token_ids, stop=sampling.stop, min_tokens=sampling.min_tokens)
         return Choice(index, request, account, text, prompt_parts=parts)
 
     def _complete(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:

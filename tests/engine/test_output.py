@@ -124,11 +124,11 @@ def test_special_tokens_have_no_text_unless_asked() -> None:
     assert "".join(pieces_of(BYTES, [104, 256, 105], skip_special_tokens=False)) == "h<|end|>i"
 
 
-def naive_cut(text: str, stop: list[str]) -> tuple[str, str | None]:
-    """The text up to the match that ends first (of those the longest)."""
+def naive_cut(text: str, stop: list[str], min_bytes: int = 0) -> tuple[str, str | None]:
+    """The text up to the match that ends first (of those the longest), of those that end after `min_bytes`."""
     for end in range(1, len(text) + 1):
         ended = [s for s in stop if text[:end].endswith(s)]
-        if ended:
+        if ended and len(text[:end].encode()) > min_bytes:
             found = max(ended, key=len)
             return text[: end - len(found)], found
     return text, None
@@ -165,10 +165,14 @@ def test_only_what_may_become_a_stop_string_is_held_back(parts: list[str], stop:
 
 
 @settings(deadline=None)
-@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=3))
-def test_stop_strings_over_tokens_are_cut_from_the_text(text: str, stop: list[str]) -> None:
-    pieces = pieces_of(BYTES, list(text.encode()), stop=stop)
-    assert "".join(pieces) == naive_cut(text, stop)[0]
+@given(
+    st.text(max_size=30) | st.text("ab", max_size=30),
+    st.lists(st.text(min_size=1, max_size=5) | SMALL, min_size=1, max_size=3),
+    st.integers(0, 12),
+)
+def test_stop_strings_over_tokens_are_cut_from_the_text(text: str, stop: list[str], min_tokens: int) -> None:
+    pieces = pieces_of(BYTES, list(text.encode()), stop=stop, min_tokens=min_tokens)
+    assert "".join(pieces) == naive_cut(text, stop, min_tokens)[0]
 
 
 def test_a_long_output_costs_the_same_for_each_token() -> None:

@@ -222,6 +222,7 @@ SETTINGS = (
         "Names in the API: answers carry the first, requests may use any. Default: the model's own.",
         ("server",),
     ),
+    Setting("strict", "switch", False, "Refuse request fields that have no effect, and clamp nothing.", ("server",)),
     Setting("max_body_bytes", "bytes", 4 * 2**20, "A longer request body is refused (413).", ("server",), 1),
     Setting("max_queued_requests", "whole", 256, "Requests that may wait; one more is refused (429).", ("server",), 1),
     Setting("max_queued_prompt_tokens", "whole", 262_144, "Prompt tokens that may wait; more is 429.", ("server",), 1),

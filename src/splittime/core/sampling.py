@@ -15,8 +15,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
 
     `temperature` 0 is greedy. `top_k` 0 is off. `seed` None lets the engine draw one; with a seed the tokens do not
     depend on what else is in the batch. `logprobs` is the number of alternatives beside the chosen token (0: only the
-    chosen one; None: none at all). `min_tokens` holds back end-of-sequence and stop ids until so many are out.
-    `stop` strings are cut from the text; `stop_token_ids` end a request like end-of-sequence does.
+    chosen one; None: none at all). `min_tokens` holds back end-of-sequence, stop ids and stop strings until so many are
+    out. `stop` strings are cut from the text; `stop_token_ids` end a request like end-of-sequence does.
     """
 
     max_tokens: int | None = None

@@ -104,14 +104,17 @@ class StopMatcher:
         self._held = ""
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that is now safe to give out. Once `found` is set, that is all there will be."""
+    def push(self, text: str, *, counts: bool = True) -> str:
+        """Returns the text that is now safe to give out. Once `found` is set, that is all there will be. A stop string
+        that ends in a text which does not count is passed over."""
         if not self._held and self._starts.isdisjoint(text):
             return text
         for position, character in enumerate(text):
-            ended = [stop for i, stop in enumerate(self._stop) if self._advance(i, character)]
-            if ended:
-                self.found = max(ended, key=len)
+            ended = [i for i in range(len(self._stop)) if self._advance(i, character)]
+            if ended and not counts:
+                self._pass_over(ended)
+            elif ended:
+                self.found = max((self._stop[i] for i in ended), key=len)
                 whole = self._held + text[: position + 1]
                 self._held = ""
                 return whole[: len(whole) - len(self.found)]
@@ -126,6 +129,11 @@ class StopMatcher:
             matched += 1
         self._matched[i] = matched
         return matched == len(stop)
+
+    def _pass_over(self, ended: Sequence[int]) -> None:
+        """Go on as if these had not been found: what remains matched is the longest end that begins them again."""
+        for i in ended:
+            self._matched[i] = self._fallback[i][-1]
 
     def _release(self, text: str) -> str:
         """Give out all but the longest end that may become a stop string."""
@@ -157,7 +165,8 @@ class OutputText:
     """The text of one output as its tokens come.
 
     `num_chars` counts all characters decoded so far, also those held back: it is the next token's text offset.
-    `stop_string` is set when one was found; tokens after that are not looked at.
+    `stop_string` is set when one was found; tokens after that are not looked at. One that ends within the first
+    `min_tokens` tokens does not count, as in vLLM.
     """
 
     def __init__(
@@ -166,10 +175,12 @@ class OutputText:
         prompt_token_ids: Sequence[int] = (),
         *,
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
         self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._matcher = StopMatcher(stop) if stop else None
+        self._num_exempt = min_tokens  # tokens still to come in which no stop string counts
         self.num_chars = 0
 
     @property
@@ -180,13 +191,14 @@ class OutputText:
         """The text that this token makes safe to give out, possibly none."""
         text = self._detokenizer.push(token_id)
         self.num_chars += len(text)
-        return self._matcher.push(text) if self._matcher else text
+        self._num_exempt -= 1
+        return self._matcher.push(text, counts=self._num_exempt < 0) if self._matcher else text
 
     def flush(self) -> str:
         """The rest, when the output ends for another reason than a stop string. Call once."""
         if self._matcher is None:
             return self._detokenizer.flush()
-        rest = self._matcher.push(self._detokenizer.flush())
+        rest = self._matcher.push(self._detokenizer.flush(), counts=self._num_exempt < 0)
         return rest if self._matcher.found else rest + self._matcher.flush()
 
 

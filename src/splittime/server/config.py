@@ -27,6 +27,7 @@ class ServerConfig:
     slow_reader_s: float = 20.0  # seconds that a stream may make no progress; beyond it the client is dropped
     send_buffer_bytes: int = 256 * 1024  # the system's buffer of each connection (SO_SNDBUF); 0 leaves it alone
     body_timeout_s: float = 60.0  # seconds for a client to send its body; beyond it the request ends with 408
+    strict: bool = False  # refuse fields without effect and values that would be bent to fit
     grace_s: float = 30.0  # seconds that open requests get to finish after SIGTERM
 
     def validate(self) -> None:

@@ -14,10 +14,11 @@ import msgspec
 from splittime.core.errors import NotFound, RequestError
 from splittime.core.sampling import SamplingParams
 from splittime.server.config import ModelInfo, ServerConfig
-from splittime.server.schema import MAX_STOP_CHARS, ChatBody, CompletionBody, GenerationBody
+from splittime.server.schema import MAX_STOP_CHARS, UNSUPPORTED, ChatBody, CompletionBody, GenerationBody
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_CACHE_SALT_CHARS = 256
+LEAST_TOP_P = 1e-6  # `top_p` 0: the likeliest token alone has more than this, in any vocabulary
 MAX_PRIORITY = 2**31 - 1
 
 Prompt = str | tuple[int, ...]
@@ -66,29 +67,53 @@ class Ask:
 def ask_completion(body: CompletionBody, model: ModelInfo, config: ServerConfig, timing: bool) -> Ask:
     prompts = _prompts(body.prompt, model)
     _require(body.best_of in (None, body.n or 1), "best_of", body.best_of, "must equal n: no extra answers are drawn")
-    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else _to_the_end(body.max_tokens, config)
     echo_only = max_tokens == 0 and bool(body.echo)
     _require(max_tokens != 0 or echo_only, "max_tokens", 0, "0 needs echo: nothing else would be answered")
     ask = _ask("completions", body, model, config, timing)
     echo, max_tokens = bool(body.echo), 1 if echo_only else max_tokens
-    sampling = _sampling(body, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo)
+    sampling = _sampling(body, config, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo)
     ask = replace(ask, prompts=prompts, echo=echo, echo_only=echo_only, sampling=sampling)
     return _check_against_model(ask, model, config)
 
 
 def ask_chat(body: ChatBody, model: ModelInfo, config: ServerConfig, timing: bool) -> Ask:
-    both = body.max_tokens is not None and body.max_completion_tokens is not None
-    _require(not both, "max_tokens", body.max_tokens, "give max_tokens or max_completion_tokens, not both")
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = _to_the_end(_max_tokens(body, config), config)
+    _check_tools(body)
     _require(body.top_logprobs is None or bool(body.logprobs), "top_logprobs", body.top_logprobs, "needs logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ask = _ask("chat", body, model, config, timing)
     ask = replace(
         ask,
         messages=tuple(message.to_template() for message in body.messages),
-        sampling=_sampling(body, max_tokens=max_tokens, logprobs=logprobs, echo=False),
+        sampling=_sampling(body, config, max_tokens=max_tokens, logprobs=logprobs, echo=False),
     )
     return _check_against_model(ask, model, config)
+
+
+def _max_tokens(body: ChatBody, config: ServerConfig) -> int | None:
+    """`max_tokens` under either of its names; under both only if they agree."""
+    older, newer = body.max_tokens, body.max_completion_tokens
+    if older is not None and newer is not None:
+        agree = older == newer and not config.strict
+        _require(agree, "max_tokens", older, "differs from max_completion_tokens; give one of them", newer)
+    return older if newer is None else newer
+
+
+def _to_the_end(max_tokens: int | None, config: ServerConfig) -> int | None:
+    """None, "to the end of the context", for the -1 by which llama.cpp and others write it."""
+    return None if max_tokens == -1 and not config.strict else max_tokens
+
+
+def _check_tools(body: ChatBody) -> None:
+    """Tools that the model must not call are no different from none; any others are not supported."""
+    if body.tools and body.tool_choice != "none":
+        raise RequestError(
+            f"tools: {UNSUPPORTED['tools']}",
+            code="unsupported_field",
+            param="tools",
+            hint="leave it out, or send tool_choice none",
+        )
 
 
 def _check_against_model(ask: Ask, model: ModelInfo, config: ServerConfig) -> Ask:
@@ -105,7 +130,6 @@ def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, config: ServerCo
     check_model(body.model, model)
     stream = bool(body.stream)
     _require(stream or body.stream_options is None, "stream_options", None, "needs stream")
-    _require(not body.store, "store", body.store, "answers are not stored")
     options = body.stream_options
     n = 1 if body.n is None else body.n
     _require(1 <= n <= config.max_n, "n", n, f"must be 1 to {config.max_n}", [1, config.max_n])
@@ -128,12 +152,16 @@ def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, config: ServerCo
     )
 
 
-def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None, echo: bool) -> SamplingParams:
+def _sampling(
+    body: GenerationBody, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None, echo: bool
+) -> SamplingParams:
     """Sampling parameters with every absent field at its default, validated."""
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    stop = _stop_strings(body.stop, config)
     for text in stop:
         _require(len(text) <= MAX_STOP_CHARS, "stop", len(text), "has a string that is too long", MAX_STOP_CHARS)
     given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    if given.get("top_p") == 0.0 and not config.strict:
+        given["top_p"] = LEAST_TOP_P
     sampling = SamplingParams(
         max_tokens=max_tokens,
         top_k=0 if body.top_k in (None, -1) else body.top_k,
@@ -149,6 +177,12 @@ def _sampling(body: GenerationBody, *, max_tokens: int | None, logprobs: int | N
     wrong = max_tokens is not None and sampling.min_tokens > max_tokens
     _require(not wrong, "min_tokens", sampling.min_tokens, "is above max_tokens", max_tokens)
     return sampling
+
+
+def _stop_strings(stop: str | Sequence[str] | None, config: ServerConfig) -> tuple[str, ...]:
+    """The stop strings; an empty one stops nothing, and is refused by `SamplingParams` where `--strict` keeps it."""
+    listed = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    return listed if config.strict else tuple(text for text in listed if text)
 
 
 _SAME_NAME = (

@@ -84,6 +84,8 @@ class GenerationEndpoint:
             return
         counts = [choice.num_untaken for choice in choices]
         timings, more = whole_timings(choices, ask, at_ns)
+        if visit.notices:
+            more["notices"] = visit.notices
         body = answer.body(choices, timings, **more)
         blocked = start(http.respond(send, body, headers=headers), asyncio.get_running_loop())
         if blocked is not None and not await self._await_reader(visit, generation, blocked):
@@ -106,6 +108,7 @@ class GenerationEndpoint:
     def _headers(self, visit: Visit) -> http.Headers:
         """Headers of every answer."""
         headers = [(b"x-request-id", visit.request_id.encode("latin-1"))]
+        headers += [(b"x-splittime-notice", notice.encode("latin-1")) for notice in visit.notices]
         wanted = http.header(visit.scope, b"endpoint-load-metrics-format")
         if wanted is not None:
             headers += orca_header(self._service, wanted)

@@ -1,7 +1,12 @@
 """The bodies that the API accepts, and nothing else: an unknown field is refused, never skipped.
 
-A field of OpenAI's API that has no effect here is declared with the only value that is true without effect (`null`, an
-empty list, `{"type": "text"}`), so that any other value is refused by name, with the reason in `UNSUPPORTED`.
+Each field has one of three fates, which `/docs` and docs/reference/fields.md show:
+
+    honoured          the answer depends on it
+    no effect         the API promises nothing that a client could miss (a label, a hint); `--strict` refuses it
+    refused           only the value that is true without effect is taken (`null`, an empty list, `{"type": "text"}`);
+                      any other is refused by name, with the reason in `UNSUPPORTED`
+
 `openapi.py` draws the documentation from these classes. What needs the model's limits is checked in `params.py`.
 """
 
@@ -19,6 +24,11 @@ MAX_STOP_CHARS = 1024
 def _number(description: str, **bounds: float) -> Meta:
     """A documented range that `SamplingParams.validate` checks, so that its error can say value and limit."""
     return Meta(description=description, extra_json_schema=bounds)
+
+
+def _no_effect(description: str) -> Meta:
+    """A field that is taken because ordinary clients send it and its API promises nothing that could be missed."""
+    return Meta(description=f"No effect: {description}", extra_json_schema={"x-effect": "none"})
 
 
 PROMPT_FORMS = {
@@ -58,10 +68,12 @@ class GenerationBody(_Strict, kw_only=True):
     model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int | None, _number("Most output tokens.", minimum=0)] = None
-    min_tokens: Annotated[int | None, _number("End and stop ids are held back until so many.", minimum=0)] = None
+    max_tokens: Annotated[
+        int | None, _number("Most output tokens; -1, or more than the context has left: all that is left.", minimum=-1)
+    ] = None
+    min_tokens: Annotated[int | None, _number("No end and no stop counts before so many.", minimum=0)] = None
     temperature: Annotated[float | None, _number("0 is greedy.", minimum=0, maximum=100)] = None
-    top_p: Annotated[float | None, _number("Nucleus.", exclusiveMinimum=0, maximum=1)] = None
+    top_p: Annotated[float | None, _number("Nucleus; 0 leaves the likeliest.", minimum=0, maximum=1)] = None
     top_k: Annotated[int | None, _number("0 or -1 is off.", minimum=-1)] = None
     min_p: Annotated[float | None, _number("Relative to the likeliest token.", minimum=0, maximum=1)] = None
     seed: Annotated[int | None, _number("Same seed, same tokens, whatever the batch.")] = None
@@ -76,10 +88,12 @@ class GenerationBody(_Strict, kw_only=True):
     priority: Annotated[int | None, Meta(description="Lower goes first, under the priority policy.")] = None
     cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
     return_token_ids: Annotated[bool | None, Meta(description="Adds token_ids to each choice.")] = None
-    user: Annotated[str | None, Meta(description="Accepted; it changes nothing.")] = None
-    store: Annotated[bool | None, Meta(description="Only false: answers are not stored.")] = None
-    metadata: None = None
-    service_tier: Literal["auto", "default"] | None = None
+    store: Annotated[Literal[False] | None, Meta(description="Answers are not stored.")] = None
+    user: Annotated[str | None, _no_effect("a label of the client's.")] = None
+    safety_identifier: Annotated[str | None, _no_effect("a label of the client's.")] = None
+    prompt_cache_key: Annotated[str | None, _no_effect("every prompt's prefix is looked up; see cache_salt.")] = None
+    metadata: Annotated[dict[str, str] | None, _no_effect("labels for stored answers; none are stored.")] = None
+    service_tier: Annotated[str | None, _no_effect("there is one tier.")] = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -87,22 +101,28 @@ class CompletionBody(GenerationBody, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int | None, _number("Alternatives listed beside each token.", minimum=0, maximum=20)] = None
     best_of: Annotated[int | None, Meta(description="Accepted if it equals n.")] = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
+
+
+CacheControl = Annotated[dict[str, Any] | None, _no_effect("every prompt's prefix is looked up without being told.")]
 
 
 class TextPart(_Strict, kw_only=True):
     type: Literal["text"]
     text: str
+    cache_control: CacheControl = None
 
 
 class Message(_Strict, kw_only=True):
     role: str
     content: str | list[TextPart] | None = None
     name: str | None = None
+    reasoning_content: Annotated[str | None, Meta(description="For the templates that write it.")] = None
+    cache_control: CacheControl = None
     refusal: None = None
-    annotations: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
     audio: None = None
-    tool_calls: None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
     tool_call_id: None = None
     function_call: None = None
 
@@ -110,25 +130,28 @@ class Message(_Strict, kw_only=True):
         """As templates read it: text parts joined by line breaks, absent fields absent."""
         content = self.content if self.content is not None else ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        plain = {"role": self.role, "content": text}
-        return plain if self.name is None else {**plain, "name": self.name}
+        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
+        given = {name: value for name, value in optional.items() if value is not None}
+        return {"role": self.role, "content": text, **given}
 
 
 class ChatBody(GenerationBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Annotated[int | None, _number("The newer name of max_tokens.", minimum=0)] = None
+    max_completion_tokens: Annotated[int | None, _number("The newer name of max_tokens.", minimum=-1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _number("Needs logprobs.", minimum=0, maximum=20)] = None
     response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
-    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[list[Any] | None, _no_effect("taken empty, or with tool_choice none.")] = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, _no_effect("no tool is called.")] = None
+    parallel_tool_calls: Annotated[bool | None, _no_effect("no tool is called.")] = None
     functions: None = None
     function_call: None = None
     audio: None = None
     prediction: None = None
-    reasoning_effort: None = None
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, _no_effect("a hint to models that reason.")
+    ] = None
     verbosity: None = None
     web_search_options: None = None
 
@@ -149,8 +172,7 @@ class DetokenizeBody(_Strict, kw_only=True):
 
 
 UNSUPPORTED = {
-    "metadata": "metadata is not stored",
-    "service_tier": "there is one tier",
+    "store": "answers are not stored",
     "suffix": "infilling is not supported",
     "refusal": "refusals are not supported",
     "annotations": "annotations are not supported",
@@ -164,7 +186,6 @@ UNSUPPORTED = {
     "response_format": "only {'type': 'text'} is supported",
     "modalities": "only text is supported",
     "prediction": "predicted outputs are not supported",
-    "reasoning_effort": "reasoning effort is not supported",
     "verbosity": "verbosity is not supported",
     "web_search_options": "web search is not supported",
 }

@@ -24,6 +24,7 @@ from splittime.server.generation import Generation
 from splittime.server.params import Ask, Prompt, ask_chat, ask_completion
 from splittime.server.schema import ChatBody, CompletionBody, decode_body
 from splittime.server.service import Service
+from splittime.server.strict import refuse_without_effect
 
 MESSAGE_CHARS = 16  # what a chat template writes around a message, roughly
 REFUSED = "refused"  # finish reason of a request that never reached the engine
@@ -46,6 +47,7 @@ class Visit:
         self._place: Place | None = None
         self._is_reserved = False
         self._prompt_parts: list[PromptParts] = []  # of each prompt
+        self.notices: list[str] = []  # what the client is told beside its answer
 
     @property
     def group_id(self) -> str:
@@ -81,10 +83,14 @@ class Visit:
 
     def _understand(self, body: bytes, model: ModelInfo) -> Ask:
         config = self.service.config
+        given: ChatBody | CompletionBody
+        given = decode_body(body, ChatBody) if self.endpoint == "chat" else decode_body(body, CompletionBody)
+        if config.strict:
+            refuse_without_effect(given)
         timing = http.header(self.scope, b"x-include-timing") in ("1", "true")
-        if self.endpoint == "chat":
-            return ask_chat(decode_body(body, ChatBody), model, config, timing)
-        return ask_completion(decode_body(body, CompletionBody), model, config, timing)
+        if isinstance(given, ChatBody):
+            return ask_chat(given, model, config, timing)
+        return ask_completion(given, model, config, timing)
 
     async def _reserve(self) -> None:
         try:
@@ -129,7 +135,8 @@ class Visit:
     def _hand_off(
         self, ask: Ask, prompts: Sequence[tuple[int, ...]], model: ModelInfo, deadline_ns: int | None, place: Place
     ) -> Generation:
-        budgets = [check_length(ids, ask, model) for ids in prompts]
+        budgets = [check_length(ids, ask, model, is_strict=self.service.config.strict) for ids in prompts]
+        self.notices = clamp_notices(ask, budgets, model)
         sources = ask.prompts or (prompts[0],)
         plans = [(p, s) for p in range(len(prompts)) for s in range(ask.n)]
         choices = []
@@ -154,8 +161,8 @@ class Visit:
         account = Account(request.request_id, self.start_ns, Stage.RECEIVE)
         account.extend(self._account.marks[1:])
         account.enter(Stage.HANDOFF, request.submitted_ns)
-        tokenizer = self.service.tokenizer
-        text = OutputText(tokenizer, request.prompt_token_ids, stop=ask.sampling.stop)
+        tokenizer, sampling = self.service.tokenizer, request.sampling
+        text = OutputText(tokenizer, request.prompt_token_ids, stop=sampling.stop, min_tokens=sampling.min_tokens)
         echo = self._echo(request.prompt_token_ids, source, ask) if ask.echo else None
         return Choice(index, request, account, text, echo, ask.echo_only, parts)
 
@@ -243,13 +250,16 @@ def _text_size(ask: Ask) -> int:
     return in_messages + sum(len(prompt) for prompt in ask.prompts if isinstance(prompt, str))
 
 
-def check_length(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo) -> int:
-    """Output tokens that the request may get; `RequestError` if prompt and output do not fit the context."""
+def check_length(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, *, is_strict: bool = False) -> int:
+    """Returns the output tokens that the request may get: those it asks for, but no more than the context has left.
+
+    Raises `RequestError` if the prompt is empty or leaves no room; `is_strict`: also if less is left than is asked.
+    """
     room = model.max_model_len - len(prompt_ids)
     wanted = ask.sampling.max_tokens
     if not prompt_ids:
         raise RequestError("the prompt has no tokens", code="empty_prompt", param="prompt", value=0)
-    if room < (wanted or 1):
+    if room < 1 or (is_strict and room < (wanted or 1)):
         raise RequestError(
             f"the model's context is {model.max_model_len} tokens; the prompt has {len(prompt_ids)} and "
             f"{wanted or 1} were asked for",
@@ -259,4 +269,12 @@ def check_length(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo) -> int:
             limit=model.max_model_len,
             hint=f"ask for at most {room} tokens" if room > 0 else "shorten the prompt",
         )
-    return wanted or room
+    return room if wanted is None else min(wanted, room)
+
+
+def clamp_notices(ask: Ask, budgets: Sequence[int], model: ModelInfo) -> list[str]:
+    """Says that fewer output tokens are left than were asked for, if so."""
+    wanted, least = ask.sampling.max_tokens, min(budgets)
+    if wanted is None or least >= wanted:
+        return []
+    return [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]

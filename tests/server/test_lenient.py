@@ -1,0 +1,100 @@
+"""What ordinary clients send without expecting anything from it is taken; `--strict` refuses it by name."""
+
+import pytest
+
+from splittime.server.config import ModelInfo, ServerConfig
+
+from .conftest import EOS, LiveServer, say
+from .fake_engine import FakeEngine
+
+USER = [{"role": "user", "content": "x"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CACHED = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+COMPLETIONS = [
+    ({"user": "someone"}, "user"),
+    ({"metadata": {"a": "b"}}, "metadata"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"safety_identifier": "s"}, "safety_identifier"),
+    ({"prompt_cache_key": "k"}, "prompt_cache_key"),
+    ({"top_p": 0}, "top_p"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["", "never"]}, "stop"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 4096}, "max_tokens"),
+]
+CHATS = [
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"tools": TOOLS, "tool_choice": "none"}, "tools"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+    ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
+    ({"messages": [{"role": "user", "content": [CACHED]}]}, "messages[0].content[0].cache_control"),
+    ({"messages": [{**USER[0], "cache_control": {"type": "ephemeral"}}]}, "messages[0].cache_control"),
+]
+BOTH = [
+    *(("/v1/completions", {"prompt": "x", **more}, param) for more, param in COMPLETIONS),
+    *(("/v1/chat/completions", {"messages": USER, **more}, param) for more, param in CHATS),
+]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["lenient", "strict"])
+def live(request):
+    config = ServerConfig(port=0, strict=request.param)
+    server = LiveServer(FakeEngine(say("ok")), config, ModelInfo(("fake",), 512, 257, (EOS,)))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BOTH, ids=lambda value: str(value)[:60])
+def test_what_expects_no_answer_is_taken_unless_strict(live, path: str, body: dict, param: str) -> None:
+    status, _, answer = live.post(path, body)
+    assert status == (400 if live.config.strict else 200), answer
+    if live.config.strict:
+        assert answer["error"]["param"] == param
+
+
+def test_an_earlier_answer_may_be_sent_back_as_other_servers_wrote_it(live) -> None:
+    earlier = {"role": "assistant", "content": "y", "tool_calls": [], "refusal": None, "annotations": []}
+    status, _, answer = live.post("/v1/chat/completions", {"messages": [*USER, earlier, *USER]})
+    assert status == 200, answer
+
+
+def test_reasoning_reaches_the_template_and_only_there(live) -> None:
+    thought = {"role": "assistant", "content": "y", "reasoning_content": "because"}
+    assert live.post("/v1/chat/completions", {"messages": [*USER, thought, *USER]})[0] == 200
+
+
+def test_a_clamped_length_is_told_in_header_and_body(launch) -> None:
+    live = launch(say("z" * 600, end=False), model={"max_model_len": 512})
+    status, headers, answer = live.post("/v1/completions", {"prompt": "abc", "max_tokens": 9999})
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 509)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    told = "max_tokens 9999 was clamped to 509: the context has 512 tokens"
+    assert (headers["x-splittime-notice"], answer["notices"]) == (told, [told])
+
+
+def test_a_length_that_fits_is_told_nothing(launch) -> None:
+    live = launch(say("ok"))
+    _, headers, answer = live.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
+    assert "x-splittime-notice" not in headers
+    assert "notices" not in answer
+
+
+def test_minus_one_means_all_that_is_left(launch) -> None:
+    live = launch(say("z" * 600, end=False), model={"max_model_len": 300})
+    answer = live.post("/v1/completions", {"prompt": "abc", "max_tokens": -1})[2]
+    assert answer["usage"]["completion_tokens"] == 297
+    assert "notices" not in answer
+
+
+def test_a_prompt_without_room_is_refused_however_lenient(launch) -> None:
+    live = launch(say("ok"), model={"max_model_len": 8})
+    status, _, answer = live.post("/v1/completions", {"prompt": "x" * 8, "max_tokens": -1})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_min_tokens_hold_back_stop_strings(launch) -> None:
+    live = launch(say("ab ab ab"))
+    body = {"prompt": "x", "stop": "ab", "max_tokens": 20}
+    texts = [live.post("/v1/completions", {**body, "min_tokens": n})[2]["choices"][0]["text"] for n in (0, 1, 2, 5)]
+    assert texts == ["", "", "ab ", "ab ab "]
