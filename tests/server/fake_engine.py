@@ -122,6 +122,8 @@ class FakeEngine:
         for name in knobs:
             if name not in self.knobs_now:
                 raise ConfigError(f"no knob {name!r}", param=name)
+            if type(knobs[name]) is not type(self.knobs_now[name]):
+                raise ConfigError(f"{name} is of another type", param=name)
         self.knobs_now.update(knobs)
         return dict(self.knobs_now)
 

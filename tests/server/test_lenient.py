@@ -16,6 +16,7 @@ COMPLETIONS = [
     ({"service_tier": "flex"}, "service_tier"),
     ({"safety_identifier": "s"}, "safety_identifier"),
     ({"prompt_cache_key": "k"}, "prompt_cache_key"),
+    ({"best_of": 1}, "best_of"),
     ({"top_p": 0}, "top_p"),
     ({"stop": ""}, "stop"),
     ({"stop": ["", "never"]}, "stop"),

@@ -65,7 +65,6 @@ BAD_CHATS = [
 HARMLESS = {
     "store": False,
     "metadata": None,
-    "best_of": 1,
     "n": 1,
     "logit_bias": {},
     "stop": None,

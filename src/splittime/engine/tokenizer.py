@@ -83,6 +83,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return "default" in self._templates
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The templates' sources, by name."""
+        return {name: template.source for name, template in self._templates.items()}
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt's text for `messages`; encode it with `add_special_tokens=False`."""
         template = self._templates.get("default")

@@ -18,6 +18,7 @@ from typing import Any
 from splittime.core.errors import Overloaded, RequestError
 
 WINDOW_DEPARTURES = 128
+MAX_BOUND = 2**40  # the largest value that a bound may be set to while serving
 INITIAL_BYTES_PER_TOKEN = 4.0
 _RATIO_WEIGHT = 0.05
 

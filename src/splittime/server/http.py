@@ -50,6 +50,14 @@ def headers(scope: Scope, name: bytes) -> list[str]:
     return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
 
 
+def flag(scope: Scope, name: str) -> bool:
+    """A header that is on or off. Raises `RequestError` for what is neither."""
+    given = header(scope, name.lower().encode())
+    if given not in (None, "1", "true", "0", "false"):
+        raise RequestError(f"{name} is 1 or 0, true or false", param=name, value=given[:64])
+    return given in ("1", "true")
+
+
 def query(scope: Scope) -> dict[str, str]:
     """What is asked after the `?`, each name once."""
     pairs = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import NotFound, RequestError
-from splittime.core.sampling import SamplingParams
+from splittime.core.sampling import MAX_STOP_STRINGS, SamplingParams
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.schema import MAX_STOP_CHARS, UNSUPPORTED, ChatBody, CompletionBody, GenerationBody
 
@@ -66,7 +66,6 @@ class Ask:
 
 def ask_completion(body: CompletionBody, model: ModelInfo, config: ServerConfig, timing: bool) -> Ask:
     prompts = _prompts(body.prompt, model)
-    _require(body.best_of in (None, body.n or 1), "best_of", body.best_of, "must equal n: no extra answers are drawn")
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else _to_the_end(body.max_tokens, config)
     echo_only = max_tokens == 0 and bool(body.echo)
     _require(max_tokens != 0 or echo_only, "max_tokens", 0, "0 needs echo: nothing else would be answered")
@@ -174,7 +173,7 @@ def _sampling(
         **given,
     )
     sampling.validate()
-    wrong = max_tokens is not None and sampling.min_tokens > max_tokens
+    wrong = config.strict and max_tokens is not None and sampling.min_tokens > max_tokens
     _require(not wrong, "min_tokens", sampling.min_tokens, "is above max_tokens", max_tokens)
     return sampling
 
@@ -182,6 +181,7 @@ def _sampling(
 def _stop_strings(stop: str | Sequence[str] | None, config: ServerConfig) -> tuple[str, ...]:
     """The stop strings; an empty one stops nothing, and is refused by `SamplingParams` where `--strict` keeps it."""
     listed = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    _require(len(listed) <= MAX_STOP_STRINGS, "stop", len(listed), "has too many strings", MAX_STOP_STRINGS)
     return listed if config.strict else tuple(text for text in listed if text)
 
 

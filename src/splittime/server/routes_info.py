@@ -12,7 +12,9 @@ from splittime import __version__
 from splittime.core.errors import ConfigError, NotFound, RequestError, SplittimeError
 from splittime.core.sleep import FALLING_ASLEEP
 from splittime.server import http
+from splittime.server.admission import MAX_BOUND
 from splittime.server.config import ModelInfo
+from splittime.server.dashboard.files import send_file
 from splittime.server.params import check_model, check_token_ids
 from splittime.server.schema import DetokenizeBody, TokenizeBody, decode_body
 from splittime.server.service import Service
@@ -20,7 +22,6 @@ from splittime.server.service import Service
 Handler = Callable[[Service, http.Scope, http.Receive, http.Send], Awaitable[None]]
 
 ADMISSION_KNOBS = ("max_queued_requests", "max_queued_prompt_tokens")
-MAX_QUEUE_KNOB = 2**40
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what can be said to the engine
 
 
@@ -63,6 +64,20 @@ async def index(service: Service, scope: http.Scope, receive: http.Receive, send
         "metrics": "/metrics",
     }
     await http.respond_json(send, about)
+
+
+async def ping(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Alive, as SageMaker's health check asks: an empty body."""
+    await http.respond_json(send, {})
+
+
+async def version(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    await http.respond_json(send, {"version": __version__})
+
+
+async def favicon(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """For browsers that ask for one without being told of it, as at `/docs`."""
+    await send_file(scope, send, "icon.svg")
 
 
 def _card(name: str, model: ModelInfo) -> dict[str, Any]:
@@ -127,6 +142,19 @@ async def detokenize(service: Service, scope: http.Scope, receive: http.Receive,
     await http.respond_json(send, {"prompt": text})
 
 
+async def tokenizer_info(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """What a client needs to render and count prompts as this server does."""
+    model, tokenizer = service.require_model(), service.tokenizer
+    answer = {
+        "vocab_size": model.vocab_size,
+        "max_model_len": model.max_model_len,
+        "eos_token_ids": list(model.eos_token_ids),
+        "special_tokens": tokenizer.special_tokens,
+        "chat_templates": tokenizer.chat_templates,
+    }
+    await http.respond_json(send, answer)
+
+
 async def metrics(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     exporter = service.exporter
     await http.respond(send, exporter.render(), content_type=exporter.content_type.encode())
@@ -162,7 +190,7 @@ async def change_knobs(service: Service, scope: http.Scope, receive: http.Receiv
     wanted = decode_knobs(body)
     own = {name: wanted.pop(name) for name in ADMISSION_KNOBS if name in wanted}
     for name, value in own.items():
-        if type(value) is not int or not 1 <= value <= MAX_QUEUE_KNOB:
+        if type(value) is not int or not 1 <= value <= MAX_BOUND:
             raise RequestError(f"{name} must be a whole number above 0", param=name, value=value)
     if not wanted:
         engine_knobs = service.client.stats().knobs
@@ -173,6 +201,18 @@ async def change_knobs(service: Service, scope: http.Scope, receive: http.Receiv
     for name, value in own.items():
         setattr(service.admission.bounds, name, value)
     await http.respond_json(send, {**engine_knobs, **asdict(service.admission.bounds)})
+
+
+async def reset_prefix_cache(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Forget every cached prefix that no request uses, as vLLM's route does; say how many blocks are in use."""
+    http.query_of(scope)
+    service.require_ready()
+    before = service.client.stats()
+    if before.knobs.get("enable_prefix_caching"):
+        await service.client.configure({"enable_prefix_caching": False})
+        await service.client.configure({"enable_prefix_caching": True})
+    answer = {"forgotten_blocks": before.blocks_cached, "blocks_in_use": before.blocks_used}
+    await http.respond_json(send, answer)
 
 
 async def _configure(service: Service, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: Annotated[str | list[str | int | list[int]], Meta(description="See PROMPT_FORMS.")]
     echo: bool | None = None
     logprobs: Annotated[int | None, _number("Alternatives listed beside each token.", minimum=0, maximum=20)] = None
-    best_of: Annotated[int | None, Meta(description="Accepted if it equals n.")] = None
+    best_of: Annotated[Literal[1] | None, _no_effect("each answer is the only one drawn for it.")] = None
     suffix: Literal[""] | None = None
 
 
@@ -172,6 +172,7 @@ class DetokenizeBody(_Strict, kw_only=True):
 
 
 UNSUPPORTED = {
+    "best_of": "no answers are drawn to choose from; n asks for several",
     "store": "answers are not stored",
     "suffix": "infilling is not supported",
     "refusal": "refusals are not supported",
@@ -200,9 +201,29 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
+        if "`int`, got `float`" in str(error):
+            return _convert(_with_whole_numbers(msgspec.json.decode(body)), kind)
         raise _refusal(str(error), kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def _convert(value: Any, kind: type[Body]) -> Body:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), kind) from error
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """The same with 2.0 written as 2: to JSON they are one number, and a client's language may have but floats."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_with_whole_numbers(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(entry) for name, entry in value.items()}
+    return value
 
 
 def _refusal(message: str, kind: type[_Strict]) -> RequestError:

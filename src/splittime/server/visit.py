@@ -87,7 +87,7 @@ class Visit:
         given = decode_body(body, ChatBody) if self.endpoint == "chat" else decode_body(body, CompletionBody)
         if config.strict:
             refuse_without_effect(given)
-        timing = http.header(self.scope, b"x-include-timing") in ("1", "true")
+        timing = http.flag(self.scope, "X-Include-Timing")
         if isinstance(given, ChatBody):
             return ask_chat(given, model, config, timing)
         return ask_completion(given, model, config, timing)

@@ -15,11 +15,6 @@ pre { overflow: auto; max-height: 24rem; white-space: pre-wrap; } .dim { color: 
 <h1>splittime</h1><p class="dim">From <a href="/openapi.json">/openapi.json</a>.</p><main></main>
 <script>
 "use strict";
-const EXAMPLES = {
-  "/v1/completions": {prompt: "def read_json(path):", max_tokens: 40, temperature: 0},
-  "/v1/chat/completions": {messages: [{role: "user", content: "Hello"}], max_tokens: 40},
-  "/tokenize": {prompt: "Hello"}, "/detokenize": {tokens: [1, 2, 3]}, "/knobs": {}
-};
 function make(tag, text, parent) {
   const element = document.createElement(tag);
   if (text) element.textContent = text;
