@@ -1,5 +1,5 @@
-"""Writes docs/reference/ from the code: settings, stages, errors, metrics, findings, exit codes. A test holds the pages
-to be current.
+"""Writes docs/reference/ from the code: settings, stages, errors, fields of the API, metrics, findings, exit codes.
+A test holds the pages to be current.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    exit with 1 and their names if any is out of date
@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import typer
@@ -18,10 +19,15 @@ from splittime.cli.settings_table import SETTINGS, Setting
 from splittime.core import errors
 from splittime.diagnose import doctor, finding
 from splittime.ledger import derive
-from splittime.ledger.export.prometheus import EDGES_NS, METRICS
+from splittime.ledger.export.histogram import EDGES_NS
+from splittime.ledger.export.metrics import METRICS
+from splittime.ledger.export.vllm_names import ALIASES
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
+from splittime.server.config import ServerConfig
+from splittime.server.described.openapi import document
 
 FOLDER = Path(__file__).parent / "reference"
+BODIES = ("CompletionBody", "ChatBody", "Message", "TextPart", "StreamOptions", "TokenizeBody", "DetokenizeBody")
 NOTICE = "<!-- Made by docs/generate.py from the code; change it there. -->\n\n"
 
 
@@ -50,6 +56,46 @@ def stages_page() -> str:
     )
 
 
+def fields_page() -> str:
+    """Each body's fields with their fate, from the description that `/openapi.json` gives."""
+    schemas = document(ServerConfig())["components"]["schemas"]
+    parts = []
+    for name in BODIES:
+        rows = [
+            (f"`{field}`", _type_words(of), _fate(of), of.get("description", "").removeprefix("No effect: "))
+            for field, of in schemas[name]["properties"].items()
+        ]
+        parts.append(f"## {name}\n\n" + _table(("field", "type", "fate", "meaning"), rows))
+    return (
+        "# Fields of the API\n\n"
+        "An unknown field is refused by name. *no effect*: taken, since ordinary clients send it and its API promises "
+        "nothing that could be missed; `--strict` refuses it. *refused*: only the value without effect is taken. "
+        "A server describes itself, with its model's limits, at `/docs` and `/openapi.json`.\n\n" + "\n".join(parts)
+    )
+
+
+def _fate(schema: dict[str, Any]) -> str:
+    if schema.get("x-effect") == "none":
+        return "no effect"
+    kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
+    empty = all(kind.get("maxItems") == 0 or kind.get("enum") in ([""], [False]) for kind in kinds)
+    return "refused" if empty else "honoured"
+
+
+def _type_words(schema: dict[str, Any]) -> str:
+    """The type as a reader would write it."""
+    if "anyOf" in schema:
+        words = [_type_words(kind) for kind in schema["anyOf"] if kind.get("type") != "null"]
+        return " or ".join(dict.fromkeys(words)) or "null"
+    if "$ref" in schema:
+        return str(schema["$ref"].rsplit("/", 1)[-1])
+    if "enum" in schema:
+        return ", ".join(f'`"{value}"`' if isinstance(value, str) else f"`{value}`".lower() for value in schema["enum"])
+    if schema.get("type") == "array":
+        return "empty list" if schema.get("maxItems") == 0 else f"list of {_type_words(schema.get('items', {}))}"
+    return str(schema.get("type", "anything"))
+
+
 def errors_page() -> str:
     listed = (errors.RequestError, errors.NotFound, errors.Conflict, errors.DeadlineExceeded, errors.Overloaded)
     rows = [(f"`{cls.__name__}`", str(cls.status), f"`{cls.kind}`", f"`{cls.code}`") for cls in listed]
@@ -66,7 +112,10 @@ def errors_page() -> str:
 def metrics_page() -> str:
     edges = ", ".join(f"{edge_ns / 1e9:g}" for edge_ns in EDGES_NS)
     buckets = ", ".join(derive.prompt_bucket(edge) for edge in (*derive.PROMPT_BUCKET_EDGES, 10**9))
-    rows = [(f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels) or "-", m.help) for m in METRICS]
+    rows = [
+        (f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels) or "-", m.help)
+        for m in (*METRICS, *(alias.spec for alias in ALIASES))
+    ]
     return (
         "# Metrics\n\nAt `/metrics`, in Prometheus' text form.\n\n"
         + _table(("name", "kind", "labels", "meaning"), rows)
@@ -134,6 +183,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "stages.md": stages_page,
     "errors.md": errors_page,
+    "fields.md": fields_page,
     "metrics.md": metrics_page,
     "findings.md": findings_page,
     "exit_codes.md": exit_codes_page,

@@ -13,8 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from splittime.engine.messages import EngineStats
 from splittime.ledger.export import account_from_json, account_json
 from splittime.ledger.export.chrome_trace import trace
-from splittime.ledger.export.prometheus import EDGES_NS, METRICS, PrometheusExporter
+from splittime.ledger.export.histogram import EDGES_NS
+from splittime.ledger.export.metrics import METRICS
+from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.export.server_timing import header
+from splittime.ledger.export.vllm_names import ALIASES
 from splittime.ledger.store import Ledger
 
 
@@ -64,15 +67,20 @@ def _scrape(exporter):
 
 def test_prometheus_text_parses_and_counts():
     ledger = Ledger()
-    exporter = PrometheusExporter(ledger, lambda: EngineStats(now_ns=0, num_waiting=3, blocks_used=1, blocks_total=4))
+    stats = EngineStats(now_ns=0, num_waiting=3, blocks_used=1, blocks_total=4)
+    exporter = PrometheusExporter(ledger, lambda: stats, lambda: 'a "model"')
     ledger.add_account(books.example(num_tokens=4, gap_ns=5_000_000))
     ledger.add_step(books.step(1, 0))
     exporter.count_refusal("queue_full")
     exporter.observe_send_lag(40_000)
     exporter.observe_cancel_to_freed(2_000_000)
     samples = _scrape(exporter)
-    assert samples[("vllm:num_requests_waiting",)] == 3
-    assert samples[("vllm:kv_cache_usage_perc",)] == 0.25
+    labels = (("engine", "0"), ("model_name", 'a "model"'))
+    assert samples[("vllm:num_requests_waiting", *labels)] == 3
+    assert samples[("vllm:kv_cache_usage_perc", *labels)] == 0.25
+    assert samples[("vllm:inter_token_latency_seconds_sum", *labels)] == 0.015
+    assert samples[("vllm:request_queue_time_seconds_sum", *labels)] == 0.0095
+    assert samples[("vllm:generation_tokens_total", *labels)] == 4
     assert samples[("splittime_refusals_total", ("reason", "queue_full"))] == 1
     assert samples[("splittime_tokens_total", ("kind", "output"))] == 4
     bucket = ("prompt_tokens", "33-64")
@@ -91,7 +99,7 @@ def test_every_metric_of_the_table_is_exported_and_no_other():
     exporter = PrometheusExporter(Ledger(), lambda: EngineStats(now_ns=0))
     text = exporter.render().decode()
     exported = set(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
-    assert exported == {(spec.name, spec.kind) for spec in METRICS}
+    assert exported == {(spec.name, spec.kind) for spec in (*METRICS, *(alias.spec for alias in ALIASES))}
 
 
 def test_edges_resolve_a_millisecond():

@@ -263,5 +263,5 @@ def test_models_tokens_and_index(launch) -> None:
     chat = live.post("/tokenize", CHAT)[2]["tokens"]
     assert bytes(chat) == b"<|user|>hi\n<|assistant|>"
     assert live.get("/")[2]["model"] == "main"
-    assert b"/openapi.json" in live.get("/docs")[2]
+    assert b"docs.js" in live.get("/docs")[2]
     assert live.get("/metrics")[0] == 200

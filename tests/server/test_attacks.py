@@ -67,7 +67,7 @@ def test_an_answer_that_nobody_takes_does_not_hold_its_connection(launch, monkey
 
 def test_numbers_beyond_64_bits_are_refused_and_can_be_shown(launch) -> None:
     server = launch()
-    assert server.post("/v1/completions", {"prompt": "x", "best_of": 2**70})[0] == 400
+    assert server.post("/v1/completions", {"prompt": "x", "seed": 2**70})[0] == 400
     assert server.request("PATCH", "/knobs", {"max_num_seqs": 2**70})[0] == 400
     status, _, body = server.get("/ledger/requests")
     assert status == 200

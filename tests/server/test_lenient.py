@@ -20,6 +20,7 @@ COMPLETIONS = [
     ({"top_p": 0}, "top_p"),
     ({"stop": ""}, "stop"),
     ({"stop": ["", "never"]}, "stop"),
+    ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 4096}, "max_tokens"),
 ]

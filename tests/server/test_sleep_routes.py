@@ -38,8 +38,8 @@ def test_a_sleep_tells_where_the_time_went_and_waking_too(launch: Callable[..., 
     assert server.get("/is_sleeping")[2] == {"is_sleeping": True, "state": "asleep", "level": 2}
     metrics = server.get("/metrics")[2].decode()
     assert "splittime_asleep 2.0" in metrics
-    assert 'vllm:engine_sleep_state{sleep_state="awake"} 0.0' in metrics
-    assert 'vllm:engine_sleep_state{sleep_state="discard_all"} 1.0' in metrics
+    assert 'vllm:engine_sleep_state{engine="0",model_name="fake",sleep_state="awake"} 0.0' in metrics
+    assert 'vllm:engine_sleep_state{engine="0",model_name="fake",sleep_state="discard_all"} 1.0' in metrics
     status, _, told = server.post("/wake_up", {})
     assert (status, told["action"], told["slept_s"]) == (200, "wake", 7.0)
     assert server.get("/is_sleeping")[2] == {"is_sleeping": False, "state": "awake", "level": 0}

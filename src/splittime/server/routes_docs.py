@@ -1,8 +1,8 @@
-"""`/openapi.json` and a page that shows it, with nothing fetched from elsewhere."""
+"""`/openapi.json` and the page that shows it, with nothing fetched from elsewhere."""
 
 from splittime.server import http
+from splittime.server.dashboard.files import send_file
 from splittime.server.described.bodies import Limits
-from splittime.server.described.docs_page import PAGE
 from splittime.server.described.openapi import document
 from splittime.server.service import Service
 
@@ -14,4 +14,4 @@ async def openapi(service: Service, scope: http.Scope, receive: http.Receive, se
 
 
 async def docs(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await http.respond(send, PAGE.encode(), content_type=b"text/html; charset=utf-8")
+    await send_file(scope, send, "docs.html")

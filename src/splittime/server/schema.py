@@ -201,8 +201,8 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        if "`int`, got `float`" in str(error):
-            return _convert(_with_whole_numbers(msgspec.json.decode(body)), kind)
+        if "got `float`" in str(error):
+            return _convert(with_whole_numbers(msgspec.json.decode(body)), kind)
         raise _refusal(str(error), kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
@@ -215,14 +215,14 @@ def _convert(value: Any, kind: type[Body]) -> Body:
         raise _refusal(str(error), kind) from error
 
 
-def _with_whole_numbers(value: Any) -> Any:
+def with_whole_numbers(value: Any) -> Any:
     """The same with 2.0 written as 2: to JSON they are one number, and a client's language may have but floats."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_with_whole_numbers(entry) for entry in value]
+        return [with_whole_numbers(entry) for entry in value]
     if isinstance(value, dict):
-        return {name: _with_whole_numbers(entry) for name, entry in value.items()}
+        return {name: with_whole_numbers(entry) for name, entry in value.items()}
     return value
 
 

@@ -45,7 +45,7 @@ class Service:
         config.validate()
         self.client, self.tokenizer, self.ledger, self.config = client, tokenizer, ledger, config
         self._model = model
-        self.exporter = PrometheusExporter(ledger, client.stats)
+        self.exporter = PrometheusExporter(ledger, client.stats, lambda: self.model.name if self.model else "")
         self.gc_pauses: GcPauses | None = None
         self.started_ns = self._ready_ns = time.monotonic_ns()  # until who made the process says better
         ledger.tell_facts = self.facts

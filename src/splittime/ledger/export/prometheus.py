@@ -1,15 +1,11 @@
 """The ledger on `/metrics`: histograms fed by subscription, gauges read from the engine at each scrape.
 
-A histogram here is a list of counts found by bisection (prometheus_client's own searches its bounds one by one and
-takes a lock for each sample); counters and gauges go by prometheus_client. All histograms share one set of edges,
-10 us to 100 s, six to a decade (1, 1.5, 2, 3, 5, 7). `METRICS` is the whole list, and `docs/reference/metrics.md` is
-made from it.
+Histograms are our own (`histogram.py`); counters and gauges go by prometheus_client. `METRICS` lists our names,
+`vllm_names.ALIASES` the same figures under vLLM's.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,11 +15,12 @@ from prometheus_client.registry import Collector
 from splittime.core.sleep import Rest, SleepReport
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.export.histogram import Histogram
+from splittime.ledger.export.metrics import METRICS, MetricSpec
+from splittime.ledger.export.vllm_names import ALIASES, ENGINE, FINISHED, request_times_ns
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
 
-EDGES_NS = (*(m * 10**e // 10 for e in range(4, 11) for m in (10, 15, 20, 30, 50, 70)), 10**11)
-_EDGE_LABELS = [*(str(edge_ns / 1e9) for edge_ns in EDGES_NS), "+Inf"]
 STEP_PARTS = ("plan", "launch", "device", "sample", "commit", "host_gap", "idle")
 SLEEP_STATES = ((0, "awake"), (1, "weights_offloaded"), (2, "discard_all"))
 
@@ -73,120 +70,16 @@ class Gauges(Protocol):
     def kv_cache_usage(self) -> float: ...
 
 
-class MetricSpec(NamedTuple):
-    name: str
-    kind: str  # histogram, counter, gauge
-    labels: tuple[str, ...]
-    help: str
-
-
-METRICS = (
-    MetricSpec("splittime_stage_seconds", "histogram", ("stage", "cause"), "Time of a request in a stage, by cause"),
-    MetricSpec(
-        "splittime_time_to_first_token_seconds", "histogram", ("prompt_tokens",), "Arrival to first token written"
-    ),
-    MetricSpec("splittime_time_per_output_token_seconds", "histogram", ("prompt_tokens",), "TPOT, once a request"),
-    MetricSpec(
-        "splittime_inter_token_latency_seconds", "histogram", ("prompt_tokens",), "Gap between tokens, each gap"
-    ),
-    MetricSpec("splittime_e2e_seconds", "histogram", ("prompt_tokens",), "Arrival to the end of the account"),
-    MetricSpec(
-        "splittime_max_stall_seconds", "histogram", ("prompt_tokens",), "Longest gap of a request, once a request"
-    ),
-    MetricSpec("splittime_step_seconds", "histogram", ("part",), "A step's own split, and the gaps before it"),
-    MetricSpec("splittime_send_lag_seconds", "histogram", (), "Token ready to bytes given to the socket"),
-    MetricSpec(
-        "splittime_unseen_seconds",
-        "histogram",
-        (),
-        "How long a request lay in its socket while the server's event loop was busy; 0 below 8 ms",
-    ),
-    MetricSpec(
-        "splittime_sleep_seconds", "histogram", ("action", "part"), "Parts of falling asleep (sleep), of waking (wake)"
-    ),
-    MetricSpec("splittime_cancel_to_freed_seconds", "histogram", (), "Client gone to blocks free"),
-    MetricSpec("splittime_requests_total", "counter", ("finish_reason",), "Requests ended"),
-    MetricSpec("splittime_tokens_total", "counter", ("kind",), "Tokens of ended requests: prompt, cached, output"),
-    MetricSpec("splittime_refusals_total", "counter", ("reason",), "Requests refused before the engine"),
-    MetricSpec("splittime_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
-    MetricSpec("splittime_ledger_drops_total", "counter", ("reason",), "Records missing in the file: queue_full, disk"),
-    MetricSpec("splittime_steps_total", "counter", (), "Steps"),
-    MetricSpec("splittime_preemptions_total", "counter", (), "Requests whose blocks were taken back"),
-    MetricSpec("splittime_prefix_query_tokens_total", "counter", (), "Prompt tokens looked up in the prefix cache"),
-    MetricSpec("splittime_prefix_hit_tokens_total", "counter", (), "Prompt tokens found there"),
-    MetricSpec("splittime_prefix_host_hit_tokens_total", "counter", (), "Of these, the ones that were in host memory"),
-    MetricSpec("splittime_offloaded_tokens_total", "counter", (), "Tokens of evicted blocks copied to host memory"),
-    MetricSpec("splittime_restored_tokens_total", "counter", (), "Tokens of blocks copied back from there"),
-    MetricSpec("splittime_gc_pause_seconds_total", "counter", (), "Time the engine spent in garbage collection"),
-    MetricSpec("splittime_gc_collections_total", "counter", (), "Garbage collections of the engine"),
-    MetricSpec(
-        "splittime_executions_total", "counter", ("execution",), "Steps by how they were run: host, eager, captured"
-    ),
-    MetricSpec("splittime_padded_rows_total", "counter", (), "Rows that captured steps computed for nobody"),
-    MetricSpec(
-        "splittime_device_seconds_total",
-        "counter",
-        ("state",),
-        "Time of a device apart from the host: busy in steps; gap, idle between them; idle share: gap / (busy + gap)",
-    ),
-    MetricSpec("splittime_requests_waiting", "gauge", (), "Requests in the engine's queue"),
-    MetricSpec("splittime_requests_running", "gauge", (), "Requests that hold blocks and are computed"),
-    MetricSpec("splittime_waiting_prompt_tokens", "gauge", (), "Prompt tokens in the engine's queue"),
-    MetricSpec("splittime_blocks_used", "gauge", (), "KV cache blocks held by requests"),
-    MetricSpec("splittime_blocks_cached", "gauge", (), "KV cache blocks kept for their prefix, free to be evicted"),
-    MetricSpec("splittime_blocks_total", "gauge", (), "KV cache blocks there are"),
-    MetricSpec("splittime_host_blocks_used", "gauge", (), "Blocks of host memory that keep what was evicted"),
-    MetricSpec("splittime_host_blocks_total", "gauge", (), "Blocks of host memory there are for it"),
-    MetricSpec("splittime_paused", "gauge", (), "1 while the engine is paused"),
-    MetricSpec("splittime_asleep", "gauge", (), "The level at which the engine sleeps, 0 while it is awake"),
-    MetricSpec("vllm:num_requests_waiting", "gauge", (), "Same as splittime_requests_waiting, for routers"),
-    MetricSpec("vllm:num_requests_running", "gauge", (), "Same as splittime_requests_running, for routers"),
-    MetricSpec("vllm:kv_cache_usage_perc", "gauge", (), "Used share of the KV cache, 0 to 1, for routers"),
-    MetricSpec("vllm:engine_sleep_state", "gauge", ("sleep_state",), "1 for what it is, in vLLM's words"),
-)
-
-
-class Histogram:
-    """Counts by label values over `EDGES_NS`; a sample equal to an edge is within it."""
-
-    def __init__(self) -> None:
-        self.series: dict[tuple[str, ...], list[int]] = {}
-        self.sums_ns: dict[tuple[str, ...], int] = {}
-
-    def observe(self, labels: tuple[str, ...], duration_ns: float) -> None:
-        counts = self.series.get(labels) or self._begin(labels)
-        counts[bisect_left(EDGES_NS, duration_ns)] += 1
-        self.sums_ns[labels] += int(duration_ns)
-
-    def observe_all(self, labels: tuple[str, ...], durations_ns: list[int]) -> None:
-        counts = self.series.get(labels) or self._begin(labels)
-        for duration_ns in durations_ns:
-            counts[bisect_left(EDGES_NS, duration_ns)] += 1
-        self.sums_ns[labels] += sum(durations_ns)
-
-    def _begin(self, labels: tuple[str, ...]) -> list[int]:
-        self.sums_ns[labels] = 0
-        return self.series.setdefault(labels, [0] * (len(EDGES_NS) + 1))
-
-    def lines(self, spec: MetricSpec) -> Iterator[str]:
-        """The text form. Nothing is escaped: stages, causes and bucket names need it not."""
-        yield f"# HELP {spec.name} {spec.help}\n# TYPE {spec.name} histogram\n"
-        for values, counts in list(self.series.items()):
-            pairs = ",".join(f'{label}="{value}"' for label, value in zip(spec.labels, values, strict=True))
-            head = f"{spec.name}_bucket{{{pairs}{',' if pairs else ''}le="
-            yield "".join(f'{head}"{edge}"}} {n}.0\n' for edge, n in zip(_EDGE_LABELS, accumulate(counts), strict=True))
-            tail = f"{{{pairs}}}" if pairs else ""
-            yield f"{spec.name}_sum{tail} {self.sums_ns[values] / 1e9}\n{spec.name}_count{tail} {sum(counts)}.0\n"
-
-
 class PrometheusExporter(Collector):
     """Subscribes to a ledger; `render()` is the body of `/metrics`."""
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, ledger: Ledger, stats: Callable[[], Gauges]) -> None:
-        self._ledger, self._stats = ledger, stats
-        self._histograms = {spec.name: Histogram() for spec in METRICS if spec.kind == "histogram"}
+    def __init__(self, ledger: Ledger, stats: Callable[[], Gauges], model_name: Callable[[], str] = str) -> None:
+        self._ledger, self._stats, self._model_name = ledger, stats, model_name
+        own = [spec for spec in METRICS if spec.kind == "histogram"]
+        aliases = [alias.spec for alias in ALIASES if alias.spec.kind == "histogram" and alias.same_as is None]
+        self._histograms = {spec.name: Histogram() for spec in (*own, *aliases)}
         self._counters: dict[str, dict[tuple[str, ...], float]] = {s.name: {} for s in METRICS if s.kind == "counter"}
         self._num_padded = 0
         self._registry = CollectorRegistry(auto_describe=False)
@@ -197,7 +90,13 @@ class PrometheusExporter(Collector):
         """Our own text for the histograms, since it takes a tenth of the time, and a scrape holds up every stream."""
         specs = [spec for spec in METRICS if spec.kind == "histogram"]
         text = "".join(line for spec in specs for line in self._histograms[spec.name].lines(spec))
-        return text.encode() + generate_latest(self._registry)
+        return text.encode() + "".join(self._alias_lines()).encode() + generate_latest(self._registry)
+
+    def _alias_lines(self) -> Iterator[str]:
+        labels = (_escaped(self._model_name()), ENGINE)
+        for spec, same_as in ALIASES:
+            if spec.kind == "histogram":
+                yield from self._histograms[same_as or spec.name].merged(labels).lines(spec)
 
     def count_refusal(self, reason: str) -> None:
         self._count("splittime_refusals_total", reason)
@@ -222,10 +121,27 @@ class PrometheusExporter(Collector):
         values: dict[str, Any] = {**self._counters, **{name: {(): value} for name, value in totals.items()}}
         values["splittime_ledger_drops_total"] = {("queue_full",): counts.dropped, ("disk",): counts.unwritten}
         values.update((name, {(): value}) for name, value in _gauges(stats).items())
-        values["vllm:engine_sleep_state"] = {(name,): int(stats.rest.level == at) for at, name in SLEEP_STATES}
         for spec in METRICS:
             if spec.kind != "histogram":
                 yield _family(spec, values[spec.name])
+        yield from self._alias_families(values, stats)
+
+    def _alias_families(self, values: dict[str, Any], stats: Gauges) -> Iterator[Metric]:
+        """Counters and gauges under vLLM's names; those that are no other's are in `own`."""
+        labels, tokens = (self._model_name(), ENGINE), self._counters["splittime_tokens_total"]
+        ended = self._counters["splittime_requests_total"]
+        states: dict[tuple[str, ...], float]
+        states = {(name, *labels): int(stats.rest.level == at) for at, name in SLEEP_STATES}
+        own: dict[str, dict[tuple[str, ...], float]] = {
+            "vllm:prompt_tokens_total": {labels: tokens.get(("prompt",), 0)},
+            "vllm:generation_tokens_total": {labels: tokens.get(("output",), 0)},
+            "vllm:request_success_total": {(word, *labels): ended.get((why,), 0) for why, word in FINISHED.items()},
+            "vllm:kv_cache_usage_perc": {labels: stats.kv_cache_usage},
+            "vllm:engine_sleep_state": states,
+        }
+        for spec, same_as in ALIASES:
+            if spec.kind != "histogram":
+                yield _family(spec, {labels: values[same_as][()]} if same_as else own[spec.name])
 
     def _on_record(self, record: ClosedAccount | StepRecord) -> None:
         if isinstance(record, StepRecord):
@@ -255,6 +171,8 @@ class PrometheusExporter(Collector):
         self._count("splittime_tokens_total", "cached", account.cached_tokens)
         self._count("splittime_tokens_total", "output", account.output_tokens)
         self._observe_latencies(account)
+        for name, duration_ns in request_times_ns(account):
+            self._histograms[name].observe((), duration_ns)
 
     def _observe_latencies(self, account: ClosedAccount) -> None:
         bucket, gaps_ns = (derive.prompt_bucket(account.prompt_tokens),), derive.itl_ns(account)
@@ -305,10 +223,12 @@ def _gauges(stats: Gauges) -> dict[str, float]:
         "splittime_host_blocks_total": stats.host_blocks_total,
         "splittime_paused": int(stats.is_paused),
         "splittime_asleep": stats.rest.level,
-        "vllm:num_requests_waiting": stats.num_waiting,
-        "vllm:num_requests_running": stats.num_running,
-        "vllm:kv_cache_usage_perc": stats.kv_cache_usage,
     }
+
+
+def _escaped(label: str) -> str:
+    """A label's value as the text form writes it."""
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _family(spec: MetricSpec, series: dict[tuple[str, ...], float]) -> Metric:

@@ -1,1 +1,1 @@
-"""The API as others read it: `/openapi.json` (its paths, bodies and answers) and the page at `/docs`."""
+"""The API as programs read it: `/openapi.json`, its paths, bodies and answers. The page at `/docs` shows it."""

@@ -50,7 +50,7 @@ def body_schemas(config: ServerConfig, limits: Limits) -> Schema:
     components["DetokenizeBody"]["properties"]["tokens"]["items"] = _token_id(limits)
     components["TokenizeBody"]["oneOf"] = [_only("prompt", "messages"), _only("messages", "prompt")]
     if config.strict:
-        _drop_without_effect(components)
+        _tighten(components)
     return components
 
 
@@ -137,8 +137,12 @@ _ZERO_TOKENS_NEED_ECHO = _needs("max_tokens", {"const": 0}, _is("echo", {"const"
 _ONE_LENGTH = {"not": {"allOf": [_is(name, {"type": "integer"}) for name in _LENGTHS]}}
 
 
-def _drop_without_effect(components: Schema) -> None:
+def _tighten(components: Schema) -> None:
+    """With `--strict` no field without effect is taken, and no value that would be bent to fit."""
     for schema in components.values():
         for name, field in schema["properties"].items():
             if field.get("x-effect") == "none":
                 schema["properties"][name] = {"type": "null", "description": field["description"]}
+        for name, least in (("max_tokens", 0), ("max_completion_tokens", 1)):
+            if name in schema["properties"]:
+                schema["properties"][name]["minimum"] = least

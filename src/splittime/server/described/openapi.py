@@ -119,7 +119,7 @@ def _change_knobs(knobs: Mapping[str, Any]) -> Schema:
     of_engine = msgspec.json.schema(SchedulerConfig)["$defs"]["SchedulerConfig"]["properties"]
     bound = {"type": "integer", "minimum": 1, "maximum": MAX_BOUND}
     properties = {
-        **{name: of_engine.get(name, {}) for name in knobs},
+        **{name: _bounded(of_engine.get(name, {})) for name in knobs},
         **dict.fromkeys(Bounds.__dataclass_fields__, bound),
     }
     body = {"type": "object", "properties": properties, "additionalProperties": False}
@@ -128,6 +128,13 @@ def _change_knobs(knobs: Mapping[str, Any]) -> Schema:
         "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": {}}}},
         "responses": _responses((400, 413, 503), _json(OBJECT)),
     }
+
+
+def _bounded(knob: Schema) -> Schema:
+    """Whole numbers among the engine's knobs are counts."""
+    if "anyOf" in knob:
+        return {**knob, "anyOf": [_bounded(kind) for kind in knob["anyOf"]]}
+    return {**knob, "minimum": 1, "maximum": MAX_BOUND} if knob.get("type") == "integer" else knob
 
 
 def _get(

@@ -1,0 +1,72 @@
+"""What `/metrics` exports under our own names, each metric once. docs/reference/metrics.md is made from it."""
+
+from typing import NamedTuple
+
+
+class MetricSpec(NamedTuple):
+    name: str
+    kind: str  # histogram, counter, gauge
+    labels: tuple[str, ...]
+    help: str
+
+
+METRICS = (
+    MetricSpec("splittime_stage_seconds", "histogram", ("stage", "cause"), "Time of a request in a stage, by cause"),
+    MetricSpec(
+        "splittime_time_to_first_token_seconds", "histogram", ("prompt_tokens",), "Arrival to first token written"
+    ),
+    MetricSpec("splittime_time_per_output_token_seconds", "histogram", ("prompt_tokens",), "TPOT, once a request"),
+    MetricSpec(
+        "splittime_inter_token_latency_seconds", "histogram", ("prompt_tokens",), "Gap between tokens, each gap"
+    ),
+    MetricSpec("splittime_e2e_seconds", "histogram", ("prompt_tokens",), "Arrival to the end of the account"),
+    MetricSpec(
+        "splittime_max_stall_seconds", "histogram", ("prompt_tokens",), "Longest gap of a request, once a request"
+    ),
+    MetricSpec("splittime_step_seconds", "histogram", ("part",), "A step's own split, and the gaps before it"),
+    MetricSpec("splittime_send_lag_seconds", "histogram", (), "Token ready to bytes given to the socket"),
+    MetricSpec(
+        "splittime_unseen_seconds",
+        "histogram",
+        (),
+        "How long a request lay in its socket while the server's event loop was busy; 0 below 8 ms",
+    ),
+    MetricSpec(
+        "splittime_sleep_seconds", "histogram", ("action", "part"), "Parts of falling asleep (sleep), of waking (wake)"
+    ),
+    MetricSpec("splittime_cancel_to_freed_seconds", "histogram", (), "Client gone to blocks free"),
+    MetricSpec("splittime_requests_total", "counter", ("finish_reason",), "Requests ended"),
+    MetricSpec("splittime_tokens_total", "counter", ("kind",), "Tokens of ended requests: prompt, cached, output"),
+    MetricSpec("splittime_refusals_total", "counter", ("reason",), "Requests refused before the engine"),
+    MetricSpec("splittime_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
+    MetricSpec("splittime_ledger_drops_total", "counter", ("reason",), "Records missing in the file: queue_full, disk"),
+    MetricSpec("splittime_steps_total", "counter", (), "Steps"),
+    MetricSpec("splittime_preemptions_total", "counter", (), "Requests whose blocks were taken back"),
+    MetricSpec("splittime_prefix_query_tokens_total", "counter", (), "Prompt tokens looked up in the prefix cache"),
+    MetricSpec("splittime_prefix_hit_tokens_total", "counter", (), "Prompt tokens found there"),
+    MetricSpec("splittime_prefix_host_hit_tokens_total", "counter", (), "Of these, the ones that were in host memory"),
+    MetricSpec("splittime_offloaded_tokens_total", "counter", (), "Tokens of evicted blocks copied to host memory"),
+    MetricSpec("splittime_restored_tokens_total", "counter", (), "Tokens of blocks copied back from there"),
+    MetricSpec("splittime_gc_pause_seconds_total", "counter", (), "Time the engine spent in garbage collection"),
+    MetricSpec("splittime_gc_collections_total", "counter", (), "Garbage collections of the engine"),
+    MetricSpec(
+        "splittime_executions_total", "counter", ("execution",), "Steps by how they were run: host, eager, captured"
+    ),
+    MetricSpec("splittime_padded_rows_total", "counter", (), "Rows that captured steps computed for nobody"),
+    MetricSpec(
+        "splittime_device_seconds_total",
+        "counter",
+        ("state",),
+        "Time of a device apart from the host: busy in steps; gap, idle between them; idle share: gap / (busy + gap)",
+    ),
+    MetricSpec("splittime_requests_waiting", "gauge", (), "Requests in the engine's queue"),
+    MetricSpec("splittime_requests_running", "gauge", (), "Requests that hold blocks and are computed"),
+    MetricSpec("splittime_waiting_prompt_tokens", "gauge", (), "Prompt tokens in the engine's queue"),
+    MetricSpec("splittime_blocks_used", "gauge", (), "KV cache blocks held by requests"),
+    MetricSpec("splittime_blocks_cached", "gauge", (), "KV cache blocks kept for their prefix, free to be evicted"),
+    MetricSpec("splittime_blocks_total", "gauge", (), "KV cache blocks there are"),
+    MetricSpec("splittime_host_blocks_used", "gauge", (), "Blocks of host memory that keep what was evicted"),
+    MetricSpec("splittime_host_blocks_total", "gauge", (), "Blocks of host memory there are for it"),
+    MetricSpec("splittime_paused", "gauge", (), "1 while the engine is paused"),
+    MetricSpec("splittime_asleep", "gauge", (), "The level at which the engine sleeps, 0 while it is awake"),
+)
