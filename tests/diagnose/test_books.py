@@ -11,14 +11,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ledger"))
 import books as made
+from test_rules_queue import poisson
+from ward import Ward
 
 from splittime.cli.live_books import books_from_answers
 from splittime.core.errors import ConfigError, NotFound
-from splittime.diagnose.books import books_from_file, books_from_run
+from splittime.diagnose.books import LIVE_ACCOUNTS, LIVE_STEPS, books_from_file, books_from_run
+from splittime.diagnose.doctor import diagnose
 from splittime.ledger.client_book import Arm, Run, save
 from splittime.ledger.export.account_json import account_json
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import Ledger
+from splittime.server import routes_dashboard
 
 FACTS = ServerFacts(
     version="1",
@@ -108,3 +112,21 @@ def test_what_is_neither_is_refused(tmp_path):
     other.close()
     with pytest.raises(ConfigError, match="not a readable ledger file"):
         books_from_file(tmp_path / "other.sqlite")
+
+
+def test_the_page_and_the_command_line_say_the_same(tmp_path):
+    """One window, one function: more steps than it holds, and requests of which the beginning is not in it."""
+    made = Ward(step_ms=1, settings={"max_num_seqs": 2}).run(*poisson(12, 300, output=80))
+    assert len(made.steps) > LIVE_STEPS
+    ledger = Ledger()
+    for account in made.accounts:
+        ledger.add_account(account)
+    for step in made.steps:
+        ledger.add_step(step)
+    page = orjson.loads(routes_dashboard._diagnose(ledger, made.facts))
+    accounts = [account_json(account) for account in ledger.accounts(None, LIVE_ACCOUNTS)]
+    steps = {"steps": msgspec.to_builtins(ledger.steps(LIVE_STEPS))}
+    told = books_from_answers(msgspec.to_builtins(made.facts), {"accounts": accounts}, steps, "the live ledger")
+    assert page == orjson.loads(msgspec.json.encode(diagnose(told)))
+    assert page["findings"][0]["name"] == "slot_bound"
+    assert len(told.accounts) < len(made.accounts)

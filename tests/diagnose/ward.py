@@ -4,19 +4,27 @@ stated by the scheduler itself.
     ward = Ward(max_num_seqs=2)
     ward.admit(Case(at_ms=0, prompt=ids(40), output=30), ...)
     books = ward.books()
+
+Beside the scheduler's own causes it makes what the kernel would state: steps in which the engine's thread is stopped,
+or waits for a processor (`Hindered`).
 """
 
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from splittime.core.clock import VirtualClock
+from splittime.core.errors import ErrorInfo
+from splittime.core.plan import StepPlan, StepResult
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.diagnose.books import Books, make_books
 from splittime.engine.engine import Engine
+from splittime.engine.processor_time import Given
 from splittime.ledger.account import Account, ClosedAccount
-from splittime.ledger.facts import Process, ServerFacts, TokenCost
+from splittime.ledger.facts import Machine, Process, ServerFacts, TokenCost
 from splittime.ledger.prompt_parts import prompt_parts
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
@@ -40,6 +48,8 @@ class Case:
     output: int
     tokenize_ms: float = 0.1
     client_wait_ms: float = 0.0
+    deadline_ms: float | None = None
+    n: int = 1
 
 
 def _engine_ns(at_ns: int, case: Case) -> int:
@@ -47,10 +57,37 @@ def _engine_ns(at_ns: int, case: Case) -> int:
     return at_ns + int(case.tokenize_ms * MS) + WRITE_NS
 
 
+class Hindered(FakeRunner):
+    """sample_share: of a step, on top of it. stops: (at, for so long) in ns, each in the step that is then running or
+    comes next. wait_share: of each step, without a processor. `now` says what the kernel would."""
+
+    sample_share = wait_share = 0.0
+    stops: tuple[tuple[int, int], ...] = ()
+    waited_ns = stopped_ns = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert isinstance(self._clock, VirtualClock)
+        begin_ns = self._clock.now_ns()
+        result = super().run(plan)
+        taken_ns = self._clock.now_ns() - begin_ns
+        sample_ns, wait_ns = int(self.sample_share * taken_ns), int(self.wait_share * taken_ns)
+        due = [stop for stop in self.stops if stop[0] <= self._clock.now_ns()]
+        self.stops = self.stops[len(due) :]
+        stop_ns = sum(ns for _, ns in due)
+        self.waited_ns, self.stopped_ns = self.waited_ns + wait_ns, self.stopped_ns + stop_ns
+        self._clock.advance(sample_ns + wait_ns + stop_ns)
+        device_ns = result.device_ns + wait_ns + stop_ns
+        return msgspec.structs.replace(result, device_ns=device_ns, sample_ns=result.sample_ns + sample_ns)
+
+    def now(self) -> Given:
+        return Given(self._clock.now_ns() - self.waited_ns - self.stopped_ns, self.waited_ns)
+
+
 @dataclass
 class Ward:
     """step_ms and token_ms: what a step and each token in it cost; gap_ms: what the host does after each. execution:
-    `FakeRunner`'s. Other arguments are the scheduler's settings."""
+    `FakeRunner`'s. knobs: (at ms, settings) changed while it runs. stops_ms: (at, for so long). machine: threads and
+    cores. Other arguments are the scheduler's settings, and `Hindered`'s."""
 
     step_ms: float = 4.0
     token_ms: float = 0.05
@@ -58,36 +95,51 @@ class Ward:
     execution: str = "host"
     plans_ahead: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    knobs: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    stops_ms: list[tuple[float, float]] = field(default_factory=list)
+    wait_share: float = 0.0
+    sample_share: float = 0.0
+    machine: tuple[int, int] | None = None
+    told: dict[str, Any] = field(default_factory=dict)
     clock: VirtualClock = field(default_factory=lambda: VirtualClock(10**9))
 
     def run(self, *cases: Case) -> Books:
         config = SchedulerConfig(**({"max_model_len": 4096, "num_blocks": 4096} | self.settings))
         costs = (int(self.step_ms * MS), int(self.token_ms * MS))
-        runner = FakeRunner(config.block_size, 4000, 0, *costs, self.clock, self.execution)
+        runner = Hindered(config.block_size, 4000, 0, *costs, self.clock, self.execution)
         self.engine = Engine(Scheduler(config), runner, self.clock, runner if self.plans_ahead else None)
+        self.engine.watch_processor(runner)
         self.accounts: dict[str, Account] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         self.closed: list[ClosedAccount] = []
         self.steps: list[StepRecord] = []
         self._cases = {}
         begin_ns = self.clock.now_ns()
-        arriving = [(begin_ns + int(case.at_ms * MS), case) for case in cases]
+        runner.stops = tuple((begin_ns + int(at * MS), int(ms * MS)) for at, ms in self.stops_ms)
+        runner.wait_share, runner.sample_share = self.wait_share, self.sample_share
+        turns = [(begin_ns + int(at * MS), knobs) for at, knobs in self.knobs]
+        arriving = [(begin_ns + int(case.at_ms * MS), case) for case in cases for _ in range(case.n)]
         arriving.sort(key=lambda entry: _engine_ns(*entry))
         waiting = [(_engine_ns(at_ns, case), at_ns, f"r{i}", case) for i, (at_ns, case) in enumerate(arriving)]
         while True:
             while waiting and waiting[0][0] <= self.clock.now_ns():
                 self._submit(*waiting.pop(0))
+            while turns and turns[0][0] <= self.clock.now_ns():
+                self.engine.configure(turns.pop(0)[1])
+                self.engine.step()  # a pause is told to all at once
             if self.engine.has_work:
                 self._step()
-            elif waiting:
-                self.clock.advance(waiting[0][0] - self.clock.now_ns())
+            elif waiting or turns:
+                nearest_ns = min(at_ns for at_ns, *_ in (*waiting[:1], *turns[:1]))
+                self.clock.advance(nearest_ns - self.clock.now_ns())
             else:
                 break
         facts = ServerFacts(
             version="0",
             model="fake",
             max_model_len=config.max_model_len,
-            settings={name: getattr(config, name) for name in config.__struct_fields__},
+            settings={name: getattr(config, name) for name in config.__struct_fields__} | self.told,
+            machine=Machine(cpu="made up", threads=self.machine[0], cores=self.machine[1]) if self.machine else None,
             cost=TokenCost(
                 weight_bytes=1,
                 kv_bytes_per_token=4096,
@@ -107,6 +159,7 @@ class Ward:
             prompt_token_ids=tuple(case.prompt),
             sampling=SamplingParams(max_tokens=case.output, seed=0),
             submitted_ns=engine_ns,
+            deadline_ns=None if case.deadline_ms is None else at_ns + int(case.deadline_ms * MS),
         )
         self.accounts[request_id] = account
         self._cases[request_id] = case
@@ -129,9 +182,9 @@ class Ward:
             if news.num_cached_tokens is not None:
                 facts["cached"] = news.num_cached_tokens
             if news.finish_reason is not None:
-                self._close(news.request_id, str(news.finish_reason), output.ready_ns)
+                self._close(news.request_id, str(news.finish_reason), output.ready_ns, news.error)
 
-    def _close(self, request_id: str, reason: str, ready_ns: int) -> None:
+    def _close(self, request_id: str, reason: str, ready_ns: int, error: ErrorInfo | None) -> None:
         account, facts, case = self.accounts[request_id], self.facts[request_id], self._cases[request_id]
         end_ns = ready_ns + WRITE_NS
         if case.client_wait_ms:
@@ -141,7 +194,8 @@ class Ward:
         self.closed.append(
             ClosedAccount(
                 request_id=request_id,
-                group_id=f"cmpl-{request_id}",
+                group_id=f"cmpl-{request_id if case.n == 1 else id(case)}",
+                error=error,
                 model="fake",
                 endpoint="completions",
                 started_at_unix_ns=0,

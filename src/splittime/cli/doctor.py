@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from splittime.diagnose.finding import Finding
 
 MAX_LIMIT = 10_000
+LATEST = 1000  # what the server's page reads too (`diagnose.books.LIVE_ACCOUNTS`)
 NOTHING_FOUND, FOUND, CANNOT_TELL = 0, 1, 3
 NOBODY = (
     "Is `splittime serve` running there? Name another: `splittime doctor http://host:port`; "
     "or a file: `splittime doctor FILE`, a ledger or a bench's run."
 )
 _LINE = 80
+MIN_TOLD = 0.05  # of the requests' time, in the summary of where it went
 
 EXAMPLES = """\b
 Examples:
@@ -50,7 +52,7 @@ def doctor(
     ] = DEFAULT_URL,
     limit: Annotated[
         int, typer.Option("--limit", metavar="N", min=1, max=MAX_LIMIT, help="The latest so many requests.")
-    ] = 1000,
+    ] = LATEST,
     api_key: Annotated[
         str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="The server's.")
     ] = None,
@@ -139,15 +141,25 @@ def told(diagnosis: "Diagnosis") -> Text:
         f"{_many(diagnosis.num_requests, 'request')}, {_many(diagnosis.num_steps, 'step')}: {diagnosis.source}\n",
         style="dim",
     )
-    for number, finding in enumerate(diagnosis.illnesses, 1):
-        text.append_text(_finding(finding, f"{number}. "))
     if not diagnosis.illnesses:
         text.append_text(_nothing(diagnosis))
-    if diagnosis.limits:
-        text.append("\nWorth knowing, and no illness\n", style="bold not dim")
-    for finding in diagnosis.limits:
-        text.append_text(_finding(finding, "- "))
+    text.append_text(_spent(diagnosis))
+    number = 0
+    for finding in diagnosis.findings:
+        number += not finding.is_limit
+        text.append_text(_finding(finding, "- " if finding.is_limit else f"{number}. "))
     return text.append_text(_untold(diagnosis))
+
+
+def _spent(diagnosis: "Diagnosis") -> Text:
+    """Where the requests' time went, whether it is an illness or not."""
+    told = [entry for entry in diagnosis.spent if entry.share >= MIN_TOLD]
+    text = Text("\nWhere the requests' time went\n" if told else "", style="bold not dim")
+    for entry in told:
+        by = f" [{entry.explained_by}]" if entry.explained_by is not None else ""
+        line = f"{entry.share:5.0%} {entry.owner}: {entry.meaning.rstrip('.')}{by}"
+        text.append(_wrapped(line, "  ", " " * 10), style="not bold default")
+    return text
 
 
 def _many(number: int, thing: str) -> str:
@@ -157,6 +169,8 @@ def _many(number: int, thing: str) -> str:
 def _nothing(diagnosis: "Diagnosis") -> Text:
     if diagnosis.void:
         return Text("\nCannot tell: the client was at fault (a VOID run).\n", style="bold yellow not dim")
+    if diagnosis.is_unexplained:
+        return Text("\nCannot tell what would cure it: see no_cure_known.\n", style="bold yellow not dim")
     if exit_code(diagnosis) == CANNOT_TELL:
         return Text("\nCannot tell: there is too little to go by.\n", style="bold yellow not dim")
     return Text("\nNothing found that a setting would cure.\n", style="bold green not dim")
@@ -165,7 +179,8 @@ def _nothing(diagnosis: "Diagnosis") -> Text:
 def _finding(finding: "Finding", mark: str) -> Text:
     style = "bold not dim" if finding.is_limit else "bold red not dim"
     text = Text(f"\n{mark}{finding.name}", style=style)
-    text.append(f"  {_share(finding)} of the requests' time\n", style="not bold")
+    kind = "" if not finding.is_limit else ", and no illness"
+    text.append(f"  {_share(finding)} of the requests' time{kind}\n", style="not bold")
     text.append(_wrapped(finding.claim, "  ", "  "), style="not bold default")
     evidence = "".join(_wrapped(f"- {_fact(fact)}", "  ", "    ") for fact in finding.evidence)
     text.append(evidence, style="not bold dim")

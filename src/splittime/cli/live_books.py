@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.diagnose.books import Books, make_books
+from splittime.diagnose.books import Books, live_books
 from splittime.ledger.export.account_json import account_from_json
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
@@ -29,4 +29,4 @@ def books_from_answers(facts_json: Any, requests_json: Any, steps_json: Any, sou
     except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
         told = f"the ledger of {source} cannot be read: {error!r}"
         raise ConfigError(told, param="url", hint=another_server(source)) from error
-    return make_books(facts, accounts, steps, source)
+    return live_books(facts, accounts, steps, source)

@@ -6,9 +6,11 @@ books_from_run(run, arm)    of one server of a run
 (a live server's answers are taken in by `cli.live_books`, which may import the exporters' forms)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +24,7 @@ from splittime.ledger.store import open_readonly
 SQLITE_BEGIN = b"SQLite format 3\0"
 MAX_ACCOUNTS = 100_000
 MAX_STEPS = 1_000_000
+LIVE_ACCOUNTS, LIVE_STEPS = 1_000, 10_000  # of a live server, whoever asks: its page and `splittime doctor URL`
 
 
 class Books(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +45,24 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     def served(self) -> Arm | None:
         """The server's own side of `run`."""
         return None if self.run is None else self.run.arms[self.arm]
+
+
+MadeT = TypeVar("MadeT")
+
+
+def once(make: Callable[[Books], MadeT]) -> Callable[[Books], MadeT]:
+    """Keep what was made of the latest books: the rules of one diagnosis ask for the same."""
+    latest: list[tuple[Books, MadeT]] = []
+
+    @wraps(make)
+    def known(books: Books) -> MadeT:
+        found = next((made for of, made in latest if of is books), None)
+        if found is None:
+            found = make(books)
+            latest[:] = [(books, found)]
+        return found
+
+    return known
 
 
 def books_from_file(path: Path, arm: int = 0, limit: int = MAX_ACCOUNTS) -> Books:
@@ -92,6 +113,15 @@ def make_books(
         arm=arm,
         num_unsound=len(accounts) + len(steps) - len(sound_accounts) - len(sound_steps),
     )
+
+
+def live_books(
+    facts: ServerFacts | None, accounts: Sequence[ClosedAccount], steps: Sequence[StepRecord], source: str
+) -> Books:
+    """Of a live server's latest `LIVE_ACCOUNTS` and `LIVE_STEPS`: without the requests that began before the first of
+    these steps, since where their time went is not known any more."""
+    begin_ns = min((step.begin_ns for step in steps), default=0) if len(steps) >= LIVE_STEPS else 0
+    return make_books(facts, [a for a in accounts if a.start_ns >= begin_ns], steps, source)
 
 
 def _is_sound(account: ClosedAccount) -> bool:

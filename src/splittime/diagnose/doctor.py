@@ -1,5 +1,9 @@
 """The doctor: every rule over closed books, what was found in order, and what could not be told.
 
+It begins with whose the requests' time was (`diagnose.attribution`): each nanosecond has one owner, and rules claim
+what is theirs. What is largest is told first; what the books state and no rule explains is told as `no_cure_known`
+(`diagnose.unexplained`); and no flag is prescribed in two directions (`diagnose.agree`).
+
 It abstains rather than guesses. A rule runs only when the books hold what it needs, in a number that carries it
 (`MIN_REQUESTS`, `MIN_STEPS`); what is missing is named. When more than `MAX_RESIDUAL` of the requests' time is
 unattributed, or lies in neither book and no finding about the way between them accounts for it, the rules about the
@@ -13,25 +17,36 @@ from importlib import import_module
 
 import msgspec
 
+from splittime.diagnose.agree import one_direction
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import RULES, Abstention, Finding, Rule, in_order
 from splittime.diagnose.rules.client import felt_ns, pairs, sent
-from splittime.diagnose.rules.evidence import served, times_ns, total_ns
+from splittime.diagnose.rules.evidence import num_requests, served, times_ns, total_ns
+from splittime.diagnose.unexplained import NAME as NO_CURE_KNOWN
+from splittime.diagnose.unexplained import Spent, spent, unexplained
 from splittime.ledger.stages import Stage
 
-THEMES = "failures client way loop queue overload kv prefill line prompts host device start decode told"
+THEMES = (
+    "failures client way delay loop stated processor threads order queue refused overload burst kv interference "
+    "budget line "
+    "prompts host sampling device start decode told"
+)
 for _theme in THEMES.split():
     import_module(f"splittime.diagnose.rules.{_theme}")
 
 MIN_REQUESTS = 20  # below, one request is more than a twentieth of what is said
 MIN_STEPS = 50  # below, the gaps and costs of steps are anecdotes
 MAX_RESIDUAL = 0.05  # the issue's bound
+MAX_UNEXPLAINED = (
+    0.3  # of waits without a known cure: beyond, "nothing found" would be an all-clear that nobody can give
+)
 RESIDUAL_NS = 1_000_000  # of each request: what two clocks and a socket cost, and the goal of the joined books
 OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book explains does not shake them
     (
         "client_bound",
         "requests_fail",
         "buffering_proxy",
+        "slow_way",
         "nagle",
         "slow_client",
         "told_queue",
@@ -43,6 +58,7 @@ OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """findings: in the order in which they should be read. residual: the unexplained share of the requests' time.
+    spent: where the requests' time went, by the server's books.
     thin: too little was seen for any rule. withheld: the residual is too large for the rules about the server.
     void: the client was at fault, and there is no server's book beside it."""
 
@@ -55,6 +71,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     thin: bool
     withheld: bool
     void: bool = False
+    spent: tuple[Spent, ...] = ()
 
     @property
     def illnesses(self) -> tuple[Finding, ...]:
@@ -66,7 +83,12 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def could_tell(self) -> bool:
-        return not (self.thin or self.withheld or self.void)
+        return not (self.thin or self.withheld or self.void or self.is_unexplained)
+
+    @property
+    def is_unexplained(self) -> bool:
+        """A large part of the time is a wait that no rule knows a cure for."""
+        return any(f.name == NO_CURE_KNOWN and f.share_of_time >= MAX_UNEXPLAINED for f in self.findings)
 
     @property
     def healthy(self) -> bool:
@@ -91,10 +113,13 @@ def diagnose(books: Books) -> Diagnosis:
         why = f"{residual:.0%} of the requests' time is explained by neither book: first find out where that goes"
         unable = [Abstention(rule.name, why) for rule in rest]
     findings, abstentions = findings + more, abstentions + unable
+    left = None if withheld or _lacks(books, "accounts") else unexplained(books, findings, abstentions)
+    ordered = in_order(findings if left is None else [*findings, left], roots())
     return Diagnosis(
-        findings=in_order(findings, roots()),
+        findings=one_direction(ordered, books.facts.settings if books.facts is not None else {}),
+        spent=spent(books, ordered),
         abstentions=tuple(abstentions),
-        num_requests=len(served(books.accounts)) or _num_outcomes(books),
+        num_requests=num_requests(served(books.accounts)) or _num_outcomes(books),
         num_steps=len(books.steps),
         source=books.source,
         residual=residual,

@@ -6,9 +6,8 @@ whose root it is. An *illness* is something that a change cures; a *limit* is wh
 told, and is no reason to fail a build.
 
 The order of what is told (`in_order`):
-1. illnesses before limits;
-2. the larger share of the requests' time first;
-3. but a root before its symptoms: a finding counts with the largest share among itself and what it is the root of, and
+1. the larger share of the requests' time first, as an illness, as a limit or as what no cure is known for;
+2. but a root before its symptoms: a finding counts with the largest share among itself and what it is the root of, and
    is told before those. (An overloaded server makes everything queue; a server with two slots is overloaded because of
    the slots.)
 """
@@ -82,24 +81,26 @@ CheckT = TypeVar("CheckT", bound=Callable[..., Answer])
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A check with what it needs of the books (`accounts`, `steps`, `run`, ...) and the names of its symptoms."""
+    """A check with what it needs of the books (`accounts`, `steps`, `run`, ...), the names of its symptoms, and whose
+    time (`attribution.Owner`) its finding explains."""
 
     name: str
     check: Check
     needs: tuple[str, ...]
     root_of: tuple[str, ...]
     meaning: str
+    explains: tuple[str, ...] = ()
 
 
 RULES: dict[str, Rule] = {}
 
 
-def rule(*needs: str, root_of: tuple[str, ...] = ()) -> Callable[[CheckT], CheckT]:
+def rule(*needs: str, root_of: tuple[str, ...] = (), explains: tuple[str, ...] = ()) -> Callable[[CheckT], CheckT]:
     """Register a check under its function's name; its docstring's first paragraph is what the finding means."""
 
     def register(check: CheckT) -> CheckT:
         meaning = " ".join((check.__doc__ or "").split("\n\n")[0].split())
-        RULES[check.__name__] = Rule(check.__name__, check, needs, root_of, meaning)
+        RULES[check.__name__] = Rule(check.__name__, check, needs, root_of, meaning, tuple(map(str, explains)))
         return check
 
     return register
@@ -113,7 +114,7 @@ def in_order(findings: Iterable[Finding], roots: Mapping[str, tuple[str, ...]]) 
     while left:
         symptoms = {symptom for f in left.values() if not f.is_limit for symptom in roots.get(f.name, ())}
         candidates = [f for f in left.values() if f.name not in symptoms] or list(left.values())
-        best = min(candidates, key=lambda f: (f.is_limit, -weights[f.name], -f.share_of_time))
+        best = min(candidates, key=lambda f: (-weights[f.name], f.is_limit, -f.share_of_time))
         ordered.append(left.pop(best.name))
     return tuple(ordered)
 

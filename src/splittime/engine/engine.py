@@ -22,6 +22,7 @@ from splittime.core.request import FinishReason, Request
 from splittime.core.sleep import SleepAsk, SleepReport
 from splittime.engine.gc_pauses import GcPauses
 from splittime.engine.messages import EngineStats, StepOutput
+from splittime.engine.processor_time import ProcessorTime
 from splittime.engine.recorder import Flight, Lapse, Recorder
 from splittime.engine.sleep import Answer, Bed, ended_by_sleep
 from splittime.engine.stats import engine_stats
@@ -60,6 +61,10 @@ class Engine:
         self.gc_pauses: GcPauses | None = None  # set by a process that has frozen its heap and wants them counted
         self._pending: list[RequestOutput] = []  # news made between steps
         self._told_pauses: tuple[tuple[int, int], ...] = ()
+
+    def watch_processor(self, processor: ProcessorTime | None) -> None:
+        """Have the records tell what the processor gave this thread. Where another one computes, they do not."""
+        self._recorder.watch_processor(None if self.plans_ahead else processor)
 
     def submit(self, request: Request, received_ns: int) -> None:
         """Take a request in; one that cannot be served, ever or while the engine sleeps, ends at once with `error`."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from splittime.core.plan import StepPlan, StepResult
+from splittime.engine.processor_time import Given, ProcessorTime
 from splittime.engine.sleep import Bed
 from splittime.ledger.steps import StepRecord, gap_room_ns
 from splittime.scheduler.scheduler import Scheduler
@@ -46,6 +47,13 @@ class Recorder:
         self._idle_since_ns: int | None = None
         self._idle_ns = 0
         self._victims: tuple[str, ...] = ()  # preempted for a step that there was nothing left to do in
+        self._processor: ProcessorTime | None = None
+        self._given: Given | None = None  # by the end of the step before, or of idling
+
+    def watch_processor(self, processor: ProcessorTime | None) -> None:
+        """From now on records tell what the processor gave this thread, which is to run the steps."""
+        self._processor = processor
+        self._given = processor.now() if processor is not None else None
 
     def note_victims(self, victims: Sequence[str]) -> None:
         """Preempted for a plan of which no step came: the next record names them."""
@@ -59,6 +67,7 @@ class Recorder:
         if self._idle_since_ns is not None:
             self._idle_ns += now_ns - self._idle_since_ns
             self._idle_since_ns = None
+            self.watch_processor(self._processor)
 
     def record(self, flight: Flight, result: StepResult, lapse: Lapse) -> StepRecord:
         """Of a step that has ended."""
@@ -73,6 +82,7 @@ class Recorder:
         decode_tokens = sum(1 for row in plan.rows if row.samples and len(row.token_ids) == 1)
         scheduler = self._scheduler
         victims, self._victims = flight.victims + self._victims, ()
+        cpu_wait_ns, off_cpu_ns = self._without_processor(end_ns - begin_ns + gap_ns - idle_ns, result)
         self.previous = StepRecord(
             step_id=plan.step_id,
             begin_ns=begin_ns,
@@ -103,10 +113,24 @@ class Recorder:
             restore_ns=restore_ns,
             offloaded_blocks=len(plan.offloads),
             restored_blocks=len(plan.restores),
+            cpu_wait_ns=cpu_wait_ns,
+            off_cpu_ns=off_cpu_ns,
         )
         self._idle_ns = 0
         self.num_steps += 1
         return self.previous
+
+    def _without_processor(self, lasted_ns: int, result: StepResult) -> tuple[int | None, int | None]:
+        """How long of so much time this thread waited for a processor, and how long it was off it otherwise."""
+        before = self._given
+        if self._processor is None or before is None:
+            return None, None
+        self._given = given = self._processor.now()
+        waited_ns = min(given.waited_ns - before.waited_ns, lasted_ns)
+        if result.execution != "host":
+            return waited_ns, None
+        off_ns = lasted_ns - waited_ns - (given.ran_ns - before.ran_ns) - result.collective_ns
+        return waited_ns, max(0, off_ns)
 
     def _device_gap_ns(self, told_ns: int, host_gap_ns: int, plan_ns: int, launch_ns: int) -> int:
         """What the device's clock says that it waited, held to what the host's says that it can have."""

@@ -24,6 +24,7 @@ from splittime.engine.engine import Engine
 from splittime.engine.gc_pauses import GcPauses, freeze_heap
 from splittime.engine.loop import Inbox, run_loop
 from splittime.engine.messages import Fatal, FromEngine, Loading, Ping, Pong, Ready, ToEngine
+from splittime.engine.processor_time import processor_time
 
 Timeline = list[tuple[str, int, int]]
 Tell = Callable[[str], None]
@@ -64,6 +65,7 @@ def _work(inbound: str, outbound: str, build: Build, send: Callable[[FromEngine]
         engine, resolved = build(settings, timeline, _teller(send))
         freeze_heap()
         engine.gc_pauses = GcPauses(SystemClock())
+        engine.watch_processor(processor_time())
         inbox = _receive(inbound, outbound)
         if engine.watch is not None:
             engine.watch(inbox.fail)

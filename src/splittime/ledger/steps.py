@@ -15,6 +15,14 @@ the step before and this one while there was work. It is part of no sum, but lie
 them, telling the device; after them, until the host knows. Where the host computes, there is nothing to wait for:
 `gap_ns`, `enqueue_ns` and `padded_rows` are 0. `collective_ns` lies in `device_ns + sample_ns`. `verify_steps` checks
 these too.
+
+The kernel's word on the thread that computes the step, of `host_gap_ns` and the step together; part of no sum, and None
+where it is not known (no such kernel; another thread computes; for `off_cpu_ns` also a device apart from the host):
+
+    cpu_wait_ns    ready to run, while others had the processor
+    off_cpu_ns     neither running nor ready, and not waiting for other ranks: stopped, or blocked
+
+    cpu_wait_ns + off_cpu_ns <= host_gap_ns + (end_ns - begin_ns)
 """
 
 from collections.abc import Sequence
@@ -62,6 +70,8 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     restore_ns: int = 0
     offloaded_blocks: int = 0
     restored_blocks: int = 0
+    cpu_wait_ns: int | None = None
+    off_cpu_ns: int | None = None
 
     @property
     def parts_ns(self) -> int:
@@ -86,6 +96,7 @@ def verify_steps(records: Sequence[StepRecord]) -> None:
         if not 0 <= record.asleep_ns <= record.idle_ns:
             raise ValueError(f"step {record.step_id}: asleep for {record.asleep_ns} ns of {record.idle_ns} idle ones")
         _verify_execution(record)
+        _verify_processor(record)
         for moved_ns, blocks in (
             (record.offload_ns, record.offloaded_blocks),
             (record.restore_ns, record.restored_blocks),
@@ -115,3 +126,11 @@ def _verify_execution(record: StepRecord) -> None:
     computed_ns = record.device_ns + record.sample_ns
     if not 0 <= record.collective_ns <= computed_ns:
         raise ValueError(f"step {record.step_id}: collective {record.collective_ns} of {computed_ns} ns")
+
+
+def _verify_processor(record: StepRecord) -> None:
+    waited_ns, off_ns = record.cpu_wait_ns or 0, record.off_cpu_ns or 0
+    room_ns = record.host_gap_ns + record.end_ns - record.begin_ns
+    if min(waited_ns, off_ns) < 0 or waited_ns + off_ns > room_ns:
+        told = f"{waited_ns} ns without a processor and {off_ns} ns off it"
+        raise ValueError(f"step {record.step_id}: {told}, of {room_ns} ns")

@@ -34,7 +34,6 @@ from splittime.server.dashboard import bins, files, rows
 from splittime.server.service import Service
 
 MAX_ROWS, MAX_STEPS, MAX_OPEN, MAX_STEPS_SEARCHED = 1_000, 8_000, 256, 16_384
-DIAGNOSED_ACCOUNTS, DIAGNOSED_STEPS = 500, 4_000
 DIAGNOSED_FOR_S = 5.0  # a diagnosis is kept so long, whoever asks
 TURN_S = 0.0005
 PROCESS = secrets.token_hex(6)
@@ -192,8 +191,12 @@ def _findings(ledger: Ledger, facts: ServerFacts | None) -> bytes:
 
 
 def _diagnose(ledger: Ledger, facts: ServerFacts | None) -> bytes:
-    from splittime.diagnose.books import make_books  # here, so that a server's start does not wait for it
+    from splittime.diagnose.books import (
+        LIVE_ACCOUNTS,
+        LIVE_STEPS,
+        live_books,
+    )  # here, so that a server's start does not wait for it
     from splittime.diagnose.doctor import diagnose
 
-    accounts, steps = ledger.accounts(None, DIAGNOSED_ACCOUNTS), ledger.steps(DIAGNOSED_STEPS)
-    return msgspec.json.encode(diagnose(make_books(facts, accounts, steps, "the live ledger")))
+    accounts, steps = ledger.accounts(None, LIVE_ACCOUNTS), ledger.steps(LIVE_STEPS)
+    return msgspec.json.encode(diagnose(live_books(facts, accounts, steps, "the live ledger")))

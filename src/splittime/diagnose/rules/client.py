@@ -64,8 +64,19 @@ def sent(books: Books) -> list[Outcome]:
 
 
 def pairs(books: Books) -> list[Pair]:
+    """The answers that came in several chunks, in both books."""
+    return _paired(books, streamed(books))
+
+
+def joined(books: Books) -> list[Pair]:
+    """All that were answered, in both books."""
+    answered = [o for o in sent(books) if o.chunk_ns and o.sent_ns is not None and o.end_ns is not None]
+    return _paired(books, answered)
+
+
+def _paired(books: Books, outcomes: Sequence[Outcome]) -> list[Pair]:
     by_name = {_sent_as(account): account for account in books.accounts if account.token_written_ns}
-    return [Pair(o, by_name[o.request_id]) for o in streamed(books) if o.request_id in by_name]
+    return [Pair(o, by_name[o.request_id]) for o in outcomes if o.request_id in by_name]
 
 
 def _sent_as(account: ClosedAccount) -> str:
@@ -135,7 +146,7 @@ def _drags(pair: Pair) -> bool:
     return read_ns > DRAGGED_SPREAD * written_ns and pair.between_ns > MIN_SPREAD_NS
 
 
-@rule("accounts")
+@rule("accounts", explains=(Stage.CLIENT_WAIT,))
 def slow_client(books: Books) -> Answer:
     """All tokens are ready, and the client does not read them, or takes far longer to read than they took to write."""
     accounts = served(books.accounts)

@@ -10,27 +10,28 @@ issue 3399, AutoAWQ issue 235).
 
 from collections.abc import Sequence
 
+from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.floor import Bound, FloorGroup, floors, sentence
-from splittime.diagnose.rules.evidence import LIKELY, in_stages, served, setting, slowest_steps, times_ns
+from splittime.diagnose.rules.evidence import LIKELY, served, setting, slowest_steps, threads_and_cores
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.ledger.stages import Stage
 
 MIN_LIMIT_SHARE = 0.3  # of the requests' time: a limit is told when it is where the time goes
 MIN_OF_CEILING = 0.5  # a step at less than half of a ceiling is not held by it
 
-_COMPUTING = in_stages(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Stage.PREFILL_STALL, Stage.DECODE_STALL)
+_COMPUTED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMPTS)
 
 
 def _bound_by(books: Books, bound: Bound) -> tuple[list[FloorGroup], Share]:
     """The groups of steps that are held by this ceiling, and their share of the requests' time."""
     groups = floors(books.steps, books.facts)
-    all_ns = max(1, sum(group.device_ns + group.host_ns for group in groups))
+    all_ns = max(1, sum(group.device_ns for group in groups))
     held = [g for g in groups if g.bound is bound and (g.share or 0.0) >= MIN_OF_CEILING]
     accounts = served(books.accounts)
     of_steps = sum(group.device_ns for group in held) / all_ns
-    lost = {request_id: ns * of_steps for request_id, ns in times_ns(accounts, _COMPUTING).items() if of_steps}
+    lost = {request_id: ns * of_steps for request_id, ns in attribution(books).of(*_COMPUTED).items() if of_steps}
     return held, of_requests(lost, accounts, MIN_LIMIT_SHARE)
 
 
@@ -133,7 +134,7 @@ def compute_bound(books: Books) -> Answer:
     groups, share = _bound_by(books, Bound.COMPUTE)
     if not share.is_worth_it:
         return share.unsure("compute_bound")
-    threads, cores = _threads_and_cores(books)
+    threads, cores = threads_and_cores(books)
     is_meant = _are_threads_meant(books)
     flags: tuple[str, ...] = ()
     sentence = "Compute less (share prefixes, shorten prompts) or elsewhere too (a second server)."
@@ -154,14 +155,6 @@ def compute_bound(books: Books) -> Answer:
         counter_check="With half the prompt tokens a step these steps do not take about half as long.",
         regime="prompts, and decoding in batches above the crossover; at batch 1 memory binds, not products",
     )
-
-
-def _threads_and_cores(books: Books) -> tuple[int, int]:
-    """Those that the server uses, and those that its machine has; the same where that is not known."""
-    machine = books.facts.machine if books.facts is not None else None
-    if machine is None:
-        return 1, 1
-    return machine.threads, machine.cores if machine.cores is not None else machine.threads
 
 
 def _are_threads_meant(books: Books) -> str:

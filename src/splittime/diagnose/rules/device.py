@@ -1,5 +1,6 @@
 """A device apart from the host that the host keeps waiting, by the device's own marks (`ledger.device_time`)."""
 
+from splittime.diagnose.attribution import Computed
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, in_stages, ms, served, setting, times_ns, worst
@@ -22,7 +23,7 @@ _CAPTURE = Cure(
 _HOST = Cure(sentence="Give the engine process a core of its own: nothing else busy on this machine.")
 
 
-@rule("accounts", "steps", root_of=("overload", "slot_bound"))
+@rule("accounts", "steps", root_of=("overload", "slot_bound"), explains=(Computed.HOST,))
 def device_idle(books: Books) -> Answer:
     """A card has nothing to do between steps, or is told single launches as slowly as it does them."""
     device = device_time(books.steps)

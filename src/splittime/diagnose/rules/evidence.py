@@ -29,6 +29,12 @@ def total_ns(accounts: Iterable[ClosedAccount]) -> int:
     return max(1, sum(account.end_ns - account.start_ns for account in accounts))
 
 
+def num_requests(accounts: Iterable[ClosedAccount], wanted: Iterable[str] | None = None) -> int:
+    """HTTP requests, each of which may have several choices (`n`) with an account each; of these accounts, by id."""
+    ids = None if wanted is None else set(wanted)
+    return len({account.group_id for account in accounts if ids is None or account.request_id in ids})
+
+
 def time_ns(account: ClosedAccount, wanted: Callable[[Interval], bool]) -> int:
     return sum(interval.duration_ns for interval in account.intervals if wanted(interval))
 
@@ -42,6 +48,14 @@ def times_ns(accounts: Iterable[ClosedAccount], wanted: Callable[[Interval], boo
 def setting(books: Books, name: str) -> Any:
     """A resolved setting of the server, or None if it is not known."""
     return books.facts.settings.get(name) if books.facts is not None else None
+
+
+def threads_and_cores(books: Books) -> tuple[int, int]:
+    """Those that the server uses, and those that its machine has; the same where that is not known."""
+    machine = books.facts.machine if books.facts is not None else None
+    if machine is None:
+        return 1, 1
+    return machine.threads, machine.cores if machine.cores is not None else machine.threads
 
 
 def in_stages(*stages: Stage) -> Callable[[Interval], bool]:

@@ -18,6 +18,7 @@ MIN_FAILED = 3  # fewer happen to anybody
 FAILED_SHARE = 0.02
 DIED = "engine_died"
 NOT_READY = ("not_ready", "engine_not_ready")
+TOO_LATE = "deadline_exceeded"  # what the client asked for: `deadlines_missed`
 SERVER_ERROR, OVERLOADED = 500, 503
 SHOWN = 160  # characters of an error
 
@@ -43,6 +44,7 @@ def _by_server(books: Books) -> tuple[list[Failure], int]:
         (account.request_id, error.message)
         for account, error in errors
         if error.status >= SERVER_ERROR
+        and error.code != TOO_LATE
         and (error.status != OVERLOADED or (died_ns is not None and error.code in NOT_READY))
         and (error.code not in NOT_READY or (died_ns is not None and account.end_ns >= died_ns))
     ]

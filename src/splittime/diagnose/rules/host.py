@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules import step_cost
@@ -34,7 +35,7 @@ MIN_LONG_PAUSES = 3  # of these, whatever their share is
 _COMPUTING = in_stages(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Stage.PREFILL_STALL, Stage.DECODE_STALL)
 
 
-@rule("accounts", "steps", root_of=("overload", "slot_bound"))
+@rule("accounts", "steps", root_of=("overload", "slot_bound"), explains=(Computed.HOST,))
 def host_bound(books: Books) -> Answer:
     """The device waits for Python: planning, launching and committing take a large part of the steps' time."""
     if device_time(books.steps) is not None:
@@ -42,7 +43,7 @@ def host_bound(books: Books) -> Answer:
     host_ns, device_ns = _usual_ns(books.steps)
     host_share = host_ns / max(1.0, host_ns + device_ns)
     accounts = served(books.accounts)
-    share = of_requests({name: ns * host_share for name, ns in times_ns(accounts, _COMPUTING).items()}, accounts)
+    share = of_requests(attribution(books).of(Computed.HOST), accounts)
     if host_share < HOST_SHARE or not share.is_worth_it:
         return share.unsure("host_bound") if host_share >= HOST_SHARE else None
     busy_ns = sum(step_cost.length_ns(step) for step in books.steps)
@@ -100,7 +101,7 @@ _HOST_PARTS = {
 }
 
 
-@rule("accounts", "steps", "facts", root_of=("host_bound",))
+@rule("accounts", "steps", "facts", root_of=("host_bound",), explains=(Computed.GC,))
 def gc_pauses(books: Books) -> Answer:
     """Collections of garbage hold up the requests that were in flight."""
     assert books.facts is not None
@@ -144,7 +145,7 @@ def _meets(begin_ns: int, end_ns: int, accounts: Sequence[ClosedAccount]) -> boo
     return any(account.start_ns < end_ns and account.end_ns > begin_ns for account in accounts)
 
 
-@rule("accounts", root_of=("loop_stalls",))
+@rule("accounts", root_of=("loop_stalls",), explains=(Stage.TOKENIZE,))
 def slow_tokenizing(books: Books) -> Answer:
     """Turning texts into tokens takes a large part of the requests' time."""
     accounts = served(books.accounts)

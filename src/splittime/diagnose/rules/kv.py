@@ -6,6 +6,7 @@ as one for blocks for as long as somebody's wait for blocks runs beside it.
 
 from collections.abc import Sequence
 
+from splittime.diagnose.attribution import Computed
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules import step_cost
@@ -15,6 +16,7 @@ from splittime.diagnose.rules.evidence import (
     in_stages,
     median,
     ms,
+    num_requests,
     overlap_ns,
     served,
     setting,
@@ -58,7 +60,12 @@ def waits_for_blocks_ns(accounts: Sequence[ClosedAccount]) -> dict[str, int]:
     return {request_id: ns for request_id, ns in found.items() if ns > 0}
 
 
-@rule("accounts", "steps", root_of=("overload", "head_of_line", "token_budget_bound"))
+@rule(
+    "accounts",
+    "steps",
+    root_of=("overload", "head_of_line", "token_budget_bound", "deadlines_missed"),
+    explains=(Cause.KV_BLOCKS, Cause.POLICY),
+)
 def kv_bound(books: Books) -> Answer:
     """Requests wait in the queue for KV cache blocks, and more of them at once would be served faster."""
     accounts = served(books.accounts)
@@ -76,7 +83,8 @@ def kv_bound(books: Books) -> Answer:
         return Abstention("kv_bound", why)
     return Finding(
         name="kv_bound",
-        claim=f"{len(waits)} of {len(accounts)} requests waited for KV cache blocks, {share.value:.0%} of all "
+        claim=f"{num_requests(accounts, waits)} of {num_requests(accounts)} requests waited for KV cache blocks, "
+        f"{share.value:.0%} of all "
         f"requests' time; {batch} fitted at once.",
         evidence=(
             Fact("waiting for blocks, or behind who does", ms(sum(waits.values())), "ms over all requests"),
@@ -98,7 +106,7 @@ def kv_bound(books: Books) -> Answer:
     )
 
 
-@rule("accounts", "steps", root_of=("overload", "prefill_interference"))
+@rule("accounts", "steps", root_of=("overload", "prefill_interference"), explains=(Computed.PREEMPTED, Stage.RECOMPUTE))
 def preemption_thrash(books: Books) -> Answer:
     """Running requests are thrown out for want of KV blocks and their tokens computed a second time."""
     accounts = served(books.accounts)
@@ -113,7 +121,8 @@ def preemption_thrash(books: Books) -> Answer:
     memory = _more_memory(books, 2)
     return Finding(
         name="preemption_thrash",
-        claim=f"{len(victims)} requests were preempted {preemptions} times for want of KV blocks; waiting to come "
+        claim=f"{num_requests(accounts, victims)} requests were preempted {preemptions} times for want of KV "
+        f"blocks; waiting to come "
         f"back and computing again took {share.value:.0%} of all requests' time.",
         evidence=(
             Fact("preemptions", preemptions),

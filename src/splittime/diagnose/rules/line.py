@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from splittime.diagnose.attribution import Computed
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import (
@@ -39,7 +40,7 @@ class Line(msgspec.Struct, frozen=True):
     longest: int
 
 
-@rule("accounts", "steps")
+@rule("accounts", "steps", explains=(Cause.TOKEN_BUDGET, Cause.STEP_IN_FLIGHT, Computed.OTHERS_PROMPTS))
 def head_of_line(books: Books) -> Answer:
     """Short prompts wait while a long one has the step's token budget."""
     accounts = served(books.accounts)

@@ -9,9 +9,10 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.client import sent
 from splittime.diagnose.rules.evidence import LIKELY, POSSIBLE, in_stages, median, ms, time_ns, worst
+from splittime.diagnose.rules.refused import has_room
 from splittime.diagnose.rules.share import MIN_SHARE, Share, ratio
 from splittime.ledger.client_book import Outcome
-from splittime.ledger.stages import Stage
+from splittime.ledger.stages import Cause, Stage
 
 NUM_WINDOWS = 10  # enough for a rank test, few enough that each holds several requests
 MIN_PER_WINDOW = 2
@@ -57,7 +58,10 @@ def _seen(outcome: Outcome, wait_ns: int, is_refused: bool = False) -> Arrival:
     return Arrival(outcome.request_id, outcome.intended_ns, wait_ns, outcome.end_ns or 0, is_refused)
 
 
-@rule(root_of=("head_of_line", "token_budget_bound", "prefill_interference", "told_queue"))
+@rule(
+    root_of=("head_of_line", "token_budget_bound", "prefill_interference", "told_queue", "deadlines_missed"),
+    explains=(Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET, Cause.KV_BLOCKS, Cause.POLICY, Cause.STEP_IN_FLIGHT, Stage.QUEUE),
+)
 def overload(books: Books) -> Answer:
     """More requests arrive than are served: the wait grows for as long as they do.
 
@@ -77,7 +81,8 @@ def overload(books: Books) -> Answer:
         return None if is_small else Abstention("overload", "all came at one instant: no trend can be tested")
     z, first_ns, last_ns = trend
     grows = z >= TREND_Z and last_ns >= GROWTH * first_ns and _ended(served_ones) <= MAX_ENDED
-    return _overload(arrivals, served_ones, trend, share) if grows or refused >= MIN_SHARE else None
+    is_refusing = refused >= MIN_SHARE and not (books.accounts and has_room(books))
+    return _overload(arrivals, served_ones, trend, share) if grows or is_refusing else None
 
 
 def _overload(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import (
@@ -21,7 +22,6 @@ from splittime.diagnose.rules.evidence import (
     time_ns,
     worst,
 )
-from splittime.diagnose.rules.prefill import behind_prompts_ns
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Stage
@@ -96,7 +96,8 @@ def _sums(books: Books, tokens: Mapping[str, int], own_ns: Mapping[str, float]) 
     accounts = served(books.accounts)
     computed = sum(account.prompt_tokens - account.cached_tokens for account in accounts)
     of_prompts = min(1.0, sum(tokens.values()) / max(1, computed))
-    lost_ns = {request_id: of_prompts * ns for request_id, ns in behind_prompts_ns(books).items()} if tokens else {}
+    behind_ns = attribution(books).of(Computed.OTHERS_PROMPTS) if tokens else {}
+    lost_ns = {request_id: of_prompts * ns for request_id, ns in behind_ns.items()}
     for request_id, ns in own_ns.items():
         lost_ns[request_id] = lost_ns.get(request_id, 0.0) + ns
     return sum(lost_ns.values()), of_requests(lost_ns, accounts)
@@ -107,7 +108,7 @@ def _sums_of(books: Books, missed: Sequence[Missed]) -> tuple[int, float, Share]
     return sum(tokens.values()), *_sums(books, tokens, {miss.account.request_id: miss.saved_ns for miss in missed})
 
 
-@rule("accounts", "parts", root_of=ROOT_OF)
+@rule("accounts", "parts", root_of=ROOT_OF, explains=(Computed.OTHERS_PROMPTS,))
 def uncached_reuse(books: Books) -> Answer:
     """Prompts begin like earlier ones, and that beginning was computed again."""
     accounts = served(books.accounts)
@@ -153,7 +154,7 @@ def uncached_reuse(books: Books) -> Answer:
     )
 
 
-@rule("accounts", "parts", root_of=ROOT_OF)
+@rule("accounts", "parts", root_of=ROOT_OF, explains=(Computed.OTHERS_PROMPTS,))
 def prefix_broken(books: Books) -> Answer:
     """A part that earlier prompts had too stands behind one that varies, so no prefix cache can give it."""
     accounts = served(books.accounts)
@@ -197,7 +198,7 @@ def _first_part_tokens(miss: Missed) -> int:
     return next((n for _, start, n in miss.account.prompt_parts if start >= miss.at_token), 0)
 
 
-@rule("accounts", "parts", root_of=ROOT_OF)
+@rule("accounts", "parts", root_of=ROOT_OF, explains=(Computed.OTHERS_PROMPTS,))
 def repeated_part(books: Books) -> Answer:
     """One prompt holds the same long part more than once."""
     accounts = [account for account in served(books.accounts) if account.prompt_parts]

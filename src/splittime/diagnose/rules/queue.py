@@ -1,7 +1,9 @@
 """Waiting to be admitted: too few slots."""
 
+from collections import Counter
 from collections.abc import Sequence
 
+from splittime.diagnose.attribution import attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules import step_cost
@@ -10,10 +12,9 @@ from splittime.diagnose.rules.evidence import (
     LIKELY,
     median,
     ms,
+    num_requests,
     served,
     setting,
-    times_ns,
-    waits_for,
     worst,
 )
 from splittime.diagnose.rules.share import of_requests
@@ -22,14 +23,20 @@ from splittime.ledger.stages import Cause
 from splittime.ledger.steps import StepRecord
 
 MIN_GAIN = 1.1  # a larger batch must serve a tenth more, else the wait only moves from the queue into decoding
+MANY_CHOICES = 4  # of one request: worth telling where slots are short
 KV_FULL = 0.95  # with fewer free blocks than this leaves, more slots would wait for blocks
 
 
-@rule("accounts", "steps", root_of=("overload", "head_of_line", "token_budget_bound"))
+@rule(
+    "accounts",
+    "steps",
+    root_of=("overload", "head_of_line", "token_budget_bound", "deadlines_missed"),
+    explains=(Cause.BATCH_SLOTS,),
+)
 def slot_bound(books: Books) -> Answer:
     """Requests wait for a slot (max_num_seqs) while KV blocks are free and a larger batch would serve more."""
     accounts = served(books.accounts)
-    waits = times_ns(accounts, waits_for(Cause.BATCH_SLOTS))
+    waits = attribution(books).of(Cause.BATCH_SLOTS)
     share = of_requests(waits, accounts)
     slots = max((step.num_running for step in books.steps), default=0)
     if not slots or _kv_use(books) > KV_FULL:
@@ -45,8 +52,8 @@ def slot_bound(books: Books) -> Answer:
     times = f"{gain:.2f} times as many" if gain is not None else "not known how many more"
     return Finding(
         name="slot_bound",
-        claim=f"{len(waits)} of {len(accounts)} requests waited for one of {slots} slots, "
-        f"{share.value:.0%} of all requests' time, while KV blocks were free.",
+        claim=f"{num_requests(accounts, waits)} of {num_requests(accounts)} requests waited for one of {slots} slots, "
+        f"{share.value:.0%} of all requests' time, while KV blocks were free.{_choices(accounts)}",
         evidence=(
             Fact("waiting for a slot", ms(sum(waits.values())), "ms over all requests"),
             Fact("slots (max_num_seqs)", setting(books, "max_num_seqs") or slots),
@@ -69,6 +76,14 @@ def slot_bound(books: Books) -> Answer:
         "p99 does not fall.",
         regime=f"batches of up to {slots}; a machine that is saturated at this batch gains nothing from more",
     )
+
+
+def _choices(accounts: Sequence[ClosedAccount]) -> str:
+    """A sentence on requests that ask for several answers, each of which takes a slot."""
+    requests, most = num_requests(accounts), max(Counter(account.group_id for account in accounts).values())
+    if most < MANY_CHOICES:
+        return ""
+    return f" Each choice takes one: {requests} requests asked for {len(accounts)} (n up to {most})."
 
 
 def _kv_use(books: Books) -> float:

@@ -48,11 +48,16 @@ def fit(steps: Sequence[StepRecord]) -> StepCost | None:
     known, lengths = numpy.array(columns, dtype=float), numpy.array([length_ns(s) for s in steps], dtype=float)
     if not (known[:, 1:].std(axis=0) > 0).any():
         return None
+    fixed, decode, prefill, context = robust_fit(known, lengths)
+    return StepCost(float(fixed), float(decode), float(prefill), float(context))
+
+
+def robust_fit(known: numpy.ndarray, lengths: numpy.ndarray) -> numpy.ndarray:
+    """Coefficients of the columns, none negative, without the rows that fit worst."""
     first = _non_negative(known, lengths)
     misses = numpy.abs(known @ first - lengths)
     kept = misses <= numpy.quantile(misses, KEEP)
-    fixed, decode, prefill, context = _non_negative(known[kept], lengths[kept])
-    return StepCost(float(fixed), float(decode), float(prefill), float(context))
+    return _non_negative(known[kept], lengths[kept])
 
 
 def _non_negative(known: numpy.ndarray, lengths: numpy.ndarray) -> numpy.ndarray:
@@ -73,6 +78,11 @@ def _non_negative(known: numpy.ndarray, lengths: numpy.ndarray) -> numpy.ndarray
 def batch_gain(cost: StepCost, accounts: Sequence[ClosedAccount], batch: float, larger: float) -> float:
     """How many times as many requests the machine would serve with the larger batch: 1 means that nothing is gained."""
     return _request_ns(cost, accounts, batch) / max(1.0, _request_ns(cost, accounts, larger))
+
+
+def requests_per_s(cost: StepCost, accounts: Sequence[ClosedAccount], batch: float) -> float:
+    """That the machine serves at this batch."""
+    return 1e9 / max(1.0, _request_ns(cost, accounts, batch))
 
 
 def _request_ns(cost: StepCost, accounts: Sequence[ClosedAccount], batch: float) -> float:

@@ -54,7 +54,7 @@ def buffering_proxy(books: Books) -> Answer:
 
 
 def _buffered_by_both(both: Sequence[Pair]) -> Answer:
-    held = [pair for pair in both if _is_buffered(pair)]
+    held = [pair for pair in both if is_buffered(pair)]
     late = {pair.outcome.request_id: float(max(0, pair.late_ns)) for pair in held}
     share = of_outcomes(late, [pair.outcome for pair in both])
     if len(held) < len(both) / 2 or not share.is_worth_it:
@@ -67,7 +67,7 @@ def _buffered_by_both(both: Sequence[Pair]) -> Answer:
     return _buffered(len(held), len(both), late, share, facts, CERTAIN)
 
 
-def _is_buffered(pair: Pair) -> bool:
+def is_buffered(pair: Pair) -> bool:
     """The chunks come closer together than they were written."""
     spread = spread_ns(pair.outcome.chunk_ns) / spread_ns(pair.account.token_written_ns)
     gap, server_gap = median(_gaps(pair.outcome.chunk_ns)), median(_written_gaps(pair.account))
@@ -111,7 +111,7 @@ def _burst_share(outcome: Outcome) -> float:
     return sum(gap < BURST_GAP_NS for gap in gaps) / len(gaps)
 
 
-def _in_ack(duration_ns: int) -> bool:
+def in_ack(duration_ns: int) -> bool:
     return ACK_NS[0] <= duration_ns <= ACK_NS[1]
 
 
@@ -123,9 +123,9 @@ def nagle(books: Books) -> Answer:
     if len(outcomes) < MIN_PAIRS:
         return None
     late = [pair.late_ns for pair in both]
-    first = sum(map(_in_ack, late)) / len(late) if late else 0.0
+    first = sum(map(in_ack, late)) / len(late) if late else 0.0
     felt = [gap for o in outcomes for gap in _gaps(o.chunk_ns) if gap >= FELT_GAP_NS]
-    held = [gap for gap in felt if _in_ack(gap)]
+    held = [gap for gap in felt if in_ack(gap)]
     of_gaps = len(held) / len(felt) if felt else 0.0
     if max(first, of_gaps) < ACK_SHARE or _server_has_it(both) or (not both and not _some_in_bursts(outcomes)):
         return None
@@ -162,7 +162,7 @@ def nagle(books: Books) -> Answer:
 
 def _server_share(both: Sequence[Pair]) -> float:
     gaps = [gap for pair in both for gap in _written_gaps(pair.account) if gap >= FELT_GAP_NS]
-    return sum(map(_in_ack, gaps)) / len(gaps) if gaps else 0.0
+    return sum(map(in_ack, gaps)) / len(gaps) if gaps else 0.0
 
 
 def _server_has_it(both: Sequence[Pair]) -> bool:
@@ -177,7 +177,7 @@ def _some_in_bursts(outcomes: Sequence[Outcome]) -> bool:
 
 def _held_ns(outcomes: Sequence[Outcome], both: Sequence[Pair]) -> Iterator[tuple[str, float]]:
     """What each request lost: its first chunk's 40 ms, and half of each held gap (a chunk comes at any time in it)."""
-    first = {pair.outcome.request_id: pair.late_ns for pair in both if _in_ack(pair.late_ns)}
+    first = {pair.outcome.request_id: pair.late_ns for pair in both if in_ack(pair.late_ns)}
     for outcome in outcomes:
-        held = sum(gap for gap in _gaps(outcome.chunk_ns) if _in_ack(gap)) / 2
+        held = sum(gap for gap in _gaps(outcome.chunk_ns) if in_ack(gap)) / 2
         yield outcome.request_id, first.get(outcome.request_id, 0) + held

@@ -65,6 +65,8 @@ def _step_events(step: StepRecord, origin_ns: int) -> Iterator[Event]:
         "gap_ns": step.gap_ns,
         "enqueue_ns": step.enqueue_ns,
         "collective_ns": step.collective_ns,
+        "cpu_wait_ns": step.cpu_wait_ns,
+        "off_cpu_ns": step.off_cpu_ns,
     }
     yield _slice(f"step {step.step_id}", ENGINE_PID, 1, step.begin_ns, step.end_ns, origin_ns, args)
     begin_ns = step.begin_ns

@@ -1,0 +1,88 @@
+"""Findings that agree with each other: over all of a diagnosis, a flag is prescribed in one direction only.
+
+The finding that is told first keeps its flag. A later one that asks for the opposite loses it, and says so; and a flag
+that asks for what is set already is no prescription.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from splittime.diagnose.finding import Finding
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+SMALLER = {"int4": 0.5, "int8": 1.0, "fp8": 1.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0}  # bytes
+
+Flag = tuple[str, str | None]  # as typed, and its value
+
+
+def one_direction(findings: Iterable[Finding], settings: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """In the order in which they are told."""
+    taken: dict[str, tuple[str, str]] = {}  # by setting: the direction, and whose
+    agreed = []
+    for finding in findings:
+        kept: list[Flag] = []
+        against: list[str] = []
+        for flag in flags_of(finding.cure.flags):
+            name, way = direction(flag, settings)
+            first = taken.setdefault(name, (way, finding.name)) if way else None
+            if first is not None and first[0] == way:
+                kept.append(flag)
+            elif first is not None:
+                against.append(
+                    f"{flag[0]} {flag[1] or ''}".strip() + f" would help here, and harm where {first[1]} does"
+                )
+        agreed.append(_with_flags(finding, kept, against))
+    return tuple(agreed)
+
+
+def flags_of(typed: Iterable[str]) -> list[Flag]:
+    found: list[Flag] = []
+    for word in typed:
+        if word.startswith("--"):
+            found.append((word, None))
+        elif found:
+            found[-1] = (found[-1][0], word)
+    return found
+
+
+def direction(flag: Flag, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """The setting that a flag changes, and which way: up, down, or to which word; empty where it is set so already."""
+    typed, value = flag
+    name = typed.removeprefix("--").replace("-", "_")
+    if value is None:
+        name, wanted = name.removeprefix("no_"), not name.startswith("no_")
+        return name, "" if settings.get(name) is wanted else str(wanted)
+    now, then = _number(settings.get(name)), _number(value)
+    if then is None or now is None:
+        return name, "" if str(settings.get(name)) == value else (value if then is None else _from_unset(name))
+    return name, "" if then == now else ("up" if then > now else "down")
+
+
+def _from_unset(name: str) -> str:
+    """A number where none was set: what is not bounded becomes bounded."""
+    return "down" if name.startswith("max_") else "up"
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    if str(value) in SMALLER:
+        return SMALLER[str(value)]
+    found = re.fullmatch(r"([0-9.]+)\s*([a-zA-Z]*)", str(value))
+    if found is None or found[2].lower() not in UNITS:
+        return None
+    return float(found[1]) * UNITS[found[2].lower()]
+
+
+def _with_flags(finding: Finding, kept: list[Flag], against: list[str]) -> Finding:
+    flags = tuple(word for flag in kept for word in flag if word is not None)
+    if flags == finding.cure.flags:
+        return finding
+    told = f" ({'; '.join(against)}.)" if against else ""
+    cure = msgspec.structs.replace(finding.cure, flags=flags, sentence=finding.cure.sentence + told)
+    return msgspec.structs.replace(finding, cure=cure)

@@ -1,0 +1,156 @@
+"""Whose the requests' time was: each nanosecond of each request has exactly one owner, stated before it is inferred.
+
+    attribution(books) -> Attribution          sum over owners == end_ns - start_ns, of every request
+
+In this order:
+1. While the engine's thread was kept from running (collections of garbage, no processor, stopped), whatever it owed
+   belongs to that (`diagnose.deprived`).
+2. A wait with a cause belongs to its cause, a stage outside the engine to itself.
+3. Computing (prefill, decode, recompute) and waiting for a step in flight are divided as the steps of that time were
+   (`diagnose.timeline`): host, sampling, copies, ranks, and the device's part, of which others' prompts are what the
+   step took beyond its own decode.
+
+Only that last division is inferred. What steps have no record of belongs to the stage itself.
+"""
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+import msgspec
+import numpy
+
+from splittime.diagnose.books import Books, once
+from splittime.diagnose.rules.evidence import served
+from splittime.diagnose.timeline import Part, prompt_ns_of_rows, timeline
+from splittime.ledger.account import ClosedAccount, Interval
+from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
+
+
+class Computed(StrEnum):
+    """Owners beside the stages and the causes: what a step's time went into."""
+
+    HOST = "host"
+    SAMPLE = "sample"
+    MOVES = "kv_moves"
+    RANKS = "ranks"
+    OTHERS_PROMPTS = "others_prompts"
+    GC = "garbage_collection"
+    CPU_WAIT = "cpu_wait"
+    STOPPED = "engine_stopped"
+    PREEMPTED = "preempted"
+
+
+Owner = str  # a Stage, a Cause or a Computed, by its value
+
+MEANING: dict[Owner, str] = {
+    Computed.HOST: "the engine plans, launches and commits, or is between steps",
+    Computed.SAMPLE: "tokens are chosen",
+    Computed.MOVES: "KV blocks are copied to host memory or back",
+    Computed.RANKS: "ranks wait for each other",
+    Computed.OTHERS_PROMPTS: "the step computes others' prompts beside it",
+    Computed.GC: "the engine's garbage is collected",
+    Computed.CPU_WAIT: "the engine's thread is ready to run and gets no processor",
+    Computed.STOPPED: "the engine's thread is not run at all, and does not ask to be",
+    Computed.PREEMPTED: "its blocks were taken back; it waits to be admitted again",
+}
+_WORDS: dict[str, str] = {str(name): said for name, said in (*STAGE_MEANING.items(), *CAUSE_MEANING.items())} | MEANING
+# What a request came for, and what its steps take for it whoever shares them.
+COMPUTING: tuple[Owner, ...] = (
+    Stage.PREFILL,
+    Stage.DECODE,
+    Computed.HOST,
+    Computed.SAMPLE,
+    Computed.MOVES,
+    Computed.RANKS,
+)
+_BY_PART = {
+    Part.HOST: Computed.HOST,
+    Part.SAMPLE: Computed.SAMPLE,
+    Part.MOVES: Computed.MOVES,
+    Part.RANKS: Computed.RANKS,
+    Part.PROMPTS: Computed.OTHERS_PROMPTS,
+}
+_DEPRIVED = {Part.GC: Computed.GC, Part.CPU_WAIT: Computed.CPU_WAIT, Part.STOPPED: Computed.STOPPED}
+_DIVIDED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)
+_IN_ENGINE = (*_DIVIDED, Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
+
+
+class Attribution(msgspec.Struct, frozen=True):
+    """times_ns: by owner, then by request id. total_ns: of all requests."""
+
+    times_ns: dict[Owner, dict[str, float]]
+    total_ns: int
+
+    def of(self, *owners: Owner) -> dict[str, float]:
+        """By request id, what these owners have of it; those of whom they have nothing are left out."""
+        found: dict[str, float] = {}
+        for owner in owners:
+            for request_id, ns in self.times_ns.get(owner, {}).items():
+                found[request_id] = found.get(request_id, 0.0) + ns
+        return found
+
+    def share(self, *owners: Owner) -> float:
+        return sum(sum(self.times_ns.get(owner, {}).values()) for owner in owners) / max(1, self.total_ns)
+
+    def largest(self) -> list[tuple[Owner, float]]:
+        """Owners with their shares, the largest first."""
+        return sorted(((owner, self.share(owner)) for owner in self.times_ns), key=lambda entry: -entry[1])
+
+
+@once
+def attribution(books: Books) -> Attribution:
+    accounts = served(books.accounts)
+    line = timeline(books)
+    own_ns = prompt_ns_of_rows(books.steps, line)
+    times_ns: dict[Owner, dict[str, float]] = {}
+    intervals = [interval for account in accounts for interval in account.intervals]
+    parts = line.within(intervals)
+    position = 0
+    for account in accounts:
+        count = len(account.intervals)
+        for owner, ns in _owners(account, parts[position : position + count], own_ns.get(account.request_id, 0.0)):
+            if ns > 0:
+                of_owner = times_ns.setdefault(str(owner), {})
+                of_owner[account.request_id] = of_owner.get(account.request_id, 0.0) + ns
+        position += count
+    return Attribution(times_ns, max(1, sum(account.end_ns - account.start_ns for account in accounts)))
+
+
+def _owners(account: ClosedAccount, parts: numpy.ndarray, own_prompt_ns: float) -> Iterable[tuple[Owner, float]]:
+    """own_prompt_ns: what its own prompt took of the steps; the rest of the prompts' part in its prefill is others'."""
+    for interval, row in zip(account.intervals, parts, strict=True):
+        spent = dict(zip(Part, map(float, row), strict=True))
+        if interval.stage not in _IN_ENGINE:
+            yield interval.stage, interval.duration_ns
+            continue
+        yield from ((owner, spent[part]) for part, owner in _DEPRIVED.items())
+        left_ns = interval.duration_ns - sum(spent[part] for part in _DEPRIVED)
+        if not _is_divided(interval):
+            yield _stated(interval), left_ns
+            continue
+        own_ns = min(own_prompt_ns, spent[Part.PROMPTS]) if interval.stage in (Stage.PREFILL, Stage.RECOMPUTE) else 0.0
+        own_prompt_ns -= own_ns
+        spent[Part.PROMPTS] -= own_ns
+        divided = [(owner, spent[part]) for part, owner in _BY_PART.items()]
+        yield from divided
+        yield _stated(interval), left_ns - sum(ns for _, ns in divided)
+
+
+def _is_divided(interval: Interval) -> bool:
+    return interval.stage in _DIVIDED or interval.cause is Cause.STEP_IN_FLIGHT
+
+
+def _stated(interval: Interval) -> Owner:
+    if interval.stage is Stage.PREEMPTED:
+        return Computed.PREEMPTED
+    return interval.cause if interval.cause is not None else interval.stage
+
+
+def meaning(owner: Owner) -> str:
+    """What it is to belong to this owner, in words."""
+    return _WORDS.get(owner, owner)
+
+
+def waits(found: Attribution) -> Sequence[tuple[Owner, float]]:
+    """Owners beside `COMPUTING`, the largest first."""
+    return [(owner, share) for owner, share in found.largest() if owner not in COMPUTING]

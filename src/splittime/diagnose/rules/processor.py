@@ -1,0 +1,151 @@
+"""What kept the engine's thread from running: nobody let it, others had the processors, or too many threads share them.
+
+Read from what the kernel states of each step (`StepRecord.cpu_wait_ns`, `off_cpu_ns`), never from how long a step took.
+"""
+
+from splittime.diagnose.attribution import Computed, attribution
+from splittime.diagnose.books import Books
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, ms, served, slowest_steps, threads_and_cores, worst
+from splittime.diagnose.rules.share import Share, of_requests
+from splittime.diagnose.timeline import Part, timeline
+from splittime.ledger.stages import Stage
+
+NOT_STATED = "this server's kernel does not say when its engine's thread was kept from running"
+LONG_NS = 10_000_000  # a stop that is worth counting
+# All that a slower engine makes longer.
+SLOWED = (
+    "overload",
+    "slot_bound",
+    "kv_bound",
+    "token_budget_bound",
+    "head_of_line",
+    "host_bound",
+    "prefill_interference",
+    "sampling_bound",
+    "burst",
+    "deadlines_missed",
+    "queue_bound",
+)
+
+
+@rule("accounts", "steps", root_of=("cpu_starved", "too_few_threads", *SLOWED), explains=(Computed.STOPPED,))
+def engine_stopped(books: Books) -> Answer:
+    """The engine was not run for long at a time, and did not ask to be: stopped from outside."""
+    if all(step.off_cpu_ns is None for step in books.steps):
+        return Abstention("engine_stopped", NOT_STATED)
+    share, lost = _lost(books, Computed.STOPPED)
+    if not share.is_worth_it:
+        return share.unsure("engine_stopped")
+    stopped = [ns for step in timeline(books).by_step if (ns := float(step[Part.STOPPED])) >= LONG_NS]
+    return Finding(
+        name="engine_stopped",
+        claim=f"The engine's thread was not run, and did not ask to be, {len(stopped)} times for "
+        f"{ms(max(stopped, default=0)):.0f} ms at most: {share.value:.0%} of all requests' time.",
+        evidence=(
+            Fact(f"stops of {ms(LONG_NS):.0f} ms or more", len(stopped)),
+            Fact("the longest", ms(max(stopped, default=0)), "ms"),
+            Fact("requests' time in them", ms(sum(lost.values())), "ms over all requests"),
+            Fact(
+                "waiting for a processor instead", f"{attribution(books).share(Computed.CPU_WAIT):.0%}", "of the time"
+            ),
+        ),
+        request_ids=worst(lost),
+        step_ids=_steps_with_most(books, Part.STOPPED),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=CERTAIN,
+        confidence_from="the kernel's own count of what the engine's thread ran and waited in each step",
+        cure=Cure(
+            sentence="Find who stops it: a signal (SIGSTOP, a debugger, a checkpoint), a container's processor quota "
+            "(cpu.max; cpu.stat counts nr_throttled), memory that is swapped out, or a virtual machine whose host does "
+            "not run it (steal in /proc/stat)."
+        ),
+        cost="None: no setting of this server changes it.",
+        counter_check="With the engine left alone, at the same load, steps are off the processor as long.",
+        regime="any load",
+    )
+
+
+@rule("accounts", "steps", root_of=("too_few_threads", *SLOWED), explains=(Computed.CPU_WAIT,))
+def cpu_starved(books: Books) -> Answer:
+    """The engine was ready to run and others had the processors: this machine has too few for all that is busy on "
+    "it."""
+    if all(step.cpu_wait_ns is None for step in books.steps):
+        return Abstention("cpu_starved", NOT_STATED)
+    threads, cores = threads_and_cores(books)
+    share, lost = _lost(books, Computed.CPU_WAIT)
+    if threads > cores or not share.is_worth_it:
+        return None if threads > cores else share.unsure("cpu_starved")
+    waited_ns = sum(step.cpu_wait_ns or 0 for step in books.steps)
+    return Finding(
+        name="cpu_starved",
+        claim=f"The engine's thread was ready to run and had no processor for {waited_ns / 1e9:.1f} s: "
+        f"{share.value:.0%} "
+        "of all requests' time. Other processes of this machine had it.",
+        evidence=(
+            Fact("waiting for a processor", ms(waited_ns), "ms over all steps"),
+            Fact("of the steps' time", f"{waited_ns / max(1.0, timeline(books).by_step.sum()):.0%}"),
+            Fact("requests' time in it", ms(sum(lost.values())), "ms over all requests"),
+            Fact("threads and cores of the server", f"{threads} and {cores}"),
+        ),
+        request_ids=worst(lost),
+        step_ids=_steps_with_most(books, Part.CPU_WAIT),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=CERTAIN,
+        confidence_from="the kernel's own count of what the engine's thread waited in its run queue",
+        cure=Cure(
+            sentence="Keep the processors for the server: move the other work away (`top` names it; a load "
+            "generator on "
+            "the same machine is other work too), or give the server a higher priority (nice, cpu.weight) or cores of "
+            "its own (taskset, cpuset)."
+        ),
+        cost="The other work runs slower, or elsewhere.",
+        counter_check="With the other processes stopped, at the same load, the wait for a processor stays.",
+        regime="a machine with more that wants to run than cores",
+    )
+
+
+@rule("accounts", "facts", root_of=("cpu_starved", "too_few_threads", *SLOWED), explains=(Computed.CPU_WAIT,))
+def too_many_threads(books: Books) -> Answer:
+    """The server computes with more threads than it has cores, so that they wait for each other's turn."""
+    threads, cores = threads_and_cores(books)
+    if threads <= cores:
+        return None
+    accounts, found = served(books.accounts), attribution(books)
+    waited = found.of(Computed.CPU_WAIT)
+    computed = found.of(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMPTS)
+    lost = {name: waited.get(name, 0.0) + computed.get(name, 0.0) * (1 - cores / threads) for name in computed}
+    share = of_requests(lost, accounts)
+    if not share.is_worth_it:
+        return share.unsure("too_many_threads")
+    return Finding(
+        name="too_many_threads",
+        claim=f"{threads} threads compute on {cores} core{'s' * (cores != 1)}: while one waits for its turn the others "
+        f"wait for it, for up to {share.value:.0%} of all requests' time.",
+        evidence=(
+            Fact("threads", threads),
+            Fact("cores that the server may use", cores),
+            Fact("waiting for a processor", f"{found.share(Computed.CPU_WAIT):.0%}", "of the requests' time"),
+        ),
+        request_ids=worst(lost),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=LIKELY,
+        confidence_from="the settings and the machine's own number of cores; the share is the most that it can be",
+        cure=Cure(sentence=f"One thread for each core: {cores}.", flags=("--num-threads", str(cores))),
+        cost="None known.",
+        counter_check=f"With {cores} threads and the same load TPOT p50 does not fall.",
+        regime="any load; the longer the products, the more is lost",
+    )
+
+
+def _lost(books: Books, owner: Computed) -> tuple[Share, dict[str, float]]:
+    lost = attribution(books).of(owner)
+    return of_requests(lost, served(books.accounts)), lost
+
+
+def _steps_with_most(books: Books, part: Part) -> tuple[int, ...]:
+    amounts = timeline(books).by_step[:, part]
+    return slowest_steps(step for step, ns in zip(books.steps, amounts, strict=True) if ns >= LONG_NS)

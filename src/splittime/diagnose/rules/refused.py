@@ -1,0 +1,146 @@
+"""Requests that were turned away or given up though the server could have served them: a queue that is too short,
+deadlines that are."""
+
+from collections.abc import Sequence
+
+from splittime.diagnose.attribution import COMPUTING, attribution
+from splittime.diagnose.books import Books
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.rules import step_cost
+from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, in_stages, is_whole, median, ms, served, setting, time_ns
+from splittime.diagnose.rules.share import Share, counted
+from splittime.ledger import derive
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.stages import Stage
+
+FLAGS = {"queued_requests": "--max-queued-requests", "queued_prompt_tokens": "--max-queued-prompt-tokens"}
+MIN_TURNED_AWAY, TURNED_AWAY_SHARE = 3, 0.02  # fewer happen to anybody; no answer is worse than a late one
+TIMES = 16  # by which the bound is raised: a queue costs nothing while it is empty
+ROOM = 0.9  # of what the machine serves at its full batch: beyond, a queue only grows
+TOO_LATE = "deadline_exceeded"
+IN_VAIN = "deadline"  # refused, since the predicted wait is longer
+
+
+@rule("accounts", root_of=("overload",))
+def queue_bound(books: Books) -> Answer:
+    """Requests are refused for a queue that is full, though those before them hardly wait."""
+    refused = [a for a in books.accounts if a.error is not None and a.error.code in FLAGS]
+    share = counted(len(refused) / len(books.accounts), len(refused), TURNED_AWAY_SHARE)
+    if len(refused) < MIN_TURNED_AWAY or share.value < share.least:
+        return None
+    return _queue_bound(books, refused, share) if has_room(books) else None
+
+
+def has_room(books: Books) -> bool:
+    """Those who are let in wait less for their turn than they are served, and the machine would serve all that come."""
+    accounts = served(books.accounts)
+    waits = [time_ns(account, in_stages(Stage.QUEUE)) for account in accounts]
+    in_service = median(a.end_ns - a.start_ns - wait_ns for a, wait_ns in zip(accounts, waits, strict=True)) or 0
+    if (derive.percentile(waits, 90) or 0) > in_service:
+        return False
+    capacity = _capacity(books, accounts)
+    return capacity is None or _rate(books.accounts) <= ROOM * capacity
+
+
+def _capacity(books: Books, accounts: Sequence[ClosedAccount]) -> float | None:
+    """Requests a second at a full batch, by the fitted cost of steps."""
+    cost = step_cost.fit(books.steps)
+    slots = setting(books, "max_num_seqs")
+    return step_cost.requests_per_s(cost, accounts, slots) if cost is not None and slots else None
+
+
+def _rate(accounts: Sequence[ClosedAccount]) -> float:
+    begins = [account.start_ns for account in accounts]
+    return (len(begins) - 1) / max(1e-9, (max(begins) - min(begins)) / 1e9)
+
+
+def _queue_bound(books: Books, refused: Sequence[ClosedAccount], share: Share) -> Finding:
+    codes = [a.error.code for a in refused if a.error is not None]
+    code = max(FLAGS, key=codes.count)
+    bound = setting(books, f"max_{code}")
+    waits = [time_ns(account, in_stages(Stage.QUEUE)) for account in served(books.accounts)]
+    wanted = TIMES * int(bound or 1)
+    return Finding(
+        name="queue_bound",
+        claim=f"{len(refused)} of {len(books.accounts)} requests were refused because the queue was full at "
+        f"{bound or 'its bound'}, while those that were let in waited {ms(median(waits) or 0):.0f} ms (median).",
+        evidence=(
+            Fact("refused", len(refused), "requests"),
+            Fact(f"max_{code}", bound or "not told"),
+            Fact("wait in the queue, median and p90", f"{ms(median(waits) or 0)} and {ms(_p90(waits))}", "ms"),
+            Fact("arrivals", round(_rate(books.accounts), 2), "requests/s"),
+        ),
+        request_ids=tuple(account.request_id for account in refused[:5]),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=LIKELY,
+        confidence_from="the refusals and the waits are stated; that there is room for all, by the fitted cost of "
+        "steps; the share is of the requests, not of their time",
+        cure=Cure(
+            sentence="Let more requests wait.",
+            flags=(FLAGS[code], str(wanted)),
+            elsewhere={"vllm": "--max-num-queued-reqs", "sglang": "--max-queued-requests"},
+        ),
+        cost="Those that would have been refused wait their turn.",
+        counter_check="With the longer queue and the same load the wait grows without end: then it is overload.",
+        regime="arrivals that come together, at a rate that the server can serve",
+    )
+
+
+def _p90(waits: Sequence[int]) -> float:
+    return derive.percentile(waits, 90) or 0.0
+
+
+@rule(explains=())
+def deadlines_missed(books: Books) -> Answer:
+    """Requests are given up at their own deadlines."""
+    late = [a for a in books.accounts if a.error is not None and a.error.code in (TOO_LATE, IN_VAIN)]
+    share = counted(len(late) / max(1, len(books.accounts)), len(late), TURNED_AWAY_SHARE)
+    if len(late) < MIN_TURNED_AWAY or share.value < share.least:
+        return None
+    begun = [account for account in late if account.finish_reason != "refused"]
+    if not begun:
+        return Abstention("deadlines_missed", f"{len(late)} requests were refused, as their deadlines cannot be met")
+    return _deadlines(books, late, begun, share)
+
+
+def _deadlines(books: Books, late: Sequence[ClosedAccount], begun: Sequence[ClosedAccount], share: Share) -> Finding:
+    worked = attribution(books).of(*COMPUTING)
+    of_work = median(worked.get(a.request_id, 0.0) / max(1, a.end_ns - a.start_ns) for a in begun) or 0.0
+    allowed_ns = median(account.end_ns - account.start_ns for account in begun) or 0.0
+    whole = [account.end_ns - account.start_ns for account in books.accounts if is_whole(account)]
+    needed_ns = derive.percentile(whole, 90) or 0.0
+    is_short = of_work >= 0.5
+    needs = f"{needed_ns / 1e9:.2g} s (p90 of {len(whole)} that came to their end)" if whole else "more than that"
+    why = (
+        f"they were being computed for {of_work:.0%} of that time, so the deadlines are too short for what is asked"
+        if is_short
+        else f"they waited for {1 - of_work:.0%} of that time, so what made them wait is to be cured"
+    )
+    sentence = (
+        f"Allow more time (X-Request-Deadline-Ms: whole requests take {needs}), or ask for fewer tokens (max_tokens)."
+        if is_short
+        else "Cure what they wait for; until then refuse early, or allow more time (X-Request-Deadline-Ms)."
+    )
+    return Finding(
+        name="deadlines_missed",
+        claim=f"{len(late)} of {len(books.accounts)} requests were given up at their deadlines, after "
+        f"{ms(allowed_ns):.0f} "
+        f"ms (median): {why}.",
+        evidence=(
+            Fact("given up", len(begun), "requests"),
+            Fact("refused, since they could not be in time", len(late) - len(begun), "requests"),
+            Fact("time until then, median", ms(allowed_ns), "ms"),
+            Fact("of it computing, median", f"{of_work:.0%}"),
+            Fact("whole requests, p90", ms(needed_ns) if whole else "none came to its end", "ms" if whole else ""),
+        ),
+        request_ids=tuple(account.request_id for account in begun[:5]),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=CERTAIN,
+        confidence_from="the errors themselves; the share is of the requests, not of their time",
+        cure=Cure(sentence=sentence),
+        cost="Clients wait longer for an answer that they would not have had.",
+        counter_check="With twice the time as many are given up.",
+        regime="requests that carry a deadline",
+    )

@@ -1,0 +1,92 @@
+"""What the books state and no finding explains: told as it is, "stated, no cure known", rather than given the nearest
+familiar name.
+
+Of each owner of the requests' time (`diagnose.attribution`) that is a wait, the finding that explains it is known from
+the rules (`Rule.explains`). What is left over and worth telling is one more finding, `no_cure_known`, with what the
+rules that might have explained it said instead.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from splittime.diagnose.attribution import Owner, attribution, meaning, waits
+from splittime.diagnose.books import Books
+from splittime.diagnose.finding import RULES, Abstention, Cure, Fact, Finding
+from splittime.diagnose.rules.evidence import CERTAIN, served, worst
+from splittime.diagnose.rules.share import MIN_SHARE, of_requests
+
+NAME = "no_cure_known"
+MIN_TOLD = 0.01  # of the requests' time, in the summary of where it went
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """An owner's share of the requests' time, and the finding that explains it, if one does."""
+
+    owner: Owner
+    share: float
+    meaning: str
+    explained_by: str | None = None
+
+
+def spent(books: Books, findings: Sequence[Finding]) -> tuple[Spent, ...]:
+    """Where the requests' time went, the largest share first."""
+    by_owner = _explained(findings)
+    found = attribution(books).largest() if served(books.accounts) else []
+    told = [(owner, share) for owner, share in found if share >= MIN_TOLD]
+    return tuple(Spent(str(owner), share, meaning(owner), by_owner.get(owner)) for owner, share in told)
+
+
+def _explained(findings: Sequence[Finding]) -> dict[Owner, str]:
+    """The first finding that explains an owner."""
+    found: dict[Owner, str] = {}
+    for finding in findings:
+        known = RULES.get(finding.name)
+        for owner in known.explains if known is not None else ():
+            found.setdefault(owner, finding.name)
+    return found
+
+
+def unexplained(books: Books, findings: Sequence[Finding], abstentions: Sequence[Abstention]) -> Finding | None:
+    """The waits that are worth telling and that no finding explains, as one finding."""
+    explained = _explained(findings)
+    found = attribution(books)
+    left = [(str(owner), share) for owner, share in waits(found) if owner not in explained and share >= MIN_SHARE]
+    lost = found.of(*(owner for owner, _ in left))
+    share = of_requests(lost, served(books.accounts))
+    if not left or not share.is_worth_it:
+        return None
+    first, first_share = left[0]
+    reasons = _reasons({owner for owner, _ in left}, abstentions)
+    return Finding(
+        name=NAME,
+        claim=f"{first_share:.0%} of all requests' time is {first}: {meaning(first).rstrip('.')}. It is stated in the "
+        "books, and no rule here knows a cure for it.",
+        evidence=(
+            *(Fact(f"{owner} ({meaning(owner).rstrip('.')})", f"{part:.0%}", "of the time") for owner, part in left),
+            *(Fact(name, why) for name, why in reasons.items()),
+        ),
+        request_ids=worst(lost),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=CERTAIN,
+        confidence_from="stages and causes of the accounts, and the steps' own split",
+        cure=Cure(sentence=_what_remains(reasons)),
+        cost="Not known.",
+        counter_check="At half the rate the same share of the time goes there: then it is no matter of load.",
+        regime="this load at these settings",
+        is_limit=True,
+    )
+
+
+def _reasons(owners: set[Owner], abstentions: Sequence[Abstention]) -> dict[str, str]:
+    """What the rules that might have explained these said instead."""
+    able = {name for name, rule in RULES.items() if owners & set(rule.explains)}
+    return {abstention.name: abstention.why for abstention in abstentions if abstention.name in able}
+
+
+def _what_remains(reasons: Mapping[str, str]) -> str:
+    refuted = "What usually helps was asked and would not (see above). " if reasons else ""
+    return (
+        f"{refuted}Look at the requests named here (`splittime explain`); a lower rate or a second server always helps."
+    )

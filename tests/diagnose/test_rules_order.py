@@ -1,0 +1,116 @@
+"""In which order they go, who is turned away, who comes at once, and what choosing tokens takes."""
+
+import msgspec
+from test_rules_queue import names, poisson
+from ward import MS, Case, Ward, ids
+
+from splittime.core.errors import ErrorInfo
+from splittime.diagnose.doctor import diagnose
+from splittime.diagnose.rules.order import overtaken_ns
+
+
+def mixed(count: int = 80) -> list[Case]:
+    """Short and long answers."""
+    return [Case(case.at_ms, case.prompt, 10 if i % 2 else 120) for i, case in enumerate(poisson(16, count))]
+
+
+def test_a_batch_that_nobody_joins():
+    first = diagnose(Ward(settings={"batching": "static", "max_num_seqs": 16}).run(*mixed())).findings[0]
+    assert first.name == "static_batching"
+    assert first.cure.flags == ("--batching", "continuous")
+    assert names(Ward(settings={"max_num_seqs": 16}).run(*mixed())) == []
+
+
+def test_a_policy_that_starves_long_prompts():
+    shorts = [Case(35 * i, ids(200, i), 2) for i in range(300)]
+    long = [Case(100 + 700 * i, ids(1200, 1000 + i), 2) for i in range(8)]
+    crowded = {"policy": "shortest_prefill", "max_prefill_tokens": 128, "max_num_batched_tokens": 256}
+    settings = crowded | {"starvation_bound_ms": 60_000.0}
+    books = Ward(step_ms=4, token_ms=0.14, settings=settings).run(*shorts, *long)
+    diagnosis = diagnose(books)
+    first = next(one for one in diagnosis.illnesses if one.name == "starvation")
+    assert first.cure.flags[0] == "--starvation-bound-ms"
+    assert float(first.cure.flags[1]) < 60_000
+    assert set(first.request_ids) <= {a.request_id for a in books.accounts if a.prompt_tokens == 1200}
+
+
+def test_nobody_is_overtaken_in_order():
+    books = Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100))
+    assert overtaken_ns(books.accounts) == {}
+
+
+def refused(books, every: int, code: str = "queued_requests", status: int = 429):
+    """Every so-many-th request was turned away at the door."""
+    error = ErrorInfo(kind="overloaded_error", message="no", code=code, status=status)
+
+    def turned(account, i):
+        if i % every:
+            return account
+        interval = msgspec.structs.replace(account.intervals[0], end_ns=account.start_ns + MS)
+        return msgspec.structs.replace(
+            account, finish_reason="refused", error=error, end_ns=account.start_ns + MS, intervals=(interval,)
+        )
+
+    accounts = tuple(turned(account, i) for i, account in enumerate(books.accounts))
+    return msgspec.structs.replace(books, accounts=accounts)
+
+
+def test_a_queue_that_is_too_short():
+    books = refused(Ward(told={"max_queued_requests": 1}).run(*poisson(10, 120)), 6)
+    first = diagnose(books).findings[0]
+    assert first.name == "queue_bound"
+    assert first.cure.flags == ("--max-queued-requests", "16")
+    assert "overload" not in names(books)
+
+
+def test_refusals_of_a_full_server_are_overload():
+    books = refused(Ward(step_ms=0.1, token_ms=3.0, settings={"max_num_seqs": 8}).run(*poisson(20, 150)), 3)
+    assert names(books)[0] == "overload"
+    assert "queue_bound" not in names(books)
+
+
+def test_deadlines_that_are_shorter_than_the_work():
+    cases = [Case(120 * i, ids(16, i), 80, deadline_ms=250 if i % 2 else None) for i in range(60)]
+    diagnosis = diagnose(Ward().run(*cases))
+    first = diagnosis.illnesses[0]
+    assert first.name == "deadlines_missed"
+    assert "too short" in first.claim
+    assert "requests_fail" not in names(Ward().run(*cases))
+
+
+def test_choices_are_counted_as_requests():
+    cases = [Case(400 * i, ids(16, i), 40, n=16) for i in range(20)]
+    diagnosis = diagnose(Ward(settings={"max_num_seqs": 4}).run(*cases))
+    first = diagnosis.illnesses[0]
+    assert diagnosis.num_requests == 20
+    assert first.name == "slot_bound"
+    assert "20 of 20 requests" in first.claim
+    assert "n up to 16" in first.claim
+
+
+def test_one_burst_among_steady_requests():
+    steady = poisson(4, 80, output=10)
+    burst = [Case(8000 + i * 0.1, ids(100, 500 + i), 30) for i in range(60)]
+    diagnosis = diagnose(Ward(step_ms=1, token_ms=0.8).run(*steady, *burst))
+    assert diagnosis.illnesses[0].name == "burst"
+    assert "60" in diagnosis.illnesses[0].claim
+
+
+def test_an_even_load_is_no_burst():
+    assert "burst" not in names(Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100)))
+    assert "burst" not in names(Ward(settings={"max_num_seqs": 1}).run(*poisson(13, 120)))
+
+
+def test_choosing_tokens_that_takes_as_long_as_computing_them():
+    first = diagnose(Ward(sample_share=0.75).run(*poisson(10, 80, output=40))).findings[0]
+    assert first.name == "sampling_bound"
+    assert names(Ward(sample_share=0.1).run(*poisson(10, 80, output=40))) == []
+
+
+def test_a_budget_of_16_that_nobody_waits_for():
+    """One prompt at a time: all of the loss is in its own prefill, cut into 19 chunks."""
+    cases = [Case(400 * i, ids(300, i), 6) for i in range(40)]
+    first = diagnose(Ward(step_ms=4, token_ms=0.05, settings={"max_prefill_tokens": 16}).run(*cases)).findings[0]
+    assert first.name == "token_budget_bound"
+    assert first.cure.flags[0] == "--max-prefill-tokens"
+    assert int(first.cure.flags[1]) >= 128

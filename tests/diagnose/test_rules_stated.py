@@ -1,0 +1,113 @@
+"""What the books state comes before what a rule infers: pauses, a stopped engine, stolen processors, sleep."""
+
+import msgspec
+import pytest
+from test_rules_queue import names, poisson
+from ward import Case, Ward, ids
+
+from splittime.core.errors import ErrorInfo
+from splittime.diagnose.doctor import MAX_UNEXPLAINED, diagnose
+from splittime.ledger.stages import Cause
+
+CHATS = [Case(150 * i, ids(16, i), 120) for i in range(30)]
+PROMPTS = [Case(300 + 400 * i, ids(200, 1000 + i), 4) for i in range(10)]
+EVERY = range(0, 6000, 400)
+
+
+def pauses(ms: float) -> list:
+    return [entry for at in EVERY for entry in ((at, {"paused": True}), (at + ms, {"paused": False}))]
+
+
+def test_a_pause_for_a_quarter_of_the_time():
+    diagnosis = diagnose(Ward(token_ms=0.1, knobs=pauses(100)).run(*CHATS, *PROMPTS))
+    assert [one.name for one in diagnosis.illnesses] == ["paused"]
+    assert 0.15 < diagnosis.illnesses[0].share_of_time < 0.4
+    assert diagnosis.illnesses[0].cure.flags == ()
+
+
+def test_an_engine_that_is_stopped_from_outside():
+    diagnosis = diagnose(Ward(token_ms=0.1, stops_ms=[(at, 150) for at in EVERY]).run(*CHATS, *PROMPTS))
+    assert [one.name for one in diagnosis.illnesses] == ["engine_stopped"]
+    assert diagnosis.illnesses[0].share_of_time > 0.2
+
+
+def test_a_stop_that_makes_a_queue_is_its_root():
+    stops = [(at, 300) for at in EVERY]
+    books = Ward(settings={"max_num_seqs": 8}, stops_ms=stops).run(*poisson(20, 100, output=30))
+    assert names(books)[0] == "engine_stopped"
+
+
+def test_a_kernel_that_says_nothing():
+    books = Ward(stops_ms=[(at, 150) for at in EVERY]).run(*CHATS, *PROMPTS)
+    blind = tuple(msgspec.structs.replace(step, off_cpu_ns=None, cpu_wait_ns=None) for step in books.steps)
+    diagnosis = diagnose(msgspec.structs.replace(books, steps=blind))
+    assert {"engine_stopped", "cpu_starved"} <= {one.name for one in diagnosis.abstentions}
+
+
+def test_processors_that_others_have():
+    diagnosis = diagnose(Ward(wait_share=0.6).run(*CHATS, *PROMPTS))
+    assert [one.name for one in diagnosis.illnesses] == ["cpu_starved"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05])
+def test_a_little_of_it_is_no_illness(share):
+    assert names(Ward(wait_share=share).run(*CHATS, *PROMPTS)) == []
+
+
+def test_more_threads_than_cores():
+    ward = Ward(wait_share=0.6, machine=(8, 2), told={"num_threads": 8})
+    diagnosis = diagnose(ward.run(*CHATS, *PROMPTS))
+    first = diagnosis.illnesses[0]
+    assert first.name == "too_many_threads"
+    assert first.cure.flags == ("--num-threads", "2")
+    assert "cpu_starved" not in names(ward.run(*CHATS, *PROMPTS))
+
+
+def test_fewer_threads_than_cores_where_steps_are_long():
+    told = {"num_threads": 1, "num_threads_reason": "1, as asked"}
+    long = Ward(step_ms=12, machine=(1, 2), told=told).run(*CHATS)
+    assert names(long) == ["too_few_threads"]
+    assert diagnose(long).illnesses[0].cure.flags == ("--num-threads", "2")
+    assert names(Ward(step_ms=1, machine=(1, 2), told=told).run(*CHATS)) == []
+    measured = told | {"num_threads_reason": "measured, a decode step and a prompt by threads: 1: 1 ms, 2: 2 ms"}
+    assert names(Ward(step_ms=12, machine=(1, 2), told=measured).run(*CHATS)) == []
+
+
+def test_requests_that_meet_a_sleeping_server():
+    books = Ward().run(*poisson(10, 60))
+    error = ErrorInfo(kind="overloaded_error", message="the server is asleep", code="asleep", status=503)
+    asleep = [msgspec.structs.replace(a, finish_reason="refused", error=error) for a in books.accounts[:10]]
+    found = names(msgspec.structs.replace(books, accounts=(*asleep, *books.accounts[10:])))
+    assert found == ["sleeping"]
+
+
+def test_a_wait_that_nobody_knows_a_cure_for_is_told_as_it_is():
+    """Every request waits for its grammar: stated, and no rule is about it."""
+    books = Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100))
+    accounts = tuple(
+        msgspec.structs.replace(
+            a,
+            intervals=tuple(
+                msgspec.structs.replace(i, cause=Cause.GRAMMAR) if i.cause is Cause.BATCH_SLOTS else i
+                for i in a.intervals
+            ),
+        )
+        for a in books.accounts
+    )
+    diagnosis = diagnose(msgspec.structs.replace(books, accounts=accounts))
+    assert diagnosis.illnesses == ()
+    first = diagnosis.findings[0]
+    assert first.name == "no_cure_known"
+    assert "grammar" in first.claim
+    assert first.share_of_time > MAX_UNEXPLAINED
+    assert not diagnosis.could_tell
+
+
+def test_a_wait_that_a_larger_batch_would_not_cure_is_explained_first():
+    """The picture of the page: most of the time in batch_slots, which more slots would not shorten."""
+    ward = Ward(step_ms=0.01, token_ms=5.0, settings={"max_num_seqs": 4})
+    diagnosis = diagnose(ward.run(*poisson(12, 100, prompt=2)))
+    first = diagnosis.findings[0]
+    assert diagnosis.spent[0].owner == "batch_slots"
+    assert first.name in ("overload", "no_cure_known")
+    assert diagnosis.spent[0].explained_by in ("overload", None)
