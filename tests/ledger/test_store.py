@@ -15,6 +15,7 @@ import pytest
 
 from splittime.core.errors import ConfigError, NotFound
 from splittime.ledger import sqlite_file
+from splittime.ledger.account import REFUSED
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.sqlite_file import FileWriter
 from splittime.ledger.store import Ledger, open_readonly
@@ -98,6 +99,26 @@ def test_file_retention(tmp_path, monkeypatch):
     file = open_readonly(tmp_path / "l.sqlite")
     assert [a.request_id for a in file.accounts(limit=99)] == [f"cmpl-{i}-0" for i in range(40, 50)]
     assert [s.step_id for s in file.steps(limit=99)] == list(range(45, 50))
+
+
+def test_what_was_refused_pushes_nobody_out(tmp_path):
+    """In memory and in the file; both tell of all in the order in which they ended."""
+    path = tmp_path / "l.sqlite"
+    ledger = Ledger(path, max_accounts=10, max_file_accounts=10)
+    for i in range(100):
+        account = books.example(f"cmpl-{i}-0", start_ns=i * 10**9)
+        is_served = i in (3, 95)
+        ledger.add_account(account if is_served else msgspec.structs.replace(account, finish_reason=REFUSED))
+    kept = [3, *range(89, 100)]
+    assert [a.request_id for a in ledger.accounts(limit=99)] == [f"cmpl-{i}-0" for i in kept]
+    assert [a.request_id for a in ledger.accounts(limit=2)] == ["cmpl-98-0", "cmpl-99-0"]
+    ledger.close()
+    file = open_readonly(path)
+    for source in (ledger, file):
+        assert source.account("cmpl-3")[0].finish_reason == "stop"
+        assert source.account("cmpl-99")[0].is_refused
+        assert not source.account("cmpl-88")
+    assert {a.request_id for a in file.accounts(limit=99)} == {f"cmpl-{i}-0" for i in kept}
 
 
 def test_readers_while_one_writes(tmp_path):
@@ -278,11 +299,11 @@ def test_a_file_of_format_1_is_read_and_continued(tmp_path):
 
 def test_a_file_of_a_later_format_is_left_alone(tmp_path):
     path = tmp_path / "l.sqlite"
-    old_file(path, 3)
-    with pytest.raises(ConfigError, match="format 3"):
+    old_file(path, 4)
+    with pytest.raises(ConfigError, match="format 4"):
         Ledger(path)
     connection = sqlite3.connect(path)
-    assert connection.execute("PRAGMA user_version").fetchone() == (3,)
+    assert connection.execute("PRAGMA user_version").fetchone() == (4,)
     assert connection.execute("SELECT name FROM sqlite_master WHERE name = 'facts'").fetchone() is None
 
 

@@ -12,6 +12,8 @@ import msgspec
 from splittime.core.errors import ErrorInfo
 from splittime.ledger.stages import Cause, Stage
 
+REFUSED = "refused"  # finish reason of a request that never reached the engine
+
 
 class Mark(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """From `begin_ns` on, the request is in `stage` because of `cause`."""
@@ -147,6 +149,10 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     prompt_parts: tuple[tuple[int, int, int], ...] = ()
     unseen_ns: int = 0
     host_tokens: int = 0
+
+    @property
+    def is_refused(self) -> bool:
+        return self.finish_reason == REFUSED
 
     def verify(self) -> None:
         """Raise ValueError if the ledger's first law does not hold for this account."""

@@ -7,6 +7,7 @@ A path that cannot be written is a `ConfigError` at once; a disk that fails late
 logged once for each outage, and serving goes on.
 
     accounts(seq, request_id, group_id, e2e_ns, body)      body is the record as JSON, so that other tools can read it
+    refused(the same)                                      since format 3: of requests that never reached the engine
     steps(seq, begin_ns, body)
     facts(seq, at_ns, body)                                since format 2; at_ns: of the host's monotonic clock
 """
@@ -31,7 +32,8 @@ log = logging.getLogger("splittime.ledger")
 
 Record = TypeVar("Record", ClosedAccount, StepRecord, ServerFacts)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+ACCOUNT_TABLES = {"accounts": False, "refused": True}  # and whether it holds the refused ones
 FACTS_INTERVAL_S = 10.0
 MAX_FACTS = 100
 BATCH_INTERVAL_S = 0.1
@@ -44,6 +46,11 @@ CREATE TABLE IF NOT EXISTS accounts(
   body TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS accounts_request_id ON accounts(request_id);
 CREATE INDEX IF NOT EXISTS accounts_group_id ON accounts(group_id);
+CREATE TABLE IF NOT EXISTS refused(
+  seq INTEGER PRIMARY KEY, request_id TEXT NOT NULL, group_id TEXT NOT NULL, e2e_ns INTEGER NOT NULL,
+  body TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS refused_request_id ON refused(request_id);
+CREATE INDEX IF NOT EXISTS refused_group_id ON refused(group_id);
 CREATE TABLE IF NOT EXISTS steps(seq INTEGER PRIMARY KEY, begin_ns INTEGER NOT NULL, body TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS steps_begin_ns ON steps(begin_ns);
 CREATE TABLE IF NOT EXISTS facts(seq INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL, body TEXT NOT NULL);
@@ -62,7 +69,7 @@ class FileWriter:
         tell_facts: Callable[[], ServerFacts | None] = lambda: None,
     ) -> None:
         self._path = path
-        self._max_rows = {"accounts": max_accounts, "steps": max_steps, "facts": MAX_FACTS}
+        self._max_rows = {"accounts": max_accounts, "refused": max_accounts, "steps": max_steps, "facts": MAX_FACTS}
         self._tell_facts = tell_facts
         self._facts: ServerFacts | None = None  # the last ones written
         self._facts_due_s = 0.0
@@ -145,14 +152,16 @@ class FileWriter:
         self._facts_due_s = monotonic() + (FACTS_INTERVAL_S if facts is not None else BATCH_INTERVAL_S)
 
     def _insert(self, batch: list[ClosedAccount | StepRecord]) -> None:
-        accounts = [
-            (r.request_id, r.group_id, r.end_ns - r.start_ns, _to_json(r))
-            for r in batch
-            if isinstance(r, ClosedAccount)
-        ]
+        accounts = [r for r in batch if isinstance(r, ClosedAccount)]
+        for table, is_refused in ACCOUNT_TABLES.items():
+            rows = [
+                (r.request_id, r.group_id, r.end_ns - r.start_ns, _to_json(r))
+                for r in accounts
+                if r.is_refused == is_refused
+            ]
+            insert = f"INSERT INTO {table}(request_id, group_id, e2e_ns, body) VALUES(?, ?, ?, ?)"
+            self._connection.executemany(insert, rows)
         steps = [(r.begin_ns, _to_json(r)) for r in batch if isinstance(r, StepRecord)]
-        insert = "INSERT INTO accounts(request_id, group_id, e2e_ns, body) VALUES(?, ?, ?, ?)"
-        self._connection.executemany(insert, accounts)
         self._connection.executemany("INSERT INTO steps(begin_ns, body) VALUES(?, ?)", steps)
 
     def _delete_oldest(self) -> None:
@@ -173,7 +182,9 @@ class LedgerFile:
             self._connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
             self._connection.execute("SELECT seq FROM accounts LIMIT 1")
             tables = self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            self._has_facts = ("facts",) in tables.fetchall()
+            found = {name for (name,) in tables}
+            self._has_facts = "facts" in found
+            self._account_tables = [table for table in ACCOUNT_TABLES if table in found]
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.Error as error:
             raise ConfigError(f"{path} is not a readable ledger file: {error}", param="ledger") from error
@@ -185,13 +196,18 @@ class LedgerFile:
     def account(self, names: str | Iterable[str]) -> list[ClosedAccount]:
         names = list(_spellings(names) if isinstance(names, str) else names)
         marks = ", ".join("?" * len(names))
-        query = f"SELECT body FROM accounts WHERE request_id IN ({marks}) OR group_id IN ({marks}) ORDER BY seq"
-        return self._records(query, (*names, *names), _to_account)
+        where = f"WHERE request_id IN ({marks}) OR group_id IN ({marks}) ORDER BY seq"
+        return self._accounts(where, (*names, *names))
 
     def accounts(self, slower_than_ms: float | None = None, limit: int = 100) -> list[ClosedAccount]:
         slower_than_ns = -1 if slower_than_ms is None else int(slower_than_ms * 1e6)
-        query = "SELECT body FROM accounts WHERE e2e_ns > ? ORDER BY seq DESC LIMIT ?"
-        return self._records(query, (slower_than_ns, limit), _to_account)[::-1]
+        found = self._accounts("WHERE e2e_ns > ? ORDER BY seq DESC LIMIT ?", (slower_than_ns, limit))
+        found.reverse()
+        return sorted(found, key=_ended_at_unix_ns)[-limit:] if limit else []
+
+    def _accounts(self, where: str, values: tuple[Any, ...]) -> list[ClosedAccount]:
+        queries = [f"SELECT body FROM {table} {where}" for table in self._account_tables]
+        return [account for query in queries for account in self._records(query, values, _to_account)]
 
     def steps(self, limit: int = 100) -> list[StepRecord]:
         query = "SELECT body FROM steps ORDER BY seq DESC LIMIT ?"
@@ -216,6 +232,11 @@ class LedgerFile:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def _ended_at_unix_ns(account: ClosedAccount) -> int:
+    """The monotonic clock starts anew when the host does, and a file may hold accounts from before that."""
+    return account.started_at_unix_ns + account.end_ns - account.start_ns
 
 
 def _spellings(request_id: str) -> list[str]:

@@ -1,12 +1,16 @@
 """The ledger: a bounded ring of closed accounts and step records in memory, and, if asked, a file behind it.
 
-Owns: the ring, its index, the list of subscribers. `add_account` and `add_step` are called on the serving path and only
-append: they never wait for the disk (see `sqlite_file`), and nothing that a subscriber or the disk does wrong reaches
-the caller. What goes wrong is counted in `counts()` and logged. An account that does not verify is kept as evidence.
+Owns: the rings, their index, the list of subscribers. What was refused has a ring and a table of its own: a server that
+is asked for ten times what it can do refuses a thousand a second, and would remember nobody that it served.
+
+`add_account` and `add_step` are called on the serving path and only append: they never wait for the disk (see
+`sqlite_file`), and nothing that a subscriber or the disk does wrong reaches the caller. What goes wrong is counted in
+`counts()` and logged. An account that does not verify is kept as evidence.
 
 Reads return the latest `limit`, oldest first. Safe to read from other threads while one adds.
 """
 
+import heapq
 import logging
 import threading
 from collections import deque
@@ -52,7 +56,8 @@ class Ledger:
         max_file_steps: int = 1_000_000,
     ) -> None:
         self._lock = threading.Lock()
-        self._accounts: deque[ClosedAccount] = deque()
+        self._served: deque[ClosedAccount] = deque()
+        self._refused: deque[ClosedAccount] = deque()
         self._max_accounts = max_accounts
         self._by_id: dict[str, list[ClosedAccount]] = {}
         self._steps: deque[StepRecord] = deque(maxlen=max_steps)
@@ -95,7 +100,8 @@ class Ledger:
         """The latest accounts, of those whose E2E is more than `slower_than_ms`."""
         slower_than_ns = -1 if slower_than_ms is None else slower_than_ms * 1e6
         with self._lock:
-            latest = reversed(self._accounts)
+            rings = (reversed(self._served), reversed(self._refused))
+            latest = heapq.merge(*rings, key=lambda account: account.end_ns, reverse=True)
             slow = (account for account in latest if account.end_ns - account.start_ns > slower_than_ns)
             return list(islice(slow, limit))[::-1]
 
@@ -131,9 +137,10 @@ class Ledger:
             self._file.close()
 
     def _remember(self, account: ClosedAccount) -> None:
-        if len(self._accounts) >= self._max_accounts:
-            self._forget(self._accounts.popleft())
-        self._accounts.append(account)
+        ring = self._refused if account.is_refused else self._served
+        if len(ring) >= self._max_accounts:
+            self._forget(ring.popleft())
+        ring.append(account)
         for name in {account.request_id, account.group_id}:
             self._by_id.setdefault(name, []).append(account)
 

@@ -18,7 +18,7 @@ from splittime.ledger.store import Ledger
 from splittime.server import routes_dashboard, routes_docs, routes_info, routes_ledger, routes_sleep
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.edge import Edge
-from splittime.server.http import Receive, Scope, Send
+from splittime.server.http import AnswerAtOnce, AtOnce, Receive, Scope, Send
 from splittime.server.routes_generate import GenerationEndpoint
 from splittime.server.routes_info import Handler, Route
 from splittime.server.run import serve
@@ -70,15 +70,22 @@ class App:
             "/v1/completions": GenerationEndpoint(service, "completions"),
             "/v1/chat/completions": GenerationEndpoint(service, "chat"),
         }
+        self._at_once: dict[tuple[str, str], AnswerAtOnce] = {("GET", "/health"): routes_info.health_at_once}
+        self._at_once |= {("POST", path): endpoint.refuse_at_once for path, endpoint in hot.items()}
         routes = [
             *(Path(path, endpoint, methods=["POST"]) for path, endpoint in hot.items()),
             *(_path(service, path) for path in dict.fromkeys(path for _, path, _ in PATHS)),
         ]
         paths = Paths(routes=routes, exception_handlers={HTTPException: _http_error})
-        self._asgi = Edge(Shortcut(hot, paths), service.config)
+        self._edge = Edge(Shortcut(hot, paths), service.config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._asgi(scope, receive, send)
+        await self._edge(scope, receive, send)
+
+    def at_once(self, scope: Scope) -> AtOnce | None:
+        """The answer to a request whose head is known, where that is enough to tell it; else None."""
+        answer = self._at_once.get((scope["method"], scope["path"]))
+        return None if answer is None else self._edge.at_once(scope, answer)
 
 
 class Paths(Starlette):

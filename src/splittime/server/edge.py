@@ -15,7 +15,18 @@ from starlette.middleware.cors import CORSMiddleware
 from splittime.core.errors import EngineError, RequestError
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard.files import is_page
-from splittime.server.http import START_NS, Application, Message, Receive, Scope, Send, header, respond_error
+from splittime.server.http import (
+    START_NS,
+    AnswerAtOnce,
+    Application,
+    AtOnce,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    header,
+    respond_error,
+)
 from splittime.server.origin import Names
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no key, and call by any name
@@ -47,8 +58,7 @@ class Edge:
             return
         scope.setdefault(START_NS, time.monotonic_ns())
         try:
-            if scope["path"] not in OPEN_PATHS:
-                self._names.check(scope)
+            self._check_names(scope)
         except RequestError as refusal:
             await respond_error(send, refusal)
             return
@@ -59,6 +69,24 @@ class Edge:
             await self._guarded(scope, receive, send)
         else:
             await respond_error(send, _unauthorized(), headers=[(b"www-authenticate", b"Bearer")])
+
+    def at_once(self, scope: Scope, answer: AnswerAtOnce) -> AtOnce | None:
+        """What `answer` says to a request of which the head is known, if it may come in. None: take the ordinary way,
+        as those that may not and pages of a browser always do."""
+        try:
+            self._check_names(scope)
+            if header(scope, b"origin") is not None or not self._may_enter(scope):
+                return None
+            return answer(scope)
+        except RequestError:
+            return None
+        except Exception:
+            log.exception("%s %s failed before it had a task", scope["method"], scope["path"])
+            return None
+
+    def _check_names(self, scope: Scope) -> None:
+        if scope["path"] not in OPEN_PATHS:
+            self._names.check(scope)
 
     def _may_enter(self, scope: Scope) -> bool:
         if self._key is None or scope["path"] in OPEN_PATHS or is_page(scope):

@@ -10,7 +10,7 @@ import math
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import orjson
@@ -33,8 +33,24 @@ TRANSPORT = "splittime.transport"  # key in an ASGI scope's extensions: the conn
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]+")
 
 
+class AtOnce(NamedTuple):
+    """An answer that can be given when a request's head has been read. on_written: called when it is in the socket."""
+
+    status: int
+    headers: Headers
+    body: bytes
+    on_written: Callable[[], None] = lambda: None
+
+
+AnswerAtOnce = Callable[[Scope], AtOnce | None]
+
+
 class Disconnected(Exception):
     """The client went away before its request was complete. Nobody is there to be told."""
+
+
+async def receive_nothing() -> Message:
+    return {"type": "http.disconnect"}
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -157,9 +173,13 @@ async def respond(
     headers: Headers | None = None,
     more_body: bool = False,
 ) -> None:
-    sized = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
+    sized = _sized(body, content_type, headers)
     await send({"type": "http.response.start", "status": status, "headers": sized})
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+def _sized(body: bytes, content_type: bytes = b"application/json", headers: Headers | None = None) -> Headers:
+    return [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
 
 
 async def respond_json(send: Send, value: Any, *, status: int = 200, headers: Headers | None = None) -> None:
@@ -171,6 +191,22 @@ async def respond_error(
 ) -> None:
     """Answer with an error: status, body, and `Retry-After` if it says when to come back. With `more_body` the answer
     is all there, but the exchange is left open for `linger`."""
+    status, body, more = _error_parts(error, headers)
+    await respond(send, body, status=status, headers=more, more_body=more_body)
+
+
+def error_at_once(error: SplittimeError, headers: Headers, on_written: Callable[[], None]) -> AtOnce:
+    """The same answer, for who can give it before there is a task."""
+    status, body, more = _error_parts(error, headers)
+    return AtOnce(status, _sized(body, headers=more), body, on_written)
+
+
+def json_at_once(value: Any) -> AtOnce:
+    body = orjson.dumps(value)
+    return AtOnce(200, _sized(body), body)
+
+
+def _error_parts(error: SplittimeError | ErrorInfo, headers: Headers | None) -> tuple[int, bytes, Headers]:
     info = error if isinstance(error, ErrorInfo) else error.info
     body = error_body(error) if isinstance(error, ErrorInfo) else error.to_body()
     more = list(headers or ())
@@ -178,7 +214,7 @@ async def respond_error(
         more.append((b"retry-after", b"%d" % max(1, math.ceil(info.retry_after_s))))
     if info.status == 408:
         more.append((b"connection", b"close"))
-    await respond(send, _error_json(body), status=info.status, headers=more, more_body=more_body)
+    return info.status, _error_json(body), more
 
 
 def _error_json(body: dict[str, Any]) -> bytes:

@@ -10,6 +10,7 @@ import orjson
 from splittime.core.errors import DeadlineExceeded, ErrorInfo, Overloaded, SplittimeError
 from splittime.core.request import FinishReason
 from splittime.engine.choice import Choice
+from splittime.ledger.account import REFUSED
 from splittime.server import http
 from splittime.server.admission import Refused
 from splittime.server.answer import DONE, Answer
@@ -18,7 +19,7 @@ from splittime.server.params import Ask
 from splittime.server.service import Service
 from splittime.server.stream import EventStream, start
 from splittime.server.timing import last_ended, server_timing, timing
-from splittime.server.visit import REFUSED, Visit
+from splittime.server.visit import Visit
 
 now_ns = time.monotonic_ns
 
@@ -37,6 +38,19 @@ class GenerationEndpoint:
         finally:
             self._service.num_open -= 1
             visit.leave()
+
+    def refuse_at_once(self, scope: http.Scope) -> http.AtOnce | None:
+        """The refusal of a request for which there is no room, decided and answered at its head; None if there is."""
+        visit = Visit(self._service, self._endpoint, scope)
+        try:
+            visit.knock()
+        except Overloaded as error:
+            visit.begin_refusal()
+            info = error.info
+            return http.error_at_once(error, self._headers(visit), lambda: visit.close_refused(REFUSED, info))
+        except SplittimeError:  # a fault of its own, told when its body has been read
+            return None
+        return None
 
     async def _serve(self, visit: Visit, send: http.Send) -> None:
         try:

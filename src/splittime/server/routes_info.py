@@ -40,9 +40,16 @@ class Route:
             pass
 
 
+ALIVE = {"status": "ok"}
+
+
 async def health(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Alive: this process answers."""
-    await http.respond_json(send, {"status": "ok"})
+    await http.respond_json(send, ALIVE)
+
+
+def health_at_once(scope: http.Scope) -> http.AtOnce:
+    return http.json_at_once(ALIVE)
 
 
 async def ready(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

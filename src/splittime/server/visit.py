@@ -27,13 +27,16 @@ from splittime.server.service import Service
 from splittime.server.strict import refuse_without_effect
 
 MESSAGE_CHARS = 16  # what a chat template writes around a message, roughly
-REFUSED = "refused"  # finish reason of a request that never reached the engine
 
 now_ns = time.monotonic_ns
 
 
 class Visit:
-    def __init__(self, service: Service, endpoint: str, scope: http.Scope, receive: http.Receive) -> None:
+    """receive: may be left out by who only asks whether there is room (`knock`)."""
+
+    def __init__(
+        self, service: Service, endpoint: str, scope: http.Scope, receive: http.Receive = http.receive_nothing
+    ) -> None:
         self.service, self.endpoint, self.scope, self.receive = service, endpoint, scope, receive
         self.start_ns: int = scope.get(http.START_NS) or now_ns()
         self.unseen_ns: int = scope.get(http.UNSEEN_NS, 0)
@@ -56,8 +59,8 @@ class Visit:
 
     # ---- in
 
-    async def come_in(self) -> tuple[Ask, Generation]:
-        """Everything up to the hand-off. Raises what the client must be told, or `Disconnected`."""
+    def knock(self) -> tuple[ModelInfo, int | None]:
+        """What a request's head decides: the model, and its deadline. Raises what the client must be told."""
         self.request_id = http.new_request_id()  # until it is known to have a good one of its own
         self.request_id = http.request_id(self.scope)
         deadline_ns = http.deadline_ns(self.scope, self.start_ns)
@@ -65,6 +68,12 @@ class Visit:
         admission = self.service.admission
         size = http.content_length(self.scope) or 0
         admission.check(now_ns(), tokens=admission.estimate_tokens(size), deadline_ns=deadline_ns)
+        return model, deadline_ns
+
+    async def come_in(self) -> tuple[Ask, Generation]:
+        """Everything up to the hand-off. Raises what the client must be told, or `Disconnected`."""
+        model, deadline_ns = self.knock()
+        admission = self.service.admission
         config = self.service.config
         body = await http.read_body_in_time(self.scope, self.receive, config.max_body_bytes, config.body_timeout_s)
         self.has_body = True

@@ -1,0 +1,120 @@
+"""A server at ten times its capacity, on two cores that it shares with the client: who waits how long for what.
+
+    python -m benchmarks.scenarios.overload [--seconds 20] [--times 10] [--json]
+
+First the capacity: as many streams as there are slots and half as many waiting, in a closed loop. Then an open loop at
+`--times` that rate, from a process of its own, with new connections and kept ones; another process knocks at /health
+and /metrics twenty times a second. Told are the refusals and the probes as these processes see them, the rate that was
+served beside the capacity, and the processor's time that each process took. Goals: refusals p99 50 ms, probes p99
+100 ms, the served rate within 3 % of the capacity.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import file_result
+from benchmarks.server_process import get_json, served
+
+SLOTS = 64
+WAITING = 32
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def start_client(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.scenarios.overload_client", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def result_of(client: subprocess.Popen[str]) -> dict[str, Any]:
+    told, _ = client.communicate(timeout=300)
+    if client.returncode:
+        raise RuntimeError(f"the client ended with status {client.returncode}")
+    return json.loads(told)
+
+
+def process_cpu_s() -> dict[str, float]:
+    """Of the server process and the engine process: children of this one, and theirs, that run splittime."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        name = "engine" if b"splittime.cli.worker" in command else "server" if b"splittime.cli.main" in command else ""
+        if name and is_ours(int(folder.name)):
+            found[name] = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return found
+
+
+def is_ours(pid: int) -> bool:
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return False
+
+
+@contextmanager
+def timed(into: dict[str, Any]) -> Iterator[None]:
+    """What the server's processes used meanwhile, as shares of one core."""
+    before, begin_s = process_cpu_s(), time.monotonic()
+    yield
+    wall_s, after = time.monotonic() - begin_s, process_cpu_s()
+    into["cores_used"] = {name: (after[name] - before[name]) / wall_s for name in after}
+
+
+def measure(port: int, seconds: float, times: float, tokens: int) -> dict[str, Any]:
+    capacity: dict[str, Any] = {}
+    with timed(capacity):
+        closed = start_client(
+            "load", port, "--in-flight", SLOTS + WAITING, "--seconds", seconds / 2, "--tokens", tokens
+        )
+        capacity |= result_of(closed)
+    per_s = capacity["served_per_s"] * times
+    overload: dict[str, Any] = {}
+    with timed(overload):
+        load = start_client("load", port, "--per-s", per_s, "--seconds", seconds, "--tokens", tokens)
+        probes = start_client("probe", port, "--seconds", seconds)
+        overload["probes"] = result_of(probes)
+        overload |= result_of(load)
+    ratio = overload["served_per_s"] / capacity["served_per_s"]
+    return {"capacity": capacity, "overload": overload, "served_over_capacity": ratio}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--times", type=float, default=10.0)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--max-queued-requests", type=int, default=64)
+    parser.add_argument("--no-file", action="store_true", help="print only")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = ("--ledger-file", str(Path(folder) / "ledger.sqlite"))
+        bounds = ("--max-num-seqs", str(SLOTS), "--max-queued-requests", str(arguments.max_queued_requests))
+        with served(*ledger, *bounds) as url:
+            port = int(url.rpartition(":")[2])
+            figures = measure(port, arguments.seconds, arguments.times, arguments.tokens)
+            figures["server"] = get_json(f"{url}/stats")["server"]
+    if not arguments.no_file:
+        file_result("overload", figures, vars(arguments), arguments.json)
+    if not arguments.json:
+        print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

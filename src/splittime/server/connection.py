@@ -1,0 +1,184 @@
+"""One connection: uvicorn's HTTP protocol, told what ASGI has no word for.
+
+With a write buffer limit of 0 uvloop gives bytes to the kernel when they are written, not at the end of the event
+loop's turn, and a send blocks as soon as the kernel has no room: so "written" means what it says, and no stream's bytes
+wait for 63 others. `TRANSPORT` lets a slow reader be cut off without waiting for it to read.
+
+What can be answered from a request's head alone is answered in the parser's callback (`at_once`): a refusal by a full
+queue, `/health`. That costs a fifth of a task with its ASGI scope and layers, so a server at ten times its capacity
+keeps up with refusing, and nobody stands in line for a refusal. The body of such a request is read past, never kept:
+the connection ends if that takes longer than `LINGER_S`, or if the body was too long to be worth it. Whoever pipelines,
+or does not read, takes the ordinary way, which knows how to wait.
+"""
+
+import asyncio
+import time
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from splittime.server.http import (
+    LINGER_S,
+    START_NS,
+    TRANSPORT,
+    UNSEEN_NS,
+    AnswerAtOnce,
+    AtOnce,
+    Scope,
+    content_length,
+    header,
+)
+from splittime.server.socket_wait import unseen_ns
+
+MAX_SKIPPED_BYTES = 64 * 1024  # of a body that nobody reads; a longer one costs its sender the connection
+
+
+class Answered:
+    """Stands where uvicorn keeps the request at work, once that has been answered."""
+
+    response_complete = True
+    message_event = asyncio.Event()
+
+
+ANSWERED = Answered()
+
+
+class ConnectionProtocol(HttpToolsProtocol):
+    """It also ends what would hold a connection for ever: a client that does not send a request's head within `head_s`,
+    and one that takes nothing of an answer for `stall_s` (streams have their own, shorter limit, and their own words).
+
+    at_once: the answer to a request of which only the head is known, or None if the application has to look at it.
+    """
+
+    def __init__(self, *args: Any, head_s: float, stall_s: float, at_once: AnswerAtOnce, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._head_s, self._stall_s, self._at_once = head_s, stall_s, at_once
+        self._skip_timer: asyncio.TimerHandle | None = None  # runs while the body of an answered request comes in
+        self._ends = False  # after that body
+        self._cycles: list[RequestResponseCycle] = []  # requests of this connection that are not answered yet
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)
+        self._head_timer = self.loop.call_later(self._head_s, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._tell_all()
+        self._stop_head_timer()
+        self._stop_skip_timer()
+        self._stop_stall_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[dict-item]
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._head_s, self.transport.abort)
+
+    def on_headers_complete(self) -> None:
+        self._stop_head_timer()
+        self.scope[START_NS] = time.monotonic_ns()  # type: ignore[literal-required]
+        self.scope[UNSEEN_NS] = unseen_ns(self.transport.get_extra_info("socket"))  # type: ignore[literal-required]
+        answer = self._at_once(self._head()) if self._may_answer_at_once() else None
+        if answer is not None:
+            self._answer(answer)
+            return
+        super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
+
+    # ---- answers at once
+
+    def _may_answer_at_once(self) -> bool:
+        """Nothing of this connection is at work, and the client takes what it is given."""
+        is_free = self.cycle is None or self.cycle.response_complete
+        is_open = not (self.flow.write_paused or self.transport.is_closing())
+        return is_free and is_open and not self.parser.should_upgrade()
+
+    def _head(self) -> Scope:
+        """The scope, with what `at_once` asks for. A path that needs more than these lines is not answered at once."""
+        self.scope["method"] = self.parser.get_method().decode("ascii")
+        self.scope["path"] = self.root_path + self.url.decode("latin-1")
+        return cast(Scope, self.scope)
+
+    def _answer(self, answer: AtOnce) -> None:
+        """Write it; from here on the request's body is read past."""
+        self._ends = not (self._keeps_alive() and self._is_worth_skipping())
+        headers = [*self.server_state.default_headers, *answer.headers]
+        if self._ends:
+            headers.append((b"connection", b"close"))
+        lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
+        self.transport.write(b"".join((STATUS_LINE[answer.status], lines, b"\r\n", answer.body)))
+        answer.on_written()
+        self.server_state.total_requests += 1
+        self.cycle = ANSWERED  # type: ignore[assignment]
+        self._skip_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _keeps_alive(self) -> bool:
+        return self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+
+    def _is_worth_skipping(self) -> bool:
+        """Is what comes before the connection's next request short, and sure to come?"""
+        scope = cast(Scope, self.scope)
+        if self.expect_100_continue or header(scope, b"transfer-encoding") is not None:
+            return False
+        return (content_length(scope) or 0) <= MAX_SKIPPED_BYTES
+
+    def on_message_complete(self) -> None:
+        if self._skip_timer is None:
+            super().on_message_complete()
+            return
+        self._stop_skip_timer()
+        if self._ends:
+            self.transport.close()
+        else:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    # ---- endings
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """uvicorn tells only the last of pipelined requests that the client is gone, which is not the one at work."""
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_stall(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall_timer()
+
+    def _watch_stall(self, num_bytes: int) -> None:
+        self._stall_timer = self.loop.call_later(self._stall_s, self._check_stall, num_bytes)
+
+    def _check_stall(self, num_bytes_before: int) -> None:
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes >= num_bytes_before:
+            self.transport.abort()
+        else:
+            self._watch_stall(num_bytes)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_skip_timer(self) -> None:
+        if self._skip_timer is not None:
+            self._skip_timer.cancel()
+            self._skip_timer = None
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None

@@ -1,0 +1,184 @@
+"""What is answered from a request's head alone: refusals of a full queue, and /health. Over raw sockets."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from splittime.server import connection as connections
+
+from .conftest import LiveServer, say
+
+BODY = b'{"prompt": "x", "max_tokens": 2}'
+FULL = {"config": {"max_queued_requests": 1}, "max_running": 1}
+
+
+def post(body: bytes = BODY, *headers: str, length: int | None = None, version: str = "1.1") -> bytes:
+    lines = [f"POST /v1/completions HTTP/{version}", "Host: 127.0.0.1", *headers]
+    if length != -1:
+        lines.append(f"Content-Length: {len(body) if length is None else length}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def read_answer(stream) -> tuple[int, dict[str, str], bytes]:
+    status = int(stream.readline().split()[1])
+    headers = {}
+    while line := stream.readline().strip():
+        name, _, value = line.decode().partition(":")
+        headers[name.lower()] = value.strip()
+    return status, headers, stream.read(int(headers["content-length"]))
+
+
+@contextlib.contextmanager
+def full(launch) -> Iterator[LiveServer]:
+    """A server whose queue is full, and stays so."""
+    live = launch(say("x" * 8, end=False), **FULL)
+    live.engine.paused = True
+    with socket.create_connection(("127.0.0.1", live.port)) as waiting:
+        waiting.sendall(post())
+        until(lambda: live.service.admission.queued_requests == 1)
+        yield live
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def client(live: LiveServer) -> Iterator[tuple[socket.socket, object]]:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        yield connection, connection.makefile("rb")
+
+
+def test_a_refusal_has_all_that_a_refusal_has_and_no_task(launch, monkeypatch) -> None:
+    with full(launch) as live, client(live) as (connection, answers):
+        monkeypatch.setattr(connections.ConnectionProtocol, "_start_asgi_task", None)
+        for _ in range(3):  # on one connection
+            connection.sendall(post(BODY, "X-Request-Id: mine", "endpoint-load-metrics-format: JSON"))
+            status, headers, body = read_answer(answers)
+            assert status == 429
+            assert headers["x-request-id"] == "mine"
+            assert int(headers["retry-after"]) >= 1
+            assert headers["content-type"] == "application/json"
+            assert "endpoint-load-metrics" in headers
+            assert "date" in headers
+            error = json.loads(body)["error"]
+            assert (error["reason"], error["queued"], error["limit"]) == ("queued_requests", 1, 1)
+        assert live.service.admission.refusals == {"queued_requests": 3}
+        accounts = [account for account in live.ledger.accounts() if account.is_refused]
+        assert [account.request_id for account in accounts] == ["mine"] * 3
+        for account in accounts:
+            account.verify()
+            assert [interval.stage for interval in account.intervals] == ["receive", "deliver"]
+            assert account.error.code == "queued_requests"
+
+
+def test_a_body_is_read_past_and_the_next_request_is_answered(launch) -> None:
+    with full(launch) as live, client(live) as (connection, answers):
+        head, body = post(length=5000, body=b""), b"z" * 5000
+        connection.sendall(head + body[:100])
+        assert read_answer(answers)[0] == 429  # before the rest of the body is there
+        connection.sendall(body[100:] + b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert read_answer(answers)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        pytest.param(post(length=connections.MAX_SKIPPED_BYTES + 1, body=b"x"), id="long"),
+        pytest.param(post(b"5\r\nhello\r\n", "Transfer-Encoding: chunked", length=-1), id="chunked"),
+        pytest.param(post(b"", "Expect: 100-continue", length=50), id="expected"),
+        pytest.param(post(BODY, "Connection: close"), id="asked"),
+        pytest.param(post(BODY, version="1.0"), id="old"),
+    ],
+)
+def test_a_body_that_is_not_worth_reading_ends_the_connection(launch, monkeypatch, request_bytes: bytes) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.2)
+    with full(launch) as live, client(live) as (connection, answers):
+        connection.sendall(request_bytes)
+        status, headers, _ = read_answer(answers)
+        assert (status, headers["connection"]) == (429, "close")
+        with contextlib.suppress(ConnectionResetError):
+            assert answers.read() == b""
+
+
+def test_one_who_never_sends_the_body_is_not_waited_for(launch, monkeypatch) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.2)
+    with full(launch) as live, client(live) as (connection, answers):
+        connection.sendall(post(length=500, body=b"x"))
+        status, headers, _ = read_answer(answers)
+        assert status == 429
+        assert "connection" not in headers
+        with contextlib.suppress(ConnectionResetError):
+            assert answers.read() == b""
+
+
+def test_pipelined_requests_are_answered_in_order(launch) -> None:
+    """A refusal must not overtake the answer of the request before it."""
+    live = launch(say("x" * 8, end=False), **FULL)
+    live.engine.paused = True
+    with client(live) as (connection, answers):
+        connection.sendall(post() + post() + b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        until(lambda: live.service.admission.queued_requests == 1)
+        live.engine.paused = False
+        assert [read_answer(answers)[0] for _ in range(3)] == [200, 200, 200]
+
+
+def test_many_in_one_packet_are_all_answered(launch) -> None:
+    with full(launch) as live, client(live) as (connection, answers):
+        connection.sendall(post() * 50)
+        assert [read_answer(answers)[0] for _ in range(50)] == [429] * 50
+        until(lambda: sum(account.is_refused for account in live.ledger.accounts()) == 50)
+
+
+def test_one_who_does_not_read_is_not_written_for(launch) -> None:
+    """Endless pipelined requests whose answers nobody reads must not fill this process's memory."""
+    live = launch(config={"send_buffer_bytes": 8192})
+    ask = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 1000
+    with client(live) as (connection, _):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            connection.sendall(ask * 1000)  # 42 MB: it stops taking them long before
+        protocols = live.call(lambda: list(live.server.server_state.connections))
+        assert max(protocol.transport.get_write_buffer_size() for protocol in protocols) < 2**20
+    assert live.get("/health")[0] == 200
+
+
+def test_the_key_and_the_page_of_another_site_come_first(launch) -> None:
+    live = launch(say("x" * 8, end=False), max_running=1, config={"max_queued_requests": 1, "api_key": "secret"})
+    live.engine.paused = True
+    right = "Authorization: Bearer secret"
+    with client(live) as (waiting, _), client(live) as (connection, answers):
+        waiting.sendall(post(BODY, right))
+        until(lambda: live.service.admission.queued_requests == 1)
+        for headers, expected in (
+            ((), 401),
+            (("Authorization: Bearer wrong",), 401),
+            ((right, "Sec-Fetch-Site: cross-site"), 403),
+            ((right,), 429),
+        ):
+            connection.sendall(post(BODY, *headers))
+            assert read_answer(answers)[0] == expected
+        assert live.service.admission.refusals == {"queued_requests": 1}
+
+
+def test_refused_requests_leave_the_served_ones_in_the_ring(launch) -> None:
+    live = launch(say("ok"))
+    live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": "served"})
+    live.service.is_draining = True
+    live.ledger._max_accounts = 20
+    with client(live) as (connection, answers):
+        for _ in range(50):
+            connection.sendall(post())
+            assert read_answer(answers)[0] == 503
+    accounts = live.ledger.accounts(limit=1000)
+    assert [account.request_id for account in accounts if not account.is_refused] == ["served"]
+    assert len(accounts) == 21
+    assert live.ledger.account("served")
