@@ -213,7 +213,7 @@ def test_what_is_written_into_it_as_html_cannot_run(live, visit):
 
 
 def test_asks_for_a_key_and_keeps_it_for_the_tab(launch, visit):
-    live = launch(config={"api_key": "secret"})
+    live = launch(config={"api_key": ("secret",)})
     fill(live, books.accounts(3))
     page = visit(live.url, expected=("401",))
     page.locator("#key-dialog").wait_for()

@@ -73,8 +73,8 @@ def test_sizes(text, size):
 
 
 def test_secrets_are_masked_in_values_and_errors():
-    found = settings.load({"api_key": "hunter2"}, environ={})
-    assert found["api_key"] == "hunter2"
+    found = settings.load({"api_key": ["hunter2"]}, environ={})
+    assert found["api_key"] == ("hunter2",)
     assert "hunter2" not in str(found.shown())
 
 

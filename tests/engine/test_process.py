@@ -1,6 +1,7 @@
 """The process boundary: the same tokens as in-process, deaths that end every stream, a successor that serves."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -106,6 +107,37 @@ def test_kill_ends_streams_and_a_successor_serves() -> None:
             assert tokens == expected_tokens((1, 2, 3), 20)
 
     asyncio.run(scenario())
+
+
+def test_a_successor_counts_its_steps_on_and_leaves_one_number_out() -> None:
+    """No step of its own follows one of its predecessor's; a token's step is one that was told."""
+    told: list[int] = []
+
+    async def scenario() -> None:
+        client = ProcessClient(
+            WORKER, b"{}", on_step=lambda step: told.append(step.record.step_id) if step.record else None
+        )
+        try:
+            await asyncio.wait_for(client.start(), 30)
+            for number in range(3):
+                client.submit(make_request(f"r{number}"))
+                steps = [item.step_id async for item in client.stream(f"r{number}") if item.output.token_ids]
+                assert set(steps) <= set(told)
+                if number == 2:
+                    return
+                last = told[-1]
+                os.kill(client.pid, signal.SIGKILL)
+                while client.num_restarts == number or not client.is_ready:
+                    await asyncio.sleep(0.02)
+                assert told[-1] == last
+        finally:
+            await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))
+    assert len(set(told)) == len(told)
+    assert told == sorted(told)
+    breaks = [after - before for before, after in itertools.pairwise(told) if after != before + 1]
+    assert breaks == [2, 2]
 
 
 def test_failing_runner_ends_streams_and_a_successor_serves() -> None:

@@ -312,3 +312,109 @@ def wait_for(condition, timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
+
+
+def test_a_file_has_one_writer_at_a_time_and_says_who(tmp_path):
+    path = tmp_path / "l.sqlite"
+    ledger = Ledger(path)
+    (tmp_path / "other.sqlite").symlink_to(path)
+    for name in ("l.sqlite", "other.sqlite", "../" + tmp_path.name + "/l.sqlite"):
+        with pytest.raises(ConfigError, match="is being written by another splittime") as caught:
+            Ledger(tmp_path / name)
+        assert str(os.getpid()) in caught.value.info.message
+        assert name in caught.value.info.message
+        assert "--ledger-file" in caught.value.info.hint
+    ledger.add_account(books.example())  # who was refused has taken nothing from it
+    assert ledger.flush()
+    assert open_readonly(path).accounts() == [books.example()]
+    ledger.close()
+    Ledger(path).close()
+
+
+def test_a_file_is_locked_against_another_process_until_its_writer_ends_however(tmp_path):
+    path = tmp_path / "l.sqlite"
+    command = [sys.executable, "-c", _WRITER, str(path), str(Path(__file__).parent)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    writer.stdout.readline()
+    with pytest.raises(ConfigError, match=f"process {writer.pid}"):
+        Ledger(path)
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    Ledger(path).close()
+
+
+def test_a_file_that_could_not_be_opened_is_not_locked(tmp_path):
+    path = tmp_path / "l.sqlite"
+    path.write_text("this is no database, " * 100)
+    with pytest.raises(ConfigError, match="not a database"):
+        Ledger(path)
+    path.unlink()
+    Ledger(path).close()
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_file_and_those_beside_it_are_their_owners_alone(tmp_path, umask: int):
+    before = os.umask(umask)
+    try:
+        ledger = Ledger(tmp_path / "l.sqlite")
+        ledger.add_account(books.example())
+        assert ledger.flush()
+        names = {path.name: mode(path) for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert names == dict.fromkeys(("l.sqlite", "l.sqlite-wal", "l.sqlite-shm", "l.sqlite.lock"), 0o600)
+    ledger.close()
+    assert mode(tmp_path / "l.sqlite") == 0o600
+
+
+def test_a_file_of_before_becomes_its_owners_alone(tmp_path):
+    path = tmp_path / "l.sqlite"
+    Ledger(path).close()
+    path.chmod(0o644)
+    ledger = Ledger(path)
+    ledger.add_account(books.example())
+    assert ledger.flush()
+    assert {mode(each) for each in tmp_path.iterdir()} == {0o600}
+    ledger.close()
+
+
+def test_step_ids_are_unique_over_restarts_and_accounts_name_the_same(tmp_path):
+    path = tmp_path / "l.sqlite"
+    for _ in range(3):
+        ledger = Ledger(path)
+        for i in range(1, 6):
+            ledger.add_step(books.step(i, i * 100))
+        ledger.add_account(books.example(num_tokens=4))  # made by the steps 1 to 4
+        ledger.close()
+    steps, accounts = open_readonly(path).steps(), open_readonly(path).accounts()
+    ids = [step.step_id for step in steps]
+    assert ids == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 13, 14, 15, 16, 17]  # 6 and 12: no step follows another server's
+    assert [account.token_steps for account in accounts] == [tuple(ids[i : i + 4]) for i in (0, 5, 10)]
+    assert ledger.account("cmpl-a-0")[-1].token_steps == accounts[-1].token_steps  # the memory tells the same
+    assert [step.step_id for step in ledger.steps()] == ids[-5:]
+
+
+def test_a_ledger_in_memory_counts_as_the_engine_does():
+    ledger = Ledger()
+    ledger.add_step(books.step(1, 0))
+    assert [step.step_id for step in ledger.steps()] == [1]
+
+
+def test_a_tenant_is_told_of_its_own_accounts_in_memory_and_file(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite", max_accounts=2)
+    for number in range(3):
+        for tenant in ("a", "b"):
+            account = books.example(f"cmpl-{number}-0", start_ns=1000 + number)
+            ledger.add_account(msgspec.structs.replace(account, tenant=tenant))
+    assert ledger.flush()
+    assert [(a.request_id, a.tenant) for a in ledger.accounts(tenant="a")] == [("cmpl-2-0", "a")]
+    assert [a.tenant for a in ledger.accounts()] == ["a", "b"]
+    assert [a.tenant for a in ledger.account("cmpl-0-0", "a")] == ["a"]  # in the file alone
+    assert [a.tenant for a in ledger.account("cmpl-0-0")] == ["a", "b"]
+    assert [a.tenant for a in ledger.account("cmpl-2-0", "b")] == ["b"]
+    assert ledger.account("cmpl-2-0", "c") == ledger.account("cmpl-0-0", "") == []
+    ledger.close()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -68,8 +69,7 @@ class LiveServer:
         self._thread.start()
         self._started.wait(10)
         for _ in range(200):
-            with contextlib.suppress(OSError):
-                self.get("/health")
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=10):
                 return
 
     def stop(self) -> None:

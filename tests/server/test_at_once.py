@@ -152,7 +152,7 @@ def test_one_who_does_not_read_is_not_written_for(launch) -> None:
 
 
 def test_the_key_and_the_page_of_another_site_come_first(launch) -> None:
-    live = launch(say("x" * 8, end=False), max_running=1, config={"max_queued_requests": 1, "api_key": "secret"})
+    live = launch(say("x" * 8, end=False), max_running=1, config={"max_queued_requests": 1, "api_key": ("secret",)})
     live.engine.paused = True
     right = "Authorization: Bearer secret"
     with client(live) as (waiting, _), client(live) as (connection, answers):

@@ -184,3 +184,38 @@ def test_a_drain_does_not_wait_for_an_engine_that_hangs(launch, monkeypatch) -> 
     (account,) = server.ledger.accounts()
     account.verify()
     assert account.error.code == "draining"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/knobs"])
+def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long(launch, path: str) -> None:
+    """Not when it ends, which it does not."""
+    server = launch(config={"max_body_bytes": 1000})
+    client = connect(server)
+    method = "PATCH" if path == "/knobs" else "POST"
+    client.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+    client.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
+    client.sendall(b"1\r\n \r\n")
+    assert client.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_of_just_the_limit_is_read(launch) -> None:
+    server = launch(config={"max_body_bytes": 1000})
+    body = b'{"prompt": "x", "max_tokens": 2}'
+    assert server.post("/v1/completions", body.ljust(1000))[0] == 200
+    assert server.post("/v1/completions", body.ljust(1001))[0] == 413
+
+
+def test_who_does_not_take_a_whole_answer_is_cut(launch) -> None:
+    config = {"slow_reader_s": 0.3, "send_buffer_bytes": 4096}
+    server = launch(say("long " * 200, end=False), step_s=0.0002, config=config, model={"max_model_len": 10**6})
+    client = connect(server, receive_buffer=4096)
+    body = b'{"prompt":"x","max_tokens":3000,"logprobs":20}'
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: slow\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    client.sendall(head.encode() + body)
+    wait_until(lambda: server.ledger.account("slow"))
+    (account,) = server.ledger.account("slow")
+    account.verify()
+    assert (account.error.code, account.error.limit) == ("slow_reader", 0.3)
+    wait_until(lambda: not server.server.server_state.connections)  # the connection is cut, not only given up

@@ -68,7 +68,7 @@ def test_every_file_that_the_page_names_is_there() -> None:
 
 
 def test_the_page_needs_no_key_and_the_data_does(launch) -> None:
-    live = launch(config={"api_key": "secret"})
+    live = launch(config={"api_key": ("secret",)})
     fill(live, books.accounts(1))
     assert live.get("/", **HTML)[0] == 200
     assert live.get("/dashboard/static/app.css")[0] == 200

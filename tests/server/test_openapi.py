@@ -33,7 +33,7 @@ def test_every_sampling_parameter_is_described() -> None:
 
 def test_a_key_is_part_of_the_description() -> None:
     assert "security" not in document(ServerConfig())
-    assert document(ServerConfig(api_key="k"))["security"] == [{"key": []}]
+    assert document(ServerConfig(api_key=("k",)))["security"] == [{"key": []}]
 
 
 def test_strict_servers_describe_no_field_without_effect() -> None:

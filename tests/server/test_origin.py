@@ -7,7 +7,6 @@ import pytest
 
 from splittime.core.errors import ConfigError, RequestError
 from splittime.server.config import ServerConfig
-from splittime.server.edge import Edge
 from splittime.server.origin import Names
 
 KEY = "k"
@@ -72,7 +71,7 @@ def test_other_names_are_refused_everywhere_but_at_the_probes(launch, name: str)
         assert len(body["error"]["message"]) < 200
     for path in ("/sleep?mode=abort", "/v1/completions"):
         assert raw(server.port, "POST", path, f"Host: {name}")[0] == 403
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/ready", "/ping"):
         assert raw(server.port, "GET", path, f"Host: {name}")[0] == 200
     assert server.engine.rest.state == "awake"
 
@@ -109,8 +108,8 @@ def is_taken(names: Names, asked: dict) -> bool:
 
 def test_an_address_that_others_reach_has_a_key_and_any_name_unless_it_is_told_which() -> None:
     """A rebound page has no key; a balancer or a probe calls by a name of its own."""
-    assert is_taken(Names(ServerConfig(host="0.0.0.0", api_key=KEY)), scope("svc.cluster.local"))
-    told = Names(ServerConfig(host="0.0.0.0", api_key=KEY, allowed_hosts=("api.example",)))
+    assert is_taken(Names(ServerConfig(host="0.0.0.0", api_key=(KEY,))), scope("svc.cluster.local"))
+    told = Names(ServerConfig(host="0.0.0.0", api_key=(KEY,), allowed_hosts=("api.example",)))
     assert is_taken(told, scope("api.example"))
     assert is_taken(told, scope("10.0.0.5:8000"))  # the address the connection came to
     assert not is_taken(told, scope("10.0.0.6:8000"))
@@ -183,7 +182,7 @@ PREFLIGHT = ("Access-Control-Request-Method: POST", "Access-Control-Request-Head
 
 def test_cors_lets_pages_of_its_origins_in_and_no_others(launch) -> None:
     """The question beforehand carries no key; a refusal can be read."""
-    server = launch(config={"cors_origins": ("https://app.example", "http://localhost:3000"), "api_key": KEY})
+    server = launch(config={"cors_origins": ("https://app.example", "http://localhost:3000"), "api_key": (KEY,)})
     page, host = "Origin: https://app.example", own(server.port)
     status, body = raw(server.port, "OPTIONS", "/v1/chat/completions", host, page, *PREFLIGHT)
     assert status == 200
@@ -232,13 +231,13 @@ def test_without_cors_nothing_is_allowed_beforehand(launch) -> None:
 )
 def test_names_that_could_match_nothing_are_refused_at_start(config: dict) -> None:
     with pytest.raises(ConfigError) as caught:
-        Edge(None, ServerConfig(**config))
+        Names(ServerConfig(**config))
     assert next(iter(config.values()))[0] in caught.value.info.message
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "bEaReR", "Bearer  "])
 def test_the_scheme_of_a_key_is_taken_in_any_case(launch, scheme: str) -> None:
-    assert launch(config={"api_key": KEY}).get("/v1/models", Authorization=f"{scheme} {KEY}")[0] == 200
+    assert launch(config={"api_key": (KEY,)}).get("/v1/models", Authorization=f"{scheme} {KEY}")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -246,4 +245,4 @@ def test_the_scheme_of_a_key_is_taken_in_any_case(launch, scheme: str) -> None:
     ["Bearer sec", "Bearer secret2", "Bearer", "Bearer ", "secret", "Basic secret", "Bearersecret", "", "Bearer s\xff"],
 )
 def test_a_key_is_compared_whole_and_with_its_scheme(launch, given: str) -> None:
-    assert launch(config={"api_key": "secret"}).get("/v1/models", Authorization=given)[0] == 401
+    assert launch(config={"api_key": ("secret",)}).get("/v1/models", Authorization=given)[0] == 401

@@ -4,6 +4,7 @@ import pytest
 
 from splittime.core.errors import ConfigError
 from splittime.server.config import ServerConfig
+from splittime.server.http import deadline_ns
 
 from .conftest import say
 
@@ -137,21 +138,83 @@ def test_too_large_a_body_is_refused_at_its_headers(live) -> None:
     assert answer["error"]["limit"] == 4 * 2**20
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("X-Request-Id", "has space"),
-        ("X-Request-Id", "a" * 200),
-        ("X-Request-Id", ""),
-        ("X-Request-Deadline-Ms", "0"),
-        ("X-Request-Deadline-Ms", "soon"),
-        ("X-Request-Deadline-Ms", "nan"),
-    ],
-)
-def test_bad_headers_are_refused(live, name: str, value: str) -> None:
-    status, _, answer = live.post("/v1/completions", {"prompt": "x"}, {name: value})
+@pytest.mark.parametrize("value", ["has space", "a" * 200, ""])
+def test_bad_ids_are_refused(live, value: str) -> None:
+    status, _, answer = live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": value})
     assert status == 400
-    assert answer["error"]["param"] == name
+    assert answer["error"]["param"] == "X-Request-Id"
+
+
+BAD_DEADLINES = [
+    *("0", "0.001", "0.999", "-5", "1e11", "10000000001", "1e999", "nan", "inf", "-inf", "soon"),
+    *("1_000_0", "0x10", "5ms", "1,5", ".", "1.", "", "1 2", "+5"),
+]
+
+
+@pytest.mark.parametrize("value", BAD_DEADLINES)
+def test_a_deadline_that_cannot_be_meant_is_told_value_and_limit(live, value: str) -> None:
+    status, _, answer = live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Deadline-Ms": value})
+    error = answer["error"]
+    assert (status, error["param"], error.get("value", "")) == (400, "X-Request-Deadline-Ms", value)
+    assert error["limit"] == [1, 10_000_000_000]
+    assert "1 to 10000000000" in error["message"]
+
+
+@pytest.mark.parametrize("value", ["1", "1.0", "60000", "2.5e4", "1e10", "10000000000"])
+def test_deadlines_between_are_kept(value: str) -> None:
+    scope = {"headers": [(b"x-request-deadline-ms", value.encode())]}
+    assert deadline_ns(scope, 7) == 7 + int(float(value) * 1e6)
+
+
+DUPLICATES = [
+    (b'{"prompt": "x", "prompt": "y"}', "prompt"),
+    (b'{"prompt": "x", "max_tokens": 1, "max_tokens": 2000}', "max_tokens"),
+    (b'{"prompt": "x", "prom\\u0070t": "x"}', "prompt"),
+    (b'{"prompt": "x", "stream": true, "stream_options": {"include_usage": true, "include_usage": false}}', None),
+    (b'{"prompt": "x", "logit_bias": {"5": 1, "6": 1, "5": 2}}', "5"),
+]
+
+
+@pytest.mark.parametrize(("raw", "name"), DUPLICATES)
+def test_a_name_that_stands_twice_is_refused(live, raw: bytes, name: str | None) -> None:
+    before = len(live.engine.submitted)
+    status, _, answer = live.post("/v1/completions", raw)
+    assert (status, answer["error"]["code"]) == (400, "duplicate_field")
+    assert answer["error"]["param"] == name or name is None
+    assert len(live.engine.submitted) == before
+
+
+def test_nor_in_messages_knobs_and_texts_to_tokenise(live) -> None:
+    message = b'{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "role": "system"}]}'
+    for method, path, raw in (
+        ("POST", "/v1/chat/completions", message),
+        ("POST", "/tokenize", b'{"prompt": "a", "prompt": "b"}'),
+        ("PATCH", "/knobs", b'{"max_queued_requests": 5, "max_queued_requests": 6}'),
+    ):
+        status, _, answer = live.request(method, path, raw)
+        assert (status, answer["error"]["code"]) == (400, "duplicate_field"), path
+    assert live.service.admission.bounds.max_queued_requests not in (5, 6)
+
+
+def test_names_may_stand_again_in_other_objects_and_in_texts(live) -> None:
+    text = '"prompt": "prompt", {"role": 1, "role": 1}'
+    messages = [{"role": "user", "content": text}, {"role": "user", "content": text}]
+    assert live.post("/v1/chat/completions", {"messages": messages})[0] == 200
+    assert live.post("/v1/completions", {"prompt": text, "seed": 10**18})[0] == 200
+    assert live.post("/v1/completions", b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}")[0] == 400
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "zstd", "deflate", "identity, gzip", "chunked", "nonsense"])
+def test_a_body_in_an_encoding_is_415(live, coding: str) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/sleep"):
+        status, _, answer = live.post(path, b'{"prompt": "x"}', {"Content-Encoding": coding})
+        assert (status, answer["error"]["param"], answer["error"]["value"]) == (415, "Content-Encoding", coding), path
+    assert live.engine.rest.state == "awake"
+
+
+@pytest.mark.parametrize("coding", ["identity", "Identity", "identity, identity"])
+def test_a_body_as_it_is_is_taken(live, coding: str) -> None:
+    assert live.post("/v1/completions", {"prompt": "x"}, {"Content-Encoding": coding})[0] == 200
 
 
 def test_knobs_change_live_or_are_refused(live) -> None:
@@ -171,13 +234,13 @@ def test_a_public_address_needs_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.1", "example.org"):
         with pytest.raises(ConfigError):
             ServerConfig(host=host).validate()
-        ServerConfig(host=host, api_key="k").validate()
+        ServerConfig(host=host, api_key=("k",)).validate()
     for host in ("127.0.0.1", "::1", "localhost"):
         ServerConfig(host=host).validate()
 
 
 def test_a_key_is_asked_for_everywhere_but_at_the_probes(launch) -> None:
-    live = launch(say("x"), config={"api_key": "secret"})
+    live = launch(say("x"), config={"api_key": ("secret",)})
     assert live.get("/health")[0] == live.get("/ready")[0] == 200
     for path in ("/v1/models", "/metrics", "/ledger/requests", "/nowhere", "/openapi.json"):
         assert live.get(path)[0] == 401

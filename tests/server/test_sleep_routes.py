@@ -150,7 +150,7 @@ def test_only_post_sleeps(launch: Callable[..., LiveServer]) -> None:
 
 
 def test_a_key_is_needed_where_there_is_one(launch: Callable[..., LiveServer]) -> None:
-    server = launch(config={"api_key": "secret"})
+    server = launch(config={"api_key": ("secret",)})
     assert server.post("/sleep", b"")[0] == 401
     assert server.post("/sleep", b"", {"Authorization": "Bearer secret"})[0] == 200
 

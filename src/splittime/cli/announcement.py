@@ -29,7 +29,7 @@ def announce(url: str, model: str, resolved: dict[str, Any], timeline: Timeline,
     for phase in timeline.phases():
         console.print(f"  {phase.name:<{NAME_COLUMNS}} {phase.begin_ms:>9.1f} {phase.end_ms:>9.1f}", markup=False)
     console.print("try", style="dim")
-    console.print(curl(url, model, needs_key=settings["api_key"] is not None), markup=False)
+    console.print(curl(url, model, needs_key=bool(settings["api_key"] or settings["api_keys_file"])), markup=False)
     console.print(f"  splittime explain ID --url {url}  # ID: the id in the answer", markup=False)
 
 

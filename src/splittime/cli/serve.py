@@ -157,7 +157,8 @@ def _announce(
     port: int,
     as_json: bool,
 ) -> None:
-    url = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+    scheme = "https" if config.ssl_certfile else "http"
+    url = f"{scheme}://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
     if as_json:
         report = {
             "url": url,

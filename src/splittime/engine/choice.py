@@ -216,7 +216,14 @@ class Choice:
         return 0 if self.hides_output else len(self.token_ids)
 
     def close(
-        self, now_ns: int, group_id: str, model: str, endpoint: str, started_at_unix_ns: int, unseen_ns: int = 0
+        self,
+        now_ns: int,
+        group_id: str,
+        model: str,
+        endpoint: str,
+        started_at_unix_ns: int,
+        unseen_ns: int = 0,
+        tenant: str = "",
     ) -> ClosedAccount:
         """Close the book. Only once."""
         self.is_closed = True
@@ -245,4 +252,5 @@ class Choice:
             freed_ns=self.freed_ns,
             prompt_parts=self.prompt_parts,
             unseen_ns=unseen_ns,
+            tenant=tenant,
         )

@@ -65,6 +65,14 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
     record: StepRecord | None = None
     pauses: tuple[tuple[int, int], ...] = ()
 
+    def counted_on(self, num_before: int) -> "StepOutput":
+        """The same, of an engine that is not the first: each counts its steps from 1."""
+        if not num_before or self.record is None:
+            return self
+        step_id = self.step_id + num_before
+        record = msgspec.structs.replace(self.record, step_id=step_id)
+        return msgspec.structs.replace(self, step_id=step_id, record=record)
+
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
     """How far the start has come, for a person to read: "layer 3 of 16, 120 MB"."""

@@ -88,6 +88,7 @@ class ProcessClient:
         self._stats = EngineStats(now_ns=time.monotonic_ns())
         self._known_facts = KnownFacts()
         self._rest = Rest()
+        self._num_steps_before = self._last_step_id = 0  # of engine processes before this one; told by this one
         self._num_turns = 0  # calls of `sleep` and `wake` that are not answered
         self._asleep_since_ns = 0
         self._anew = asyncio.Lock()  # of starting a process at waking
@@ -337,6 +338,8 @@ class ProcessClient:
                 self._last_words = message
 
     def _take_step(self, output: StepOutput) -> None:
+        output = output.counted_on(self._num_steps_before)
+        self._last_step_id = max(self._last_step_id, output.step_id)
         self._stats = output.stats
         self._known_facts.add_pauses(output.pauses)
         self._on_step(output)
@@ -415,5 +418,7 @@ class ProcessClient:
         except OSError as error:
             log.error("no new engine process: %s", error)
             return False
+        if self._last_step_id:
+            self._num_steps_before = self._last_step_id + 1  # no step of its own follows one of its predecessor's
         self._attend()
         return True

@@ -123,6 +123,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         short one, and for one that was refused before it was tokenised.
     unseen_ns: how long before `start_ns` the request lay in its socket, because the server's event loop was busy, as
         the kernel says (`server.socket_wait`); 0 below 8 ms. Part of no sum: the account begins when it is seen.
+    tenant: the name of the key that asked (`server.tenants`); empty where none is asked for.
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     """
 
@@ -149,6 +150,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     prompt_parts: tuple[tuple[int, int, int], ...] = ()
     unseen_ns: int = 0
     host_tokens: int = 0
+    tenant: str = ""
 
     @property
     def is_refused(self) -> bool:

@@ -3,8 +3,8 @@
 Promises: `put` never waits and never raises (a full queue drops the record and counts it); the file is readable at any
 moment, also after kill -9, and then lacks at most the last batch; rows beyond the bound are deleted, oldest first.
 The server's facts are asked for every `FACTS_INTERVAL_S` and at the end, and kept when they differ from the last.
-A path that cannot be written is a `ConfigError` at once; a disk that fails later costs records (`num_unwritten`),
-logged once for each outage, and serving goes on.
+A path that cannot be written, or that another process writes (`sqlite_open`), is a `ConfigError` at once; a disk that
+fails later costs records (`num_unwritten`), logged once for each outage, and serving goes on.
 
     accounts(seq, request_id, group_id, e2e_ns, body)      body is the record as JSON, so that other tools can read it
     refused(the same)                                      since format 3: of requests that never reached the engine
@@ -26,35 +26,19 @@ import msgspec
 from splittime.core.errors import ConfigError, NotFound
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
+from splittime.ledger.sqlite_open import SCHEMA_VERSION, OwnFile
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.ledger")
 
 Record = TypeVar("Record", ClosedAccount, StepRecord, ServerFacts)
 
-SCHEMA_VERSION = 3
 ACCOUNT_TABLES = {"accounts": False, "refused": True}  # and whether it holds the refused ones
 FACTS_INTERVAL_S = 10.0
 MAX_FACTS = 100
 BATCH_INTERVAL_S = 0.1
 MAX_BATCH_RECORDS = 2_000
 MAX_QUEUED_RECORDS = 50_000
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS accounts(
-  seq INTEGER PRIMARY KEY, request_id TEXT NOT NULL, group_id TEXT NOT NULL, e2e_ns INTEGER NOT NULL,
-  body TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS accounts_request_id ON accounts(request_id);
-CREATE INDEX IF NOT EXISTS accounts_group_id ON accounts(group_id);
-CREATE TABLE IF NOT EXISTS refused(
-  seq INTEGER PRIMARY KEY, request_id TEXT NOT NULL, group_id TEXT NOT NULL, e2e_ns INTEGER NOT NULL,
-  body TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS refused_request_id ON refused(request_id);
-CREATE INDEX IF NOT EXISTS refused_group_id ON refused(group_id);
-CREATE TABLE IF NOT EXISTS steps(seq INTEGER PRIMARY KEY, begin_ns INTEGER NOT NULL, body TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS steps_begin_ns ON steps(begin_ns);
-CREATE TABLE IF NOT EXISTS facts(seq INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL, body TEXT NOT NULL);
-"""
 
 
 class FileWriter:
@@ -79,7 +63,9 @@ class FileWriter:
         self._num_put = self._num_done = 0
         self._is_failing = False
         self._reader: LedgerFile | None = None
-        self._connection = _create(path)
+        self._file = OwnFile(path)
+        self._connection = self._file.connection
+        self.last_step_id = self._last_step_id()  # that servers before this one wrote; 0 if none did
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ledger-file", daemon=True)
         self._thread.start()
@@ -110,6 +96,10 @@ class FileWriter:
         self._wake.set()
         self._thread.join()
 
+    def _last_step_id(self) -> int:
+        row = self._connection.execute("SELECT body FROM steps ORDER BY seq DESC LIMIT 1").fetchone()
+        return 0 if row is None else _to_step(row[0]).step_id
+
     def _run(self) -> None:
         while not (self._stop.is_set() and not self._queue):
             self._wake.wait(BATCH_INTERVAL_S)
@@ -119,7 +109,7 @@ class FileWriter:
             if monotonic() >= self._facts_due_s:
                 self._keep_facts()
         self._keep_facts()
-        self._connection.close()  # the last connection to close also folds the WAL into the file
+        self._file.close()
 
     def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH_RECORDS))]
@@ -241,25 +231,6 @@ def _ended_at_unix_ns(account: ClosedAccount) -> int:
 
 def _spellings(request_id: str) -> list[str]:
     return [request_id, f"cmpl-{request_id}", f"chatcmpl-{request_id}"]
-
-
-def _create(path: Path) -> sqlite3.Connection:
-    """Open for writing, making the tables if they are not there. Raises `ConfigError` with the way out."""
-    try:
-        connection = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")  # survives kill -9; a power cut may cost the last batches
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version <= SCHEMA_VERSION:  # 0: a new file; of an older one only tables are missing
-            connection.executescript(_SCHEMA)
-            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        connection.commit()
-    except sqlite3.Error as error:
-        hint = "Name a file in a folder that exists and can be written, on a local disk with room."
-        raise ConfigError(f"cannot write the ledger file {path}: {error}", param="ledger_file", hint=hint) from error
-    if version > SCHEMA_VERSION:
-        raise ConfigError(f"ledger file {path} has format {version}, this splittime writes {SCHEMA_VERSION}")
-    return connection
 
 
 def _to_json(record: ClosedAccount | StepRecord | ServerFacts) -> str:

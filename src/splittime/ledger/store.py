@@ -7,6 +7,9 @@ is asked for ten times what it can do refuses a thousand a second, and would rem
 `sqlite_file`), and nothing that a subscriber or the disk does wrong reaches the caller. What goes wrong is counted in
 `counts()` and logged. An account that does not verify is kept as evidence.
 
+An engine counts its steps from 1. In a file that holds a former server's, they are counted on, with one number left out
+since no step of ours follows one of theirs; accounts, which name steps, with them.
+
 Reads return the latest `limit`, oldest first. Safe to read from other threads while one adds.
 """
 
@@ -14,7 +17,7 @@ import heapq
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -69,8 +72,13 @@ class Ledger:
             if path is not None
             else None
         )
+        last_step_id = self._file.last_step_id if self._file is not None else 0
+        self._num_steps_before = last_step_id + 1 if last_step_id else 0
 
     def add_account(self, account: ClosedAccount) -> None:
+        if self._num_steps_before:
+            step_ids = tuple(step_id + self._num_steps_before for step_id in account.token_steps)
+            account = msgspec.structs.replace(account, token_steps=step_ids)
         try:
             account.verify()
         except ValueError as error:
@@ -82,26 +90,33 @@ class Ledger:
         self._pass_on(account)
 
     def add_step(self, record: StepRecord) -> None:
+        if self._num_steps_before:
+            record = msgspec.structs.replace(record, step_id=record.step_id + self._num_steps_before)
         with self._lock:
             self._num_steps += 1
             self._steps.append(record)
         self._pass_on(record)
 
-    def account(self, request_id: str) -> list[ClosedAccount]:
-        """The accounts of a request id, a response id (all its choices), or a response id without its prefix."""
+    def account(self, request_id: str, tenant: str | None = None) -> list[ClosedAccount]:
+        """The accounts of a request id, a response id (all its choices), or a response id without its prefix; of this
+        tenant's requests, if one is named."""
         names = (request_id, *(prefix + request_id for prefix in ID_PREFIXES))
         with self._lock:
-            found = next((list(self._by_id[name]) for name in names if name in self._by_id), [])
+            kept = (_of_tenant(self._by_id.get(name, ()), tenant) for name in names)
+            found = next((accounts for accounts in kept if accounts), [])
         if not found and self._file is not None:
-            found = self._file.reader().account(names)
+            found = _of_tenant(self._file.reader().account(names), tenant)
         return found
 
-    def accounts(self, slower_than_ms: float | None = None, limit: int = 100) -> list[ClosedAccount]:
-        """The latest accounts, of those whose E2E is more than `slower_than_ms`."""
+    def accounts(
+        self, slower_than_ms: float | None = None, limit: int = 100, tenant: str | None = None
+    ) -> list[ClosedAccount]:
+        """The latest accounts, of those whose E2E is more than `slower_than_ms`, and of this tenant if one is named."""
         slower_than_ns = -1 if slower_than_ms is None else slower_than_ms * 1e6
         with self._lock:
             rings = (reversed(self._served), reversed(self._refused))
             latest = heapq.merge(*rings, key=lambda account: account.end_ns, reverse=True)
+            latest = (account for account in latest if tenant in (None, account.tenant))
             slow = (account for account in latest if account.end_ns - account.start_ns > slower_than_ns)
             return list(islice(slow, limit))[::-1]
 
@@ -159,6 +174,10 @@ class Ledger:
             except Exception:  # a subscriber's fault is not the request's
                 self._num_subscriber_errors += 1
                 log.exception("a ledger subscriber failed")
+
+
+def _of_tenant(accounts: Iterable[ClosedAccount], tenant: str | None) -> list[ClosedAccount]:
+    return [account for account in accounts if tenant in (None, account.tenant)]
 
 
 def open_readonly(path: Path | str) -> LedgerFile:

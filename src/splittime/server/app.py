@@ -77,7 +77,7 @@ class App:
             *(_path(service, path) for path in dict.fromkeys(path for _, path, _ in PATHS)),
         ]
         paths = Paths(routes=routes, exception_handlers={HTTPException: _http_error})
-        self._edge = Edge(Shortcut(hot, paths), service.config)
+        self._edge = Edge(Shortcut(hot, paths), service.config, service.keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._edge(scope, receive, send)

@@ -1,6 +1,8 @@
 """What the server may be told, and what it learns of the model. Both are values; nothing here is read twice."""
 
 import ipaddress
+import re
+import ssl
 from dataclasses import dataclass
 
 from splittime.core.errors import ConfigError
@@ -10,9 +12,14 @@ from splittime.core.errors import ConfigError
 class ServerConfig:
     """Settings of the HTTP server. `validate()` refuses what cannot be meant."""
 
-    host: str = "127.0.0.1"  # address to bind; any other than loopback needs `api_key`
+    host: str = "127.0.0.1"  # address to bind; any other than loopback needs a key
     port: int = 8000  # TCP port; 0 lets the system choose
-    api_key: str | None = None  # asked for as `Authorization: Bearer KEY` on everything but /health and /ready
+    api_key: tuple[str, ...] = ()  # asked for as `Authorization: Bearer KEY`; the first is the operator's (`tenants`)
+    api_keys_file: str | None = None  # more keys, with names, limits and salts (`tenants`)
+    metrics_api_key: str | None = None  # opens /metrics and nothing else; asked for there even without other keys
+    root_path: str = ""  # what a proxy has before our paths, whether it takes it away or not
+    ssl_certfile: str | None = None  # PEM file of the certificate (and its chain): HTTPS instead of HTTP
+    ssl_keyfile: str | None = None  # PEM file of its key; default: it is in `ssl_certfile`
     allowed_hosts: tuple[str, ...] = ()  # names it may be called by beside its own (`origin` says which those are)
     cors_origins: tuple[str, ...] = ()  # origins whose pages may use it from a browser
     served_model_name: tuple[str, ...] = ()  # names in the API; default: the model's own
@@ -32,18 +39,45 @@ class ServerConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for an unprotected public address or a bound that lets nothing through."""
-        if not is_loopback(self.host) and not self.api_key:
+        self._check_keys()
+        if not is_loopback(self.host) and not self.asks_for_key:
             raise ConfigError(
                 f"host {self.host} can be reached from other machines and no api_key is set",
                 param="host",
                 value=self.host,
                 hint="set an API key, or bind to 127.0.0.1",
             )
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            hint = "such as /llm: with a slash before, and none behind"
+            raise ConfigError("root_path is no path", param="root_path", value=self.root_path, hint=hint)
+        _check_certificate(self.ssl_certfile, self.ssl_keyfile)
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0", param=name, value=getattr(self, name))
 
+    @property
+    def asks_for_key(self) -> bool:
+        return bool(self.api_key) or self.api_keys_file is not None
 
+    def _check_keys(self) -> None:
+        for name in ("api_key", "served_model_name", "allowed_hosts", "cors_origins"):
+            if isinstance(getattr(self, name), str):  # its characters would be taken for keys
+                raise ConfigError(f"{name} must be a list of texts", param=name)
+        for key in self.api_key:
+            check_key(key, "api_key")
+        if self.metrics_api_key is not None:
+            check_key(self.metrics_api_key, "metrics_api_key")
+
+
+def check_key(key: str, param: str) -> None:
+    """Raise `ConfigError`, without the key, for one that no client could send, or that anybody could guess."""
+    if not _KEY.fullmatch(key):
+        hint = "use letters, digits and punctuation; several keys: --api-key once for each, or --api-keys-file"
+        raise ConfigError(f"{param} is empty, or has a space or a character beyond ASCII", param=param, hint=hint)
+
+
+_KEY = re.compile(r"[!-~]+")
+_ROOT_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 _POSITIVE = (
     "max_body_bytes",
     "max_queued_requests",
@@ -55,6 +89,22 @@ _POSITIVE = (
     "slow_reader_s",
     "body_timeout_s",
 )
+
+
+def _check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """Raise `ConfigError` now, rather than after the model is loaded."""
+    if certfile is None and keyfile is not None:
+        hint = "name the certificate: --ssl-certfile FILE"
+        raise ConfigError("ssl_keyfile is given without ssl_certfile", param="ssl_keyfile", value=keyfile, hint=hint)
+    if certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: b"")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        files = certfile if keyfile is None else f"{certfile} with {keyfile}"
+        hint = "two PEM files, or one that holds both; the key must not ask for a password"
+        message = f"cannot serve HTTPS with {files}: {error}"
+        raise ConfigError(message, param="ssl_certfile", value=certfile, hint=hint) from error
 
 
 def is_loopback(host: str) -> bool:

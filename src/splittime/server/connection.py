@@ -2,13 +2,14 @@
 
 With a write buffer limit of 0 uvloop gives bytes to the kernel when they are written, not at the end of the event
 loop's turn, and a send blocks as soon as the kernel has no room: so "written" means what it says, and no stream's bytes
-wait for 63 others. `TRANSPORT` lets a slow reader be cut off without waiting for it to read.
+wait for 63 others. `TRANSPORT` lets a slow reader be cut off without waiting for it to read. Over TLS uvloop has a
+buffer of its own, of 64 KiB: there "written" means encrypted, and on its way.
 
 What can be answered from a request's head alone is answered in the parser's callback (`at_once`): a refusal by a full
 queue, `/health`. That costs a fifth of a task with its ASGI scope and layers, so a server at ten times its capacity
 keeps up with refusing, and nobody stands in line for a refusal. The body of such a request is read past, never kept:
-the connection ends if that takes longer than `LINGER_S`, or if the body was too long to be worth it. Whoever pipelines,
-or does not read, takes the ordinary way, which knows how to wait.
+the connection ends if that takes longer than `LINGER_S` or `LINGER_BYTES`, or if the body was too long to be worth it.
+Whoever pipelines, or does not read, takes the ordinary way, which knows how to wait.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from splittime.server.http import (
+    LINGER_BYTES,
     LINGER_S,
     START_NS,
     TRANSPORT,
@@ -30,6 +32,7 @@ from splittime.server.http import (
 )
 from splittime.server.socket_wait import unseen_ns
 
+LEAST_TLS_BYTES = 1  # with 0 uvloop's TLS asks for a pause at each write, and never goes on
 MAX_SKIPPED_BYTES = 64 * 1024  # of a body that nobody reads; a longer one costs its sender the connection
 
 
@@ -54,6 +57,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().__init__(*args, **more)
         self._head_s, self._stall_s, self._at_once = head_s, stall_s, at_once
         self._skip_timer: asyncio.TimerHandle | None = None  # runs while the body of an answered request comes in
+        self._num_skipped = 0  # bytes of it
         self._ends = False  # after that body
         self._cycles: list[RequestResponseCycle] = []  # requests of this connection that are not answered yet
         self._head_timer: asyncio.TimerHandle | None = None
@@ -61,7 +65,7 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)
+        transport.set_write_buffer_limits(high=0 if self.scheme == "http" else LEAST_TLS_BYTES, low=0)
         self._head_timer = self.loop.call_later(self._head_s, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -113,6 +117,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         answer.on_written()
         self.server_state.total_requests += 1
         self.cycle = ANSWERED  # type: ignore[assignment]
+        self._num_skipped = 0
         self._skip_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
     def _keeps_alive(self) -> bool:
@@ -124,6 +129,13 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self.expect_100_continue or header(scope, b"transfer-encoding") is not None:
             return False
         return (content_length(scope) or 0) <= MAX_SKIPPED_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self._skip_timer is not None:
+            self._num_skipped += len(body)
+            if self._num_skipped > LINGER_BYTES:
+                self.transport.abort()
 
     def on_message_complete(self) -> None:
         if self._skip_timer is None:

@@ -3,10 +3,10 @@
     names (`origin`) -> CORS, if pages of other origins are let in -> the key -> the application
 
 This is the one place where any exception is caught: it is logged with its trace and answered with 500, and the server
-goes on. An exception after the response began closes the connection, which the client sees as a broken stream.
+goes on. An exception after the response began closes the connection, which the client sees as a broken stream. What a
+client sends that nobody reads is `exchange`'s.
 """
 
-import hmac
 import logging
 import time
 
@@ -15,21 +15,23 @@ from starlette.middleware.cors import CORSMiddleware
 from splittime.core.errors import EngineError, RequestError
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard.files import is_page
+from splittime.server.exchange import Exchange
 from splittime.server.http import (
     START_NS,
     AnswerAtOnce,
     Application,
     AtOnce,
-    Message,
     Receive,
     Scope,
     Send,
     header,
     respond_error,
 )
+from splittime.server.keys import Keys
 from splittime.server.origin import Names
+from splittime.server.tenants import ANYBODY, TENANT, Tenant, forbidden
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no key, and call by any name
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # probes have no key, and call by any name
 READABLE_HEADERS = ("x-request-id", "server-timing", "retry-after", "endpoint-load-metrics")
 
 log = logging.getLogger("splittime.server")
@@ -38,10 +40,10 @@ log = logging.getLogger("splittime.server")
 class Edge:
     """Raises `ConfigError` for settings that could let nobody in."""
 
-    def __init__(self, app: Application, config: ServerConfig) -> None:
-        self._app = app
+    def __init__(self, app: Application, config: ServerConfig, keys: Keys) -> None:
+        self._app, self._keys = app, keys
         self._names = Names(config)
-        self._key = config.api_key.encode() if config.api_key is not None else None
+        self._root = f"{config.root_path}/"
         self._inside: Application = self._keyed
         if config.cors_origins:
             self._inside = CORSMiddleware(
@@ -57,26 +59,46 @@ class Edge:
             await self._app(scope, receive, send)
             return
         scope.setdefault(START_NS, time.monotonic_ns())
+        if scope["path"].startswith(self._root):  # a proxy that did not take it away; "/" changes nothing
+            scope["path"] = "/" + scope["path"][len(self._root) :]
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._named(scope, exchange)
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            if exchange.has_begun:
+                raise
+            failure = EngineError("the server failed; its log says why", code="internal_error")
+            await respond_error(exchange.send, failure)
+        await exchange.end()
+
+    async def _named(self, scope: Scope, exchange: Exchange) -> None:
         try:
             self._check_names(scope)
         except RequestError as refusal:
-            await respond_error(send, refusal)
-            return
-        await self._inside(scope, receive, send)
+            await respond_error(exchange.send, refusal)
+        else:
+            await self._inside(scope, exchange.receive, exchange.send)
 
     async def _keyed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._may_enter(scope):
-            await self._guarded(scope, receive, send)
-        else:
+        path, tenant = scope["path"], self._holder(scope)
+        if tenant is None:
             await respond_error(send, _unauthorized(), headers=[(b"www-authenticate", b"Bearer")])
+        elif not tenant.may_ask_for(path):
+            await respond_error(send, forbidden(tenant, path))
+        else:
+            scope[TENANT] = tenant
+            await self._app(scope, receive, send)
 
     def at_once(self, scope: Scope, answer: AnswerAtOnce) -> AtOnce | None:
         """What `answer` says to a request of which the head is known, if it may come in. None: take the ordinary way,
         as those that may not and pages of a browser always do."""
         try:
             self._check_names(scope)
-            if header(scope, b"origin") is not None or not self._may_enter(scope):
+            tenant = self._holder(scope)
+            if header(scope, b"origin") is not None or tenant is None or not tenant.may_ask_for(scope["path"]):
                 return None
+            scope[TENANT] = tenant
             return answer(scope)
         except RequestError:
             return None
@@ -88,28 +110,15 @@ class Edge:
         if scope["path"] not in OPEN_PATHS:
             self._names.check(scope)
 
-    def _may_enter(self, scope: Scope) -> bool:
-        if self._key is None or scope["path"] in OPEN_PATHS or is_page(scope):
-            return True
-        scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
-        is_right = hmac.compare_digest(given.strip(" ").encode("latin-1"), self._key)
-        return is_right and scheme.lower() == "bearer"
+    def _holder(self, scope: Scope) -> Tenant | None:
+        if scope["path"] in OPEN_PATHS or is_page(scope):
+            return ANYBODY
+        return self._keys.holder(scope, _given_key(scope))
 
-    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
 
-        async def noticing_send(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noticing_send)
-        except Exception:
-            log.exception("%s %s failed", scope["method"], scope["path"])
-            if has_begun:
-                raise
-            await respond_error(send, EngineError("the server failed; its log says why", code="internal_error"))
+def _given_key(scope: Scope) -> bytes:
+    scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
+    return key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
 def _unauthorized() -> RequestError:

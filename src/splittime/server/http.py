@@ -4,7 +4,6 @@ Plain ASGI throughout: nothing here buffers a stream or hides a disconnect.
 """
 
 import asyncio
-import contextlib
 import json
 import math
 import re
@@ -25,12 +24,15 @@ Headers = list[tuple[bytes, bytes]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_REQUEST_ID_CHARS = 128
-LINGER_S = 2.0
 START_NS = "splittime.start_ns"  # key in an ASGI scope: the first moment the application saw the request
 UNSEEN_NS = "splittime.unseen_ns"  # and for how long it may have lain in the socket before that (`socket_wait`)
+LINGER_S, LINGER_BYTES = 2.0, 16 * 2**20  # for what a client still sends after it was answered
 TRANSPORT = "splittime.transport"  # key in an ASGI scope's extensions: the connection, to be aborted
 
+DEADLINE_MS = (1, 10_000_000_000)
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]+")
+_NUMBER = re.compile(r"[0-9]{1,32}(?:\.[0-9]{1,32})?(?:[eE][+-]?[0-9]{1,3})?")
 
 
 class AtOnce(NamedTuple):
@@ -122,17 +124,23 @@ def deadline_ns(scope: Scope, start_ns: int) -> int | None:
     given = header(scope, b"x-request-deadline-ms")
     if given is None:
         return None
-    try:
-        ms = float(given)
-    except ValueError:
-        ms = math.nan
-    if not 0 < ms <= 1e10:
-        raise RequestError("X-Request-Deadline-Ms must be above 0", param="X-Request-Deadline-Ms", value=given[:64])
+    least, most = DEADLINE_MS
+    ms = float(given) if _NUMBER.fullmatch(given) else math.nan
+    if not least <= ms <= most:
+        raise RequestError(
+            f"X-Request-Deadline-Ms must be a number of milliseconds, {least} to {most}",
+            param="X-Request-Deadline-Ms",
+            value=given[:64],
+            limit=[least, most],
+            hint="count from the request's arrival, in digits such as 1500 or 2.5",
+        )
     return start_ns + int(ms * 1e6)
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body. Raises `RequestError` (413) as soon as it is known to be too long, `Disconnected`."""
+    """The whole body. Raises `RequestError` (413) as soon as it is known to be too long, (415) if it is compressed,
+    `Disconnected`."""
+    _check_encoding(scope)
     _check_size(content_length(scope) or 0, max_bytes)
     parts, size = [], 0
     while True:
@@ -157,6 +165,20 @@ async def read_body_in_time(scope: Scope, receive: Receive, max_bytes: int, time
         raise RequestError(message, code="body_timeout", status=408, limit=timeout_s) from None
 
 
+def _check_encoding(scope: Scope) -> None:
+    for value in headers(scope, b"content-encoding"):
+        if any(coding.strip().lower() != "identity" for coding in value.split(",")):
+            raise RequestError(
+                "bodies are taken as they are, without an encoding",
+                code="unsupported_encoding",
+                status=415,
+                param="Content-Encoding",
+                value=value[:64],
+                limit="identity",
+                hint="send the body uncompressed",
+            )
+
+
 def _check_size(size: int, limit: int) -> None:
     if size > limit:
         raise RequestError(
@@ -171,11 +193,14 @@ async def respond(
     status: int = 200,
     content_type: bytes = b"application/json",
     headers: Headers | None = None,
-    more_body: bool = False,
+    until_taken: bool = False,
 ) -> None:
+    """until_taken: returns when the system has taken all of it, since the end of it, sent apart, waits for that."""
     sized = _sized(body, content_type, headers)
     await send({"type": "http.response.start", "status": status, "headers": sized})
-    await send({"type": "http.response.body", "body": body, "more_body": more_body})
+    await send({"type": "http.response.body", "body": body, "more_body": until_taken})
+    if until_taken:
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _sized(body: bytes, content_type: bytes = b"application/json", headers: Headers | None = None) -> Headers:
@@ -186,13 +211,10 @@ async def respond_json(send: Send, value: Any, *, status: int = 200, headers: He
     await respond(send, orjson.dumps(value, default=str), status=status, headers=headers)
 
 
-async def respond_error(
-    send: Send, error: SplittimeError | ErrorInfo, headers: Headers | None = None, *, more_body: bool = False
-) -> None:
-    """Answer with an error: status, body, and `Retry-After` if it says when to come back. With `more_body` the answer
-    is all there, but the exchange is left open for `linger`."""
+async def respond_error(send: Send, error: SplittimeError | ErrorInfo, headers: Headers | None = None) -> None:
+    """Answer with an error: status, body, and `Retry-After` if it says when to come back."""
     status, body, more = _error_parts(error, headers)
-    await respond(send, body, status=status, headers=more, more_body=more_body)
+    await respond(send, body, status=status, headers=more)
 
 
 def error_at_once(error: SplittimeError, headers: Headers, on_written: Callable[[], None]) -> AtOnce:
@@ -223,16 +245,6 @@ def _error_json(body: dict[str, Any]) -> bytes:
         return orjson.dumps(body, default=str)
     except TypeError:
         return json.dumps(body, default=str).encode()
-
-
-async def linger(receive: Receive, send: Send) -> None:
-    """Read what is left of a refused body, for a while, then end the exchange. To close a connection with unread bytes
-    would reset it, and the reset would overtake the answer."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            while (await receive()).get("more_body", False):
-                pass
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def error_event(info: ErrorInfo) -> bytes:

@@ -13,7 +13,7 @@ key, or from putting it to sleep, are headers that a page cannot write:
 - Without `Origin`, `Sec-Fetch-Site` says whether the page is another's (`same-site` is: another port of this machine).
   It may link here, no more.
 
-Probes (`/health`, `/ready`) are asked by any name, as Kubernetes calls a pod by its address; they tell nothing.
+Probes (`/health`, `/ready`, `/ping`) are taken by any name, as Kubernetes has only a pod's address; they tell nothing.
 """
 
 import re

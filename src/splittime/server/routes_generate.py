@@ -61,11 +61,9 @@ class GenerationEndpoint:
             visit.begin_refusal()
             if isinstance(error, Overloaded) and not isinstance(error, Refused):  # the engine client's own refusal
                 self._service.exporter.count_refusal(error.info.code)
-            await http.respond_error(send, error, self._headers(visit), more_body=not visit.has_body)
+            await http.respond_error(send, error, self._headers(visit))
             late = isinstance(error, DeadlineExceeded)
             visit.close_refused(FinishReason.DEADLINE if late else REFUSED, error.info)
-            if not visit.has_body:
-                await http.linger(visit.receive, send)
         else:
             await self._answer(visit, ask, generation, send)
 
@@ -101,7 +99,7 @@ class GenerationEndpoint:
         if visit.notices:
             more["notices"] = visit.notices
         body = answer.body(choices, timings, **more)
-        blocked = start(http.respond(send, body, headers=headers), asyncio.get_running_loop())
+        blocked = start(http.respond(send, body, headers=headers, until_taken=True), asyncio.get_running_loop())
         if blocked is not None and not await self._await_reader(visit, generation, blocked):
             return
         written_ns = now_ns()

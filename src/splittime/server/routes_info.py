@@ -16,7 +16,7 @@ from splittime.server.admission import MAX_BOUND
 from splittime.server.config import ModelInfo
 from splittime.server.dashboard.files import send_file
 from splittime.server.params import check_model, check_token_ids
-from splittime.server.schema import DetokenizeBody, TokenizeBody, decode_body, with_whole_numbers
+from splittime.server.schema import DetokenizeBody, TokenizeBody, decode_body, decode_once, with_whole_numbers
 from splittime.server.service import Service
 
 Handler = Callable[[Service, http.Scope, http.Receive, http.Send], Awaitable[None]]
@@ -236,6 +236,6 @@ async def _configure(service: Service, wanted: dict[str, Any]) -> dict[str, Any]
 def decode_knobs(body: bytes) -> dict[str, Any]:
     """The values by name; a whole number may be written as a float. Raises `RequestError`."""
     try:
-        return with_whole_numbers(msgspec.json.decode(body, type=dict[str, bool | Whole | float | str | None]))  # type: ignore[no-any-return]
+        return with_whole_numbers(decode_once(body, dict[str, bool | Whole | float | str | None]))  # type: ignore[no-any-return]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not an object of knobs: {error}", code="invalid_json") from error

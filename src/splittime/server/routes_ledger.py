@@ -14,6 +14,7 @@ from splittime.ledger.export.account_json import account_json
 from splittime.ledger.export.chrome_trace import trace
 from splittime.server import http
 from splittime.server.service import Service
+from splittime.server.tenants import tenant_of
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 
@@ -21,11 +22,12 @@ DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 async def one_request(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The closed account of a request, by the id in its response or by its X-Request-Id. With several choices: that of
     the one that ended last, and all of them in `choices`."""
-    request_id = scope["path_params"]["request_id"]
-    found = await _beside(service, service.ledger.account, request_id)
+    request_id, sees = scope["path_params"]["request_id"], tenant_of(scope).sees
+    found = await _beside(service, service.ledger.account, request_id, sees)
     if not found:
         names = {request_id, request_id.removeprefix("cmpl-"), request_id.removeprefix("chatcmpl-")}
-        hint = "it is still open" if names & service.generations.keys() else None
+        is_open = sees is None and names & service.generations.keys()  # another's may not be told
+        hint = "it is still open" if is_open else None
         raise NotFound(f"no closed account of {request_id!r}", code="request_not_found", value=request_id, hint=hint)
     last = max(found, key=lambda account: account.end_ns)
     answer = account_json(last)
@@ -35,10 +37,10 @@ async def one_request(service: Service, scope: http.Scope, receive: http.Receive
 
 
 async def requests(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    """The latest accounts, oldest first; with `slower_than_ms` only those that took longer."""
+    """The latest accounts that the key may see, oldest first; with `slower_than_ms` only those that took longer."""
     wanted = http.query_of(scope, "slower_than_ms", "limit")
     slower_than_ms = _number(wanted, "slower_than_ms")
-    body = await _beside(service, _accounts, service, slower_than_ms, _limit(wanted))
+    body = await _beside(service, _accounts, service, slower_than_ms, _limit(wanted), tenant_of(scope).sees)
     await http.respond(send, body)
 
 
@@ -67,8 +69,8 @@ async def _beside(service: Service, work: Callable[..., Any], *args: Any) -> Any
     return await asyncio.get_running_loop().run_in_executor(service.pool, work, *args)
 
 
-def _accounts(service: Service, slower_than_ms: float | None, limit: int) -> bytes:
-    accounts = service.ledger.accounts(slower_than_ms, limit)
+def _accounts(service: Service, slower_than_ms: float | None, limit: int, tenant: str | None) -> bytes:
+    accounts = service.ledger.accounts(slower_than_ms, limit, tenant)
     return orjson.dumps({"accounts": [account_json(account) for account in accounts]})
 
 

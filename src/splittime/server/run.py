@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from splittime.server import sparing
 from splittime.server.config import ServerConfig
 from splittime.server.connection import ConnectionProtocol
 
@@ -38,6 +39,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def make_server(app: Any, config: ServerConfig) -> DrainingServer:
+    sparing.install()
     protocol = partial(
         ConnectionProtocol,
         head_s=config.body_timeout_s,
@@ -57,6 +59,8 @@ def make_server(app: Any, config: ServerConfig) -> DrainingServer:
             log_config=None,
             server_header=False,
             proxy_headers=False,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )

@@ -10,6 +10,7 @@ Each field has one of three fates, which `/docs` and docs/reference/fields.md sh
 `openapi.py` draws the documentation from these classes. What needs the model's limits is checked in `params.py`.
 """
 
+import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,6 +20,7 @@ from msgspec import Meta
 from splittime.core.errors import RequestError
 
 MAX_STOP_CHARS = 1024
+MAX_NAME_CHARS = 64
 
 
 def _number(description: str, **bounds: float) -> Meta:
@@ -42,6 +44,7 @@ PROMPT_FORMS = {
 }
 
 Body = TypeVar("Body", bound="_Strict")
+Kind = TypeVar("Kind")
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -199,10 +202,10 @@ _AT_PATH = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 def decode_body(body: bytes, kind: type[Body]) -> Body:
     """The body as a value, or a `RequestError` that names the field."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode_once(body, kind)
     except msgspec.ValidationError as error:
         if "got `float`" in str(error):
-            return _convert(with_whole_numbers(msgspec.json.decode(body)), kind)
+            return _convert(with_whole_numbers(decode_once(body, Any)), kind)
         raise _refusal(str(error), kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
@@ -224,6 +227,29 @@ def with_whole_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: with_whole_numbers(entry) for name, entry in value.items()}
     return value
+
+
+def decode_once(body: bytes, kind: type[Kind]) -> Kind:
+    """The value, where no name stands twice in one object; msgspec would take the last, another reader the first.
+
+    Raises `RequestError` for one that does, else what msgspec raises. The body is read a second time for that: 2 us for
+    a small one, 3 ms for a text of 4 MB, for anything two to three times what msgspec takes.
+    """
+    value = msgspec.json.decode(body, type=kind)
+    _NAMES.decode(body.decode())
+    return value
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
+    """Of one object; nothing is kept of it."""
+    if len(dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)[:MAX_NAME_CHARS]
+        hint = "give each field once"
+        raise RequestError(f"{twice}: stands twice in one object", code="duplicate_field", param=twice, hint=hint)
+
+
+_NAMES = json.JSONDecoder(object_pairs_hook=_refuse_twice, parse_int=len, parse_float=len, strict=False)
 
 
 def _refusal(message: str, kind: type[_Strict]) -> RequestError:

@@ -25,6 +25,9 @@ from splittime.server.admission import Admission, Bounds, Refused
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.generation import Generation, conflict
 from splittime.server.inline import InlineTokenizing
+from splittime.server.keys import Keys
+from splittime.server.quota import Quota
+from splittime.server.tenants import ANYBODY, Tenant
 
 log = logging.getLogger("splittime.server")
 
@@ -45,6 +48,8 @@ class Service:
         config.validate()
         self.client, self.tokenizer, self.ledger, self.config = client, tokenizer, ledger, config
         self._model = model
+        self.keys = Keys(config)
+        self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.exporter = PrometheusExporter(ledger, client.stats, lambda: self.model.name if self.model else "")
         self.gc_pauses: GcPauses | None = None
         self.started_ns = self._ready_ns = time.monotonic_ns()  # until who made the process says better
@@ -96,6 +101,9 @@ class Service:
         except Refused as refused:
             raise self.admission.refuse(refused) from None
 
+    def quota(self, tenant: Tenant) -> Quota:
+        return self._quotas[tenant.name]
+
     def settle(self) -> None:
         """Start-up is over: take what it made out of the garbage collector's sight, and count the pauses from here."""
         freeze_heap()
@@ -126,6 +134,11 @@ class Service:
         )
 
     # ---- who is in flight
+
+    def check_free(self, request_id: str) -> None:
+        """Raises `Conflict` for an id that is taken now."""
+        if request_id in self._reserved:
+            raise conflict(request_id)
 
     async def reserve(self, request_id: str) -> None:
         """Take an id. One whose answer has been given, but which the engine still holds, is free within a step."""

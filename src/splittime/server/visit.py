@@ -8,7 +8,7 @@ for each choice, or one for the request if it never got that far, and its id is 
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, RequestError, SplittimeError
 from splittime.core.request import FinishReason, Request
@@ -18,13 +18,15 @@ from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.prompt_parts import PromptParts, prompt_parts
 from splittime.ledger.stages import Stage
 from splittime.server import http
-from splittime.server.admission import Place
+from splittime.server.admission import Place, Refused
 from splittime.server.config import ModelInfo
 from splittime.server.generation import Generation
 from splittime.server.params import Ask, Prompt, ask_chat, ask_completion
+from splittime.server.quota import Quota
 from splittime.server.schema import ChatBody, CompletionBody, decode_body
 from splittime.server.service import Service
 from splittime.server.strict import refuse_without_effect
+from splittime.server.tenants import tenant_of
 
 MESSAGE_CHARS = 16  # what a chat template writes around a message, roughly
 
@@ -40,6 +42,7 @@ class Visit:
         self.service, self.endpoint, self.scope, self.receive = service, endpoint, scope, receive
         self.start_ns: int = scope.get(http.START_NS) or now_ns()
         self.unseen_ns: int = scope.get(http.UNSEEN_NS, 0)
+        self.tenant = tenant_of(scope)
         self.started_at_unix_ns = time.time_ns() - (now_ns() - self.start_ns)
         self.has_body = False  # the whole body has been read
         self.is_gone = False
@@ -49,6 +52,7 @@ class Visit:
         self._account = Account("", self.start_ns, Stage.RECEIVE)
         self._place: Place | None = None
         self._is_reserved = False
+        self._quota: Quota | None = None  # let in by
         self._prompt_parts: list[PromptParts] = []  # of each prompt
         self.notices: list[str] = []  # what the client is told beside its answer
 
@@ -59,20 +63,22 @@ class Visit:
 
     # ---- in
 
-    def knock(self) -> tuple[ModelInfo, int | None]:
-        """What a request's head decides: the model, and its deadline. Raises what the client must be told."""
+    def knock(self) -> None:
+        """Raises what the client must be told if its head alone decides that there is no room now. Takes nothing."""
         self.request_id = http.new_request_id()  # until it is known to have a good one of its own
-        self.request_id = http.request_id(self.scope)
-        deadline_ns = http.deadline_ns(self.scope, self.start_ns)
-        model = self.service.require_serving()
-        admission = self.service.admission
-        size = http.content_length(self.scope) or 0
-        admission.check(now_ns(), tokens=admission.estimate_tokens(size), deadline_ns=deadline_ns)
-        return model, deadline_ns
+        given = http.request_id(self.scope)
+        self.service.check_free(given)
+        self.request_id = given
+        self._read_head()
 
     async def come_in(self) -> tuple[Ask, Generation]:
         """Everything up to the hand-off. Raises what the client must be told, or `Disconnected`."""
-        model, deadline_ns = self.knock()
+        self.request_id = http.new_request_id()
+        self.request_id = http.request_id(self.scope)
+        await self._reserve()  # before anything can be refused: an account goes by no other request's id
+        model, deadline_ns = self._read_head()
+        self._quota = self.service.quota(self.tenant)
+        self._quota.enter(now_ns())
         admission = self.service.admission
         config = self.service.config
         body = await http.read_body_in_time(self.scope, self.receive, config.max_body_bytes, config.body_timeout_s)
@@ -80,7 +86,6 @@ class Visit:
         ask = self._understand(body, model)
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self._account.enter(Stage.ADMIT, now_ns())
-        await self._reserve()
         tokens = admission.estimate_tokens(len(body)) * ask.n
         self._place = admission.enter(now_ns(), count=ask.num_choices, tokens=tokens, deadline_ns=deadline_ns)
         prompts = await self._tokenize(ask)
@@ -101,11 +106,24 @@ class Visit:
             return ask_chat(given, model, config, timing)
         return ask_completion(given, model, config, timing)
 
+    def _read_head(self) -> tuple[ModelInfo, int | None]:
+        """The model, and the request's deadline; refused if there is no room, or none for its tenant."""
+        deadline_ns = http.deadline_ns(self.scope, self.start_ns)
+        model = self.service.require_serving()
+        admission = self.service.admission
+        try:
+            self.service.quota(self.tenant).check(now_ns())
+        except Refused as refused:
+            raise admission.refuse(refused) from None
+        size = http.content_length(self.scope) or 0
+        admission.check(now_ns(), tokens=admission.estimate_tokens(size), deadline_ns=deadline_ns)
+        return model, deadline_ns
+
     async def _reserve(self) -> None:
         try:
             await self.service.reserve(self.request_id)
         except SplittimeError:
-            self.request_id = http.new_request_id()  # the account must not go by another request's id
+            self.request_id = http.new_request_id()
             raise
         self._is_reserved = True
 
@@ -158,13 +176,18 @@ class Visit:
                 submitted_ns=now_ns(),
                 priority=ask.priority,
                 deadline_ns=deadline_ns,
-                cache_salt=ask.cache_salt,
+                cache_salt=self.tenant.cache_salt(ask.cache_salt),
             )
             choices.append(self._choice(index, request, ask, sources[p], self._prompt_parts[p]))
         generation = Generation(self.group_id, self.service.client, choices, place)
         generation.start()
+        self._use_tokens(len(prompts[p]) for p, _ in plans)
         self.service.generations[self.request_id] = generation
         return generation
+
+    def _use_tokens(self, counts: Iterable[int]) -> None:
+        if self._quota is not None:
+            self._quota.use_tokens(sum(counts), now_ns())
 
     def _choice(self, index: int, request: Request, ask: Ask, source: Prompt, parts: PromptParts) -> Choice:
         account = Account(request.request_id, self.start_ns, Stage.RECEIVE)
@@ -207,8 +230,8 @@ class Visit:
         """Close a choice's account, once."""
         if not choice.is_closed:
             model, unix_ns = self._model_name(), self.started_at_unix_ns
-            account = choice.close(at_ns, self.group_id, model, self.endpoint, unix_ns, self.unseen_ns)
-            self.service.file_account(account)
+            about = (self.group_id, model, self.endpoint, unix_ns, self.unseen_ns, self.tenant.name)
+            self.service.file_account(choice.close(at_ns, *about))
 
     def close_refused(self, finish_reason: str, error: ErrorInfo | None) -> None:
         """Close the account of a request that never reached the engine."""
@@ -228,6 +251,7 @@ class Visit:
                 error=error,
                 cancelled_ns=at_ns if finish_reason == FinishReason.ABORT else None,
                 unseen_ns=self.unseen_ns,
+                tenant=self.tenant.name,
             )
         )
 
@@ -242,6 +266,9 @@ class Visit:
         """Give back what the visit holds: its queue places, its id (when the engine has let go), its watcher."""
         if self._watcher is not None:
             self._watcher.cancel()
+        if self._quota is not None:
+            self._use_tokens(len(choice.token_ids) for choice in (self.generation.choices if self.generation else ()))
+            self._quota.leave()
         if self.generation is not None:
             self.generation.when_released(lambda: self.service.release(self.request_id))
             return

@@ -45,6 +45,7 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "prompt_parts": account.prompt_parts,
         "unseen_ns": account.unseen_ns,
         "host_tokens": account.host_tokens,
+        "tenant": account.tenant,
         "derived": _derived_json(account),
     }
 
@@ -77,6 +78,7 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         prompt_parts=tuple(tuple(part) for part in data.get("prompt_parts", ())),
         unseen_ns=data.get("unseen_ns", 0),
         host_tokens=data.get("host_tokens", 0),
+        tenant=data.get("tenant", ""),
     )
 
 

@@ -20,15 +20,16 @@ _ERRORS = {
     408: "The body took too long to arrive.",
     409: "The X-Request-Id is in flight, or the server is not in a state for that.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "The queue is full, or the deadline cannot be met. Retry-After says when to come back.",
     500: "The engine failed.",
     503: "Not ready, or shutting down. Retry-After says when to come back.",
     504: "The request's own deadline passed.",
 }
-_GENERATION_ERRORS = (400, 404, 408, 409, 413, 429, 500, 503, 504)
+_GENERATION_ERRORS = (400, 404, 408, 409, 413, 415, 429, 500, 503, 504)
 
 # In words only: a tool that draws requests would draw deadlines too, and a deadline that passes is a 504 by right.
-_DEADLINE = "The header X-Request-Deadline-Ms (a number above 0, counted from arrival) ends the request when it passes."
+_DEADLINE = "The header X-Request-Deadline-Ms (1 to 10^10, counted from arrival) ends the request when it passes."
 
 _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
 EXAMPLES: dict[str, Any] = {
@@ -47,7 +48,9 @@ def document(config: ServerConfig, limits: Limits | None = None, knobs: Mapping[
         "paths": _paths(knobs or {}),
         "components": {"schemas": {**body_schemas(config, limits or Limits()), **ANSWER_SCHEMAS}},
     }
-    if config.api_key is not None:
+    if config.root_path:
+        described["servers"] = [{"url": config.root_path}]
+    if config.asks_for_key:
         described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         described["security"] = [{"key": []}]
     return described

@@ -1,0 +1,95 @@
+"""Lines that any client can cause are few, and say how many were left out."""
+
+import asyncio
+import contextlib
+import logging
+
+import pytest
+
+from splittime.server import sparing
+
+from .test_attacks import connect
+from .test_endings import wait_until
+
+STORM = 60
+
+
+def lines(caplog, name: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == name]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [b"\x00\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"],
+    ids=["garbage", "websocket"],
+)
+def test_a_storm_of_bad_requests_is_a_few_lines(launch, caplog, monkeypatch, bad: bytes) -> None:
+    monkeypatch.setattr(sparing, "WINDOW_S", 1.0)
+    server = launch()
+    caplog.clear()
+    for _ in range(STORM):
+        with connect(server) as client, contextlib.suppress(OSError):
+            client.sendall(bad)
+            client.recv(100)
+    wait_until(lambda: any("left out" in line for line in lines(caplog, "uvicorn.error")))
+    told = lines(caplog, "uvicorn.error")
+    assert len(told) < STORM
+    assert server.get("/health")[0] == 200
+
+
+def test_failures_of_ours_are_told_as_sparingly(launch, caplog, monkeypatch) -> None:
+    server = launch()
+    monkeypatch.setattr(server.service.ledger, "account", lambda request_id: 1 / 0)
+    for _ in range(STORM):
+        assert server.get("/ledger/requests/x")[0] == 500
+    assert len(lines(caplog, "splittime.server")) < STORM
+
+
+def record(text: str = "bad", level: int = logging.WARNING) -> logging.LogRecord:
+    return logging.LogRecord("splittime.test", level, "", 0, text, (), None)
+
+
+def test_a_few_of_each_kind_in_a_window_and_then_the_count(monkeypatch, caplog) -> None:
+    now = [100.0]
+    monkeypatch.setattr(sparing.time, "monotonic", lambda: now[0])
+    spare = sparing.Sparing()
+    assert [spare.filter(record()) for _ in range(8)] == [True] * sparing.BURST + [False] * 3
+    assert spare.filter(record("another"))
+    assert all(spare.filter(record("ready", logging.INFO)) for _ in range(20))
+    now[0] += sparing.WINDOW_S - 0.1
+    assert not spare.filter(record())
+    now[0] += 0.2
+    assert spare.filter(record())
+    assert lines(caplog, "splittime.test") == ["4 more lines like 'bad' were left out in 10 s"]
+    now[0] += 2 * sparing.WINDOW_S
+    assert spare.filter(record())
+    assert len(lines(caplog, "splittime.test")) == 1  # nothing was left out since
+
+
+def test_the_count_is_told_when_the_window_ends(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(sparing, "WINDOW_S", 0.05)
+    spare = sparing.Sparing()
+
+    async def storm() -> None:
+        for _ in range(9):
+            spare.filter(record())
+        while not lines(caplog, "splittime.test"):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(storm(), 60))
+    assert lines(caplog, "splittime.test") == ["4 more lines like 'bad' were left out in 0.05 s"]
+
+
+def test_a_kind_is_spared_once_however_many_servers_there_are() -> None:
+    sparing.install()
+    sparing.install()
+    for name in sparing.LOGGERS:
+        assert sum(isinstance(each, sparing.Sparing) for each in logging.getLogger(name).filters) == 1
+
+
+@pytest.fixture(autouse=True)
+def _as_new():
+    """The filters stay for the life of a process; a test before may have used up its burst."""
+    for name in sparing.LOGGERS:
+        for each in logging.getLogger(name).filters:
+            getattr(each, "_windows", {}).clear()

@@ -1,0 +1,120 @@
+"""A body that nobody asked for: the answer arrives, little of the body is read, the connection ends or goes on."""
+
+import contextlib
+import socket
+import time
+
+import pytest
+
+from .conftest import LiveServer
+from .test_attacks import connect
+from .test_endings import wait_until
+
+CHUNKED, LONG = "Transfer-Encoding: chunked", "Content-Length: 1000000"
+ROUTES = [
+    ("GET", "/health", 200),
+    ("GET", "/metrics", 200),
+    ("HEAD", "/v1/models", 200),
+    ("GET", "/dashboard/static/app.js", 200),
+    ("POST", "/nowhere", 404),
+    ("DELETE", "/v1/completions", 405),
+    ("POST", "/sleep", 413),
+    ("POST", "/v1/completions", 413),
+]
+
+
+def head(method: str, path: str, *lines: str) -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode()
+
+
+def dribble(server: LiveServer, client: socket.socket, piece: bytes) -> None:
+    """Send on and on, until the server has let go of the connection."""
+
+    def is_over() -> bool:
+        with contextlib.suppress(OSError):
+            client.sendall(piece)
+        time.sleep(0.05)
+        return not server.server.server_state.connections
+
+    wait_until(is_over)
+
+
+@pytest.mark.parametrize("length", [CHUNKED, LONG])
+@pytest.mark.parametrize(("method", "path", "status"), ROUTES)
+def test_a_body_by_the_byte_does_not_hold_its_connection(
+    launch, monkeypatch, method: str, path: str, status: int, length: str
+) -> None:
+    monkeypatch.setattr("splittime.server.exchange.LINGER_S", 0.2)
+    server = launch(config={"max_body_bytes": 10})
+    wait_until(lambda: not server.server.server_state.connections)
+    client = connect(server)
+    client.sendall(head(method, path, length))
+    byte = b"1\r\nx\r\n" if length is CHUNKED else b"x"
+    if status == 413 and length is CHUNKED:
+        client.sendall(byte * 100)
+    assert client.recv(20).startswith(f"HTTP/1.1 {status}".encode())
+    dribble(server, client, byte)
+    assert server.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("config", [{"api_key": ("secret",)}, {}], ids=["no key", "another's name"])
+def test_nor_does_one_of_who_may_not_come_in(launch, monkeypatch, config: dict) -> None:
+    monkeypatch.setattr("splittime.server.exchange.LINGER_S", 0.2)
+    server = launch(config=config)
+    client = connect(server)
+    asked = head("POST", "/v1/completions", LONG)
+    client.sendall(asked if config else asked.replace(b"localhost", b"evil.example"))
+    assert client.recv(20).startswith(b"HTTP/1.1 401" if config else b"HTTP/1.1 403")
+    dribble(server, client, b"x")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health"])
+def test_little_of_it_is_read(launch, monkeypatch, path: str) -> None:
+    """As much as the two systems hold and the bound; here far less than what is sent in the time."""
+    for module in ("exchange", "connection"):  # of answers from a task, and of those at once
+        monkeypatch.setattr(f"splittime.server.{module}.LINGER_S", 60.0)
+        monkeypatch.setattr(f"splittime.server.{module}.LINGER_BYTES", 100_000)
+    server = launch()
+    client = connect(server)
+    client.sendall(head("GET", path, "Content-Length: 100000000000"))
+    assert client.recv(20).startswith(b"HTTP/1.1 200")
+    with contextlib.suppress(OSError):
+        for _ in range(1000):
+            client.sendall(b"x" * 10**6)
+        pytest.fail("a gigabyte was read")
+
+
+def test_a_body_that_ends_soon_leaves_the_connection_to_the_next_request(launch) -> None:
+    server = launch(config={"api_key": ("secret",)})
+    client = connect(server)
+    for _ in range(3):
+        client.sendall(head("POST", "/v1/completions", "Content-Length: 300000"))
+        assert client.recv(20).startswith(b"HTTP/1.1 401")
+        client.sendall(b"x" * 300_000)
+        rest = b""
+        while b"Bearer KEY" not in rest:  # the end of the answer
+            rest += client.recv(4096)
+    client.sendall(head("GET", "/health"))
+    assert client.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_the_answer_to_a_body_too_long_arrives_whole(launch, connection: str) -> None:
+    """Not overtaken by a reset, also where the client sends all of it before it reads."""
+    server = launch()
+    for path in ("/v1/completions", "/tokenize"):
+        client = connect(server)
+        lines = (f"Connection: {connection}", f"Content-Length: {8 * 2**20}")
+        client.sendall(head("POST", path, *lines) + b" " * (8 * 2**20))
+        assert client.recv(20).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_takes_too_long_ends_its_connection(launch, monkeypatch) -> None:
+    monkeypatch.setattr("splittime.server.exchange.LINGER_S", 0.2)
+    server = launch(config={"body_timeout_s": 0.2})
+    wait_until(lambda: not server.server.server_state.connections)
+    for path in ("/v1/completions", "/tokenize", "/sleep"):
+        client = connect(server)
+        client.sendall(head("POST", path, "Content-Length: 50") + b"{")
+        assert client.recv(20).startswith(b"HTTP/1.1 408")
+        dribble(server, client, b"")
