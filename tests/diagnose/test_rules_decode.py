@@ -70,7 +70,7 @@ def test_products(books):
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
-        (threads.choose((lambda: None,), lambda count: None, 1)[1], "measured at start"),
+        (threads.choose({"a step": lambda: None}, lambda count: None, 1).reason, "measured at start"),
         (machine.choose_num_threads(1, 1)[1], "asked for"),
     ],
 )

@@ -1,9 +1,11 @@
-"""What is measured at start: the number of threads, and how many prompt tokens fit in a slice of time."""
+"""What is measured at start: the number of threads, and what a prompt's token takes; by a clock of its own."""
+
+import random
 
 import pytest
 import tiny_checkpoint
 
-from splittime.runner import threads
+from splittime.runner import prefill_rate, threads
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 
@@ -11,21 +13,25 @@ from splittime.runner.torch_runner import TorchRunner
 @pytest.fixture
 def runner(tmp_path):
     tiny_checkpoint.write(tmp_path)
-    return TorchRunner.load(RunnerConfig(model_path=str(tmp_path), num_threads=1))
+    return TorchRunner.load(RunnerConfig(model_path=str(tmp_path), num_threads=1, packed_cache="off"))
 
 
 class FakeClock:
-    """A step takes what the table says for the threads that are set, in a time of its own."""
+    """A step takes what the table says for the threads that are set, times what `noise` says of the moment."""
 
-    def __init__(self, monkeypatch, ms_by_threads):
-        self.ms_by_threads, self.now_ns, self.set = ms_by_threads, 0, None
+    def __init__(self, monkeypatch, ms_by_threads, noise=lambda: 1.0):
+        self.ms_by_threads, self.now_ns, self.set, self.noise = ms_by_threads, 0, None, noise
         monkeypatch.setattr(threads.time, "monotonic_ns", lambda: self.now_ns)
 
     def set_threads(self, count):
         self.set = count
 
     def step(self):
-        self.now_ns += int(self.ms_by_threads[self.set] * 1e6)
+        self.now_ns += int(self.ms_by_threads[self.set] * self.noise() * 1e6)
+
+
+def choose(clock, cores=2):
+    return threads.choose({"a step": clock.step, "another": clock.step}, clock.set_threads, cores)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +47,9 @@ class FakeClock:
 )
 def test_as_many_threads_as_pay(monkeypatch, ms_by_threads, cores, want):
     clock = FakeClock(monkeypatch, ms_by_threads)
-    count, reason = threads.choose((clock.step, clock.step), clock.set_threads, cores)
-    assert count == clock.set == want
+    found = choose(clock, cores)
+    reason = found.reason
+    assert found.threads == clock.set == want
     assert all(f"{tried}: {ms:.2f} and {ms:.2f} ms" in reason for tried, ms in ms_by_threads.items())
 
 
@@ -57,19 +64,48 @@ def test_what_one_kind_of_step_gains_the_other_may_lose(monkeypatch):
             for clock in clocks:
                 clock.set_threads(count)
 
-        assert threads.choose((decode.step, prompt.step), set_threads, 2)[0] == want
+        assert threads.choose({"decode": decode.step, "prompt": prompt.step}, set_threads, 2).threads == want
+
+
+@pytest.mark.parametrize(("ms_by_threads", "want"), [({1: 1, 2: 0.98}, 1), ({1: 1, 2: 1.05}, 1), ({1: 1, 2: 0.6}, 2)])
+def test_noise_does_not_choose(monkeypatch, ms_by_threads, want):
+    """Fifty starts on a machine where a third of all steps takes up to three times its time."""
+    dice = random.Random(0)
+
+    def noise():
+        return dice.uniform(1, 3) if dice.random() < 0.3 else dice.uniform(1, 1.05)
+
+    assert {choose(FakeClock(monkeypatch, ms_by_threads, noise)).threads for _ in range(50)} == {want}
+
+
+def test_a_clear_case_is_short_and_a_doubtful_one_ends(monkeypatch):
+    clear = FakeClock(monkeypatch, {1: 10, 2: 6})
+    assert f"in {threads.MIN_ROUNDS} rounds" in choose(clear).reason
+    turns = iter(range(10**6))
+    doubtful = FakeClock(monkeypatch, {1: 10, 2: 9}, lambda: 1.2 if next(turns) // 8 % 2 else 0.9)
+    choose(doubtful)
+    assert doubtful.now_ns < (threads.BUDGET_S + 0.2) * 1e9
 
 
 def test_prefill_tokens_follow_the_time_that_a_step_takes(runner, monkeypatch):
     assert runner.prefill_tokens_within(10.0) > runner.prefill_tokens_within(1e-9) == 1
-    monkeypatch.setattr(threads, "shortest_ns", lambda step, repeats: 10**9)
+    monkeypatch.setattr(prefill_rate, "_time_ns", lambda step, num_threads: 1e9)
     assert runner.prefill_tokens_within(0.5) == min(32, runner.resolved.max_model_len) // 2
+    assert "took 1000.00 ms, the shortest of 3 runs, the next 0% more" in runner.resolved.prefill_reason
     assert not len(runner.slots)
+
+
+def test_a_prompt_is_timed_until_its_shortest_is_confirmed(runner, monkeypatch):
+    taken_ms = iter([50, 31, 40, 30.2, 99])
+    monkeypatch.setattr(prefill_rate, "_time_ns", lambda step, num_threads: next(taken_ms) * 1e6)
+    runner.prefill_tokens_within(1.0)
+    assert "took 30.20 ms, the shortest of 4 runs" in runner.resolved.prefill_reason
 
 
 def test_measuring_leaves_no_trace(runner):
     runner.choose_threads(2)
     assert runner.resolved.num_threads in (1, 2)
+    assert "ms of a decode step of 1, of 16, a prompt of 32 by threads" in runner.resolved.num_threads_reason
     assert not len(runner.slots)
     for layer in runner.store.layers:
         assert not layer.data[-1].any()  # the block that padding reads

@@ -105,6 +105,13 @@ SETTINGS = (
         1024,
     ),
     Setting(
+        "remeasure",
+        "switch",
+        False,
+        "Measure threads and prompt tokens a step again, rather than take what an earlier start has remembered.",
+        ("runner",),
+    ),
+    Setting(
         "kernels",
         "text",
         "auto",
@@ -173,7 +180,7 @@ SETTINGS = (
         "max_prefill_tokens",
         "whole",
         None,
-        "Prompt tokens of these; default: what a step computes in 0.25 s, measured at start, at least 16. "
+        "Prompt tokens of these; default: what a step computes in 0.25 s, measured once, at least 16. "
         "Not heeded without chunked prefill.",
         ("scheduler",),
         1,

@@ -161,11 +161,11 @@ class Gauge:
     def _make_key(self) -> str:
         plain = self._plain
         facts = [plain.cpu, plain.cores, plain.threads, plain.cache_bytes, asdict(self._scheme)]
-        facts += [self._ops.name, self._ops.linear_name, str(self._ops.activation_dtype), _build(self._ops)]
+        facts += [self._ops.name, self._ops.linear_name, str(self._ops.activation_dtype), kernels_build(self._ops)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def _build(ops: Ops) -> list[object]:
+def kernels_build(ops: Ops) -> list[object]:
     """Which build of the kernels: another one may be faster."""
     if ops.name != "native":
         return [torch.__version__]

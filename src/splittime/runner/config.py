@@ -33,7 +33,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels: "auto" takes "triton" where there is a CUDA card, else "native", and "torch" where the native library is
         missing; "reference" is the slow oracle.
     packed_cache: the folder for quantised weights; "auto" is one below the user's cache folder, "off" keeps none.
-    num_threads: None chooses by the size of the weights.
+    num_threads: None chooses by the size of the weights, and for small ones by measuring.
+    remeasure: measure what earlier starts have remembered (`runner.start_memory`), and remember that.
     max_model_len: longest context in tokens; None takes the checkpoint's.
     gpu_memory_utilization: share of a card's memory that weights, steps and KV cache may take together.
     kv_cache_memory_bytes: None takes what `max_num_seqs` full contexts need, at most half of the free memory.
@@ -50,6 +51,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     num_threads: int | None = None
+    remeasure: bool = False
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
@@ -107,6 +109,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         they take in memory. embedding_bytes: what the embedding table takes in the checkpoint's mapping; only rows that
         are looked up come into memory.
     packed_cache: what became of the cache of packed weights.
+    prefill_ns_per_token: what a token of a prompt takes, measured at start, 0 where it was not; prefill_reason: how.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
     num_host_slots: blocks of host memory for what is evicted; kv_offload: what that makes, in words.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.
@@ -144,6 +147,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     sliding_window: int | None
     num_host_slots: int = 0
+    prefill_ns_per_token: int = 0
+    prefill_reason: str = ""
     kv_offload: str = ""
     graph_sizes: tuple[int, ...] = ()
     tensor_parallel_size: int = 1

@@ -12,6 +12,7 @@ OMP_WAIT_POLICY=passive in the environment before torch is imported.)
 import logging
 import os
 import platform
+import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,7 +116,7 @@ def packed_cache_folder(setting: str) -> Path | None:
 
 def num_cores() -> int:
     """That this process may use: by its affinity, and by its control group's quota, rounded up."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(_cores())
     try:
         quota, period = (CGROUP / "cpu.max").read_text().split()
         return max(1, min(cores, -(-int(quota) // int(period))))  # ValueError when the quota is "max"
@@ -132,11 +133,40 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+class Others:
+    """What others do on the cores that this process needs, from when this is made."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    def busy_cores(self) -> float:
+        """How many of them others, or the hypervisor, have kept busy, beyond those that this process leaves free; 0
+        where the system does not tell. The system counts in hundredths of a second: two of them are not told."""
+        (begin_s, begin_busy_s), (end_s, end_busy_s) = self._begin, self._now()
+        free = len(_cores()) - num_cores()
+        busy_s = end_busy_s - begin_busy_s - 2 / os.sysconf("SC_CLK_TCK")
+        return max(0.0, busy_s / max(1e-9, end_s - begin_s) - free)
+
+    def _now(self) -> tuple[float, float]:
+        """The time, and how long the cores have been busy with others, in s."""
+        ticks, wanted = 0, {f"cpu{core}" for core in _cores()}
+        with suppress(OSError, ValueError):
+            for line in Path("/proc/stat").read_text().splitlines():
+                name, *fields = line.split()
+                if name in wanted:
+                    user, nice, system, _, _, irq, softirq, stolen = map(int, fields[:8])
+                    ticks += user + nice + system + irq + softirq + stolen
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def _cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def cache_bytes(threads: int) -> int | None:
     """The last-level caches that so many threads of this process can use together; None where the system tells none."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     found = {}  # size by (level, the cores that share it)
-    for core in cores:
+    for core in _cores():
         for folder in CPUS.glob(f"cpu{core}/cache/index*"):
             with suppress(OSError, ValueError):
                 level, shared, size = (

@@ -21,7 +21,7 @@ from splittime.models.decoder import Decoder
 from splittime.models.quant.plan import choose
 from splittime.models.weights.load import OnLayer
 from splittime.runner import batch as batches
-from splittime.runner import logprobs, machine, penalties, sampler, threads
+from splittime.runner import logprobs, machine, penalties, prefill_rate, sampler, start_memory, threads
 from splittime.runner.ahead import RunnerThread
 from splittime.runner.batch import Batch
 from splittime.runner.ceilings import Gauge
@@ -31,6 +31,7 @@ from splittime.runner.kv_store import KvStore
 from splittime.runner.load import OnPhase, load
 from splittime.runner.sleep import Sleeper, without_weights
 from splittime.runner.slots import Slots
+from splittime.runner.start_memory import StartMemory
 from splittime.runner.warm_up import Probe, warm_up_plans
 
 NO_TOKEN = "the step before gave this request no token"
@@ -53,6 +54,7 @@ class TorchRunner:
         self.resolved = resolved
         self.slots = Slots(resolved.max_model_len, resolved.vocab_size)
         self.on_hidden: OnHidden | None = None
+        self.memory = StartMemory(None, ())  # of what is measured at start; `load` gives one that lasts
 
     @staticmethod
     def load(config: RunnerConfig, on_phase: OnPhase | None = None, on_layer: OnLayer | None = None) -> "TorchRunner":
@@ -67,6 +69,7 @@ class TorchRunner:
             config.validate()
             return ParallelRunner.lead(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer)
         runner = _made(config, *load(config, on_phase or (lambda name, begin_ns, end_ns: None), on_layer))
+        runner.memory = start_memory.of(config, runner.resolved, runner.decoder)
         is_small = runner.resolved.weights_bytes <= threads.LARGE_BYTES
         if config.num_threads is None and runner.decoder.ops.name == "native" and is_small:
             begin_ns = time.monotonic_ns()
@@ -105,16 +108,32 @@ class TorchRunner:
             self.run(plan)
 
     def choose_threads(self, cores: int) -> None:
-        """Time a few steps, keep the number of threads that they want, and note it in `resolved`."""
-        with Probe(self.run, self.resolved) as probe:
-            count, reason = threads.choose((probe.decode, probe.prefill), self.decoder.ops.set_threads, cores)
-        self.resolved = msgspec.structs.replace(self.resolved, num_threads=count, num_threads_reason=reason)
+        """Keep the number of threads that this model wants, remembered or measured, and note it in `resolved`."""
+        set_threads = self.decoder.ops.set_threads
+
+        def measure() -> threads.Chosen:
+            with Probe(self.run, self.resolved) as probe:
+                return threads.choose(probe.steps(), set_threads, cores)
+
+        found, told = self.memory.get("threads", (cores,), threads.Chosen, measure)
+        set_threads(found.threads)
+        reason = f"{found.reason}; {told}"
+        self.resolved = msgspec.structs.replace(self.resolved, num_threads=found.threads, num_threads_reason=reason)
 
     def prefill_tokens_within(self, seconds: float) -> int:
-        """How many prompt tokens a step computes in this time, at least 1; measured by running one."""
-        with Probe(self.run, self.resolved) as probe:
-            taken_ns = threads.shortest_ns(probe.prefill, repeats=2)
-            return max(1, int(seconds * 1e9 * probe.max_tokens / taken_ns))
+        """How many prompt tokens a step computes in this time, at least 1; remembered, or measured by running some.
+        Notes in `resolved` what one takes."""
+        is_alone = self.decoder.ops.name == "native" and self.resolved.tensor_parallel_size == 1
+        num_threads = self.resolved.num_threads
+
+        def measure() -> prefill_rate.Rate:
+            with Probe(self.run, self.resolved) as probe:
+                return prefill_rate.measure(probe, num_threads if is_alone else None)
+
+        found, told = self.memory.get("prefill", (num_threads,), prefill_rate.Rate, measure)
+        ns, reason = round(found.ns_per_token), f"measured, {found.evidence}; {told}"
+        self.resolved = msgspec.structs.replace(self.resolved, prefill_ns_per_token=ns, prefill_reason=reason)
+        return max(1, int(seconds * 1e9 / found.ns_per_token))
 
     def gauge(self, config: RunnerConfig) -> Gauge:
         """What measures the machine for this runner, made with `config`."""

@@ -11,6 +11,7 @@ from splittime.runner.config import Resolved
 
 BATCH = 4
 PROBE_TOKENS = 32
+SERVED_ROWS = 16  # of a decode step as a busy server runs it
 
 
 def warm_up_plans(resolved: Resolved) -> Iterator[StepPlan]:
@@ -45,24 +46,43 @@ def _whole(row: Row, prompt: tuple[int, ...]) -> tuple[str, int, tuple[int, ...]
 
 
 class Probe:
-    """One request that can be run again and again at the same place, to time a step of so many tokens."""
+    """Requests that can be run again and again at the same place, to time a step: a prompt, and a decode step of one
+    request or of as many as are served at once."""
 
     def __init__(self, run: Callable[[StepPlan], StepResult], resolved: Resolved) -> None:
         self.run = run
         self.max_tokens = min(PROBE_TOKENS, resolved.max_model_len, resolved.num_blocks * resolved.block_size)
-        self._block_ids = tuple(range(-(-self.max_tokens // resolved.block_size)))
+        blocks = -(-self.max_tokens // resolved.block_size)
+        self.num_rows = max(1, min(SERVED_ROWS, resolved.max_num_seqs, resolved.num_blocks // blocks))
+        self._tables = [tuple(range(place * blocks, (place + 1) * blocks)) for place in range(self.num_rows)]
+        self._names = [f"probe-{place}" for place in range(self.num_rows)]
 
     def __enter__(self) -> "Probe":
         tokens = (0,) * self.max_tokens
-        admitted = (Admitted("probe", tokens, 1, SamplingParams(temperature=0.0, seed=0), ()),)
-        self.run(StepPlan(0, (Row("probe", 0, tokens, self._block_ids, True),), admitted))
+        greedy = SamplingParams(temperature=0.0, seed=0)
+        admitted = tuple(Admitted(name, tokens, 1, greedy, ()) for name in self._names)
+        self.run(StepPlan(0, (Row(self._names[0], 0, tokens, self._tables[0], True),), admitted))
+        others = [self._decoded(name, table) for name, table in zip(self._names, self._tables, strict=True)][1:]
+        if others:
+            self.run(StepPlan(0, tuple(others)))  # what they attend to is whatever lies in the cache: only time counts
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.run(StepPlan(0, (), released=("probe",)))
+        self.run(StepPlan(0, (), released=tuple(self._names)))
+
+    def steps(self) -> dict[str, Callable[[], None]]:
+        """All of them, by what they are."""
+        served = {f"of {self.num_rows}": self.decode_served} if self.num_rows > 1 else {}
+        return {"ms of a decode step of 1": self.decode, **served, f"a prompt of {self.max_tokens}": self.prefill}
 
     def decode(self) -> None:
-        self.run(StepPlan(0, (Row("probe", self.max_tokens - 1, (0,), (), True),)))
+        self.run(StepPlan(0, (self._decoded(self._names[0]),)))
+
+    def decode_served(self) -> None:
+        self.run(StepPlan(0, tuple(self._decoded(name) for name in self._names)))
 
     def prefill(self) -> None:
-        self.run(StepPlan(0, (Row("probe", 0, (0,) * self.max_tokens, (), True),)))
+        self.run(StepPlan(0, (Row(self._names[0], 0, (0,) * self.max_tokens, (), True),)))
+
+    def _decoded(self, name: str, new_block_ids: tuple[int, ...] = ()) -> Row:
+        return Row(name, self.max_tokens - 1, (0,), new_block_ids, True)
