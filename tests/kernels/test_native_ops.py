@@ -159,9 +159,28 @@ def test_a_wrong_instruction_set_is_not_used(ops, monkeypatch):
         pytest.skip("this CPU has no other")
     monkeypatch.setattr(check, "_product", lambda *case: good(*case) * (2 if library.selected_isa() == best else 1))
     with pytest.warns(UserWarning, match=f"the {best} kernels give wrong results"):
-        assert check.choose_isa.__wrapped__() != best
+        assert check.choose_isa.__wrapped__()[0] != best
+
+
+def test_the_instruction_set_is_chosen_by_its_rate(ops, monkeypatch):
+    """The last in the list where they are alike, or nearly; another where it is clearly faster."""
+    from splittime.kernels.native import check
+
+    names = ["portable", "avx2", "avx512", "avx512bf16"]
+    for times, want in (
+        ([4, 2, 2], "avx512bf16"),
+        ([4, 2, 2.1], "avx512bf16"),
+        ([4, 2, 4], "avx512"),
+        ([1, 2, 2], "avx2"),
+    ):
+        taken = dict(zip(names[1:], ([each] * len(check.RATED) for each in times), strict=True))
+        monkeypatch.setattr(check, "_product_times", lambda tried, taken=taken: {name: taken[name] for name in tried})
+        assert check.fastest(names)[0] == want
+    assert check.fastest(["portable"])[0] == "portable"
     monkeypatch.undo()
-    assert check.choose_isa.__wrapped__() == best
+    name, reason = check.choose_isa.__wrapped__()
+    assert name in reason
+    assert name != "portable" or len(check.native.isa_names()) == 1
 
 
 def test_a_forked_child_can_end(ops):

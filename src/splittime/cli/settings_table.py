@@ -53,7 +53,16 @@ SETTINGS = (
         "dtype",
         "text",
         "auto",
-        "Weights that are not quantised; native kernels compute in float32 whatever it is, others in it.",
+        "Weights that are not quantised; of other than native kernels activations too.",
+        ("runner",),
+        choices=_DTYPES,
+    ),
+    Setting(
+        "activation_dtype",
+        "text",
+        "auto",
+        "Activations in products. auto, native kernels: float32 by float weights, int8 by integers, on any processor; "
+        "others: as dtype. bfloat16 (native, bfloat16 weights) rounds them: faster with AVX512-BF16.",
         ("runner",),
         choices=_DTYPES,
     ),

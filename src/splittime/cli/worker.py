@@ -35,7 +35,7 @@ Products are as fast for some dozens of tokens as for thousands, so small slices
 NOT_TOLD = ("model_path", "packed_cache")  # where things lie is nobody's business
 DECIDED = (
     *("dtype", "kv_cache_dtype", "kernels", "num_threads", "num_threads_reason", "linear_backend", "attention_backend"),
-    *("weights", "weights_bytes", "activation_dtype", "num_blocks", "kv_bytes_per_block", "num_parameters"),
+    *("weights", "weights_bytes", "activation_dtype", "products", "num_blocks", "kv_bytes_per_block", "num_parameters"),
     *("context_length", "sliding_window", "vocab_size", "architecture"),
     *("prefill_ns_per_token", "prefill_reason"),
 )

@@ -40,7 +40,8 @@ class WeightScheme:
     `RoundedRows` comes with; only checkpoints that are already quantised do. rounds_activations, of "fp8" and of "int8"
     without groups: each token of x may be rounded too, as it comes (of "fp8" in groups each group of it), so that the
     product is one of 8-bit numbers. The torch backend never does so, the native one always with integers, the others
-    where it is set, and a card with fp8 unless it is an expert's.
+    where it is set, and a card with fp8 unless it is an expert's. Of "bfloat16", native: x is rounded to bfloat16, on
+    every processor alike; where it is not set x stays float32. `Ops.product_dtype` tells which.
     """
 
     name: str
@@ -120,6 +121,9 @@ class Ops(Protocol):
 
     def set_threads(self, num_threads: int) -> None:
         """Of this process, for all that the backend computes."""
+
+    def product_dtype(self, scheme: WeightScheme) -> str:
+        """What activations are rounded to before a product with such a weight."""
 
     def keeps(self, scheme: WeightScheme) -> bool:
         """Whether rounded rows can be packed in this scheme as they are: of fp8 the native kernels keep float32."""
@@ -246,6 +250,9 @@ class PlainOps:
 
     def set_threads(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
+
+    def product_dtype(self: Any, scheme: WeightScheme) -> str:
+        return str(self.activation_dtype).removeprefix("torch.")
 
     def keeps(self, scheme: WeightScheme) -> bool:
         return True

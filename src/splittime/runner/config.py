@@ -24,8 +24,12 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: a local folder with config.json and safetensors, or a .gguf file.
     load_format: "auto" tells which of the two by the path, "safetensors" and "gguf" insist; "dummy" reads config.json
         alone and makes random weights.
-    dtype: of weights that are not quantised. The native kernels compute in float32 whatever it is, the others in it.
-        "auto": `runner.machine.choose_dtype`.
+    dtype: of weights that are not quantised, and of activations with all kernels but the native ones. "auto":
+        `runner.machine.choose_dtype`.
+    activation_dtype: what activations are in products; what cannot be had is refused. "auto": with native kernels
+        float32 where the weight is a float, int8 where it is an integer; with others dtype, unless the scheme rounds
+        them. "bfloat16", with native kernels and weights of bfloat16: rounded before each product, on every processor
+        alike, which those with instructions for it do in half the time.
     quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are. "w8a8"
         (int8) and "fp8" round activations too; "fp8" needs "triton", "w8a8" that or "native". A checkpoint that is
         quantised already is served as it is and refuses this.
@@ -49,6 +53,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: str
     dtype: str = "auto"
+    activation_dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     num_threads: int | None = None
     remeasure: bool = False
@@ -71,6 +76,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> None:
         """Raise `ConfigError` naming the first setting that is not honoured."""
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("activation_dtype", self.activation_dtype, DTYPES)
         _one_of("kernels", self.kernels, BACKENDS)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
@@ -104,7 +110,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """What the machine decided; ints and strings only, so that it can be printed, sent and stored.
 
-    kernels, linear_backend: which kernels, and with which instructions. activation_dtype: what is computed in.
+    kernels, linear_backend: which kernels, and with which instructions. activation_dtype: of what goes from one
+        operation to the next. products: of weights by activations, as each is multiplied.
     weights: the schemes of the packed weights, with the format of a checkpoint that came in them. weights_bytes: what
         they take in memory. embedding_bytes: what the embedding table takes in the checkpoint's mapping; only rows that
         are looked up come into memory.
@@ -126,6 +133,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     dtype_reason: str
     activation_dtype: str
+    products: str
     weights: str
     weights_bytes: int
     embedding_bytes: int

@@ -13,7 +13,7 @@ from splittime.core.errors import ConfigError
 from splittime.kernels.api import KvShape, Ops, resolve
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
-from splittime.models.quant.plan import WeightPlan, choose
+from splittime.models.quant.plan import WeightPlan
 from splittime.models.ranks import Ranks
 from splittime.models.weights.load import Loaded, OnLayer, load_decoder
 from splittime.models.weights.shards import counted, own_config
@@ -58,6 +58,7 @@ def load(
             ranks,
             config.load_format == "dummy",
         )
+    _refuse_other_activations(config.activation_dtype, loaded.plan, choices.ops)
     weights_ns = time.monotonic_ns()
     on_phase("load weights", config_ns, weights_ns)
     if ranks is not None:
@@ -109,13 +110,16 @@ class _Choices:
             whole=model,
             model=own,
             ops=resolve(kernels, dtype),
-            plan=choose(config.quantization, _name(dtype)),
+            plan=machine.choose_weights(config, _name(dtype), kernels),
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             max_model_len=machine.choose_max_model_len(config, model),
             num_host_slots=num_host_slots(config, kernels, _bytes_per_block(config, own, kv_cache_dtype)),
             reasons={"kernels_reason": kernels_reason, "dtype_reason": dtype_reason},
         )
+        if isinstance(reason := getattr(choices.ops, "isa_reason", None), str):
+            choices.reasons["kernels_reason"] += f"; {reason}"
+        _refuse_other_activations(config.activation_dtype, choices.plan, choices.ops)
         _refuse_a_share_of_no_card(config, choices.ops)
         _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
         return choices
@@ -147,6 +151,27 @@ def _fitting(config: RunnerConfig, ops: Ops, on_layer: OnLayer) -> OnLayer:
         on_layer(done, total, num_bytes)
 
     return note
+
+
+def _refuse_other_activations(asked: str, plan: WeightPlan, ops: Ops) -> None:
+    """The router's are never rounded."""
+    for kind, scheme in (("layers", plan.layers), ("head", plan.head)):
+        found = ops.product_dtype(scheme)
+        if asked not in ("auto", found):
+            raise ConfigError(
+                f"activation_dtype is {asked!r}; the {ops.name} kernels multiply {kind} of {scheme.name} by {found}",
+                param="activation_dtype",
+                value=asked,
+                limit=["auto", found],
+                hint="activation_dtype=auto; bfloat16 is for the native kernels and weights of bfloat16",
+            )
+
+
+def _products(plan: WeightPlan, ops: Ops, has_experts: bool) -> str:
+    """As in "layers bfloat16 x float32, head int8 x int8"."""
+    kinds = {"layers": plan.layers, "head": plan.head} | ({"router": plan.router} if has_experts else {})
+    told = ", ".join(f"{kind} {scheme.name} x {ops.product_dtype(scheme)}" for kind, scheme in kinds.items())
+    return f"weights x activations: {told}"
 
 
 def _refuse_a_share_of_no_card(config: RunnerConfig, ops: Ops) -> None:
@@ -232,6 +257,7 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "kernels": ops.name,
         "dtype": _name(choices.dtype),
         "activation_dtype": _name(ops.activation_dtype),
+        "products": _products(loaded.plan, ops, model.moe is not None),
         "weights": loaded.weights,
         "weights_bytes": loaded.weights_bytes,
         "embedding_bytes": loaded.embedding_bytes,

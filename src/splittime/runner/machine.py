@@ -22,6 +22,7 @@ import torch
 from splittime.core.errors import ConfigError
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import ModelConfig
+from splittime.models.quant.plan import WeightPlan, choose
 from splittime.runner.config import RunnerConfig
 
 log = logging.getLogger("splittime.runner")
@@ -73,6 +74,11 @@ def choose_dtype(asked: str, checkpoint_dtype: str, kernels: str) -> tuple[torch
     if multiplies_bfloat16():
         return torch.bfloat16, f"the checkpoint is {checkpoint_dtype} and the CPU multiplies bfloat16"
     return torch.float32, f"the CPU has no bfloat16 instructions (checkpoint is {checkpoint_dtype})"
+
+
+def choose_weights(config: RunnerConfig, dtype: str, kernels: str) -> WeightPlan:
+    """Each kind's scheme. A scheme rounds activations to bfloat16 with native kernels only: others compute in dtype."""
+    return choose(config.quantization, dtype, config.activation_dtype if kernels == "native" else "auto")
 
 
 def choose_kv_cache_dtype(asked: str, dtype: torch.dtype, kernels: str) -> torch.dtype:

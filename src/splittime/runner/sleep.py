@@ -30,7 +30,6 @@ from torch import Tensor
 from splittime.core.errors import ConfigError, EngineError, SplittimeError, error_from_info
 from splittime.core.sleep import Moved, Part
 from splittime.models.decoder import Decoder
-from splittime.models.quant.plan import choose
 from splittime.models.weights.load import load_decoder
 from splittime.models.weights.source import read_config
 from splittime.runner import machine
@@ -160,7 +159,10 @@ class Sleeper:
         if read_config(path) != old.config:
             message = f"{path} holds another model than the one that was put to sleep"
             raise ConfigError(message, param="model", value=str(path), hint="put its config.json back, or start anew")
-        plan, folder = choose(config.quantization, resolved.dtype), machine.packed_cache_folder(config.packed_cache)
+        plan, folder = (
+            machine.choose_weights(config, resolved.dtype, resolved.kernels),
+            machine.packed_cache_folder(config.packed_cache),
+        )
         is_dummy = config.load_format == "dummy"
         ops.set_threads(config.num_threads or machine.num_cores())
         try:

@@ -18,7 +18,6 @@ from splittime.core.errors import SplittimeError
 from splittime.core.plan import RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.core.sampling import SamplingParams
 from splittime.models.decoder import Decoder
-from splittime.models.quant.plan import choose
 from splittime.models.weights.load import OnLayer
 from splittime.runner import batch as batches
 from splittime.runner import logprobs, machine, penalties, prefill_rate, sampler, start_memory, threads
@@ -137,7 +136,7 @@ class TorchRunner:
 
     def gauge(self, config: RunnerConfig) -> Gauge:
         """What measures the machine for this runner, made with `config`."""
-        scheme = choose(config.quantization, self.resolved.dtype).layers
+        scheme = machine.choose_weights(config, self.resolved.dtype, self.resolved.kernels).layers
         folder = machine.packed_cache_folder(config.packed_cache)
         return Gauge(self.decoder.ops, scheme, self.resolved.num_threads, folder)
 

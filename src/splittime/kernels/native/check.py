@@ -1,39 +1,99 @@
-"""Choosing the instruction set: the best that the CPU has and whose results agree with the portable code's.
+"""Choosing the instruction set: the fastest of those that the CPU has and whose results agree with the portable code's.
 
 An instruction set that was compiled but never run on such a CPU before must not be trusted blindly, so each start
-spends some milliseconds on small cases of every kernel. What disagrees is left for the next one, and said.
+spends some milliseconds on small cases of every kernel. What disagrees is left out, and said. How fast the others are
+is measured too: an instruction that multiplies pairs has twice the rate of a plain one on some processors and half of
+it on others. Which one is chosen changes no answer's kind: each rounds what the scheme says, and nothing else.
 """
 
 import ctypes
 import functools
+import math
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from splittime.kernels.api import DRAW
 from splittime.kernels.native import library as native
-from splittime.kernels.native.library import BFLOAT16, FLOAT32, INT4, INT8, MINIMA, Batch, Kv, Linear, library
+from splittime.kernels.native.library import (
+    BFLOAT16,
+    FLOAT32,
+    INT4,
+    INT8,
+    MINIMA,
+    ROUNDED_ACTIVATIONS,
+    Batch,
+    Kv,
+    Linear,
+    library,
+)
 
 OUT, IN, GROUP = 48, 192, 64
-PRODUCTS = ((FLOAT32, 0), (BFLOAT16, 0), (INT8, 0), (INT8, 16), (INT4, GROUP))  # schemes, and columns of a group
+PRODUCTS = (  # scheme, columns of a group, extras
+    *((FLOAT32, 0, 0), (BFLOAT16, 0, 0), (BFLOAT16, 0, ROUNDED_ACTIVATIONS)),
+    *((INT8, 0, 0), (INT8, 16, 0), (INT4, GROUP, 0)),
+)
+RATED = ((BFLOAT16, 0), (BFLOAT16, ROUNDED_ACTIVATIONS), (INT8, 0))  # scheme and extras
+RATED_TOKENS, RATED_WIDTH, RATED_ROUNDS = 32, 512, 5
+CLEARLY = 0.9  # of the time
 TOKENS = (1, 7, 40)
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 64, 16
-TOLERANCE = 0.02  # of the largest result; bfloat16 instructions round the activations, a wrong layout is off by 100 %
+TOLERANCE = 0.02  # of the largest result; a wrong layout is off by 100 %
 
 
 @functools.cache
-def choose_isa() -> str:
-    """Select an instruction set and return its name. Raises `LibraryMissing`; RuntimeError if none is right."""
+def choose_isa() -> tuple[str, str]:
+    """Select an instruction set; its name, and why. Raises `LibraryMissing`; RuntimeError if none is right."""
+    name, reason = fastest(_right_ones())
+    native.select_isa(name)
+    return name, reason
+
+
+def _right_ones() -> list[str]:
+    """Those whose results are right, in the library's order."""
     names = native.isa_names()
     native.select_isa(names[0])
-    expected = results()
-    for name in reversed(names):
+    expected, right = results(), []
+    for name in names:
         native.select_isa(name)
         if all(_agree(found, wanted) for found, wanted in zip(results(), expected, strict=True)):
-            return name
-        warnings.warn(f"the {name} kernels give wrong results on this CPU and are not used", stacklevel=2)
-    raise RuntimeError("the kernels do not give the same results twice")
+            right.append(name)
+        else:
+            warnings.warn(f"the {name} kernels give wrong results on this CPU and are not used", stacklevel=3)
+    if not right:
+        raise RuntimeError("the kernels do not give the same results twice")
+    return right
+
+
+def fastest(names: Sequence[str]) -> tuple[str, str]:
+    """The last of them, the one with the most instructions, unless another is clearly faster; and why."""
+    if len(names) == 1:
+        return names[0], f"{names[0]}: the only one that runs here"
+    tried = names[1:]  # the first is the portable code
+    taken_s = _product_times(tried)
+    means_s = {name: math.prod(taken_s[name]) ** (1 / len(RATED)) for name in tried}
+    best = min(tried, key=lambda name: means_s[name])
+    chosen = best if means_s[best] < CLEARLY * means_s[tried[-1]] else tried[-1]
+    operations = 2 * RATED_TOKENS * RATED_WIDTH**2
+    told = (f"{name} {operations / means_s[name] / 1e9:.0f}" for name in tried)
+    return chosen, f"{chosen}, by billions of operations a second: {', '.join(told)}"
+
+
+def _product_times(names: Sequence[str]) -> dict[str, list[float]]:
+    """The shortest time of each product in `RATED`, by instruction set; they take turns."""
+    width, x = RATED_WIDTH, _normal(0, RATED_TOKENS, RATED_WIDTH)
+    taken_s = {name: [math.inf] * len(RATED) for name in names}
+    for place, (scheme, extras) in enumerate(RATED):
+        raw, linear = _packed(scheme, 0, extras, width, width)
+        for name in [*names] * RATED_ROUNDS:
+            native.select_isa(name)
+            begin_s = time.perf_counter()
+            _times(linear, x)
+            taken_s[name][place] = min(taken_s[name][place], time.perf_counter() - begin_s)
+        del raw
+    return taken_s
 
 
 @functools.cache
@@ -47,7 +107,7 @@ def bytes_read() -> np.ndarray:
 
 def results() -> list[np.ndarray]:
     """Of the selected instruction set, the same cases each time."""
-    products = [_product(scheme, group, tokens) for scheme, group in PRODUCTS for tokens in TOKENS]
+    products = [_product(*kind, tokens) for kind in PRODUCTS for tokens in TOKENS]
     products += [_product_of_integers(scheme, tokens) for scheme in (INT8, INT4) for tokens in TOKENS]
     return [*products, *_elementwise(), *(_attention(kv_type) for kv_type in (FLOAT32, BFLOAT16, INT8)), *_choices()]
 
@@ -67,14 +127,20 @@ def _aligned(num_bytes: int) -> tuple[np.ndarray, int]:
     return raw, raw.ctypes.data + -raw.ctypes.data % native.BLOB_ALIGNMENT
 
 
-def _product(scheme: int, group: int, tokens: int) -> np.ndarray:
+def _product(scheme: int, group: int, extras: int, tokens: int) -> np.ndarray:
     """[tokens, OUT]."""
-    lib, weight, x = library(), _normal(scheme, OUT, IN), _normal(tokens, tokens, IN)
-    raw, blob = _aligned(lib.st_packed_bytes(scheme, OUT, IN, group, 0))
-    lib.st_pack(scheme, OUT, IN, group, weight.ctypes.data, FLOAT32, 0, OUT, blob)
-    y = _times(Linear(scheme, OUT, IN, group, 0, blob), x)
+    raw, linear = _packed(scheme, group, extras, OUT, IN)
+    y = _times(linear, _normal(tokens, tokens, IN))
     del raw
     return y
+
+
+def _packed(scheme: int, group: int, extras: int, rows: int, columns: int) -> tuple[np.ndarray, Linear]:
+    """Random weights, and the memory that they lie in."""
+    weight = _normal(scheme, rows, columns)
+    raw, blob = _aligned(library().st_packed_bytes(scheme, rows, columns, group, extras))
+    library().st_pack(scheme, rows, columns, group, weight.ctypes.data, FLOAT32, 0, rows, blob)
+    return raw, Linear(scheme, rows, columns, group, extras, blob)
 
 
 def _product_of_integers(scheme: int, tokens: int) -> np.ndarray:
@@ -92,8 +158,9 @@ def _product_of_integers(scheme: int, tokens: int) -> np.ndarray:
 
 
 def _times(linear: Linear, x: np.ndarray) -> np.ndarray:
-    y = np.zeros((len(x), OUT), dtype=np.float32)
-    library().st_linear(ctypes.byref(linear), len(x), x.ctypes.data, IN, None, y.ctypes.data, OUT)
+    rows, columns = linear.out_features, linear.in_features
+    y = np.zeros((len(x), rows), dtype=np.float32)
+    library().st_linear(ctypes.byref(linear), len(x), x.ctypes.data, columns, None, y.ctypes.data, rows)
     return y
 
 

@@ -1,4 +1,5 @@
-"""`Ops` by the C++ kernels. Activations are float32 whatever the weights are; packed weights are one blob each.
+"""`Ops` by the C++ kernels. Activations are float32 between products whatever the weights are (`product_dtype` says
+what a product makes of them); packed weights are one blob each.
 
 A dense decoder layer is one call (`fused`); what is composed in Python goes through `torch_ops`.
 """
@@ -46,7 +47,8 @@ class NativeOps:
 
     def __init__(self) -> None:
         """Raises `LibraryMissing`."""
-        self.linear_name = f"native {choose_isa()}"
+        isa, self.isa_reason = choose_isa()
+        self.linear_name = f"native {isa}"
         check.bytes_read()  # now, before there are weights
 
     def set_threads(self, num_threads: int) -> None:
@@ -55,6 +57,11 @@ class NativeOps:
         started = library().st_set_threads(num_threads)
         if started < num_threads:
             warnings.warn(f"the system gives {started} of {num_threads} threads", stacklevel=2)
+
+    def product_dtype(self, scheme: WeightScheme) -> str:
+        if scheme.name in ("int8", "int4"):
+            return "int8"
+        return "bfloat16" if scheme.name == "bfloat16" and scheme.rounds_activations else "float32"
 
     def keeps(self, scheme: WeightScheme) -> bool:
         return scheme.name in SCHEMES

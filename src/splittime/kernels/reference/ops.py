@@ -97,6 +97,9 @@ class ReferenceOps(PlainOps):
         gate, up = gate_up.chunk(2, dim=-1)
         return gate * torch.sigmoid(gate) * up
 
+    def product_dtype(self, scheme: WeightScheme) -> str:
+        return scheme.name if scheme.rounds_activations else super().product_dtype(scheme)
+
     def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: Any) -> Any:
         return batch, shape, window_tokens
 

@@ -35,6 +35,10 @@ class TritonOps(PlainOps):
         self._read_of_forgotten: Counter[str] = Counter()
         self.linear_name = "cublas, triton below 16 bits" + (", interpreted" if is_interpreted() else "")
 
+    def product_dtype(self, scheme: WeightScheme) -> str:
+        is_rounded = scheme.rounds_activations or scheme.name == "fp8"
+        return scheme.name if is_rounded else super().product_dtype(scheme)
+
     def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> Any:
         return linear.pack_linear(parts, bias, scheme, self.activation_dtype, self.device)
 

@@ -17,7 +17,7 @@
   the rounding saves.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from splittime.kernels.api import WeightScheme
 
@@ -41,11 +41,13 @@ class WeightPlan:
         return ", ".join([_name(self.layers), *told])
 
 
-def choose(quantization: str | None, dtype: str) -> WeightPlan:
-    """quantization: None or one of `QUANTIZATIONS`; dtype: "float32" or "bfloat16", of what is not quantised."""
+def choose(quantization: str | None, dtype: str, activation_dtype: str = "auto") -> WeightPlan:
+    """quantization: None or one of `QUANTIZATIONS`; dtype: "float32" or "bfloat16", of what is not quantised;
+    activation_dtype: "bfloat16" to round them to it before products with weights of bfloat16, but for the router's."""
     plain, int8 = WeightScheme(dtype), WeightScheme("int8")
     if quantization is None:
-        return WeightPlan(plain, plain, plain)
+        products = replace(plain, rounds_activations=dtype == activation_dtype == "bfloat16")
+        return WeightPlan(products, products, plain)
     if quantization == "int8":
         return WeightPlan(int8, int8, plain)
     if quantization == "w8a8":

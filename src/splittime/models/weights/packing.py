@@ -131,7 +131,7 @@ class Packer:
         first = run[0].content
         if not isinstance(first, Tensor):
             scheme = first.scheme if self.ops.keeps(first.scheme) else self._widest(first.scheme)
-        return replace(scheme, rounds_activations=False) if is_expert else scheme
+        return replace(scheme, rounds_activations=False) if is_expert and scheme.name != "bfloat16" else scheme
 
     def _widest(self, stored: WeightScheme) -> WeightScheme:
         if not self._has_told:

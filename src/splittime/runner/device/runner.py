@@ -23,7 +23,6 @@ from splittime.kernels.triton.logprobs import Logprobs, describe
 from splittime.kernels.triton.ops import TritonOps
 from splittime.models.decoder import Decoder
 from splittime.models.layers import MixtureOfExperts
-from splittime.models.quant.plan import choose
 from splittime.runner import batch as batches
 from splittime.runner import machine, penalties, sampler
 from splittime.runner.batch import Batch
@@ -66,7 +65,7 @@ class DeviceRunner(TorchRunner):
     def gauge(self, config: RunnerConfig) -> Gauge:
         if not self.latest.is_cuda:
             return super().gauge(config)
-        scheme = choose(config.quantization, self.resolved.dtype).layers
+        scheme = machine.choose_weights(config, self.resolved.dtype, self.resolved.kernels).layers
         folder = machine.packed_cache_folder(config.packed_cache)
         return CardGauge(self.ops, scheme, self.resolved.num_threads, folder)
 
