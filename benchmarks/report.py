@@ -1,4 +1,6 @@
-"""What every benchmark result is filed with: the commit, the machine and its state, and the figures. One JSON a run."""
+"""What every benchmark result is filed with: the commit, the machine and its state, and the figures. One JSON a run.
+
+The folder is `benchmarks/results`, or the one that BENCHMARK_RESULTS names: a trial overwrites no result."""
 
 import json
 import os
@@ -8,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).with_name("results"))
 
 
 def conditions() -> dict[str, Any]:
@@ -42,7 +44,7 @@ def file_result(name: str, figures: dict[str, Any], settings: dict[str, Any], as
     """Write the result beside the others; print it as JSON if asked."""
     shown = {key: _without_folders(value) for key, value in settings.items()}
     result = {"benchmark": name, "conditions": conditions(), "settings": shown, "figures": figures}
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
     if as_json:
@@ -57,7 +59,7 @@ def _without_folders(value: Any) -> Any:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
     return done.stdout.strip()
 
 

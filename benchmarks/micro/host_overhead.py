@@ -12,6 +12,7 @@ steps in which every request decodes.
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,10 @@ def summary(records: list[StepRecord]) -> dict[str, float]:
     return {**found, "host_share": statistics.median(shares), "steps": len(records)}
 
 
-def measure(engine: Engine) -> dict[str, dict[str, float]]:
+def measure(engine: Engine, batches: Sequence[int] = BATCHES) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for kind in SAMPLING:
-        for batch in BATCHES:
+        for batch in batches:
             decode_steps(engine, batch, kind)  # the first time warms the shapes
             found[f"{kind}, batch {batch}"] = summary(decode_steps(engine, batch, kind))
     return found
@@ -92,11 +93,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=PACKAGED)
     parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     scheduler = SchedulerConfig(max_num_seqs=64, enable_prefix_caching=False)
     settings: dict[str, Any] = {"quantization": arguments.quantization, "kv_cache_memory_bytes": 1 << 30}
-    figures = measure(build_engine(str(arguments.model), scheduler, max_model_len=2048, **settings))
+    figures = measure(build_engine(str(arguments.model), scheduler, max_model_len=2048, **settings), arguments.batches)
     name = f"host_overhead_{arguments.model.resolve().name}_{arguments.quantization or 'unquantised'}"
     file_result(name, figures, vars(arguments), arguments.json)
     if not arguments.json:

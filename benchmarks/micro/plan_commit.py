@@ -18,6 +18,9 @@ from splittime.engine.gc_pauses import freeze_heap
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
+CASES = ((256, 0, "fcfs"), (256, 10_000, "fcfs"), (256, 10_000, "priority"), (64, 10_000, "shortest_prefill"))
+SMALL = ((4, 0, "fcfs"), (4, 20, "priority"))
+
 
 def make_scheduler(num_running: int, num_waiting: int, policy: str) -> Scheduler:
     """`num_running` requests decoding, `num_waiting` behind them."""
@@ -69,10 +72,12 @@ def measure(num_running: int, num_waiting: int, policy: str, num_steps: int = 40
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="to see that it works: the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    cases = [(256, 0, "fcfs"), (256, 10_000, "fcfs"), (256, 10_000, "priority"), (64, 10_000, "shortest_prefill")]
-    results = [measure(*case) for case in cases]
+    results = [
+        measure(*case, num_steps=20 if arguments.small else 400) for case in (SMALL if arguments.small else CASES)
+    ]
     file_result("plan_commit", {"cases": results}, vars(arguments), arguments.json)
     if arguments.json:
         return

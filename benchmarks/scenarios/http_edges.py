@@ -1,6 +1,6 @@
 """The edges of the server under load: first byte out, refusal, cancellation, start-up. Over HTTP, on one machine.
 
-    python -m benchmarks.scenarios.http_edges [--json]
+    python -m benchmarks.scenarios.http_edges [--small] [--json]
 
 * send lag: 64 streams decode at once; from the instant a token is ready in the engine to the instant its chunk has been
   given to the socket, p50 and p99 over all tokens (from the ledger's accounts).
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -30,6 +30,19 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.store import open_readonly
 
 PROMPT = "def read_json(path):\n"
+
+
+class Sizes(NamedTuple):
+    """streams, tokens: of each. asks: refused, each way. leavers: clients that go away. starts: of a server."""
+
+    streams: int = 64
+    tokens: int = 400
+    asks: int = 400
+    leavers: int = 500
+    starts: int = 3
+
+
+SMALL = Sizes(streams=4, tokens=20, asks=10, leavers=20, starts=1)
 
 
 async def read_stream(session: aiohttp.ClientSession, url: str, max_tokens: int, leave_after_s: float = 1e9) -> int:
@@ -80,7 +93,7 @@ async def refusals(url: str, count: int, per_s: float) -> tuple[list[float], lis
     return [ms for ms in one_by_one if ms is not None], [ms for ms in at_rate if ms is not None]
 
 
-def startup_seconds(count: int = 3) -> list[float]:
+def startup_seconds(count: int) -> list[float]:
     seconds = []
     for _ in range(count):
         port = free_port()
@@ -104,23 +117,24 @@ def accounts_of(ledger_file: Path) -> list[ClosedAccount]:
     return accounts
 
 
-def measure_streams(folder: Path) -> dict[str, Any]:
+def measure_streams(folder: Path, sizes: Sizes) -> dict[str, Any]:
     ledger_file = folder / "streams.sqlite"
     with served("--ledger-file", str(ledger_file)) as url:
-        asyncio.run(many_streams(url, 8, 50))
+        asyncio.run(many_streams(url, 8, sizes.tokens // 8))
         begin = time.monotonic()
-        statuses = asyncio.run(many_streams(url, 64, 400))
+        statuses = asyncio.run(many_streams(url, sizes.streams, sizes.tokens))
         wall_s = time.monotonic() - begin
-    assert statuses == [200] * 64, statuses
-    accounts = [account for account in accounts_of(ledger_file) if account.output_tokens == 400]
+    assert statuses == [200] * sizes.streams, statuses
+    accounts = [account for account in accounts_of(ledger_file) if account.output_tokens == sizes.tokens]
     lags_ms = [lag / 1e6 for account in accounts for lag in derive.send_lag_ns(account)]
-    return {"streams": 64, "tokens_per_s": 64 * 400 / wall_s, "send_lag_ms": derive.percentiles(lags_ms)}
+    rate = sizes.streams * sizes.tokens / wall_s
+    return {"streams": sizes.streams, "tokens_per_s": rate, "send_lag_ms": derive.percentiles(lags_ms)}
 
 
-def measure_refusals(folder: Path) -> dict[str, Any]:
+def measure_refusals(folder: Path, sizes: Sizes) -> dict[str, Any]:
     ledger_file = folder / "refusals.sqlite"
     with served("--ledger-file", str(ledger_file), "--max-queued-requests", "8", "--max-num-seqs", "16") as url:
-        one_by_one, at_rate = asyncio.run(refusals(url, 400, per_s=200))
+        one_by_one, at_rate = asyncio.run(refusals(url, sizes.asks, per_s=200))
     refused = [a for a in accounts_of(ledger_file) if a.error is not None and a.error.status == 429]
     server_ms = [derive.e2e_ns(account) / 1e6 for account in refused]
     return {
@@ -131,10 +145,10 @@ def measure_refusals(folder: Path) -> dict[str, Any]:
     }
 
 
-def measure_cancellation(folder: Path) -> dict[str, Any]:
+def measure_cancellation(folder: Path, sizes: Sizes) -> dict[str, Any]:
     ledger_file = folder / "cancel.sqlite"
     with served("--ledger-file", str(ledger_file)) as url:
-        asyncio.run(leave_at_random(url, 500))
+        asyncio.run(leave_at_random(url, sizes.leavers))
         time.sleep(0.5)
         blocks_used = get_json(f"{url}/stats")["engine"]["blocks_used"]
         steps = get_json(f"{url}/ledger/steps?limit=2000")
@@ -151,16 +165,18 @@ def measure_cancellation(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="to see that it works: the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    sizes = SMALL if arguments.small else Sizes()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        starts = startup_seconds()
+        starts = startup_seconds(sizes.starts)
         figures = {
             "startup_s": {"median": statistics.median(starts), "all": starts},
-            "streams": measure_streams(folder),
-            "refusals": measure_refusals(folder),
-            "cancellation": measure_cancellation(folder),
+            "streams": measure_streams(folder, sizes),
+            "refusals": measure_refusals(folder, sizes),
+            "cancellation": measure_cancellation(folder, sizes),
         }
     path = file_result("http_edges", figures, vars(arguments), arguments.json)
     if not arguments.json:

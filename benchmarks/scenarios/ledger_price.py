@@ -18,19 +18,25 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 import splittime
 from benchmarks.report import file_result
 from benchmarks.scenarios.engine_driver import Engine, build_engine
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.engine.messages import StepOutput
+from splittime.engine.recorder import Recorder
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.stages import Stage
+from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
 from splittime.scheduler.config import SchedulerConfig
 
-OUTPUT_TOKENS = 100
+REQUESTS, OUTPUT_TOKENS = 32, 100
+_ZEROS = {field.name: 0 for field in msgspec.structs.fields(StepRecord) if field.required}
+NO_RECORD = StepRecord(**_ZEROS | {"rows": ()})
 CLOCKS = ("tokens_per_wall_s", "tokens_per_cpu_s")  # a shared machine's wall time is noisy; CPU time less so
 Rates = tuple[float, float]
 
@@ -49,7 +55,7 @@ class NullAccount(Account):
 def ledger_off() -> Iterator[None]:
     with (
         patch("splittime.scheduler.state.Account", NullAccount),
-        patch.object(Engine, "_record", lambda *arguments: None),
+        patch.object(Recorder, "record", lambda *arguments: NO_RECORD),
     ):
         yield
 
@@ -99,7 +105,7 @@ def run(engine: Engine, take: Callable[[StepOutput], None], on_submit: Callable[
     """Tokens per second of wall time and of CPU time: 32 requests at once, 64 tokens of prompt and 100 of output."""
     rng = random.Random(0)
     begin, begin_cpu = time.monotonic(), time.process_time()
-    for i in range(32):
+    for i in range(REQUESTS):
         request = Request(
             request_id=f"request-{i}",
             prompt_token_ids=tuple(rng.randrange(10, 4000) for _ in range(64)),
@@ -112,7 +118,7 @@ def run(engine: Engine, take: Callable[[StepOutput], None], on_submit: Callable[
         output = engine.step()
         if output is not None:
             take(output)
-    tokens = 32 * OUTPUT_TOKENS
+    tokens = REQUESTS * OUTPUT_TOKENS
     return tokens / (time.monotonic() - begin), tokens / (time.process_time() - begin_cpu)
 
 

@@ -26,6 +26,7 @@ from benchmarks.report import file_result
 from benchmarks.scenarios.engine_driver import Arrival, Engine, Run, drive, engine_over, load_runner
 from benchmarks.scenarios.workloads import (
     CPU,
+    TINY,
     Sizes,
     long_prompts_among_decodes,
     mixed_outputs,
@@ -176,10 +177,12 @@ def main() -> None:
     parser.add_argument("--model", default=str(Path(splittime.__file__).parent / "packaged" / "code"))
     parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="to see that it works: the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    runner, asked = load_runner(arguments.model, scheduler_of(CPU), max_model_len=CPU.max_model_len)
-    figures = dict(comparisons(runner, asked, CPU, arguments.what, arguments.repeats))
+    sizes = TINY if arguments.small else CPU
+    runner, asked = load_runner(arguments.model, scheduler_of(sizes), max_model_len=sizes.max_model_len)
+    figures = dict(comparisons(runner, asked, sizes, arguments.what, arguments.repeats))
     path = file_result("mechanisms", figures, vars(arguments), arguments.json)
     if not arguments.json:
         show(figures)

@@ -77,6 +77,20 @@ def test_a_url_alone_is_a_first_look(url, monkeypatch):
     assert run["outcomes"]
 
 
+def test_a_number_of_requests_alone_is_measured_however_long_it_takes(url, monkeypatch):
+    monkeypatch.setattr("splittime.cli.bench_run.LOOK_AROUND", {"concurrency": 4, "duration_s": 0.05})
+    done = bench("run", url, "--num-requests", 30, *SMALL, "--json")
+    assert done.exit_code in (0, 3)
+    phases = [outcome["phase"] for outcome in json.loads(done.stdout)["outcomes"]]
+    assert phases.count("measured") == 30
+
+
+def test_definitions_are_printed_on_request(url):
+    load = ["--num-requests", 5, "--concurrency", 1, *SMALL]
+    assert "nearest rank" not in bench("run", url, *load).stdout
+    assert "nearest rank" in bench("run", url, *load, "--definitions").stdout
+
+
 def test_a_missed_slo_is_1_unless_the_run_is_void(url):
     load = ["--num-requests", 5, "--concurrency", 1, *SMALL]
     missed = bench("run", url, *load, "--slo", "ttft_p99=1ms")
@@ -133,7 +147,8 @@ def test_one_code_for_each_meaning():
 
 
 def test_a_void_run_is_3(url, monkeypatch):
-    monkeypatch.setattr("splittime.loadgen.audit.CPU_SHARE_LIMIT", 0.0)
+    for name in ("LOOP_LAG_FLOOR_MS", "ALLOWED_SHARE", "VOID_SHARE"):
+        monkeypatch.setattr(f"splittime.loadgen.audit.{name}", 0.0)
     done = bench("run", url, "--num-requests", 5, "--concurrency", 1, *SMALL, "--slo", "ttft_p99=1ms")
     assert done.exit_code == 3
     assert "VOID" in done.stdout

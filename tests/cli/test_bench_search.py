@@ -27,6 +27,7 @@ class FormulaServer:
     def __init__(self) -> None:
         self.schedules: list = []
         self.is_void = False
+        self.late_ms = 0.0
         self.interrupted_in: int | None = None  # so many runs, of which the last is cut short
         self.dies_after: int | None = None
         self.ending = Ending.COMPLETE
@@ -40,6 +41,8 @@ class FormulaServer:
         rate = schedule.settings.get("rate") or 2.0 * schedule.concurrency
         ttft_ns = round(50 * MS / max(0.001, 1 - rate / CAPACITY))
         lag = Check(name="lag", ok=not self.is_void, value=9.0, limit=1.0, unit="ms", sentence="it lagged by 9 ms")
+        late = self.late_ms > 0
+        loop = Check(name="loop_lag", ok=not late, value=self.late_ms, limit=1.0, unit="ms", sentence="it was late")
         return Run(
             begin_ns=0,
             begin_unix_ns=0,
@@ -49,7 +52,7 @@ class FormulaServer:
             schedule_digest=schedule.digest,
             arms=(Arm(url=URL, kind="mock"),),
             outcomes=tuple(outcome(planned, ttft_ns, self.ending) for planned in schedule.requests),
-            checks=(lag,),
+            checks=(lag, loop),
         )
 
 
@@ -133,12 +136,26 @@ def test_no_rate_keeps_it(server):
 
 def test_a_client_at_fault_is_void(server):
     server.is_void = True
-    for command in (["search", URL, "--slo", "ttft_p99=1s"], ["sweep", URL, "--rates", "5,10"]):
+    for command, tried in ((["search", URL, "--slo", "ttft_p99=1s"], 2), (["sweep", URL, "--rates", "5,10"], 4)):
         found = run(*command, *SHORT)
         assert found.exit_code == 3
         assert "lagged by 9 ms" in found.stdout.replace("\n", " ")
-        assert len(server.schedules) == 2
+        assert len(server.schedules) == tried
         server.schedules.clear()
+
+
+@pytest.mark.parametrize(
+    ("limit", "late_ms", "words"),
+    [
+        ("1s", 40.0, "the most that was asked for, keep the promise"),  # kept with all its lateness
+        ("1ms", 7.0, "not even 5 requests/s"),  # missed by far more than it was late
+        ("50ms", 40.0, "the client itself was at fault"),  # missed by less
+    ],
+)
+def test_a_late_client_is_judged_by_the_margin_that_decides(server, limit, late_ms, words):
+    server.late_ms = late_ms
+    found = run("search", URL, "--slo", f"ttft_p99={limit}", "--low", "5", "--high", "10", *SHORT)
+    assert words in " ".join(found.stdout.split())
 
 
 @pytest.mark.parametrize(

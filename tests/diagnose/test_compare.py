@@ -30,8 +30,9 @@ from splittime.diagnose.compare_table import render_comparison
 from splittime.ledger.client_book import Arm, Check, Ending
 from splittime.ledger.client_intervals import Interval
 from splittime.ledger.client_metrics import parse_metric
+from splittime.loadgen.draw import LoadSpec, draw
 
-QUICK = {"metrics": ("ttft_mean",), "replicates": 400}
+QUICK = {"metrics": ("ttft_mean",)}
 
 
 def two_runs(seed: int, slower: float = 1.0, size: int = 150, dependence: float = 0.4):
@@ -47,14 +48,14 @@ def of_one_schedule(seed: int, slower: float = 1.0, size: int = 150):
 @pytest.mark.parametrize(("make", "seeds", "most"), [(two_runs, 200, 20), (of_one_schedule, 100, 12)])
 def test_no_difference_is_called_one_no_more_often_than_stated(make, seeds, most):
     """At 95 % one of 20 in the mean, and `most` is three standard errors more."""
-    verdicts = [compare(*make(seed), seed=seed, **QUICK).verdict for seed in range(seeds)]
+    verdicts = [compare(*make(seed), **QUICK).verdict for seed in range(seeds)]
     assert sum(verdict in (Verdict.BETTER, Verdict.WORSE) for verdict in verdicts) <= most
 
 
 def test_all_metrics_together_are_wrong_no_more_often_than_stated():
     """Of 60 at 95 %: 3 in the mean, up to 8 within three standard errors."""
     metrics = ("e2e_mean", "ttft_p50", "tpot_p50", "max_stall_mean")
-    found = [compare(*two_runs(s), seed=s, metrics=metrics, replicates=400).verdict for s in range(60)]
+    found = [compare(*two_runs(s), metrics=metrics).verdict for s in range(60)]
     assert sum(verdict in (Verdict.BETTER, Verdict.WORSE) for verdict in found) <= 8
 
 
@@ -81,7 +82,7 @@ def test_equivalent_with_enough_data_and_inconclusive_with_little():
 
 
 def test_a_p99_of_few_requests_says_how_many_it_needs():
-    found = compare(*two_runs(1), metrics=("ttft_p99",), replicates=100).metrics[0]
+    found = compare(*two_runs(1), metrics=("ttft_p99",)).metrics[0]
     assert found.verdict is Verdict.INCONCLUSIVE
     assert found.interval == Interval(None, None)
     assert "about" in found.why
@@ -91,13 +92,38 @@ def test_a_p99_of_few_requests_says_how_many_it_needs():
 def test_a_void_run_says_nothing_and_says_why():
     a, b = two_runs(1, 1.5)
     assert compare(a, b, **QUICK).verdict is Verdict.WORSE
-    bad = Check(name="loop_lag", ok=False, value=9.0, limit=2.0, unit="ms", sentence="the loop was late.")
+    bad = Check(name="cached", ok=False, value=0.9, limit=0.05, unit="", sentence="prompts were seen before.")
     found = compare(a, msgspec.structs.replace(b, checks=(bad,)), **QUICK)
     assert found.verdict is Verdict.INCONCLUSIVE
     assert all(one.verdict is Verdict.INCONCLUSIVE for one in found.metrics)
-    assert found.why == "B is void: the loop was late."
+    assert found.why == "B is void: prompts were seen before."
     note = msgspec.structs.replace(b, checks=(msgspec.structs.replace(bad, voids=False),))
     assert compare(a, note, **QUICK).verdict is Verdict.WORSE
+
+
+@pytest.mark.parametrize(
+    ("slower", "late_ms", "verdict"),
+    [(11.0, 7.0, Verdict.WORSE), (1.5, 7.0, Verdict.WORSE), (1.5, 40.0, Verdict.INCONCLUSIVE)],
+)
+def test_lateness_undoes_a_verdict_only_if_it_may_be_the_whole_difference(slower, late_ms, verdict):
+    """TTFT is about 50 ms in A; B is void by a client that was late."""
+    a, b = two_runs(1, slower)
+    late = Check(name="loop_lag", ok=False, value=late_ms, limit=2.0, unit="ms", sentence="the loop was late.")
+    void = msgspec.structs.replace(b, checks=(late,))
+    found = compare(a, void, **QUICK)
+    assert found.verdict is verdict
+    assert any("client was late" in note for note in found.notes)
+    told = msgspec.structs.replace(void, loop_lag_ns={"mean": 1e5, "p99": late_ms * MS})
+    assert compare(a, told, **QUICK).verdict is Verdict.WORSE  # it was late now and then, and 0.1 ms in the mean
+
+
+def test_the_same_command_run_again_is_a_pair():
+    """The salt changes texts, so that no run finds another's in a cache, and not what is asked and when."""
+    spec = LoadSpec(rate=20.0, duration_s=10.0, input_tokens="20", output_tokens="5")
+    digests = [draw(spec, vocab_size=4096, max_model_len=2048, salt=salt).digest for salt in ("one", "two")]
+    a, b = of_one_schedule(3, 1.05)
+    again = [msgspec.structs.replace(run, schedule_digest=one) for run, one in zip((a, b), digests, strict=True)]
+    assert compare(*again, **QUICK).design is Design.PAIRED
 
 
 def test_two_servers_of_one_run_are_paired_by_request():
@@ -105,7 +131,7 @@ def test_two_servers_of_one_run_are_paired_by_request():
     second = tuple(msgspec.structs.replace(one, arm=1) for one in b.outcomes)
     arms = (Arm(url="http://a", kind="mock"), Arm(url="http://b", kind="mock"))
     both = msgspec.structs.replace(a, outcomes=a.outcomes + second, arms=arms, schedule_digest="")
-    found = compare_arms(both, metrics=("ttft_mean", "throughput", "error_rate"), replicates=400)
+    found = compare_arms(both, metrics=("ttft_mean", "throughput", "error_rate"))
     assert (found.design, found.num_pairs, found.verdict) == (Design.PAIRED, 150, Verdict.WORSE)
     assert (found.label_a, found.label_b) == ("http://a", "http://b")
     with pytest.raises(ConfigError, match="1 server"):
@@ -166,7 +192,7 @@ def test_verdict_of_an_interval(low, high, name, verdict):
 
 def test_the_overall_verdict_is_worse_if_anything_is_and_else_the_primary_ones():
     a, b = two_runs(1)
-    plain = compare(a, b, metrics=("ttft_mean", "tpot_mean", "e2e_mean"), replicates=100).metrics
+    plain = compare(a, b, metrics=("ttft_mean", "tpot_mean", "e2e_mean")).metrics
 
     def verdict_of(*verdicts):
         return overall([msgspec.structs.replace(one, verdict=v) for one, v in zip(plain, verdicts, strict=False)])
@@ -190,7 +216,7 @@ def test_errors_are_compared_by_their_difference():
 
 
 def test_no_errors_in_few_requests_are_not_proof_of_none():
-    found = [compare(*two_runs(1, size=size), metrics=("error_rate",), replicates=200) for size in (60, 1000)]
+    found = [compare(*two_runs(1, size=size), metrics=("error_rate",)) for size in (60, 1000)]
     assert [one.verdict for one in found] == [Verdict.INCONCLUSIVE, Verdict.EQUIVALENT]
     assert found[0].metrics[0].interval.high == pytest.approx(3.69 / 60, rel=0.01)  # -ln(0.025) / n
 
@@ -209,7 +235,7 @@ def test_goodput_is_by_given_limits_or_those_of_the_run():
 def test_every_kind_of_metric_can_be_paired_and_not(metric):
     a, b = of_one_schedule(1, 1.5)
     for other in (b, msgspec.structs.replace(b, schedule_digest="other")):
-        assert compare(a, other, metrics=(metric,), replicates=200).verdict is Verdict.WORSE
+        assert compare(a, other, metrics=(metric,)).verdict is Verdict.WORSE
 
 
 def test_rates_are_compared():
@@ -219,7 +245,7 @@ def test_rates_are_compared():
         for one in b.outcomes
     )
     stretched = msgspec.structs.replace(b, outcomes=slow, measured_until_ns=2 * b.measured_until_ns)
-    found = compare(a, stretched, metrics=("throughput", "request_rate"), replicates=400)
+    found = compare(a, stretched, metrics=("throughput", "request_rate"))
     assert [one.verdict for one in found.metrics] == [Verdict.WORSE, Verdict.WORSE]
     assert found.metrics[0].effect == pytest.approx(0.5, abs=0.05)
 

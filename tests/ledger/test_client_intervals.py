@@ -1,9 +1,7 @@
-"""Intervals: do they hold the truth as often as they say, where values depend on the ones before?"""
+"""Intervals by hand: what makes them wide, what ends they have, and where there is none."""
 
 import sys
-from math import sqrt
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -14,130 +12,113 @@ sys.path.insert(0, str(Path(__file__).parent))
 from client_runs import ar1
 
 from splittime.ledger import derive
+from splittime.ledger.client_dependence import ranks, times, without_trend
 from splittime.ledger.client_intervals import (
-    Bootstrap,
-    Dependence,
+    MIN_FOR_LOW,
+    MIN_INDEPENDENT,
     Pooled,
-    bootstrap,
-    bounded,
-    circular_weights,
-    dependence,
-    interval,
-    mean_replicates,
+    Precision,
+    Spread,
     nearest_rank,
     one_each,
-    percentile_replicates,
-    spread,
+    spread_of,
     t_quantile,
+    together,
 )
-
-TRIALS = 120
-NONE = Dependence(1, 1.0, 1.0)
-
-
-def covers(pooled: Pooled, drawn: Bootstrap, percent: float | None, truth: float) -> bool:
-    if percent is None:
-        replicates = mean_replicates(pooled, drawn)
-    else:
-        replicates = percentile_replicates(pooled, drawn, [percent])[:, 0]
-    found = spread(replicates, drawn)
-    return found.low <= truth <= found.high
-
-
-def independent(size: int, seed: int) -> Bootstrap:
-    """What a bootstrap is that takes requests for independent."""
-    return Bootstrap(circular_weights(size, 1, 400, np.random.default_rng(seed)), size, size, NONE)
-
-
-def coverage(size: int, dependence: float, percent: float | None, draw) -> float:
-    truth = 0.0 if percent is None else NormalDist().inv_cdf(percent / 100)
-    hits = 0
-    for seed in range(TRIALS):
-        pooled = one_each(ar1(np.random.default_rng(1000 + seed), size, dependence))
-        hits += covers(pooled, draw(pooled, seed), percent, truth)
-    return hits / TRIALS
-
-
-@pytest.mark.parametrize(
-    ("size", "dependence", "percent", "least"),
-    [(300, 0.0, None, 0.90), (100, 0.5, None, 0.84), (400, 0.6, 90, 0.87), (800, 0.8, None, 0.88)],
-)
-def test_coverage_of_95_percent_intervals(size, dependence, percent, least):
-    found = coverage(size, dependence, percent, lambda pooled, seed: bootstrap(pooled, seed=seed, replicates=400))
-    assert least <= found <= 0.995
-
-
-def test_a_bootstrap_that_takes_requests_for_independent_is_too_sure():
-    assert coverage(400, 0.6, None, lambda pooled, seed: independent(400, seed)) < 0.75
 
 
 def test_dependence_of_a_known_process():
     """The variance of a mean of AR(1) is (1 + r) / (1 - r) times that of independent values; here 1, 4 and 9 times."""
-    blocks = {}
-    for ratio, times in ((0.0, 1.0), (0.6, 4.0), (0.8, 9.0)):
-        found = [dependence(ar1(np.random.default_rng(seed), 2000, ratio)) for seed in range(20)]
-        assert np.median([its.times for its in found]) == pytest.approx(times, rel=0.35)
-        assert all(1 <= its.widen <= 2 for its in found)
-        blocks[ratio] = np.median([its.block for its in found])
-    assert 13 <= blocks[0.0] <= 15 < blocks[0.6] < blocks[0.8]  # 2000^(1/3) is 12.6
+    for ratio, known in ((0.0, 1.0), (0.6, 4.0), (0.8, 9.0)):
+        found = [times(ar1(np.random.default_rng(seed), 2000, ratio)) for seed in range(20)]
+        assert np.median(found) == pytest.approx(known, rel=0.35)
 
 
-@pytest.mark.parametrize("values", [np.ones(100), np.zeros(9), np.arange(3.0), np.array([1.0])])
+@pytest.mark.parametrize("values", [np.ones(100), np.zeros(9), np.arange(3.0), np.array([1.0]), np.array([])])
 def test_what_has_no_spread_or_is_short_has_no_dependence(values):
-    assert dependence(values) == NONE
+    assert times(values) == 1.0
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 1000))
-def test_weights_draw_whole_blocks_and_as_many_as_there_are(cells, block, seed):
-    block = min(cells, block)
-    weights = circular_weights(cells, block, 7, np.random.default_rng(seed))
-    assert weights.shape == (7, cells)
-    assert (weights.sum(axis=1) == cells).all()
-    assert (weights >= 0).all()
-    begins = (np.diff(np.concatenate([weights[:, -1:], weights], axis=1), axis=1) > 0).sum(axis=1)
-    assert (begins <= -(-cells // block)).all()
+def test_what_goes_up_and_down_by_turns_is_not_surer_than_chance():
+    assert times(np.tile([1.0, -1.0], 50)) == 1.0
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(-50, 50), min_size=8, max_size=80), st.integers(1, 99), st.integers(0, 9))
-def test_replicates_are_the_statistics_of_what_was_drawn(values, percent, seed):
-    """Against repeating each value as often as its weight says."""
-    pooled = one_each([float(value) for value in values])
-    drawn = bootstrap(pooled, seed=seed, replicates=20)
-    means, percentiles = mean_replicates(pooled, drawn), percentile_replicates(pooled, drawn, [percent])[:, 0]
-    for row, mean, at_percent in zip(drawn.weights.astype(int), means, percentiles, strict=True):
-        sample = np.repeat(pooled.values, row)
-        assert mean == pytest.approx(sample.mean(), abs=1e-6)
-        assert at_percent == derive.percentile(sample.tolist(), percent)
+def test_a_trend_is_dependence_unless_it_is_taken_away():
+    rising = np.arange(400.0) + np.random.default_rng(0).normal(size=400)
+    assert times(rising) > 50
+    assert times(without_trend(rising)) < 2
 
 
-def test_many_requests_are_drawn_in_cells_and_give_the_same_interval():
-    """20,000 requests in 1,000 cells against 20 times as many weights."""
-    values = ar1(np.random.default_rng(5), 20_000, 0.9) + 10
-    drawn = bootstrap(one_each(values), replicates=1000)
-    assert drawn.weights.shape == (1000, 1000)
-    spread = mean_replicates(one_each(values), drawn).std()
-    assert spread == pytest.approx(sqrt(19 / 20_000), rel=0.2)
-    p99 = percentile_replicates(one_each(values), drawn, [99])[:, 0]
-    assert p99.min() <= np.sort(values)[19_799] <= p99.max()
-    assert 0.02 < p99.std() < 0.4
+def test_equal_values_share_their_rank():
+    assert ranks(np.array([5.0, 1.0, 5.0, 9.0])).tolist() == [2.5, 1.0, 2.5, 4.0]
 
 
-def test_a_request_is_drawn_with_all_its_values():
+def test_an_interval_of_independent_requests_is_students():
+    """As by the textbook, but for what the estimated dependence and the doubt about the upper end add."""
+    values = np.random.default_rng(1).normal(100, 10, 2000)
+    found = Precision(one_each(values)).mean()
+    textbook = 1.96 * 10 / 2000**0.5
+    assert textbook * 0.9 < values.mean() - found.low < textbook * 1.4
+    assert textbook * 0.9 < found.high - values.mean() < textbook * 1.5
+
+
+def test_a_request_counts_once_with_all_its_values():
     """Gaps of a request come together: with them all alike within a request, the interval is as if of one each."""
-    each = np.random.default_rng(3).normal(size=300)
+    each = 10 + np.random.default_rng(3).normal(size=300)
     one, many = one_each(each), Pooled(np.repeat(each, 50), np.repeat(np.arange(300), 50), 300)
-    spreads = [mean_replicates(pooled, bootstrap(pooled, replicates=2000)).std() for pooled in (one, many)]
-    assert spreads[0] == pytest.approx(spreads[1], rel=0.01)
+    first, second = (Precision(pooled) for pooled in (one, many))
+    assert (first.mean().low, first.mean().high) == pytest.approx((second.mean().low, second.mean().high))
+    assert first.percentiles([50]) == second.percentiles([50])
+    assert first.effective == pytest.approx(second.effective)
 
 
 def test_requests_without_values_are_no_trouble():
-    pooled = Pooled(np.array([1.0, 2.0, 3.0]), np.array([0, 5, 9]), 10)
-    drawn = bootstrap(pooled, replicates=50)
-    assert drawn.num_requests == 10
-    assert np.isfinite(mean_replicates(pooled, drawn)).all()
-    assert percentile_replicates(pooled, drawn, [50, 99]).shape == (50, 2)
+    pooled = Pooled(np.array([1.0, 2.0, 3.0] * 20), np.arange(0, 180, 3), 180)
+    assert Precision(pooled).mean().low < 2.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-50, 50), min_size=1, max_size=200), st.integers(1, 99))
+def test_an_interval_holds_its_estimate(values, percent):
+    pooled = one_each([float(value) for value in values])
+    precision, middle = Precision(pooled), float(np.mean(values))
+    for value, found in (
+        (middle, precision.mean()),
+        (nearest_rank(pooled.values, [percent])[0], precision.percentiles([percent])[0]),
+    ):
+        assert found is None or found.low is None or found.low <= value + 1e-9
+        assert found is None or found.high is None or found.high >= value - 1e-9
+
+
+@pytest.mark.parametrize(("size", "has_interval", "has_end"), [(8, False, False), (20, True, False), (100, True, True)])
+def test_few_requests_have_no_upper_end_and_fewer_none(size, has_interval, has_end):
+    assert 8 < MIN_FOR_LOW < 20 < MIN_INDEPENDENT < 100
+    found = Precision(one_each(np.linspace(1, 2, size)[np.random.default_rng(2).permutation(size)])).mean()
+    assert (found is not None) is has_interval
+    assert (found is not None and found.high is not None) is has_end
+
+
+def test_a_percentile_has_an_upper_end_only_if_enough_lies_beyond():
+    values = np.random.default_rng(5).normal(size=1000)
+    p50, p99 = Precision(one_each(values[:200])).percentiles([50, 99])
+    assert None not in (p50.low, p50.high, p99.low)
+    assert p99.high is None
+    assert Precision(one_each(values)).percentiles([99])[0].high is not None
+
+
+def test_what_both_sides_share_cancels():
+    shared = np.exp(ar1(np.random.default_rng(0), 400, 0.9))
+    noise = np.random.default_rng(1).normal(1, 0.01, 400)
+    a, b = (Precision(one_each(values)).log_mean() for values in (shared, 1.1 * shared * noise))
+    assert spread_of(b - a).reach(0.95) < 0.05 * together(spread_of(a), spread_of(b)).reach(0.95)
+
+
+def test_fewer_independent_requests_reach_further():
+    reaches = [
+        Spread(1.0, effective).reach(0.95) * Spread(1.0, effective).widening() for effective in (5, 20, 100, 1e6)
+    ]
+    assert reaches == sorted(reaches, reverse=True)
+    assert reaches[-1] == pytest.approx(1.96, rel=0.01)
 
 
 @settings(max_examples=80, deadline=None)
@@ -149,27 +130,7 @@ def test_nearest_rank_is_the_definition(values, percents):
 
 
 @pytest.mark.parametrize(
-    ("probability", "freedom", "value"),
-    [
-        (0.975, 1, 12.706),
-        (0.975, 4, 2.776),
-        (0.975, 3, 3.182),
-        (0.995, 10, 3.169),
-        (0.975, 1e9, 1.960),
-        (0.025, 4, -2.776),
-    ],
+    ("probability", "freedom", "value"), [(0.975, 4, 2.776), (0.995, 10, 3.169), (0.025, 4, -2.776)]
 )
 def test_t_quantiles_as_in_the_tables(probability, freedom, value):
     assert t_quantile(probability, freedom) == pytest.approx(value, rel=1e-3)
-
-
-def test_a_percentile_is_bounded_above_only_if_enough_lie_beyond():
-    """0.99^n is the chance that all of n lie below the 99th percentile: at most 2.5 % from n = 368 on."""
-    found = interval(np.linspace(0, 1, 100), 100)
-    for requests, is_bounded in ((367, False), (368, True)):
-        drawn = Bootstrap(np.zeros((1, 1), np.float32), requests, requests, NONE)
-        assert (bounded(found, 99, drawn).high is not None) is is_bounded
-        assert bounded(found, 99, drawn).low is not None
-        assert bounded(found, 50, drawn) == found
-    dependent = Bootstrap(np.zeros((1, 1), np.float32), 368, 100, Dependence(1, 2.0, 1.0))
-    assert bounded(found, 99, dependent).high is None

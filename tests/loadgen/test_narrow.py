@@ -38,13 +38,13 @@ def report(name: str):
 
 @functools.cache
 def comparison():
-    return compare(RUNS["usual"], runs.drawn_run(1, 300, 1.5), replicates=100)
+    return compare(RUNS["usual"], runs.drawn_run(1, 300, 1.5))
 
 
 @functools.cache
 def vague_comparison():
     """The longest words and intervals there are."""
-    return compare(partly_failed(runs.drawn_run(1, 30)), partly_failed(runs.drawn_run(2, 30)), replicates=100)
+    return compare(partly_failed(runs.drawn_run(1, 30)), partly_failed(runs.drawn_run(2, 30)))
 
 
 def partly_failed(run):
@@ -133,7 +133,7 @@ def test_a_comparison_has_each_metric_on_a_line_with_its_verdict(width):
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_sentences_are_wrapped_once_at_the_width_there_is(width):
     """A word stands alone only where the next has no room beside it."""
-    lines = printed(report("usual"), width)
+    lines = printed(render(RUNS["usual"], with_definitions=True), width)
     for name, sentence in definitions():
         begin = next(i for i, line in enumerate(lines) if line.startswith(f"{name}: "))
         words = f"{name}: {sentence}".split()

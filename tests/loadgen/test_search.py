@@ -40,8 +40,8 @@ def run_of(ttft_ms: float, is_void: bool = False) -> Run:
     return Run(**times, arms=(), outcomes=(), settings={"ttft_ms": ttft_ms}, checks=(lag,))
 
 
-def keeps(run: Run) -> bool:
-    return run.settings["ttft_ms"] <= LIMIT_MS
+def keeps(run: Run) -> bool | None:
+    return None if run.is_void else run.settings["ttft_ms"] <= LIMIT_MS
 
 
 def found_by(queue: Queue, low: float = 1.0, high: float = 1000.0, **options):
@@ -111,15 +111,25 @@ def test_high_still_keeps():
     assert found.trials[-1].level == found.trials[-2].level == 30.0
 
 
-def test_two_void_runs_end_the_search():
+def test_it_goes_on_below_a_rate_that_the_client_cannot_judge():
     seen: list[Trial] = []
     found = found_by(Queue(void_above=10.0), on_trial=seen.append)
-    assert [trial.level for trial in found.trials] == [1, 2, 4, 8, 16, 16]
+    assert [trial.level for trial in found.trials[:6]] == [1, 2, 4, 8, 16, 16]
     assert tuple(seen) == found.trials
-    assert (found.kept, found.broken) == (8.0, None)
-    assert "VOID" in found.stopped
+    assert 9.5 <= found.kept <= 10.0 < found.broken <= found.kept * 1.05
+    assert len(verdicts(found, found.kept)) == 2
+    assert found.stopped is None
+    assert found.is_unjudged
+    assert not found.is_void
+    assert f"{found.kept:g} requests/s keep the promise; at {found.broken:g} the client itself" in found.sentence
+    assert "lagged by 9 ms" in found.sentence
+
+
+def test_a_client_at_fault_at_the_lowest_rate_finds_nothing():
+    found = found_by(Queue(void_above=0.5))
+    assert [trial.level for trial in found.trials] == [1, 1]
     assert found.is_void
-    assert "lagged by 9 ms" in found.stopped
+    assert "nothing was found" in found.sentence
 
 
 def test_it_gives_up_after_so_many_runs():
@@ -150,15 +160,16 @@ def test_one_void_run_is_made_again_and_says_nothing():
     found = found_by(queue)
     assert (found.kept, found.broken) == (found_by(Queue()).kept, found_by(Queue()).broken)
     assert [trial.verdict for trial in found.trials].count(Verdict.VOID) == 2
-    assert not found.is_void
+    assert not found.is_unjudged
     assert queue.rates[2] == queue.rates[3] == 4.0
     swept = asyncio.run(sweep(Queue(hiccups=(0,)).measure, [5.0, 20.0]))
     assert [trial.level for trial in swept.trials] == [5.0, 5.0, 20.0]
     assert swept.stopped is None
 
 
-def test_a_sweep_ends_at_the_second_void_run():
-    swept = asyncio.run(sweep(Queue(void_above=10.0).measure, [5.0, 20.0, 30.0]))
-    assert [trial.verdict for trial in swept.trials] == [Verdict.KEPT, Verdict.VOID, Verdict.VOID]
-    assert "VOID" in swept.stopped
+def test_a_sweep_goes_on_after_a_level_that_is_void_twice():
+    swept = asyncio.run(sweep(Queue(hiccups=(1, 2)).measure, [5.0, 20.0, 30.0]))
+    assert [trial.verdict for trial in swept.trials] == [Verdict.KEPT, Verdict.VOID, Verdict.VOID, Verdict.KEPT]
+    assert swept.stopped is None
     assert swept.is_void
+    assert swept.sentence.startswith("at 20 the client itself was at fault each time")

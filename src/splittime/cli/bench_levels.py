@@ -26,12 +26,13 @@ from splittime.core.errors import ConfigError, SplittimeError
 from splittime.core.fitted import Fitted
 from splittime.ledger.client_book import Run, save
 from splittime.ledger.client_figures import Summary, summary
+from splittime.ledger.client_lateness import failed_by_lateness, void_for_more
 from splittime.ledger.client_metrics import shown, value_of
 from splittime.loadgen.limits import Limits, server_limits
 from splittime.loadgen.run import run_schedule
 from splittime.loadgen.schedule import Schedule
 from splittime.loadgen.search import Found, Stopped, Swept, Trial, Verdict
-from splittime.loadgen.slo import SloResult, check_terms, judge, limits_of, parse_slo
+from splittime.loadgen.slo import SloResult, check_terms, judge, limits_of, parse_slo, still_missed
 from splittime.loadgen.target import RunOptions, Target
 
 FIGURES = ("ttft_p50", "ttft_p99", "tpot_p99", "e2e_p99", "request_rate", "throughput", "error_rate")
@@ -161,11 +162,21 @@ class Runs:
         seed = setup.load.get("seed", 0) + self._made[level]
         return drawn({**setup.load, setup.level: _value(setup, level), "seed": seed}, self._limits)
 
-    def keeps(self, run: Run) -> bool:
-        """A run that had to be stopped kept nothing."""
-        if run.stopped is not None:
+    def keeps(self, run: Run) -> bool | None:
+        """A run that had to be stopped kept nothing. None where the client's own fault may have decided it: lateness
+        only lengthens times, so what was kept with it was kept, and what is missed without it was missed."""
+        if void_for_more(run):
+            return None
+        if failed_by_lateness(run):
+            return self._despite_lateness(run)
+        return run.stopped is None and all(result.ok for result in self._setup.results_of(run))
+
+    def _despite_lateness(self, run: Run) -> bool | None:
+        results = self._setup.results_of(run)
+        if any(still_missed(run, result) for result in results):
             return False
-        return all(result.ok for result in self._setup.results_of(run))
+        is_kept = run.stopped is None and all(result.ok for result in results)
+        return True if is_kept and (results or not run.is_void) else None
 
     def tell(self, trial: Trial) -> None:
         said = f"run {self._made.total():2}: {self._setup.level} {trial.level:g}: {trial.verdict.upper()}"
@@ -211,7 +222,7 @@ def _table(setup: Setup, trials: Sequence[Trial], between: str, padding: int) ->
         table.add_column(name.replace("_", between), justify="right", overflow="fold")
     for trial in sorted(trials, key=lambda one: one.level):
         figures = _figures(setup, trial.run)
-        verdict = f"[{STYLES[trial.verdict]}]{trial.verdict}[/]" if setup.slo or trial.run.is_void else ""
+        verdict = f"[{STYLES[trial.verdict]}]{trial.verdict}[/]" if setup.slo or trial.verdict is Verdict.VOID else ""
         table.add_row(f"{trial.level:g}", verdict, *(figures.get(name, "-") for name in FIGURES))
     return table
 

@@ -10,6 +10,8 @@ from splittime.cli.bench_flags import time_ns
 from splittime.cli.options import JsonFlag
 from splittime.loadgen.target import Target
 
+DefinitionsFlag = Annotated[bool, typer.Option("--definitions", help="Say under the tables what each word means.")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
@@ -59,6 +61,7 @@ class RunOptions(ServerOptions):
         str | None, typer.Option(metavar="TERMS", help="What makes a request good: ttft=300ms,tpot=40ms.")
     ] = None
     label: Annotated[str, typer.Option(metavar="TEXT", help="The run's name in reports.")] = ""
+    definitions: DefinitionsFlag = False
     max_in_flight: Annotated[
         int | None, typer.Option(metavar="N", help="Hold requests back beyond so many; the wait counts as lateness.")
     ] = None

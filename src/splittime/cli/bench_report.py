@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from splittime.cli.bench_exit import codes, exit_code, falls_short
+from splittime.cli.bench_options import DefinitionsFlag
 from splittime.cli.options import JsonFlag, fails_clearly, talk, wide
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def report(
     slo: Annotated[
         str | None, typer.Option("--slo", metavar="TERMS", help="Judge by this instead of the run's own.")
     ] = None,
+    definitions: DefinitionsFlag = False,
     json: JsonFlag = False,
 ) -> None:
     """Show a saved run again: as a table, an HTML page, CSV or JSON."""
@@ -49,7 +51,7 @@ def report(
     elif html is None and csv is None:
         from splittime.loadgen.report import render
 
-        wide().print(render(run))
+        wide().print(render(run, with_definitions=definitions))
     if slo:
         raise typer.Exit(exit_code(is_void=run.is_void, falls_short=falls_short(run, run.slo)))
 

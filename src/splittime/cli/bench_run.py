@@ -21,6 +21,7 @@ from splittime.loadgen.schedule import Schedule
 from splittime.loadgen.target import Interleave, RunOptions
 
 LOOK_AROUND = {"concurrency": 4, "duration_s": 20.0, "warm_up_requests": 8}  # for whoever types only the URL
+SO_MANY = {"concurrency": 4, "warm_up_requests": 8}  # where a number says how long
 SAYS_HOW_MUCH = {"rate", "concurrency", "trace", "arrivals", "cv", "rate_end", "ramp_s", "warm_up_s", "cool_down_s"}
 Writer = Callable[[Run, Path], None]
 
@@ -51,7 +52,7 @@ def run(given: Given, load: dict[str, Any]) -> None:
     if given.save_schedule is not None:
         check_writable(given.save_schedule, "save_schedule")
     found, was_interrupted = run_loop(_carry_out(given, load, options))
-    _tell(found, terms, files, given.json)
+    _tell(found, terms, files, given)
     if was_interrupted:
         talk().print(_of_those_sent(found), markup=False)
     short = falls_short(found, terms)
@@ -131,17 +132,17 @@ async def _drawn(given: Given, load: dict[str, Any]) -> Schedule:
     from splittime.loadgen.limits import server_limits
 
     if not SAYS_HOW_MUCH & set(load):
-        load = {**LOOK_AROUND, **load}
+        load = {**(SO_MANY if "num_requests" in load else LOOK_AROUND), **load}
     spec_of(load).validate()
     limits = await server_limits(given.target(given.url[0]))
     return drawn(load, corrected(limits, given.vocab_size, given.max_model_len), given.salt)
 
 
-def _tell(run: Run, terms: dict[str, float], files: Sequence[tuple[Path, Writer]], as_json: bool) -> None:
+def _tell(run: Run, terms: dict[str, float], files: Sequence[tuple[Path, Writer]], given: Given) -> None:
     """Data to standard output and to files; which files, to standard error. A file that cannot be written takes neither
     the others nor the table with it."""
     troubles = [trouble for path, write in files if (trouble := _written(run, path, write)) is not None]
-    _show(run, terms, as_json)
+    _show(run, terms, given)
     for arm, server in enumerate(run.arms):
         if count := unanswered(run, arm):
             talk().print(f"error: {server.url} answered none of {count} requests", style="red", markup=False)
@@ -166,13 +167,13 @@ def _written(run: Run, path: Path, write: Writer) -> ConfigError | None:
     return None
 
 
-def _show(run: Run, terms: dict[str, float], as_json: bool) -> None:
-    if as_json:
+def _show(run: Run, terms: dict[str, float], given: Given) -> None:
+    if given.json:
         sys.stdout.buffer.write(msgspec.json.encode(run) + b"\n")
         return
     from splittime.loadgen.report.table import render
 
-    wide().print(render(run, terms))
+    wide().print(render(run, terms, with_definitions=given.definitions))
 
 
 def _write_csv(run: Run, path: Path) -> None:

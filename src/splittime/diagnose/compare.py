@@ -9,26 +9,30 @@ with no difference at all the chance of any BETTER or WORSE is at most 1 - confi
 metric is (a gain elsewhere does not pay for it), else BETTER if any is, else that of the first metric, the primary. By
 default that is the mean response time: every delay of a request is in it, none can hide by moving from TTFT to TPOT, at
 a fixed concurrency it is the throughput's inverse (Little's law), and some hundred requests estimate it, where a p99 of
-their TTFT rests on a few of them. A void run makes everything INCONCLUSIVE.
+their TTFT rests on a few of them. A void run makes everything INCONCLUSIVE, unless what voids it is the client's own
+lateness alone: then, and where it is only noted, a verdict stands if it would be the same with all that lateness taken
+off either side (`ledger.client_lateness`).
 
 How the interval is made:
-    paired     one run of two servers, or two runs of one schedule: the same requests are drawn on both sides, so that
-               what they share (lengths, arrivals) cancels
-    unpaired   two runs: blocks over time, drawn on each side on its own
+    paired     one run of two servers, or two runs of one schedule: each request on both sides, so that what they share
+               (lengths, arrivals) cancels
+    unpaired   two runs, each on its own
     runs       two or more runs a side: Welch's t on the logarithms of the runs' own figures, as a server differs from
-               start to start and a bootstrap of three runs knows only three values
+               start to start
+Neighbouring requests count for fewer independent ones, as in a run's own figures (`ledger.client_intervals`).
 Shares (goodput, error rate) are compared by their difference, the margin being `SHARE_MARGIN`.
 """
 
 from collections.abc import Mapping, Sequence
-from math import ceil, log
+from math import inf
 
 import msgspec
 import numpy as np
 
 from splittime.core.errors import ConfigError
+from splittime.diagnose.compare_intervals import out_of_reach, ratio_interval, share_interval, too_few, welch
 from splittime.diagnose.compare_notes import notes_of, reasons_to_doubt
-from splittime.diagnose.compare_sample import Drawn, Pairs, Side, draw, pair, sample, value
+from splittime.diagnose.compare_sample import Pairs, Side, contrast, pair, sample, value
 from splittime.diagnose.comparison import (
     DEFAULT_METRICS,
     EXIT_CODES,
@@ -40,7 +44,8 @@ from splittime.diagnose.comparison import (
     Verdict,
 )
 from splittime.ledger.client_book import Run
-from splittime.ledger.client_intervals import Interval, interval, t_quantile
+from splittime.ledger.client_intervals import Interval
+from splittime.ledger.client_lateness import failed_by_lateness, off_ns
 from splittime.ledger.client_metrics import Metric, parse_metric
 from splittime.ledger.client_request import PER_REQUEST_LIMITS
 
@@ -134,45 +139,35 @@ def _compared(metric: Metric, a: Sequence[Side], b: Sequence[Side], pairs: Pairs
         raise ConfigError("goodput needs a limit for each request", param="metric", value="goodput", hint=hint)
     if len(a) > 1:
         return _of_runs(metric, a, b, limits, terms)
-    drawn = draw(metric, a[0], b[0], pairs, limits, terms.seed, terms.replicates)
-    if drawn is None:
+    found = contrast(metric, a[0], b[0], pairs, limits, terms.level)
+    if found is None:
         return _unknown(metric, "too few requests tell it.")
-    if not metric.is_share and min(drawn.a, drawn.b, drawn.replicates_a.min(), drawn.replicates_b.min()) <= 0:
-        return _unknown(metric, "it is 0 in some of the data, and a ratio to 0 says nothing.", drawn.a, drawn.b)
-    found = _share_interval(drawn, terms) if metric.is_share else _ratio_interval(metric, drawn, terms)
-    if found.low is None and metric.percent is not None:
-        needed = _requests_needed(metric.percent, drawn, terms.level)
-        why = f"{drawn.num_requests} requests do not bound its p{metric.percent:g}; about {needed} would."
-        return _judged(metric, drawn.a, drawn.b, found, terms, why)
-    return _judged(metric, drawn.a, drawn.b, found, terms)
+    if not metric.is_share and min(found.a, found.b) <= 0:
+        return _unknown(metric, "it is 0 in some of the data, and a ratio to 0 says nothing.", found.a, found.b)
+    if metric.is_share:
+        return _judged(metric, found.a, found.b, share_interval(found, terms.level), terms)
+    late = _late(metric, a, found.a), _late(metric, b, found.b)
+    if found.spread is None or out_of_reach(metric, found, terms.level):
+        return _judged(metric, found.a, found.b, Interval(None, None), terms, too_few(metric, found, terms.level))
+    between = ratio_interval(found.a, found.b, found.spread, terms.level)
+    return _despite_lateness(_judged(metric, found.a, found.b, between, terms), metric, late, terms)
 
 
-def _ratio_interval(metric: Metric, drawn: Drawn, terms: Terms) -> Interval:
-    """Without both ends if the percentile lies so far out that more may lie beyond the data (see `bounded`)."""
-    if metric.percent is not None and _out_of_reach(metric.percent, drawn.effective_requests, terms.level):
-        return Interval(None, None)
-    logs = np.log(drawn.replicates_b / drawn.replicates_a)
-    return interval(logs, drawn.num_blocks, terms.level, widen=drawn.widen).exp()
+def _late(metric: Metric, sides: Sequence[Side], value: float) -> float:
+    """The share of a figure that may be the client's lateness; 0 where its own checks found none worth telling."""
+    off_by = [off_ns(run, arm, metric) for run, arm in sides if failed_by_lateness(run)]
+    return min(1.0, max(off_by, default=0.0) / value)
 
 
-def _out_of_reach(percent: float, requests: float, level: float) -> bool:
-    share = max(percent, 100 - percent) / 100
-    return share**requests > (1 - level) / 2
-
-
-def _requests_needed(percent: float, drawn: Drawn, level: float) -> int:
-    independent = log((1 - level) / 2) / log(max(percent, 100 - percent) / 100)
-    return ceil(independent * drawn.num_requests / drawn.effective_requests / 10) * 10
-
-
-def _share_interval(drawn: Drawn, terms: Terms) -> Interval:
-    """Of the difference. A share of exactly 0 or 1 has no spread in the data, but -ln(tail)/n is still possible."""
-    differences = drawn.replicates_b - drawn.replicates_a
-    found = interval(differences, drawn.num_blocks, terms.level, widen=drawn.widen)
-    possible = -log((1 - terms.level) / 2) / drawn.effective_requests
-    up = possible * ((drawn.b == 0) + (drawn.a == 1))
-    down = possible * ((drawn.b == 1) + (drawn.a == 0))
-    return Interval((found.low or 0.0) - down, (found.high or 0.0) + up)
+def _despite_lateness(found: Compared, metric: Metric, late: tuple[float, float], terms: Terms) -> Compared:
+    """The verdict, if it is the same with all of A's lateness taken off A, and all of B's off B."""
+    if found.interval is None or found.interval.low is None or found.interval.high is None or not any(late):
+        return found
+    high = found.interval.high / (1 - late[0]) if late[0] < 1 else inf
+    if judge(Interval(found.interval.low * (1 - late[1]), high), terms.margin, metric) is found.verdict:
+        return found
+    why = f"the client was late, by up to {max(late):.0%} of it, which may be the whole difference."
+    return msgspec.structs.replace(found, verdict=Verdict.INCONCLUSIVE, why=why)
 
 
 def _of_runs(
@@ -189,19 +184,10 @@ def _of_runs(
     if min(first.min(), second.min()) <= 0:
         return _unknown(metric, "it is 0 in some run, and a ratio to 0 says nothing.")
     low, high = welch(np.log(first), np.log(second), terms.level)
-    a_mean, b_mean = np.exp(np.log(first).mean()), np.exp(np.log(second).mean())
-    return _judged(metric, a_mean, b_mean, Interval(low, high).exp(), terms)
-
-
-def welch(a: np.ndarray, b: np.ndarray, level: float) -> tuple[float, float]:
-    """The interval of mean(b) - mean(a), variances not taken for equal (Welch 1947)."""
-    parts = [float(side.var(ddof=1)) / len(side) for side in (a, b)]
-    difference, variance = float(b.mean() - a.mean()), sum(parts)
-    if variance == 0:
-        return difference, difference
-    freedom = variance**2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True))
-    reach = t_quantile((1 + level) / 2, freedom) * variance**0.5
-    return difference - reach, difference + reach
+    a_mean, b_mean = (float(np.exp(np.log(values).mean())) for values in (first, second))
+    late = _late(metric, a, a_mean), _late(metric, b, b_mean)
+    judged = _judged(metric, a_mean, b_mean, Interval(low, high).exp(), terms)
+    return _despite_lateness(judged, metric, late, terms)
 
 
 def _judged(metric: Metric, a: float, b: float, found: Interval, terms: Terms, why: str = "") -> Compared:

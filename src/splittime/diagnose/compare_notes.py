@@ -6,6 +6,7 @@ import numpy as np
 
 from splittime.diagnose.compare_sample import Side
 from splittime.ledger.client_book import Ending
+from splittime.ledger.client_lateness import failed_by_lateness, void_for_more
 from splittime.ledger.client_rates import Trend, drift
 from splittime.ledger.client_request import output_tokens
 from splittime.ledger.client_series import complete, series
@@ -14,12 +15,12 @@ NOTED_DIFFERENCE = 0.01
 
 
 def reasons_to_doubt(a: Sequence[Side], b: Sequence[Side]) -> list[str]:
-    """Of void runs: their figures are about the client. Empty if there is none."""
+    """Of void runs, but for lateness, which is reckoned with in each verdict: their figures are about the client."""
     return [
-        f"{name} is void: {'; '.join(check.sentence for check in run.checks if check.voids and not check.ok)}"
+        f"{name} is void: {'; '.join(check.sentence for check in void_for_more(run))}"
         for name, sides in (("A", a), ("B", b))
         for run, _ in sides
-        if run.is_void
+        if void_for_more(run)
     ]
 
 
@@ -37,6 +38,8 @@ def notes_of(a: Sequence[Side], b: Sequence[Side], *, is_paired: bool) -> Iterat
 
 def _notes_of_side(name: str, sides: Sequence[Side]) -> Iterator[str]:
     for side in sides:
+        for check in failed_by_lateness(side.run):
+            yield f"{name}'s client was late: {check.sentence}. Verdicts hold even if {name} were better by all of it."
         if side.run.stopped:
             yield f"{name} was stopped: {side.run.stopped}"
         trend = drift(series(complete(side.measured), "ttft").values).trend

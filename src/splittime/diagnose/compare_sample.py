@@ -1,7 +1,7 @@
-"""What a comparison is made from: a metric of two sides, drawn many times over.
+"""What a comparison is made from: a metric of two sides, and how far the one is off the other.
 
-A side is one arm of one run. `draw` gives the metric of both sides and its replicates: of the same requests where they
-are paired, of each side on its own where not.
+A side is one arm of one run. `contrast` gives the metric of both sides and the spread of what lies between them: of the
+same requests where they are paired, of each side on its own where not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,17 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from splittime.ledger.client_book import Ending, Outcome, Run
-from splittime.ledger.client_intervals import (
-    MIN_REQUESTS,
-    Array,
-    Bootstrap,
-    Pooled,
-    bootstrap,
-    mean_replicates,
-    nearest_rank,
-    one_each,
-    percentile_replicates,
-)
+from splittime.ledger.client_dependence import MIN_REQUESTS, Array
+from splittime.ledger.client_intervals import Pooled, Precision, Spread, nearest_rank, one_each, spread_of, together
 from splittime.ledger.client_metrics import RATES, Metric
 from splittime.ledger.client_rates import rate_parts, rate_window, request_ends
 from splittime.ledger.client_request import PER_REQUEST_LIMITS, is_good
@@ -51,54 +42,45 @@ def pair(a: Side, b: Side) -> list[tuple[Outcome, Outcome]] | None:
     return pairs if len(pairs) >= MIN_REQUESTS else None
 
 
-class Drawn(NamedTuple):
-    """num_requests, effective_requests: of the side with fewer; and how many independent ones would tell as much."""
+class Contrast(NamedTuple):
+    """Of B against A. spread: of the logarithm of b / a, or of b - a for a share; None where it is out of reach.
+    num_requests: of the side with fewer."""
 
     a: float
     b: float
-    replicates_a: Array
-    replicates_b: Array
-    num_blocks: float
+    spread: Spread | None
     num_requests: int
-    effective_requests: float
-    widen: float
 
 
-def draw(
-    metric: Metric, a: Side, b: Side, pairs: Pairs | None, limits: Mapping[str, float], seed: int, replicates: int
-) -> Drawn | None:
+def contrast(
+    metric: Metric, a: Side, b: Side, pairs: Pairs | None, limits: Mapping[str, float], level: float
+) -> Contrast | None:
     """None if either side has not enough that could tell the metric."""
-    if pairs is not None and metric.name not in RATES:
-        samples = _paired(metric, pairs, limits)
-        is_joint = True
-    else:
-        samples = sample(metric, a, limits), sample(metric, b, limits)
-        is_joint = pairs is not None
-    if min(pooled.num_requests for pooled in samples) < MIN_REQUESTS or not all(len(s.values) for s in samples):
+    are_paired = pairs is not None and metric.name not in RATES
+    samples = _paired(metric, pairs or (), limits) if are_paired else _apart(metric, a, b, limits)
+    num_requests = min(pooled.num_requests for pooled in samples)
+    if num_requests < MIN_REQUESTS or not all(len(one.values) for one in samples):
         return None
-    drawn = _bootstraps(samples, is_joint, seed, replicates)
-    values = [value(metric, pooled) for pooled in samples]
-    drawn_values = [_replicates(metric, pooled, its) for pooled, its in zip(samples, drawn, strict=True)]
-    return Drawn(
-        a=values[0],
-        b=values[1],
-        replicates_a=drawn_values[0],
-        replicates_b=drawn_values[1],
-        num_blocks=min(its.num_blocks for its in drawn),
-        num_requests=min(its.num_requests for its in drawn),
-        effective_requests=min(its.effective_requests for its in drawn),
-        widen=max(its.dependence.widen for its in drawn),
-    )
+    first, second = (value(metric, pooled) for pooled in samples)
+    if not metric.is_share and min(first, second) <= 0:
+        return Contrast(first, second, None, num_requests)
+    added = [_added(metric, pooled, level) for pooled in samples]
+    return Contrast(first, second, _spread(*added, is_joint=pairs is not None), num_requests)
 
 
-def _bootstraps(
-    samples: tuple[Pooled, Pooled], is_joint: bool, seed: int, replicates: int
-) -> tuple[Bootstrap, Bootstrap]:
-    if is_joint:
-        both = bootstrap(*samples, seed=seed, replicates=replicates)
-        return both, both
-    first, second = (bootstrap(s, seed=seed + i, replicates=replicates) for i, s in enumerate(samples))
-    return first, second
+def _spread(a: Array | None, b: Array | None, *, is_joint: bool) -> Spread | None:
+    if a is None or b is None:
+        return None
+    return spread_of(b - a) if is_joint else together(spread_of(a), spread_of(b))
+
+
+def _added(metric: Metric, pooled: Pooled, level: float) -> Array | None:
+    """What each request adds to the metric: to its logarithm, or to a share itself."""
+    if metric.is_share:
+        added: Array = pooled.values - pooled.values.mean()
+        return added
+    precision = Precision(pooled)
+    return precision.log_mean() if metric.percent is None else precision.log_percentile(metric.percent, level)
 
 
 def value(metric: Metric, pooled: Pooled) -> float:
@@ -107,10 +89,8 @@ def value(metric: Metric, pooled: Pooled) -> float:
     return nearest_rank(pooled.values, [metric.percent])[0]
 
 
-def _replicates(metric: Metric, pooled: Pooled, drawn: Bootstrap) -> Array:
-    if metric.percent is None:
-        return mean_replicates(pooled, drawn)
-    return percentile_replicates(pooled, drawn, [metric.percent])[:, 0]
+def _apart(metric: Metric, a: Side, b: Side, limits: Mapping[str, float]) -> tuple[Pooled, Pooled]:
+    return sample(metric, a, limits), sample(metric, b, limits)
 
 
 def sample(metric: Metric, side: Side, limits: Mapping[str, float]) -> Pooled:

@@ -29,8 +29,8 @@ def render_comparison(found: Comparison) -> RenderableType:
 
 def _how(found: Comparison) -> str:
     by = {
-        Design.PAIRED: f"Paired, {found.num_pairs} requests on both sides; block bootstrap.",
-        Design.UNPAIRED: "Two runs, unpaired; block bootstrap of each.",
+        Design.PAIRED: f"Paired, {found.num_pairs} requests on both sides.",
+        Design.UNPAIRED: "Two runs, unpaired.",
         Design.RUNS: f"{found.runs_a} runs against {found.runs_b}; t interval over the runs.",
     }[found.design]
     return (

@@ -11,7 +11,6 @@ from splittime.ledger.client_metrics import parse_metric
 DEFAULT_METRICS = ("e2e_mean", "ttft_p50", "ttft_p99", "tpot_p50", "error_rate")
 MARGIN = 0.05
 SHARE_MARGIN = 0.01
-REPLICATES = 4000
 
 
 class Verdict(StrEnum):
@@ -72,8 +71,6 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     margin: float = MARGIN
     confidence: float = CONFIDENCE
     limits: dict[str, float] | None = None
-    seed: int = 0
-    replicates: int = REPLICATES
 
     @property
     def level(self) -> float:

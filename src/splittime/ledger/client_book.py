@@ -143,7 +143,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run. The measured window is [measured_from_ns, measured_until_ns) of *intended* starts.
 
     settings: as asked, for the reader; schedule_digest: of the schedule that was run, so that two runs can be seen to
-    have sent the same. stopped: why it ended before its schedule, if it did.
+    have asked the same. loop_lag_ns: how late the client came to what it read, by statistic, of its latest process.
+    stopped: why it ended before its schedule, if it did.
     """
 
     format: int = FORMAT
@@ -160,6 +161,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: tuple[Outcome, ...]
     samples: tuple[Sample, ...] = ()
     checks: tuple[Check, ...] = ()
+    loop_lag_ns: dict[str, float] = {}
     stopped: str | None = None
 
     @property

@@ -16,19 +16,12 @@ from splittime.ledger.client_book import Ending, Outcome, Run
 from splittime.ledger.client_definitions import definitions
 from splittime.ledger.client_intervals import (
     CONFIDENCE,
-    MIN_REQUESTS,
-    Bootstrap,
     Estimate,
     Interval,
     Pooled,
-    bootstrap,
-    bounded,
-    mean_replicates,
+    Precision,
     nearest_rank,
-    never_negative,
     one_each,
-    percentile_replicates,
-    spread,
 )
 from splittime.ledger.client_rates import (
     Concurrency,
@@ -105,10 +98,12 @@ DRIFT_SERIES = ("ttft", "tpot")
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """A distribution, in ns. `count` values of `num_requests` requests; percentiles by `p50`, `p90`, `p95`, `p99`."""
+    """A distribution, in ns. `count` values of `num_requests` requests, which tell as much as `independent` that have
+    nothing to do with each other; percentiles by `p50`, `p90`, `p95`, `p99`."""
 
     count: int
     num_requests: int
+    independent: float
     mean: Estimate
     percentiles: dict[str, Estimate]
     max: float
@@ -158,8 +153,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     expected_cached_share: float | None
 
 
-def summary(run: Run, arm: int = 0, *, limits: Mapping[str, float] | None = None, seed: int = 0) -> Summary:
-    """All figures of one arm. The same run and seed give the same intervals. `limits` instead of the run's SLO."""
+def summary(run: Run, arm: int = 0, *, limits: Mapping[str, float] | None = None) -> Summary:
+    """All figures of one arm. `limits` instead of the run's SLO."""
     measured = in_time_order(run.measured(arm))
     whole = complete(measured)
     mine = [outcome for outcome in run.outcomes if outcome.arm == arm]
@@ -178,53 +173,43 @@ def summary(run: Run, arm: int = 0, *, limits: Mapping[str, float] | None = None
         errors=errors,
         error_rate=errors / counted if counted else None,
         intended_rate=len(measured) / max(1e-9, (run.measured_until_ns - run.measured_from_ns) / 1e9),
-        request_rate=rate(*request_ends(mine), window, seed=seed),
-        output_token_rate=rate(*token_arrivals(mine), window, seed=seed),
-        prompt_token_rate=rate(*prompts_read(mine), window, seed=seed),
+        request_rate=rate(*request_ends(mine), window),
+        output_token_rate=rate(*token_arrivals(mine), window),
+        prompt_token_rate=rate(*prompts_read(mine), window),
         concurrency=concurrency(mine, window),
-        figures=_figures(run, arm, whole, seed),
-        buckets=_buckets(whole, seed),
-        drift={name: drift(series(whole, name).values, seed=seed) for name in DRIFT_SERIES},
-        goodput=goodput(run, arm, limits=limits, seed=seed),
+        figures=_figures(run, arm, whole),
+        buckets=_buckets(whole),
+        drift={name: drift(series(whole, name).values) for name in DRIFT_SERIES},
+        goodput=goodput(run, arm, limits=limits),
         tpot_unknown=_tpot_unknown(whole),
         cached_share=_share(whole, "cached_tokens", "prompt_tokens"),
         expected_cached_share=_share(whole, "expected_cached_tokens", "expected_prompt_tokens"),
     )
 
 
-def figure(pooled: Pooled, *, seed: int = 0) -> Figure | None:
+def figure(pooled: Pooled) -> Figure | None:
     """Mean and percentiles with their intervals; None for no values."""
     if not len(pooled.values):
         return None
-    values = nearest_rank(pooled.values, PERCENTS)
-    mean, means = float(pooled.values.mean()), None
-    intervals: list[Interval | None] = [None] * len(PERCENTS)
-    if pooled.num_requests >= MIN_REQUESTS:
-        drawn = bootstrap(pooled, seed=seed)
-        means = never_negative(spread(mean_replicates(pooled, drawn), drawn))
-        intervals = [*_percentile_intervals(pooled, drawn)]
+    precision = Precision(pooled)
+    values, intervals = nearest_rank(pooled.values, PERCENTS), precision.percentiles(PERCENTS)
     found = zip(PERCENTS, values, intervals, strict=True)
     return Figure(
         count=len(pooled.values),
         num_requests=pooled.num_requests,
-        mean=Estimate(mean, means),
+        independent=precision.effective,
+        mean=Estimate(float(pooled.values.mean()), precision.mean()),
         percentiles={f"p{percent}": Estimate(value, between) for percent, value, between in found},
         max=float(pooled.values.max()),
     )
 
 
-def _percentile_intervals(pooled: Pooled, drawn: Bootstrap) -> list[Interval]:
-    replicates = percentile_replicates(pooled, drawn, PERCENTS)
-    found = [never_negative(spread(replicates[:, i], drawn)) for i in range(len(PERCENTS))]
-    return [bounded(between, percent, drawn) for between, percent in zip(found, PERCENTS, strict=True)]
-
-
-def _figures(run: Run, arm: int, whole: Sequence[Outcome], seed: int) -> dict[str, Figure]:
+def _figures(run: Run, arm: int, whole: Sequence[Outcome]) -> dict[str, Figure]:
     pooled = all_series(whole)
-    found = {name: figure(pooled[name], seed=seed) for name in SERIES if name != "token_gap"}
+    found = {name: figure(pooled[name]) for name in SERIES if name != "token_gap"}
     is_same = pooled["token_gap"] is pooled["chunk_gap"]
-    found["token_gap"] = found["chunk_gap"] if is_same else figure(pooled["token_gap"], seed=seed)
-    found["itl"] = figure(_server_gaps(run, arm, whole), seed=seed)
+    found["token_gap"] = found["chunk_gap"] if is_same else figure(pooled["token_gap"])
+    found["itl"] = figure(_server_gaps(run, arm, whole))
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -241,21 +226,21 @@ def prompt_tokens(outcome: Outcome) -> int | None:
     return outcome.prompt_tokens if outcome.prompt_tokens is not None else outcome.expected_prompt_tokens
 
 
-def _buckets(whole: Sequence[Outcome], seed: int) -> dict[str, dict[str, Figure]]:
+def _buckets(whole: Sequence[Outcome]) -> dict[str, dict[str, Figure]]:
     """By prompt length, the shortest first; what has none told is in no bucket."""
     members: dict[str, list[Outcome]] = {}
     for outcome in sorted(whole, key=lambda o: prompt_tokens(o) or 0):
         if (tokens := prompt_tokens(outcome)) is not None:
             members.setdefault(derive.prompt_bucket(tokens), []).append(outcome)
-    return {bucket: _bucket(in_time_order(its), seed) for bucket, its in members.items()}
+    return {bucket: _bucket(in_time_order(its)) for bucket, its in members.items()}
 
 
-def _bucket(outcomes: Sequence[Outcome], seed: int) -> dict[str, Figure]:
-    found = {name: figure(series(outcomes, name), seed=seed) for name in BUCKET_SERIES}
+def _bucket(outcomes: Sequence[Outcome]) -> dict[str, Figure]:
+    found = {name: figure(series(outcomes, name)) for name in BUCKET_SERIES}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def goodput(run: Run, arm: int = 0, *, limits: Mapping[str, float] | None = None, seed: int = 0) -> Goodput | None:
+def goodput(run: Run, arm: int = 0, *, limits: Mapping[str, float] | None = None) -> Goodput | None:
     """None if the SLO has no per-request limit, or no request counts."""
     mine = {k: v for k, v in (run.slo if limits is None else limits).items() if k in PER_REQUEST_LIMITS}
     counted = [o for o in in_time_order(run.measured(arm)) if o.ending is not Ending.CANCELLED]
@@ -267,19 +252,19 @@ def goodput(run: Run, arm: int = 0, *, limits: Mapping[str, float] | None = None
         limits=mine,
         intended=len(counted),
         good=int(good.sum()),
-        share=_share_estimate(good, seed),
+        share=_share_estimate(good),
         per_s=float(good.sum()) / seconds,
     )
 
 
-def _share_estimate(good: np.ndarray, seed: int) -> Estimate:
+def _share_estimate(good: np.ndarray) -> Estimate:
     value = float(good.mean())
-    if len(good) < MIN_REQUESTS or not 0 < value < 1:
+    if not 0 < value < 1:
         return Estimate(value)
-    pooled = one_each(good)
-    drawn = bootstrap(pooled, seed=seed)
-    found = spread(mean_replicates(pooled, drawn), drawn)
-    return Estimate(value, Interval(max(0.0, found.low or 0.0), min(1.0, found.high or 0.0)))
+    found = Precision(one_each(good)).mean()
+    if found is None:
+        return Estimate(value)
+    return Estimate(value, Interval(max(0.0, found.low or 0.0), None if found.high is None else min(1.0, found.high)))
 
 
 def _tpot_unknown(whole: Sequence[Outcome]) -> int:

@@ -9,6 +9,7 @@ and `Window.is_makespan` says so.
 
 from collections.abc import Sequence
 from enum import StrEnum
+from math import log
 
 import msgspec
 import numpy as np
@@ -16,16 +17,15 @@ from numpy.typing import NDArray
 
 from splittime.ledger import derive
 from splittime.ledger.client_book import Outcome, Run
+from splittime.ledger.client_dependence import MIN_REQUESTS, Array
 from splittime.ledger.client_intervals import (
-    MIN_REQUESTS,
-    Array,
     Estimate,
     Interval,
-    bootstrap,
-    interval,
-    mean_replicates,
+    Precision,
+    never_negative,
     one_each,
-    spread,
+    spread_beside_a_trend,
+    together,
 )
 from splittime.ledger.client_request import service_ns
 from splittime.ledger.client_series import complete
@@ -60,16 +60,14 @@ def rate_window(run: Run, arm: int = 0) -> Window:
     return Window(run.measured_from_ns, max(last_ns, run.measured_from_ns + 1), is_makespan=True)
 
 
-def rate(at_ns: NDArray[np.int64], amounts: Array, window: Window, *, seed: int = 0) -> Estimate:
+def rate(at_ns: NDArray[np.int64], amounts: Array, window: Window) -> Estimate:
     """Per second: what of these amounts came within the window."""
     parts = rate_parts(at_ns, amounts, window)
     value = float(parts.mean())
     if len(at_ns) < MIN_REQUESTS or not value:
         return Estimate(value)
-    pooled = one_each(parts)
-    drawn = bootstrap(pooled, seed=seed)
-    found = spread(mean_replicates(pooled, drawn), drawn)
-    return Estimate(value, Interval(max(0.0, found.low or 0.0), found.high))  # widened, but no rate is below 0
+    found = Precision(one_each(parts)).mean()
+    return Estimate(value, None if found is None else never_negative(found))
 
 
 def request_ends(outcomes: Sequence[Outcome]) -> tuple[NDArray[np.int64], Array]:
@@ -129,18 +127,14 @@ class Drift(msgspec.Struct, frozen=True):
     trend: Trend
 
 
-def drift(values: Array, *, seed: int = 0) -> Drift:
-    """Of values in time order, by a block bootstrap of each half on its own, at `DRIFT_CONFIDENCE`."""
+def drift(values: Array) -> Drift:
+    """Of values in time order, each half on its own, at `DRIFT_CONFIDENCE`."""
     if len(values) < MIN_DRIFT_REQUESTS or values.min() <= 0:
         return Drift(None, None, Trend.UNCLEAR)
     first, second = values[: len(values) // 2], values[len(values) // 2 :]
-    halves = [one_each(first), one_each(second)]
-    drawn = [bootstrap(half, seed=seed + i) for i, half in enumerate(halves)]
-    before, after = (mean_replicates(half, its) for half, its in zip(halves, drawn, strict=True))
-    logs = np.log(after / before)
-    few, widen = min(its.num_blocks for its in drawn), max(its.dependence.widen for its in drawn)
-    found = interval(logs, few, DRIFT_CONFIDENCE, widen=widen)
-    ratio = found.exp()
+    before, after = (spread_beside_a_trend(half / half.mean()) for half in (first, second))
+    middle, reach = log(second.mean() / first.mean()), together(before, after).reach(DRIFT_CONFIDENCE)
+    ratio = Interval(middle - reach, middle + reach).exp()
     return Drift(float(second.mean() / first.mean()), ratio, _trend(ratio))
 
 

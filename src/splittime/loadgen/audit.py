@@ -1,39 +1,46 @@
 """The client asks itself whether its figures are about the server.
 
-`audit` makes the checks of a run. Those that void it are the client's own faults: its event loop was late, it sent
-late, it ran out of sockets or CPU time, a worker died, or its prompts were found in a cache where they should not be. A
-lag is allowed to be `ALLOWED_SHARE` of the median TTFT, and at least the floor beside it: what it adds is then small
-against what is measured. What the server or the workload did is a note (`audit_answers`), and so is what the machine's
-other tenants did (`audit_steal`, whose check is given here ready made).
+`audit` makes the checks of a run. Lateness is judged against what was measured: up to `ALLOWED_SHARE` of the median
+TTFT, and at least the floor beside it, it is small; up to `VOID_SHARE` it is a note that says by how much the figures
+may be off; beyond that they cannot be used, and the run is void. So it is where it ran out of sockets, a worker died,
+or its prompts were found in a cache where they should not be. A busy core is a note: what it cost stands in the lags.
+What the server or the workload did is a note (`audit_answers`), and so are what a closed loop cannot see
+(`audit_closed_loop`) and what the machine's other tenants did (`audit_steal`, whose check is given here ready made).
 """
 
 from collections.abc import Sequence
 
-from splittime.ledger.client_book import Check, Outcome, Phase, Run
+from splittime.ledger.client_book import Check, Ending, Outcome, Phase, Run
+from splittime.ledger.client_lateness import start_lag_ns
 from splittime.ledger.derive import percentile
 from splittime.loadgen import sockets
 from splittime.loadgen.audit_answers import audit_answers
+from splittime.loadgen.audit_closed_loop import audit_closed_loop
 from splittime.loadgen.share import Vitals
 
 ALLOWED_SHARE = 0.05
+VOID_SHARE = 0.25
 LOOP_LAG_FLOOR_MS = 2.0
 START_LAG_FLOOR_MS = 5.0
 CPU_SHARE_LIMIT = 0.9
 
 
-def audit(run: Run, vitals: Sequence[Vitals], steal: Check | None = None) -> tuple[Check, ...]:
-    """Every question, also those that are answered well."""
+def audit(
+    run: Run, vitals: Sequence[Vitals], steal: Check | None = None, concurrency: int | None = None
+) -> tuple[Check, ...]:
+    """Every question, also those that are answered well. concurrency: of a closed loop."""
     measured = [outcome for outcome in run.outcomes if outcome.phase is Phase.MEASURED]
-    allowed_ms = ALLOWED_SHARE * (median_ttft_ms(measured) or 0.0)
     checks = [
         _died(vitals),
-        _loop_lag(vitals, max(LOOP_LAG_FLOOR_MS, allowed_ms)),
-        _start_lag(measured, max(START_LAG_FLOOR_MS, allowed_ms)),
+        _loop_lag(vitals, measured),
+        _start_lag(measured),
         _cpu(vitals),
         _sockets(vitals),
         _nodelay(vitals),
         steal,
         _held(measured),
+        _as_many_as_asked(run, measured),
+        audit_closed_loop(run) if concurrency is not None else None,
     ]
     return tuple([check for check in checks if check is not None] + audit_answers(measured))
 
@@ -44,13 +51,6 @@ def median_ttft_ms(outcomes: Sequence[Outcome]) -> float | None:
     return None if median_ns is None else median_ns / 1e6
 
 
-def start_lag_ns(outcome: Outcome) -> int | None:
-    """How late the client itself sent: not what a cap, a session or connecting took."""
-    if outcome.sent_ns is None:
-        return None
-    return max(0, outcome.sent_ns - outcome.intended_ns - outcome.held_ns - (outcome.connect_ns or 0))
-
-
 def _died(vitals: Sequence[Vitals]) -> Check | None:
     died = [one.died for one in vitals if one.died is not None]
     if not died:
@@ -58,20 +58,30 @@ def _died(vitals: Sequence[Vitals]) -> Check | None:
     return Check(name="workers", ok=False, value=len(died), limit=0, unit="workers", sentence="; ".join(died))
 
 
-def _loop_lag(vitals: Sequence[Vitals], limit_ms: float) -> Check:
+def _loop_lag(vitals: Sequence[Vitals], measured: Sequence[Outcome]) -> Check:
     """The worst process counts."""
-    lags = [percentile(one.loop_lag_ns, 99) or 0.0 for one in vitals]
-    value = max(lags, default=0.0) / 1e6
-    longest = max((lag for one in vitals for lag in one.loop_lag_ns), default=0) / 1e6
-    sentence = f"the client's event loop was at most {value:.2f} ms late in 99 % of the time, {longest:.1f} ms at worst"
-    return Check(name="loop_lag", ok=value <= limit_ms, value=value, limit=limit_ms, unit="ms", sentence=sentence)
+    lags = max((one.loop_lag_ns for one in vitals), key=lambda its: percentile(its, 99) or 0.0, default=())
+    longest_ms = max((lag for one in vitals for lag in one.loop_lag_ns), default=0) / 1e6
+    value = (percentile(lags, 99) or 0.0) / 1e6
+    said = f"the client's event loop was at most {value:.2f} ms late in 99 % of the time, {longest_ms:.1f} ms at worst"
+    return _lateness("loop_lag", value, LOOP_LAG_FLOOR_MS, said, measured)
 
 
-def _start_lag(measured: Sequence[Outcome], limit_ms: float) -> Check:
+def _start_lag(measured: Sequence[Outcome]) -> Check:
     lags = [lag for outcome in measured if (lag := start_lag_ns(outcome)) is not None]
     value = (percentile(lags, 99) or 0.0) / 1e6
-    sentence = f"99 % of the requests were sent within {value:.2f} ms of their time"
-    return Check(name="start_lag", ok=value <= limit_ms, value=value, limit=limit_ms, unit="ms", sentence=sentence)
+    said = f"99 % of the requests were sent within {value:.2f} ms of their time"
+    return _lateness("start_lag", value, START_LAG_FLOOR_MS, said, measured)
+
+
+def _lateness(name: str, value: float, floor_ms: float, said: str, measured: Sequence[Outcome]) -> Check:
+    ttft_ms = median_ttft_ms(measured)
+    allowed, usable = (max(floor_ms, share * (ttft_ms or 0.0)) for share in (ALLOWED_SHARE, VOID_SHARE))
+    is_void = value > usable
+    if value > allowed and ttft_ms:
+        said += f": up to so much of a TTFT or a gap may be the client's, {value / ttft_ms:.0%} of the median TTFT"
+    limit = usable if is_void else allowed
+    return Check(name=name, ok=value <= allowed, value=value, limit=limit, unit="ms", sentence=said, voids=is_void)
 
 
 def _cpu(vitals: Sequence[Vitals]) -> Check:
@@ -79,9 +89,10 @@ def _cpu(vitals: Sequence[Vitals]) -> Check:
     sentence = f"the client used {value:.0%} of a core"
     if len(vitals) > 1:
         sentence = f"the busiest of {len(vitals)} client processes used {value:.0%} of a core"
-    return Check(
-        name="cpu", ok=value <= CPU_SHARE_LIMIT, value=value, limit=CPU_SHARE_LIMIT, unit="", sentence=sentence
-    )
+    ok = value <= CPU_SHARE_LIMIT
+    if not ok:
+        sentence += ": what that cost is in its lags; use more --workers, or a machine of its own"
+    return Check(name="cpu", ok=ok, value=value, limit=CPU_SHARE_LIMIT, unit="", sentence=sentence, voids=False)
 
 
 def _sockets(vitals: Sequence[Vitals]) -> Check:
@@ -96,7 +107,7 @@ def _sockets(vitals: Sequence[Vitals]) -> Check:
             "--max-in-flight (or no local port was free)"
         )
     ok = refused == 0 and most <= limit
-    return Check(name="sockets", ok=ok, value=most, limit=limit, unit="sockets", sentence=sentence)
+    return Check(name="sockets", ok=ok, value=most, limit=limit, unit="sockets", sentence=sentence, voids=refused > 0)
 
 
 def _nodelay(vitals: Sequence[Vitals]) -> Check:
@@ -116,3 +127,17 @@ def _held(measured: Sequence[Outcome]) -> Check | None:
         f"session's turn before: p99 {p99_ms:.0f} ms; it is in their response times"
     )
     return Check(name="held", ok=False, value=p99_ms, limit=0, unit="ms", sentence=sentence, voids=False)
+
+
+def _as_many_as_asked(run: Run, measured: Sequence[Outcome]) -> Check | None:
+    """Only where a number was asked for, and fewer were begun: the clock or somebody ended the run before."""
+    asked = run.settings.get("num_requests")
+    begun = sum(outcome.ending is not Ending.UNSENT for outcome in measured)
+    if not isinstance(asked, int) or begun >= asked * len(run.arms):
+        return None
+    why = run.stopped or "--duration ended it before: leave it out, or make it longer"
+    sentence = f"{begun} of {asked * len(run.arms)} requests were measured: {why}"
+    wanted = asked * len(run.arms)
+    return Check(
+        name="num_requests", ok=False, value=begun, limit=wanted, unit="requests", sentence=sentence, voids=False
+    )

@@ -22,6 +22,7 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.client_book import Arm, Ending, Outcome, Phase, Run
+from splittime.ledger.client_lateness import lags_by_statistic
 from splittime.loadgen import servers
 from splittime.loadgen.audit import audit
 from splittime.loadgen.conductor import Conductor
@@ -29,6 +30,7 @@ from splittime.loadgen.interruption import before_the_load, unless
 from splittime.loadgen.jobs import jobs_of
 from splittime.loadgen.progress import OnProgress
 from splittime.loadgen.schedule import Schedule
+from splittime.loadgen.share import Vitals
 from splittime.loadgen.sse import clipped
 from splittime.loadgen.target import Interleave, RunOptions, Target
 
@@ -107,7 +109,16 @@ def book(schedule: Schedule, options: RunOptions, conductor: Conductor, arms: Se
         samples=tuple(conductor.samples),
         stopped=conductor.stopped,
     )
-    return msgspec.structs.replace(run, checks=audit(run, conductor.vitals, conductor.steal))
+    checks = audit(run, conductor.vitals, conductor.steal, schedule.concurrency)
+    return msgspec.structs.replace(run, checks=checks, loop_lag_ns=_loop_lag_ns(conductor.vitals))
+
+
+def _loop_lag_ns(vitals: Sequence[Vitals]) -> dict[str, float]:
+    """By statistic, each of the process that was worst in it."""
+    told = [lags_by_statistic(one.loop_lag_ns) for one in vitals]
+    return {
+        name: max(one.get(name, 0.0) for one in told) for name in dict.fromkeys(name for one in told for name in one)
+    }
 
 
 def measured_window(schedule: Schedule, outcomes: Sequence[Outcome], in_blocks: bool = False) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """What is sent and when, drawn whole before the first byte leaves: so that a slow server cannot slow the questions.
 
 A schedule is a value with a seed. It can be saved and replayed (`save`, `load_schedule`); its digest says whether two
-runs sent the same. Arrivals come from `arrivals`, prompts and lengths from `workload` and `traces`; `run` carries it
-out.
+runs asked the same: as much, and when. The same command run again has the same digest, though its texts begin with
+another salt, so that no run finds another's in a cache. Arrivals come from `arrivals`, prompts and lengths from
+`workload` and `traces`; `run` carries it out.
 
 Open loop: `at_ns` is the intended start, from the run's begin. Closed loop: `at_ns` is None, and so many workers as
 `concurrency` says each take the next request when the last has ended; its intended start is that instant.
@@ -79,12 +80,29 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Of what is sent and when, not of the settings' wording."""
+        """Of what is asked and when, texts by their sizes; not of the settings' wording."""
         whole = hashlib.blake2b(digest_size=8)
+        whole.update(msgspec.msgpack.encode((self.seed, self.concurrency, self.duration_ns)))
         for planned in self.requests:
-            whole.update(msgspec.msgpack.encode(planned))
-        whole.update(msgspec.msgpack.encode((self.concurrency, self.duration_ns)))
+            asked = msgspec.structs.replace(planned, prompt="", messages=None, expected_cached_tokens=None)
+            whole.update(msgspec.msgpack.encode((asked, _sizes(planned))))
         return whole.hexdigest()
+
+
+def _sizes(planned: Planned) -> list[int]:
+    """In tokens or words: a salt is always as long, in both."""
+    prompt = planned.prompt
+    own = len(prompt) if isinstance(prompt, tuple) else len(prompt.split())
+    return [own, *(_words(message.get("content")) for message in planned.messages or ())]
+
+
+def _words(content: Any) -> int:
+    """Of a message's text, or of its parts' texts; a part of another kind is one."""
+    if isinstance(content, str):
+        return len(content.split())
+    if isinstance(content, list):
+        return sum(_words(part.get("text", "1")) for part in content if isinstance(part, dict))
+    return 0
 
 
 def save(schedule: Schedule, path: Path) -> None:

@@ -9,40 +9,25 @@ in the next (NVIDIA/aicr, issue 1196). So no single run decides:
               and the bracket is narrowed again
 
 The kept end is the highest rate below the lowest broken one, so a lucky run above the knee claims nothing. The answer
-is the interval, with every run's verdict. A void run, whose client was at fault, says nothing about the server: it is
-run again once, and if the client fails again, the search ends there. `tests/loadgen/test_search.py` holds it against a
-noisy queue.
+is the interval, with every run's verdict. A void run, of which nobody can tell whether the promise was kept because the
+client itself was at fault, says nothing about the server: it is made again once, and if the client fails again, the
+rate counts as the lowest that this client cannot judge. The search goes on below it, and says so.
+`tests/loadgen/test_search.py` holds it against a noisy queue.
 """
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from enum import StrEnum
-
-import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.client_book import Run
+from splittime.loadgen.search_found import Found, Swept, Trial, Verdict
 
 MIN_RESOLUTION = 0.005
 MAX_RUNS = 40
-VOIDS_IN_A_ROW = 2
+VOIDS_AT_A_LEVEL = 2
 
 Measure = Callable[[float], Awaitable[Run]]
-Keeps = Callable[[Run], bool]
-
-
-class Verdict(StrEnum):
-    KEPT = "kept"
-    BROKEN = "broken"
-    VOID = "void"
-
-
-class Trial(msgspec.Struct, frozen=True):
-    """One run. `level` is its rate, or its concurrency in a sweep of those."""
-
-    level: float
-    verdict: Verdict
-    run: Run
+Keeps = Callable[[Run], bool | None]  # None: nobody can tell
 
 
 OnTrial = Callable[[Trial], None]
@@ -52,80 +37,26 @@ class Stopped(Exception):
     """For `measure` to raise: no more runs can be made, and the text says why. Those that were made are kept."""
 
 
-class Found(msgspec.Struct, frozen=True):
-    """The knee is in [kept, broken]. None: not even `low` keeps, or not even `high` breaks. `stopped`: why the search
-    ended before both ends were confirmed, if it did."""
-
-    kept: float | None
-    broken: float | None
-    trials: tuple[Trial, ...]
-    stopped: str | None = None
-
-    @property
-    def is_void(self) -> bool:
-        return _ends_void(self.trials)
-
-    @property
-    def sentence(self) -> str:
-        """For people."""
-        runs = _counted(self.trials)
-        if self.stopped is not None:
-            return f"the search ended early: {self.stopped} {runs}{self._so_far}"
-        if self.kept is None:
-            return f"not even {self.broken:g} requests/s keep the promise {runs}"
-        if self.broken is None:
-            return f"{self.kept:g} requests/s, the most that was asked for, keep the promise {runs}"
-        return f"{self.kept:g} requests/s keep the promise, {self.broken:g} break it {runs}"
-
-    @property
-    def _so_far(self) -> str:
-        """Which rates it had come to, though not both were confirmed."""
-        ends = ((self.kept, "kept"), (self.broken, "broke"))
-        told = [f"{rate:g} requests/s {verb} the promise" for rate, verb in ends if rate is not None]
-        return f"; so far {', '.join(told)}" if told else ""
-
-
-class Swept(msgspec.Struct, frozen=True):
-    """The runs in order; `stopped` if they did not all take place."""
-
-    trials: tuple[Trial, ...]
-    stopped: str | None = None
-
-    @property
-    def is_void(self) -> bool:
-        return _ends_void(self.trials)
-
-    @property
-    def sentence(self) -> str:
-        """For people; empty if all is in the table."""
-        return "" if self.stopped is None else f"the sweep ended early: {self.stopped} {_counted(self.trials)}"
-
-
-def _counted(trials: Sequence[Trial]) -> str:
-    return f"({len(trials)} run{'' if len(trials) == 1 else 's'})"
-
-
-def _ends_void(trials: Sequence[Trial]) -> bool:
-    last = trials[-VOIDS_IN_A_ROW:]
-    return len(last) == VOIDS_IN_A_ROW and all(trial.verdict is Verdict.VOID for trial in last)
-
-
 async def sweep(
     measure: Measure, levels: Sequence[float], keeps: Keeps | None = None, on_trial: OnTrial | None = None
 ) -> Swept:
-    """A run for each level in order. Without `keeps` every run that is not void counts as kept."""
+    """A run for each level in order, a second where the first is void. Without `keeps` every run that is not void
+    counts as kept."""
     trials: list[Trial] = []
     for level in levels:
-        is_void = True
-        while is_void:
+        for _ in range(VOIDS_AT_A_LEVEL):
             try:
-                trials.append(await _try(measure, keeps or (lambda _: True), level, on_trial))
+                trials.append(await _try(measure, keeps or is_usable, level, on_trial))
             except Stopped as end:
                 return Swept(tuple(trials), str(end))
-            is_void = trials[-1].verdict is Verdict.VOID
-            if _ends_void(trials):
-                return Swept(tuple(trials), _void_sentence(trials[-1]))
+            if trials[-1].verdict is not Verdict.VOID:
+                break
     return Swept(tuple(trials))
+
+
+def is_usable(run: Run) -> bool | None:
+    """What counts as kept where nothing is asked."""
+    return None if run.is_void else True
 
 
 async def highest_rate(
@@ -144,15 +75,12 @@ async def highest_rate(
     while len(votes.trials) < max_runs:
         rate = _next_rate(votes, low, high, resolution)
         if rate is None:
-            return Found(*votes.ends(), tuple(votes.trials))
+            return votes.found()
         try:
             votes.trials.append(await _try(measure, keeps, rate, on_trial))
         except Stopped as end:
-            return Found(*votes.ends(), tuple(votes.trials), str(end))
-        if _ends_void(votes.trials):
-            return Found(*votes.ends(), tuple(votes.trials), _void_sentence(votes.trials[-1]))
-    why = f"{max_runs} runs did not agree; make them longer, or the resolution coarser"
-    return Found(*votes.ends(), tuple(votes.trials), why)
+            return votes.found(str(end))
+    return votes.found(f"{max_runs} runs did not agree; make them longer, or the resolution coarser")
 
 
 def check_search(low: float, high: float, resolution: float, confirmations: int, max_runs: int) -> None:
@@ -186,15 +114,27 @@ class _Votes:
         """By majority; a tie is not."""
         return self.count(rate, Verdict.KEPT) > self.count(rate, Verdict.BROKEN)
 
+    def is_unjudged(self, rate: float) -> bool:
+        """Void so often, and never anything else."""
+        voids = self.count(rate, Verdict.VOID)
+        return voids >= VOIDS_AT_A_LEVEL and voids == sum(trial.level == rate for trial in self.trials)
+
     def is_settled(self, rate: float) -> bool:
-        return max(self.count(rate, verdict) for verdict in (Verdict.KEPT, Verdict.BROKEN)) >= self._confirmations
+        most = max(self.count(rate, verdict) for verdict in (Verdict.KEPT, Verdict.BROKEN))
+        return most >= self._confirmations or self.is_unjudged(rate)
 
     def ends(self) -> tuple[float | None, float | None]:
-        """The highest kept rate below the lowest broken one, and that one."""
-        rates = {trial.level for trial in self.trials if trial.verdict is not Verdict.VOID}
+        """The highest kept rate below the lowest broken one, and that one, or one that this client cannot judge."""
+        judged = {trial.level for trial in self.trials if trial.verdict is not Verdict.VOID}
+        rates = judged | {trial.level for trial in self.trials if self.is_unjudged(trial.level)}
         broken = min((rate for rate in rates if not self.is_kept(rate)), default=None)
         kept = max((rate for rate in rates if broken is None or rate < broken), default=None)
         return kept, broken
+
+    def found(self, stopped: str | None = None) -> Found:
+        kept, broken = self.ends()
+        is_unjudged = broken is not None and self.is_unjudged(broken)
+        return Found(kept, broken, tuple(self.trials), stopped, is_unjudged)
 
 
 def _next_rate(votes: _Votes, low: float, high: float, resolution: float) -> float | None:
@@ -216,13 +156,9 @@ def _rounded(rate: float) -> float:
 
 async def _try(measure: Measure, keeps: Keeps, level: float, on_trial: OnTrial | None) -> Trial:
     run = await measure(level)
-    verdict = Verdict.VOID if run.is_void else Verdict.KEPT if keeps(run) else Verdict.BROKEN
+    is_kept = keeps(run)
+    verdict = Verdict.VOID if is_kept is None else Verdict.KEPT if is_kept else Verdict.BROKEN
     trial = Trial(level, verdict, run)
     if on_trial is not None:
         on_trial(trial)
     return trial
-
-
-def _void_sentence(trial: Trial) -> str:
-    faults = "; ".join(check.sentence for check in trial.run.checks if check.voids and not check.ok)
-    return f"the run at {trial.level:g} is VOID again, the client was at fault: {faults}"

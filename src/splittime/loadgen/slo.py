@@ -20,12 +20,14 @@ import msgspec
 from splittime.core.errors import ConfigError
 from splittime.ledger.client_book import Run
 from splittime.ledger.client_figures import PER_REQUEST_LIMITS, Summary, summary
+from splittime.ledger.client_lateness import off_ns
 from splittime.ledger.client_metrics import (
     HIGHER_IS_BETTER,
     NS_PER_UNIT,
     RATES,
     SHARES,
     known_metrics,
+    parse_metric,
     shown,
     unknown_metric,
     value_of,
@@ -127,6 +129,14 @@ def judge(found: Summary, slo: Mapping[str, float]) -> list[SloResult]:
         terms.setdefault("goodput", 1.0)
     terms.setdefault("error_rate", DEFAULT_ERROR_RATE)
     return [_result(found, name, limit, name in slo) for name, limit in terms.items()]
+
+
+def still_missed(run: Run, result: SloResult, arm: int = 0) -> bool:
+    """Whether a term is missed also with all of the client's own lateness taken off. Of goodput and rates nobody can
+    tell."""
+    if result.ok or result.value is None or result.name in HIGHER_IS_BETTER:
+        return False
+    return result.value - off_ns(run, arm, parse_metric(result.name)) > result.limit
 
 
 def _result(found: Summary, name: str, limit: float, is_named: bool) -> SloResult:

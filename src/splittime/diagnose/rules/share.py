@@ -1,9 +1,9 @@
 """How much of the requests' time something took, and how sure that is: what every finding claims, and must be sure of.
 
     share     = lost / felt                                     both summed over the requests
-    interval  = share + bootstrapped mean of (lost - share * felt) / mean of felt        (the ratio, linearised)
+    interval  = share + what the mean of (lost - share * felt) may be off / mean of felt  (the ratio, linearised)
 
-Neighbouring requests lose together, so blocks of them are drawn (`ledger.client_intervals`). The interval says what
+Neighbouring requests lose together, and count for fewer (`ledger.client_intervals`). The interval says what
 another run of the same load would show; it is wide where few requests, or one event, lost it all. A finding is told
 only if the whole interval is worth acting on: `of_requests` and `ratio` make the share, `unsure` says what to answer
 where it is not.
@@ -16,10 +16,12 @@ import numpy
 
 from splittime.diagnose.finding import Abstention
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.client_intervals import MIN_REQUESTS, bootstrap, mean_replicates, one_each, spread
+from splittime.ledger.client_dependence import MIN_REQUESTS
+from splittime.ledger.client_intervals import spread_of
 
 MIN_SHARE = 0.10  # below a tenth of the requests' time a cure cannot be told from noise in a re-measurement
 MIN_LOSERS = 5  # fewer are a few odd requests
+AS_IF_KNOWN = 1e6  # how alike neighbours are: a few hundred requests are all that a live diagnosis has
 CONFIDENCE = 0.8  # of both ends: one run in ten would show less than the lower one
 
 
@@ -71,10 +73,7 @@ def counted(value: float, num_losers: int, least: float = MIN_SHARE) -> Share:
 
 
 def _interval(losses: numpy.ndarray, times: numpy.ndarray, value: float) -> tuple[float, float]:
-    off = one_each(losses - value * times)
-    drawn = bootstrap(off)
-    found = spread(mean_replicates(off, drawn), drawn, CONFIDENCE)
-    assert found.low is not None
-    assert found.high is not None
-    low, high = (float(value + end / max(1.0, times.mean())) for end in (found.low, found.high))
+    spread = spread_of(losses - value * times)._replace(known_by=AS_IF_KNOWN)
+    reach = spread.reach(CONFIDENCE) / max(1.0, float(times.mean()))
+    low, high = value - reach, value + reach
     return min(value, max(0.0, low)), max(value, min(1.0, high))

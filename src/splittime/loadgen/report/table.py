@@ -4,25 +4,23 @@ All of it fits the terminal, and `COLUMNS` at the most (`core.fitted`): `latenci
 
 `render` shows, in this order: whether the figures may be believed (VOID comes first, with the checks that failed), what
 was asked of whom, how many requests ended how, latencies by both clocks with their intervals, rates, drift, prompt
-lengths, the SLO, what the server said of itself, and what every word means.
+lengths, the SLO, what the server said of itself, and if asked what every word means.
 """
 
 import datetime
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.panel import Panel
 from rich.text import Text
 
 from splittime.core.fitted import COLUMNS, Sentence, at_most
-from splittime.ledger.client_book import Check, Ending, Phase, Run
+from splittime.ledger.client_book import Ending, Phase, Run
 from splittime.ledger.client_figures import Drift, Summary, Trend, definitions, summary
+from splittime.loadgen.report.doubts import banner, cannot_tell, checks, may_be_off
 from splittime.loadgen.report.latencies import buckets, latencies
-from splittime.loadgen.report.text import UNKNOWN, digits, ends, estimate, listed, ms, percent
+from splittime.loadgen.report.text import UNKNOWN, digits, ends, estimate, line, listed, ms, percent
 from splittime.loadgen.slo import judge, limits_of
-from splittime.loadgen.sse import plain
 
 __all__ = ["COLUMNS", "banner", "render", "render_arm"]
 ERRORS_SHOWN, ERROR_CHARACTERS = 3, 200
@@ -31,12 +29,12 @@ CLOCKS_DIFFER = 0.05
 TREND_STYLES = {Trend.STEADY: "green", Trend.UNCLEAR: "yellow"}
 
 
-def render(run: Run, slo: Mapping[str, float] | None = None) -> RenderableType:
+def render(run: Run, slo: Mapping[str, float] | None = None, *, with_definitions: bool = False) -> RenderableType:
     """All arms of a run. `slo`, if given, is judged instead of the run's own; {} judges nothing."""
     terms = dict(run.slo if slo is None else slo)
     parts: list[RenderableType] = [banner(run), _header(run)]
     parts += [render_arm(run, arm, terms) for arm in range(len(run.arms))]
-    return at_most(Group(*parts, _checks(run), _definitions()))
+    return at_most(Group(*parts, checks(run), _definitions() if with_definitions else Group()))
 
 
 def render_arm(run: Run, arm: int, slo: Mapping[str, float]) -> RenderableType:
@@ -50,36 +48,12 @@ def render_arm(run: Run, arm: int, slo: Mapping[str, float]) -> RenderableType:
         latencies(found),
         Text(),
     ]
-    parts += [*_clocks(found), *_rates(found), *_drifts(found)]
+    parts += [*cannot_tell(found), *may_be_off(run, arm, found), *_clocks(found), *_rates(found), *_drifts(found)]
     if len(found.buckets) > 1:
         parts += [Text(), buckets(found)]
     if slo:
         parts += [Text(), *_slo(found, slo)]
     return Group(*parts, *_of_server(run, arm), Text())
-
-
-def banner(run: Run) -> RenderableType:
-    """VOID with its reasons, or nothing."""
-    if not run.is_void:
-        return Group()
-    failed = [check for check in run.checks if check.voids and not check.ok]
-    text = Text("The client was at fault: these figures are about it, not about the server.", style="bold")
-    for check in failed:
-        text.append(f"\n{check.name}: {_check_sentence(check)}", style="not bold")
-    return Panel(text, title="VOID", border_style="red", box=box.HEAVY)
-
-
-def _check_sentence(check: Check) -> str:
-    if check.value is None or check.limit is None:
-        return f"{check.sentence}."
-    return f"{check.sentence} (allowed: {_allowed(check.limit, check.unit)})"
-
-
-def _allowed(limit: float, unit: str) -> str:
-    """A share has no unit, and is written as the sentences write it."""
-    amount = limit if unit else 100 * limit
-    shown = f"{amount:.3g}" if abs(amount) < 1000 else f"{amount:,.0f}"
-    return f"{shown} {unit}" if unit else f"{shown}%"
 
 
 def _header(run: Run) -> RenderableType:
@@ -92,7 +66,7 @@ def _header(run: Run) -> RenderableType:
     ]
     if run.stopped:
         lines.append(("stopped", run.stopped))
-    return Group(*(_line(name, said) for name, said in lines))
+    return Group(*(line(name, said) for name, said in lines))
 
 
 def _settings(run: Run) -> str:
@@ -101,20 +75,13 @@ def _settings(run: Run) -> str:
     return ", ".join([*asked, *digest]) or UNKNOWN
 
 
-def _line(name: str, said: str, style: str = "") -> Sentence:
-    return Sentence(plain(said.translate(_SPACES)), style, head=f"{name:<10}", indent=10)
-
-
-_SPACES = dict.fromkeys(map(ord, "\t\n\v\f\r"), " ")
-
-
 def _arm_line(run: Run, arm: int) -> Sentence:
     server = run.arms[arm]
     words = [server.url, " ".join(filter(None, (server.kind, server.version))), f"model {server.model or UNKNOWN}"]
     if server.round_trip_ns:
         words.append(f"round trip {ms(sorted(server.round_trip_ns)[len(server.round_trip_ns) // 2])} ms")
     name = "server" if len(run.arms) == 1 else f"server {'AB'[arm]}"
-    return _line(name, ", ".join(words), "bold")
+    return line(name, ", ".join(words), "bold")
 
 
 def _endings(found: Summary) -> RenderableType:
@@ -124,7 +91,7 @@ def _endings(found: Summary) -> RenderableType:
         said += f"; {percent(found.error_rate)} errors, which are in no latency below"
     if found.endings[Ending.CANCELLED.value]:
         said += "; what the schedule cancelled counts neither as good nor as bad"
-    return _line("requests", said, "yellow" if found.errors else "")
+    return line("requests", said, "yellow" if found.errors else "")
 
 
 def _errors(run: Run, arm: int) -> Iterator[Sentence]:
@@ -135,9 +102,9 @@ def _errors(run: Run, arm: int) -> Iterator[Sentence]:
         if outcome.arm == arm and outcome.phase is Phase.MEASURED and outcome.error and outcome.ending in ERRORS
     )
     for (ending, error), count in told.most_common(ERRORS_SHOWN):
-        yield _line("", f"{count:,} {ending}: {error}", "yellow")
+        yield line("", f"{count:,} {ending}: {error}", "yellow")
     if len(told) > ERRORS_SHOWN:
-        yield _line("", f"and {len(told) - ERRORS_SHOWN:,} other errors; --out or --csv has all", "yellow")
+        yield line("", f"and {len(told) - ERRORS_SHOWN:,} other errors; --out or --csv has all", "yellow")
 
 
 def _clocks(found: Summary) -> Iterator[Sentence]:
@@ -151,28 +118,28 @@ def _clocks(found: Summary) -> Iterator[Sentence]:
             f"Requests were sent later than intended: {ms(late_ns)} ms lie between the clocks at p99 of TTFT. Users "
             "feel the response times; service times alone would have hidden this."
         )
-        yield _line("clocks", said, "yellow")
+        yield line("clocks", said, "yellow")
     if found.tpot_unknown:
         said = f"unknown for {found.tpot_unknown:,} requests: the server did not tell how many tokens came in a chunk."
-        yield _line("TPOT", said, "yellow")
+        yield line("TPOT", said, "yellow")
 
 
 def _rates(found: Summary) -> Iterator[Sentence]:
     if found.window.is_makespan:
-        yield _line("rates", f"over {digits(found.window.seconds)} s, from the window's begin to the last end")
-    yield _line("output", f"{estimate(found.output_token_rate)} tokens/s")
+        yield line("rates", f"over {digits(found.window.seconds)} s, from the window's begin to the last end")
+    yield line("output", f"{estimate(found.output_token_rate)} tokens/s")
     if found.prompt_token_rate.value:
-        yield _line("prompts", f"{estimate(found.prompt_token_rate)} tokens/s")
+        yield line("prompts", f"{estimate(found.prompt_token_rate)} tokens/s")
     done = estimate(found.request_rate)
-    yield _line("answered", f"{done} requests/s, of {digits(found.intended_rate)} intended")
+    yield line("answered", f"{done} requests/s, of {digits(found.intended_rate)} intended")
     now = found.concurrency
-    yield _line("in flight", f"{digits(now.mean)} requests on average, {now.peak:,} at most")
+    yield line("in flight", f"{digits(now.mean)} requests on average, {now.peak:,} at most")
     if found.goodput is not None:
-        yield _line("goodput", _goodput(found))
+        yield line("goodput", _goodput(found))
     if found.cached_share is not None:
         expected = found.expected_cached_share
         of = f", expected {percent(expected)}" if expected is not None else ""
-        yield _line("prefixes", f"{percent(found.cached_share)} of the prompt tokens came from the server's cache{of}")
+        yield line("prefixes", f"{percent(found.cached_share)} of the prompt tokens came from the server's cache{of}")
 
 
 def _goodput(found: Summary) -> str:
@@ -191,13 +158,13 @@ def _drifts(found: Summary) -> Iterator[Sentence]:
         if its.ratio is None:
             continue
         said = f"{title} {its.trend.value}: second half / first half {digits(its.ratio)} [{ends(its.interval, 1, '-')}]"
-        yield _line("drift", said, TREND_STYLES.get(its.trend, "red"))
+        yield line("drift", said, TREND_STYLES.get(its.trend, "red"))
 
 
 def _slo(found: Summary, slo: Mapping[str, float]) -> Iterator[Sentence]:
     for result in judge(found, slo):
         said, style = ("kept", "green") if result.ok else ("MISSED", "bold red")
-        yield _line("SLO", f"{said}: {result.sentence}", style)
+        yield line("SLO", f"{said}: {result.sentence}", style)
 
 
 def _of_server(run: Run, arm: int) -> Iterator[RenderableType]:
@@ -209,18 +176,7 @@ def _of_server(run: Run, arm: int) -> Iterator[RenderableType]:
         yield Text()
         yield render_server_view(run, arm)
     for note in run.arms[arm].notes:
-        yield _line("note", note)
-
-
-def _checks(run: Run) -> RenderableType:
-    """What the client found of itself: the good in one line, each other by itself."""
-    good = [check.name.replace("_", " ") for check in run.checks if check.ok]
-    lines = [
-        _line("note", _check_sentence(check), "yellow") for check in run.checks if not check.ok and not check.voids
-    ]
-    if good:
-        lines.append(_line("checked", f"in order: {listed(good)}"))
-    return Group(*lines)
+        yield line("note", note)
 
 
 def _definitions() -> RenderableType:

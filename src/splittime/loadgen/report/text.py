@@ -1,9 +1,11 @@
-"""How figures are written in a report: milliseconds with four digits, an interval as its two ends."""
+"""How figures are written in a report: milliseconds with four digits, an interval as its two ends; and a line of it."""
 
 import math
 from collections.abc import Sequence
 
+from splittime.core.fitted import Sentence
 from splittime.ledger.client_intervals import Estimate, Interval
+from splittime.loadgen.sse import plain
 
 UNKNOWN = "-"
 OUT_OF_REACH = ".."  # an end of an interval that so few requests do not tell
@@ -42,3 +44,11 @@ def percent(share: float | None) -> str:
 def listed(words: Sequence[str]) -> str:
     """`a, b and c`"""
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def line(name: str, said: str, style: str = "") -> Sentence:
+    """What it is about, and what is said of it, which may be a server's words."""
+    return Sentence(plain(said.translate(_SPACES)), style, head=f"{name:<10}", indent=10)
+
+
+_SPACES = dict.fromkeys(map(ord, "\t\n\v\f\r"), " ")

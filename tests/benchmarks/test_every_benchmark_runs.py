@@ -1,0 +1,124 @@
+"""Every benchmark that BENCHMARKS.md or the Makefile names runs to its end, small; or says here why it cannot.
+
+The names are read from those files, so a new one without an entry here fails. What needs a card is run by tests/gpu.
+"""
+
+import csv
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGED = str(ROOT / "src" / "splittime" / "packaged" / "code")
+NAMED_WHOLE = re.compile(r"\bbenchmarks\.([a-z_]+(?:\.[a-z_]+)*)")
+NAMED_SHORT = re.compile(r"`\.([a-z_]+)\b")  # after a whole name of the same package
+
+WITH_TORCH = {
+    "micro.plan_commit": ["--small"],
+    "micro.ledger_cost": ["--repeats", "1"],
+    "micro.model_step": ["--layers", "0", "--steps", "2"],
+    "micro.host_overhead": ["--batches", "1"],
+    "micro.long_context": ["--model", PACKAGED, "--context", "64"],
+    "scenarios.routes": ["--windows", "2"],
+    "scenarios.ledger_price": ["--repeats", "2"],
+    "scenarios.mechanisms": ["--small", "--repeats", "1"],
+    "scenarios.interval_coverage": ["--small"],
+    "scenarios.quality_gate": ["--tokens", "600", "--only", "two halves of a short text"],
+    "scenarios.quantize_quality": ["--documents", "2", "--length", "40"],
+    "scenarios.schemes": ["--tokens", "600", "--repeats", "1", "--steps", "2", "--speed-only"],
+    "gpu.goals": ["RESULTS"],
+}
+ALONE = {
+    "scenarios.http_edges": ["--small"],
+    "scenarios.azure_replay": ["--trace", "TRACE", "--seconds", "2"],
+    "scenarios.bench_golden": ["--seconds", "0.5", "--repeats", "1"],
+    "scenarios.both_books": ["--requests", "30"],
+}
+ENDS_WITH = {"gpu.goals": 3}  # as it must, where no card has run the rest
+WHY_NOT = {
+    "scenarios.foreign_servers": "needs other people's servers, installed in a folder",
+    "scenarios.doctor": "makes each illness for half a minute; tests/diagnose holds its rules",
+    "scenarios.quantize_memory": "measures the memory of a model of 0.6B or more; tests/quantize quantises small ones",
+    "scenarios.reversals": "is run by tests/gpu, on a card or small",
+    "gpu.parity": "is run by tests/gpu, on a card or small",
+    "plots": "draws the figures of a whole azure_replay",
+    **dict.fromkeys(
+        ("peers.make_models", "peers.convert", "peers.run", "peers.http_load", "peers.show"),
+        "needs other people's engines and 30 GB",
+    ),
+}
+
+
+def named() -> set[str]:
+    found: set[str] = set()
+    for path in (ROOT / "BENCHMARKS.md", ROOT / "Makefile", ROOT / "README.md"):
+        for line in path.read_text().splitlines():
+            whole = [name for name in NAMED_WHOLE.findall(line) if (ROOT / "benchmarks" / _file(name)).exists()]
+            found |= set(whole)
+            if whole:
+                package = whole[-1].rpartition(".")[0]
+                found |= {f"{package}.{name}" for name in NAMED_SHORT.findall(line)}
+    return found
+
+
+def _file(name: str) -> str:
+    """Of a module or a package with a `__main__`; `peers.x` in prose may be neither."""
+    path = name.replace(".", "/")
+    return f"{path}.py" if (ROOT / "benchmarks" / f"{path}.py").exists() else f"{path}/__main__.py"
+
+
+def test_every_name_has_an_entry_and_every_entry_a_name():
+    entries = [*WITH_TORCH, *ALONE, *WHY_NOT]
+    assert len(entries) == len(set(entries))
+    assert set(entries) == named()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("benchmarks")
+    with gzip.open(made / "trace.csv.gz", "wt") as file:
+        rows = csv.writer(file)
+        rows.writerow(["arrival_s", "input_tokens", "output_tokens"])
+        rows.writerows([[0.1 * i, 20 + i, 4] for i in range(10)])
+    (made / "results").mkdir()
+    return made
+
+
+def run(folder: Path, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    results = str(folder / "results")
+    settings = {"BENCHMARK_RESULTS": results, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *(part.replace("TRACE", f"{folder}/trace.csv.gz") for part in command)],
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        input=stdin.replace('"RESULTS"', json.dumps(results)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def endings(folder) -> dict[str, int | str]:
+    wanted = json.dumps([[f"benchmarks.{name}", arguments] for name, arguments in WITH_TORCH.items()])
+    done = run(folder, str(Path(__file__).with_name("one_after_another.py")), stdin=wanted)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", WITH_TORCH)
+def test_it_runs_to_its_end(name, endings):
+    assert endings[f"benchmarks.{name}"] == ENDS_WITH.get(name, 0)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_it_runs_to_its_end_with_processes_of_its_own(name, folder):
+    done = run(folder, "-m", f"benchmarks.{name}", *ALONE[name])
+    assert done.returncode == 0, done.stderr[-3000:]
