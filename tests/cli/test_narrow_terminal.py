@@ -63,9 +63,9 @@ def test_the_request_to_paste_is_short_and_a_shell_reads_it(needs_key):
     import json
     import shlex
 
-    text = curl("http://127.0.0.1:8000", "splittime-code", needs_key)
+    text = curl("http://127.0.0.1:8000", needs_key)
     assert all(len(line) <= 80 for line in text.splitlines())
     words = shlex.split(text)
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/completions"]
     assert ("Authorization: Bearer YOUR_KEY" in words) is needs_key
-    assert json.loads(words[-1])["max_tokens"] == 48
+    assert json.loads(words[-1])["max_tokens"] == 64

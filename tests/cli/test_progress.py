@@ -28,6 +28,19 @@ def test_a_log_gets_lines_until_a_task_is_done(monkeypatch):
     assert log.getvalue() == told, "nothing is told after the end"
 
 
+def test_a_start_tells_what_it_does_at_once_and_until_it_is_over(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))
+    monkeypatch.setattr(progress, "STARTING_EVERY_S", 0.001)
+    with progress.seconds_of("starting") as say:
+        assert log.getvalue().startswith("starting\n")
+        say("loading")
+        deadline = time.monotonic() + 20
+        while "loading" not in log.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert "loading, 0 s\n" in log.getvalue()
+
+
 def test_what_has_no_parts_is_named_once(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))

@@ -82,17 +82,31 @@ def test_sigterm_ends_it_with_the_ledger_written(server):
     assert len(file.steps()) >= 5
 
 
-def test_for_people_on_stderr(model_folder):
-    process = start(str(model_folder), "--port", "0", "--max-num-seqs", "7")
-    told = ""
-    while "curl" not in told:
-        line = process.stderr.readline()
-        assert line, told
-        told += line
+def told_at_start(*flags):
+    """What a person reads until the server is up, line by line."""
+    process = start(*flags)
+    told = []
+    while not any("splittime explain" in line for line in told):
+        told.append(process.stderr.readline())
+        assert told[-1], told
     process.terminate()
     assert process.wait(timeout=100) == 0
     assert process.stdout.read() == ""
-    assert "tiny-model" in told
+    return told
+
+
+def test_for_people_on_stderr_there_are_few_lines(model_folder):
+    told = told_at_start(str(model_folder), "--port", "0")
+    assert f"starting the engine for {model_folder.name}" in told[0]
+    ready = next(i for i, line in enumerate(told) if line.startswith(f"{model_folder.name} on http://"))
+    assert all(" s\n" in line for line in told[1 : ready - 1]), "until then a line a second"
+    assert len(told[ready:]) <= 12
+    url = told[ready].split(" on ")[1].strip()
+    assert f"page   {url}/" in "".join(told)
+
+
+def test_verbose_tells_everything(model_folder):
+    told = "".join(told_at_start(str(model_folder), "--port", "0", "--max-num-seqs", "7", "--verbose"))
     assert "flag --max-num-seqs" in told
     assert "start-up, ms" in told
 

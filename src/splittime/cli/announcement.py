@@ -1,7 +1,7 @@
-"""What `splittime serve` says when it is ready, for people: what was resolved and from where, how long the start took,
-and what to try. Each thing once, and wrapped to the terminal; in a log one line for each, however long."""
+"""What `splittime serve` says when it is ready, for people: ten lines, with where to look and what to try. `--verbose`
+adds everything that was resolved, and from where. Wrapped to the terminal; in a log each is one line, however long."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,25 +16,58 @@ if TYPE_CHECKING:
 
 NAME_COLUMNS = 36
 OF_SCHEDULER = "scheduler."
+LONG_PHASES = 3  # of the start-up that are worth a word
+MIB = 2**20
 
 
-def announce(url: str, model: str, resolved: dict[str, Any], timeline: Timeline, settings: Settings) -> None:
+def announce(
+    url: str, model: str, resolved: dict[str, Any], timeline: Timeline, settings: Settings, *, is_verbose: bool = False
+) -> None:
     """On standard error."""
     console = talk()
     if not console.is_terminal:
         console.width = UNLIMITED
-    console.print(f"\n{model} on {url}\n", style="bold", markup=False)
-    _say_rows(console, "resolved configuration", configuration(resolved, settings))
-    console.print(f"{'start-up, ms since the process began':<{NAME_COLUMNS + 3}}{'begin':>9} {'end':>9}", style="dim")
-    for phase in timeline.phases():
-        console.print(f"  {phase.name:<{NAME_COLUMNS}} {phase.begin_ms:>9.1f} {phase.end_ms:>9.1f}", markup=False)
+    console.print(f"\n{model} on {url}", style="bold", markup=False)
+    if is_verbose:
+        _say_rows(console, "resolved configuration", configuration(resolved, settings))
+        _say_timeline(console, timeline)
+    else:
+        _say_rows(console, "", brief(resolved, timeline))
+    console.print(f"  page   {url}/   API {url}/docs", markup=False)
     console.print("try", style="dim")
-    console.print(curl(url, model, needs_key=bool(settings["api_key"] or settings["api_keys_file"])), markup=False)
+    console.print(curl(url, needs_key=bool(settings["api_key"] or settings["api_keys_file"])), markup=False)
     console.print(f"  splittime explain ID --url {url}  # ID: the id in the answer", markup=False)
 
 
+def brief(resolved: dict[str, Any], timeline: Timeline) -> Iterator[tuple[str, str]]:
+    """What a person wants to know at once. Facts that an engine does not tell are left out."""
+    said: Callable[[str], Any] = resolved.get
+    if said("weights_bytes"):
+        threads = f"{said('num_threads')} thread{'' if said('num_threads') == 1 else 's'}"
+        computed = f"computed in {said('activation_dtype')} by {said('linear_backend')} on {threads}"
+        yield "model", f"weights {said('weights')}, {said('weights_bytes') / MIB:,.1f} MiB; {computed}"
+    if said("num_blocks"):
+        tokens, kind = said("num_blocks") * said("block_size"), said("kv_cache_dtype")
+        yield "room", f"{tokens:,} tokens of KV cache in {kind}; a request has at most {said('max_model_len'):,}"
+        scheduled = said("scheduler") or {}
+        prompts = scheduled.get("max_prefill_tokens")
+        step = f"at most {said('max_num_seqs')} requests and {said('max_num_batched_tokens'):,} tokens"
+        yield "step", step + (f", {prompts:,} of them of prompts" if prompts else "")
+    phases = [phase for phase in timeline.phases() if phase.end_ms > phase.begin_ms]
+    longest = sorted(phases, key=lambda phase: phase.begin_ms - phase.end_ms)[:LONG_PHASES]
+    words = ", ".join(f"{phase.name} {(phase.end_ms - phase.begin_ms) / 1e3:.1f} s" for phase in longest)
+    yield "start", f"{timeline.phases()[-1].end_ms / 1e3:.1f} s: {words} (all with --verbose)"
+
+
+def _say_timeline(console: "Console", timeline: Timeline) -> None:
+    console.print(f"{'start-up, ms since the process began':<{NAME_COLUMNS + 3}}{'begin':>9} {'end':>9}", style="dim")
+    for phase in timeline.phases():
+        console.print(f"  {phase.name:<{NAME_COLUMNS}} {phase.begin_ms:>9.1f} {phase.end_ms:>9.1f}", markup=False)
+
+
 def _say_rows(console: "Console", title: str, rows: Iterator[tuple[str, str]]) -> None:
-    console.print(title, style="dim")
+    if title:
+        console.print(title, style="dim")
     shown = list(rows)
     longest = max(len(name) for name, _ in shown)
     for name, value in shown:
@@ -68,13 +101,12 @@ def flatten(resolved: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]
     return rows
 
 
-def curl(url: str, model: str, needs_key: bool) -> str:
-    """A request to paste into a shell, in short lines."""
+def curl(url: str, needs_key: bool) -> str:
+    """A request to paste into a shell, in short lines. The model's own advice chooses the tokens."""
     key = " \\\n    -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
-    what = orjson.dumps({"model": model, "prompt": "def read_json(path):"}).decode()
-    how = orjson.dumps({"max_tokens": 48, "temperature": 0}).decode()
+    what = orjson.dumps({"prompt": "def read_json(path):", "max_tokens": 64}).decode()
     return (
         f"  curl {url}/v1/completions \\\n"
         f"    -H 'Content-Type: application/json' -H 'X-Include-Timing: 1'{key} \\\n"
-        f"    -d '{what[:-1]},\n        {how[1:]}'"
+        f"    -d '{what}'"
     )

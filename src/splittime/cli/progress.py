@@ -1,6 +1,7 @@
 """Bars for long work: drawn on a terminal; in a log a line every ten seconds, so that nobody takes work for a hang."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -9,6 +10,7 @@ from rich.progress import Progress, ProgressColumn, Task
 from splittime.cli.options import talk
 
 LINE_EVERY_S = 10.0
+STARTING_EVERY_S = 1.0
 
 
 @contextmanager
@@ -36,6 +38,30 @@ def doing(words: str) -> AbstractContextManager[object]:
         return console.status(words)
     console.print(words, markup=False)
     return nullcontext()
+
+
+@contextmanager
+def seconds_of(words: str) -> Iterator[Callable[[str], None]]:
+    """A sign of life at once, and each second until it is over: on a terminal one line that changes, in a log a line
+    each. Yields a function that changes the words."""
+    console, begin_s, told = talk(), time.monotonic(), [words]
+    over, shown = threading.Event(), console.status(words) if console.is_terminal else None
+
+    def tell() -> None:
+        while not over.wait(STARTING_EVERY_S):
+            line = f"{told[0]}, {time.monotonic() - begin_s:.0f} s"
+            shown.update(line) if shown is not None else console.print(line, markup=False)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    if shown is None:
+        console.print(words, markup=False)
+    with shown or nullcontext():
+        teller.start()
+        try:
+            yield lambda new: told.__setitem__(0, new)
+        finally:
+            over.set()
+            teller.join()
 
 
 def count_words(task: Task) -> str:

@@ -8,15 +8,20 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
+import typer
 
+from splittime import __version__
 from splittime.cli import model_source
 from splittime.cli.announcement import announce
-from splittime.cli.options import JsonFlag, ModelArgument, talk, with_settings
+from splittime.cli.options import JsonFlag, ModelArgument, with_settings
+from splittime.cli.progress import seconds_of
 from splittime.cli.settings import Settings
 from splittime.cli.startup import Timeline
 from splittime.cli.worker_settings import worker_settings
@@ -26,6 +31,9 @@ from splittime.server.config import ModelInfo, ServerConfig
 if TYPE_CHECKING:
     from splittime.engine.messages import Ready
 
+VerboseFlag = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print all that was resolved, and the whole start-up timeline.")
+]
 WORKER_COMMAND: list[str] | None = None  # a test may put another engine process here
 
 EXAMPLES = """\b
@@ -47,7 +55,9 @@ Exit codes:
 
 
 @with_settings("runner", "scheduler", "server", "ledger")
-def serve(settings: Settings, model: ModelArgument = None, json: JsonFlag = False) -> None:
+def serve(
+    settings: Settings, model: ModelArgument = None, verbose: VerboseFlag = False, json: JsonFlag = False
+) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     timeline = Timeline()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -56,23 +66,30 @@ def serve(settings: Settings, model: ModelArgument = None, json: JsonFlag = Fals
     check_port_is_free(config.host, config.port)
     folder = model_source.locate(model, settings["load_format"])
     engine_settings = worker_settings(settings, folder)
-    asyncio_run(_serve(settings, config, folder, engine_settings, timeline, json))
+    announcing = partial(_announce, settings, config, timeline, is_verbose=verbose, as_json=json)
+    asyncio_run(_serve(settings, config, folder, engine_settings, timeline, announcing))
 
 
 async def _serve(
-    settings: Settings, config: ServerConfig, folder: Path, engine_settings: bytes, timeline: Timeline, as_json: bool
+    settings: Settings,
+    config: ServerConfig,
+    folder: Path,
+    engine_settings: bytes,
+    timeline: Timeline,
+    announcing: Callable[[ModelInfo, "Ready", int], None],
 ) -> None:
     from splittime.engine.process import ProcessClient
     from splittime.ledger.store import Ledger
 
+    starting = ExitStack()
+    say = starting.enter_context(seconds_of(f"splittime {__version__}: starting the engine for {folder.name}"))
     ledger_settings = settings.part("ledger")
     ledger = Ledger(ledger_settings.pop("ledger_file"), **ledger_settings)
-    loading = talk().status("loading the model")  # shown on a terminal only
     client = ProcessClient(
         WORKER_COMMAND,
         engine_settings,
         lambda step: ledger.add_step(step.record) if step.record is not None else None,
-        lambda progress: loading.update(f"loading the model: {progress}"),
+        lambda progress: say(f"loading {folder.name}: {progress}"),
     )
     client.spawn()
     try:
@@ -87,17 +104,18 @@ async def _serve(
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(run(application, config, on_listening=listening.set_result))
         try:
-            with loading:
+            with starting:
                 ready = await _first(client.start(), serving)
             timeline.extend(ready.timeline)
             known.append(model_info(settings, config, folder, ready))
             application.service.settle()
             timeline.ready()
-            _announce(settings, config, known[0], ready, timeline, await listening, as_json)
+            announcing(known[0], ready, await listening)
             await serving
         finally:
             serving.cancel()
     finally:
+        starting.close()
         await client.stop()
         ledger.close()
 
@@ -151,10 +169,12 @@ def asyncio_run(main: Any) -> None:
 def _announce(
     settings: Settings,
     config: ServerConfig,
+    timeline: Timeline,
     model: ModelInfo,
     ready: "Ready",
-    timeline: Timeline,
     port: int,
+    *,
+    is_verbose: bool,
     as_json: bool,
 ) -> None:
     scheme = "https" if config.ssl_certfile else "http"
@@ -170,4 +190,4 @@ def _announce(
         sys.stdout.buffer.write(orjson.dumps(report) + b"\n")
         sys.stdout.buffer.flush()
         return
-    announce(url, model.name, ready.resolved, timeline, settings)
+    announce(url, model.name, ready.resolved, timeline, settings, is_verbose=is_verbose)
