@@ -129,6 +129,7 @@ def findings_page() -> str:
         "accounts": "accounts",
         "steps": "steps",
         "run": "a run of `splittime bench`",
+        "told": "a run, or a look at a live server, of another kind",
         "facts": "the server's facts",
         "parts": "prompts of 64 tokens or more",
         "floor": "the machine's ceilings",

@@ -1,6 +1,6 @@
 """Random-weight checkpoints of real shapes, for engines to race on where no trained weights of that size are at hand.
 
-    python -m benchmarks.peers.make_models FOLDER [llama-1b qwen3-0.6b tiny]
+    python -m benchmarks.peers.make_models FOLDER [llama-1b qwen3-0.6b small tiny]
 
 Weights: bfloat16, normal with standard deviation 0.02, seed 0; norms are one. What such a model says means nothing,
 what it costs is the same. The tokenizer is a byte-level BPE trained on Python's standard library, filled up to the
@@ -56,6 +56,19 @@ MODELS = {
         max_position_embeddings=8192,
         rope_theta=1_000_000.0,
         rms_norm_eps=1e-6,
+        **COMMON,
+    ),
+    "small": lambda: LlamaConfig(
+        vocab_size=33_024,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
         **COMMON,
     ),
     "tiny": lambda: LlamaConfig(

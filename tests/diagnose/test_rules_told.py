@@ -11,8 +11,9 @@ from ward import Ward
 
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.rules.told import MIN_STATES
-from splittime.diagnose.told import WORDS, grown, told
-from splittime.ledger.client_book import Sample
+from splittime.diagnose.told import grown, told
+from splittime.diagnose.words import WORDS, labels_of
+from splittime.ledger.client_book import Check, Sample
 from splittime.loadgen.dialects import DIALECTS
 from splittime.loadgen.scrape import parse
 
@@ -68,13 +69,19 @@ def why(books, name: str) -> str:
 QUIET = [(0.0, 2.0, 0.1)] * 30
 
 
+COUNTERS = ("preemptions", "hits", "lookups", "prompts", "outputs", "requests", "refused", "by_reason", "kv_tokens")
+HISTOGRAMS = ("queue_s", "ttft_s", "prefill_s", "decode_s", "e2e_s", "itl_s")
+
+
 @pytest.mark.parametrize("kind", WORDS)
-def test_every_counter_is_one_that_the_server_has(kind):
-    after, names = scraped(kind, "after"), DIALECTS[kind]
-    words = WORDS[kind]
-    for counter in words.preemptions + words.hits + words.prefill_s:
-        assert grown((counter,), {}, after) is not None, counter
-        assert counter.startswith(names.prefix)
+def test_every_name_is_one_that_the_server_has(kind):
+    after, words = scraped(kind, "after"), WORDS[kind]
+    names = [name for field in COUNTERS for name in getattr(words, field)[:1]]
+    names += [name + end for field in HISTOGRAMS for name in getattr(words, field)[:1] for end in ("_sum", "_count")]
+    for name in names:
+        assert grown((name,), {}, after) is not None, name
+        assert name.startswith(DIALECTS[kind].prefix)
+    assert bool(words.config) == bool(labels_of(after, words.config))
 
 
 @pytest.mark.parametrize("kind", WORDS)
@@ -86,14 +93,15 @@ def test_a_server_with_nothing_to_tell_of_is_healthy(answers, kind):
 def test_a_queue_with_slots_all_taken(answers, kind):
     books = seen(answers, kind, [(3.0, 4.0, 0.2)] * 30)
     first = diagnose(books).illnesses[0]
-    assert first.name == "told_queue"
+    assert first.name == "told_slots"
     assert first.share_of_time == pytest.approx(3 / 7)
-    assert WORDS[kind].flag_slots in first.cure.sentence
+    assert first.cure.command == f"{WORDS[kind].program} {WORDS[kind].slots} 8"
     assert first.share_interval[0] <= 3 / 7 <= first.share_interval[1]
 
 
 def test_a_queue_before_a_full_cache_wants_memory(answers):
-    first = diagnose(seen(answers, "vllm", [(3.0, 4.0, 0.99)] * 30)).illnesses[0]
+    [first] = diagnose(seen(answers, "vllm", [(3.0, 4.0, 0.99)] * 30)).illnesses
+    assert first.name == "told_kv"
     assert "--gpu-memory-utilization" in first.cure.sentence
 
 
@@ -104,9 +112,9 @@ def test_a_queue_with_room_is_given_no_flag(answers):
 
 def test_one_burst_is_no_queue(answers):
     assert named(seen(answers, "vllm", [(12.0, 4.0, 0.2)] * 3 + QUIET)) == []
-    assert "seen 3 times only" in why(seen(answers, "vllm", [(12.0, 4.0, 0.2)] * 3 + QUIET), "told_queue")
+    assert "seen 3 times only" in why(seen(answers, "vllm", [(12.0, 4.0, 0.2)] * 3 + QUIET), "told_slots")
     small = seen(answers, "vllm", [(2.0, 4.0, 0.2)] * 6 + QUIET)
-    assert "another may show" in why(small, "told_queue")
+    assert "another may show" in why(small, "told_slots")
 
 
 def test_a_full_cache_with_preemptions(answers):
@@ -117,6 +125,76 @@ def test_a_full_cache_with_preemptions(answers):
     assert named(seen(answers, "vllm", states)) == [], "a full cache alone is a cache at work"
     assert named(seen(answers, "vllm", QUIET, more)) == [], "preemptions of another time"
     assert named(seen(answers, "sglang", states, {"sglang:num_retracted_requests_total": 20.0})) == ["told_preemptions"]
+
+
+def test_preemptions_and_a_queue_are_one_story(answers):
+    """A queue beside preemptions waits for memory, whatever the gauge reads at most instants: nothing else is named."""
+    states, more = [(3.0, 4.0, 0.7), (3.0, 4.0, 0.97)] * 15, {"vllm:num_preemptions_total": 20.0}
+    assert set(named(seen(answers, "vllm", states, more))) == {"told_preemptions", "told_kv"}
+
+
+def test_a_plateau_reads_one_less_than_the_slots(answers):
+    """The gauge is taken after finished requests have left: 27 of 31 samples of two slots read 1."""
+    states = [(4.0, 1.0 + (i % 2), 0.01) for i in range(30)]
+    assert diagnose(seen(answers, "vllm", states)).illnesses[0].name == "told_slots"
+    states = [(4.0, 14.0 + (i % 3 > 0), 0.01) for i in range(30)]
+    assert diagnose(seen(answers, "vllm", states)).illnesses[0].name == "told_slots"
+
+
+def test_a_cache_is_full_when_the_next_prompt_does_not_fit(answers):
+    """79 % used of 2,560 tokens; a prompt of 1,800 needs 1,920."""
+    books = seen(answers, "vllm", [(3.0, 1.0, 0.79)] * 30)
+    run = books.run
+    arm = msgspec.structs.replace(run.arms[0], metrics_after=with_config(run, kv_cache_size_tokens="2560"))
+    outcomes = tuple(msgspec.structs.replace(o, prompt_tokens=1800) for o in run.outcomes)
+    small = msgspec.structs.replace(books, run=msgspec.structs.replace(run, arms=(arm,), outcomes=outcomes))
+    assert [finding.name for finding in diagnose(small).illnesses] == ["told_kv"]
+    assert named(books) == ["told_slots"], "in a large cache the same use is room"
+
+
+def with_config(run, **labels) -> dict[str, float]:
+    after = dict(run.arms[0].metrics_after)
+    key = next(key for key in after if key.startswith("vllm:cache_config_info"))
+    told_labels = {**labels_of(after, "vllm:cache_config_info"), **labels}
+    after.pop(key)
+    return {**after, "vllm:cache_config_info{" + ",".join(f'{k}="{v}"' for k, v in told_labels.items()) + "}": 1.0}
+
+
+def test_no_command_of_ours_is_printed_for_anothers_server(answers):
+    """Whatever is found, overload from outside too."""
+    late = tuple(
+        msgspec.structs.replace(o, chunk_ns=tuple(c + i * 10**9 for c in o.chunk_ns), end_ns=o.end_ns + i * 10**9)
+        for i, o in enumerate(answers.run.outcomes)
+    )
+    books = msgspec.structs.replace(answers, run=msgspec.structs.replace(answers.run, outcomes=late))
+    for kind, words in WORDS.items():
+        overloaded = seen(books, kind, QUIET)
+        finding = next(f for f in diagnose(overloaded).illnesses if f.name == "overload")
+        assert "splittime" not in (finding.cure.command or "")
+        assert (finding.cure.command or "").startswith(words.program if words.queue_bound else "")
+        assert bool(finding.cure.command) == bool(words.queue_bound)
+
+
+def test_a_void_run_does_not_hide_what_the_server_says_of_itself(answers):
+    failed = Check(name="loop_lag", ok=False, value=9.0, limit=2.0, unit="ms", sentence="late")
+
+    def void(books):
+        return msgspec.structs.replace(books, run=msgspec.structs.replace(books.run, checks=(failed,)))
+
+    assert diagnose(void(seen(answers, "vllm", [(3.0, 4.0, 0.2)] * 30))).illnesses[0].name == "told_slots"
+    assert diagnose(void(seen(answers, "vllm", QUIET))).healthy
+    assert not diagnose(void(seen(answers, "vllm"))).could_tell, "without its gauges nothing is left"
+
+
+def test_a_cache_that_is_off_is_said_to_be_off(answers):
+    books = seen(answers, "vllm", QUIET)
+    outcomes = tuple(msgspec.structs.replace(o, expected_cached_tokens=None) for o in books.run.outcomes)
+    run = msgspec.structs.replace(books.run, outcomes=outcomes)
+    arm = msgspec.structs.replace(run.arms[0], metrics_after=with_config(run, enable_prefix_caching="False"))
+    off = msgspec.structs.replace(books, run=msgspec.structs.replace(run, arms=(arm,)))
+    [limit] = [finding for finding in diagnose(off).limits if finding.name == "told_prefix_misses"]
+    assert limit.cure.command == "vllm serve MODEL --enable-prefix-caching"
+    assert named(off) == []
 
 
 def test_prefixes_that_are_not_found():
@@ -139,8 +217,12 @@ def test_the_share_is_of_what_prefills_took_where_that_is_told(answers):
 
 
 def test_what_cannot_be_known_is_said(answers):
-    assert "tells no number of preemptions" in why(seen(answers, "tgi", QUIET), "told_preemptions")
-    assert "tells no prefix hits" in why(seen(answers, "tgi", QUIET, expected=24), "told_prefix_misses")
+    assert "tgi does not publish how many requests it throws out" in why(
+        seen(answers, "tgi", QUIET), "told_preemptions"
+    )
+    assert "tgi does not publish how many prompt tokens" in why(
+        seen(answers, "tgi", QUIET, expected=24), "told_prefix_misses"
+    )
     assert "--enable-metrics" in why(seen(answers, "sglang"), "told_queue")
     few = seen(answers, "vllm", QUIET[: MIN_STATES - 1])
     assert f"only {MIN_STATES - 1} samples" in why(few, "told_queue")

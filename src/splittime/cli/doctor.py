@@ -1,5 +1,8 @@
 """`splittime doctor`: what holds the requests back, from a running server, a ledger file, or a run of a bench.
 
+A running vLLM, SGLang, TGI or llama.cpp keeps no ledger: `loadgen.look` watches its metrics, and sends an idle one a
+small load.
+
 Exit codes, for a CI: 0 nothing found (a healthy server's limits are told, and are no finding), 1 something found,
 2 a usage error, 3 cannot tell (too little to go by, or nobody there to ask).
 """
@@ -16,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from splittime.cli.explain import DEFAULT_URL, get_json, without_controls
-from splittime.cli.options import JsonFlag, fails_clearly, say_error
+from splittime.cli.options import JsonFlag, fails_clearly, say_error, talk
 from splittime.core.errors import EngineError, NotFound
 
 if TYPE_CHECKING:
@@ -37,7 +40,8 @@ MIN_TOLD = 0.05  # of the requests' time, in the summary of where it went
 EXAMPLES = """\b
 Examples:
   splittime doctor                           the server on port 8000
-  splittime doctor http://host:9000          another server
+  splittime doctor http://host:9000          another server, also vLLM, SGLang, TGI, llama.cpp
+  splittime doctor http://host:9000 --no-probe    the same, watched only
   splittime doctor runs/today.sqlite         a ledger file, also after a crash
   splittime doctor run.json --json           a bench run, of any server
 
@@ -56,13 +60,17 @@ def doctor(
     api_key: Annotated[
         str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="The server's.")
     ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe/--no-probe", help="Send a small load to another kind of server if it is idle."),
+    ] = True,
     json: JsonFlag = False,
 ) -> None:
     """Name what holds the requests back, with evidence, a prescription, and what would refute it."""
     from splittime.diagnose.doctor import diagnose
 
     try:
-        diagnosis = diagnose(_read(source, limit, api_key))
+        diagnosis = diagnose(_read(source, limit, api_key, probe))
     except EngineError as error:  # nobody there is no finding
         say_error(error)
         raise typer.Exit(CANNOT_TELL) from None
@@ -87,12 +95,15 @@ def as_json(diagnosis: "Diagnosis") -> dict[str, Any]:
     return {**shown, "healthy": diagnosis.healthy, "exit_code": exit_code(diagnosis)}
 
 
-def _read(source: str, limit: int, api_key: str | None) -> "Books":
+def _read(source: str, limit: int, api_key: str | None, is_probing: bool) -> "Books":
     """A URL is asked; a file says by its content what it is."""
     from splittime.diagnose.books import books_from_file
 
     if source.startswith(("http://", "https://")):
-        return _ask(source.rstrip("/"), limit, api_key)
+        try:
+            return _ask(source.rstrip("/"), limit, api_key)
+        except NotFound as error:
+            return _look(source.rstrip("/"), api_key, is_probing, error)
     path = Path(source)
     if not path.exists():
         hint = (
@@ -105,17 +116,28 @@ def _read(source: str, limit: int, api_key: str | None) -> "Books":
 def _ask(base: str, limit: int, api_key: str | None) -> "Books":
     """The server's facts (an older one has none), its latest requests, and the steps in their time. Raises
     `EngineError` if it was restarted meanwhile: its answers would be of two servers."""
-    from splittime.cli.live_books import another_server, books_from_answers
+    from splittime.cli.live_books import books_from_answers
 
     facts = _facts(base, api_key)
-    try:
-        accounts = _get(f"{base}/ledger/requests?limit={limit}", api_key)
-    except NotFound as error:
-        raise NotFound(error.info.message, hint=another_server(base)) from None
+    accounts = _get(f"{base}/ledger/requests?limit={limit}", api_key)
     steps = _get(f"{base}/ledger/steps?limit={MAX_LIMIT}", api_key)
     if _starts(facts) != _starts(_facts(base, api_key)):
         raise EngineError(f"{base} was restarted while it was read", hint="Ask once more, when it has served a while.")
     return books_from_answers(facts, accounts, steps, base)
+
+
+def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound) -> "Books":
+    """A server without a ledger. Raises `NotFound`, with what was asked for, where its kind is not known either."""
+    from splittime.cli.live_books import another_server, books_from_look
+    from splittime.loadgen.event_loop import run_loop
+    from splittime.loadgen.look import look, sentence
+    from splittime.loadgen.target import Target
+
+    talk().print(f"{base} keeps no ledger; its metrics are watched, and {sentence()}", markup=False)
+    try:
+        return books_from_look(run_loop(look(Target(url=base, api_key=api_key), is_probing)))
+    except NotFound:
+        raise NotFound(no_ledger.info.message, hint=another_server(base)) from None
 
 
 def _facts(base: str, api_key: str | None) -> Any:

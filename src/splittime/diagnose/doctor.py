@@ -22,14 +22,17 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.finding import RULES, Abstention, Finding, Rule, in_order
 from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import num_requests, served, times_ns, total_ns
+from splittime.diagnose.rules.told import MIN_STATES, inside
+from splittime.diagnose.told import told
 from splittime.diagnose.unexplained import NAME as NO_CURE_KNOWN
 from splittime.diagnose.unexplained import Spent, spent, unexplained
+from splittime.diagnose.words import OURS, in_their_words
 from splittime.ledger.stages import Stage
 
 THEMES = (
     "failures client way delay loop stated processor threads order queue refused overload burst kv interference "
-    "budget line "
-    "prompts host sampling device start decode told"
+    "budget line prompts host sampling device start decode "
+    "told_queue told_refusals told_memory told_prefixes told_prompts told_interference"
 )
 for _theme in THEMES.split():
     import_module(f"splittime.diagnose.rules.{_theme}")
@@ -49,18 +52,15 @@ OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book
         "slow_way",
         "nagle",
         "slow_client",
-        "told_queue",
-        "told_preemptions",
-        "told_prefix_misses",
     )
-)
+) | {name for name, rule in RULES.items() if "told" in rule.needs}
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """findings: in the order in which they should be read. residual: the unexplained share of the requests' time.
     spent: where the requests' time went, by the server's books.
     thin: too little was seen for any rule. withheld: the residual is too large for the rules about the server.
-    void: the client was at fault, and there is no server's book beside it."""
+    void: the client was at fault, and the server tells nothing of itself, neither in a book nor by its gauges."""
 
     findings: tuple[Finding, ...]
     abstentions: tuple[Abstention, ...]
@@ -113,6 +113,7 @@ def diagnose(books: Books) -> Diagnosis:
         why = f"{residual:.0%} of the requests' time is explained by neither book: first find out where that goes"
         unable = [Abstention(rule.name, why) for rule in rest]
     findings, abstentions = findings + more, abstentions + unable
+    findings = _in_words_of_the_server(books, findings)
     left = None if withheld or _lacks(books, "accounts") else unexplained(books, findings, abstentions)
     ordered = in_order(findings if left is None else [*findings, left], roots())
     return Diagnosis(
@@ -123,10 +124,15 @@ def diagnose(books: Books) -> Diagnosis:
         num_steps=len(books.steps),
         source=books.source,
         residual=residual,
-        thin=not findings and all(_lacks(books, need) for need in ("accounts", "run")),
+        thin=not findings and all(_lacks(books, need) for need in ("accounts", "run", "gauges")),
         withheld=withheld,
-        void=books.run is not None and books.run.is_void and not books.accounts,
+        void=books.run is not None and books.run.is_void and not books.accounts and _lacks(books, "gauges") is not None,
     )
+
+
+def _in_words_of_the_server(books: Books, findings: list[Finding]) -> list[Finding]:
+    kind = books.served.kind if books.served is not None else OURS
+    return [in_their_words(finding, kind) for finding in findings]
 
 
 def _in_their_time(books: Books) -> Books:
@@ -187,11 +193,28 @@ def _parts(books: Books) -> str | None:
     return None if any(a.prompt_parts for a in books.accounts) else "no prompt is long enough to be told by its parts"
 
 
+_NO_RUN = "no client's book: what the client saw is in a run of `splittime bench` only"
+
+
 def _from_client(books: Books) -> str | None:
     if books.run is None:
-        return "no client's book: what the client saw is in a run of `splittime bench` only"
+        return _NO_RUN
     num = _num_outcomes(books)
+    if not books.run.outcomes:
+        return "the server was only watched: what a client feels is in a run of `splittime bench` only"
     return f"requests in the run: only {num}; {MIN_REQUESTS} are the least" if num < MIN_REQUESTS else None
+
+
+def _told(books: Books) -> str | None:
+    """A rule about another's server says itself what it lacks."""
+    return _NO_RUN if books.run is None else None
+
+
+def _gauges(books: Books) -> str | None:
+    found = told(books)
+    if found is None or len(found.states) < MIN_STATES:
+        return "the server's gauges were not seen"
+    return None if any(map(inside, found.states)) else "nothing ran in the server while it was watched"
 
 
 _NEEDS: dict[str, Callable[[Books], str | None]] = {
@@ -201,6 +224,8 @@ _NEEDS: dict[str, Callable[[Books], str | None]] = {
     "floor": _floor,
     "parts": _parts,
     "run": _from_client,
+    "told": _told,
+    "gauges": _gauges,
 }
 
 

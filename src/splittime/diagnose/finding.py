@@ -26,19 +26,24 @@ class Fact(msgspec.Struct, frozen=True):
     unit: str = ""
 
 
-class Cure(msgspec.Struct, frozen=True, kw_only=True):
-    """What to try: a sentence, and the flag of `splittime serve` with the value, where a flag does it.
+OUR_PROGRAM = "splittime serve"
 
-    flags: as they are typed, ("--max-num-seqs", "16"). elsewhere: what other servers call it, by server.
+
+class Cure(msgspec.Struct, frozen=True, kw_only=True):
+    """What to try: a sentence, and the flag of the server's own program with the value, where a flag does it.
+
+    flags: as they are typed, ("--max-num-seqs", "16"). program: what they are given to, another server's if the
+    finding is about one (`words.in_their_words`). elsewhere: what other servers call it, by server.
     """
 
     sentence: str
     flags: tuple[str, ...] = ()
+    program: str = OUR_PROGRAM
     elsewhere: dict[str, str] = {}
 
     @property
     def command(self) -> str | None:
-        return " ".join(("splittime serve", *self.flags)) if self.flags else None
+        return " ".join((self.program, *self.flags)) if self.flags else None
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

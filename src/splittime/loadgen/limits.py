@@ -6,7 +6,8 @@ import aiohttp
 import msgspec
 
 from splittime.core.errors import EngineError
-from splittime.loadgen.scrape import Target, ask_first, get_json
+from splittime.loadgen.dialects import DIALECTS
+from splittime.loadgen.scrape import Target, ask_first, get, get_json, labels
 from splittime.loadgen.sse import body_text
 
 
@@ -30,13 +31,25 @@ async def server_limits(target: Target) -> Limits:
         owner = card.get("owned_by")
         facts = await get_json(session, target, "/ledger/facts") if owner == "splittime" else None
         info = await get_json(session, target, "/info") if not card else None
+        block_size = _whole(_dict(_dict(facts).get("settings")).get("block_size")) or await _told_block(session, target)
     meta, settings = _dict(card.get("meta")), _dict(_dict(facts).get("settings"))
     return Limits(
         vocab_size=_whole(settings.get("vocab_size") or card.get("vocab_size") or meta.get("n_vocab")),
         max_model_len=_whole(card.get("max_model_len") or meta.get("n_ctx") or _dict(info).get("max_total_tokens")),
-        block_size=_whole(settings.get("block_size")),
+        block_size=block_size,
         takes_ids="max_total_tokens" not in _dict(info),  # TGI
     )
+
+
+async def _told_block(session: aiohttp.ClientSession, target: Target) -> int | None:
+    """Of a server that tells it among the labels of its metrics."""
+    answer = await get(session, target, "/metrics")
+    samples = answer.samples if answer is not None else {}
+    for dialect in DIALECTS.values():
+        told = labels(samples, dialect.cache_config).get(dialect.block_label, "") if dialect.cache_config else ""
+        if told.isdigit() and int(told) > 0:
+            return int(told)
+    return None
 
 
 def _first_card(listed: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ is handed back as it is, and `ask_first` names it.
 
     parse(text)             every sample by its name with labels, as the server wrote it, labels in alphabetical order
     parse(text, names)      a few names only, at little cost: for scraping while a load runs
+    labels(samples, name)   what a server tells in labels, such as its settings
     values(samples, name)   the samples of one name: of all its label values, or of those asked for
 
 (prometheus_client's own parser gives counters other names than the server does, and takes five times as long.)
@@ -195,6 +196,12 @@ def _key(name: str, labels: str | None) -> str:
     """`name{a="1",b="2"}`, or the bare name."""
     pairs = sorted(_LABEL.findall(labels)) if labels else []
     return name + "{" + ",".join(f'{label}="{value}"' for label, value in pairs) + "}" if pairs else name
+
+
+def labels(samples: Samples, name: str) -> dict[str, str]:
+    """The labels of the first sample of this name; {} if there is none."""
+    key = next((key for key in samples if key.startswith(name + "{")), "")
+    return dict(_LABEL.findall(key))
 
 
 def values(samples: Samples, name: str, labels: Mapping[str, str] | None = None) -> list[float]:

@@ -36,6 +36,7 @@ class Quantity(NamedTuple):
 class Dialect(NamedTuple):
     """cannot: what no metric of it tells. beware: sentences that belong to no one quantity.
     cheap_path: answers without a model. metrics_hint: how to get metrics from a server that shows none.
+    cache_config, block_label: the gauge whose labels are its cache's settings, and the label of a block's tokens.
     """
 
     kind: str
@@ -45,6 +46,8 @@ class Dialect(NamedTuple):
     cheap_path: str
     metrics_hint: str
     beware: tuple[str, ...] = ()
+    cache_config: str = ""
+    block_label: str = ""
 
     def metrics(self, name: str) -> tuple[str, ...]:
         """The server's own names of a quantity, today's first; none if it has none."""

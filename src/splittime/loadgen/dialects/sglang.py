@@ -81,6 +81,8 @@ SGLANG = Dialect(
         "tokenising and the way between its processes: they are in TTFT and E2E, unnamed",
         "the network and the client",
     ),
+    cache_config="sglang:cache_config_info",
+    block_label="page_size",
     cheap_path="/v1/models",
     metrics_hint="Start it with --enable-metrics.",
 )

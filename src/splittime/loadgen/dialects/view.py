@@ -2,7 +2,8 @@
 
     tokenize, queue, prefill, decode, inference, ttft, itl, tpot, e2e    means, in seconds
     prefill_busy, decode_slots                                           totals, in seconds
-    requests, prompt_tokens, output_tokens, prefix_hit_tokens, preemptions, steps, step_tokens, prefix_hits
+    requests, prompt_tokens, output_tokens, prefix_hit_tokens, preemptions, preempted, refused, steps,
+    prefix_hits
     waiting, running, kv_usage                                           means of what was sampled during the load
 
 Means are compared with means, over every request that was sent (the scrapes do not know of a warm-up), and from the
@@ -148,9 +149,11 @@ SEEN: dict[str, Callable[[Sequence[Outcome]], float | None]] = {
     "prefix_hit_tokens": _sum_of("cached_tokens"),
     "prefix_hits": _hit_share,
     **dict.fromkeys(
-        ("tokenize", "queue", "prefill", "inference", "prefill_busy", "decode_slots", "preemptions", "steps"), _unseen
+        ("tokenize", "queue", "prefill", "inference", "prefill_busy", "decode_slots", "preemptions", "preempted"),
+        _unseen,
     ),
-    "step_tokens": _unseen,
+    "steps": _unseen,
+    "refused": lambda sent: float(sum(o.status in (429, 503) for o in sent)),
 }
 FELT = ("ttft", "tpot", "e2e")  # what a user feels, shown whether the server tells it or not
 

@@ -59,13 +59,35 @@ VLLM = Dialect(
             "share",
             per="vllm:prefix_cache_queries_total",
         ),
+        Quantity(
+            "prefix_hit_tokens",
+            "vllm:prompt_tokens_cached_total",
+            Form.GROWTH,
+            "Of all its caches; prompt_tokens_cached_by_source_total says which.",
+            "tokens",
+        ),
         Quantity("preemptions", "vllm:num_preemptions_total", Form.GROWTH, unit="preemptions"),
         Quantity(
-            "step_tokens",
-            "vllm:iteration_tokens_total",
+            "preempted",
+            "vllm:request_num_preemptions",
             Form.MEAN,
-            "Tokens computed in a step, prompts and outputs together.",
-            "tokens",
+            "Of a request that ended, how often it was thrown out.",
+            "preemptions",
+        ),
+        Quantity(
+            "refused",
+            "vllm:admission_rejections_total",
+            Form.GROWTH,
+            "Turned away at --max-num-queued-reqs or --max-num-queued-tokens.",
+            "requests",
+        ),
+        Quantity(
+            "steps",
+            "vllm:iteration_tokens_total_count",
+            Form.GROWTH,
+            "Steps that brought a token. (The histogram's sum is not of tokens computed: a prompt cut into many "
+            "steps is counted whole in the one of its first token.)",
+            "steps",
         ),
         *states(
             "vllm:num_requests_waiting",
@@ -88,6 +110,8 @@ VLLM = Dialect(
         "tokenising, the way to the engine and back, and writing to the socket: they are in TTFT and E2E, unnamed",
         "the network and the client",
     ),
+    cache_config="vllm:cache_config_info",
+    block_label="block_size",
     cheap_path="/health",
     metrics_hint="It was started with --disable-log-stats, or something between hides /metrics.",
 )

@@ -1,0 +1,88 @@
+"""`splittime doctor URL` of a live server of another kind: watched, probed only if it is idle, and never if not wanted.
+
+The server is a small one that speaks as vLLM does; what the doctor says of real ones is replayed in
+tests/diagnose/test_foreign_recorded.py.
+"""
+
+import json
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "loadgen"))
+from small_vllm import small_vllm
+
+from splittime.cli.main import app
+from splittime.loadgen import look
+
+
+@pytest.fixture(autouse=True)
+def soon_over(monkeypatch):
+    monkeypatch.setattr(look, "LISTEN_S", 0.3)
+    monkeypatch.setattr(look, "WATCH_S", 3.0)
+    monkeypatch.setattr(look, "PROBE_S", 3.0)
+    monkeypatch.setattr(look, "SAMPLE_S", 0.05)
+
+
+def asked(*words: str):
+    result = CliRunner().invoke(app, ["doctor", *words, "--json"])
+    assert result.stdout, result.stderr
+    return result, json.loads(result.stdout)
+
+
+def test_an_idle_server_is_probed_and_its_slots_are_named():
+    with small_vllm(slots=2) as (url, server):
+        result, found = asked(url)
+        assert 10 < server.posts <= look.MOST_REQUESTS
+    assert result.exit_code == 1
+    assert found["findings"][0]["name"] == "told_slots"
+    assert found["findings"][0]["cure"]["command"] == "vllm serve MODEL --max-num-seqs 4"
+    assert "idle, probed" in found["source"]
+    assert f"{look.AT_ONCE} requests at a time" in result.stderr, "it says beforehand what it sends"
+    reasons = {one["name"]: one["why"] for one in found["abstentions"]}
+    assert "only a run of your load" in reasons["told_interference"]
+
+
+def test_room_for_all_is_healthy():
+    with small_vllm(slots=32) as (url, _):
+        result, found = asked(url)
+    assert result.exit_code == 0, found
+    assert found["healthy"]
+
+
+def test_nothing_is_sent_where_that_is_not_wanted():
+    with small_vllm(slots=2) as (url, server):
+        result, found = asked(url, "--no-probe")
+        assert server.posts == 0
+    assert result.exit_code == 3, "nothing ran while it was watched: nothing can be told"
+    assert not found["healthy"]
+
+
+def test_a_server_at_work_is_watched_only():
+    """Its own six users are enough to see that it has two slots."""
+    with small_vllm(slots=2) as (url, _):
+        is_over = threading.Event()
+        users = [threading.Thread(target=_user, args=(url, is_over)) for _ in range(6)]
+        for user in users:
+            user.start()
+        try:
+            result, found = asked(url)
+        finally:
+            is_over.set()
+            for user in users:
+                user.join(20)
+        assert "sent nothing" in found["source"]
+    assert result.exit_code == 1
+    assert [finding["name"] for finding in found["findings"]] == ["told_slots"]
+
+
+def _user(url: str, is_over: threading.Event) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 20, "stream": True}).encode()
+    while not is_over.is_set():
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as response:
+            response.read()
