@@ -24,7 +24,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 
-SHORT, ROUNDS = 64, 15
+SHORT = 64
 
 
 def read_gb_per_s(cores: int) -> float:
@@ -67,7 +67,7 @@ def step_s(runner: TorchRunner, names: list[str], context: int) -> float:
     return time.perf_counter() - begin
 
 
-def measure(runner: TorchRunner, context: int, batch: int) -> dict[str, Any]:
+def measure(runner: TorchRunner, context: int, batch: int, rounds: int) -> dict[str, Any]:
     fill(runner)
     block, names = 0, {}
     for kind, length in (("long", context), ("short", SHORT)):
@@ -75,7 +75,7 @@ def measure(runner: TorchRunner, context: int, batch: int) -> dict[str, Any]:
         for name in names[kind]:
             block = admit(runner, name, length, block)
     reads, times = [], {"long": [], "short": []}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         reads.append(read_gb_per_s(runner.resolved.num_threads))
         times["long"].append(step_s(runner, names["long"], context))
         times["short"].append(step_s(runner, names["short"], SHORT))
@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     config = RunnerConfig(
@@ -106,7 +107,7 @@ def main() -> None:
         max_model_len=arguments.context,
         max_num_seqs=2 * arguments.batch,
     )
-    figures = measure(TorchRunner.load(config), arguments.context, arguments.batch)
+    figures = measure(TorchRunner.load(config), arguments.context, arguments.batch, arguments.rounds)
     kind = arguments.quantization or "unquantised"
     name = f"long_context_{arguments.model.resolve().name}_{kind}_{arguments.kv_cache_dtype}"
     file_result(name, figures, vars(arguments), arguments.json)

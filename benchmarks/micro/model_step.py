@@ -197,7 +197,9 @@ def measure(model: Path, num_layers: int, num_steps: int, num_threads: int | Non
             one_b = measure_model(Path(name), max(4, num_steps // 5), num_threads, dtype)
         result[f"llama_1b_shape_{num_layers}_layers"] = one_b
     threads = num_threads or torch.get_num_threads()
-    shapes = {"packaged gate_up": (1408, 256), "1B qkv": (3072, 2048), "1B gate_up": (16384, 2048)}
+    shapes = {"packaged gate_up": (1408, 256)}
+    if num_layers:
+        shapes |= {"1B qkv": (3072, 2048), "1B gate_up": (16384, 2048)}
     result["linear"] = {name: measure_linear(*shape, threads) for name, shape in shapes.items()}
     result["limits_after"] = machine_limits()
     return result
