@@ -33,6 +33,7 @@ CONFIDENCE = 0.95
 MIN_INDEPENDENT = 30
 MIN_FOR_LOW = 12
 DOUBT, DOUBT_OF_MEAN = 1.0, 2.0  # a mean also hangs on the longest waits, which no short run has seen
+MOST_ABOVE = 5.0  # times the mean: a mean that a few requests made has no upper end
 MAX_WIDENING = 5.0
 MIN_FREEDOM = 4.0
 KNOWN_BY = 0.25
@@ -110,7 +111,8 @@ class Precision:
         reach, wide = spread.reach(confidence), self._whole.widening(DOUBT_OF_MEAN)
         if middle <= 0 or self._pooled.values.min() < 0:
             return self._bounded(middle - wide * reach, middle + wide * reach)
-        return self._bounded(middle * exp(-reach / middle), middle * exp(min(700.0, wide * reach / middle)))
+        up = wide * reach / middle
+        return self._bounded(middle * exp(-reach / middle), middle * exp(up) if up <= log(MOST_ABOVE) else None)
 
     def percentiles(self, percents: Sequence[float], confidence: float = CONFIDENCE) -> list[Interval | None]:
         if self._tells_nothing:

@@ -3,6 +3,7 @@ have added, and what the client found of itself.
 """
 
 from collections.abc import Iterator
+from math import ceil
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -18,7 +19,7 @@ from splittime.ledger.client_metrics import parse_metric
 from splittime.loadgen.report.latencies import ROWS
 from splittime.loadgen.report.text import digits, line, listed, ms
 
-ROW_NAMES = dict(ROWS)
+ROW_NAMES = {name: title.replace(",", "") for name, title in ROWS}
 MAY_BE_OFF = ("ttft", "e2e", "tpot", "chunk_gap")
 
 
@@ -56,11 +57,11 @@ def cannot_tell(found: Summary) -> Iterator[Sentence]:
     if worst.num_requests < MIN_INDEPENDENT:
         said = f"cannot tell for {names}: {worst.num_requests} requests, and {MIN_INDEPENDENT} are the least"
     else:
-        longer = MIN_INDEPENDENT / max(0.1, worst.independent)
+        longer = max(2, ceil(MIN_INDEPENDENT / max(0.1, worst.independent)))
         said = (
             f"cannot tell for {names}: the {worst.num_requests:,} requests are about {digits(worst.independent, 0)} "
             f"independent ones ({ROW_NAMES[name]}), as they waited in the same queues; {MIN_INDEPENDENT} are the least."
-            f" A run about {digits(longer, 0)} times as long would tell, or a lower rate"
+            f" A run about {longer} times as long would tell, or a lower rate"
         )
     yield line("intervals", f"{said}.", "yellow")
 
