@@ -7,7 +7,7 @@ Plain TCP in both directions; only the answers' way is spoilt.
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
@@ -50,6 +50,35 @@ class Buffering:
         writer.write(held)
 
 
+class Delaying:
+    """Holds each request for 300 ms, as a gateway does that checks it with somebody else; answers go on at once."""
+
+    delay_s = 0.3
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _pass_on(reader, writer)
+
+    async def ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(65536):
+            if piece.startswith(b"POST "):
+                await asyncio.sleep(self.delay_s)
+            writer.write(piece)
+
+
+class Deadline:
+    """Gives each request so many milliseconds, and leaves answers alone."""
+
+    def __init__(self, ms: int) -> None:
+        self.header = b"X-Request-Deadline-Ms: %d\r\n" % ms
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _pass_on(reader, writer)
+
+    def with_header(self, piece: bytes) -> bytes:
+        line, _, rest = piece.partition(b"\r\n")
+        return line + b"\r\n" + self.header + rest if line.endswith(b" HTTP/1.1") else piece
+
+
 class DelayedAck:
     """Passes a small piece on only once the piece before has been acknowledged, 40 ms after it went: what Nagle's
     algorithm does against a receiver that delays its acknowledgements. What comes meanwhile goes together."""
@@ -89,14 +118,18 @@ def _ready(reader: asyncio.StreamReader) -> bytes:
     return buffered
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pass_on(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes] = bytes
+) -> None:
     while piece := await reader.read(65536):
-        writer.write(piece)
+        writer.write(change(piece))
 
 
 @asynccontextmanager
 async def proxy(upstream_port: int, spoiler: Spoiler) -> AsyncIterator[str]:
     """A proxy on a free loopback port; yields its URL."""
+
+    changes = spoiler.with_header if isinstance(spoiler, Deadline) else bytes
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         up_reader, up_writer = await asyncio.open_connection(
@@ -105,7 +138,11 @@ async def proxy(upstream_port: int, spoiler: Spoiler) -> AsyncIterator[str]:
         for one in (writer, up_writer):
             one.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ways = [
-            asyncio.create_task(_pass_on(reader, up_writer)),
+            asyncio.create_task(
+                spoiler.ask(reader, up_writer)
+                if isinstance(spoiler, Delaying)
+                else _pass_on(reader, up_writer, changes)
+            ),
             asyncio.create_task(spoiler.carry(up_reader, writer)),
         ]
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)

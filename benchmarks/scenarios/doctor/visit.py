@@ -114,8 +114,10 @@ def _keep(run: Run, ward: Ward, seed: int, folder: Path | None) -> None:
 async def _run(url: str, ward: Ward, schedule: Schedule) -> Run:
     async with _way(url, ward) as address:
         blocking = asyncio.create_task(_block()) if ward.blocks_client else None
+        beside = ward.beside(url) if ward.beside is not None else nullcontext()
         try:
-            run = await run_schedule(schedule, [Target(url=address)])
+            async with beside:
+                run = await run_schedule(schedule, [Target(url=address)])
         finally:
             if blocking is not None:
                 blocking.cancel()

@@ -4,9 +4,10 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.client import Pair, joined, of_outcomes
 from splittime.diagnose.rules.evidence import CERTAIN, median, ms, worst
-from splittime.diagnose.rules.way import in_ack, is_buffered
+from splittime.diagnose.rules.way import in_ack
 
 MIN_PAIRS = 10
+WHOLE = 0.5  # of what the first chunk is late by: so late is the end too
 MIN_LATE_NS = 2_000_000  # a loopback, two clocks and a busy client explain less
 
 
@@ -17,8 +18,8 @@ def slow_way(books: Books) -> Answer:
     late_ns = median(pair.late_ns for pair in both) or 0.0
     if len(both) < MIN_PAIRS or late_ns < MIN_LATE_NS or in_ack(int(late_ns)):
         return None
-    if sum(map(is_buffered, both)) >= len(both) / 2:
-        return None  # that is `buffering_proxy`, which makes first chunks late as well
+    if (median(pair.between_ns for pair in both) or 0.0) < WHOLE * late_ns:
+        return None  # answers begin late and end in time: that is `buffering_proxy`
     trips = sorted(books.served.round_trip_ns) if books.served is not None else []
     trip_ns = trips[len(trips) // 2] if trips else 0
     lost = {pair.outcome.request_id: float(_held_ns(pair)) for pair in both}
@@ -56,5 +57,5 @@ def slow_way(books: Books) -> Answer:
 
 
 def _held_ns(pair: Pair) -> int:
-    """What the first chunk was late by, less what lay in the server's socket."""
-    return max(0, pair.late_ns - pair.account.unseen_ns)
+    """What both the first chunk and the end were late by, less what lay in the server's socket."""
+    return max(0, min(pair.late_ns, pair.between_ns) - pair.account.unseen_ns)

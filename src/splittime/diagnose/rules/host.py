@@ -21,6 +21,7 @@ from splittime.diagnose.rules.evidence import (
     worst,
 )
 from splittime.diagnose.rules.share import of_requests
+from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.device_time import device_time
 from splittime.ledger.stages import Stage
@@ -40,7 +41,7 @@ def host_bound(books: Books) -> Answer:
     """The device waits for Python: planning, launching and committing take a large part of the steps' time."""
     if device_time(books.steps) is not None:
         return None  # what a device apart from the host waits is measured there: `device_idle`
-    host_ns, device_ns = _usual_ns(books.steps)
+    host_ns, device_ns = _usual_ns(books)
     host_share = host_ns / max(1.0, host_ns + device_ns)
     accounts = served(books.accounts)
     share = of_requests(attribution(books).of(Computed.HOST), accounts)
@@ -82,11 +83,14 @@ def host_bound(books: Books) -> Answer:
     )
 
 
-def _usual_ns(steps: Sequence[StepRecord]) -> tuple[float, float]:
-    """What the host and the device took of all steps, the host's odd moments cut: a machine that others keep busy puts
-    the process aside for tens of steps' time now and then, and no flag of this server cures that."""
-    most_ns = ODD_TIMES * (median(map(_host_ns, steps)) or 0)
-    return sum(min(most_ns, _host_ns(step)) for step in steps), float(sum(s.device_ns + s.sample_ns for s in steps))
+def _usual_ns(books: Books) -> tuple[float, float]:
+    """What the host and the device took of all steps, after what kept the thread from running, and with the host's odd
+    moments cut: where the kernel does not say so, a machine that others keep busy puts the process aside for tens of
+    steps' time now and then, and no flag of this server cures that."""
+    by_step = timeline(books).by_step
+    host_ns = by_step[:, Part.HOST]
+    most_ns = ODD_TIMES * (median(host_ns) or 0.0)
+    return float(host_ns.clip(max=most_ns).sum()), float(by_step[:, [Part.SAMPLE, Part.PROMPTS, Part.DEVICE]].sum())
 
 
 def _host_ns(step: StepRecord) -> int:

@@ -35,6 +35,8 @@ def engine_stopped(books: Books) -> Answer:
     if all(step.off_cpu_ns is None for step in books.steps):
         return Abstention("engine_stopped", NOT_STATED)
     share, lost = _lost(books, Computed.STOPPED)
+    if attribution(books).share(Computed.CPU_WAIT) > share.value:
+        return None  # on a machine as full as that a thread is also off for those that it waits for: `cpu_starved`
     if not share.is_worth_it:
         return share.unsure("engine_stopped")
     stopped = [ns for step in timeline(books).by_step if (ns := float(step[Part.STOPPED])) >= LONG_NS]
@@ -67,7 +69,7 @@ def engine_stopped(books: Books) -> Answer:
     )
 
 
-@rule("accounts", "steps", root_of=("too_few_threads", *SLOWED), explains=(Computed.CPU_WAIT,))
+@rule("accounts", "steps", root_of=("too_few_threads", *SLOWED), explains=(Computed.CPU_WAIT, Computed.STOPPED))
 def cpu_starved(books: Books) -> Answer:
     """The engine was ready to run and others had the processors: this machine has too few for all that is busy on "
     "it."""
@@ -107,7 +109,12 @@ def cpu_starved(books: Books) -> Answer:
     )
 
 
-@rule("accounts", "facts", root_of=("cpu_starved", "too_few_threads", *SLOWED), explains=(Computed.CPU_WAIT,))
+@rule(
+    "accounts",
+    "facts",
+    root_of=("cpu_starved", "too_few_threads", *SLOWED),
+    explains=(Computed.CPU_WAIT, Computed.STOPPED),
+)
 def too_many_threads(books: Books) -> Answer:
     """The server computes with more threads than it has cores, so that they wait for each other's turn."""
     threads, cores = threads_and_cores(books)

@@ -19,6 +19,7 @@ BUFFERED_SPREAD = 0.5  # the chunks come within half of the time in which the se
 BUFFERED_GAP = 0.2  # or the usual gap is a fifth of the server's: they come in bursts
 BURST_GAP_NS = 1_000_000  # chunks nearer than this came in one piece
 BURST_SHARE = 0.8
+LATE_END = 0.5  # of what the first chunk is late by: if the end is as late, more than buffering is at work (`slow_way`)
 LATE_TTFT = 0.7  # of a request's time, before its first chunk: nearly all came at the end
 ACK_NS = (36_000_000, 48_000_000)  # Linux's delayed acknowledgement: 40 ms, and a timer's and a scheduler's slack
 ACK_SHARE = 0.4  # of the gaps that are felt
@@ -54,7 +55,7 @@ def buffering_proxy(books: Books) -> Answer:
 
 
 def _buffered_by_both(both: Sequence[Pair]) -> Answer:
-    held = [pair for pair in both if is_buffered(pair)]
+    held = [pair for pair in both if is_buffered(pair) and pair.between_ns < LATE_END * pair.late_ns]
     late = {pair.outcome.request_id: float(max(0, pair.late_ns)) for pair in held}
     share = of_outcomes(late, [pair.outcome for pair in both])
     if len(held) < len(both) / 2 or not share.is_worth_it:
