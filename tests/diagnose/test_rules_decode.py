@@ -47,6 +47,15 @@ def test_weights(books):
     assert "64" in finding.regime
 
 
+def test_the_size_of_the_cure_is_told(books):
+    """A quarter of the bytes, so about a quarter of the reading: what each token would take."""
+    ill = bound(books, weight_bytes=3_600_000, settings={"dtype": "float32"})
+    (told,) = (fact for fact in diagnose(ill).limits[0].evidence if "expected" in fact.what)
+    then, _, now = str(told.value).partition(" instead of ")
+    assert "int8 (0.25 of the bytes)" in told.what
+    assert float(then) < 0.6 * float(now)
+
+
 @pytest.mark.parametrize(("now", "flags"), [("int8", ("--quantization", "int4")), ("int4", ())])
 def test_what_is_small_already_is_prescribed_smaller_or_not_at_all(books, now, flags):
     ill = bound(books, weight_bytes=3_600_000, settings={"quantization": now})

@@ -1,6 +1,6 @@
 """The doctor's confusion matrix: illnesses made on the packaged model, each to be named first, and healthy runs.
 
-    python -m benchmarks.scenarios.doctor                        all of it, about ten minutes on an idle machine
+    python -m benchmarks.scenarios.doctor                        all of it, about 15 minutes on an idle machine
     python -m benchmarks.scenarios.doctor --only "one slot"      some of it; what was measured before is kept
     python -m benchmarks.scenarios.doctor --piece 2/8            an eighth of it, for a machine that is shared
     python -m benchmarks.scenarios.doctor --seeds 5              each illness five times: once as tuned, four held out

@@ -13,7 +13,7 @@ import msgspec
 from splittime.diagnose.finding import Finding
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-SMALLER = {"int4": 0.5, "int8": 1.0, "fp8": 1.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0}  # bytes
+BYTES_OF = {"int4": 0.5, "int8": 1.0, "fp8": 1.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0}  # bytes of a weight
 
 Flag = tuple[str, str | None]  # as typed, and its value
 
@@ -71,8 +71,8 @@ def _number(value: Any) -> float | None:
         return None
     if isinstance(value, int | float):
         return float(value)
-    if str(value) in SMALLER:
-        return SMALLER[str(value)]
+    if str(value) in BYTES_OF:
+        return BYTES_OF[str(value)]
     found = re.fullmatch(r"([0-9.]+)\s*([a-zA-Z]*)", str(value))
     if found is None or found[2].lower() not in UNITS:
         return None

@@ -10,6 +10,7 @@ issue 3399, AutoAWQ issue 235).
 
 from collections.abc import Sequence
 
+from splittime.diagnose.agree import BYTES_OF
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
@@ -52,13 +53,27 @@ def _evidence(groups: Sequence[FloorGroup]) -> tuple[Fact, ...]:
     return tuple(Fact(f"{group.num_steps} steps", sentence(group)) for group in groups[:3])
 
 
-def _limit(name: str, claim: str, share: Share, groups: Sequence[FloorGroup], books: Books, **told: object) -> Finding:
+def _kv_dtype(books: Books) -> str:
+    """As the weights' where it is not set."""
+    told = setting(books, "kv_cache_dtype")
+    return str(setting(books, "dtype") if told in (None, "auto") else told)
+
+
+def _limit(
+    name: str,
+    claim: str,
+    share: Share,
+    groups: Sequence[FloorGroup],
+    books: Books,
+    more: tuple[Fact, ...] = (),
+    **told: object,
+) -> Finding:
     lows, highs = zip(*(group.rows for group in groups), strict=True)
     within = [s for s in books.steps if min(lows) <= len(s.rows) <= max(highs)]
     return Finding(
         name=name,
         claim=claim,
-        evidence=_evidence(groups),
+        evidence=(*_evidence(groups), *more),
         step_ids=slowest_steps(within),
         share_of_time=share.value,
         share_interval=share.interval,
@@ -67,6 +82,19 @@ def _limit(name: str, claim: str, share: Share, groups: Sequence[FloorGroup], bo
         is_limit=True,
         **told,  # type: ignore[arg-type]
     )
+
+
+def _expected(groups: Sequence[FloorGroup], now: str | None, smaller: str | None, of_weights: bool) -> tuple[Fact, ...]:
+    """What a step of the first group would take with fewer bytes: the rest of it, and at least its products."""
+    before, after = BYTES_OF.get(now or ""), BYTES_OF.get(smaller or "")
+    if before is None or after is None or after >= before:
+        return ()
+    group = groups[0]
+    read_ns = group.weights_ns if of_weights else group.kv_ns
+    then_ns = max(group.device_ns - read_ns * (1 - after / before), group.operations_ns)
+    told = f"{then_ns / group.num_steps / 1e6:.3g} instead of {group.device_ns / group.num_steps / 1e6:.3g}"
+    what = f"a step's time with {smaller} ({after / before:.2g} of the bytes), expected"
+    return (Fact(what, told, "ms: so much less for each token"),)
 
 
 @rule("accounts", "steps", "floor")
@@ -96,6 +124,7 @@ def weight_bandwidth_bound(books: Books) -> Answer:
         cost="Rounded weights change answers a little: see the routes in BENCHMARKS.md for perplexity and KL."
         if smaller is not None
         else "Larger batches lengthen TPOT; a smaller model answers worse.",
+        more=_expected(groups, now or setting(books, "dtype"), smaller, of_weights=True),
         counter_check="With weights of half the bytes TPOT p50 at the same batch does not fall by a quarter.",
         regime=f"{until}; beyond, products bind, and at 64 rows smaller weights gain nothing or cost time",
     )
@@ -123,6 +152,7 @@ def kv_bandwidth_bound(books: Books) -> Answer:
         books,
         cure=cure,
         cost="int8 KV rounds keys and values: check answers at long contexts, where it matters most.",
+        more=() if is_small else _expected(groups, _kv_dtype(books), "int8", of_weights=False),
         counter_check="With an int8 cache TPOT p50 at the same contexts does not fall by a fifth.",
         regime="large batches of long contexts; at one short request the weights are more bytes than the KV",
     )

@@ -12,6 +12,7 @@ from splittime.diagnose.rules.evidence import (
     Span,
     median,
     ms,
+    num_requests,
     overlap_ns,
     served,
     setting,
@@ -96,7 +97,8 @@ def _finding(books: Books, line: Line, share: Share) -> Finding:
     )
     return Finding(
         name="head_of_line",
-        claim=f"{len(line.waits)} requests waited behind {len(line.blamed)} long prompts (up to {line.longest} tokens, "
+        claim=f"{num_requests(served(books.accounts), line.waits)} requests waited behind {len(line.blamed)} long "
+        f"prompts (up to {line.longest} tokens, "
         f"the median is {line.usual:.0f}): {share.value:.0%} of all requests' time.",
         evidence=(
             Fact("waiting while a long prompt had the step", ms(sum(line.waits.values())), "ms over all requests"),

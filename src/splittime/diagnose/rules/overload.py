@@ -33,13 +33,17 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 def _by_server(books: Books) -> list[Arrival]:
-    """The wait is the time in the queue."""
-    found = []
+    """The wait is the time in the queue; of a request with several choices the longest, until the last one's end."""
+    found: dict[str, Arrival] = {}
     for account in books.accounts:
         wait_ns = time_ns(account, in_stages(Stage.QUEUE))
         is_refused = account.error is not None and account.error.status == 429
-        found.append(Arrival(account.request_id, account.start_ns, wait_ns, account.end_ns, is_refused))
-    return sorted(found, key=lambda arrival: arrival.at_ns)
+        before = found.get(account.group_id)
+        if before is not None:
+            wait_ns, is_refused = max(wait_ns, before.wait_ns), is_refused or before.is_refused
+        end_ns = max(account.end_ns, before.end_ns if before is not None else 0)
+        found[account.group_id] = Arrival(account.request_id, account.start_ns, wait_ns, end_ns, is_refused)
+    return sorted(found.values(), key=lambda arrival: arrival.at_ns)
 
 
 def _by_client(books: Books) -> list[Arrival]:
