@@ -110,6 +110,6 @@ def burst(seed: int) -> Schedule:
 def short_and_long(seed: int) -> Schedule:
     """Nearly more short prompts than can be served, and long ones among them."""
     rng, size = random.Random(seed), Size.of(seed)
-    asks = chats(rng, 55 * size.load_factor, 14.0, 150, 6)
+    asks = chats(rng, 60 * size.load_factor, 14.0, 340, 4)
     asks += [(0.5 + i, ids(rng, 1500), 6) for i in range(10)]
     return schedule(asks, seed)

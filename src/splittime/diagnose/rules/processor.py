@@ -7,11 +7,12 @@ from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, ms, served, slowest_steps, threads_and_cores, worst
-from splittime.diagnose.rules.share import Share, of_requests
+from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger.stages import Stage
 
 NOT_STATED = "this server's kernel does not say when its engine's thread was kept from running"
+STARVED_SHARE = 0.2  # of the requests' time: a server's own two processes and a client on two cores take a tenth
 LONG_NS = 10_000_000  # a stop that is worth counting
 # All that a slower engine makes longer.
 SLOWED = (
@@ -76,7 +77,7 @@ def cpu_starved(books: Books) -> Answer:
     if all(step.cpu_wait_ns is None for step in books.steps):
         return Abstention("cpu_starved", NOT_STATED)
     threads, cores = threads_and_cores(books)
-    share, lost = _lost(books, Computed.CPU_WAIT)
+    share, lost = _lost(books, Computed.CPU_WAIT, STARVED_SHARE)
     if threads > cores or not share.is_worth_it:
         return None if threads > cores else share.unsure("cpu_starved")
     waited_ns = sum(step.cpu_wait_ns or 0 for step in books.steps)
@@ -148,9 +149,9 @@ def too_many_threads(books: Books) -> Answer:
     )
 
 
-def _lost(books: Books, owner: Computed) -> tuple[Share, dict[str, float]]:
+def _lost(books: Books, owner: Computed, least: float = MIN_SHARE) -> tuple[Share, dict[str, float]]:
     lost = attribution(books).of(owner)
-    return of_requests(lost, served(books.accounts)), lost
+    return of_requests(lost, served(books.accounts), least), lost
 
 
 def _steps_with_most(books: Books, part: Part) -> tuple[int, ...]:
