@@ -418,3 +418,24 @@ def test_a_tenant_is_told_of_its_own_accounts_in_memory_and_file(tmp_path):
     assert [a.tenant for a in ledger.account("cmpl-2-0", "b")] == ["b"]
     assert ledger.account("cmpl-2-0", "c") == ledger.account("cmpl-0-0", "") == []
     ledger.close()
+
+
+def test_slower_is_not_as_slow_as(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    account = books.example()
+    ledger.add_account(account)
+    assert ledger.flush()
+    took_ms = (account.end_ns - account.start_ns) / 1e6
+    for source in (ledger, open_readonly(tmp_path / "l.sqlite")):
+        assert source.accounts(slower_than_ms=took_ms) == []
+        assert source.accounts(slower_than_ms=took_ms - 0.001) == [account]
+    ledger.close()
+
+
+def test_of_many_the_latest_are_told_oldest_first():
+    ledger = Ledger()
+    for number in range(1, 6):
+        ledger.add_step(books.step(number, number * 100))
+        ledger.add_account(books.example(f"cmpl-{number}-0", start_ns=number * 10**9))
+    assert [step.step_id for step in ledger.steps(2)] == [4, 5]
+    assert [account.request_id for account in ledger.accounts(limit=2)] == ["cmpl-4-0", "cmpl-5-0"]

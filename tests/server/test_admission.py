@@ -34,6 +34,18 @@ def test_the_queue_is_bounded_in_requests_and_tokens() -> None:
     assert room.refusals == {"queued_requests": 1, "queued_prompt_tokens": 1}
 
 
+def test_the_bounds_are_the_last_that_fit() -> None:
+    room = admission(requests=3, tokens=1000)
+    room.enter(0, count=1, tokens=900, deadline_ns=None)
+    with pytest.raises(Refused, match="prompt tokens"):
+        room.check(0, tokens=101)
+    room.check(0, tokens=100)
+    room.enter(0, count=2, tokens=100, deadline_ns=None)
+    with pytest.raises(Refused, match="as many requests"):
+        room.check(0)
+    admission(requests=3).enter(0, count=3, tokens=3, deadline_ns=None)
+
+
 def test_one_prompt_longer_than_the_bound_is_let_into_an_empty_queue() -> None:
     room = admission(tokens=100)
     room.enter(0, count=1, tokens=5000, deadline_ns=None)

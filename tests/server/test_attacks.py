@@ -198,6 +198,14 @@ def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long(launch, path: str) 
     assert client.recv(1000).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_body_that_is_announced_as_too_long_is_not_waited_for(launch, path: str) -> None:
+    server = launch(config={"max_body_bytes": 1000})
+    client = connect(server)
+    client.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1001\r\n\r\n".encode())
+    assert client.recv(1000).startswith(b"HTTP/1.1 413")
+
+
 def test_a_body_of_just_the_limit_is_read(launch) -> None:
     server = launch(config={"max_body_bytes": 1000})
     body = b'{"prompt": "x", "max_tokens": 2}'

@@ -80,6 +80,7 @@ def test_two_names_or_none_are_refused(launch) -> None:
     port = launch().port
     assert raw(port, "GET", "/v1/models", own(port), "Host: evil.example")[0] == 403
     assert raw(port, "GET", "/v1/models", own(port), own(port))[0] == 403
+    assert raw(port, "GET", "/v1/models", "Host: local", "Host: host")[0] == 403
     assert raw(port, "GET", "/v1/models")[0] == 403
 
 

@@ -17,17 +17,20 @@ Probes (`/health`, `/ready`, `/ping`) are taken by any name, as Kubernetes has o
 """
 
 import re
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from splittime.core.errors import ConfigError, RequestError
 from splittime.server.config import ServerConfig, is_loopback
-from splittime.server.http import Scope, header, headers
+from splittime.server.http import Scope
 
 ANY = "*"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 SAFE_METHODS = ("GET", "HEAD")
+FROM_WHERE = frozenset({b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
 OTHER_SITES = ("cross-site", "same-site")
 MAX_QUOTED_CHARS = 64
+KEPT_HOSTS = 1024
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+?)\.?)(?::\d{1,5})?")
 _PATTERN = re.compile(r"\*|(?:\*\.)?[a-z0-9._-]+|[0-9a-f:.]+")
@@ -43,34 +46,48 @@ class Names:
         self._is_any_host = ANY in config.allowed_hosts or not (config.allowed_hosts or is_loopback(config.host))
         self._hosts = {*LOOPBACK_NAMES, config.host.lower(), *map(str.lower, config.allowed_hosts)}
         self._suffixes = tuple(host[1:] for host in self._hosts if host.startswith("*."))
+        self._is_own_host = lru_cache(KEPT_HOSTS)(self._looks_like_ours)
         self._is_any_origin = ANY in config.cors_origins
         self._origins = frozenset(map(str.lower, config.cors_origins))
 
     def check(self, scope: Scope) -> None:
         """Raises `RequestError` (403) for a request that some other site's page sent."""
-        given = headers(scope, b"host")
-        if len(given) > 1 or not self._is_own_host("".join(given), scope):
-            raise _wrong_host(", ".join(given))
-        if self._is_foreign(scope, "".join(given)):
-            raise _cross_site(header(scope, b"origin"))
+        told = _told(scope)
+        hosts, origins = told.get(b"host", ()), told.get(b"origin", ())
+        own_address = (scope.get("server") or ("",))[0]  # the address that this very connection came to
+        if len(hosts) > 1 or not self._is_own_host("".join(hosts), own_address):
+            raise _wrong_host(", ".join(hosts))
+        if self._is_any_origin:
+            return
+        if not origins and _is_led_from_elsewhere(scope["method"], told):
+            raise _cross_site(None)
+        if origins and self._is_foreign(", ".join(origins), "".join(hosts)):
+            raise _cross_site(", ".join(origins))
 
-    def _is_own_host(self, given: str, scope: Scope) -> bool:
+    def _looks_like_ours(self, given: str, own_address: str) -> bool:
         match = _HOST.fullmatch(given.lower())
         if self._is_any_host or match is None:
             return self._is_any_host
         name = match[1] or match[2]
-        own_address = (scope.get("server") or ("",))[0]  # the address that this very connection came to
         return name in self._hosts or name == own_address or name.endswith(self._suffixes)
 
-    def _is_foreign(self, scope: Scope, host: str) -> bool:
-        if self._is_any_origin:
-            return False
-        given = headers(scope, b"origin")
-        if not given:
-            is_linked = scope["method"] in SAFE_METHODS and header(scope, b"sec-fetch-mode") == "navigate"
-            return header(scope, b"sec-fetch-site") in OTHER_SITES and not is_linked
-        origin = ", ".join(given).lower()
-        return origin not in self._origins and _authority(origin) != host.lower()
+    def _is_foreign(self, origin: str, host: str) -> bool:
+        return origin.lower() not in self._origins and _authority(origin.lower()) != host.lower()
+
+
+def _told(scope: Scope) -> dict[bytes, list[str]]:
+    """What a browser says of where a request comes from, in one pass: each request is asked, refused ones too."""
+    told: dict[bytes, list[str]] = {}
+    for name, value in scope["headers"]:
+        if name in FROM_WHERE:
+            told.setdefault(name, []).append(value.decode("latin-1"))
+    return told
+
+
+def _is_led_from_elsewhere(method: str, told: dict[bytes, list[str]]) -> bool:
+    """Does another site's page ask for more than a link does?"""
+    is_linked = method in SAFE_METHODS and told.get(b"sec-fetch-mode") == ["navigate"]
+    return not is_linked and any(site in OTHER_SITES for site in told.get(b"sec-fetch-site", ()))
 
 
 def _authority(origin: str) -> str | None:
