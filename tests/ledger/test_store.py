@@ -439,3 +439,76 @@ def test_of_many_the_latest_are_told_oldest_first():
         ledger.add_account(books.example(f"cmpl-{number}-0", start_ns=number * 10**9))
     assert [step.step_id for step in ledger.steps(2)] == [4, 5]
     assert [account.request_id for account in ledger.accounts(limit=2)] == ["cmpl-4-0", "cmpl-5-0"]
+
+
+def test_a_queue_with_no_room_takes_nothing(tmp_path):
+    writer = FileWriter(tmp_path / "l.sqlite", 10, 10, max_queued_records=0)
+    writer.put(books.step(1, 0))
+    assert writer.num_dropped == 1
+    writer.close()
+    assert open_readonly(tmp_path / "l.sqlite").steps() == []
+
+
+def test_counts_tell_what_was_dropped_and_what_was_unwritten(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    ledger._file.num_dropped, ledger._file.num_unwritten = 3, 5
+    assert (ledger.counts().dropped, ledger.counts().unwritten) == (3, 5)
+    ledger.close()
+
+
+def test_a_flush_that_takes_too_long_says_so(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    blocker = sqlite3.connect(tmp_path / "l.sqlite", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    ledger.add_step(books.step(1, 0))
+    assert not ledger.flush(timeout_s=0.05)
+    blocker.execute("ROLLBACK")
+    assert ledger.flush()
+    ledger.close()
+
+
+def test_steps_between_are_those_that_began_then_bounds_included(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    for number in range(1, 6):
+        ledger.add_step(books.step(number, number * 100))
+    ledger.close()
+    assert [step.step_id for step in open_readonly(tmp_path / "l.sqlite").steps_between(200, 400)] == [2, 3, 4]
+
+
+def test_a_file_of_a_later_format_is_not_read(tmp_path):
+    path = tmp_path / "l.sqlite"
+    old_file(path, 99)
+    with pytest.raises(ConfigError, match="format 99"):
+        open_readonly(path)
+
+
+def test_a_lock_names_its_present_holder_alone(tmp_path):
+    (tmp_path / "l.sqlite.lock").write_text("9" * 15)
+    ledger = Ledger(tmp_path / "l.sqlite")
+    with pytest.raises(ConfigError, match=rf"\(process {os.getpid()}\)"):
+        Ledger(tmp_path / "l.sqlite")
+    ledger.close()
+
+
+def test_one_choice_is_forgotten_and_the_other_is_found_by_their_response(tmp_path):
+    ledger = Ledger(max_accounts=2)
+    for number in range(3):
+        ledger.add_account(msgspec.structs.replace(books.example(f"r-{number}"), group_id="cmpl-r"))
+    assert [account.request_id for account in ledger.account("cmpl-r")] == ["r-1", "r-2"]
+    assert ledger.account("r-0") == []
+
+
+def test_a_second_outage_is_logged_again(tmp_path, caplog):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    other = sqlite3.connect(tmp_path / "l.sqlite")
+    for outage in (1, 2):
+        other.execute("ALTER TABLE steps RENAME TO away")
+        other.commit()
+        ledger.add_step(books.step(outage, outage))
+        assert ledger.flush()
+        other.execute("ALTER TABLE away RENAME TO steps")
+        other.commit()
+        ledger.add_step(books.step(outage + 10, outage))
+        assert ledger.flush()
+    assert caplog.text.count("records are lost") == 2
+    ledger.close()

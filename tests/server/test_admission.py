@@ -6,7 +6,7 @@ import time
 import pytest
 
 from splittime.core.errors import RequestError
-from splittime.server.admission import Admission, Bounds, Refused
+from splittime.server.admission import WINDOW_DEPARTURES, Admission, Bounds, Refused, ServiceRate
 
 from .conftest import say
 
@@ -44,6 +44,44 @@ def test_the_bounds_are_the_last_that_fit() -> None:
     with pytest.raises(Refused, match="as many requests"):
         room.check(0)
     admission(requests=3).enter(0, count=3, tokens=3, deadline_ns=None)
+
+
+def test_what_many_choices_take_they_give_back() -> None:
+    room = admission(requests=10, tokens=1000)
+    place = room.enter(0, count=3, tokens=100, deadline_ns=None)  # 33 each
+    assert room.queued_prompt_tokens == 99
+    place.drop_one()
+    assert (room.queued_requests, room.queued_prompt_tokens) == (2, 66)
+    place.give_up()
+    assert (room.queued_requests, room.queued_prompt_tokens) == (0, 0)
+    assert room.predicted_wait_s() is None  # who was not served says nothing of how fast that is
+
+
+def test_a_departure_told_late_takes_no_time_back() -> None:
+    room = admission()
+    first, second = (room.enter(0, count=1, tokens=10, deadline_ns=None) for _ in range(2))
+    first.leave(5 * S)
+    second.leave(3 * S)
+    assert room.rate.seconds_per_request == pytest.approx(2.5)
+    room.enter(9 * S, count=1, tokens=10, deadline_ns=None).leave(10 * S)
+    assert room.rate.seconds_per_request == pytest.approx(2.0)
+
+
+def test_the_wait_is_the_longer_of_that_by_requests_and_that_by_tokens() -> None:
+    rate = ServiceRate()
+    rate.add(2 * S, 100)
+    assert rate.wait_s(3, 10) == pytest.approx(6.0)
+    assert rate.wait_s(1, 500) == pytest.approx(10.0)
+
+
+def test_only_the_latest_departures_count() -> None:
+    rate = ServiceRate()
+    for _ in range(WINDOW_DEPARTURES):
+        rate.add(100 * S, 7)
+    for _ in range(WINDOW_DEPARTURES):
+        rate.add(S, 1)
+    assert rate.seconds_per_request == pytest.approx(1.0)
+    assert rate.wait_s(0, 10) == pytest.approx(10.0)
 
 
 def test_one_prompt_longer_than_the_bound_is_let_into_an_empty_queue() -> None:

@@ -52,7 +52,9 @@ def test_a_body_that_never_comes_is_408(launch, path: str) -> None:
     server = launch(config={"body_timeout_s": 0.2})
     client = connect(server)
     client.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\ncontent-length: 100\r\n\r\n{{".encode())
-    assert client.recv(1000).startswith(b"HTTP/1.1 408")
+    answer = client.recv(1000)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"connection: close" in answer
 
 
 def test_an_answer_that_nobody_takes_does_not_hold_its_connection(launch, monkeypatch) -> None:

@@ -1,10 +1,13 @@
 """What is not honoured is refused, by name; limits say value and limit; nothing reaches the engine."""
 
+import asyncio
+import json
+
 import pytest
 
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, ErrorInfo
 from splittime.server.config import ServerConfig
-from splittime.server.http import deadline_ns
+from splittime.server.http import deadline_ns, respond_error
 
 from .conftest import say
 
@@ -287,3 +290,25 @@ def test_what_a_query_cannot_ask_is_refused(launch, path, word) -> None:
     status, _, body = server.post(path, b"") if path.startswith("/sleep") else server.get(path)
     assert status == 400
     assert word in body["error"]["message"] + str(body["error"].get("limit", ""))
+
+
+def answered(error: ErrorInfo) -> tuple[dict[bytes, bytes], dict]:
+    """Headers and body of an error's answer."""
+    sent: list[dict] = []
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    asyncio.run(respond_error(send, error))
+    return dict(sent[0]["headers"]), json.loads(sent[1]["body"])
+
+
+@pytest.mark.parametrize(("wait_s", "told"), [(0.001, b"1"), (1.0, b"1"), (1.2, b"2"), (30.0, b"30")])
+def test_when_to_come_back_is_told_in_whole_seconds_never_too_early(wait_s: float, told: bytes) -> None:
+    headers, body = answered(ErrorInfo("overloaded_error", "full", "full", 429, retry_after_s=wait_s))
+    assert headers[b"retry-after"] == told
+    assert body["error"]["retry_after_s"] == wait_s
+
+
+def test_an_error_may_quote_a_number_beyond_64_bits() -> None:
+    assert answered(ErrorInfo("k", "m", "c", 400, limit=2**70))[1]["error"]["limit"] == 2**70
