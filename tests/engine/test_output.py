@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from splittime.engine.output import OutputText, StopMatcher, WindowDetokenizer, make_detokenizer, token_text
-from splittime.engine.tokenizer import Tokenizer, _byte_of_character
+from splittime.engine.token_bound import byte_alphabet
+from splittime.engine.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
 def byte_tokenizer() -> Tokenizer:
     """One token for each byte (id = byte), and `<|end|>` (256)."""
-    backend = tokenizers.Tokenizer(models.BPE(vocab=dict(_byte_of_character()), merges=[]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])

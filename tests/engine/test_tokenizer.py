@@ -8,7 +8,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from splittime.core.errors import ConfigError, RequestError
-from splittime.engine.tokenizer import Tokenizer, _byte_of_character
+from splittime.engine.token_bound import byte_alphabet
+from splittime.engine.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
@@ -21,7 +22,7 @@ MESSAGES = [{"role": "system", "content": "Be brief. "}, {"role": "user", "conte
 
 
 def write_folder(folder: Path, *, bos_in_processor: bool = False, **config: object) -> Path:
-    backend = tokenizers.Tokenizer(models.BPE(vocab=dict(_byte_of_character()), merges=[]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|begin|>", "<|end|>"])

@@ -14,7 +14,8 @@ import tokenizers
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers
 
-from splittime.engine.tokenizer import Tokenizer, _byte_of_character
+from splittime.engine.token_bound import byte_alphabet
+from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.store import Ledger
 from splittime.server.app import build_app
 from splittime.server.config import ModelInfo, ServerConfig
@@ -31,11 +32,11 @@ EOS = 256
 
 def byte_tokenizer() -> Tokenizer:
     """256 bytes, one token each (id = byte), and one special end token."""
-    backend = tokenizers.Tokenizer(models.BPE(vocab=dict(_byte_of_character()), merges=[]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
-    return Tokenizer(backend, config={"eos_token": "<|end|>"}, chat_templates={"default": TEMPLATE})
+    return Tokenizer(backend, config={"eos_token": "<|end|>"}, chat_template=TEMPLATE)
 
 
 def say(text: str, *, end: bool = True) -> Callable[..., list[int]]:
@@ -64,6 +65,7 @@ class LiveServer:
         task = self.loop.create_task(self.server.serve(sockets=[listener]))
         self._started.set()
         await task
+        self.service.close()
 
     def start(self) -> None:
         self._thread.start()

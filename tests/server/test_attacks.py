@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import socket
-import threading
 import time
 
 import msgspec
 import pytest
 
-from splittime.server import visit
+from splittime.engine.tokenizer import Tokenizer
 from splittime.server.inline import INLINE_NS
 
 from .conftest import LiveServer, say
@@ -96,34 +95,28 @@ def test_the_unforeseen_is_a_500_in_the_form_of_all_errors(launch, monkeypatch) 
 @pytest.mark.parametrize(
     "messages", [[{"role": "r", "content": ""}] * 5000, [{"role": "r" * 5000, "content": "x"}]], ids=["many", "role"]
 )
-def test_a_long_chat_is_tokenised_beside_the_loop_whatever_is_long_in_it(launch, monkeypatch, messages: list) -> None:
-    threads: list[str] = []
-    encode = visit.Visit._encode_all
-
-    def note(self, *args):
-        threads.append(threading.current_thread().name)
-        return encode(self, *args)
-
-    monkeypatch.setattr(visit.Visit, "_encode_all", note)
+def test_no_chat_is_rendered_in_the_server(launch, monkeypatch, messages: list) -> None:
+    monkeypatch.setattr(Tokenizer, "render_chat", None)
     server = launch()
-    assert server.post("/v1/chat/completions", {"messages": messages})[0] == 400
-    assert [name.startswith("tokenize") for name in threads] == [True]
+    assert server.post("/v1/chat/completions", {"messages": messages})[0] == 400  # too long for the context
+    assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})[0] == 200
 
 
 def test_texts_leave_the_loop_when_the_tokenizer_is_slow(launch, monkeypatch) -> None:
     server = launch()
-    threads: list[str] = []
+    here: list[str] = []
     encode = server.service.tokenizer.encode
 
-    def slow(*args, **more):
-        threads.append(threading.current_thread().name)
+    def slow(text, **more):
+        here.append(text)
         time.sleep(5 * INLINE_NS / 1e9)
-        return encode(*args, **more)
+        return encode(text, **more)
 
     monkeypatch.setattr(server.service.tokenizer, "encode", slow)
-    for _ in range(2):
-        assert server.post("/v1/completions", {"model": "fake", "prompt": "ab", "max_tokens": 1})[0] == 200
-    assert [name.startswith("tokenize") for name in threads] == [False, True]
+    for text in ("ab", "cd"):
+        assert server.post("/v1/completions", {"model": "fake", "prompt": text, "max_tokens": 1})[0] == 200
+    assert here == ["ab"]
+    assert [bytes(request.prompt_token_ids) for request in server.engine.submitted] == [b"ab", b"cd"]
 
 
 def test_large_answers_are_made_beside_the_loop(launch, monkeypatch) -> None:
@@ -133,8 +126,9 @@ def test_large_answers_are_made_beside_the_loop(launch, monkeypatch) -> None:
     monkeypatch.setattr(server.service.pool, "submit", lambda work, *args: calls.append("") or submit(work, *args))
     for path in ("/ledger/requests", "/ledger/steps", "/ledger/trace.json"):
         assert server.get(path)[0] == 200
+    assert len(calls) == 3
+    monkeypatch.setattr(Tokenizer, "decode", None)
     assert server.post("/detokenize", {"tokens": [65] * 1000})[2] == {"prompt": "A" * 1000}
-    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("garbage", [b"zz\r\n", b"\x00\x01\r\n\r\n"])

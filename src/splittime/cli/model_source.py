@@ -62,16 +62,18 @@ def default_name(model: str | None, folder: Path) -> str:
     return folder.name if Path(model).expanduser().is_dir() else model
 
 
-def load_tokenizer(folder: Path) -> "Tokenizer":
-    """Of what `locate` gave. Brings no torch."""
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> "Tokenizer":
+    """Of what `locate` gave. chat_template: a file with one that stands in for the model's. Brings no torch."""
     from splittime.engine.tokenizer import Tokenizer
+    from splittime.engine.tokenizer_files import read_template
 
+    template = None if chat_template is None else read_template(chat_template)
     if not folder.is_file():
-        return Tokenizer.load(folder)
+        return Tokenizer.load(folder, template)
     from splittime.engine.gguf_tokenizer import build
     from splittime.models.gguf.file import GgufFile
 
-    return build(GgufFile(folder).metadata)
+    return build(GgufFile(folder).metadata, template)
 
 
 def _packaged(name: str) -> Path:

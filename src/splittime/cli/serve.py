@@ -97,10 +97,11 @@ async def _serve(
             from splittime.server.app import build_app
             from splittime.server.run import run
         with timeline.phase("load tokenizer"):
-            tokenizer = model_source.load_tokenizer(folder)
+            tokenizer = model_source.load_tokenizer(folder, config.chat_template)
         known: list[ModelInfo] = []
         application = build_app(client, tokenizer, ledger, config, lambda: known[0] if known else None)
         application.service.started_ns = timeline.start_ns
+        application.service.texts.start()
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(run(application, config, on_listening=listening.set_result))
         try:

@@ -26,6 +26,7 @@ LEGEND_PER_LINE = 3
 MAX_NEIGHBOURS = 5
 STYLES: dict[Stage, str] = {
     Stage.RECEIVE: "cyan",
+    Stage.TOKENIZE_QUEUE: "red",
     Stage.TOKENIZE: "cyan",
     Stage.ADMIT: "cyan",
     Stage.HANDOFF: "cyan",
@@ -42,6 +43,7 @@ STYLES: dict[Stage, str] = {
 }
 LETTERS: dict[Stage, str] = {
     Stage.RECEIVE: "r",
+    Stage.TOKENIZE_QUEUE: "w",
     Stage.TOKENIZE: "t",
     Stage.ADMIT: "a",
     Stage.HANDOFF: "h",
@@ -57,7 +59,15 @@ LETTERS: dict[Stage, str] = {
     Stage.UNATTRIBUTED: "?",
 }
 _NO_CAUSE = {Stage.QUEUE: " No cause: no step ran as it came, and the next one took it."}
-WAITS = (Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED, Stage.CLIENT_WAIT, Stage.UNATTRIBUTED)
+WAITS = (
+    Stage.TOKENIZE_QUEUE,
+    Stage.QUEUE,
+    Stage.PREFILL_STALL,
+    Stage.DECODE_STALL,
+    Stage.PREEMPTED,
+    Stage.CLIENT_WAIT,
+    Stage.UNATTRIBUTED,
+)
 
 Key = tuple[Stage, Cause | None]
 

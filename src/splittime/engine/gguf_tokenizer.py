@@ -29,8 +29,9 @@ SPECIAL_NAMES = ("bos", "eos", "unknown", "padding", "eot", "eom")
 SPACE = "▁"
 
 
-def build(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Raises `ConfigError` naming the key that is missing or cannot be served."""
+def build(metadata: Mapping[str, Any], chat_template: str | None = None) -> Tokenizer:
+    """chat_template: instead of the file's own. Raises `ConfigError` naming the key that is missing or cannot be
+    served."""
     found = _Vocabulary(metadata)
     kind = found.text("model")
     makers = {"gpt2": _byte_level, "llama": _sentencepiece}
@@ -41,12 +42,9 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
     backend.add_tokens(added)
     _add_ends(backend, found, adds_bos)
     config = {f"{name}_token": found.tokens[number] for name, number in found.special.items()}
-    templates = {
-        key.removeprefix(TEMPLATE).removeprefix(".") or "default": text
-        for key, text in metadata.items()
-        if (key == TEMPLATE or key.startswith(f"{TEMPLATE}.")) and isinstance(text, str)
-    }
-    return Tokenizer(backend, config=config, chat_templates=templates)
+    own = metadata.get(TEMPLATE)
+    template = chat_template or (own if isinstance(own, str) else None)
+    return Tokenizer(backend, config=config, chat_template=template)
 
 
 class _Vocabulary:

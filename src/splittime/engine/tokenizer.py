@@ -1,4 +1,4 @@
-"""Text to token ids and back, read from a model's folder (`tokenizer.json`, `tokenizer_config.json`, chat template).
+"""Text to token ids and back, read from a model's folder (`tokenizer_files`) or a GGUF file (`gguf_tokenizer`).
 
 A tokenizer also knows the *bytes* of each token. Byte-level BPE and sentencepiece-style vocabularies (byte fallback)
 spell a text as the concatenation of their tokens' bytes, which is what lets `engine.output` turn tokens into text one
@@ -7,22 +7,37 @@ and are decoded in small windows.
 
 `encode` follows Hugging Face: the post-processor in `tokenizer.json` adds begin-of-sequence; `add_bos_token` of
 `tokenizer_config.json`, where it stands, overrules it. A prompt rendered from a chat template gets nothing added,
-since the template writes its own special tokens. Encoding one text with `encode_batch` looks odd and is on purpose:
-`encode` holds the interpreter's lock for as long as it runs (0.5 s for 400 kB), the batch form lets go of it.
+since the template writes its own special tokens. A tokenizer's own wish to cut texts short, or to fill them up, is not
+heeded: it is meant for training. Encoding one text with `encode_batch_fast` looks odd and is on purpose: `encode` holds
+the interpreter's lock for as long as it runs (0.5 s for 400 kB), the batch form lets go of it, and the fast one makes
+no offsets, which nobody reads and which take most of the memory.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
-from splittime.core.errors import ConfigError, RequestError
+from splittime.core.errors import RequestError
 from splittime.engine.chat_template import ChatTemplate
+from splittime.engine.foreign_code import tokenizer_faults
+from splittime.engine.text_pieces import PIECE_CHARS, can_be_cut, is_quick, pieces
+from splittime.engine.token_bound import TokenBound, byte_alphabet, token_bound
+from splittime.engine.tokenizer_files import read_folder, special_tokens
 
 _PLAIN_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+
+class _Description(msgspec.Struct):
+    """All that makes a tokenizer, to make an equal one in another process."""
+
+    backend: str
+    config: dict[str, Any]
+    chat_template: str | None
 
 
 class Tokenizer:
@@ -31,11 +46,13 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         config: Mapping[str, Any] | None = None,
-        chat_templates: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
     ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         config = config or {}
-        self.special_tokens = _special_tokens(config)
+        self.special_tokens = special_tokens(config)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -44,19 +61,26 @@ class Tokenizer:
         self._add_bos: bool | None = config.get("add_bos_token")
         self._decoders = _flatten(backend.decoder)
         self._bytes: dict[int, bytes] = {}
-        self._templates = {
-            name: ChatTemplate(source, self.special_tokens) for name, source in (chat_templates or {}).items()
-        }
+        self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Tokenizer":
-        """Read a model's folder. Raises `ConfigError` naming the file that is missing or cannot be understood."""
-        folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"no tokenizer.json in {folder.name}", hint="only tokenizers of that form are supported")
-        config = _read_json(folder / "tokenizer_config.json")
-        return cls(_backend(path), config=config, chat_templates=_chat_templates(folder, config))
+    def load(cls, folder: str | Path, chat_template: str | None = None) -> "Tokenizer":
+        """Read a model's folder; `chat_template` stands in for the model's own. Raises `ConfigError` naming the file
+        that is missing or cannot be understood."""
+        found = read_folder(Path(folder), chat_template)
+        return cls(found.backend, config=found.config, chat_template=found.chat_template)
+
+    def describe(self) -> bytes:
+        """For `described`, in another process."""
+        config: dict[str, Any] = {**self.special_tokens, "add_bos_token": self._add_bos}
+        source = None if self._template is None else self._template.source
+        return msgspec.msgpack.encode(_Description(self._backend.to_str(), config, source))
+
+    @classmethod
+    def described(cls, description: bytes) -> "Tokenizer":
+        told = msgspec.msgpack.decode(description, type=_Description)
+        backend = tokenizers.Tokenizer.from_str(told.backend)
+        return cls(backend, config=told.config, chat_template=told.chat_template)
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -64,10 +88,55 @@ class Tokenizer:
 
     # ---- text to ids
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Other threads run meanwhile."""
-        ids = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-        return self._with_bos(ids) if add_special_tokens and self._add_bos is not None else ids
+    @cached_property
+    def bound(self) -> TokenBound | None:
+        """How few tokens a text can be, where that can be proved."""
+        return token_bound(self._backend)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
+        """Token ids of `text`. Other threads run meanwhile. Raises `RequestError` as soon as they are known to be more
+        than `most_tokens`; where a text cannot be worked on in pieces that is when it is done."""
+        if most_tokens is not None and self.bound is not None:
+            require_at_most(self.bound.least_tokens(text), most_tokens)
+        with tokenizer_faults():
+            is_whole = len(text) <= PIECE_CHARS or not self._can_be_cut
+            ids = (
+                self._ids(text, add_special_tokens)
+                if is_whole
+                else self._in_pieces(text, add_special_tokens, most_tokens)
+            )
+        ids = self._with_bos(ids) if add_special_tokens and self._add_bos is not None else ids
+        if most_tokens is not None:
+            require_at_most(len(ids), most_tokens)
+        return ids
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _in_pieces(self, text: str, add_special_tokens: bool, most_tokens: int | None) -> list[int]:
+        before, after = self._ends if add_special_tokens else ([], [])
+        ids = [*before]
+        for piece in pieces(text):
+            ids += self._ids(piece, False)
+            if most_tokens is not None:
+                require_at_most(len(ids) - 1, most_tokens)  # `add_bos_token` may take one away
+        return [*ids, *after]
+
+    @cached_property
+    def is_quick(self) -> bool:
+        """A short text surely takes a short time."""
+        return is_quick(self._backend)
+
+    @cached_property
+    def _can_be_cut(self) -> bool:
+        return can_be_cut(self._backend)
+
+    @cached_property
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """What the post-processor puts before and after a text."""
+        plain, whole = self._ids("a", False), self._ids("a", True)
+        at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[:at], whole[at + len(plain) :]
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         """Make the ids begin with begin-of-sequence or not, as `add_bos_token` says."""
@@ -81,29 +150,29 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return "default" in self._templates
+        return self._template is not None
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The templates' sources, by name."""
-        return {name: template.source for name, template in self._templates.items()}
+        """The Jinja source by name: of the default one, the only one that is used."""
+        return {} if self._template is None else {"default": self._template.source}
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt's text for `messages`; encode it with `add_special_tokens=False`."""
-        template = self._templates.get("default")
-        if template is None:
+        """The prompt's text for `messages`, by `ChatTemplate.render`; encode it with `add_special_tokens=False`."""
+        if self._template is None:
             raise RequestError(
                 "this model has no chat template",
                 code="no_chat_template",
                 param="messages",
-                hint="use /v1/completions, or give the model's folder a chat_template.jinja",
+                hint="use /v1/completions, or start the server with --chat-template FILE",
             )
-        return template.render(messages, **{"add_generation_prompt": True, **options})
+        return self._template.render(messages, **options)
 
     # ---- ids to text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        with tokenizer_faults():
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`)."""
@@ -148,18 +217,15 @@ class Tokenizer:
 
 def _byte_level_bytes(token: str) -> bytes:
     """A token whose characters all stand for bytes is those bytes; any other (an added one) is its own text."""
-    table = _byte_of_character()
+    table = _bytes_of_characters()
     if all(character in table for character in token):
         return bytes(table[character] for character in token)
     return token.encode()
 
 
 @lru_cache(1)
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are themselves, the others, in order, the characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def _bytes_of_characters() -> dict[str, int]:
+    return byte_alphabet()
 
 
 def _plain_bytes(token: str, decoders: Sequence[Mapping[str, Any]]) -> bytes:
@@ -185,45 +251,14 @@ def _flatten(decoder: Any) -> list[dict[str, Any]]:
     return described["decoders"] if described["type"] == "Sequence" else [described]
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... whether written as text or as an object with a `content`."""
-    found = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: a file of its own comes first, then the config's, which is one text or a named list."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return {"default": path.read_text(encoding="utf-8")}
-    declared = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(declared, str):
-        return {"default": declared}
-    try:
-        return {str(entry["name"]): str(entry["template"]) for entry in declared or ()}
-    except (TypeError, KeyError):
-        raise ConfigError("chat_template is neither a text nor a list of {name, template}", param="model") from None
-
-
-def _backend(path: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"{path.name} is no tokenizer: {error}", param="model") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The file's object, or an empty one if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.name} is not JSON: {error}", param="model") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path.name} holds no JSON object", param="model")
-    return found
+def require_at_most(num_tokens: int, most_tokens: int) -> None:
+    """Raise `RequestError` for a prompt that can never fit."""
+    if num_tokens > most_tokens:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens or more, of which at most {most_tokens} fit the model's context",
+            code="context_length_exceeded",
+            param="prompt",
+            value=num_tokens,
+            limit=most_tokens,
+            hint="shorten the prompt",
+        )

@@ -7,6 +7,7 @@ class Stage(StrEnum):
     """A part of a request's life. An account is always in exactly one."""
 
     RECEIVE = "receive"
+    TOKENIZE_QUEUE = "tokenize_queue"
     TOKENIZE = "tokenize"
     ADMIT = "admit"
     HANDOFF = "handoff"
@@ -23,8 +24,10 @@ class Stage(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a request waits, stated by the engine at the moment it makes it wait."""
+    """Why a request waits, stated at the moment that it is made to wait."""
 
+    TEXTS_BEFORE = "texts_before"
+    WORKER_START = "worker_start"
     BATCH_SLOTS = "batch_slots"
     KV_BLOCKS = "kv_blocks"
     TOKEN_BUDGET = "token_budget"
@@ -38,6 +41,7 @@ class Cause(StrEnum):
 
 STAGE_MEANING: dict[Stage, str] = {
     Stage.RECEIVE: "The server reads and checks the request's body.",
+    Stage.TOKENIZE_QUEUE: "The prompt waits for a process that renders and tokenises it; the cause says why.",
     Stage.TOKENIZE: "The prompt is rendered (chat template) and turned into token ids.",
     Stage.ADMIT: "The server decides whether there is room for it.",
     Stage.HANDOFF: "On its way from the server process to the engine process.",
@@ -54,6 +58,8 @@ STAGE_MEANING: dict[Stage, str] = {
 }
 
 CAUSE_MEANING: dict[Cause, str] = {
+    Cause.TEXTS_BEFORE: "texts of its size that came before it are rendered and tokenised",
+    Cause.WORKER_START: "a process that tokenises is being started",
     Cause.BATCH_SLOTS: "as many requests run as max_num_seqs allows",
     Cause.KV_BLOCKS: "not enough free KV cache blocks",
     Cause.TOKEN_BUDGET: "the step's token budget (max_num_batched_tokens, max_prefill_tokens) is spent",

@@ -1,7 +1,9 @@
 """Whether there is room for one more, decided in microseconds from numbers this process already has.
 
 "Queued" is every generation that was admitted here and that no step computes yet: being tokenised, on its way to the
-engine, or waiting there. A generation leaves the queue when its first `prefill` mark (or its end) is seen.
+engine, or waiting there. A generation leaves the queue when its first `prefill` mark (or its end) is seen. Its tokens
+are estimated from the prompt's own bytes until they are known, and never as more than the context holds; those of a
+long text count when they are known, so that what is refused in the end fills nobody's queue meanwhile.
 
 The predicted wait is a simple model. While the queue is not empty, the time from one departure to the next is how long
 one place takes to come free. Over the last departures that gives seconds per request and seconds per prompt token;
@@ -20,6 +22,7 @@ from splittime.core.errors import Overloaded, RequestError
 WINDOW_DEPARTURES = 128
 MAX_BOUND = 2**40  # the largest value that a bound may be set to while serving
 INITIAL_BYTES_PER_TOKEN = 4.0
+PLAUSIBLE_BYTES_PER_TOKEN = (1.0, 8.0)  # whatever the texts: the estimate of others' must stay one
 _RATIO_WEIGHT = 0.05
 
 
@@ -100,6 +103,10 @@ class Place:
         self._admission.queued_prompt_tokens += sum(tokens_each) - sum(self.tokens_each)
         self.tokens_each = tokens_each
 
+    def require_room(self, tokens: int) -> None:
+        """Raise `Refused` if the others in the queue leave none for so many prompt tokens."""
+        self._admission.require_room_for_tokens(tokens, sum(self.tokens_each))
+
     def leave(self, now_ns: int) -> None:
         """One generation left the queue."""
         if self.left:
@@ -134,9 +141,11 @@ class Admission:
         return math.ceil(num_bytes / self._bytes_per_token)
 
     def learn_ratio(self, num_bytes: int, tokens: int) -> None:
-        """A text of so many bytes was so many tokens."""
+        """Prompts of so many bytes of text were so many tokens."""
         if tokens:
-            self._bytes_per_token += _RATIO_WEIGHT * (num_bytes / tokens - self._bytes_per_token)
+            least, most = PLAUSIBLE_BYTES_PER_TOKEN
+            seen = min(max(num_bytes / tokens, least), most)
+            self._bytes_per_token += _RATIO_WEIGHT * (seen - self._bytes_per_token)
 
     def predicted_wait_s(self) -> float | None:
         return self.rate.wait_s(self.queued_requests, self.queued_prompt_tokens)
@@ -146,10 +155,15 @@ class Admission:
         bounds, wait_s = self.bounds, self.predicted_wait_s()
         if self.queued_requests + count > bounds.max_queued_requests:
             self._refuse("queued_requests", self.queued_requests, bounds.max_queued_requests, wait_s)
-        if self.queued_prompt_tokens and self.queued_prompt_tokens + tokens > bounds.max_queued_prompt_tokens:
-            self._refuse("queued_prompt_tokens", self.queued_prompt_tokens, bounds.max_queued_prompt_tokens, wait_s)
+        self.require_room_for_tokens(tokens)
         if deadline_ns is not None and wait_s is not None and now_ns + wait_s * 1e9 > deadline_ns:
             self._refuse("deadline", self.queued_requests, None, wait_s)
+
+    def require_room_for_tokens(self, tokens: int, own_tokens: int = 0) -> None:
+        """own_tokens: those of the queued that are its own. In a queue of no others any prompt may stand."""
+        others, limit = self.queued_prompt_tokens - own_tokens, self.bounds.max_queued_prompt_tokens
+        if others and others + tokens > limit:
+            self._refuse("queued_prompt_tokens", self.queued_prompt_tokens, limit, self.predicted_wait_s())
 
     def enter(self, now_ns: int, *, count: int, tokens: int, deadline_ns: int | None) -> Place:
         """Take places in the queue, or raise: `Refused` for now, `RequestError` if it could never fit."""

@@ -28,8 +28,10 @@ class ServerConfig:
     max_queued_prompt_tokens: int = 262_144  # prompt tokens that may wait; more is refused with 429
     max_n: int = 16  # largest `n`
     max_choices: int = 128  # largest prompts x n of one HTTP request
-    inline_tokenize_bytes: int = 1024  # longer prompts are tokenised off the event loop (1 kB takes about 1 ms)
-    tokenize_threads: int = 2  # threads that do so
+    inline_tokenize_bytes: int = 1024  # longer prompts are tokenised in another process (1 kB takes about 1 ms)
+    tokenize_cpu_s: float = 10.0  # processor time that one request's texts may take; beyond it 400
+    tokenize_memory_bytes: int = 2**30  # and memory
+    chat_template: str | None = None  # file with a template in place of the model's
     slow_reader_buffer_bytes: int = 256 * 1024  # undelivered output of one stream; beyond it the client is dropped
     slow_reader_s: float = 20.0  # seconds that a stream may make no progress; beyond it the client is dropped
     send_buffer_bytes: int = 256 * 1024  # the system's buffer of each connection (SO_SNDBUF); 0 leaves it alone
@@ -84,7 +86,8 @@ _POSITIVE = (
     "max_queued_prompt_tokens",
     "max_n",
     "max_choices",
-    "tokenize_threads",
+    "tokenize_cpu_s",
+    "tokenize_memory_bytes",
     "slow_reader_buffer_bytes",
     "slow_reader_s",
     "body_timeout_s",

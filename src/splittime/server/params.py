@@ -6,7 +6,7 @@ how their answers are written (`answer.py`).
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -14,7 +14,14 @@ import msgspec
 from splittime.core.errors import NotFound, RequestError
 from splittime.core.sampling import MAX_STOP_STRINGS, SamplingParams
 from splittime.server.config import ModelInfo, ServerConfig
-from splittime.server.schema import MAX_STOP_CHARS, UNSUPPORTED, ChatBody, CompletionBody, GenerationBody
+from splittime.server.schema import (
+    MAX_STOP_CHARS,
+    UNSUPPORTED,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    TokenizeBody,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_CACHE_SALT_CHARS = 256
@@ -28,7 +35,7 @@ Prompt = str | tuple[int, ...]
 class Ask:
     """One HTTP request for generations.
 
-    prompts: texts or token ids; a chat has none yet, its prompt is rendered from `messages`.
+    prompts: texts or token ids; a chat has none yet, its prompt is rendered from `messages`, by `template_options`.
     sampling: validated; `max_tokens` None means "to the end of the context"; `seed` is set.
     echo_only: the prompt is all that was wanted (max_tokens 0); the engine's one token is dropped.
     """
@@ -36,7 +43,8 @@ class Ask:
     endpoint: str
     model: str
     prompts: tuple[Prompt, ...] = ()
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    template_options: dict[str, Any] = field(default_factory=dict)
     sampling: SamplingParams
     n: int = 1
     stream: bool = False
@@ -85,6 +93,7 @@ def ask_chat(body: ChatBody, model: ModelInfo, config: ServerConfig, timing: boo
     ask = replace(
         ask,
         messages=tuple(message.to_template() for message in body.messages),
+        template_options=template_options(body),
         sampling=_sampling(body, config, max_tokens=max_tokens, logprobs=logprobs, echo=False),
     )
     return _check_against_model(ask, model, config)
@@ -113,6 +122,17 @@ def _check_tools(body: ChatBody) -> None:
             param="tools",
             hint="leave it out, or send tool_choice none",
         )
+
+
+def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """What the chat template is told besides the messages."""
+    opens, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
+    hint = "set add_generation_prompt to false"
+    if opens and continues:
+        message = "continue_final_message and add_generation_prompt cannot both hold"
+        raise RequestError(message, param="continue_final_message", value=True, hint=hint)
+    more = body.chat_template_kwargs or {}
+    return {"add_generation_prompt": opens, "continue_final_message": continues, "variables": more}
 
 
 def _check_against_model(ask: Ask, model: ModelInfo, config: ServerConfig) -> Ask:

@@ -1,9 +1,7 @@
 """Everything that is not a generation and not the ledger: probes, models, tokens, metrics, knobs."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -11,11 +9,12 @@ import msgspec
 from splittime import __version__
 from splittime.core.errors import ConfigError, NotFound, RequestError, SplittimeError
 from splittime.core.sleep import FALLING_ASLEEP
+from splittime.engine.text_work import Decode, Encode, Render, TextWork
 from splittime.server import http
 from splittime.server.admission import MAX_BOUND
 from splittime.server.config import ModelInfo
 from splittime.server.dashboard.files import send_file
-from splittime.server.params import check_model, check_token_ids
+from splittime.server.params import check_model, check_token_ids, template_options
 from splittime.server.schema import DetokenizeBody, TokenizeBody, decode_body, decode_once, with_whole_numbers
 from splittime.server.service import Service
 
@@ -121,21 +120,20 @@ async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, s
     check_model(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give prompt or messages, one of them", param="prompt")
-    loop = asyncio.get_running_loop()
-    ids = await loop.run_in_executor(service.pool, _encode, service, body)
+    done = await service.texts.submit(_tokenize_work(body)).done
+    (ids,) = done.ids
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = [service.tokenizer.id_to_token(token_id) for token_id in ids]
+        answer["token_strs"] = done.strings
     await http.respond_json(send, answer)
 
 
-def _encode(service: Service, body: TokenizeBody) -> list[int]:
-    tokenizer = service.tokenizer
+def _tokenize_work(body: TokenizeBody) -> TextWork:
+    strings = body.return_token_strs
     if body.prompt is not None:
-        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    messages = [message.to_template() for message in body.messages or ()]
-    text = tokenizer.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
-    return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        return Encode((body.prompt,), body.add_special_tokens is not False, wants_strings=strings)
+    messages = tuple(message.to_template() for message in body.messages or ())
+    return Render(messages, template_options(body), bool(body.add_special_tokens), wants_strings=strings)
 
 
 async def detokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -143,10 +141,8 @@ async def detokenize(service: Service, scope: http.Scope, receive: http.Receive,
     body = decode_body(await _read_body(service, scope, receive), DetokenizeBody)
     check_model(body.model, model)
     ids = check_token_ids(body.tokens, model.vocab_size, "tokens")
-    loop = asyncio.get_running_loop()
-    decode = partial(service.tokenizer.decode, ids, skip_special_tokens=body.skip_special_tokens)
-    text = await loop.run_in_executor(service.pool, decode)
-    await http.respond_json(send, {"prompt": text})
+    done = await service.texts.submit(Decode(ids, body.skip_special_tokens)).done
+    await http.respond_json(send, {"prompt": done.text})
 
 
 async def tokenizer_info(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

@@ -43,6 +43,10 @@ PROMPT_FORMS = {
     ],
 }
 
+OPENS_ANSWER = "The template writes what begins the model's answer; default: true."
+CONTINUES = "The model goes on with the last message, which is not closed; needs add_generation_prompt false."
+TEMPLATE_VARIABLES = "More that the model's chat template may read, as {'enable_thinking': false}."
+
 Body = TypeVar("Body", bound="_Strict")
 Kind = TypeVar("Kind")
 
@@ -140,6 +144,9 @@ class Message(_Strict, kw_only=True):
 
 class ChatBody(GenerationBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
+    add_generation_prompt: Annotated[bool | None, Meta(description=OPENS_ANSWER)] = None
+    continue_final_message: Annotated[bool | None, Meta(description=CONTINUES)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
     max_completion_tokens: Annotated[int | None, _number("The newer name of max_tokens.", minimum=-1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _number("Needs logprobs.", minimum=0, maximum=20)] = None
@@ -164,7 +171,9 @@ class TokenizeBody(_Strict, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: Annotated[bool | None, Meta(description="Default: true for prompt, false for messages.")] = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: Annotated[bool, Meta(description=OPENS_ANSWER)] = True
+    continue_final_message: Annotated[bool, Meta(description=CONTINUES)] = False
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
     return_token_strs: bool = False
 
 

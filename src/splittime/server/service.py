@@ -15,6 +15,9 @@ from splittime.core.errors import ErrorInfo
 from splittime.core.sleep import AWAKE, WAY_OUT
 from splittime.engine.client import EngineClient
 from splittime.engine.gc_pauses import GcPauses, freeze_heap
+from splittime.engine.text_process import TextLimits
+from splittime.engine.text_work import Encode, TextWork
+from splittime.engine.text_workers import TextWorkers
 from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import send_lag_ns
@@ -31,6 +34,7 @@ from splittime.server.tenants import ANYBODY, Tenant
 
 log = logging.getLogger("splittime.server")
 
+READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 ENGINE_ANSWER_S = 1.0  # for the engine to end what it was told to abort; it may hang
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
@@ -56,7 +60,9 @@ class Service:
         ledger.tell_facts = self.facts
         bounds = Bounds(config.max_queued_requests, config.max_queued_prompt_tokens)
         self.admission = Admission(bounds, self.exporter.count_refusal)
-        self.pool = ThreadPoolExecutor(config.tokenize_threads, thread_name_prefix="tokenize")
+        self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
+        limits = TextLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
+        self.texts = TextWorkers(tokenizer.describe, limits)
         self.inline = InlineTokenizing(config.inline_tokenize_bytes)
         self.is_draining = False
         self.began_draining = asyncio.Event()
@@ -109,6 +115,10 @@ class Service:
         freeze_heap()
         self.gc_pauses = GcPauses(SystemClock())
         self._ready_ns = time.monotonic_ns()
+
+    def takes_inline(self, work: TextWork) -> bool:
+        """Whether this text is worked on here and now."""
+        return isinstance(work, Encode) and self.tokenizer.is_quick and self.inline.takes(work.size)
 
     # ---- what it knows of itself
 
@@ -185,6 +195,7 @@ class Service:
             await asyncio.sleep(DRAIN_POLL_S)
 
     def close(self) -> None:
+        self.texts.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
         if self.gc_pauses is not None:
             self.gc_pauses.close()

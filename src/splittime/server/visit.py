@@ -1,8 +1,9 @@
 """One HTTP request for generations, from its first byte to its last: the order in which things happen, and the account.
 
-    receive -> admit -> tokenize -> handoff -> (the engine) -> deliver
+    receive -> admit -> (tokenize_queue ->) tokenize -> handoff -> (the engine) -> deliver
 
-What can be refused without reading the body is refused before. Whatever happens, the request ends in one closed account
+What can be refused without reading the body is refused before, and a text that can never fit before it is tokenised.
+Whatever happens, the request ends in one closed account
 for each choice, or one for the request if it never got that far, and its id is free once the engine has let go.
 """
 
@@ -14,6 +15,8 @@ from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, Requ
 from splittime.core.request import FinishReason, Request
 from splittime.engine.choice import Choice, Echo
 from splittime.engine.output import OutputText, make_detokenizer
+from splittime.engine.text_work import TextDone, TextWork, carry_out
+from splittime.engine.text_workers import TextTask
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.prompt_parts import PromptParts, prompt_parts
 from splittime.ledger.stages import Stage
@@ -22,13 +25,14 @@ from splittime.server.admission import Place, Refused
 from splittime.server.config import ModelInfo
 from splittime.server.generation import Generation
 from splittime.server.params import Ask, Prompt, ask_chat, ask_completion
+from splittime.server.prompt_text import PromptText
 from splittime.server.quota import Quota
 from splittime.server.schema import ChatBody, CompletionBody, decode_body
 from splittime.server.service import Service
 from splittime.server.strict import refuse_without_effect
 from splittime.server.tenants import tenant_of
 
-MESSAGE_CHARS = 16  # what a chat template writes around a message, roughly
+_TOO_LATE = "the request's deadline passed before it reached the engine"
 
 now_ns = time.monotonic_ns
 
@@ -49,6 +53,7 @@ class Visit:
         self.request_id = ""
         self.generation: Generation | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._text: TextTask | None = None
         self._account = Account("", self.start_ns, Stage.RECEIVE)
         self._place: Place | None = None
         self._is_reserved = False
@@ -86,11 +91,15 @@ class Visit:
         ask = self._understand(body, model)
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self._account.enter(Stage.ADMIT, now_ns())
-        tokens = admission.estimate_tokens(len(body)) * ask.n
+        prompt = PromptText(ask, model, self.service.tokenizer)
+        prompt.require_possible()
+        tokens = prompt.estimate_tokens(admission) * ask.n
         self._place = admission.enter(now_ns(), count=ask.num_choices, tokens=tokens, deadline_ns=deadline_ns)
-        prompts = await self._tokenize(ask)
-        admission.learn_ratio(len(body), sum(map(len, prompts)))
-        self._place.correct([len(ids) for ids in prompts for _ in range(ask.n)])
+        prompts = await self._tokenize(prompt, deadline_ns)
+        lengths = [len(ids) for ids in prompts for _ in range(ask.n)]
+        if prompt.is_long:
+            self._place.require_room(sum(lengths))
+        self._place.correct(lengths)
         self._check_in_time(deadline_ns)
         self.generation = self._hand_off(ask, prompts, model, deadline_ns, self._place)
         return ask, self.generation
@@ -115,8 +124,7 @@ class Visit:
             self.service.quota(self.tenant).check(now_ns())
         except Refused as refused:
             raise admission.refuse(refused) from None
-        size = http.content_length(self.scope) or 0
-        admission.check(now_ns(), tokens=admission.estimate_tokens(size), deadline_ns=deadline_ns)
+        admission.check(now_ns(), tokens=1, deadline_ns=deadline_ns)
         return model, deadline_ns
 
     async def _reserve(self) -> None:
@@ -127,35 +135,48 @@ class Visit:
             raise
         self._is_reserved = True
 
-    async def _tokenize(self, ask: Ask) -> list[tuple[int, ...]]:
-        """The prompts' ids; what takes long is worked on beside the event loop."""
-        self._account.enter(Stage.TOKENIZE, now_ns())
-        num_chars = _text_size(ask)
-        if self.service.inline.takes(num_chars):
-            prompts, self._prompt_parts = self._encode_all(ask, num_chars)
+    async def _tokenize(self, prompt: PromptText, deadline_ns: int | None) -> tuple[tuple[int, ...], ...]:
+        """The prompts' ids; what may take long is worked on in another process."""
+        work = prompt.work
+        if work is None:
+            self._account.enter(Stage.TOKENIZE, now_ns())
+            done = TextDone(prompt.token_ids)
+        elif self.service.takes_inline(work):
+            done = self._tokenize_here(work)
         else:
-            loop = asyncio.get_running_loop()
-            encoded = loop.run_in_executor(self.service.pool, self._encode_all, ask, num_chars)
-            prompts, self._prompt_parts = await encoded
+            done = await self._tokenize_beside(work, deadline_ns)
+        self._prompt_parts = [prompt_parts(ids) for ids in done.ids]
         self._account.enter(Stage.ADMIT, now_ns())
         if self.is_gone:
             raise http.Disconnected
-        return prompts
+        if work is not None:  # prompts of ids teach nothing
+            self.service.admission.learn_ratio(done.num_bytes, sum(map(len, done.ids)))
+        return done.ids
 
-    def _encode_all(self, ask: Ask, num_chars: int) -> tuple[list[tuple[int, ...]], list[PromptParts]]:
-        tokenizer, begin_ns = self.service.tokenizer, now_ns()
-        if ask.is_chat:
-            text = tokenizer.render_chat(ask.messages)
-            prompts = [tuple(tokenizer.encode(text, add_special_tokens=False))]
-        else:
-            prompts = [tuple(tokenizer.encode(p)) if isinstance(p, str) else p for p in ask.prompts]
-        if num_chars:  # prompts of ids teach nothing
-            self.service.inline.learn(num_chars, now_ns() - begin_ns)
-        return prompts, [prompt_parts(token_ids) for token_ids in prompts]
+    def _tokenize_here(self, work: TextWork) -> TextDone:
+        begin_ns = now_ns()
+        self._account.enter(Stage.TOKENIZE, begin_ns)
+        done = carry_out(work, self.service.tokenizer)
+        self.service.inline.learn(work.size, now_ns() - begin_ns)
+        return done
+
+    async def _tokenize_beside(self, work: TextWork, deadline_ns: int | None) -> TextDone:
+        texts, account = self.service.texts, self._account
+        task = self._text = texts.submit(work, lambda: account.enter(Stage.TOKENIZE, now_ns()))
+        if task.cause is not None:
+            account.enter(Stage.TOKENIZE_QUEUE, now_ns(), task.cause)
+        if deadline_ns is None:
+            return await task.done
+        left_s, late = (deadline_ns - now_ns()) / 1e9, DeadlineExceeded(_TOO_LATE)
+        alarm = asyncio.get_running_loop().call_later(left_s, texts.drop, task, late)
+        try:
+            return await task.done
+        finally:
+            alarm.cancel()
 
     def _check_in_time(self, deadline_ns: int | None) -> None:
         if deadline_ns is not None and now_ns() >= deadline_ns:
-            raise DeadlineExceeded("the request's deadline passed before it reached the engine")
+            raise DeadlineExceeded(_TOO_LATE)
 
     # ---- to the engine
 
@@ -217,6 +238,8 @@ class Visit:
         while (await self.receive())["type"] != "http.disconnect":
             pass
         self.is_gone = True
+        if self._text is not None:
+            self.service.texts.drop(self._text, http.Disconnected())
         if self.generation is not None:
             self.generation.cancel()
             self.on_gone()
@@ -269,6 +292,8 @@ class Visit:
         if self._quota is not None:
             self._use_tokens(len(choice.token_ids) for choice in (self.generation.choices if self.generation else ()))
             self._quota.leave()
+        if self._text is not None and not self._text.done.done():
+            self.service.texts.drop(self._text, http.Disconnected())
         if self.generation is not None:
             self.generation.when_released(lambda: self.service.release(self.request_id))
             return
@@ -278,12 +303,6 @@ class Visit:
             self._place.give_up()
         if self._is_reserved:
             self.service.release(self.request_id)
-
-
-def _text_size(ask: Ask) -> int:
-    """Characters that there are to tokenise: a template may write any field, and something of its own, per message."""
-    in_messages = sum(MESSAGE_CHARS + sum(map(len, message.values())) for message in ask.messages)
-    return in_messages + sum(len(prompt) for prompt in ask.prompts if isinstance(prompt, str))
 
 
 def check_length(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, *, is_strict: bool = False) -> int:

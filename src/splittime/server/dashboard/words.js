@@ -4,12 +4,12 @@
  */
 
 const ORDER = [
-  "receive", "tokenize", "admit", "handoff", "queue", "prefill", "prefill_stall", "preempted", "recompute",
-  "decode", "decode_stall", "deliver", "client_wait", "unattributed",
+  "receive", "tokenize_queue", "tokenize", "admit", "handoff", "queue", "prefill", "prefill_stall", "preempted",
+  "recompute", "decode", "decode_stall", "deliver", "client_wait", "unattributed",
 ];
 const CAUSES = [
-  "batch_slots", "kv_blocks", "token_budget", "policy", "grammar", "paused", "step_in_flight", "measuring",
-  "engine_died", "not_told",
+  "texts_before", "worker_start", "batch_slots", "kv_blocks", "token_budget", "policy", "grammar", "paused", "step_in_flight",
+  "measuring", "engine_died", "not_told",
 ];
 const BEFORE = new Set(["receive", "tokenize", "admit", "handoff"]);
 const OURS = {
@@ -18,7 +18,7 @@ const OURS = {
 };
 const meanings = { stages: {}, causes: {} };
 
-export const WAITS = new Set(["queue", "prefill_stall", "decode_stall", "preempted"]);
+export const WAITS = new Set(["tokenize_queue", "queue", "prefill_stall", "decode_stall", "preempted"]);
 
 /** Keep what the server says of its words. */
 export function learnWords(words) {

@@ -1,0 +1,107 @@
+"""What is done with texts on a server's behalf, as values: a `TextWork` to be carried out, and its `TextDone`.
+
+The same work is carried out by a worker process (`text_process`) or, where that is known to be short, by the server
+itself; only this file says how.
+"""
+
+from typing import Any
+
+import msgspec
+
+from splittime.core.errors import ErrorInfo, RequestError
+from splittime.engine.token_bound import num_bytes
+from splittime.engine.tokenizer import Tokenizer
+
+MESSAGE_CHARS = 16  # what a chat template writes around a message, roughly
+
+
+class Encode(msgspec.Struct, frozen=True, tag=True):
+    """Texts to token ids. most_tokens: of each; one that has more is refused."""
+
+    texts: tuple[str, ...]
+    add_special_tokens: bool = True
+    most_tokens: int | None = None
+    wants_strings: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.texts))
+
+
+class Render(msgspec.Struct, frozen=True, tag=True):
+    """A chat to a text by the model's template, and that to token ids. options: what the template is told besides."""
+
+    messages: tuple[dict[str, Any], ...]
+    options: dict[str, Any] = {}
+    add_special_tokens: bool = False
+    most_tokens: int | None = None
+    wants_strings: bool = False
+
+    @property
+    def size(self) -> int:
+        """A template may write any field of a message, and something of its own."""
+        said = sum(MESSAGE_CHARS + _text_size(message) for message in self.messages)
+        return said + _text_size(self.options)
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True):
+    """Token ids to a text."""
+
+    token_ids: tuple[int, ...]
+    skip_special_tokens: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.token_ids)
+
+
+TextWork = Encode | Render | Decode
+
+
+class TextDone(msgspec.Struct, frozen=True, tag=True):
+    """ids: of each text. num_bytes: of the texts that were tokenised. strings: as the vocabulary spells the tokens."""
+
+    ids: tuple[tuple[int, ...], ...] = ()
+    num_bytes: int = 0
+    text: str = ""
+    strings: tuple[str | None, ...] = ()
+
+
+class TextFailed(msgspec.Struct, frozen=True, tag=True):
+    error: ErrorInfo
+
+
+TextAnswer = TextDone | TextFailed
+
+
+def carry_out(work: TextWork, tokenizer: Tokenizer) -> TextDone:
+    """Raises what the request must be told."""
+    match work:
+        case Decode():
+            text = tokenizer.decode(work.token_ids, skip_special_tokens=work.skip_special_tokens)
+            return TextDone(text=text)
+        case Encode():
+            return _encoded(work, work.texts, tokenizer)
+        case Render():
+            text = tokenizer.render_chat(work.messages, **work.options)
+            try:
+                return _encoded(work, (text,), tokenizer)
+            except RequestError as error:
+                error.info = msgspec.structs.replace(error.info, param="messages")
+                raise
+
+
+def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> TextDone:
+    how = {"add_special_tokens": work.add_special_tokens, "most_tokens": work.most_tokens}
+    ids = tuple(tuple(tokenizer.encode(text, **how)) for text in texts)
+    strings = tuple(map(tokenizer.id_to_token, ids[0])) if work.wants_strings else ()
+    return TextDone(ids, sum(map(num_bytes, texts)), strings=strings)
+
+
+def _text_size(value: Any) -> int:
+    """Characters of all texts in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + _text_size(each) for key, each in value.items())
+    return sum(map(_text_size, value)) if isinstance(value, list | tuple) else 8

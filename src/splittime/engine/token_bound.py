@@ -1,0 +1,121 @@
+"""How few tokens a text can be, known from its length: what can never fit is refused before anybody tokenises it.
+
+    least_tokens(text) = weight // most_bytes - 1        weight: the text's bytes, or its bytes that are no white space
+
+`most_bytes` is proved from the tokenizer's own description, part by part: by how much its normalizer may shorten a
+text, that its pre-tokenizer throws nothing away, that its model spells every text (no character vanishes, no run of
+unknown ones becomes one token), and how long its longest token is. Added tokens that swallow the white space beside
+them leave the other bytes to be counted. One token less allows for a begin-of-sequence that `add_bos_token` takes away.
+
+A part that is not listed here proves nothing. Then there is no bound, and what holds is what a worker may take
+(`text_process`). Unicode's normal forms decompose a character into four at most, and a character has four bytes at
+most: composing shortens a text 16 times at most, decomposing four times.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import models
+
+_SHRINKS = {"NFC": 16, "NFKC": 16, "NFD": 4, "NFKD": 4, "Lowercase": 4, "Prepend": 1, "ByteLevel": 1}
+_KEEPS_ALL = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}  # pre-tokenizers that drop no text
+_CUTS = {"Split", "Punctuation"}  # so do these, unless their behaviour is to remove
+BYTES_OF_A_CHARACTER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBound:
+    """most_bytes: of a text that one token stands for. counts_spaces: white space counts among them."""
+
+    most_bytes: int
+    counts_spaces: bool = True
+
+    def least_tokens(self, text: str) -> int:
+        counted = text if self.counts_spaces else "".join(text.split())
+        return max(0, num_bytes(counted) // self.most_bytes - 1)
+
+
+def num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
+    """What can be proved of this tokenizer, or None."""
+    normalizers, cutters = (
+        described(backend.normalizer, "normalizers"),
+        described(backend.pre_tokenizer, "pretokenizers"),
+    )
+    shrinks = _shrinks(normalizers)
+    if shrinks is None or not all(map(_keeps_all, cutters)):
+        return None
+    in_bytes = any(part["type"] == "ByteLevel" for part in (*normalizers, *cutters))
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    if not _spells_all(backend.model, vocabulary, in_bytes):
+        return None
+    sizes = map(len, vocabulary) if in_bytes else map(num_bytes, vocabulary)
+    added = backend.get_added_tokens_decoder().values()
+    longest = max(BYTES_OF_A_CHARACTER, *sizes, *(_added_bytes(backend, token) for token in added))
+    return TokenBound(longest * shrinks, not any(token.lstrip or token.rstrip for token in added))
+
+
+def _added_bytes(backend: tokenizers.Tokenizer, token: tokenizers.AddedToken) -> int:
+    """Of an added token as it stands in a text, or in a normalised one."""
+    is_changed = token.normalized and backend.normalizer is not None
+    normal = backend.normalizer.normalize_str(token.content) if is_changed else ""
+    return max(num_bytes(token.content), num_bytes(normal))
+
+
+def described(part: Any, inner: str) -> list[Mapping[str, Any]]:
+    """A normalizer or pre-tokenizer as plain data, those of a sequence one by one."""
+    return [] if part is None else _parts(json.loads(part.__getstate__()), inner)
+
+
+def _parts(whole: Mapping[str, Any], inner: str) -> list[Mapping[str, Any]]:
+    if whole["type"] != "Sequence":
+        return [whole]
+    return [part for each in whole[inner] for part in _parts(each, inner)]
+
+
+def _shrinks(normalizers: Iterable[Mapping[str, Any]]) -> int | None:
+    """How many times shorter a text may become, in bytes; None if that is not known."""
+    total = 1
+    for part in normalizers:
+        factor = _replacing(part) if part["type"] == "Replace" else _SHRINKS.get(part["type"])
+        if factor is None:
+            return None
+        total *= factor
+    return total
+
+
+def _replacing(part: Mapping[str, Any]) -> int | None:
+    pattern, content = part["pattern"].get("String"), part["content"]
+    return -(-num_bytes(pattern) // num_bytes(content)) if pattern and content else None
+
+
+def _keeps_all(part: Mapping[str, Any]) -> bool:
+    return part["type"] in _KEEPS_ALL or (part["type"] in _CUTS and part["behavior"] != "Removed")
+
+
+def _spells_all(model: Any, vocabulary: Mapping[str, int], in_bytes: bool) -> bool:
+    """No character vanishes, and no run of unknown characters becomes one token."""
+    if not isinstance(model, models.BPE | models.Unigram):
+        return False
+    is_bpe = isinstance(model, models.BPE)
+    falls_back = model.byte_fallback if is_bpe else json.loads(model.__getstate__()).get("byte_fallback")
+    if falls_back and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        return True
+    if not is_bpe:
+        return False
+    if in_bytes and not model.continuing_subword_prefix and not model.end_of_word_suffix:
+        return all(character in vocabulary for character in byte_alphabet())
+    return model.unk_token in vocabulary and not model.fuse_unk
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes are themselves, the others, in order, the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
