@@ -50,8 +50,9 @@ def ask(url, path, body=None, name=None):
 
 
 def stages(url, name):
-    (account,) = ask(url, f"/ledger/requests/{name}")[1]["accounts"]
-    return [(part["stage"], part["cause"]) for part in account["intervals"]]
+    status, account = ask(url, f"/ledger/requests/{name}")
+    assert status == 200, account
+    return [(part["stage"], part["cause"]) for part in account["stages"]]
 
 
 def chat(text):
@@ -84,8 +85,6 @@ def test_giants_are_refused_and_nobody_waits_for_them(server):
             assert ("tokenize_queue", "texts_before") not in stages(url, name)
     for number in range(3):  # by its length alone, before anything is done with it
         assert not {"tokenize", "tokenize_queue"} & {stage for stage, _ in stages(url, f"text-{number}")}
-    waited = [("tokenize_queue", "texts_before") in stages(url, f"chat-{number}") for number in range(3)]
-    assert sum(waited) >= 1
 
 
 def test_a_template_that_loops_costs_its_request_and_nobody_else(server):

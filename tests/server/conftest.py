@@ -30,13 +30,13 @@ TEMPLATE = (
 EOS = 256
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """256 bytes, one token each (id = byte), and one special end token."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
-    return Tokenizer(backend, config={"eos_token": "<|end|>"}, chat_template=TEMPLATE)
+    return Tokenizer(backend, config={"eos_token": "<|end|>"}, chat_template=template)
 
 
 def say(text: str, *, end: bool = True) -> Callable[..., list[int]]:
@@ -48,8 +48,8 @@ def say(text: str, *, end: bool = True) -> Callable[..., list[int]]:
 class LiveServer:
     """What a test holds: the address, and the parts behind it."""
 
-    def __init__(self, engine: FakeEngine, config: ServerConfig, model: ModelInfo) -> None:
-        self.engine, self.config, self.model = engine, config, model
+    def __init__(self, engine: FakeEngine, config: ServerConfig, model: ModelInfo, template: str = TEMPLATE) -> None:
+        self.engine, self.config, self.model, self.template = engine, config, model, template
         self.ledger = Ledger()
         self.port = 0
         self._started = threading.Event()
@@ -57,7 +57,7 @@ class LiveServer:
 
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.app = build_app(self.engine, byte_tokenizer(), self.ledger, self.config, self.model)
+        self.app = build_app(self.engine, byte_tokenizer(self.template), self.ledger, self.config, self.model)
         self.service = self.app.service
         listener = listen(self.config)
         self.port = listener.getsockname()[1]
@@ -110,6 +110,12 @@ class LiveServer:
     def post(self, path: str, body: object, headers: dict | None = None):
         return self.request("POST", path, body, headers)
 
+    def events_later(self, path: str, body: dict) -> threading.Thread:
+        """The same exchange in a thread."""
+        thread = threading.Thread(target=self.events, args=(path, body), daemon=True)
+        thread.start()
+        return thread
+
     def events(self, path: str, body: dict, headers: dict | None = None) -> list:
         """The events of a stream, decoded; the end mark as it is."""
         status, fields, raw = self.post(path, {**body, "stream": True}, headers)
@@ -124,10 +130,12 @@ def launch() -> Iterator[Callable[..., LiveServer]]:
     """Start servers; they are stopped when the test ends."""
     live: list[LiveServer] = []
 
-    def start(script=None, *, config: dict | None = None, model: dict | None = None, **engine) -> LiveServer:
+    def start(
+        script=None, *, config: dict | None = None, model: dict | None = None, template: str = TEMPLATE, **engine
+    ) -> LiveServer:
         info = {"names": ("fake",), "max_model_len": 4096, "vocab_size": 257, "eos_token_ids": (EOS,), **(model or {})}
         fake = FakeEngine(script or say("hello world"), **engine)
-        server = LiveServer(fake, ServerConfig(port=0, **(config or {})), ModelInfo(**info))
+        server = LiveServer(fake, ServerConfig(port=0, **(config or {})), ModelInfo(**info), template)
         server.start()
         live.append(server)
         return server

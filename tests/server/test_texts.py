@@ -1,0 +1,165 @@
+"""Prompts as the server sees them: refused by length before anything is done, counted by their own text, and told why
+they wait."""
+
+import json
+
+import pytest
+
+from splittime.engine.token_bound import TokenBound
+from splittime.ledger.stages import Cause, Stage
+from splittime.server.admission import INITIAL_BYTES_PER_TOKEN, Admission, Bounds
+
+from .conftest import say
+
+SHORT = {"prompt": "hello", "max_tokens": 1}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def stages(server, number: int = -1) -> list[tuple[Stage, Cause | None]]:
+    account = server.ledger.accounts()[number]
+    account.verify()
+    return [(interval.stage, interval.cause) for interval in account.intervals]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(launch, monkeypatch) -> None:
+    server = launch()
+    monkeypatch.setattr(server.service.texts, "submit", None)
+    monkeypatch.setattr(server.service.tokenizer, "encode", None)
+    status, _, answer = server.post("/v1/completions", {"prompt": "a" * 1_000_000})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["value"] > answer["error"]["limit"] == 4095
+    assert Stage.TOKENIZE not in dict(stages(server))
+    assert server.service.admission.queued_prompt_tokens == 0
+
+
+def test_without_a_bound_a_worker_finds_out(launch) -> None:
+    server = launch()
+    server.service.tokenizer.bound = None
+    status, _, answer = server.post("/v1/completions", {"prompt": "a" * 1_000_000})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert Stage.TOKENIZE in dict(stages(server))
+
+
+def test_a_bound_that_counts_no_spaces_lets_them_pass() -> None:
+    text = " word" * 100 + " " * 100_000
+    assert TokenBound(4, counts_spaces=False).least_tokens(text) == 99
+    assert TokenBound(4).least_tokens(text) > 25_000
+
+
+def test_waiting_for_a_worker_is_a_stage_with_its_cause(launch) -> None:
+    """The first chat finds no worker yet; the next finds it idle."""
+    server = launch()
+    for expected in ([(Stage.TOKENIZE_QUEUE, Cause.WORKER_START), (Stage.TOKENIZE, None)], [(Stage.TOKENIZE, None)]):
+        assert server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})[0] == 200
+        found = stages(server)
+        assert [pair for pair in found if pair[0] in (Stage.TOKENIZE_QUEUE, Stage.TOKENIZE)] == expected
+    assert "splittime_stage_seconds" in server.get("/metrics")[2].decode()
+    assert 'stage="tokenize_queue",cause="worker_start"' in server.get("/metrics")[2].decode()
+
+
+def test_a_deadline_ends_the_wait_for_a_worker(launch) -> None:
+    server = launch(model={"max_model_len": 10_000_000})
+    body = {"prompt": "a" * 3_000_000, "max_tokens": 1}
+    status, _, answer = server.post("/v1/completions", body, {"x-request-deadline-ms": "20"})
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+    assert Stage.HANDOFF not in dict(stages(server))
+
+
+def test_a_broken_template_is_refused_and_the_server_lives(launch) -> None:
+    server = launch(template="{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
+    for _ in range(2):
+        status, _, answer = server.post("/v1/chat/completions", {"messages": MESSAGES})
+        assert (status, answer["error"]["code"]) == (400, "chat_template_error")
+    assert server.post("/v1/completions", SHORT)[0] == 200
+
+
+# ---- the estimate of tokens
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_bodies_teach_nothing_but_their_prompts(launch, path: str) -> None:
+    """Megabytes in a field that is not the prompt made giants look like ten tokens."""
+    server = launch()
+    for _ in range(3):
+        body = {"user": "u" * 4_000_000, "max_tokens": 1}
+        body |= {"prompt": "hello world"} if path == "/v1/completions" else {"messages": MESSAGES}
+        assert server.post(path, body)[0] == 200
+    assert server.service.admission.estimate_tokens(1000) >= 1000 / INITIAL_BYTES_PER_TOKEN
+
+
+def test_what_is_learnt_stays_plausible() -> None:
+    admission = Admission(Bounds(10, 1000))
+    for _ in range(1000):
+        admission.learn_ratio(4_000_000, 1)
+    assert admission.estimate_tokens(8000) >= 1000
+    for _ in range(1000):
+        admission.learn_ratio(1, 4_000_000)
+    assert admission.estimate_tokens(1000) <= 1001
+
+
+def test_prompts_count_as_what_they_are(launch) -> None:
+    """In the queue: ids as many as there are, a text as its estimate, a body's other fields as nothing."""
+    server = launch(say("x" * 50, end=False), max_running=1, step_s=0.2)
+    seen: list[int] = []
+    enter = server.service.admission.enter
+    server.service.admission.enter = lambda *args, **how: seen.append(how["tokens"]) or enter(*args, **how)
+    for prompt in ([65] * 40, "a" * 400, "a" * 20_000):
+        server.post("/v1/completions", {"prompt": prompt, "user": "u" * 10_000, "max_tokens": 1})
+    assert seen == [40, 100, 0]
+
+
+def test_a_long_text_needs_room_once_its_length_is_known(launch) -> None:
+    config = {"max_queued_prompt_tokens": 5000}
+    server = launch(
+        say("x" * 500, end=False), max_running=1, step_s=0.05, config=config, model={"max_model_len": 50_000}
+    )
+    first = server.events_later("/v1/completions", {"prompt": [65] * 9, "max_tokens": 100})
+    second = server.events_later("/v1/completions", {"prompt": [65] * 9, "max_tokens": 1})
+    while server.service.admission.queued_prompt_tokens != 9:
+        server.call(lambda: None)
+    status, _, answer = server.post("/v1/completions", {"prompt": "a" * 20_000, "max_tokens": 1})
+    assert (status, answer["error"]["code"]) == (429, "queued_prompt_tokens")
+    assert server.service.admission.queued_prompt_tokens <= 9
+    for thread in (first, second):
+        thread.join()
+
+
+# ---- what templates are told
+
+
+ECHO = "{{ messages[-1].content }}|{{ add_generation_prompt }}|{{ thinks }}|{% if thinks %}<think>{% endif %}."
+
+
+def rendered(server, body: dict, path: str = "/tokenize") -> str:
+    status, _, answer = server.post(path, body)
+    assert status == 200, answer
+    return bytes(answer["tokens"]).decode()
+
+
+def test_options_reach_the_template(launch) -> None:
+    server = launch(template=ECHO)
+    assert rendered(server, {"messages": MESSAGES}) == "hi|True||."
+    told = {"add_generation_prompt": False, "chat_template_kwargs": {"thinks": True}}
+    assert rendered(server, {"messages": MESSAGES, **told}) == "hi|False|True|<think>."
+    assert server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **told})[0] == 200
+    assert bytes(server.engine.submitted[-1].prompt_token_ids) == b"hi|False|True|<think>."
+
+
+def test_the_final_message_can_be_continued(launch) -> None:
+    server = launch()
+    messages = [*MESSAGES, {"role": "assistant", "content": "Once upon "}]
+    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    assert rendered(server, body) == "<|user|>hi\n<|assistant|>Once upon "
+    status, _, answer = server.post("/v1/chat/completions", {"messages": messages, "continue_final_message": True})
+    assert (status, answer["error"]["param"]) == (400, "continue_final_message")
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "range", "raise_exception", "eos_token"]
+)
+def test_a_variable_does_not_hide_what_the_template_reads(launch, name: str) -> None:
+    server = launch()
+    body = {"messages": MESSAGES, "chat_template_kwargs": {name: 1}}
+    status, _, answer = server.post("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
+    assert name in json.dumps(answer)
