@@ -92,8 +92,8 @@ def carry_out(work: TextWork, tokenizer: Tokenizer) -> TextDone:
 
 
 def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> TextDone:
-    how = {"add_special_tokens": work.add_special_tokens, "most_tokens": work.most_tokens}
-    ids = tuple(tuple(tokenizer.encode(text, **how)) for text in texts)
+    special, most = work.add_special_tokens, work.most_tokens
+    ids = tuple(tuple(tokenizer.encode(text, add_special_tokens=special, most_tokens=most)) for text in texts)
     strings = tuple(map(tokenizer.id_to_token, ids[0])) if work.wants_strings else ()
     return TextDone(ids, sum(map(num_bytes, texts)), strings=strings)
 

@@ -101,17 +101,19 @@ def _keeps_all(part: Mapping[str, Any]) -> bool:
 
 def _spells_all(model: Any, vocabulary: Mapping[str, int], in_bytes: bool) -> bool:
     """No character vanishes, and no run of unknown characters becomes one token."""
-    if not isinstance(model, models.BPE | models.Unigram):
+    if isinstance(model, models.Unigram):
+        return bool(json.loads(model.__getstate__()).get("byte_fallback")) and _has_all_bytes(vocabulary)
+    if not isinstance(model, models.BPE):
         return False
-    is_bpe = isinstance(model, models.BPE)
-    falls_back = model.byte_fallback if is_bpe else json.loads(model.__getstate__()).get("byte_fallback")
-    if falls_back and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+    if model.byte_fallback and _has_all_bytes(vocabulary):
         return True
-    if not is_bpe:
-        return False
     if in_bytes and not model.continuing_subword_prefix and not model.end_of_word_suffix:
         return all(character in vocabulary for character in byte_alphabet())
-    return model.unk_token in vocabulary and not model.fuse_unk
+    return model.unk_token is not None and str(model.unk_token) in vocabulary and not model.fuse_unk
+
+
+def _has_all_bytes(vocabulary: Mapping[str, int]) -> bool:
+    return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
 
 
 def byte_alphabet() -> dict[str, int]:
