@@ -71,14 +71,17 @@ ILLNESSES = {
 
 def _when_loaded(module: str, name: str, spoil: Callable[[type], None]) -> None:
     while not hasattr(sys.modules.get(module), name):
-        time.sleep(0.05)
+        time.sleep(0.001)  # before a text worker is forked
     spoil(getattr(sys.modules[module], name))
 
 
 def _is_meant() -> bool:
     """The process that is to fall ill; not the benchmark itself."""
-    word = "serve" if os.environ["SABOTAGE"] in IN_SERVER else "splittime.cli.worker"
-    return word in sys.orig_argv
+    name = os.environ["SABOTAGE"]
+    words = {"serve"} if name in IN_SERVER else {"splittime.cli.worker"}
+    if name == "tokenizer":
+        words.add("splittime.engine.text_process")
+    return bool(words & set(sys.orig_argv))
 
 
 if os.environ.get("SABOTAGE") and _is_meant():
