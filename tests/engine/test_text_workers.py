@@ -10,11 +10,12 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from splittime.core.errors import EngineError, Overloaded, RequestError, SplittimeError
-from splittime.engine import text_workers
+from splittime.engine import text_worker, text_workers
 from splittime.engine.foreign_code import tokenizer_faults
 from splittime.engine.text_process import TextLimits
 from splittime.engine.text_work import Decode, Encode, Render
-from splittime.engine.text_workers import TextTask, TextWorkers
+from splittime.engine.text_worker import TextTask
+from splittime.engine.text_workers import TextWorkers
 from splittime.engine.token_bound import byte_alphabet
 from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.stages import Cause
@@ -115,7 +116,7 @@ def test_a_worker_that_is_killed_costs_nobody_an_answer() -> None:
 
 
 def test_a_worker_that_says_nothing_is_ended(monkeypatch) -> None:
-    monkeypatch.setattr(text_workers, "SILENT_S", 0.2)
+    monkeypatch.setattr(text_worker, "SILENT_S", 0.2)
 
     async def body(workers: TextWorkers) -> None:
         await workers.submit(CHAT).done

@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from splittime.cli import model_source
 from splittime.core.errors import ConfigError, RequestError
 from splittime.engine.token_bound import byte_alphabet
 from splittime.engine.tokenizer import Tokenizer
@@ -80,6 +81,48 @@ def test_a_template_may_be_a_file_or_a_named_list(tmp_path: Path) -> None:
     assert Tokenizer.load(folder).render_chat(MESSAGES) == "2"
     (folder / "chat_template.jinja").write_text("{{ messages | tojson }}")
     assert json.loads(Tokenizer.load(folder).render_chat(MESSAGES)) == MESSAGES
+
+
+@pytest.mark.parametrize("other", [{"name": "rag", "template": "{% for %}"}, {"name": "rag"}, {"template": 5}, "rag"])
+def test_a_broken_second_template_does_not_stop_a_good_one(tmp_path: Path, other: object) -> None:
+    named = [other, {"name": "default", "template": "{{ messages|length }}"}]
+    assert Tokenizer.load(write_folder(tmp_path, chat_template=named)).render_chat(MESSAGES) == "2"
+
+
+def test_a_template_of_the_users_own_comes_first(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, chat_template="{% for %}")
+    assert Tokenizer.load(folder, "own").render_chat(MESSAGES) == "own"
+    (tmp_path / "own.jinja").write_text("mine")
+    assert model_source.load_tokenizer(folder, str(tmp_path / "own.jinja")).render_chat(MESSAGES) == "mine"
+    with pytest.raises(ConfigError, match="chat template"):
+        model_source.load_tokenizer(folder, str(tmp_path / "missing.jinja"))
+
+
+@pytest.mark.parametrize("text", ["Once upon", "Once upon ", " Once", "", "x" * 9])
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace(" | trim", "")], ids=["trimmed", "plain"])
+def test_continued_messages_equal_hugging_face(tmp_path: Path, template: str, text: str) -> None:
+    folder = write_folder(tmp_path, chat_template=template)
+    ours, theirs = Tokenizer.load(folder), hugging_face(folder)
+    messages = [*MESSAGES, {"role": "assistant", "content": text}]
+    how = {"continue_final_message": True, "add_generation_prompt": False}
+    assert ours.render_chat(messages, **how) == theirs.apply_chat_template(messages, tokenize=False, **how)
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_special_tokens_of_the_map_equal_hugging_face(tmp_path: Path, is_old: bool) -> None:
+    told = {} if is_old else {"added_tokens_decoder": {}}
+    folder = write_folder(tmp_path, **told)
+    map_of = {"eos_token": "<|begin|>", "pad_token": {"content": "<|end|>", "lstrip": False}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(map_of))
+    ours = Tokenizer.load(folder)
+    assert ours.eos_token_id == hugging_face(folder).eos_token_id
+    assert ours.special_tokens["pad_token"] == "<|end|>"
+
+
+def test_what_a_template_computes_is_not_computed_at_start(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, chat_template="{{ 'x' * 10**11 }}")
+    with pytest.raises(RequestError):
+        Tokenizer.load(folder).render_chat(MESSAGES)
 
 
 def test_what_a_template_raises_is_the_requests_fault(tmp_path: Path) -> None:

@@ -15,50 +15,23 @@ How long a text waits, and what for, is in its account: `TextTask.cause` says at
 """
 
 import asyncio
-import contextlib
-import os
-import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import msgspec
-
-from splittime.core.errors import EngineError, Overloaded, SplittimeError, error_from_info
+from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.engine.foreign_code import too_costly
 from splittime.engine.text_parent import TextParent
-from splittime.engine.text_process import HEAD, TextLimits, frame
-from splittime.engine.text_work import TextAnswer, TextDone, TextFailed, TextWork
+from splittime.engine.text_process import TextLimits
+from splittime.engine.text_work import TextWork
+from splittime.engine.text_worker import TextTask, TextWorker
 from splittime.ledger.stages import Cause
 
 SHORT_CHARS, LONG_CHARS = 16 * 2**10, 256 * 2**10
 SHORT_WORKERS = 2
 MAX_WAITING_CHARS = 64 * 2**20  # in one lane
-SILENT_S = 30.0  # more than its processor time; then a worker that says nothing is ended (the machine may be busy)
 TRIES = 2
-
-
-class TextTask:
-    """One text's way through here. cause: why it has to wait, or None if it was begun at once."""
-
-    def __init__(self, work: TextWork, on_begin: Callable[[], None]) -> None:
-        self.work, self.size, self.on_begin = work, work.size, on_begin
-        self.cause: Cause | None = None
-        self.done: asyncio.Future[TextDone] = asyncio.get_running_loop().create_future()
-        self.num_tries = 0
-        self.began_s = 0.0
-
-    def begin(self) -> None:
-        self.num_tries += 1
-        self.began_s = time.monotonic()
-        if self.num_tries == 1:
-            self.on_begin()
-
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # it is nobody's oversight if the request is gone
 
 
 class TextWorkers:
@@ -186,80 +159,3 @@ class Lane:
         self.waiting.clear()
         for worker in list(self.workers):
             worker.end()
-
-
-class TextWorker(asyncio.Protocol):
-    """The connection to one process. pid: None until it has said that it is there. task: what it works on."""
-
-    def __init__(self, lane: Lane, limits: TextLimits) -> None:
-        self._lane, self._limits = lane, limits
-        self.pid: int | None = None
-        self.task: TextTask | None = None
-        self._transport: asyncio.Transport | None = None
-        self._received = bytearray()
-        self._alarm: asyncio.TimerHandle | None = None
-        self._answers = msgspec.msgpack.Decoder(TextAnswer)
-
-    @property
-    def is_idle(self) -> bool:
-        return self.pid is not None and self.task is None and self._transport is not None
-
-    def begin(self, task: TextTask) -> None:
-        self.task = task
-        task.begin()
-        assert self._transport is not None
-        self._transport.write(frame(msgspec.msgpack.encode(task.work)))
-        self._set_alarm()
-
-    def end(self) -> None:
-        """Now, whatever it does."""
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _set_alarm(self) -> None:
-        self._stop_alarm()
-        loop = asyncio.get_running_loop()
-        self._alarm = loop.call_later(self._limits.cpu_s + SILENT_S, self.end)
-
-    def _stop_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-
-    # ---- asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._set_alarm()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_alarm()
-        self._transport = None
-        self._lane.lost(self)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if len(self._received) < HEAD.size:
-            return
-        end = HEAD.size + HEAD.unpack_from(self._received)[0]
-        if len(self._received) < end:
-            return
-        message, self._received = bytes(self._received[HEAD.size : end]), bytearray()
-        self._stop_alarm()
-        if self.pid is None:
-            self.pid = msgspec.msgpack.decode(message, type=int)
-            self._lane.is_idle_now(self, has_served=False)
-        else:
-            self._take(self._answers.decode(message))
-
-    def _take(self, answer: TextDone | TextFailed) -> None:
-        task, self.task = self.task, None
-        if task is not None and not task.done.done():
-            if isinstance(answer, TextFailed):
-                task.fail(error_from_info(answer.error))
-            else:
-                task.done.set_result(answer)
-        self._lane.is_idle_now(self, has_served=True)

@@ -16,7 +16,7 @@ from splittime.core.request import FinishReason, Request
 from splittime.engine.choice import Choice, Echo
 from splittime.engine.output import OutputText, make_detokenizer
 from splittime.engine.text_work import TextDone, TextWork, carry_out
-from splittime.engine.text_workers import TextTask
+from splittime.engine.text_worker import TextTask
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.prompt_parts import PromptParts, prompt_parts
 from splittime.ledger.stages import Stage
