@@ -163,3 +163,11 @@ def test_a_variable_does_not_hide_what_the_template_reads(launch, name: str) -> 
     status, _, answer = server.post("/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
     assert name in json.dumps(answer)
+
+
+@pytest.mark.parametrize("value", ["1" + "0" * 40, "[" * 900 + "]" * 900])
+def test_a_variable_that_cannot_be_handed_on_is_refused(launch, value: str) -> None:
+    server = launch()
+    body = f'{{"messages":[{{"role":"user","content":"x"}}],"chat_template_kwargs":{{"a":{value}}},"max_tokens":1}}'
+    assert server.post("/v1/chat/completions", body.encode())[0] in (200, 400)
+    assert server.post("/v1/completions", SHORT)[0] == 200

@@ -13,6 +13,7 @@ from splittime.engine.token_bound import num_bytes
 from splittime.engine.tokenizer import Tokenizer
 
 MESSAGE_CHARS = 16  # what a chat template writes around a message, roughly
+SCALAR_CHARS = 8  # of a number, or of true and false
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
@@ -99,9 +100,17 @@ def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer
 
 
 def _text_size(value: Any) -> int:
-    """Characters of all texts in a value of JSON."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(len(key) + _text_size(each) for key, each in value.items())
-    return sum(map(_text_size, value)) if isinstance(value, list | tuple) else 8
+    """Characters of all texts in a value of JSON, however deep."""
+    size, rest = 0, [value]
+    while rest:
+        match rest.pop():
+            case str() as text:
+                size += len(text)
+            case dict() as fields:
+                rest += fields.keys()
+                rest += fields.values()
+            case list() | tuple() as values:
+                rest += values
+            case _:
+                size += SCALAR_CHARS
+    return size

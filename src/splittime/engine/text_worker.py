@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from splittime.core.errors import error_from_info
+from splittime.core.errors import RequestError, error_from_info
 from splittime.engine.text_process import HEAD, TextLimits, frame
 from splittime.engine.text_work import TextAnswer, TextDone, TextFailed, TextWork
 from splittime.ledger.stages import Cause
@@ -22,7 +22,7 @@ class TextTask:
     """One text's way through here. cause: why it has to wait, or None if it was begun at once."""
 
     def __init__(self, work: TextWork, on_begin: Callable[[], None]) -> None:
-        self.work, self.size, self.on_begin = work, work.size, on_begin
+        self.message, self.size, self.on_begin = frame(_encoded(work)), work.size, on_begin
         self.cause: Cause | None = None
         self.done: asyncio.Future[TextDone] = asyncio.get_running_loop().create_future()
         self.num_tries = 0
@@ -38,6 +38,15 @@ class TextTask:
         if not self.done.done():
             self.done.set_exception(error)
             self.done.exception()  # it is nobody's oversight if the request is gone
+
+
+def _encoded(work: TextWork) -> bytes:
+    """A client's own values may be such as no message can hold."""
+    try:
+        return msgspec.msgpack.encode(work)
+    except (OverflowError, RecursionError) as error:
+        said = f"chat_template_kwargs cannot be handed on: {error}"
+        raise RequestError(said, param="chat_template_kwargs") from None
 
 
 class Owner(Protocol):
@@ -68,7 +77,7 @@ class TextWorker(asyncio.Protocol):
         self.task = task
         task.begin()
         assert self._transport is not None
-        self._transport.write(frame(msgspec.msgpack.encode(task.work)))
+        self._transport.write(task.message)
         self._set_alarm()
 
     def end(self) -> None:
