@@ -150,7 +150,9 @@ def test_the_final_message_can_be_continued(launch) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Once upon "}]
     body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
     assert rendered(server, body) == "<|user|>hi\n<|assistant|>Once upon "
-    status, _, answer = server.post("/v1/chat/completions", {"messages": messages, "continue_final_message": True})
+    assert rendered(server, {"messages": messages, "continue_final_message": True}).endswith("Once upon ")
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    status, _, answer = server.post("/v1/chat/completions", {"messages": messages, **both})
     assert (status, answer["error"]["param"]) == (400, "continue_final_message")
 
 

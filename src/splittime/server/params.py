@@ -126,11 +126,10 @@ def _check_tools(body: ChatBody) -> None:
 
 def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     """What the chat template is told besides the messages."""
-    opens, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
-    hint = "set add_generation_prompt to false"
-    if opens and continues:
-        message = "continue_final_message and add_generation_prompt cannot both hold"
-        raise RequestError(message, param="continue_final_message", value=True, hint=hint)
+    continues = bool(body.continue_final_message)
+    opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    both = "cannot be true together with add_generation_prompt"
+    _require(not (opens and continues), "continue_final_message", True, both)
     more = body.chat_template_kwargs or {}
     return {"add_generation_prompt": opens, "continue_final_message": continues, "variables": more}
 

@@ -129,11 +129,11 @@ async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, s
 
 
 def _tokenize_work(body: TokenizeBody) -> TextWork:
-    strings = body.return_token_strs
+    strings, options = body.return_token_strs, template_options(body)
     if body.prompt is not None:
         return Encode((body.prompt,), body.add_special_tokens is not False, wants_strings=strings)
     messages = tuple(message.to_template() for message in body.messages or ())
-    return Render(messages, template_options(body), bool(body.add_special_tokens), wants_strings=strings)
+    return Render(messages, options, bool(body.add_special_tokens), wants_strings=strings)
 
 
 async def detokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

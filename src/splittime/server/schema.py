@@ -43,8 +43,10 @@ PROMPT_FORMS = {
     ],
 }
 
-OPENS_ANSWER = "The template writes what begins the model's answer; default: true."
-CONTINUES = "The model goes on with the last message, which is not closed; needs add_generation_prompt false."
+OPENS_ANSWER = (
+    "The template writes what begins the model's answer; default: true, unless the last message is continued."
+)
+CONTINUES = "The model goes on with the last message, which is left open; not with add_generation_prompt."
 TEMPLATE_VARIABLES = "More that the model's chat template may read, as {'enable_thinking': false}."
 
 Body = TypeVar("Body", bound="_Strict")
@@ -171,8 +173,8 @@ class TokenizeBody(_Strict, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: Annotated[bool | None, Meta(description="Default: true for prompt, false for messages.")] = None
-    add_generation_prompt: Annotated[bool, Meta(description=OPENS_ANSWER)] = True
-    continue_final_message: Annotated[bool, Meta(description=CONTINUES)] = False
+    add_generation_prompt: Annotated[bool | None, Meta(description=OPENS_ANSWER)] = None
+    continue_final_message: Annotated[bool | None, Meta(description=CONTINUES)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
     return_token_strs: bool = False
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from splittime.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from splittime.engine.chat_template import OWN_NAMES
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY
 from splittime.server.schema import MAX_STOP_CHARS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -50,9 +49,6 @@ def body_schemas(config: ServerConfig, limits: Limits) -> Schema:
     rules = [_STREAM_OPTIONS, _TOP_LOGPROBS, _TOOLS, _CONTINUES, _ONE_LENGTH, *map(_not_zero, _LENGTHS)]
     components["ChatBody"]["allOf"] = rules
     components["TokenizeBody"]["allOf"] = [_CONTINUES]
-    for name in ("ChatBody", "TokenizeBody"):
-        variables = components[name]["properties"]["chat_template_kwargs"]["anyOf"][0]
-        variables["propertyNames"] = {"not": {"enum": sorted(OWN_NAMES)}}
     components["DetokenizeBody"]["properties"]["tokens"]["items"] = _token_id(limits)
     components["TokenizeBody"]["oneOf"] = [_only("prompt", "messages"), _only("messages", "prompt")]
     if config.strict:
@@ -113,6 +109,7 @@ def _prompt_forms(config: ServerConfig, limits: Limits) -> Schema:
 
 # ---- rules between fields
 
+_TURNS = ("continue_final_message", "add_generation_prompt")
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 
 
@@ -139,7 +136,7 @@ def _only(name: str, other: str) -> Schema:
 _STREAM_OPTIONS = _needs("stream_options", {"type": "object"}, _is("stream", {"const": True}))
 _TOP_LOGPROBS = _needs("top_logprobs", {"type": "integer"}, _is("logprobs", {"const": True}))
 _TOOLS = _needs("tools", {"type": "array", "minItems": 1}, _is("tool_choice", {"const": "none"}))
-_CONTINUES = _needs("continue_final_message", {"const": True}, _is("add_generation_prompt", {"const": False}))
+_CONTINUES = {"not": {"allOf": [_is(name, {"const": True}) for name in _TURNS]}}
 _ZERO_TOKENS_NEED_ECHO = _needs("max_tokens", {"const": 0}, _is("echo", {"const": True}))
 _ONE_LENGTH = {"not": {"allOf": [_is(name, {"type": "integer"}) for name in _LENGTHS]}}
 
