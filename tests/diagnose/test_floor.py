@@ -82,6 +82,34 @@ def test_what_fits_the_cache_is_not_bound_by_memory():
     assert step_floor(record((10, 1)), small, too_large).weights_ns > 0
 
 
+RATES = msgspec.structs.replace(
+    MACHINE,
+    read_rates=((4 << 20, 40.0 * GB), (64 << 20, 20.0 * GB), (256 << 20, 10.0 * GB)),
+    read_bytes_per_s=10.0 * GB,
+)
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "rate", "is_cached"),
+    [
+        (1, 40, True),
+        (4, 40, True),
+        (16, 30, True),
+        (64, 20, True),
+        (128, 15, False),
+        (256, 10, False),
+        (4096, 10, False),
+    ],
+)
+def test_the_floor_has_the_rate_of_the_steps_own_bytes(mebibytes, rate, is_cached):
+    """Whatever cache the machine reports: here one of 480 MiB, which it does not have for itself."""
+    boasting = msgspec.structs.replace(RATES, cache_bytes=480 << 20)
+    kv_free = msgspec.structs.replace(COST, weight_bytes=mebibytes << 20, head_bytes=0, kv_bytes_per_token=0)
+    floor = step_floor(record((10, 1)), kv_free, boasting)
+    assert floor.bytes_ns == pytest.approx((mebibytes << 20) / (rate * GB) * 1e9, rel=0.01)
+    assert floor.fits_cache is is_cached
+
+
 def test_no_floor_without_a_bandwidth_or_rows():
     assert step_floor(record((10, 1)), COST, msgspec.structs.replace(MACHINE, read_bytes_per_s=None)) is None
     assert step_floor(record(), COST, MACHINE) is None

@@ -27,8 +27,8 @@ def native_is_there() -> bool:
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A megabyte: what is measured is the processor's cache, in no time."""
-    for name, bits in (("MIN_READ_BYTES", 20), ("MAX_READ_BYTES", 20), ("TOUCH_BYTES", 19), ("PART_BYTES", 18)):
-        monkeypatch.setattr(ceilings, name, 1 << bits)
+    for name, value in (("READ_SIZES", (1 << 18, 1 << 20)), ("TOUCH_BYTES", 1 << 19), ("PART_BYTES", 1 << 18)):
+        monkeypatch.setattr(ceilings, name, value)
 
 
 def gauge(folder, ops=None, threads: int = 1) -> Gauge:
@@ -47,6 +47,8 @@ def test_what_is_measured_is_known_at_the_next_start(tmp_path):
     assert first.is_due()
     found = measured(first)
     assert found.read_bytes_per_s > 1e8
+    assert [size for size, _ in found.read_rates] == list(ceilings.READ_SIZES)
+    assert found.read_rates[-1][1] == found.read_bytes_per_s <= found.read_rates[0][1]
     assert found.operations_per_s > 1e7
     assert found.cpu
     assert found.threads == 1
@@ -88,9 +90,18 @@ def test_the_best_of_the_last_days_counts(tmp_path):
     long_ago_ns = at_ns - (ceilings_file.MAX_AGE_S + 60) * 10**9
     hours_ago_ns = at_ns - 7200 * 10**9
     path.write_text(
-        json.dumps({key: [[long_ago_ns, 1e18, 1e18], [hours_ago_ns, 1e15, 2.0], [hours_ago_ns, 3.0, 1e14]]})
+        json.dumps(
+            {
+                key: [
+                    [long_ago_ns, [1e18, 1e18], 1e18],
+                    [hours_ago_ns, [4.0, 1e15], 2.0],
+                    [hours_ago_ns, [2e15, 3.0], 1e14],
+                ]
+            }
+        )
     )
     known = gauge(tmp_path).known()
+    assert known.read_rates == ((1 << 18, 2e15), (1 << 20, 1e15))
     assert (known.read_bytes_per_s, known.operations_per_s) == (1e15, 1e14)
     assert known.measured_at_unix_ns == hours_ago_ns
     assert gauge(tmp_path).is_due()
@@ -100,7 +111,9 @@ def test_the_best_of_the_last_days_counts(tmp_path):
     assert len(json.loads(path.read_text())[key]) == 3  # what is too old has left
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"k": 3}', '{"k": [[1, "a", 3]]}', '{"k": [[1]]}', "\x00\xff"])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[1]", '{"k": 3}', '{"k": [[1, "a", 3]]}', '{"k": [[1]]}', '{"k": [[1, 2.0, 3.0]]}', "\x00\xff"]
+)
 def test_a_damaged_file_is_as_none(tmp_path, damage):
     (tmp_path / ceilings_file.NAME).write_bytes(damage.encode("latin-1"))
     assert gauge(tmp_path).known().measured_at_unix_ns is None
@@ -122,6 +135,7 @@ def test_no_memory_costs_a_figure_only(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Gauge, "_allocate", no_memory)
     found = measured(gauge(tmp_path))
     assert found.read_bytes_per_s is None
+    assert found.read_rates == ()
     assert found.operations_per_s > 0
     assert "could not be measured" in caplog.text
     assert found.measured_at_unix_ns <= time.time_ns()

@@ -31,7 +31,7 @@ from splittime.ledger.stages import Stage
 
 THEMES = (
     "failures client way delay loop stated processor threads order queue refused overload burst kv interference "
-    "budget line prompts host sampling device start decode "
+    "budget line prompts host sampling device start start_measurement decode "
     "told_queue told_refusals told_memory told_prefixes told_prompts told_interference"
 )
 for _theme in THEMES.split():

@@ -16,17 +16,24 @@ more than one token chooses (`TokenCost`).
 A floor is an estimate and is stored nowhere. It errs on both sides: too low by what is left out; too high where rows of
 one step share a prefix, which then is read from memory once, and by as much as the ceilings were measured in a better
 moment than the step ran (memory of virtual machines varies by a factor of 1.7 within minutes: `Machine`). A share above
-1 means the reverse, a ceiling measured in a worse one. Where weights and KV fit into the processor's last-level cache,
-memory's bandwidth is no bound at all: `bytes_ns` is 0 then, and `fits_cache` says so.
+1 means the reverse, a ceiling measured in a worse one.
+
+The rate of reading is that of as many bytes as this step reads (`Machine.read_rates`; between two sizes in proportion
+to the logarithm of the bytes). What the machine reports of its caches is not believed, but for books of an earlier
+version, which know one rate alone: there `bytes_ns` is 0 where weights and KV fit the reported cache.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
+import numpy as np
 
 from splittime.ledger.facts import Machine, ServerFacts, TokenCost
 from splittime.ledger.steps import StepRecord
+
+FROM_CACHE = 1.5  # times memory's rate
 
 
 class Bound(StrEnum):
@@ -49,8 +56,9 @@ class Kind(StrEnum):
 
 
 class StepFloor(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's floor. weights_ns, kv_ns: reading them from memory, one after the other; 0 if they fit the cache.
-    operations_ns: None if the machine's rate is not known. host_ns: what the host took of the step, and before it."""
+    """One step's floor. weights_ns, kv_ns: reading them, one after the other. fits_cache: they come from a cache,
+    clearly faster than memory. operations_ns: None if the machine's rate is not known. host_ns: what the host took of
+    the step, and before it."""
 
     weights_ns: int
     kv_ns: int
@@ -125,8 +133,8 @@ def step_floor(step: StepRecord, cost: TokenCost, machine: Machine) -> StepFloor
         return None
     weight_bytes = cost.weight_bytes if step.decode_tokens else cost.weight_bytes - cost.head_bytes
     kv_bytes = _positions(step, cost) * cost.kv_bytes_per_token
-    fits_cache = machine.cache_bytes is not None and weight_bytes + kv_bytes <= machine.cache_bytes
-    ns_per_byte = 0.0 if fits_cache else 1e9 / machine.read_bytes_per_s
+    read_rate = read_bytes_per_s(machine, weight_bytes + kv_bytes)
+    ns_per_byte = 0.0 if read_rate is None else 1e9 / read_rate
     rate = machine.operations_per_s
     return StepFloor(
         weights_ns=round(weight_bytes * ns_per_byte),
@@ -134,8 +142,17 @@ def step_floor(step: StepRecord, cost: TokenCost, machine: Machine) -> StepFloor
         operations_ns=None if rate is None else round(operations(step, cost) / rate * 1e9),
         device_ns=step.device_ns,
         host_ns=step.host_gap_ns + step.plan_ns + step.launch_ns + step.commit_ns,
-        fits_cache=fits_cache,
+        fits_cache=read_rate is None or read_rate > FROM_CACHE * machine.read_bytes_per_s,
     )
+
+
+def read_bytes_per_s(machine: Machine, num_bytes: float) -> float | None:
+    """The rate at which so many bytes are read over and over; None for no bound. The machine's must be known."""
+    if not machine.read_rates:
+        is_cached = machine.cache_bytes is not None and num_bytes <= machine.cache_bytes
+        return None if is_cached else machine.read_bytes_per_s
+    sizes, rates = zip(*machine.read_rates, strict=True)
+    return float(np.interp(math.log(max(1.0, num_bytes)), np.log(sizes), rates))
 
 
 def operations(step: StepRecord, cost: TokenCost) -> float:

@@ -17,14 +17,19 @@ from splittime.core.sleep import SleepReport
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Ceilings, measured by short loops on this machine with the server's own number of threads.
 
-    read_bytes_per_s: a plain streaming read of memory. operations_per_s: of the product that the weights use, where a
+    read_rates: (bytes, bytes a second), by rising size: what so many bytes are read at when they are read over and
+        over, as a step reads weights and keys; small ones come from a cache, the largest from memory. No size of a
+        cache that the machine reports is believed: of a virtual one it may be another's.
+    read_bytes_per_s: that of the largest.
+    operations_per_s: of the product that the weights use, where a
     multiplication and its addition are two; None if it could not be measured, or not yet. cache_bytes: the processor's
-    last-level cache, as this process sees it; what fits there is not read from memory. cores: that the process may use.
+    last-level cache as the machine reports it, for information. cores: that the process may use.
     measured_at_unix_ns: when, which may be some days before the start: ceilings are kept between starts.
     """
 
     cpu: str
     threads: int
+    read_rates: tuple[tuple[int, float], ...] = ()
     read_bytes_per_s: float | None = None
     operations_per_s: float | None = None
     measured_at_unix_ns: int | None = None

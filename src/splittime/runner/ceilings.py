@@ -1,8 +1,8 @@
 """The machine's ceilings, measured by short loops with the server's own threads and kernels: bytes read a second, and
 operations a second of the product that the weights use.
 
-    read        `READ_BYTES_PER_CACHE` times the last-level cache, by plain sums and (native kernels) by a product with
-                one token, which asks for its weights ahead: the best pass of either
+    read        each of `READ_SIZES`, over and over, by plain sums and (native kernels) by a product with one token,
+                which asks for its weights ahead: the best pass of either
     operations  a product of `TOKENS` tokens whose operands stay in the cache, the best pass
 
 What they are worth: two virtual cores of one machine read 31 GB/s at one time and 18 some minutes later, for all
@@ -10,6 +10,10 @@ programs alike (a neighbour's doing), so a share of a ceiling may be wrong by a 
 runs beside the measurement takes its part of it: half of the operations, on two cores. So what counts is the best of
 what was measured in `ceilings_file.MAX_AGE_S`, and a start measures again when the last time is `RENEW_AFTER_S` ago.
 A product with one token has read up to a fifth more than a plain sum of one thread, so both are tried.
+
+Why several sizes: a step reads its weights and keys again and again, and how fast that goes depends on how many bytes
+they are. The cache that the machine reports says little: a virtual machine of two cores was told of 480 MiB that it
+shared with others, and read 300 MiB at 7 GB/s.
 
 The figures are kept beside the packed weights, by processor, cores, threads, kernels and scheme. It takes some tenths
 of a second, in pieces of some milliseconds while nobody is served (`engine.loop`): a pass reads the memory in parts of
@@ -37,8 +41,7 @@ from splittime.runner.ceilings_file import Found
 log = logging.getLogger("splittime.runner")
 
 RENEW_AFTER_S = 3600
-READ_BYTES_PER_CACHE = 4
-MIN_READ_BYTES, MAX_READ_BYTES = 64 << 20, 256 << 20
+READ_SIZES = (4 << 20, 16 << 20, 64 << 20, 256 << 20)
 TOUCH_BYTES = 2 << 20
 TOUCH_S = 0.006  # a piece: a fresh page takes a virtual machine 1 to 4 ms a MiB
 PART_BYTES = 64 << 20  # read in one piece: some milliseconds, a hundred times what it takes to wake the threads
@@ -55,6 +58,7 @@ class Ceilings:
     cores: int
     threads: int
     cache_bytes: int | None
+    read_rates: tuple[tuple[int, float], ...] = ()
     read_bytes_per_s: float | None = None
     operations_per_s: float | None = None
     measured_at_unix_ns: int | None = None
@@ -66,6 +70,7 @@ class Gauge:
     def __init__(self, ops: Ops, scheme: WeightScheme, threads: int, folder: Path | None) -> None:
         self._ops, self._scheme = ops, scheme
         self._path = None if folder is None else folder / ceilings_file.NAME
+        self._sizes: tuple[int, ...] = READ_SIZES
         self._plain = Ceilings(machine.cpu_name(), machine.num_cores(), threads, machine.cache_bytes(threads))
         self._key = self._make_key()
 
@@ -80,39 +85,47 @@ class Gauge:
     def measure(self) -> Iterator[Ceilings | None]:
         """Each `next` is a short piece of the work, the last one yields the result and keeps it. Does not raise: what
         could not be measured is None."""
-        best = []
+        best: list[tuple[float, ...]] = []
         for way in (self._read, self._multiply):
-            best.append(0.0)
+            best.append(())
             try:
-                for rate in way():
-                    best[-1] = rate
+                for rates in way():
+                    best[-1] = rates
                     yield None
             except (MemoryError, RuntimeError) as error:  # torch's words for no memory are a RuntimeError
                 log.warning("a ceiling of the machine could not be measured: %s", error)
-        found = (time.time_ns(), best[0], best[1])
+        found = (time.time_ns(), best[0] or (0.0,) * len(self._sizes), (*best[1], 0.0)[0])
         yield self._best(ceilings_file.remember(self._path, self._key, found) if self._path is not None else [found])
 
-    def _read(self) -> Iterator[float]:
-        """Bytes a second, the best so far; 0 while the memory is being touched."""
-        wanted = (self._plain.cache_bytes or 0) * READ_BYTES_PER_CACHE
-        memory = self._allocate(-(-min(max(wanted, MIN_READ_BYTES), MAX_READ_BYTES) // PART_BYTES) * PART_BYTES)
+    def _read(self) -> Iterator[tuple[float, ...]]:
+        """Bytes a second of each size, the best so far; none while the memory is being touched."""
+        memory = self._allocate(max(self._sizes))
         touched_s = 0.0
         for piece in memory.split(TOUCH_BYTES):
             # a page that was never written is the one page of zeros, and always in the cache
             touched_s += _seconds(partial(piece.fill_, FILLING))
             if touched_s > TOUCH_S:
-                yield 0.0
+                yield ()
                 touched_s = 0.0
-        best_s = float("inf")
+        best = dict.fromkeys(self._sizes, 0.0)
         with ThreadPoolExecutor(self._plain.threads) as threads, torch.inference_mode():
-            for reads in zip(*(self._reads(part, threads) for part in memory.split(PART_BYTES)), strict=True):
-                for _ in range(PASSES):
-                    pass_s = 0.0
-                    for read in reads:
-                        yield len(memory) / best_s
-                        pass_s += _seconds(read)
-                    best_s = min(best_s, pass_s)
-            yield len(memory) / best_s
+            for size in self._sizes:
+                for rate in self._read_over_and_over(memory[:size], threads):
+                    best[size] = rate
+                    yield ()
+        yield tuple(best.values())
+
+    def _read_over_and_over(self, memory: Tensor, threads: ThreadPoolExecutor) -> Iterator[float]:
+        """Bytes a second, the best so far, after each piece. What is small is read several times in a piece."""
+        best_s, times = float("inf"), max(1, PART_BYTES // len(memory) // 4)
+        for reads in zip(*(self._reads(part, threads) for part in memory.split(PART_BYTES)), strict=True):
+            for _ in range(PASSES):
+                pass_s = 0.0
+                for read in reads:
+                    yield len(memory) / best_s
+                    pass_s += _seconds(partial(_repeat, read, times)) / times
+                best_s = min(best_s, pass_s)
+        yield len(memory) / best_s
 
     def _reads(self, part: Tensor, threads: ThreadPoolExecutor) -> list[Callable[[], object]]:
         """Ways to read it."""
@@ -132,35 +145,40 @@ class Gauge:
 
         return allocate(num_bytes)  # on huge pages, as weights are
 
-    def _multiply(self) -> Iterator[float]:
+    def _multiply(self) -> Iterator[tuple[float]]:
         """Operations a second, the best so far; 0 while the memory that was read is freed, and operands are made."""
-        yield 0.0
+        yield (0.0,)
         with torch.inference_mode():
             generator = torch.Generator().manual_seed(0)
             plain = torch.randn(WIDTH, WIDTH, generator=generator)
-            yield 0.0
+            yield (0.0,)
             weight = self._ops.pack_linear([plain], None, self._scheme)
-            yield 0.0
+            yield (0.0,)
             tokens = torch.randn(TOKENS, WIDTH, generator=generator).to(self._ops.activation_dtype)
             best_s = float("inf")
             for _ in range(1 + PASSES):
                 best_s = min(best_s, _seconds(lambda: self._ops.linear(tokens, weight)))
-                yield 2 * TOKENS * WIDTH * WIDTH / best_s
+                yield (2 * TOKENS * WIDTH * WIDTH / best_s,)
 
     def _best(self, found: Sequence[Found]) -> Ceilings:
         if not found:
             return self._plain
         times_ns, reads, operations = zip(*found, strict=True)
+        rates, so_far = [], 0.0
+        for size, best in sorted(zip(self._sizes, map(max, zip(*reads, strict=True)), strict=True), reverse=True):
+            so_far = max(so_far, best)  # fewer bytes are read as fast at the least
+            rates.append((size, so_far))
         return replace(
             self._plain,
-            read_bytes_per_s=max(reads) or None,
+            read_rates=tuple(reversed(rates)) if rates[0][1] else (),
+            read_bytes_per_s=rates[0][1] or None,
             operations_per_s=max(operations) or None,
             measured_at_unix_ns=max(times_ns),
         )
 
     def _make_key(self) -> str:
         plain = self._plain
-        facts = [plain.cpu, plain.cores, plain.threads, plain.cache_bytes, asdict(self._scheme)]
+        facts = [plain.cpu, plain.cores, plain.threads, self._sizes, asdict(self._scheme)]
         facts += [self._ops.name, self._ops.linear_name, str(self._ops.activation_dtype), kernels_build(self._ops)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -173,6 +191,11 @@ def kernels_build(ops: Ops) -> list[object]:
 
     status = os.stat(library()._name)
     return [status.st_size, status.st_mtime_ns]
+
+
+def _repeat(work: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        work()
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -8,7 +8,8 @@ from splittime.runner import kept_json
 
 NAME = "ceilings.json"
 MAX_AGE_S = 3 * 24 * 3600
-Found = tuple[int, float, float]  # when (unix ns), bytes read a second, operations a second; 0 for what failed
+Found = tuple[int, tuple[float, ...], float]
+"""When (unix ns), bytes read a second by size, operations a second; 0 for what failed."""
 
 
 def recall(path: Path | None) -> dict[str, list[Found]]:
@@ -20,7 +21,7 @@ def _fresh(memory: dict[str, Any]) -> dict[str, list[Found]]:
     oldest_ns = time.time_ns() - MAX_AGE_S * 10**9
     try:
         lists = {
-            key: [(int(at_ns), float(read), float(operations)) for at_ns, read, operations in entries]
+            key: [(int(at_ns), tuple(map(float, reads)), float(operations)) for at_ns, reads, operations in entries]
             for key, entries in memory.items()
         }
     except (ValueError, TypeError):

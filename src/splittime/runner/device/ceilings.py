@@ -22,21 +22,22 @@ class CardGauge(Gauge):
         super().__init__(ops, scheme, threads, folder)
         card = torch.cuda.get_device_properties(ops.device)
         self._plain = Ceilings(card.name, card.multi_processor_count, threads, card.L2_cache_size)
+        self._sizes = (COPY_BYTES,)
         self._key = self._make_key()
 
-    def _read(self) -> Iterator[float]:
+    def _read(self) -> Iterator[tuple[float, ...]]:
         with torch.inference_mode():
             source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self._ops.device)
             target = torch.empty_like(source)
             for seconds in self._passes(lambda: target.copy_(source)):
-                yield 2 * COPY_BYTES / seconds
+                yield (2 * COPY_BYTES / seconds,)
 
-    def _multiply(self) -> Iterator[float]:
+    def _multiply(self) -> Iterator[tuple[float]]:
         with torch.inference_mode():
             weight = self._ops.pack_linear([torch.randn(WIDTH, WIDTH)], None, self._scheme)
             tokens = torch.randn(TOKENS, WIDTH, device=self._ops.device).to(self._ops.activation_dtype)
             for seconds in self._passes(lambda: self._ops.linear(tokens, weight)):
-                yield 2 * TOKENS * WIDTH * WIDTH / seconds
+                yield (2 * TOKENS * WIDTH * WIDTH / seconds,)
 
     def _passes(self, work: Callable[[], object]) -> Iterator[float]:
         """Seconds, the best so far; the first pass, which compiles, does not count."""
