@@ -69,7 +69,7 @@ def why(books, name: str) -> str:
 QUIET = [(0.0, 2.0, 0.1)] * 30
 
 
-COUNTERS = ("preemptions", "hits", "lookups", "prompts", "outputs", "requests", "refused", "by_reason", "kv_tokens")
+COUNTERS = ("preemptions", "hits", "lookups", "prompts", "outputs", "requests", "refused", "kv_tokens")
 HISTOGRAMS = ("queue_s", "ttft_s", "prefill_s", "decode_s", "e2e_s", "itl_s")
 
 
@@ -150,6 +150,17 @@ def test_a_cache_is_full_when_the_next_prompt_does_not_fit(answers):
     small = msgspec.structs.replace(books, run=msgspec.structs.replace(run, arms=(arm,), outcomes=outcomes))
     assert [finding.name for finding in diagnose(small).illnesses] == ["told_kv"]
     assert named(books) == ["told_slots"], "in a large cache the same use is room"
+
+
+def test_what_waits_for_something_of_its_own_wants_no_slots(answers):
+    books = seen(answers, "vllm", [(3.0, 4.0, 0.2)] * 30)
+    samples = tuple(msgspec.structs.replace(sample, deferred=3.0) for sample in books.run.samples)
+    [found] = diagnose(
+        msgspec.structs.replace(books, run=msgspec.structs.replace(books.run, samples=samples))
+    ).illnesses
+    assert found.name == "told_queue"
+    assert "grammar" in found.claim
+    assert found.cure.command is None
 
 
 def with_config(run, **labels) -> dict[str, float]:

@@ -13,7 +13,8 @@ from aiohttp.test_utils import TestServer
 
 from splittime.core.errors import ConfigError, EngineError
 from splittime.ledger.client_book import Arm
-from splittime.loadgen.servers import close_arm, open_arm, sample
+from splittime.loadgen.limits import server_limits
+from splittime.loadgen.servers import Gauges, close_arm, open_arm, sample
 
 FIXTURES = Path(__file__).parent / "fixtures"
 Session = aiohttp.ClientSession
@@ -132,15 +133,15 @@ def test_without_metrics_a_note_says_how_to_get_them(kind: str) -> None:
     assert arm.metrics_before == {}
     assert len(arm.notes) == 1
     assert kind in arm.notes[0]
-    assert gauges == (None, None, None)
+    assert gauges == Gauges()
 
 
 GAUGES = {
-    "splittime": (3, 4, 0.75),
-    "sglang": (7, 3, 0.28),
-    "tgi": (6, 4, None),
-    "mock": (None, None, None),
-    "unknown": (None, None, None),
+    "splittime": Gauges(3, 4, 0.75),
+    "sglang": Gauges(7, 3, 0.28),
+    "tgi": Gauges(6, 4),
+    "mock": Gauges(),
+    "unknown": Gauges(),
 }
 
 
@@ -158,10 +159,9 @@ def test_sample_of_the_recorded_servers() -> None:
     async def work(session: Session, url: str) -> Any:
         return await sample(session, await open_arm(session, Target(url)), Target(url))
 
-    waiting, running, kv_usage = on(SERVERS["vllm"], work)
-    assert (running, waiting >= 0, 0 < kv_usage < 1) == (4, True, True)
-    waiting, running, kv_usage = on(SERVERS["llama.cpp"], work)
-    assert (0 < running <= 4, kv_usage) == (True, None)
+    vllm, llama = on(SERVERS["vllm"], work), on(SERVERS["llama.cpp"], work)
+    assert (vllm.running, vllm.waiting >= 0, 0 < vllm.kv_usage < 1, vllm.deferred) == (4, True, True, 0)
+    assert (0 < llama.running <= 4, llama.kv_usage, llama.deferred) == (True, None, None)
 
 
 @pytest.mark.parametrize("kind", sorted(SERVERS))
@@ -232,3 +232,14 @@ def test_odd_answers_are_no_errors(answers: dict[str, Any]) -> None:
     arm = on(answers, work)
     assert arm.accounts == ()
     assert arm.max_model_len is None
+
+
+def test_block_size_is_read_from_the_labels_of_metrics() -> None:
+    """So that bench knows what a prefix cache should find."""
+
+    async def work(session: Session, url: str) -> Any:
+        return (await server_limits(Target(url))).block_size
+
+    assert on(SERVERS["vllm"], work) == 128
+    assert on(SERVERS["sglang"], work) == 16
+    assert on(SERVERS["llama.cpp"], work) is None

@@ -25,7 +25,7 @@ class Words(NamedTuple):
     hits, lookups: prompt tokens that came from its prefix cache, and that were looked up in it. prompts: prompt tokens.
     queue_s, ttft_s, prefill_s, decode_s, e2e_s: histograms over requests, without `_sum`, all of them counted when a
     request ends but for ttft_s, at the first token, where prompts are counted too. itl_s: one over outputs.
-    refused: requests turned away at the door. by_reason: waiting requests by what they wait for.
+    refused: requests turned away at the door.
     config: the gauge whose labels are the cache's settings.
     slots, budget, queue_bound, memory, prefixes, metrics: what to set.
     """
@@ -44,7 +44,6 @@ class Words(NamedTuple):
     e2e_s: Names = ()
     itl_s: Names = ()
     refused: Names = ()
-    by_reason: Names = ()
     kv_tokens: Names = ()
     config: str = ""
     slots: str = ""
@@ -71,7 +70,6 @@ WORDS: dict[str, Words] = {
         e2e_s=("vllm:e2e_request_latency_seconds",),
         itl_s=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
         refused=("vllm:admission_rejections_total",),
-        by_reason=("vllm:num_requests_waiting_by_reason",),
         config="vllm:cache_config_info",
         slots="--max-num-seqs",
         budget="--max-num-batched-tokens",

@@ -105,7 +105,9 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """The state at an instant: the client's own requests in flight, and what the server's metrics said, if anything."""
+    """The state at an instant: the client's own requests in flight, and what the server's metrics said, if anything.
+
+    deferred: of the waiting ones, those that wait for something of their own (a grammar, an adapter)."""
 
     at_ns: int
     arm: int = 0
@@ -113,6 +115,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     waiting: float | None = None
     running: float | None = None
     kv_usage: float | None = None
+    deferred: float | None = None
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):

@@ -204,17 +204,8 @@ class Conductor:
             await asyncio.sleep(self._options.sample_interval_s)
             for place, (arm, target) in enumerate(zip(self._arms, self._targets, strict=True)):
                 at_ns, in_flight = self._elapsed_ns(), self._in_flight[place]
-                waiting, running, kv_usage = await servers.sample(self._session, arm, target)
-                self.samples.append(
-                    Sample(
-                        at_ns=at_ns,
-                        arm=place,
-                        in_flight=in_flight,
-                        waiting=waiting,
-                        running=running,
-                        kv_usage=kv_usage,
-                    )
-                )
+                gauges = await servers.sample(self._session, arm, target)
+                self.samples.append(Sample(at_ns=at_ns, arm=place, in_flight=in_flight, **gauges._asdict()))
 
     def _elapsed_ns(self) -> int:
         return now_ns() - self.begin_ns

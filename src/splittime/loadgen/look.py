@@ -78,8 +78,8 @@ async def _watch(
     """Until so long after the begin."""
     samples = []
     while (at_ns := time.monotonic_ns() - begin_ns) < until_s * 1e9:
-        waiting, running, kv_usage = await servers.sample(session, arm, target)
-        samples.append(Sample(at_ns=at_ns, in_flight=0, waiting=waiting, running=running, kv_usage=kv_usage))
+        gauges = await servers.sample(session, arm, target)
+        samples.append(Sample(at_ns=at_ns, in_flight=0, **gauges._asdict()))
         await asyncio.sleep(SAMPLE_S)
     return samples
 

@@ -1,7 +1,7 @@
 """One server of a run, from outside: which it is, how far away it is, and what it says of itself.
 
     arm = await open_arm(session, target)                     before the load: recognise, probe, scrape
-    waiting, running, kv_usage = await sample(session, arm, target)      meanwhile, in one cheap GET
+    gauges = await sample(session, arm, target)               meanwhile, in one cheap GET
     arm = await close_arm(session, arm, target, outcomes)     after it: scrape, probe again, fetch its own book
 
 Nothing is raised because a server lacks something: it is absent in the arm, and `Arm.notes` says in a sentence what
@@ -18,15 +18,25 @@ import msgspec
 from splittime.ledger.client_book import Arm, Outcome
 from splittime.loadgen import own_book, probe
 from splittime.loadgen.dialects import DIALECTS
-from splittime.loadgen.scrape import MAX_BODY_BYTES, Answer, Samples, Target, ask_first, get, get_json, parse, values
+from splittime.loadgen.scrape import MAX_BODY_BYTES, Answer, Samples, Target, ask_first, get, get_json, parse
 from splittime.loadgen.sse import clipped
 
 OWNERS = {"splittime": "splittime", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 MOCK = "mock"
 MAX_NAME_CHARS = 500
-NO_GAUGES = (None, None, None)
 
-Gauges = tuple[float | None, float | None, float | None]
+
+class Gauges(NamedTuple):
+    """Requests waiting and running, the used share of the KV cache, and of the waiting ones those that wait for
+    something of their own; None for what is not told."""
+
+    waiting: float | None = None
+    running: float | None = None
+    kv_usage: float | None = None
+    deferred: float | None = None
+
+
+NO_GAUGES = Gauges()
 
 
 class Seen(NamedTuple):
@@ -150,7 +160,6 @@ def _too_long(path: str) -> str:
 
 
 async def sample(session: aiohttp.ClientSession, arm: Arm, target: Target) -> Gauges:
-    """Requests waiting, running, and the used share of the KV cache; None for what is not told."""
     if arm.kind == "splittime":
         return _own_gauges(await get_json(session, target, "/stats"))
     if arm.kind not in DIALECTS or not arm.metrics_before:
@@ -158,11 +167,16 @@ async def sample(session: aiohttp.ClientSession, arm: Arm, target: Target) -> Ga
     answer = await get(session, target, "/metrics")
     if answer is None or answer.status != 200:
         return NO_GAUGES
-    names = [DIALECTS[arm.kind].metrics(state) for state in ("waiting", "running", "kv_usage")]
-    wanted = tuple(name for some in names for name in some)
+    dialect = DIALECTS[arm.kind]
+    wanted = tuple(name for state in Gauges._fields for name in dialect.metrics(state))
     samples = parse(answer.body.decode("utf-8", "replace"), wanted)
-    waiting, running, kv_usage = ([value for name in some for value in values(samples, name)] for some in names)
-    return sum(waiting) if waiting else None, sum(running) if running else None, max(kv_usage) if kv_usage else None
+    found = {state: dialect.state_values(state, samples) for state in Gauges._fields}
+    return Gauges(**{state: _of_many(state, told) for state, told in found.items() if told})
+
+
+def _of_many(state: str, told: Sequence[float]) -> float:
+    """Over a server's engines: requests together, the use of the fullest cache."""
+    return max(told) if state == "kv_usage" else sum(told)
 
 
 def _own_gauges(stats: Any) -> Gauges:
@@ -172,7 +186,7 @@ def _own_gauges(stats: Any) -> Gauges:
         return NO_GAUGES
     blocks, used = _number(engine.get("blocks_total")), _number(engine.get("blocks_used"))
     usage = used / blocks if blocks and used is not None else None
-    return _number(engine.get("num_waiting")), _number(engine.get("num_running")), usage
+    return Gauges(_number(engine.get("num_waiting")), _number(engine.get("num_running")), usage)
 
 
 def _number(value: Any) -> float | None:

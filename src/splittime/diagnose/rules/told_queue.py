@@ -6,6 +6,7 @@ The queue is laid to one cause only (`cause_of`), so that no two findings explai
              for most of the wait; or it throws requests out
     budget   prompts are cut into many small steps (`told_prompts.small_steps`)
     slots    it runs as many as it ever ran, or one less: the gauge is read after a step's finished requests have left
+    own      something of their own (a grammar, an adapter, a transfer), where the server counts those apart
     unknown  none of these
 """
 
@@ -36,6 +37,7 @@ class Held(StrEnum):
     KV = "KV memory"
     BUDGET = "the token budget"
     SLOTS = "slots"
+    OWN = "something of their own"
     UNKNOWN = "unknown"
 
 
@@ -45,6 +47,8 @@ def cause_of(found: Told) -> Held | None:
     total = sum(state.waiting or 0.0 for state in waiting)
     if not total:
         return None
+    if sum(state.deferred or 0.0 for state in waiting) >= MOSTLY * total:
+        return Held.OWN
     full = sum(state.waiting or 0.0 for state in waiting if is_full(found, state))
     if full and (full >= MOSTLY * total or is_preempting(found)):
         return Held.KV
@@ -148,12 +152,16 @@ def told_queue(books: Books) -> Answer:
     found = with_states(books, "told_queue")
     if not isinstance(found, Told):
         return found
-    share = share_of(found, Held.UNKNOWN)
+    own, unknown = share_of(found, Held.OWN), share_of(found, Held.UNKNOWN)
+    share = max(own, unknown, key=lambda one: one.value)
     if not share.is_worth_it:
         return share.unsure("told_queue")
-    kv = (
-        "" if any(state.kv_usage is not None for state in found.states) else f" ({found.lacks('the use of its cache')})"
-    )
+    if share is own:
+        claim = "most for something of their own: a grammar that is compiled, an adapter, a transfer of their KV"
+        sentence = "Ask for fewer different grammars or adapters; neither slots nor memory would let them in sooner."
+        return _queue_finding(found, "told_queue", share, claim, Cure(sentence=sentence), ())
+    has_gauge = any(state.kv_usage is not None for state in found.states)
+    kv = "" if has_gauge else f" ({found.lacks('the use of its cache')})"
     cure = Cure(sentence="Lower the rate, or add a server: its gauges show no limit that a setting would lift.")
     claim = f"it does not run as many as it did at other times, and its KV cache is not known to be full{kv}"
     return _queue_finding(found, "told_queue", share, claim, cure, ())

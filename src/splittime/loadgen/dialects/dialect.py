@@ -8,6 +8,8 @@ and what was in flight at a scrape is in it in part.
 from enum import StrEnum
 from typing import NamedTuple
 
+from splittime.loadgen.scrape import Samples, values
+
 
 class Form(StrEnum):
     MEAN = "mean"  # of a histogram or summary: growth of NAME_sum over growth of NAME_count
@@ -52,6 +54,11 @@ class Dialect(NamedTuple):
     def metrics(self, name: str) -> tuple[str, ...]:
         """The server's own names of a quantity, today's first; none if it has none."""
         return next(((quantity.metric, *quantity.older) for quantity in self.quantities if quantity.name == name), ())
+
+    def state_values(self, name: str, samples: Samples) -> list[float]:
+        """What a scrape says of a state, of each of the server's engines."""
+        labels = next((dict(quantity.labels) for quantity in self.quantities if quantity.name == name), {})
+        return [value for metric in self.metrics(name) for value in values(samples, metric, labels)]
 
 
 def states(waiting: str, running: str, waiting_trap: str = "", running_trap: str = "") -> tuple[Quantity, ...]:

@@ -4,7 +4,7 @@
     prefill_busy, decode_slots                                           totals, in seconds
     requests, prompt_tokens, output_tokens, prefix_hit_tokens, preemptions, preempted, refused, steps,
     prefix_hits
-    waiting, running, kv_usage                                           means of what was sampled during the load
+    waiting, deferred, running, kv_usage                                 means of what was sampled during the load
 
 Means are compared with means, over every request that was sent (the scrapes do not know of a warm-up), and from the
 actual send, since no server knows when a request was meant to come. The client's figures are longer by the network, by

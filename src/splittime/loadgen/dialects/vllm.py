@@ -89,6 +89,14 @@ VLLM = Dialect(
             "steps is counted whole in the one of its first token.)",
             "steps",
         ),
+        Quantity(
+            "deferred",
+            "vllm:num_requests_waiting_by_reason",
+            Form.STATE,
+            "Of the waiting ones, those that wait for something of their own: a grammar, an adapter, a transfer.",
+            "requests",
+            labels=(("reason", "deferred"),),
+        ),
         *states(
             "vllm:num_requests_waiting",
             "vllm:num_requests_running",
