@@ -39,6 +39,23 @@ def test_shows_what_is_in_the_books(live, visit):
     assert page.locator("#charts figure").nth(3).locator("path.area").count() == 2
 
 
+def test_a_sliver_of_a_bar_has_its_colour_and_its_place(live, visit):
+    fill(live, books.accounts(4, seconds=10))
+    page = visit(live.url)
+    bar = lines(page).first.locator(".bar")
+    bar.locator("i").first.wait_for()
+    slivers = bar.locator("i.thin")
+    assert slivers.count() >= 2, "before the engine, and deliver"
+    for sliver in slivers.all():
+        assert sliver.evaluate("element => getComputedStyle(element).boxShadow") == "none"
+        assert sliver.bounding_box()["width"] >= 2
+    end = bar.bounding_box()["x"] + bar.bounding_box()["width"]
+    last = bar.locator("i").last.bounding_box()
+    assert last["x"] + last["width"] <= end + 0.5
+    short, before = (f"getComputedStyle(document.body).getPropertyValue('--{name}')" for name in ("short", "before"))
+    assert page.evaluate(f"{short} !== {before}"), "short stages have a colour of their own"
+
+
 def test_what_those_in_the_queue_wait_for_now(live, visit):
     causes: dict[str, int] = {}
     idle = live.engine.stats()

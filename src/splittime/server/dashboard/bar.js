@@ -4,6 +4,8 @@ import { el } from "./dom.js";
 import { duration, percent } from "./format.js";
 import { classOf, coarse, label } from "./words.js";
 
+const THIN = 0.01; // of the bar: too little for an edge
+
 /** A bar of [key, amount] pairs; shorter than its place if `whole` is more than their sum. */
 export function stageBar(pairs, whole = null) {
   const total = whole ?? pairs.reduce((sum, [, value]) => sum + value, 0);
@@ -18,7 +20,7 @@ export function fillBar(bar, pairs, total) {
   while (bar.children.length > segments.length) bar.lastChild.remove();
   segments.forEach(([key, value], i) => {
     const segment = bar.children[i] ?? bar.appendChild(el("i"));
-    segment.className = classOf(key);
+    segment.className = value / total < THIN ? `${classOf(key)} thin` : classOf(key);
     segment.style.width = `${(value / total) * 100}%`;
   });
 }

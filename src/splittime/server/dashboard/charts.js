@@ -89,7 +89,7 @@ function stepSeries(store, kinds, from, to, factor) {
 /** Several short stages as one. */
 function together(small) {
   const values = small[0].values.map((_, i) => small.reduce((sum, one) => sum + one.values[i], 0));
-  return { key: "rest", label: "short stages", className: "ink stage-before", title: small.map(({ key }) => label(key)).join(", "), values };
+  return { key: "rest", label: "short stages", className: "ink stage-short", title: small.map(({ key }) => label(key)).join(", "), values };
 }
 
 function seconds(from, to, valueAt) {
