@@ -36,7 +36,8 @@ def replace_text(path: Path, text: str) -> None:
 
 def generation_config() -> dict[str, object]:
     """The defaults that generation_config.json gives to whoever generates."""
-    return {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "do_sample": True, "temperature": 0.8}
+    ends = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID}
+    return {**ends, "do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.95}
 
 
 def export_folder(folder: Path, shape: Shape, weights: dict[str, Tensor], tokenizer: Tokenizer) -> None:

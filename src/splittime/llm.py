@@ -72,7 +72,10 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class LLM:
-    """A model and its engine. `arguments` are the settings of `splittime config show`, by name. Not thread-safe."""
+    """A model and its engine. `arguments` are the settings of `splittime config show`, by name. Not thread-safe.
+
+    default_sampling: what the model's makers advise (`generation_config.json`), used where no parameters are given.
+    """
 
     def __init__(self, model: str | Path | None = None, *, ledger: Ledger | None = None, **arguments: Any) -> None:
         from splittime.cli.worker import build_engine  # brings torch: two seconds, paid by those who generate
@@ -86,6 +89,7 @@ class LLM:
         self._start_parts += tuple(timeline)
         self._started_ns, self._ready_ns = timeline[0][1], time.monotonic_ns()
         self.resolved |= resolved
+        self.default_sampling = msgspec.convert(resolved["default_sampling"], SamplingParams)
         self._vocab_size = resolved["vocab_size"]
         self.name = model_source.default_name(chosen["model"], folder)
 
@@ -105,6 +109,7 @@ class LLM:
         self.ledger = ledger if ledger is not None else Ledger()
         self._start_parts: tuple[Part, ...] = ()
         self.resolved: dict[str, Any] = {}
+        self.default_sampling = SamplingParams()
         self._eos_token_ids = eos_token_ids
         self._vocab_size = tokenizer.vocab_size
         self._max_model_len = engine.scheduler.config.max_model_len
@@ -271,7 +276,7 @@ class LLM:
     def _checked_pairs(self, prompts: Any, sampling: Any) -> list[tuple[Prompt, SamplingParams]]:
         """All or nothing: a mistake in one is told before any is submitted."""
         listed = _as_list(prompts)
-        given = sampling if isinstance(sampling, list | tuple) else [sampling or SamplingParams()] * len(listed)
+        given = sampling if isinstance(sampling, list | tuple) else [sampling or self.default_sampling] * len(listed)
         if len(given) != len(listed):
             raise RequestError(f"{len(listed)} prompts and {len(given)} sampling parameters", param="sampling")
         params = [_typed(one) for one in given]
@@ -310,7 +315,9 @@ class LLM:
     def _complete(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """With a seed and a bound: to the end of the context, if nothing else was said."""
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-        max_tokens = sampling.max_tokens or max(1, self._max_model_len - num_prompt_tokens)
+        room = max(1, self._max_model_len - num_prompt_tokens)
+        is_default = sampling is self.default_sampling
+        max_tokens = min(room, sampling.max_tokens or room) if is_default else sampling.max_tokens or room
         return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)
 
     def _close(self, choice: Choice, text: str) -> Output:

@@ -12,7 +12,7 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
 
-RESOLVED = {"max_model_len": 2048, "vocab_size": 256, "eos_token_ids": []}
+RESOLVED = {"max_model_len": 2048, "vocab_size": 256, "eos_token_ids": [], "default_sampling": {"temperature": 0.5}}
 
 
 def build(settings, timeline, tell):

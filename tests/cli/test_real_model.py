@@ -22,7 +22,7 @@ PROMPT = "def read_json(path):"
 
 @pytest.fixture(scope="module")
 def answer():
-    command = [sys.executable, "-m", "splittime.cli.main", "generate", "-p", PROMPT, "-n", "8", "--json"]
+    command = [sys.executable, "-m", "splittime.cli.main", "generate", "-p", PROMPT, "-n", "8", "-t", "0", "--json"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -43,6 +43,10 @@ def test_llm_gives_what_the_command_gives(answer):
     assert other.account.intervals[-1].end_ns == other.account.end_ns
     assert "".join(piece.text for piece in llm.stream(PROMPT, sampling)) == answer["text"]
     assert [phase[0] for phase in llm.timeline][-1] == "warm-up"
+    advice = {"temperature": 0.7, "top_k": 40, "top_p": 0.95}  # of the package's generation_config.json
+    assert llm.resolved["default_sampling"] == advice
+    assert llm.default_sampling == splittime.SamplingParams(**advice)
+    assert len({output.text for output in llm.generate([PROMPT] * 4)}) > 1  # drawn, and to the end of the context
 
 
 def test_unknown_settings_are_refused_with_did_you_mean():

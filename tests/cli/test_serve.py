@@ -107,6 +107,7 @@ def test_for_people_on_stderr_there_are_few_lines(model_folder):
 
 def test_verbose_tells_everything(model_folder):
     told = "".join(told_at_start(str(model_folder), "--port", "0", "--max-num-seqs", "7", "--verbose"))
+    assert "default_sampling.temperature" in told
     assert "flag --max-num-seqs" in told
     assert "start-up, ms" in told
 

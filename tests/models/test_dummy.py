@@ -64,3 +64,21 @@ def test_the_config_itself_must_be_there(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"]}))
     with pytest.raises(ConfigError, match="NoSuchModel"):
         load(config, lambda name, begin_ns, end_ns: None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "said"),
+    [
+        ({"vocab_size": 1 << 24, "hidden_size": 1 << 20}, {}, "model needs 70368744177664 bytes"),
+        ({"intermediate_size": 1 << 20, "hidden_size": 1 << 16, "head_dim": 8}, {}, "model needs 274877906944 bytes"),
+        ({"max_position_embeddings": 1 << 27}, {"kv_cache_memory_bytes": 1 << 20}, "max_model_len needs 12884901888"),
+    ],
+)
+def test_sizes_that_no_file_backs_are_refused_before_anything_is_made_of_them(
+    tmp_path, monkeypatch, sizes, settings, said
+):
+    tiny_config.write(tmp_path, **sizes)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 8 << 30)
+    config = RunnerConfig(model_path=str(tmp_path), load_format="dummy", kernels="reference", **settings)
+    with pytest.raises(ConfigError, match=said):
+        load(config, lambda name, begin_ns, end_ns: None)

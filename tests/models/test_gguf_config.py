@@ -105,7 +105,7 @@ def test_ends_of_a_turn(tmp_path):
     [
         (keys_of("gemma2"), r"general\.architecture is 'gemma2', which is not served; these are: llama, qwen2"),
         (keys_of(context_length=None), r"llama\.context_length is missing"),
-        (keys_of(block_count=(4, u32(0))), r"llama\.block_count is 0, must be a positive integer"),
+        (keys_of(block_count=(4, u32(0))), r"llama\.block_count is 0, must be an integer from 1 to 4096"),
         (keys_of(embedding_length=(8, text("64"))), r"llama\.embedding_length is '64'"),
         (keys_of(attention__head_count_kv=(4, u32(3))), r"head_count_kv is 3, must be a divisor"),
         (keys_of(attention__head_count_kv=(9, u32(4) + u64(2) + u32(2) + u32(4))), r"the same for all layers"),
@@ -113,7 +113,10 @@ def test_ends_of_a_turn(tmp_path):
         (keys_of(attention__value_length=(4, u32(8))), r"value_length is 8, must be the length of a key, 16"),
         (keys_of(rope__dimension_count=(4, u32(8))), r"rope\.dimension_count is 8"),
         (keys_of(rope__scaling__type=(8, text("yarn"))), r"rope\.scaling\.type is 'yarn', must be none or linear"),
-        (keys_of(attention__layer_norm_rms_epsilon=(6, f32(float("nan")))), r"epsilon is nan, must be a positive"),
+        (
+            keys_of(attention__layer_norm_rms_epsilon=(6, f32(float("nan")))),
+            r"epsilon is nan, must be a number from 1e-20 to 1",
+        ),
         (keys_of(logit_scale=(6, f32(0.25))), r"llama\.logit_scale is 0\.25: it may change what the model computes"),
         (keys_of(brand_new=(4, u32(1))), r"llama\.brand_new is 1: it may change"),
         (keys_of(attention__causal=(7, b"\x00")), r"attention\.causal is False: it may change"),
@@ -177,8 +180,6 @@ def test_missing_misshapen_and_left_over_tensors_are_named(tmp_path):
     checkpoint.take_linear("model.embed_tokens", ROWS, WIDTH)
     assert checkpoint.num_parameters == ROWS * WIDTH
     checkpoint.take_linear("model.layers.0.mlp.experts.0.up_proj", 4, 8)
-    with pytest.raises(ConfigError, match=r"2 tensors, or parts of them, .*: blk.0.ffn_up_exps.weight, strange.weight"):
-        checkpoint.check_all_taken()
+    assert checkpoint.not_taken() == ["blk.0.ffn_up_exps.weight", "strange.weight"]
     checkpoint.take_linear("model.layers.0.mlp.experts.1.up_proj", 4, 8)
-    with pytest.raises(ConfigError, match=r"1 tensors, or parts of them, .*: strange.weight"):
-        checkpoint.check_all_taken()
+    assert checkpoint.not_taken() == ["strange.weight"]

@@ -103,7 +103,7 @@ def test_mixtures_of_experts():
         ({"head_dim": 7}, ["head_dim", "7"]),
         ({"attention_bias": "yes"}, ["attention_bias", "yes"]),
         ({"rms_norm_eps": -1.0}, ["rms_norm_eps", "-1.0"]),
-        ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "positive number"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "a number from"]),
         ({"rope_theta": float("inf")}, ["rope_theta", "inf"]),
         ({"torch_dtype": "float8"}, ["torch_dtype", "float8"]),
         ({"eos_token_id": "end"}, ["eos_token_id", "end"]),
@@ -147,3 +147,45 @@ def test_published_configs():
         else:
             with pytest.raises(ConfigError, match=f"{name}|quant"):
                 parse_config(values)
+
+
+NESTED = {"full_attention": {**LLAMA3, "rope_theta": 5e5}, "sliding_attention": {**LLAMA3, "rope_theta": 5e5}}
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
+MIXED = {**QWEN, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def test_rope_settings_by_kind_of_layer_are_read_where_the_layers_agree():
+    want = parse(rope_theta=5e5, rope_scaling=LLAMA3).rope
+    assert parse(rope_parameters={"full_attention": NESTED["full_attention"]}).rope == want
+    assert parse(**MIXED, rope_parameters=NESTED).rope == want
+    other = {**NESTED, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    assert parse(rope_parameters=other).rope == want  # a Llama has no sliding layers
+    with pytest.raises(ConfigError, match=r"rope_parameters\.full_attention is llama3 .*sliding_attention is default"):
+        parse(**MIXED, rope_parameters=other)
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"sliding_attention": LLAMA3}, "rope_parameters is .* an object for each of full_attention"),
+        ({"full_attention": LLAMA3, "other": LLAMA3}, "rope_parameters is"),
+        ({"full_attention": LLAMA3, "rope_theta": 1e4}, "rope_parameters is"),
+        ({"full_attention": {"rope_type": "yarn", "factor": 2.0}}, r"full_attention\.rope_type is 'yarn'"),
+        ({"rope_type": "default", "mrope_section": [1, 2]}, r"rope_parameters\.mrope_section is \[1, 2\]"),
+        ({"rope_type": "linear", "factor": 2.0, "attention_factor": 0.5}, "attention_factor is 0.5"),
+        ({"full_attention": {"inner": {}}}, r"full_attention\.inner is"),
+    ],
+)
+def test_rope_settings_that_are_not_carried_out_are_refused(rope, named):
+    with pytest.raises(ConfigError, match=named):
+        parse(rope_parameters=rope)
+
+
+def test_two_forms_of_rope_settings_may_not_contradict_each_other():
+    both = {
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+    }
+    assert parse(**both).rope.factor == 2.0
+    with pytest.raises(ConfigError, match=r"rope_parameters is default .* rope_scaling is linear"):
+        parse(**{**both, "rope_parameters": {"rope_type": "default"}})

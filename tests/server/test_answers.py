@@ -35,6 +35,35 @@ def test_a_completion_gets_16_tokens_by_default_and_a_chat_the_rest_of_the_conte
     assert usage["total_tokens"] == 64
 
 
+ADVICE = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.2, "max_tokens": 12}
+
+
+def asked(server) -> dict:
+    sampling = server.engine.submitted[-1].sampling
+    return {name: getattr(sampling, name) for name in ADVICE}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_the_model_s_makers_advise_applies_where_a_request_says_nothing(launch, path: str) -> None:
+    server = launch(model={"default_sampling": ADVICE})
+    body = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    assert server.post(path, body)[0] == 200
+    assert asked(server) == ADVICE
+    said = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 30}
+    assert server.post(path, {**body, **said})[0] == 200
+    assert asked(server) == said
+    server.post(path, {**body, "top_k": -1, "temperature": None})
+    assert asked(server) == {**ADVICE, "top_k": 0}
+
+
+def test_advice_of_more_tokens_than_there_is_room_for_is_cut(launch) -> None:
+    server = launch(model={"default_sampling": {"max_tokens": 10_000}, "max_model_len": 300})
+    assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})[0] == 200
+    assert 16 < server.engine.submitted[-1].sampling.max_tokens < 300
+    server.post("/v1/completions", {"prompt": "a"})
+    assert server.engine.submitted[-1].sampling.max_tokens == 16
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_stream_says_what_the_whole_answer_says(launch, chat: bool) -> None:
     live = launch(say("héllo 木 wörld"))

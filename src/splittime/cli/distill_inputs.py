@@ -16,7 +16,8 @@ from splittime.distill.settings import Settings
 from splittime.distill.student import Plan
 from splittime.distill.windows import refuse_short
 from splittime.engine.tokenizer import Tokenizer
-from splittime.models.config import ModelConfig, load_config, read_json
+from splittime.models.config import ModelConfig, load_config
+from splittime.models.json_file import read_json
 from splittime.models.weights.fingerprint import fingerprints
 from splittime.quality.documents import Tokens, read_documents
 

@@ -1,8 +1,9 @@
 """`splittime generate`: stream one answer to the terminal from an engine in this process, then show its account."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import orjson
 import typer
 from rich.console import Console
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from splittime.llm import LLM
 
 PANEL = "Sampling"
+ADVISED = "Default: the model's own advice."
 
 EXAMPLES = f"""\b
 Examples:
@@ -33,25 +35,27 @@ def generate(
     model: ModelArgument = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Default: standard input.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", rich_help_panel=PANEL)] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", rich_help_panel=PANEL)] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", rich_help_panel=PANEL)] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="0 is off.", rich_help_panel=PANEL)] = 0,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help=ADVISED, rich_help_panel=PANEL)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help=ADVISED, rich_help_panel=PANEL)] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help=f"0 is off. {ADVISED}", rich_help_panel=PANEL)] = None,
     seed: Annotated[int | None, typer.Option("--seed", rich_help_panel=PANEL)] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="May be repeated.", rich_help_panel=PANEL)] = None,
     json: JsonFlag = False,
 ) -> None:
     """Stream an answer to the terminal, then show where its time went."""
-    sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
-    )
-    sampling.validate()
+    flags = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    given |= {"max_tokens": max_tokens, "stop": tuple(stop or ())}
+    SamplingParams(**given).validate()
     text = prompt if prompt is not None else _from_stdin()
     model_source.locate(model, settings["load_format"])  # a download shows its own progress, before the spinner
     with talk().status("loading the model"):
         from splittime.llm import LLM  # brings torch
 
         llm = LLM(model, **(settings.part("runner") | settings.part("scheduler")))
-    _stream(llm, text, sampling, json)
+    _stream(llm, text, msgspec.structs.replace(llm.default_sampling, **given), json)
 
 
 def _from_stdin() -> str:

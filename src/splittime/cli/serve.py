@@ -140,6 +140,7 @@ def model_info(settings: Settings, config: ServerConfig, folder: Path, ready: "R
         vocab_size=ready.resolved["vocab_size"],
         eos_token_ids=tuple(ready.resolved["eos_token_ids"]),
         created_unix_s=int(time.time()),
+        default_sampling=ready.resolved["default_sampling"],
     )
 
 

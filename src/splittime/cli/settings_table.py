@@ -144,6 +144,15 @@ SETTINGS = (
         choices=("auto", "safetensors", "gguf", "dummy"),
     ),
     Setting(
+        "generation_config",
+        "text",
+        "auto",
+        "What applies of generation_config.json: auto all of it, where a request says nothing; vllm its ends of "
+        "sequence, not its sampling; none nothing.",
+        ("runner",),
+        choices=("auto", "vllm", "none"),
+    ),
+    Setting(
         "gpu_memory_utilization",
         "number",
         0.9,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.distill.llama import Llama, Shape
-from splittime.models.config import ModelConfig, parse_config, read_json
+from splittime.models.config import ModelConfig, parse_config
+from splittime.models.json_file import read_json
 from splittime.models.weights.checkpoint import Checkpoint
 from splittime.quantize import tensor_file
 from splittime.quantize.tensor_file import Entry

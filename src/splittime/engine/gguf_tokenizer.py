@@ -27,6 +27,7 @@ TEMPLATE = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPECIAL_NAMES = ("bos", "eos", "unknown", "padding", "eot", "eom")
 SPACE = "▁"
+MAX_CHARACTERS = 1 << 24  # of a sentencepiece vocabulary, which is cut at each of them: 8 times the largest published
 
 
 def build(metadata: Mapping[str, Any], chat_template: str | None = None) -> Tokenizer:
@@ -125,6 +126,9 @@ def _sentencepiece(found: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     if found.flag("remove_extra_whitespaces", False):
         raise _bad("remove_extra_whitespaces", True, "false, as decoder models have it")
     unknown = next((token for token, kind in zip(found.tokens, found.kinds, strict=True) if kind == UNKNOWN), None)
+    characters = sum(map(len, found.tokens))
+    if characters > MAX_CHARACTERS:
+        raise _bad("tokens", characters, f"texts of at most {MAX_CHARACTERS} characters in all")
     merges = _merges_of(found.tokens, found.kinds, found.scores())
     backend = _bpe(found, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     begins = found.flag("add_space_prefix", True)

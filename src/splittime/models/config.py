@@ -1,39 +1,25 @@
 """A checkpoint's `config.json` as a frozen value: every question about the model's shape is settled here, once.
 
-Both forms of rotary settings are read: `rope_theta` and `rope_scaling` (transformers 4) and `rope_parameters`
-(transformers 5). Whatever would change the arithmetic and is not implemented is refused with its name and value.
+Whatever would change the arithmetic and is not implemented is refused with its name and value, and so is a number that
+is larger than `limits` allows, before anything is made of it. Rotary settings have forms of their own (`rope_config`).
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from splittime.core.errors import ConfigError
 from splittime.models import registry
 from splittime.models.fields import Fields, bad
+from splittime.models.generation import read_generation
+from splittime.models.json_file import read_json
+from splittime.models.limits import LAYERS, Bounds
 from splittime.models.registry import Architecture
+from splittime.models.rope_config import LAYER_KINDS, RopeConfig, parse_rope
 from splittime.models.weights.formats import read as formats
 from splittime.models.weights.formats.recipe import Recipe
 
-ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding; all after `theta` are read only by the types that use them.
-
-    divisors: of type "divided", which is how GGUF files say what they do: each pair's frequency is divided by its own.
-    """
-
-    rope_type: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-    divisors: tuple[float, ...] = ()
 
 
 class MoeConfig(msgspec.Struct, frozen=True):
@@ -48,7 +34,8 @@ class MoeConfig(msgspec.Struct, frozen=True):
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """layer_windows: for each layer, its sliding window in tokens, or None. checkpoint_dtype: as config.json says, of
-    what is not quantised; quantization: how the rest is stored."""
+    what is not quantised; quantization: how the rest is stored. sampling: what the model's makers advise, by the names
+    of `SamplingParams`."""
 
     architecture: str
     vocab_size: int
@@ -71,30 +58,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
     quantization: Recipe | None = None
+    sampling: dict[str, float | int] = {}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises `ConfigError` when there is none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", param="model_path", value=str(path)) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} does not hold a JSON object", param="model_path", value=str(path))
-    return values
-
-
-def load_config(folder: Path) -> ModelConfig:
-    """Read `config.json`, and where they are there: the end-of-sequence ids of `generation_config.json`, and what
-    AutoGPTQ and AutoAWQ once wrote into a file of its own (`SIDE_FILES`)."""
+def load_config(folder: Path, generation: str = "auto") -> ModelConfig:
+    """Read `config.json`, and where they are there: `generation_config.json`, as `generation` says (see there),
+    and what AutoGPTQ and AutoAWQ once wrote into a file of its own (`SIDE_FILES`)."""
     values = read_json(folder / "config.json")
     for name, method in formats.SIDE_FILES.items():
         if not formats.is_quantised(values) and (folder / name).exists():
             values[formats.KEY] = {"quant_method": method, **read_json(folder / name)}
-    generation = folder / "generation_config.json"
-    extra = Fields(read_json(generation)).ints("eos_token_id") if generation.exists() else ()
     config = parse_config(values)
-    return msgspec.structs.replace(config, eos_token_ids=tuple(dict.fromkeys(extra + config.eos_token_ids)))
+    said = read_generation(folder, generation, config.vocab_size)
+    ends = tuple(dict.fromkeys(said.eos_token_ids + config.eos_token_ids))
+    return msgspec.structs.replace(config, eos_token_ids=ends, sampling=said.sampling)
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
@@ -107,9 +84,13 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     num_layers = fields.count("num_hidden_layers")
     hidden_size = fields.count("hidden_size")
     max_positions = fields.count("max_position_embeddings")
+    vocab_size = fields.count("vocab_size")
+    ids = Bounds(0, vocab_size - 1)
+    fields.ints("bos_token_id", ids)
+    windows = _windows(fields, facts, num_layers)
     return ModelConfig(
         architecture=name,
-        vocab_size=fields.count("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.count("intermediate_size"),
         num_layers=num_layers,
@@ -118,16 +99,16 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         head_dim=_head_dim(fields, facts, hidden_size, num_heads),
         max_position_embeddings=max_positions,
         rms_norm_eps=fields.number("rms_norm_eps", facts.rms_norm_eps_default),
-        rope=_rope(fields, facts, max_positions),
+        rope=parse_rope(fields, facts, max_positions, _kinds(fields, windows)),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=_bias(facts.qkv_bias, fields),
         output_bias=_bias(facts.output_bias, fields),
         mlp_bias=facts.mlp_bias and fields.flag("mlp_bias", False),
         qk_norm=facts.qk_norm,
-        layer_windows=_windows(fields, facts, num_layers),
+        layer_windows=windows,
         moe=_moe(fields, facts, num_layers),
         checkpoint_dtype=_dtype(fields),
-        eos_token_ids=fields.ints("eos_token_id"),
+        eos_token_ids=fields.ints("eos_token_id", ids),
         quantization=formats.parse(values),
     )
 
@@ -166,32 +147,6 @@ def _bias(rule: str, fields: Fields) -> bool:
     return rule == "always" or (rule == "attention_bias" and fields.flag("attention_bias", False))
 
 
-def _rope(fields: Fields, facts: Architecture, max_positions: int) -> RopeConfig:
-    new_style = fields.values.get("rope_parameters")
-    given = new_style if new_style is not None else fields.values.get("rope_scaling")
-    key = "rope_parameters" if new_style is not None else "rope_scaling"
-    if given is not None and not isinstance(given, dict):
-        raise bad(key, given, "an object")
-    scaling = Fields(given or {}, f"{key}.")
-    theta = scaling.number("rope_theta", fields.number("rope_theta", facts.rope_theta_default))
-    partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise bad("partial_rotary_factor", partial, "1 (partial rotary embedding is not implemented)")
-    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise bad(f"{key}.rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
-    if rope_type == "default":
-        return RopeConfig("default", theta)
-    factor = scaling.number("factor")
-    if rope_type == "linear":
-        return RopeConfig("linear", theta, factor)
-    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-    if high <= low:
-        raise bad(f"{key}.high_freq_factor", high, f"above low_freq_factor, {low}")
-    original = scaling.count("original_max_position_embeddings", max_positions)
-    return RopeConfig("llama3", theta, factor, low, high, original)
-
-
 def _windows(fields: Fields, facts: Architecture, num_layers: int) -> tuple[int | None, ...]:
     if facts.window == "none":
         return (None,) * num_layers
@@ -201,16 +156,22 @@ def _windows(fields: Fields, facts: Architecture, num_layers: int) -> tuple[int 
         window = None
     if facts.window != "by_layer":
         return (window,) * num_layers
-    full_layers = fields.values.get("max_window_layers", 28)
-    if isinstance(full_layers, bool) or not isinstance(full_layers, int):
-        raise bad("max_window_layers", full_layers, "an integer")
+    full_layers = fields.count("max_window_layers", 28)
     types = fields.values.get("layer_types")
     if types is None:
         return tuple(window if layer >= full_layers else None for layer in range(num_layers))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-        raise bad("layer_types", types, f"a list of {num_layers} names from {', '.join(known)}")
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in LAYER_KINDS for kind in types):
+        raise bad("layer_types", types, f"a list of {num_layers} names from {', '.join(LAYER_KINDS)}")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _kinds(fields: Fields, windows: tuple[int | None, ...]) -> tuple[str, ...]:
+    """Of `LAYER_KINDS`, those that the layers are."""
+    types = fields.values.get("layer_types")
+    named = [LAYER_KINDS[window is not None] for window in windows]
+    if isinstance(types, list) and len(types) == len(windows) and all(kind in LAYER_KINDS for kind in types):
+        named = types
+    return tuple(kind for kind in LAYER_KINDS if kind in named)
 
 
 def _moe(fields: Fields, facts: Architecture, num_layers: int) -> MoeConfig | None:
@@ -220,7 +181,7 @@ def _moe(fields: Fields, facts: Architecture, num_layers: int) -> MoeConfig | No
     chosen = fields.count("num_experts_per_tok", 8 if facts.qk_norm else 2)
     if chosen > num_experts:
         raise bad("num_experts_per_tok", chosen, f"at most the number of experts, {num_experts}")
-    plain = fields.ints("mlp_only_layers")
+    plain = set(fields.ints("mlp_only_layers", Bounds(0, LAYERS.most)))
     every = fields.count("decoder_sparse_step", 1)
     return MoeConfig(
         num_experts=num_experts,

@@ -1,67 +1,92 @@
-"""Reading typed values out of a `config.json`: each error names the key and the value that it had."""
+"""Reading typed values out of a `config.json`: each error names the key, the value that it had, and the limit."""
 
-import sys
+import reprlib
 from typing import Any
 
 from splittime.core.errors import ConfigError
+from splittime.models.limits import LIMITS, MAX_IDS, Bounds
 
+CONFIG_NAME = "config.json"
 _MISSING: Any = object()
-_MAX_FLOAT = sys.float_info.max  # an int may be too large for a float, and JSON as Python reads it has Infinity
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 200
+_shown.maxlist = 8
 
 
-def bad(key: str, value: Any, want: str) -> ConfigError:
-    return ConfigError(f"config.json: {key} is {value!r}, must be {want}", param=key, value=value)
+def bad(key: str, value: Any, want: str, limit: Any = None, file: str = CONFIG_NAME) -> ConfigError:
+    shown = _shown.repr(value)
+    plain = value if isinstance(value, str | int | float | bool | None) else shown
+    return ConfigError(f"{file}: {key} is {shown}, must be {want}", param=key, value=plain, limit=limit)
+
+
+def is_whole(value: Any, bounds: Bounds) -> bool:
+    return type(value) is int and bounds.least <= value <= bounds.most
+
+
+def is_number(value: Any, bounds: Bounds) -> bool:
+    """Neither infinite nor NaN, both of which JSON as Python reads it has."""
+    return type(value) in (int, float) and bounds.least <= value <= bounds.most
+
+
+def told(kind: str, bounds: Bounds) -> str:
+    return f"{kind} from {bounds.least:g} to {bounds.most:.12g}"
 
 
 class Fields:
-    """A JSON object with typed getters. A null counts as absent, as transformers treats it."""
+    """A JSON object with typed getters; numbers within `LIMITS`. A null counts as absent, as transformers treats it.
+    file: whose it is, for errors."""
 
-    def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
+    def __init__(self, values: dict[str, Any], prefix: str = "", file: str = CONFIG_NAME) -> None:
         self.values = values
         self.prefix = prefix
+        self.file = file
+
+    def bad(self, key: str, value: Any, want: str, limit: Any = None) -> ConfigError:
+        return bad(self.prefix + key, value, want, limit, self.file)
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
         if value is not None:
             return value
         if default is _MISSING:
-            raise ConfigError(f"config.json: {self.prefix}{key} is missing", param=self.prefix + key)
+            raise ConfigError(f"{self.file}: {self.prefix}{key} is missing", param=self.prefix + key)
         return default
 
     def count(self, key: str, default: Any = _MISSING) -> int:
-        """A positive int."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise bad(self.prefix + key, value, "a positive integer")
+        """An int within the key's bounds."""
+        value, bounds = self._get(key, default), LIMITS[key]
+        if not is_whole(value, bounds):
+            raise self.bad(key, value, told("an integer", bounds), list(bounds))
         return value
 
     def count_or_none(self, key: str, default: int | None = None) -> int | None:
-        """A positive int, or `default` when there is none."""
+        """The same, or `default` when there is none."""
         return default if self.values.get(key) is None else self.count(key)
 
     def number(self, key: str, default: Any = _MISSING) -> float:
-        """A positive, finite float."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_FLOAT:
-            raise bad(self.prefix + key, value, "a positive number")
+        """A number within the key's bounds."""
+        value, bounds = self._get(key, default), LIMITS[key]
+        if not is_number(value, bounds):
+            raise self.bad(key, value, told("a number", bounds), list(bounds))
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise bad(self.prefix + key, value, "true or false")
+            raise self.bad(key, value, "true or false")
         return value
 
     def text(self, key: str, default: Any = _MISSING) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise bad(self.prefix + key, value, "a string")
+            raise self.bad(key, value, "a string")
         return value
 
-    def ints(self, key: str) -> tuple[int, ...]:
-        """An int, a list of ints, or nothing."""
+    def ints(self, key: str, bounds: Bounds) -> tuple[int, ...]:
+        """An int, a list of at most `MAX_IDS` ints, or nothing; each within `bounds`."""
         value = self._get(key, [])
         listed = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in listed):
-            raise bad(self.prefix + key, value, "an integer or a list of integers, none negative")
+        if len(listed) > MAX_IDS or not all(is_whole(item, bounds) for item in listed):
+            want = f"an integer from {bounds.least} to {bounds.most}, or a list of at most {MAX_IDS} of them"
+            raise self.bad(key, value, want, list(bounds))
         return tuple(listed)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from splittime.models.config import RopeConfig
+from splittime.models.rope_config import RopeConfig
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

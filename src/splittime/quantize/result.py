@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from splittime.models.weights.checkpoint import INDEX_NAME, SINGLE_NAME
+from splittime.models.weights.shard_files import INDEX_NAME, SINGLE_NAME
 from splittime.quantize import tensor_file
 from splittime.quantize.config_note import noted
 from splittime.quantize.settings import Settings

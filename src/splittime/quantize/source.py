@@ -6,6 +6,7 @@ in the first second and not in the last hour.
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.models.config import load_config, read_json
+from splittime.models.config import load_config
+from splittime.models.json_file import read_json
 from splittime.models.weights.checkpoint import Checkpoint
 from splittime.models.weights.fingerprint import fingerprints
 from splittime.quantize import layer_map
 from splittime.quantize.tensor_file import Entry
+
+log = logging.getLogger("splittime.quantize")
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -48,7 +52,10 @@ class Source:
         self._outer()
         if self.config.tie_word_embeddings:
             self.checkpoint.skip(HEAD)
-        self.checkpoint.check_all_taken()
+        left = self.checkpoint.not_taken()
+        if left:
+            shown = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
+            log.warning("%d tensors are unknown to this architecture and are left out: %s", len(left), shown)
 
     def layer(self, index: int) -> dict[str, Tensor]:
         """The layer's tensors below its prefix, float32, in memory of their own. Raises `ConfigError` for NaN."""

@@ -14,6 +14,7 @@ KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
 BACKENDS = ("auto", "native", "torch", "reference", "triton")
 COLLECTIVE_TIMEOUT_S = 30.0
 GPU_MEMORY_UTILIZATION = 0.9
+GENERATION_CONFIGS = ("auto", "vllm", "none")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8")
 
@@ -24,6 +25,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: a local folder with config.json and safetensors, or a .gguf file.
     load_format: "auto" tells which of the two by the path, "safetensors" and "gguf" insist; "dummy" reads config.json
         alone and makes random weights.
+    generation_config: what to take of the checkpoint's file of that name, see `models.generation`.
     dtype: of weights that are not quantised, and of activations with all kernels but the native ones. "auto":
         `runner.machine.choose_dtype`.
     activation_dtype: what activations are in products; what cannot be had is refused. "auto": with native kernels
@@ -63,6 +65,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     load_format: str = "auto"
+    generation_config: str = "auto"
     quantization: str | None = None
     kernels: str = "auto"
     packed_cache: str = "auto"
@@ -79,6 +82,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _one_of("activation_dtype", self.activation_dtype, DTYPES)
         _one_of("kernels", self.kernels, BACKENDS)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
@@ -117,6 +121,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         are looked up come into memory.
     packed_cache: what became of the cache of packed weights.
     prefill_ns_per_token: what a token of a prompt takes, measured at start, 0 where it was not; prefill_reason: how.
+    unused_tensors: the first few that the checkpoint holds and the architecture has no place for.
+    default_sampling: what the model's makers advise, for requests that do not say, by the names of `SamplingParams`.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
     num_host_slots: blocks of host memory for what is evicted; kv_offload: what that makes, in words.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.
@@ -162,6 +168,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     rank_weights_bytes: tuple[int, ...] = ()
     rank_pids: tuple[int, ...] = ()
+    unused_tensors: tuple[str, ...] = ()
+    default_sampling: dict[str, float | int] = {}
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

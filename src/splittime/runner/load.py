@@ -28,6 +28,7 @@ from splittime.runner.kv_store import KvStore, bytes_per_block
 
 OnPhase = Callable[[str, int, int], None]
 EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
+TURN_BYTES = 12  # of an element of a head at one position, while the rotary turns are made (`models.rope.turns`)
 SURE_LAYERS = 4  # some models begin with layers of another size
 
 
@@ -96,7 +97,7 @@ class _Choices:
     @staticmethod
     def make(config: RunnerConfig, ranks: Ranks | None) -> "_Choices":
         path = Path(config.model_path)
-        model = read_config(path)
+        model = read_config(path, config.generation_config)
         _check_load_format(config.load_format, path, model)
         if config.load_format != "dummy":
             _refuse_to_round_again(config, model, path)
@@ -121,6 +122,7 @@ class _Choices:
             choices.reasons["kernels_reason"] += f"; {reason}"
         _refuse_other_activations(config.activation_dtype, choices.plan, choices.ops)
         _refuse_a_share_of_no_card(config, choices.ops)
+        _refuse_beyond_memory(config, choices)
         _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
         return choices
 
@@ -172,6 +174,20 @@ def _products(plan: WeightPlan, ops: Ops, has_experts: bool) -> str:
     kinds = {"layers": plan.layers, "head": plan.head} | ({"router": plan.router} if has_experts else {})
     told = ", ".join(f"{kind} {scheme.name} x {ops.product_dtype(scheme)}" for kind, scheme in kinds.items())
     return f"weights x activations: {told}"
+
+
+def _refuse_beyond_memory(config: RunnerConfig, choices: _Choices) -> None:
+    """What is made of the config's numbers alone, with no file's size to warn: a turn of each position, and of random
+    weights the largest matrix. Raises `ConfigError` where either is more than this machine's free memory."""
+    model, room = choices.model, machine.free_memory_bytes()
+    widest = max(model.vocab_size, model.intermediate_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+    matrix_bytes = widest * model.hidden_size * choices.dtype.itemsize if config.load_format == "dummy" else 0
+    needed = {"max_model_len": choices.max_model_len * model.head_dim * TURN_BYTES, "model": matrix_bytes}
+    for param, num_bytes in needed.items():
+        if num_bytes > room:
+            message = f"{param} needs {num_bytes} bytes, more than is free, {room}"
+            hint = "lower --max-model-len" if param == "max_model_len" else "the sizes in config.json are too large"
+            raise ConfigError(message, param=param, value=num_bytes, limit=room, hint=hint)
 
 
 def _refuse_a_share_of_no_card(config: RunnerConfig, ops: Ops) -> None:
@@ -262,6 +278,7 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "weights_bytes": loaded.weights_bytes,
         "embedding_bytes": loaded.embedding_bytes,
         "packed_cache": loaded.cache_story,
+        "unused_tensors": loaded.unused_tensors,
         "kv_cache_dtype": _name(choices.kv_cache_dtype),
         "linear_backend": ops.linear_name,
         "attention_backend": ops.attention_name,
@@ -274,6 +291,7 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "vocab_size": model.vocab_size,
         "eos_token_ids": model.eos_token_ids,
+        "default_sampling": model.sampling,
         "context_length": model.max_position_embeddings,
         "sliding_window": min(windows) if windows else None,
         "num_host_slots": store.num_host_slots,

@@ -156,7 +156,7 @@ class Sleeper:
         """From the same files, with the same operations, as the runner was."""
         config, resolved, old = self._config, self._runner.resolved, self._runner.decoder
         path, ops = Path(config.model_path), old.ops
-        if read_config(path) != old.config:
+        if read_config(path, config.generation_config) != old.config:
             message = f"{path} holds another model than the one that was put to sleep"
             raise ConfigError(message, param="model", value=str(path), hint="put its config.json back, or start anew")
         plan, folder = (

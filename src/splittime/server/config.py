@@ -3,7 +3,8 @@
 import ipaddress
 import re
 import ssl
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from splittime.core.errors import ConfigError
 
@@ -125,6 +126,8 @@ class ModelInfo:
 
     names: the first is what responses say; the others are accepted too.
     eos_token_ids: end a generation unless it asks otherwise.
+    default_sampling: of what a request does not say, by the names of `SamplingParams`; what is not in it is neutral.
+        Its max_tokens is what a chat gets at most that names no number itself.
     """
 
     names: tuple[str, ...]
@@ -132,6 +135,7 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     created_unix_s: int = 0
+    default_sampling: Mapping[str, float | int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

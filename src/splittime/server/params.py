@@ -74,12 +74,13 @@ class Ask:
 
 def ask_completion(body: CompletionBody, model: ModelInfo, config: ServerConfig, timing: bool) -> Ask:
     prompts = _prompts(body.prompt, model)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else _to_the_end(body.max_tokens, config)
+    default = min(DEFAULT_COMPLETION_TOKENS, model.default_sampling.get("max_tokens", DEFAULT_COMPLETION_TOKENS))
+    max_tokens = int(default) if body.max_tokens is None else _to_the_end(body.max_tokens, config)
     echo_only = max_tokens == 0 and bool(body.echo)
     _require(max_tokens != 0 or echo_only, "max_tokens", 0, "0 needs echo: nothing else would be answered")
     ask = _ask("completions", body, model, config, timing)
     echo, max_tokens = bool(body.echo), 1 if echo_only else max_tokens
-    sampling = _sampling(body, config, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo)
+    sampling = _sampling(body, model, config, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo)
     ask = replace(ask, prompts=prompts, echo=echo, echo_only=echo_only, sampling=sampling)
     return _check_against_model(ask, model, config)
 
@@ -94,7 +95,7 @@ def ask_chat(body: ChatBody, model: ModelInfo, config: ServerConfig, timing: boo
         ask,
         messages=tuple(message.to_template() for message in body.messages),
         template_options=template_options(body),
-        sampling=_sampling(body, config, max_tokens=max_tokens, logprobs=logprobs, echo=False),
+        sampling=_sampling(body, model, config, max_tokens=max_tokens, logprobs=logprobs, echo=False),
     )
     return _check_against_model(ask, model, config)
 
@@ -171,18 +172,25 @@ def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, config: ServerCo
 
 
 def _sampling(
-    body: GenerationBody, config: ServerConfig, *, max_tokens: int | None, logprobs: int | None, echo: bool
+    body: GenerationBody,
+    model: ModelInfo,
+    config: ServerConfig,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    echo: bool,
 ) -> SamplingParams:
-    """Sampling parameters with every absent field at its default, validated."""
+    """Sampling parameters with every absent field at the model's default, or its own, validated."""
     stop = _stop_strings(body.stop, config)
     for text in stop:
         _require(len(text) <= MAX_STOP_CHARS, "stop", len(text), "has a string that is too long", MAX_STOP_CHARS)
-    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    given: dict[str, Any] = {name: value for name, value in model.default_sampling.items() if name != "max_tokens"}
+    given |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    given["top_k"] = 0 if given.get("top_k") == -1 else given.get("top_k", 0)
     if given.get("top_p") == 0.0 and not config.strict:
         given["top_p"] = LEAST_TOP_P
     sampling = SamplingParams(
         max_tokens=max_tokens,
-        top_k=0 if body.top_k in (None, -1) else body.top_k,
         seed=secrets.randbits(62) if body.seed is None else body.seed,
         logit_bias=_logit_bias(body.logit_bias or {}),
         logprobs=logprobs,
@@ -208,6 +216,7 @@ _SAME_NAME = (
     "min_tokens",
     "temperature",
     "top_p",
+    "top_k",
     "min_p",
     "presence_penalty",
     "frequency_penalty",

@@ -324,7 +324,7 @@ def check_length(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, *, is_st
             limit=model.max_model_len,
             hint=f"ask for at most {room} tokens" if room > 0 else "shorten the prompt",
         )
-    return room if wanted is None else min(wanted, room)
+    return int(min(model.default_sampling.get("max_tokens", room) if wanted is None else wanted, room))
 
 
 def clamp_notices(ask: Ask, budgets: Sequence[int], model: ModelInfo) -> list[str]:

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from splittime.models import registry
-from splittime.models.config import ModelConfig, MoeConfig, RopeConfig
+from splittime.models.config import ModelConfig, MoeConfig
 from splittime.models.gguf.keys import Keys
 from splittime.models.gguf.shards import GgufModel, open_model
+from splittime.models.rope_config import RopeConfig
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 NAMES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
@@ -77,13 +78,14 @@ def _config(model: GgufModel, keys: Keys, architecture: str) -> ModelConfig:
     num_heads, num_layers = keys.count("attention.head_count"), keys.count("block_count")
     hidden_size, head_dim = keys.count("embedding_length"), _head_dim(keys, num_heads)
     window = keys.count_or_zero("attention.sliding_window")
+    vocab_size = _vocab_size(model)
     moe = _moe(model, keys, architecture, num_layers)
     name = NAMES.get(architecture) or _llama_name(window, moe)
     if window and registry.find(name).window != "all":
         raise keys.bad("attention.sliding_window", window, "0: which layers have the window is not said")
     return ModelConfig(
         architecture=name,
-        vocab_size=_vocab_size(model),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=keys.count("feed_forward_length"),
         num_layers=num_layers,
@@ -101,7 +103,7 @@ def _config(model: GgufModel, keys: Keys, architecture: str) -> ModelConfig:
         layer_windows=(window or None,) * num_layers,
         moe=moe,
         checkpoint_dtype=_dtype(model),
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=_eos_token_ids(model, vocab_size),
     )
 
 
@@ -193,12 +195,12 @@ def _dtype(model: GgufModel) -> str:
     return "float32" if "F32" in names else "float16" if "F16" in names else "bfloat16"
 
 
-def _eos_token_ids(model: GgufModel) -> tuple[int, ...]:
+def _eos_token_ids(model: GgufModel, vocab_size: int) -> tuple[int, ...]:
     """The ids that the file names, then control tokens that are known to end a turn."""
     keys = Keys(model, "tokenizer.ggml.")
-    named = [keys.index(f"{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    named = [keys.index(f"{kind}_token_id", vocab_size) for kind in ("eos", "eot", "eom")]
     tokens = model.metadata.get("tokenizer.ggml.tokens", [])
     kinds = model.metadata.get("tokenizer.ggml.token_type", ())
     known = [i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == CONTROL]
-    ends = [number for number in known if tokens[number] in END_NAMES]
+    ends = [number for number in known if number < vocab_size and tokens[number] in END_NAMES]
     return tuple(dict.fromkeys([number for number in named if number is not None] + ends))

@@ -1,5 +1,6 @@
 """Walks a mapped GGUF file from its beginning, believing nothing: no read leaves the file, no count is allocated before
-the bytes that it announces are known to be there, and every error names the field that was being read.
+the bytes that it announces are known to be there, and every error names the field that was being read. What is walked
+over in all is bounded too, in bytes and in values: a file of many gigabytes may be full of either.
 """
 
 import struct
@@ -9,9 +10,9 @@ import numpy as np
 
 from splittime.core.errors import ConfigError
 from splittime.models.gguf.types import ARRAY, BOOL, NUM_METADATA_TYPES, SCALARS, STRING
+from splittime.models.limits import MAX_METADATA_BYTES, MAX_METADATA_VALUES
 
 MAX_NESTED = 4
-MAX_TEXTS = 1 << 24  # texts of one array: objects of 50 bytes each, for 8 bytes of file
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
@@ -23,9 +24,10 @@ class Cursor:
         self.path = path
         self.size = len(content)
         self.at = 0
+        self.num_values = 0
 
-    def broken(self, field: str, said: str, value: Any = None) -> ConfigError:
-        return ConfigError(f"{self.path}: {field} {said}", param="model_path", value=value)
+    def broken(self, field: str, said: str, value: Any = None, limit: Any = None) -> ConfigError:
+        return ConfigError(f"{self.path}: {field} {said}", param="model_path", value=value, limit=limit)
 
     def number(self, form: struct.Struct, field: str) -> Any:
         self.need(form.size, field)
@@ -44,13 +46,20 @@ class Cursor:
         if num_bytes > self.size - self.at:
             left = self.size - self.at
             raise self.broken(field, f"needs {num_bytes} bytes at byte {self.at}, the file has {left} more", num_bytes)
+        if self.at + num_bytes > MAX_METADATA_BYTES:
+            said = f"ends at byte {self.at + num_bytes}; {MAX_METADATA_BYTES} bytes of metadata are read"
+            raise self.broken(field, said, num_bytes, MAX_METADATA_BYTES)
 
-    def count(self, field: str, least_bytes: int) -> int:
-        """A number of things of at least so many bytes each."""
+    def count(self, field: str, least_bytes: int, are_objects: bool = True) -> int:
+        """A number of things of at least so many bytes each. are_objects: each becomes a Python object."""
         value = self.u64(field)
         room = (self.size - self.at) // least_bytes
         if value > room:
             raise self.broken(field, f"is {value}, of which the rest of the file holds {room} at most", value)
+        self.num_values += value if are_objects else 1
+        if self.num_values > MAX_METADATA_VALUES:
+            said = f"is {value}: with what comes before more than the {MAX_METADATA_VALUES} values that are read"
+            raise self.broken(field, said, value, MAX_METADATA_VALUES)
         return value
 
     def text(self, field: str) -> str:
@@ -87,7 +96,8 @@ class Cursor:
                 raise self.broken(field, f"has arrays nested more than {MAX_NESTED} deep")
             return [self._array(field, depth + 1) for _ in range(self.count(f"{field}: count", 12))]
         name, form = SCALARS[kind]
-        count = self.count(f"{field}: count", form.size)
+        count = self.count(f"{field}: count", form.size, are_objects=False)
+        self.need(count * form.size, field)
         values = np.frombuffer(self.content, np.dtype(name), count, self.at).copy()
         self.at += count * form.size
         if kind != BOOL:
@@ -99,8 +109,6 @@ class Cursor:
     def _texts(self, field: str) -> list[str]:
         """A vocabulary has hundreds of thousands: one loop, without a call for each."""
         count = self.count(f"{field}: count", 8)
-        if count > MAX_TEXTS:
-            raise self.broken(field, f"has {count} texts, more than the {MAX_TEXTS} that are read", count)
         found, content, length, end = [], self.content, _U64.unpack_from, self.at
         for number in range(count):
             begin = end + 8
@@ -108,6 +116,9 @@ class Cursor:
             if end > self.size:
                 self.at = begin
                 raise self.broken(f"{field}: text {number}", f"leaves the file, which ends at byte {self.size}")
+            if end > MAX_METADATA_BYTES:
+                said = f"ends at byte {end}; {MAX_METADATA_BYTES} bytes of metadata are read"
+                raise self.broken(f"{field}: text {number}", said, end, MAX_METADATA_BYTES)
             found.append(content[begin:end])
         self.at = end
         try:

@@ -21,6 +21,7 @@ import numpy as np
 from splittime.core.errors import ConfigError
 from splittime.models.gguf.cursor import Cursor
 from splittime.models.gguf.types import OTHERS, SERVED, TensorType
+from splittime.models.limits import EXPERTS
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -147,6 +148,9 @@ def _place(cursor: Cursor, name: str, header: tuple[tuple[int, ...], int, int], 
     if min(dims) < 1 or dims[0] % kind.values or dims[0] > MAX_ROW:
         rule = f"positive, the first a multiple of {kind.values} for {kind.name}"
         raise cursor.broken(f"{field}: dimensions", f"are {list(dims)}, must be {rule}")
+    if len(dims) == 3 and dims[2] > EXPERTS.most:
+        said = f"are {list(dims)}: {dims[2]} matrices, more than the {EXPERTS.most} that are read"
+        raise cursor.broken(f"{field}: dimensions", said, dims[2], EXPERTS.most)
     num_bytes = math.prod(dims) // kind.values * kind.num_bytes
     begin = data_begin + offset
     if begin + num_bytes > cursor.size:

@@ -1,11 +1,13 @@
-"""Reading typed values out of a GGUF file's metadata: each error names the file, the key and the value that it had."""
+"""Reading typed values out of a GGUF file's metadata: each error names the file, the key, its value, and the limit."""
 
 from typing import Any
 
 import numpy as np
 
 from splittime.core.errors import ConfigError
+from splittime.models.fields import is_number, is_whole, told
 from splittime.models.gguf.shards import GgufModel
+from splittime.models.limits import GGUF_LIMITS, Bounds
 
 _MISSING: Any = object()
 
@@ -17,8 +19,8 @@ class Keys:
         self.model = model
         self.prefix = prefix
 
-    def bad(self, key: str, value: Any, want: str) -> ConfigError:
-        return self.model.broken(f"{self.prefix}{key}", f"is {value!r}, must be {want}", str(value))
+    def bad(self, key: str, value: Any, want: str, limit: Any = None) -> ConfigError:
+        return self.model.broken(f"{self.prefix}{key}", f"is {value!r}, must be {want}", str(value), limit)
 
     def has(self, key: str) -> bool:
         return self.prefix + key in self.model.metadata
@@ -39,30 +41,31 @@ class Keys:
         return value
 
     def count(self, key: str, default: Any = _MISSING) -> int:
-        """A positive int. One for each layer will do if they are all the same."""
-        value = self._get(key, default)
+        """An int within the key's bounds. One for each layer will do if they are all the same."""
+        value, bounds = self._get(key, default), GGUF_LIMITS[key]
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = value[0].item()
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.bad(key, value, "a positive integer, the same for all layers")
+        if not is_whole(value, bounds):
+            want = f"{told('an integer', bounds)}, the same for all layers"
+            raise self.bad(key, value, want, list(bounds))
         return value
 
     def count_or_zero(self, key: str) -> int:
         """A positive int; 0 if it is that, or absent."""
         return 0 if self._get(key, 0) == 0 else self.count(key)
 
-    def index(self, key: str) -> int | None:
-        """An int that is not negative, or nothing."""
-        value = self._get(key, None)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise self.bad(key, value, "an integer, not negative")
+    def index(self, key: str, size: int) -> int | None:
+        """An int from 0 to below `size`, or nothing."""
+        value, bounds = self._get(key, None), Bounds(0, size - 1)
+        if value is not None and not is_whole(value, bounds):
+            raise self.bad(key, value, told("an integer", bounds), list(bounds))
         return value
 
     def number(self, key: str, default: Any = _MISSING) -> float:
-        """A positive, finite number."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.bad(key, value, "a positive number")
+        """A number within the key's bounds."""
+        value, bounds = self._get(key, default), GGUF_LIMITS[key]
+        if not is_number(value, bounds):
+            raise self.bad(key, value, told("a number", bounds), list(bounds))
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

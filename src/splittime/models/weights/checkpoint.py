@@ -1,8 +1,8 @@
-"""A checkpoint folder's tensors by name: one safetensors file, or shards with an index. Each is mapped, never copied.
+"""A checkpoint folder's tensors by name, out of the files that `shard_files` opens. Each is mapped, never copied.
 
 A tensor comes in its own dtype, as a view of the file's mapping: its bytes are read when they are first touched, and
-`release` lets the system forget them again. Errors name the tensor and the file: missing, unexpected, or of another
-shape than the config says. Weights that are already in 8 bits or fewer come as `formats` reads them; which those are
+`release` lets the system forget them again. Errors name the tensor and the file: missing, or of another shape than
+the config says. Weights that are already in 8 bits or fewer come as `formats` reads them; which those are
 the file tells, not the config, and where both contradict each other the checkpoint is refused.
 """
 
@@ -13,30 +13,27 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.native import memory
 from splittime.kernels.native.library import LibraryMissing
-from splittime.models.config import read_json
 from splittime.models.weights.formats import gptq
 from splittime.models.weights.formats import read as formats
 from splittime.models.weights.formats.recipe import Recipe
+from splittime.models.weights.shard_files import open_files
 from splittime.models.weights.source import PLAIN
 from splittime.models.weights.stored import StoredWeight
 
 log = logging.getLogger("splittime.weights")
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attention.bias")  # buffers that old exports carry
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint:
-    """A `source.Source`: `take` and its kin hand out each tensor; `check_all_taken` then says whether the checkpoint
-    held anything else. quantization: how its linear weights are stored, None for floats."""
+    """A `source.Source`: `take` and its kin hand out each tensor; `not_taken` then says what else the checkpoint
+    held. quantization: how its linear weights are stored, None for floats."""
 
     def __init__(self, folder: Path, quantization: Recipe | None = None) -> None:
         self.folder = folder
@@ -44,8 +41,7 @@ class Checkpoint:
         self.recipe = "" if quantization is None else msgspec.json.encode(quantization).decode()
         self.num_parameters = 0
         self._quantization = quantization
-        self._handles: dict[str, Any] = {}
-        self._file_of = self._find_files(folder)
+        self._handles, self._file_of = open_files(folder)
         self._left = set(self._file_of)
         self._mappings = _Mappings({str((folder / name).resolve()) for name in self._handles})
 
@@ -56,34 +52,6 @@ class Checkpoint:
     @property
     def content_of(self) -> dict[str, Path]:
         return {tensor: self.folder / name for tensor, name in self._file_of.items()}
-
-    def _find_files(self, folder: Path) -> dict[str, str]:
-        """Tensor name -> file name, opening every file that holds one."""
-        if (folder / INDEX_NAME).exists():
-            index = read_json(folder / INDEX_NAME).get("weight_map")
-            if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
-                raise ConfigError(f"{folder / INDEX_NAME} has no weight_map", param="model_path", value=str(folder))
-            for name in dict.fromkeys(index.values()):
-                self._open(folder, name)
-            return self._check_index(folder, index)
-        self._open(folder, SINGLE_NAME)
-        return dict.fromkeys(self._handles[SINGLE_NAME].keys(), SINGLE_NAME)
-
-    def _open(self, folder: Path, name: str) -> None:
-        try:
-            self._handles[name] = safe_open(folder / name, framework="pt")
-        except (OSError, SafetensorError) as error:
-            message = f"cannot read weights {folder / name}: {error}"
-            raise ConfigError(message, param="model_path", value=str(folder)) from error
-
-    def _check_index(self, folder: Path, index: dict[str, str]) -> dict[str, str]:
-        held = {name: set(handle.keys()) for name, handle in self._handles.items()}
-        for tensor, name in index.items():
-            if tensor not in held[name]:
-                raise ConfigError(
-                    f"{folder / name} lacks tensor {tensor}, which {INDEX_NAME} says it has", value=tensor
-                )
-        return index
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -153,13 +121,9 @@ class Checkpoint:
         """Say that `name`, if there, is rightly left unread."""
         self._left.discard(name)
 
-    def check_all_taken(self) -> None:
-        """Raises `ConfigError` naming the tensors that no part of the model asked for."""
+    def not_taken(self) -> list[str]:
         self._pass_over_scales()
-        left = sorted(name for name in self._left if not name.endswith(IGNORED_SUFFIXES) and not self._is_no_bias(name))
-        if left:
-            shown = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
-            raise ConfigError(f"weights: {len(left)} tensors are unknown to this architecture: {shown}", value=left[0])
+        return sorted(name for name in self._left if not name.endswith(IGNORED_SUFFIXES) and not self._is_no_bias(name))
 
     def _pass_over_scales(self) -> None:
         """Of keys, values and activations, which were measured beforehand: say that they are not used."""

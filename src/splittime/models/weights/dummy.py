@@ -51,8 +51,8 @@ class DummySource:
     def skip(self, name: str) -> None:
         """There is nothing that was not asked for."""
 
-    def check_all_taken(self) -> None:
-        """Likewise."""
+    def not_taken(self) -> list[str]:
+        return []
 
     def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -9,6 +9,7 @@ table remains a view of the file, of which only the rows that are looked up are 
 and which of its weights are integers already is the `source`'s business.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,10 @@ from splittime.models.weights.shards import CutSource, own_config
 from splittime.models.weights.source import PLAIN, Source, Table, open_source
 from splittime.models.weights.stored import StoredWeight
 
+log = logging.getLogger("splittime.weights")
+
 EMBEDDING = "model.embed_tokens"
+SHOWN_TENSORS = 5
 OnLayer = Callable[[int, int, int], None]  # layers done, of how many, bytes of packed weights so far
 
 
@@ -41,7 +45,7 @@ class Loaded:
     """num_parameters: as stored, a tied head is not counted again. weights_bytes: of packed weights, in memory;
     embedding_bytes: of the table, in the file. cache_story: what became of the cache of packed weights. weights: in
     which schemes they are, told in one line; plan: the same as a plan, of which layers in several schemes have the one
-    that most bytes are in."""
+    that most bytes are in. unused_tensors: what the checkpoint holds and this architecture has no place for."""
 
     decoder: Decoder
     num_parameters: int
@@ -50,6 +54,7 @@ class Loaded:
     cache_story: str
     weights: str
     plan: WeightPlan
+    unused_tensors: tuple[str, ...]
 
 
 def load_decoder(
@@ -93,7 +98,19 @@ def load_decoder(
         cache_story=story,
         weights=told,
         plan=found.plan(plan),
+        unused_tensors=_not_taken(source),
     )
+
+
+def _not_taken(source: Source) -> tuple[str, ...]:
+    """The first few by name, with a warning: most are another tool's leavings, but one may belong to the arithmetic."""
+    left = source.not_taken()
+    if not left:
+        return ()
+    told = (*left[:SHOWN_TENSORS], *([f"and {len(left) - SHOWN_TENSORS} more"] if len(left) > SHOWN_TENSORS else []))
+    said = "%d tensors of the checkpoint are unknown to this architecture and not used: %s"
+    log.warning(said, len(left), ", ".join(told))
+    return told
 
 
 def _read(
@@ -104,7 +121,6 @@ def _read(
         packer = Packer(ops, opened(), cache)
         try:
             decoder = build(packer)
-            packer.source.check_all_taken()
             return decoder, packer
         except PackedFileBroken as error:
             assert cache is not None

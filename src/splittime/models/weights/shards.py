@@ -184,8 +184,8 @@ class CutSource:
     def skip(self, name: str) -> None:
         self._whole.skip(name)
 
-    def check_all_taken(self) -> None:
-        self._whole.check_all_taken()
+    def not_taken(self) -> list[str]:
+        return self._whole.not_taken()
 
 
 def _cut_of(module: str) -> Cut:

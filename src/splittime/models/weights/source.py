@@ -74,8 +74,8 @@ class Source(Protocol):
     def skip(self, name: str) -> None:
         """Say that `name`, if there, is rightly left unread."""
 
-    def check_all_taken(self) -> None:
-        """Raises `ConfigError` naming the tensors that no part of the model asked for."""
+    def not_taken(self) -> list[str]:
+        """The tensors that no part of the model asked for, in order, but for those that are known to say nothing."""
 
 
 def open_source(path: Path, config: "ModelConfig") -> Source:
@@ -89,15 +89,16 @@ def open_source(path: Path, config: "ModelConfig") -> Source:
     return Checkpoint(path, config.quantization)
 
 
-def read_config(path: Path) -> "ModelConfig":
-    """Of the same two: `config.json`, or the file's own metadata."""
+def read_config(path: Path, generation: str = "auto") -> "ModelConfig":
+    """Of the same two: `config.json`, or the file's own metadata. generation: what to take of a folder's
+    `generation_config.json`, see `models.generation`."""
     if is_gguf(path):
         from splittime.models.gguf.config import load_gguf_config
 
         return load_gguf_config(path)
     from splittime.models.config import load_config
 
-    return load_config(path)
+    return load_config(path, generation)
 
 
 def is_gguf(path: Path) -> bool:

@@ -10,7 +10,7 @@
 16. GPTQModel though subtracts one of each field of a whole word at once, where 0 borrows from the next field; the same
 addition, with its carries, gives back what it had, and is done where `meta.quantizer` names GPTQModel.
 
-Some exports give every layer a bias of zeros, which the architecture does not have (`Checkpoint.check_all_taken`).
+Some exports give every layer a bias of zeros, which the architecture does not have (`Checkpoint.not_taken`).
 """
 
 from typing import Any

@@ -13,10 +13,12 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.models.fields import Fields
+from splittime.models.limits import LIMITS, MAX_NAMES
 
 KEY = "quantization_config"
 REPETITIONS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 MAX_PATTERN_CHARS = 500
+MAX_REPETITIONS = 4
 GROUP_UNIT = 32  # columns that the kernels' groups are multiples of
 HINT = (
     "take the unquantised model and round it with --quantization int8 or int4, or a checkpoint in awq (gemm), gptq, "
@@ -89,8 +91,9 @@ def group_size(fields: Fields, *keys: str) -> int:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and value == -1:
         return 0
-    if not is_int or value < 1 or value % GROUP_UNIT:
-        raise refuse(key, value, f"-1, or a multiple of {GROUP_UNIT} such as 32, 64 or 128")
+    most = LIMITS["group_size"].most
+    if not is_int or not 1 <= value <= most or value % GROUP_UNIT:
+        raise refuse(key, value, f"-1, or a multiple of {GROUP_UNIT} such as 32, 64 or 128, at most {most}")
     return int(value)
 
 
@@ -99,6 +102,8 @@ def names(fields: Fields, key: str) -> tuple[str, ...]:
     listed = fields.values.get(key) or []
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise refuse(key, listed, "a list of module names")
+    if len(listed) > MAX_NAMES:
+        raise refuse(key, f"a list of {len(listed)} names", f"lists of at most {MAX_NAMES}")
     return tuple(listed)
 
 
@@ -112,13 +117,18 @@ def patterns(fields: Fields, key: str) -> tuple[str, ...]:
 
 
 def _check_pattern(name: str, key: str) -> None:
-    """A repetition within a repetition can take exponential time (Friedl, Mastering Regular Expressions, chapter 6)."""
+    """A repetition within a repetition can take exponential time (Friedl, Mastering Regular Expressions, chapter 6),
+    and each that follows another multiplies the time by a name's length."""
     try:
-        depth = _repetition_depth(_parser.parse(name[3:]))
+        parsed = _parser.parse(name[3:])
+        depth, number = _repetition_depth(parsed), _repetitions(parsed)
     except (re.error, RecursionError, OverflowError) as error:
         raise refuse(key, name[:200], f"regular expressions after re: ({error})") from None
-    if depth > 1 or len(name) > MAX_PATTERN_CHARS:
-        want = f"expressions of at most {MAX_PATTERN_CHARS} characters without a repetition within a repetition"
+    if depth > 1 or number > MAX_REPETITIONS or len(name) > MAX_PATTERN_CHARS:
+        want = (
+            f"expressions of at most {MAX_PATTERN_CHARS} characters and {MAX_REPETITIONS} repetitions, none of them "
+            "within another"
+        )
         raise refuse(key, name[:200], want)
 
 
@@ -129,6 +139,14 @@ def _repetition_depth(parsed: Any) -> int:
         inner = [_repetition_depth(part) for part in _parts(argument)]
         deepest = max(deepest, max(inner, default=0) + (str(operation) in REPETITIONS))
     return deepest
+
+
+def _repetitions(parsed: Any) -> int:
+    """How many * + and {..} there are; a thing that is there or not (?) is none."""
+    return sum(
+        (str(operation) in REPETITIONS and argument[1] > 1) + sum(_repetitions(part) for part in _parts(argument))
+        for operation, argument in parsed
+    )
 
 
 def _parts(argument: Any) -> list[Any]:
