@@ -53,6 +53,9 @@ def brief(resolved: dict[str, Any], timeline: Timeline) -> Iterator[tuple[str, s
         prompts = scheduled.get("max_prefill_tokens")
         step = f"at most {said('max_num_seqs')} requests and {said('max_num_batched_tokens'):,} tokens"
         yield "step", step + (f", {prompts:,} of them of prompts" if prompts else "")
+    if said("default_sampling"):
+        words = ", ".join(f"{name} {value:g}" for name, value in said("default_sampling").items())
+        yield "sampling", f"{words}, as generation_config.json advises, where a request says nothing"
     phases = [phase for phase in timeline.phases() if phase.end_ms > phase.begin_ms]
     longest = sorted(phases, key=lambda phase: phase.begin_ms - phase.end_ms)[:LONG_PHASES]
     words = ", ".join(f"{phase.name} {(phase.end_ms - phase.begin_ms) / 1e3:.1f} s" for phase in longest)
