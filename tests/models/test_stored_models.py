@@ -233,3 +233,24 @@ def test_progress_and_pieces(tmp_path, monkeypatch):
     assert torch.equal(run(tmp_path, kernels="native")[0], whole)
     assert told == [(1, 2), (2, 2)]
     assert max(end - begin for begin, end in asked) == 64
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_floats_where_the_config_promises_integers_are_refused(tmp_path, name):
+    tensors, module = layouts.write(tmp_path, *MODELS[name][:2]), "model.layers.1.mlp.up_proj"
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{module}.")}
+    save_file({**kept, f"{module}.weight": torch.ones(96, 64)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=rf"{module} is floats in the file, quantization_config says that it has 4 bits"
+    ):
+        run(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    every = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    way = {"modules_to_not_convert": ["up_proj"]} if name == "awq" else {"modules_in_block_to_quantize": [every]}
+    config["quantization_config"] |= way
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if name == "awq":
+        run(tmp_path)
+    else:
+        with pytest.raises(ConfigError, match="is quantised in the file, quantization_config says that it is not"):
+            run(tmp_path)

@@ -14,7 +14,7 @@ from splittime.core.errors import ConfigError
 from splittime.quality.documents import Document
 from splittime.quality.gate import Gate, Tasks
 from splittime.quality.html import render_html
-from splittime.quality.margins import EXIT_CODES, Margins, judge, overall, standard
+from splittime.quality.margins import EXIT_CODES, Margins, judge, overall, standard, unusual
 from splittime.quality.model import Reads
 from splittime.quality.reads import unread
 from splittime.quality.report import as_json
@@ -54,6 +54,25 @@ def test_a_margin_inside_the_interval_is_inconclusive():
     margins = Margins(perplexity=2.0, kl=kl.estimate.value, kl_p99=9.0, top1=0.0)
     report = run(Table(LOGITS), Table(noisy(0.3)), replace(TASKS, lengths=(64,)), margins)
     assert report.verdict == "INCONCLUSIVE"
+    assert any("it lies so near its margin that more text would hardly settle it" in each for each in report.reasons)
+    margins = Margins(perplexity=2.0, kl=(kl.estimate.value + kl.estimate.high) / 2, kl_p99=9.0, top1=0.0)
+    (said,) = run(Table(LOGITS), Table(noisy(0.3)), replace(TASKS, lengths=(64,)), margins).reasons
+    assert "times as many documents like these would settle it" in said
+
+
+def test_a_divergence_far_beyond_what_the_claim_usually_costs_is_noted():
+    def notes(kl, claims):
+        low, high = 0.9 * kl, 1.1 * kl
+        return unusual(claims, Estimate(kl, low, high))
+
+    assert notes(0.0007, ("weights.int8",)) == ""
+    assert "2.4 times the 0.0019 that weights.int8" in notes(0.0045, ("weights.int8",))
+    assert notes(0.0045, ("weights.int8", "kv.int8")) == ""
+    assert notes(0.0045, ()) == notes(9.0, ("weights.unmeasured",)) == ""
+
+    reads = Reads(claims=("weights.int8",), read={"weights.int8": 10**9}, weights_least=1)
+    report = run(Table(LOGITS), Table(noisy(0.15), reads=reads), margins=Margins(kl=1.0))
+    assert any("look for a broken scale" in note for note in report.notes)
 
 
 def test_two_halves_of_a_short_text_give_no_verdict():

@@ -26,6 +26,7 @@ from splittime.distill.trainer import State
 from splittime.engine.tokenizer import Tokenizer
 from splittime.models.config import load_config
 from splittime.quality.documents import plan, prefix_of
+from splittime.quality.margins import MIN_DOCUMENTS
 from splittime.quantize import tensor_file
 from splittime.quantize.work import Work
 from splittime.runner.config import RunnerConfig
@@ -181,6 +182,11 @@ def _notes(inputs: Inputs, sizes: tuple[int, int], tokens: tuple[int, int], stat
         found.append(f"the student has {sizes[1]:,} parameters, the teacher {sizes[0]:,}: it is no smaller")
     if inputs.split.dropped:
         found.append(f"{inputs.split.dropped} documents of the text are held out, and were not learnt from")
+    if len(inputs.held_out) < MIN_DOCUMENTS:
+        found.append(
+            f"intervals of {len(inputs.held_out)} held-out documents say little of how documents differ; give "
+            f"{MIN_DOCUMENTS} at least, with --held-out"
+        )
     if state.tokens > sum(tokens):
         found.append(f"the text was seen {state.tokens / sum(tokens):.1f} times; more text would be learnt from better")
     return tuple(found)

@@ -63,7 +63,7 @@ def quality(given: Options) -> None:
     _check_files(given)
     tasks, sides = _tasks(given), (_runner(given, "base"), _runner(given, "candidate"))
     with doing("loading the models"):
-        models, encoder = _load(given, sides)
+        models, encoder = _load(given, sides, [document.text for document in tasks.documents])
         asked = _margins(models[1], given)
     with _progress() as tell:
         report = Gate(models[0], models[1], encoder, asked, tell).run(tasks)
@@ -153,8 +153,11 @@ def _is_url(model: str) -> bool:
     return model.startswith(("http://", "https://"))
 
 
-def _load(given: Options, configs: Sequence[RunnerConfig | None]) -> "tuple[list[Model], Tokenizer]":
-    """The models in order, and the tokenizer of the first that is here. Raises `ConfigError`."""
+def _load(
+    given: Options, configs: Sequence[RunnerConfig | None], texts: Sequence[str]
+) -> "tuple[list[Model], Tokenizer]":
+    """The models in order, and the tokenizer of the first that is here. Raises `ConfigError`, also where two that are
+    here read one of `texts` as different ids."""
     from splittime.cli.quality_local import LocalModel, same_tokens
 
     names = (given.base, given.candidate)
@@ -165,7 +168,7 @@ def _load(given: Options, configs: Sequence[RunnerConfig | None]) -> "tuple[list
         if given.tokenizer is None:
             raise ConfigError("two servers need --tokenizer, the model whose they use", param="tokenizer")
         encoder = model_source.load_tokenizer(model_source.locate(given.tokenizer))
-    same_tokens([model.tokenizer for model in local.values()])
+    same_tokens([model.tokenizer for model in local.values()], texts)
     sizes = [model.vocab_size for model in local.values()] or [encoder.vocab_size]
     return [local.get(i) or _server(name, encoder, sizes[0], given.api_key) for i, name in enumerate(names)], encoder
 

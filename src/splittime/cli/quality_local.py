@@ -6,7 +6,7 @@ in the cache, then, where asked for, token by token like a generation. `runner.o
 counted (`Ops.bytes_read`), apart from what another model in this process reads.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -182,9 +182,26 @@ class Spelling:
 PROBE = "def f(x): return {'a': 1_000}  # naïve café, 東京 42\n\tThe end."
 
 
-def same_tokens(tokenizers: Sequence[Tokenizer]) -> None:
-    """Raise `ConfigError` where two models would read one text as different ids."""
-    found = {tuple(tokenizer.encode(PROBE)) for tokenizer in tokenizers}
-    if len(found) > 1:
-        said = "base and candidate have different tokenizers: their predictions cannot be compared token by token"
-        raise ConfigError(said, param="candidate", hint="both must be forms of one model")
+def same_tokens(tokenizers: Sequence[Tokenizer], texts: Iterable[str] = ()) -> None:
+    """Raise `ConfigError` where two models would read one text as different ids: by their vocabularies, by their
+    merges, and by the texts that are to be read."""
+    for other in tokenizers[1:]:
+        said = _difference(tokenizers[0], other, texts)
+        if said:
+            message = f"base and candidate have different tokenizers ({said}): predictions cannot be compared"
+            raise ConfigError(message, param="candidate", hint="both must be forms of one model")
+
+
+def _difference(one: Tokenizer, other: Tokenizer, texts: Iterable[str]) -> str:
+    """In words; "" for none. One vocabulary may end before the other: some files pad it."""
+    shared = range(min(one.vocab_size, other.vocab_size))
+    ids = [number for number in shared if one.id_to_token(number) != other.id_to_token(number)]
+    if ids:
+        first, second = one.id_to_token(ids[0]), other.id_to_token(ids[0])
+        return f"{len(ids)} ids of their vocabularies; id {ids[0]} is {first!r} and {second!r}"
+    if one.merges is not None and other.merges is not None and one.merges != other.merges:
+        return "their merges"
+    for text in (PROBE, *texts):
+        if one.encode(text) != other.encode(text):
+            return f"a text that begins with {text[:40]!r} becomes other ids"
+    return ""

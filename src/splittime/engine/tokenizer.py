@@ -168,6 +168,13 @@ class Tokenizer:
             )
         return self._template.render(messages, **options)
 
+    @property
+    def merges(self) -> list[Any] | None:
+        """Of byte-level BPE, in order; None for vocabularies whose merges say nothing (a GGUF file's are made up)."""
+        model = json.loads(self._backend.to_str())["model"]
+        is_byte_level = {decoder["type"] for decoder in self._decoders} == {"ByteLevel"}
+        return model.get("merges") if is_byte_level else None
+
     # ---- ids to text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

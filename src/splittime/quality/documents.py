@@ -2,10 +2,12 @@
 
 A document is what one author wrote in one go: a file, a line of JSONL, a part between `<|endoftext|>`, an article of
 WikiText (` = Title = `). Documents are the unit of all resampling, so one long file without such marks is one document
-and can give no verdict. Nothing is cut at random: the same files give the same windows.
+and can give no verdict. Documents that are nearly the same are one (`distinct`): copies would count an author twice.
 
-`plan` chooses windows of a length in turns, one of each document, then the next of each, until the budget of tokens is
-spent: many documents with one window say more than one document with many. A window of length L scores the tokens
+`plan` draws windows of a length in turns, one of each document, then another of each, until the budget of tokens is
+spent: many documents with one window say more than one document with many. Which window of a document, and which
+document goes first, is drawn from a fixed seed: the first ones would be licences and imports. The same files give the
+same windows. A window of length L scores the tokens
 from `first` on, those whose context the next shorter length did not see; it begins with what the tokenizer puts before
 a text (begin of sequence).
 """
@@ -14,11 +16,15 @@ import gzip
 import hashlib
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import zip_longest
 from pathlib import Path
+from random import Random
 from typing import Any, Protocol
+from zlib import crc32
 
 import orjson
 
@@ -28,6 +34,8 @@ SEPARATOR = "<|endoftext|>"
 _ARTICLE = re.compile(r"^(?= = [^=].*[^=] = *$)", re.MULTILINE)
 _THIRD_PARTY = {"site-packages", "dist-packages"}
 HELD_OUT = 20  # the packaged model's training held out one of so many files, by the hash of their names
+SEED = 0
+RUN, SKETCH, ALIKE = 8, 64, 0.8
 MIN_SCORED = 16  # tokens of a window; a shorter rest is not worth its pass
 
 
@@ -139,6 +147,27 @@ def tokenized(documents: Iterable[Document], encoder: Encoder) -> list[Tokens]:
     return [tokens for tokens in found if len(tokens.ids) >= MIN_SCORED]
 
 
+def distinct(documents: Sequence[Tokens]) -> list[Tokens]:
+    """The documents without those that are nearly an earlier one: of the `SKETCH` smallest hashes of their runs of
+    `RUN` tokens, `ALIKE` are the same (Broder, On the resemblance and containment of documents, 1997)."""
+    kept: list[Tokens] = []
+    holders: dict[int, list[int]] = {}
+    for document in documents:
+        sketch = _sketch(document.ids)
+        shared = Counter(holder for value in sketch for holder in holders.get(value, ()))
+        if shared and max(shared.values()) >= ALIKE * len(sketch):
+            continue
+        for value in sketch:
+            holders.setdefault(value, []).append(len(kept))
+        kept.append(document)
+    return kept
+
+
+def _sketch(ids: Sequence[int]) -> list[int]:
+    runs = {crc32(repr(ids[i : i + RUN]).encode()) for i in range(max(1, len(ids) - RUN + 1))}
+    return nsmallest(SKETCH, runs)
+
+
 def prefix_of(encoder: Encoder) -> tuple[int, ...]:
     """What the tokenizer puts before a text."""
     plain, whole = encoder.encode("a", add_special_tokens=False), encoder.encode("a")
@@ -170,10 +199,14 @@ def plan(
         for document in documents
     ]
     first = max(1, len(prefix), shorter)
+    drawn = Random(SEED)
+    for pieces in cut:
+        drawn.shuffle(pieces)
+    order = drawn.sample(range(len(documents)), len(documents))
     windows: list[Window] = []
     spent = 0
-    for turn in zip_longest(*cut):
-        for number, ids in enumerate(turn):
+    for turn in zip_longest(*(cut[number] for number in order)):
+        for number, ids in zip(order, turn, strict=True):
             if ids is not None and spent < most_tokens:
                 windows.append(Window(number, (*prefix, *ids), first))
                 spent += len(prefix) + len(ids)

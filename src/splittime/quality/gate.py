@@ -15,8 +15,8 @@ from splittime import __version__
 from splittime.core.errors import ConfigError
 from splittime.quality import needle as needles
 from splittime.quality import questions as asked
-from splittime.quality.documents import Document, Encoder, Tokens, longest_length, plan, prefix_of, tokenized
-from splittime.quality.margins import MIN_DOCUMENTS, Check, Margins, overall
+from splittime.quality.documents import Document, Encoder, Tokens, distinct, longest_length, plan, prefix_of, tokenized
+from splittime.quality.margins import MIN_DOCUMENTS, Check, Margins, overall, unusual
 from splittime.quality.model import Model
 from splittime.quality.needle import Needle
 from splittime.quality.questions import Answer, Choice, Paired
@@ -25,6 +25,7 @@ from splittime.quality.report import Report, Side, TextFigures, text_figures
 from splittime.quality.texts import Tell, checks, read_windows
 
 SHORT = 256
+MOST_TIMES = 100
 LONG_DOCUMENTS = 2 * MIN_DOCUMENTS  # that must fill the longest context: half of them may be of one kind
 
 
@@ -67,7 +68,10 @@ class Gate:
     def run(self, tasks: Tasks) -> Report:
         begin_ns = time.monotonic_ns()
         self._found = _Found([], [], [], [], [])
-        texts = tokenized(tasks.documents, self.encoder)
+        read = tokenized(tasks.documents, self.encoder)
+        texts = distinct(read)
+        if len(texts) < len(read):
+            self._note(f"{len(read) - len(texts)} of {len(read)} documents are nearly copies of others, left out")
         prefix = prefix_of(self.encoder)
         lengths = self._lengths(tasks, texts) if texts else []
         self._read_texts(texts, lengths, prefix, tasks.text_tokens)
@@ -135,6 +139,11 @@ class Gate:
         self._found.needle.append(found)
         self._found.checks.append(check)
 
+    def _unusual(self) -> list[str]:
+        claims = self.candidate.reads.claims if self.candidate.reads else ()
+        checks = (check for check in self._found.checks if check.rule == "kl" and not check.note)
+        return [f"{check.where}: {told}" for check in checks if (told := unusual(claims, check.estimate))]
+
     def _note(self, sentence: str) -> None:
         self._found.notes.append(sentence)
 
@@ -155,17 +164,28 @@ class Gate:
             questions=found.questions,
             needle=found.needle[0] if found.needle else None,
             margins=self.margins,
-            notes=found.notes + elsewhere,
+            notes=found.notes + elsewhere + self._unusual(),
             seconds=seconds,
             version=__version__,
         )
 
 
 def reason(check: Check) -> str:
-    """Why a check did not pass."""
+    """Why a check did not pass, and what would settle one that is not decided."""
     end = f"{check.estimate.low:.4g} to {check.estimate.high:.4g}, limit {check.limit:g}"
     said = "beyond its margin" if check.verdict == "FAIL" else "not decided"
-    return f"{check.where}: {check.figure} is {said}: {check.estimate.value:.4g} ({check.note or end})"
+    return f"{check.where}: {check.figure} is {said}: {check.estimate.value:.4g} ({check.note or end}{_more(check)})"
+
+
+def _more(check: Check) -> str:
+    """How much more text would decide it: an interval narrows with the root of it."""
+    value, half = check.estimate.value, (check.estimate.high - check.estimate.low) / 2
+    away = abs(value - check.limit)
+    if check.verdict != "INCONCLUSIVE" or check.note or not half > away:
+        return ""
+    if away * MOST_TIMES**0.5 < half:
+        return "; it lies so near its margin that more text would hardly settle it"
+    return f"; about {(half / away) ** 2:.1f} times as many documents like these would settle it"
 
 
 def _side(model: Model) -> Side:

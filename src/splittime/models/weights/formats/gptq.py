@@ -57,11 +57,22 @@ def parse(values: dict[str, Any]) -> Recipe:
         zero_shift=int(is_older),
         carries=is_older and "gptqmodel" in str(values.get("meta", "")).lower(),
         act_order=fields.flag("desc_act", False),
+        only=_only(values),
     )
 
 
 def is_excepted(module: str, recipe: Recipe) -> bool:
-    return False
+    """Where the config lists what is quantised, whatever is not in the list."""
+    return bool(recipe.only) and not any(module.endswith(f".{name}") for name in recipe.only)
+
+
+def _only(values: dict[str, Any]) -> tuple[str, ...]:
+    """`modules_in_block_to_quantize`: lists of names, one for each step of the making."""
+    key = "modules_in_block_to_quantize"
+    listed = [name for names in values.get(key) or [] for name in (names if isinstance(names, list) else [names])]
+    if not all(isinstance(name, str) for name in listed):
+        raise refuse(key, listed, "lists of module names")
+    return tuple(listed)
 
 
 def is_stored(module: str, tensors: Tensors) -> bool:

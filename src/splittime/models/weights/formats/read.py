@@ -45,11 +45,20 @@ def parse(config: dict[str, Any]) -> Recipe | None:
     return recipe
 
 
+def _may_be_floats(module: str) -> bool:
+    """Whether formats leave it unquantised without a word: the embedding, which is a tied head too, head and router."""
+    return module in ("model.embed_tokens", "lm_head") or module.endswith((".mlp.gate", ".block_sparse_moe.gate"))
+
+
 def take(tensors: Tensors, recipe: Recipe, module: str, out_features: int, in_features: int) -> FileWeight | None:
     """The weight of `module`; None where it was left unquantised. Raises `ConfigError` naming a tensor that is broken,
-    or that is quantised although the config excepts it."""
+    that is quantised although the config excepts it, or that is not although the config promises it."""
     chosen = FORMATS[recipe.method]
     if not chosen.is_stored(module, tensors):
+        if f"{module}.weight" in tensors and not _may_be_floats(module) and not chosen.is_excepted(module, recipe):
+            message = f"weights: {module} is floats in the file, {KEY} says that it has {recipe.bits} bits"
+            hint = f"name it in {KEY} as not quantised, or take a checkpoint whose files are what its config says"
+            raise ConfigError(message, param=module, value=recipe.bits, hint=hint)
         return None
     if chosen.is_excepted(module, recipe):
         message = f"weights: {module} is quantised in the file, {KEY} says that it is not"

@@ -35,7 +35,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     symmetric: zero points are all in the middle. zero_shift: what to add to a stored zero point; carries: to whole
         words, so that a field that overflows adds one to the next (`gptq`).
     act_order: which group a column is in is stored with each weight.
-    exceptions: modules that are not quantised, each as the format matches names.
+    exceptions: modules that are not quantised, each as the format matches names. only: the ends of the names of those
+        that are; of none: all.
     """
 
     method: str
@@ -47,6 +48,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     carries: bool = False
     act_order: bool = False
     exceptions: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     scales: str = ""
     scale_name: str = ""
     has_input_scale: bool = False
