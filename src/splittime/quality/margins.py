@@ -64,8 +64,8 @@ def standard(claims: Sequence[str], stored_bits: int | None = None) -> Margins:
 
 
 USUAL_KL = {"weights.int8": 0.0019, "weights.int4": 0.061, "kv.int8": 0.0020}
-"""Mean KL, nats, that each claim costs where it is carried out right: the largest of rounding to nearest on the packaged
-model, two babyllamas and stories260K (BENCHMARKS.md, "What each scheme costs"). Larger models have less."""
+"""Mean KL, nats, of each claim carried out right: the largest of rounding to nearest that BENCHMARKS.md has of the
+packaged model, two babyllamas and (8 bits only) stories260K. Larger models have less."""
 UNUSUAL = 2.0
 
 
