@@ -63,7 +63,7 @@ def test_a_margin_inside_the_interval_is_inconclusive():
 def test_a_divergence_far_beyond_what_the_claim_usually_costs_is_noted():
     def notes(kl, claims):
         low, high = 0.9 * kl, 1.1 * kl
-        return unusual(claims, Estimate(kl, low, high))
+        return unusual(claims, Estimate(kl, 0.05 * kl, low, high))
 
     assert notes(0.0007, ("weights.int8",)) == ""
     assert "2.4 times the 0.0019 that weights.int8" in notes(0.0045, ("weights.int8",))
