@@ -190,10 +190,13 @@ def test_zero_points_that_borrowed_from_their_neighbour(tmp_path):
 
 def test_a_module_that_stayed_as_it_was_comes_as_a_tensor(tmp_path):
     weight = torch.ones(3, 5)
-    for number, quantization in enumerate((AWQ, GPTQ, PACKED, W8A8)):
+    ways = ({"modules_to_not_convert": ["m"]}, {"modules_in_block_to_quantize": ["q_proj"]}, *[{"ignore": ["m"]}] * 2)
+    for number, (quantization, way) in enumerate(zip((AWQ, GPTQ, PACKED, W8A8), ways, strict=True)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        checkpoint = store(folder, quantization, {"weight": weight})
+        with pytest.raises(ConfigError, match="m is floats in the file, quantization_config says that it has"):
+            store(folder, quantization, {"weight": weight}).take_linear("m", 3, 5)
+        checkpoint = store(folder, {**quantization, **way}, {"weight": weight})
         assert torch.equal(checkpoint.take_linear("m", 3, 5), weight)
         assert checkpoint.num_parameters == 15
 

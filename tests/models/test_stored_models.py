@@ -52,11 +52,18 @@ def asymmetric(drawn):
 
 ACT_ORDER = {**GPTQ, "desc_act": True}
 # name: (quantization_config, make, changes of the config, modules left as floats, what is told)
+MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 MODELS = {
     "awq": (AWQ, maker(layouts.awq), {}, (), "awq: int4 in groups of 32, zero points; head float32"),
     "awq, tied": (AWQ, maker(layouts.awq), {"tie_word_embeddings": True}, (), "awq: int4 in groups of 32, zero points"),
     "awq, qwen3": (AWQ, maker(layouts.awq), QWEN3, (), "awq: int4 in groups of 32, zero points"),
-    "awq, some left": (AWQ, maker(layouts.awq), {}, ("k_proj", "layers.0.mlp"), "awq: float32 ("),
+    "awq, some left": (
+        {**AWQ, "modules_to_not_convert": ["k_proj", "layers.0.mlp"]},
+        maker(layouts.awq),
+        {},
+        ("k_proj", "layers.0.mlp"),
+        "awq: float32 (",
+    ),
     "gptq": (GPTQ, maker(layouts.gptq, zeros=(1, 15)), {}, (), "gptq: int4 in groups of 32, zero points"),
     "gptq, the head too": (
         GPTQ,
@@ -81,7 +88,7 @@ MODELS = {
         "gptq: int4 in groups of 32, zero points, act-order",
     ),
     "gptq, orders that differ, biases": (
-        ACT_ORDER,
+        {**ACT_ORDER, "modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn.k_proj"], ["o_proj"], MLP]},
         maker(layouts.gptq, zeros=(1, 15), per_module=True),
         {"architectures": ["Qwen2ForCausalLM"]},
         ("v_proj",),
@@ -246,7 +253,11 @@ def test_floats_where_the_config_promises_integers_are_refused(tmp_path, name):
         run(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     every = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-    way = {"modules_to_not_convert": ["up_proj"]} if name == "awq" else {"modules_in_block_to_quantize": [every]}
+    way = (
+        {"modules_to_not_convert": ["layers.1.mlp.up_proj"]}
+        if name == "awq"
+        else {"modules_in_block_to_quantize": [every]}
+    )
     config["quantization_config"] |= way
     (tmp_path / "config.json").write_text(json.dumps(config))
     if name == "awq":

@@ -15,6 +15,8 @@ import tokenizers
 
 from splittime.core.errors import ConfigError
 
+MAX_TOKENIZER_BYTES = 128 << 20  # four times the largest published; reading one takes ten times as much
+
 
 class TokenizerFiles(NamedTuple):
     """config: `bos_token`, `eos_token`, ..., `add_bos_token`. chat_template: the default one, in Jinja."""
@@ -74,6 +76,10 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
+    size = path.stat().st_size
+    if size > MAX_TOKENIZER_BYTES:
+        said = f"{path.name} has {size} bytes, more than the {MAX_TOKENIZER_BYTES} that are read"
+        raise ConfigError(said, param="model", value=size, limit=MAX_TOKENIZER_BYTES)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
