@@ -101,3 +101,44 @@ def test_blocks_neither_leak_nor_double(block_size: int, caching: bool, script: 
     for lease in leases.values():
         cache.free(lease)
     assert cache.num_used == 0
+
+
+def test_a_block_is_found_once_all_its_tokens_are_computed_and_not_before() -> None:
+    cache = KVCache(num_blocks=16, block_size=4)
+    tokens = list(range(12))
+    lease = Lease()
+    assert cache.reserve(lease, len(tokens))
+    for num_computed in range(1, 13):
+        cache.commit(lease, tokens, num_computed)
+        other = Lease()
+        assert cache.match(other, [*tokens, 99]) == num_computed // 4 * 4
+        cache.free(other)
+
+
+def test_so_many_blocks_stay_free_as_were_asked_for() -> None:
+    cache = KVCache(num_blocks=8, block_size=4)
+    for num_tokens, keep_free, has_room in (
+        (32, 0, True),
+        (29, 1, False),
+        (28, 1, True),
+        (25, 1, True),
+        (24, 3, False),
+    ):
+        assert cache.has_room(Lease(), num_tokens, keep_free) is has_room
+
+
+def test_the_least_recently_used_goes_first_and_a_shared_block_stays() -> None:
+    cache = KVCache(num_blocks=3, block_size=2)
+    a, b, c = ([10, 11], [20, 21], [30, 31])
+    for tokens in (a, b, c):
+        cache.free(lease_for(cache, tokens)[0])
+    held, num_cached = lease_for(cache, [*a, 1])  # uses a again, and takes b, the oldest, for its second block
+    assert num_cached == 2
+    assert cache.match(Lease(), [*b, 1]) == 0
+    again = Lease()
+    assert cache.match(again, [*c, 1]) == 2
+    shared = Lease()
+    assert cache.match(shared, [*a, 9]) == 2
+    cache.free(held)
+    assert cache.num_used == 2  # a by `shared`, c by `again`
+    cache.check([shared, again])

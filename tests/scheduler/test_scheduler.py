@@ -88,7 +88,7 @@ def test_causes_of_waiting_are_stated() -> None:
     step(scheduler, 30)
     assert waits(scheduler, "c", 37) == [
         (Stage.HANDOFF, None, 0),
-        (Stage.QUEUE, None, 10),
+        (Stage.QUEUE, Cause.ENGINE_LOOP, 10),
         (Stage.QUEUE, Cause.TOKEN_BUDGET, 10),
         (Stage.QUEUE, Cause.BATCH_SLOTS, 17),
     ]
@@ -98,7 +98,7 @@ def test_causes_of_waiting_are_stated() -> None:
     ("received_ns", "measured_ns", "cause"),
     [
         (20, 30, Cause.MEASURING),
-        (30, 30, None),  # it came as the piece had ended
+        (30, 30, Cause.ENGINE_LOOP),  # it came as the piece had ended
         (10, 12, Cause.STEP_IN_FLIGHT),  # the step ended after the piece
     ],
 )

@@ -35,6 +35,7 @@ class Cause(StrEnum):
     GRAMMAR = "grammar"
     PAUSED = "paused"
     STEP_IN_FLIGHT = "step_in_flight"
+    ENGINE_LOOP = "engine_loop"
     MEASURING = "measuring"
     ENGINE_DIED = "engine_died"
 
@@ -63,10 +64,11 @@ CAUSE_MEANING: dict[Cause, str] = {
     Cause.BATCH_SLOTS: "as many requests run as max_num_seqs allows",
     Cause.KV_BLOCKS: "not enough free KV cache blocks",
     Cause.TOKEN_BUDGET: "the step's token budget (max_num_batched_tokens, max_prefill_tokens) is spent",
-    Cause.POLICY: "the policy lets another request go first",
+    Cause.POLICY: "the policy let another request go first",
     Cause.GRAMMAR: "its grammar is still being compiled",
     Cause.PAUSED: "the engine is paused",
     Cause.STEP_IN_FLIGHT: "it arrived while a step was running",
+    Cause.ENGINE_LOOP: "it arrived between steps: the engine's loop was waking up, taking in others, or telling news",
     Cause.MEASURING: "it arrived while a quiet server measured what its machine can do, a short piece at a time",
     Cause.ENGINE_DIED: "the engine process died",
 }

@@ -3,7 +3,8 @@
 It also writes down why they wait without touching each of 10,000 waiting requests at each step. All but the first wait
 for one and the same cause, so each change of it goes into a log, (since when, cause), and a request copies its part of
 the log into its account when it leaves. The first can have a cause of its own (`kv_blocks`: it is this one that does
-not fit) and is marked directly for as long as it is first.
+not fit) and is marked directly for as long as it is first. Those that were overtaken (`turns`) have a log of their own,
+which says `policy`.
 
     log           token_budget@10   batch_slots@25   token_budget@90
     a request     pushed @12 ........joins @25 (next plan).......... leaves @95: batch_slots 25..90, token_budget 90..95
@@ -16,8 +17,7 @@ from collections.abc import Callable, Iterator
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.policy import overdue_rank
 from splittime.scheduler.state import Rank, RequestState
-
-SWEEP_FROM = 64  # dead heap entries that are not worth a sweep
+from splittime.scheduler.turns import SWEEP_FROM, Turns
 
 
 class CauseLog:
@@ -27,6 +27,7 @@ class CauseLog:
         self._entries: deque[tuple[int, Cause]] = deque()
         self._num_dropped = 0
         self._readers: deque[tuple[int, RequestState]] = deque()  # by the entry each will read next
+        self.num_readers = 0
 
     @property
     def _end(self) -> int:
@@ -48,26 +49,29 @@ class CauseLog:
     def join(self, state: RequestState, now_ns: int) -> None:
         """From `now_ns` on, `state` waits for the log's last cause and whatever follows it."""
         state.account.enter(waiting_stage(state), now_ns, self._entries[-1][1])
-        state.next_cause = self._end
+        state.cause_log, state.next_cause = self, self._end
         self._readers.append((self._end, state))
+        self.num_readers += 1
 
     def leave(self, state: RequestState) -> None:
         """Copy what the log says since `state` joined into its account; it reads no further."""
-        if state.next_cause is None:
-            return
         for i in range(state.next_cause - self._num_dropped, len(self._entries)):
             since_ns, cause = self._entries[i]
             state.account.enter(waiting_stage(state), since_ns, cause)
-        state.next_cause = None
+        state.cause_log = None
+        self.num_readers -= 1
         self._forget_read_entries()
 
     def _forget_read_entries(self) -> None:
-        while self._readers and self._readers[0][1].next_cause != self._readers[0][0]:
+        while self._readers and not self._reads(*self._readers[0]):
             self._readers.popleft()
         keep_from = self._readers[0][0] if self._readers else self._end
         while self._num_dropped < keep_from - 1 and len(self._entries) > 1:  # the last entry is the current cause
             self._entries.popleft()
             self._num_dropped += 1
+
+    def _reads(self, next_cause: int, state: RequestState) -> bool:
+        return state.cause_log is self and state.next_cause == next_cause
 
 
 class WaitingQueue:
@@ -81,6 +85,9 @@ class WaitingQueue:
         self._length = 0
         self._fresh: list[RequestState] = []  # pushed since the last plan
         self._log = CauseLog()
+        self._turns = Turns()
+        self._overtaken_log = CauseLog()
+        self._passed: list[RequestState] = []  # overtaken since the last plan
         self._first: RequestState | None = None
         self.num_tokens = 0
 
@@ -97,6 +104,7 @@ class WaitingQueue:
         heapq.heappush(self._by_rank, (state.rank, state.pushed, state))
         heapq.heappush(self._by_age, (now_ns, state.pushed, state))
         self._fresh.append(state)
+        self._turns.join(state)
         self._length += 1
         self.num_tokens += state.num_pending
 
@@ -112,44 +120,78 @@ class WaitingQueue:
         oldest.rank = overdue_rank(oldest.arrival)
         return oldest
 
+    def admit(self, state: RequestState) -> None:
+        """It leaves to be computed; another may be overtaken by that."""
+        self._leave(state, is_admitted=True)
+
     def remove(self, state: RequestState) -> None:
-        """It leaves (admitted, aborted, expired); its account learns why it waited."""
-        self._log.leave(state)
+        """It leaves otherwise (aborted, expired)."""
+        self._leave(state, is_admitted=False)
+
+    def _leave(self, state: RequestState, is_admitted: bool) -> None:
+        """Its account learns why it waited."""
+        leave_log(state)
         if state is self._first:
             self._first = None
+        passed = self._turns.leave(state, is_admitted)
+        if passed is not None:
+            self._passed.append(passed)
         state.pushed = 0
         self._length -= 1
         self.num_tokens -= state.num_pending
         if not self._length:
-            self._fresh.clear()  # else a server that never queues would remember everybody
+            self._forget_all()
         _sweep(self._by_rank, self._length)
         _sweep(self._by_age, self._length)
+        self._turns.sweep(self._length)
+
+    def _forget_all(self) -> None:
+        """Nobody is here: else a server that never queues would remember everybody."""
+        self._fresh.clear()
+        self._passed.clear()
+        self._turns.forget()
 
     def wait(self, now_ns: int, first: RequestState, first_cause: Cause, rest_cause: Cause) -> None:
-        """State why everybody still here waits from `now_ns` on: `first` for its own cause, the rest for theirs."""
-        if first is not self._first:
-            self._log.leave(first)
+        """State why everybody still here waits from `now_ns` on: `first` for its own cause, the overtaken for the
+        policy, the rest for theirs."""
+        leave_log(first)
+        once_each = dict.fromkeys((self._first, *self._passed, *self._fresh))
+        moving = [state for state in once_each if state is not None and state is not first and self._moves(state)]
+        for state in moving:
+            leave_log(state)
         self._log.state_cause(now_ns, rest_cause)
-        if self._first is not None and first is not self._first:
-            self._log.join(self._first, now_ns)
-        for state in self._fresh:
-            if state.pushed and state is not first and state.next_cause is None:
-                self._log.join(state, now_ns)
+        self._overtaken_log.state_cause(now_ns, _overtaken_cause(rest_cause))
+        for state in moving:
+            self._log_of(state).join(state, now_ns)
         self._fresh.clear()
+        self._passed.clear()
         self._first = first
-        first.account.enter(waiting_stage(first), now_ns, first_cause)
+        cause = _overtaken_cause(first_cause) if first.is_overtaken else first_cause
+        first.account.enter(waiting_stage(first), now_ns, cause)
+
+    def _moves(self, state: RequestState) -> bool:
+        """Whether it is still here, and no reader of the log that says why."""
+        return state.pushed > 0 and state.cause_log is not self._log_of(state)
+
+    def _log_of(self, state: RequestState) -> CauseLog:
+        return self._overtaken_log if state.is_overtaken else self._log
 
     def waiting_for(self) -> dict[Cause | None, int]:
-        """How many wait for what now, in O(arrivals since the last plan). None: no plan has looked at it yet."""
-        if not self._length:
-            return {}
-        alone = [state for state in self._fresh if state.pushed]
-        if self._first is not None:
-            alone.append(self._first)
-        found = Counter(state.account.cause for state in alone)
-        if self._length > len(alone):
-            found[self._log.cause] += self._length - len(alone)
+        """How many wait for what now, in O(arrivals since the last plan)."""
+        alone = (state for state in (*self._fresh, self._first) if state is not None)
+        found = Counter(state.account.cause for state in alone if state.pushed and state.cause_log is None)
+        for log in (self._log, self._overtaken_log):
+            if log.num_readers:
+                found[log.cause] += log.num_readers
         return found
+
+    def check(self) -> None:
+        """Raise AssertionError if the books disagree."""
+        waiting = list(self)
+        assert len(waiting) == self._length
+        assert self.num_tokens == sum(state.num_pending for state in waiting)
+        assert sum(self.waiting_for().values()) == self._length
+        self._turns.check(waiting)
 
     def rerank(self, new_rank: Callable[[RequestState], Rank]) -> None:
         """Rank everybody anew: the policy has changed."""
@@ -158,6 +200,17 @@ class WaitingQueue:
             state.rank = new_rank(state)
         self._by_rank = [(state.rank, state.pushed, state) for state in alive]
         heapq.heapify(self._by_rank)
+
+
+def leave_log(state: RequestState) -> None:
+    if state.cause_log is not None:
+        state.cause_log.leave(state)
+
+
+def _overtaken_cause(cause: Cause) -> Cause:
+    """What one that was overtaken waits for, where another would wait for `cause`: had it been admitted in its turn,
+    neither slots nor budget would hold it up. Whether its blocks would have been there nobody knows."""
+    return Cause.POLICY if cause in (Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET) else cause
 
 
 def waiting_stage(state: RequestState) -> Stage:

@@ -34,8 +34,9 @@ from splittime.scheduler.budget import StepBudget
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.policy import rank
-from splittime.scheduler.queue import SWEEP_FROM, WaitingQueue
+from splittime.scheduler.queue import WaitingQueue
 from splittime.scheduler.state import RequestState
+from splittime.scheduler.turns import SWEEP_FROM
 
 
 def _rank_of(state: RequestState) -> Any:
@@ -76,7 +77,7 @@ class Scheduler:
         self._num_arrived += 1
         arrival = self._num_arrived
         state = RequestState(request, arrival, rank(self.config.policy, request, arrival), self.config.max_model_len)
-        cause = Cause.STEP_IN_FLIGHT if received_ns < self._last_commit_ns else None
+        cause = Cause.STEP_IN_FLIGHT if received_ns < self._last_commit_ns else Cause.ENGINE_LOOP
         if received_ns < measured_ns and measured_ns > self._last_commit_ns:
             cause = Cause.MEASURING
         queued_ns = max(received_ns, request.submitted_ns)
@@ -273,7 +274,7 @@ class Scheduler:
         """From the queue to the running, with blocks for all its known tokens."""
         self.cache.reserve(state.lease, len(state.token_ids))
         num_cached_tokens, state.num_computed = state.num_computed, 0  # the queue counts pending tokens from scratch
-        self.queue.remove(state)
+        self.queue.admit(state)
         state.num_computed = num_cached_tokens
         bisect.insort(self.running, state, key=_rank_of)
         if state.num_cached_tokens is None:
@@ -401,11 +402,10 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError if the books disagree. Tests call it after every step."""
         waiting = list(self.queue)
-        assert len(waiting) == len(self.queue)
         assert {state.request_id for state in [*waiting, *self.running]} == set(self._states)
         assert len(waiting) + len(self.running) == len(self._states)
         assert self.running == sorted(self.running, key=_rank_of)
-        assert self.queue.num_tokens == sum(state.num_pending for state in waiting)
+        self.queue.check()
         self.cache.check(state.lease for state in self._states.values())
 
     def _rank(self, state: RequestState) -> Any:

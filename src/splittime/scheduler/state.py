@@ -1,10 +1,15 @@
 """What has become of a request since it was asked. Only the scheduler holds and changes these."""
 
+from typing import TYPE_CHECKING
+
 from splittime.core.plan import Row, RowResult, TokenLogprob
 from splittime.core.request import Request
 from splittime.kv.cache import Lease
 from splittime.ledger.account import Account, Mark
 from splittime.ledger.stages import Cause, Stage
+
+if TYPE_CHECKING:
+    from splittime.scheduler.queue import CauseLog
 
 Rank = tuple[int, float, int]  # (0 once overdue else 1, the policy's key, order of arrival): lower goes first
 
@@ -20,7 +25,9 @@ class RequestState:
     __slots__ = (
         "account",
         "arrival",
+        "cause_log",
         "is_known_to_runner",
+        "is_overtaken",
         "lease",
         "max_num_tokens",
         "next_cause",
@@ -63,7 +70,9 @@ class RequestState:
         self.lease = Lease(request.cache_salt)
         self.account = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)
         self.num_marks_sent = 0
-        self.next_cause: int | None = None  # the entry of the queue's cause log to read next; None: not reading it
+        self.cause_log: CauseLog | None = None  # of the queue, which says why it waits; None: its account says it
+        self.next_cause = 0  # the entry of that log to read next
+        self.is_overtaken = False  # it waits, and a younger one has had its turn
         self.pushed = 0  # which push into the queue is the valid one; 0: not queued
 
     @property

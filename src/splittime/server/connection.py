@@ -14,6 +14,7 @@ Whoever pipelines, or does not read, takes the ordinary way, which knows how to 
 
 import asyncio
 import time
+from collections import deque
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -59,7 +60,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._skip_timer: asyncio.TimerHandle | None = None  # runs while the body of an answered request comes in
         self._num_skipped = 0  # bytes of it
         self._ends = False  # after that body
-        self._cycles: list[RequestResponseCycle] = []  # requests of this connection that are not answered yet
+        self._cycles: deque[RequestResponseCycle] = deque()  # requests of this connection that are not answered yet
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
@@ -90,7 +91,9 @@ class ConnectionProtocol(HttpToolsProtocol):
             self._answer(answer)
             return
         super().on_headers_complete()
-        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        self._cycles.append(self.cycle)
 
     # ---- answers at once
 

@@ -26,13 +26,20 @@ from splittime.server.config import ServerConfig
 from splittime.server.connection import ConnectionProtocol
 
 BACKLOG = 2048  # connections that may wait to be accepted
+ACCEPTS_PER_TURN = 16
 EXIT_AT_ONCE = 130
 STALL_MORE_S = 5.0  # after `slow_reader_s`, so that a stream is dropped by itself, with its reason
 SHUTDOWN_S = 5  # for connections to close after the drain
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server; signals are handled by who runs it."""
+    """uvicorn's server; signals are handled by who runs it. It accepts many connections in a turn of the event loop:
+    libuv accepts one from each listening socket, so there are several that share one queue. With a single one, whoever
+    came while turns were long stood in line for as many turns as there were newcomers before him."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        own = list(sockets or ())
+        await super().serve([*own, *(one.dup() for one in own for _ in range(ACCEPTS_PER_TURN - 1))])
 
     def capture_signals(self) -> Any:
         return contextlib.nullcontext()

@@ -9,7 +9,7 @@ const ORDER = [
 ];
 const CAUSES = [
   "texts_before", "worker_start", "batch_slots", "kv_blocks", "token_budget", "policy", "grammar", "paused", "step_in_flight",
-  "measuring", "engine_died", "not_told",
+  "engine_loop", "measuring", "engine_died", "not_told",
 ];
 const BEFORE = new Set(["receive", "tokenize", "admit", "handoff"]);
 const OURS = {
