@@ -4,7 +4,8 @@ msgspec derives a schema from each class. What its types cannot say is added her
 vocabulary, `n`), the limits of `SamplingParams`, and the rules between fields (`stream_options` needs `stream`). A test
 draws bodies from this description and holds the server to it: what is described is accepted, what is not is refused.
 Three rules have no form in JSON Schema and are told in words: a prompt must fit the context, prompts times `n` are
-bounded, and `max_completion_tokens` may repeat `max_tokens`.
+bounded, and `max_completion_tokens` may repeat `max_tokens`. So is, of a chat, that `continue_final_message` and
+`add_generation_prompt` are not both true: with one rule more, schemathesis draws no chats at all.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ def body_schemas(config: ServerConfig, limits: Limits) -> Schema:
         components[name]["properties"]["model"]["anyOf"][0]["enum"] = list(limits.names)
     components["CompletionBody"]["properties"]["prompt"] = _prompt_forms(config, limits)
     components["CompletionBody"]["allOf"] = [_STREAM_OPTIONS, _ZERO_TOKENS_NEED_ECHO]
-    rules = [_STREAM_OPTIONS, _TOP_LOGPROBS, _TOOLS, _CONTINUES, _ONE_LENGTH, *map(_not_zero, _LENGTHS)]
+    rules = [_STREAM_OPTIONS, _TOP_LOGPROBS, _TOOLS, _ONE_LENGTH, *map(_not_zero, _LENGTHS)]
     components["ChatBody"]["allOf"] = rules
     components["TokenizeBody"]["allOf"] = [_CONTINUES]
     components["DetokenizeBody"]["properties"]["tokens"]["items"] = _token_id(limits)
@@ -136,7 +137,7 @@ def _only(name: str, other: str) -> Schema:
 _STREAM_OPTIONS = _needs("stream_options", {"type": "object"}, _is("stream", {"const": True}))
 _TOP_LOGPROBS = _needs("top_logprobs", {"type": "integer"}, _is("logprobs", {"const": True}))
 _TOOLS = _needs("tools", {"type": "array", "minItems": 1}, _is("tool_choice", {"const": "none"}))
-_CONTINUES = {"not": {"allOf": [_is(name, {"const": True}) for name in _TURNS]}}
+_CONTINUES = {"anyOf": [{"properties": {name: {"enum": [False, None]}}} for name in _TURNS]}
 _ZERO_TOKENS_NEED_ECHO = _needs("max_tokens", {"const": 0}, _is("echo", {"const": True}))
 _ONE_LENGTH = {"not": {"allOf": [_is(name, {"type": "integer"}) for name in _LENGTHS]}}
 
