@@ -206,6 +206,17 @@ def test_an_id_in_flight_is_refused(launch) -> None:
     wait_until(lambda: nothing_left(live))
 
 
+def test_a_client_that_goes_in_the_middle_of_its_body_has_ended_it_itself(launch) -> None:
+    live = launch(say(TEXT))
+    with connect(live) as sock:
+        sock.sendall(raw_request({"prompt": "x" * 100})[:120])
+        wait_until(lambda: live.service.num_open)
+    wait_until(live.ledger.accounts)
+    (account,) = live.ledger.accounts()
+    assert (account.finish_reason, account.error) == ("abort", None)
+    wait_until(lambda: nothing_left(live))
+
+
 def test_a_body_that_never_comes_is_given_up(launch) -> None:
     live = launch(say(TEXT), config={"body_timeout_s": 0.2})
     with connect(live) as sock:

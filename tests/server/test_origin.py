@@ -115,6 +115,8 @@ def test_an_address_that_others_reach_has_a_key_and_any_name_unless_it_is_told_w
     assert is_taken(told, scope("10.0.0.5:8000"))  # the address the connection came to
     assert not is_taken(told, scope("10.0.0.6:8000"))
     assert not is_taken(told, scope("svc.cluster.local"))
+    named = Names(ServerConfig(host="Box.internal", api_key=(KEY,), allowed_hosts=("api.example",)))
+    assert is_taken(named, scope("box.internal:8000"))
     assert is_taken(Names(ServerConfig(host="127.0.0.9")), scope("127.0.0.9:1", at="127.0.0.9"))
 
 
