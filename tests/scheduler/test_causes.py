@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from test_scheduler import add, make_scheduler, step, waits
 
 from splittime.core.plan import RowResult, StepResult
-from splittime.core.request import Request
+from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.scheduler import Scheduler
@@ -222,3 +222,23 @@ def test_what_another_has_not_computed_yet_is_no_prefix_of_mine() -> None:
         state = scheduler._states[name]
         step(scheduler, now_ns)
         assert state.num_cached_tokens == num_cached
+
+
+def test_a_block_of_a_prompt_is_found_once_its_last_token_is_computed() -> None:
+    """Seven of twelve are computed: one whole block of four, and three tokens of the next."""
+    scheduler = make_scheduler(max_num_batched_tokens=7)
+    prompt = tuple(range(12))
+    sampling = SamplingParams(max_tokens=2, seed=0)
+    for name, now_ns in (("a", 0), ("b", 16)):
+        asked = Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=now_ns)
+        scheduler.submit(asked, now_ns)
+        step(scheduler, now_ns + 10)
+    assert scheduler._states["b"].num_cached_tokens == 4
+
+
+def test_a_deadline_ends_a_request_at_its_instant() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", deadline_ns=100)
+    assert scheduler.expire(99) == []
+    (output,) = scheduler.expire(100)
+    assert output.finish_reason is FinishReason.DEADLINE
