@@ -15,7 +15,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from itertools import pairwise
 from pathlib import Path
 
-INTERFACE_VERSION = 2
+INTERFACE_VERSION = 3
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
 ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
 ROUNDED_ACTIVATIONS = 4  # of bfloat16 weights
