@@ -2,13 +2,13 @@
 its own (`text_process`).
 
     lane      texts of at most    workers    a worker serves
-    short     16 kB               2          one after the other
-    long      256 kB              1          one text, and gives its memory back
+    short     16 Ki characters    2          one after the other
+    long      256 Ki characters   1          one text, and gives its memory back
     giant     any                 1          one text, and gives its memory back
 
-A text waits in its lane only, first come, first served. What waits is bounded in bytes for each lane; one more is
-refused with 429. A worker that takes more processor time or memory than it may is ended by the kernel, one that does
-not answer is ended from here; the request is told, and the next worker takes its place. A text whose worker ended
+A text waits in its lane only, first come, first served. What waits in a lane is bounded in characters; a text beyond
+that is refused with 429. A worker that takes more processor time or memory than it may is ended by the kernel, one that
+does not answer is ended from here; the request is told, and the next worker takes its place. A text whose worker ended
 before its time was up is given to another once: somebody may have killed it.
 
 How long a text waits, and what for, is in its account: `TextTask.cause` says at once, `on_begin` when it is over.

@@ -29,7 +29,7 @@ class ServerConfig:
     max_queued_prompt_tokens: int = 262_144  # prompt tokens that may wait; more is refused with 429
     max_n: int = 16  # largest `n`
     max_choices: int = 128  # largest prompts x n of one HTTP request
-    inline_tokenize_bytes: int = 1024  # longer prompts are tokenised in another process (1 kB takes about 1 ms)
+    inline_tokenize_chars: int = 1024  # longer prompts are tokenised in another process (so many take about 1 ms)
     tokenize_cpu_s: float = 10.0  # processor time that one request's texts may take; beyond it 400
     tokenize_memory_bytes: int = 2**30  # and memory
     chat_template: str | None = None  # file with a template in place of the model's

@@ -33,15 +33,15 @@ class PromptText:
         return self.work is not None and self.work.size > SHORT_CHARS
 
     def require_possible(self) -> None:
-        """Raise `RequestError` if a text cannot fit the model's context. Of a chat nothing is known: its template
-        decides what becomes of it."""
+        """Raise `RequestError` if a text cannot fit the model's context. A chat passes: its template decides how
+        long it becomes."""
         bound = self._tokenizer.bound
         if isinstance(self.work, Encode) and bound is not None:
             for text in self.work.texts:
                 require_at_most(bound.least_tokens(text), self._most_tokens)
 
     def estimate_tokens(self, admission: Admission) -> int:
-        """Of all its prompts together."""
+        """Returns the tokens of all its prompts together, as far as they are known now."""
         if self.work is None:
             return sum(map(len, self.token_ids))
         if self.is_long:

@@ -40,7 +40,7 @@ class Bucket:
 
 
 class Quota:
-    """Of one tenant."""
+    """What one tenant uses now, and what its limits leave."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant

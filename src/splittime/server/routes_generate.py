@@ -90,7 +90,7 @@ class GenerationEndpoint:
             return
         choices = list(generation.choices)
         last, at_ns = last_ended(choices), now_ns()
-        headers = [*self._headers(visit), (b"server-timing", server_timing(last, at_ns))]
+        headers = self.timed_headers(visit, last, at_ns)
         if generation.error is not None:
             await http.respond_error(send, generation.error, headers=headers)
             return
@@ -118,7 +118,7 @@ class GenerationEndpoint:
         return bool(done) and not generation.is_cancelled
 
     def _headers(self, visit: Visit) -> http.Headers:
-        """Headers of every answer."""
+        """Returns the headers that every answer has."""
         headers = [(b"x-request-id", visit.request_id.encode("latin-1"))]
         headers += [(b"x-splittime-notice", notice.encode("latin-1")) for notice in visit.notices]
         wanted = http.header(visit.scope, b"endpoint-load-metrics-format")
@@ -131,12 +131,11 @@ class GenerationEndpoint:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *self._headers(visit),
-            (b"server-timing", server_timing(generation.choices[0], now_ns())),
+            *self.timed_headers(visit, generation.choices[0], now_ns()),
         ]
 
-    def refuse_stream(self, visit: Visit, generation: Generation) -> http.Headers:
-        return [*self._headers(visit), (b"server-timing", server_timing(generation.choices[0], now_ns()))]
+    def timed_headers(self, visit: Visit, choice: Choice, at_ns: int) -> http.Headers:
+        return [*self._headers(visit), (b"server-timing", server_timing(choice, at_ns))]
 
 
 class Streamed:
@@ -172,7 +171,7 @@ class Streamed:
         await self._generation.all_done.wait()
         error = self._generation.error
         if error is not None and not self._stream.has_begun and not self._stream.is_abandoned:
-            headers = self._endpoint.refuse_stream(self._visit, self._generation)
+            headers = self._endpoint.timed_headers(self._visit, self._generation.choices[0], now_ns())
             await http.respond_error(self._send, error, headers=headers)
             return
         await self._stream.finish(self._last_words)

@@ -7,7 +7,7 @@ Each field has one of three fates, which `/docs` and docs/reference/fields.md sh
     refused           only the value that is true without effect is taken (`null`, an empty list, `{"type": "text"}`);
                       any other is refused by name, with the reason in `UNSUPPORTED`
 
-`openapi.py` draws the documentation from these classes. What needs the model's limits is checked in `params.py`.
+`described` makes the documentation from these classes. What needs the model's limits is checked in `params.py`.
 """
 
 import json
@@ -252,7 +252,7 @@ def decode_once(body: bytes, kind: type[Kind]) -> Kind:
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
-    """Of one object; nothing is kept of it."""
+    """Check the names of one object. Nothing of it is kept."""
     if len(dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)[:MAX_NAME_CHARS]

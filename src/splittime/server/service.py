@@ -63,7 +63,7 @@ class Service:
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         limits = TextLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
         self.texts = TextWorkers(tokenizer.describe, limits)
-        self.inline = InlineTokenizing(config.inline_tokenize_bytes)
+        self.inline = InlineTokenizing(config.inline_tokenize_chars)
         self.is_draining = False
         self.began_draining = asyncio.Event()
         self.generations: dict[str, Generation] = {}

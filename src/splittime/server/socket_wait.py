@@ -18,7 +18,9 @@ LEAST_MS = 8
 
 
 def unseen_ns(connection: Any) -> int:
-    """Of data that is being read now. 0 below `LEAST_MS`, and where the system does not tell. connection: a socket."""
+    """Returns how long the data that is being read now lay in its socket; 0 below `LEAST_MS`, or if nobody can say.
+
+    connection: a socket."""
     if TCP_INFO is None or connection is None:
         return 0
     try:

@@ -2,21 +2,19 @@
 
     receive -> admit -> (tokenize_queue ->) tokenize -> handoff -> (the engine) -> deliver
 
-What can be refused without reading the body is refused before, and a text that can never fit before it is tokenised.
-Whatever happens, the request ends in one closed account
-for each choice, or one for the request if it never got that far, and its id is free once the engine has let go.
+What a request's head decides is refused before its body is read, and a text that can never fit is refused before it is
+tokenised (`prompt_text`; `tokens` does the tokenising). Whatever happens, the request ends in one closed account for
+each choice, or in one for the whole request if it never got that far, and its id is free once the engine has let go.
 """
 
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
-from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, RequestError, SplittimeError
+from splittime.core.errors import EngineError, ErrorInfo, SplittimeError
 from splittime.core.request import FinishReason, Request
 from splittime.engine.choice import Choice, Echo
 from splittime.engine.output import OutputText, make_detokenizer
-from splittime.engine.text_work import TextDone, TextWork, carry_out
-from splittime.engine.text_worker import TextTask
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.prompt_parts import PromptParts, prompt_parts
 from splittime.ledger.stages import Stage
@@ -24,6 +22,7 @@ from splittime.server import http
 from splittime.server.admission import Place, Refused
 from splittime.server.config import ModelInfo
 from splittime.server.generation import Generation
+from splittime.server.output_budget import clamp_notices, output_budget
 from splittime.server.params import Ask, Prompt, ask_chat, ask_completion
 from splittime.server.prompt_text import PromptText
 from splittime.server.quota import Quota
@@ -31,14 +30,13 @@ from splittime.server.schema import ChatBody, CompletionBody, decode_body
 from splittime.server.service import Service
 from splittime.server.strict import refuse_without_effect
 from splittime.server.tenants import tenant_of
-
-_TOO_LATE = "the request's deadline passed before it reached the engine"
+from splittime.server.tokens import Tokens, too_late
 
 now_ns = time.monotonic_ns
 
 
 class Visit:
-    """receive: may be left out by who only asks whether there is room (`knock`)."""
+    """receive: a caller that only asks whether there is room (`knock`) may leave it out."""
 
     def __init__(
         self, service: Service, endpoint: str, scope: http.Scope, receive: http.Receive = http.receive_nothing
@@ -53,11 +51,11 @@ class Visit:
         self.request_id = ""
         self.generation: Generation | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._text: TextTask | None = None
         self._account = Account("", self.start_ns, Stage.RECEIVE)
+        self._tokens = Tokens(service, self._account)
         self._place: Place | None = None
         self._is_reserved = False
-        self._quota: Quota | None = None  # let in by
+        self._quota: Quota | None = None  # that of its tenant, once it has let the request in
         self._prompt_parts: list[PromptParts] = []  # of each prompt
         self.notices: list[str] = []  # what the client is told beside its answer
 
@@ -95,7 +93,11 @@ class Visit:
         prompt.require_possible()
         tokens = prompt.estimate_tokens(admission) * ask.n
         self._place = admission.enter(now_ns(), count=ask.num_choices, tokens=tokens, deadline_ns=deadline_ns)
-        prompts = await self._tokenize(prompt, deadline_ns)
+        prompts = await self._tokens.of(prompt, deadline_ns)
+        self._prompt_parts = [prompt_parts(ids) for ids in prompts]
+        self._account.enter(Stage.ADMIT, now_ns())
+        if self.is_gone:
+            raise http.Disconnected
         lengths = [len(ids) for ids in prompts for _ in range(ask.n)]
         if prompt.is_long:
             self._place.require_room(sum(lengths))
@@ -135,55 +137,16 @@ class Visit:
             raise
         self._is_reserved = True
 
-    async def _tokenize(self, prompt: PromptText, deadline_ns: int | None) -> tuple[tuple[int, ...], ...]:
-        """The prompts' ids; what may take long is worked on in another process."""
-        work = prompt.work
-        if work is None:
-            self._account.enter(Stage.TOKENIZE, now_ns())
-            done = TextDone(prompt.token_ids)
-        elif self.service.takes_inline(work):
-            done = self._tokenize_here(work)
-        else:
-            done = await self._tokenize_beside(work, deadline_ns)
-        self._prompt_parts = [prompt_parts(ids) for ids in done.ids]
-        self._account.enter(Stage.ADMIT, now_ns())
-        if self.is_gone:
-            raise http.Disconnected
-        if work is not None:  # prompts of ids teach nothing
-            self.service.admission.learn_ratio(done.num_bytes, sum(map(len, done.ids)))
-        return done.ids
-
-    def _tokenize_here(self, work: TextWork) -> TextDone:
-        begin_ns = now_ns()
-        self._account.enter(Stage.TOKENIZE, begin_ns)
-        done = carry_out(work, self.service.tokenizer)
-        self.service.inline.learn(work.size, now_ns() - begin_ns)
-        return done
-
-    async def _tokenize_beside(self, work: TextWork, deadline_ns: int | None) -> TextDone:
-        texts, account = self.service.texts, self._account
-        task = self._text = texts.submit(work, lambda: account.enter(Stage.TOKENIZE, now_ns()))
-        if task.cause is not None:
-            account.enter(Stage.TOKENIZE_QUEUE, now_ns(), task.cause)
-        if deadline_ns is None:
-            return await task.done
-        left_s, late = (deadline_ns - now_ns()) / 1e9, DeadlineExceeded(_TOO_LATE)
-        alarm = asyncio.get_running_loop().call_later(left_s, texts.drop, task, late)
-        try:
-            return await task.done
-        finally:
-            alarm.cancel()
-
     def _check_in_time(self, deadline_ns: int | None) -> None:
         if deadline_ns is not None and now_ns() >= deadline_ns:
-            raise DeadlineExceeded(_TOO_LATE)
+            raise too_late()
 
     # ---- to the engine
 
     def _hand_off(
         self, ask: Ask, prompts: Sequence[tuple[int, ...]], model: ModelInfo, deadline_ns: int | None, place: Place
     ) -> Generation:
-        budgets = [check_length(ids, ask, model, is_strict=self.service.config.strict) for ids in prompts]
+        budgets = [output_budget(ids, ask, model, is_strict=self.service.config.strict) for ids in prompts]
         self.notices = clamp_notices(ask, budgets, model)
         sources = ask.prompts or (prompts[0],)
         plans = [(p, s) for p in range(len(prompts)) for s in range(ask.n)]
@@ -238,8 +201,7 @@ class Visit:
         while (await self.receive())["type"] != "http.disconnect":
             pass
         self.is_gone = True
-        if self._text is not None:
-            self.service.texts.drop(self._text, http.Disconnected())
+        self._tokens.drop()
         if self.generation is not None:
             self.generation.cancel()
             self.on_gone()
@@ -292,8 +254,7 @@ class Visit:
         if self._quota is not None:
             self._use_tokens(len(choice.token_ids) for choice in (self.generation.choices if self.generation else ()))
             self._quota.leave()
-        if self._text is not None and not self._text.done.done():
-            self.service.texts.drop(self._text, http.Disconnected())
+        self._tokens.drop()
         if self.generation is not None:
             self.generation.when_released(lambda: self.service.release(self.request_id))
             return
@@ -303,33 +264,3 @@ class Visit:
             self._place.give_up()
         if self._is_reserved:
             self.service.release(self.request_id)
-
-
-def check_length(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, *, is_strict: bool = False) -> int:
-    """Returns the output tokens that the request may get: those it asks for, but no more than the context has left.
-
-    Raises `RequestError` if the prompt is empty or leaves no room; `is_strict`: also if less is left than is asked.
-    """
-    room = model.max_model_len - len(prompt_ids)
-    wanted = ask.sampling.max_tokens
-    if not prompt_ids:
-        raise RequestError("the prompt has no tokens", code="empty_prompt", param="prompt", value=0)
-    if room < 1 or (is_strict and room < (wanted or 1)):
-        raise RequestError(
-            f"the model's context is {model.max_model_len} tokens; the prompt has {len(prompt_ids)} and "
-            f"{wanted or 1} were asked for",
-            code="context_length_exceeded",
-            param="messages" if ask.is_chat else "prompt" if room < 1 else "max_tokens",
-            value=len(prompt_ids) + (wanted or 1),
-            limit=model.max_model_len,
-            hint=f"ask for at most {room} tokens" if room > 0 else "shorten the prompt",
-        )
-    return int(min(model.default_sampling.get("max_tokens", room) if wanted is None else wanted, room))
-
-
-def clamp_notices(ask: Ask, budgets: Sequence[int], model: ModelInfo) -> list[str]:
-    """Says that fewer output tokens are left than were asked for, if so."""
-    wanted, least = ask.sampling.max_tokens, min(budgets)
-    if wanted is None or least >= wanted:
-        return []
-    return [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]
