@@ -11,7 +11,7 @@ from test_rules_queue import poisson
 from ward import Ward
 
 from splittime.cli.doctor import CANNOT_TELL, FOUND, NOTHING_FOUND, as_json, exit_code, told
-from splittime.diagnose.doctor import MIN_REQUESTS, Diagnosis, diagnose, roots
+from splittime.diagnose.doctor import MIN_REQUESTS, Diagnosis, diagnose, of_time, roots
 from splittime.diagnose.finding import RULES, Cure, Finding, in_order
 from splittime.ledger.stages import Cause, Stage
 
@@ -39,22 +39,43 @@ trees = st.dictionaries(names, st.lists(names, max_size=3).map(tuple), max_size=
 
 @given(found, trees)
 def test_nothing_is_lost_and_the_largest_comes_first(findings, tree):
-    ordered = in_order(findings, tree)
+    ordered = in_order(findings, tree, "abcdef")
     assert sorted(f.name for f in ordered) == sorted(f.name for f in findings)
     if not tree:
         shares = [f.share_of_time for f in ordered]
         assert shares == sorted(shares, reverse=True)
 
 
-def test_a_root_comes_before_its_symptoms_and_takes_their_rank():
-    findings = [finding("symptom", 0.9), finding("other", 0.5), finding("root", 0.1), finding("limit", 1.0, True)]
-    ordered = [f.name for f in in_order(findings, {"root": ("symptom",)})]
+def test_a_root_comes_before_the_symptoms_whose_time_it_explains_and_takes_their_rank():
+    findings = [finding("symptom", 0.9), finding("other", 0.5), finding("root", 0.45), finding("limit", 1.0, True)]
+    ordered = [f.name for f in in_order(findings, {"root": ("symptom",)}, ("root",))]
     assert ordered == ["limit", "root", "symptom", "other"]
 
 
+def test_what_is_small_is_not_told_before_what_is_large_whoever_causes_whom():
+    """As it stood on the page: a fifth of the time before all of it."""
+    findings = [finding("cpu_starved", 0.19), finding("overload", 0.96), finding("slot_bound", 0.77)]
+    assert [f.name for f in in_order(findings, roots(), of_time())] == ["slot_bound", "overload", "cpu_starved"]
+
+
+def test_a_root_whose_share_is_of_something_else_comes_first_whatever_it_is():
+    """Requests that failed, a client that was late."""
+    findings = [finding("slot_bound", 0.9), finding("requests_fail", 0.01)]
+    assert [f.name for f in in_order(findings, roots(), of_time())] == ["requests_fail", "slot_bound"]
+
+
 def test_roots_of_roots():
-    findings = [finding("c", 0.9), finding("a", 0.2), finding("b", 0.1)]
-    assert [f.name for f in in_order(findings, {"a": ("b",), "b": ("c",)})] == ["a", "b", "c"]
+    tree = {"a": ("b",), "b": ("c",)}
+    findings = [finding("c", 0.8), finding("a", 0.4), finding("b", 0.5)]
+    assert [f.name for f in in_order(findings, tree, "abcdef")] == ["a", "b", "c"]
+    findings = [finding("c", 0.8), finding("a", 0.3), finding("b", 0.5)]
+    assert [f.name for f in in_order(findings, tree, "abcdef")] == ["b", "c", "a"], "a explains most of b, and little of c"
+
+
+@given(found, trees)
+def test_nothing_jumps_ahead_of_what_is_more_than_twice_as_large(findings, tree):
+    ordered = [f.share_of_time for f in in_order(findings, tree, "abcdef")]
+    assert all(2 * first >= later for i, first in enumerate(ordered) for later in ordered[i:])
 
 
 def test_the_rules_name_existing_symptoms_and_make_no_circle():

@@ -115,7 +115,7 @@ def diagnose(books: Books) -> Diagnosis:
     findings, abstentions = findings + more, abstentions + unable
     findings = _in_words_of_the_server(books, findings)
     left = None if withheld or _lacks(books, "accounts") else unexplained(books, findings, abstentions)
-    ordered = in_order(findings if left is None else [*findings, left], roots())
+    ordered = in_order(findings if left is None else [*findings, left], roots(), of_time())
     return Diagnosis(
         findings=one_direction(ordered, books.facts.settings if books.facts is not None else {}),
         spent=spent(books, ordered),
@@ -146,6 +146,11 @@ def _in_their_time(books: Books) -> Books:
 def roots() -> dict[str, tuple[str, ...]]:
     """Of which names each rule is the root."""
     return {rule.name: rule.root_of for rule in RULES.values()}
+
+
+def of_time() -> frozenset[str]:
+    """The rules that explain somebody's time."""
+    return frozenset(name for name, rule in RULES.items() if rule.explains)
 
 
 def _run(books: Books, rules: list[Rule]) -> tuple[list[Finding], list[Abstention]]:

@@ -7,12 +7,13 @@ told, and is no reason to fail a build.
 
 The order of what is told (`in_order`):
 1. the larger share of the requests' time first, as an illness, as a limit or as what no cure is known for;
-2. but a root before its symptoms: a finding counts with the largest share among itself and what it is the root of, and
-   is told before those. (An overloaded server makes everything queue; a server with two slots is overloaded because of
-   the slots.)
+2. but a root before its symptoms, if it explains most of their time (`COVERS`). (An overloaded server makes everything
+   queue; a server with two slots is overloaded because of the slots. What has a fifth of the time is not told before
+   what has all of it, whoever causes whom.) A root that explains nobody's time (`Rule.explains`) has a share of
+   something else, of requests that failed or of the client's clock, and comes before its symptoms whatever its share.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -111,22 +112,25 @@ def rule(*needs: str, root_of: tuple[str, ...] = (), explains: tuple[str, ...] =
     return register
 
 
-def in_order(findings: Iterable[Finding], roots: Mapping[str, tuple[str, ...]]) -> tuple[Finding, ...]:
-    """See the module's docstring. `roots` says of which names a finding is the root."""
-    left = {finding.name: finding for finding in findings}
-    weights = {name: _weight(name, left, roots, frozenset()) for name in left}
-    ordered: list[Finding] = []
-    while left:
-        symptoms = {symptom for f in left.values() if not f.is_limit for symptom in roots.get(f.name, ())}
-        candidates = [f for f in left.values() if f.name not in symptoms] or list(left.values())
-        best = min(candidates, key=lambda f: (-weights[f.name], f.is_limit, -f.share_of_time))
-        ordered.append(left.pop(best.name))
-    return tuple(ordered)
+COVERS = 0.5  # of a symptom's share, its root's: most of it
 
 
-def _weight(
-    name: str, found: Mapping[str, Finding], roots: Mapping[str, tuple[str, ...]], above: frozenset[str]
-) -> float:
-    """The largest share among a finding and what it is the root of."""
-    below = [symptom for symptom in roots.get(name, ()) if symptom in found and symptom not in above | {name}]
-    return max([found[name].share_of_time, *(_weight(symptom, found, roots, above | {name}) for symptom in below)])
+def in_order(
+    findings: Iterable[Finding], roots: Mapping[str, tuple[str, ...]], of_time: Collection[str]
+) -> tuple[Finding, ...]:
+    """See the module's docstring. roots: of which names a finding is the root; a limit is nobody's. of_time: names of
+    those that explain somebody's time."""
+    largest_first = sorted(findings, key=lambda f: (-f.share_of_time, f.is_limit))
+    told: dict[str, Finding] = {}
+
+    def tell(finding: Finding, least: float, above: frozenset[str]) -> None:
+        for root in largest_first:
+            is_root = not root.is_limit and finding.name in roots.get(root.name, ())
+            is_large = root.name not in of_time or root.share_of_time >= least
+            if is_root and is_large and root.name not in told and root.name not in above:
+                tell(root, least, above | {finding.name})
+        told.setdefault(finding.name, finding)
+
+    for finding in largest_first:
+        tell(finding, COVERS * finding.share_of_time, frozenset())
+    return tuple(told.values())
