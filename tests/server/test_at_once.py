@@ -209,3 +209,14 @@ def test_refused_requests_leave_the_served_ones_in_the_ring(launch) -> None:
     assert [account.request_id for account in accounts if not account.is_refused] == ["served"]
     assert len(accounts) == 21
     assert live.ledger.account("served")
+
+
+def test_two_requests_in_one_piece_leave_no_timer_of_the_first(launch) -> None:
+    """The connection's idle time-out, set after /health, would have cut the stream that came with it."""
+    live = launch(say("x" * 8, end=False))
+    live.engine.paused = True
+    with client(live) as (connection, answers):
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" + post())
+        assert read_answer(answers)[0] == 200
+        until(lambda: live.service.admission.queued_requests == 1)
+        assert [one.timeout_keep_alive_task for one in live.server.server_state.connections] == [None]

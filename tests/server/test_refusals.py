@@ -312,3 +312,15 @@ def test_when_to_come_back_is_told_in_whole_seconds_never_too_early(wait_s: floa
 
 def test_an_error_may_quote_a_number_beyond_64_bits() -> None:
     assert answered(ErrorInfo("k", "m", "c", 400, limit=2**70))[1]["error"]["limit"] == 2**70
+
+
+def test_the_name_among_many_is_found_in_one_pass(live) -> None:
+    """Counting each name against all took half an hour for this body, in the event loop."""
+    names = b",".join(b'"%d": ""' % number for number in range(300_000))
+    status, _, answer = live.post("/v1/completions", b'{"prompt": "x", "metadata": {%b, "299999": ""}}' % names)
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "duplicate_field", "299999")
+
+
+def test_too_many_prompts_are_counted_before_they_are_looked_at(live) -> None:
+    status, _, answer = live.post("/v1/completions", {"prompt": [[999_999]] * 129})
+    assert (status, answer["error"]["value"], answer["error"]["limit"]) == (400, 129, 128)

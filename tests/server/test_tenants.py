@@ -344,6 +344,7 @@ def test_open_requests_come_free_however_they_end(launch, tmp_path) -> None:
         ("[[key]]\nname = 'a'", "'a' needs key or sha256"),
         ("[[key]]\nname = 'a'\nkey = 'x'\nsha256 = '" + "0" * 64 + "'", "'a' needs key or sha256"),
         ("[[key]]\nname = 'a'\nsha256 = 'abc'", "sha256"),
+        ("[[key]]\nname = 'a'\nsha256 = '" + hashlib.sha256(b"").hexdigest() + "'", "'a' is that of an empty key"),
         ("[[key]]\nname = 'a'\nkey = ''", "key of 'a' is empty"),
         ("[[key]]\nname = 'a'\nkey = 'has space'", "key of 'a' is empty, or has a space"),
         ("[[key]]\nname = 'a b'\nkey = 'x'", "name"),

@@ -2,6 +2,7 @@
 they wait."""
 
 import json
+import socket
 
 import pytest
 
@@ -10,6 +11,7 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.server.admission import INITIAL_BYTES_PER_TOKEN, Admission, Bounds
 
 from .conftest import say
+from .test_at_once import until
 
 SHORT = {"prompt": "hello", "max_tokens": 1}
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -171,3 +173,16 @@ def test_a_variable_that_cannot_be_handed_on_is_refused(launch, value: str) -> N
     body = f'{{"messages":[{{"role":"user","content":"x"}}],"chat_template_kwargs":{{"a":{value}}},"max_tokens":1}}'
     assert server.post("/v1/chat/completions", body.encode())[0] in (200, 400)
     assert server.post("/v1/completions", SHORT)[0] == 200
+
+
+def test_a_text_to_count_is_given_up_when_its_client_goes(launch) -> None:
+    server = launch()
+    lane = server.service.texts.lanes[0]
+    lane._most_workers = 0  # it waits for ever
+    body = b'{"prompt": "x"}'
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        until(lambda: len(lane.waiting) == 1)
+    until(lambda: not lane.waiting)

@@ -6,6 +6,8 @@ and keeps the latest long ones with their times, for a diagnosis to hold against
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from splittime.core.clock import Clock
 
@@ -23,6 +25,19 @@ def freeze_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_GENERATION, YOUNG_PER_MIDDLE, 100)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """For making a great many values at once, none of which is garbage: looking at them again and again while they are
+    made takes most of the time (0.6 of 0.8 s for a million lists)."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class GcPauses:

@@ -78,6 +78,7 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._unset_keepalive_if_required()  # it may have come in one piece with a request that was answered at once
         self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[dict-item]
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._head_s, self.transport.abort)

@@ -30,9 +30,15 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if (self.key is None) == (self.sha256 is None):
             raise ValueError(f"{self.name!r} needs key or sha256, one of them")
         if self.key is None:
-            return bytes.fromhex(self.sha256 or "")
+            return self._known_digest()
         check_key(self.key, f"key of {self.name!r}")
         return digest(self.key)
+
+    def _known_digest(self) -> bytes:
+        known = bytes.fromhex(self.sha256 or "")
+        if known == sha256(b"").digest():  # who sends no key would have it
+            raise ValueError(f"sha256 of {self.name!r} is that of an empty key")
+        return known
 
     def tenant(self) -> Tenant:
         return Tenant(

@@ -27,6 +27,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_CACHE_SALT_CHARS = 256
 LEAST_TOP_P = 1e-6  # `top_p` 0: the likeliest token alone has more than this, in any vocabulary
 MAX_PRIORITY = 2**31 - 1
+_TOO_MANY = "asks for too many choices (prompts x n)"
 
 Prompt = str | tuple[int, ...]
 
@@ -73,7 +74,7 @@ class Ask:
 
 
 def ask_completion(body: CompletionBody, model: ModelInfo, config: ServerConfig, timing: bool) -> Ask:
-    prompts = _prompts(body.prompt, model)
+    prompts = _prompts(body.prompt, model, config.max_choices)
     default = min(DEFAULT_COMPLETION_TOKENS, model.default_sampling.get("max_tokens", DEFAULT_COMPLETION_TOKENS))
     max_tokens = int(default) if body.max_tokens is None else _to_the_end(body.max_tokens, config)
     echo_only = max_tokens == 0 and bool(body.echo)
@@ -138,7 +139,7 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 def _check_against_model(ask: Ask, model: ModelInfo, config: ServerConfig) -> Ask:
     """What concerns the whole ask: number of choices, and token ids that the model has."""
     count, limit = ask.num_choices, config.max_choices
-    _require(count <= limit, "n" if ask.n > 1 else "prompt", count, "asks for too many choices (prompts x n)", limit)
+    _require(count <= limit, "n" if ask.n > 1 else "prompt", count, _TOO_MANY, limit)
     check_token_ids(ask.sampling.stop_token_ids, model.vocab_size, "stop_token_ids")
     check_token_ids(tuple(ask.sampling.logit_bias), model.vocab_size, "logit_bias")
     return ask
@@ -244,7 +245,7 @@ def check_model(name: str | None, model: ModelInfo) -> None:
         )
 
 
-def _prompts(prompt: str | Sequence[str | int | list[int]], model: ModelInfo) -> tuple[Prompt, ...]:
+def _prompts(prompt: str | Sequence[str | int | list[int]], model: ModelInfo, most: int) -> tuple[Prompt, ...]:
     """One entry for each prompt. A list is all texts, all token ids (one prompt), or all lists of token ids."""
     if isinstance(prompt, str):
         return (prompt,)
@@ -254,6 +255,7 @@ def _prompts(prompt: str | Sequence[str | int | list[int]], model: ModelInfo) ->
     if kinds == {str}:
         return tuple(prompt)  # type: ignore[arg-type]
     lists = [prompt] if kinds == {int} else prompt
+    _require(len(lists) <= most, "prompt", len(lists), _TOO_MANY, most)  # before any of them is looked at
     return tuple(check_token_ids(ids, model.vocab_size, "prompt") for ids in lists)  # type: ignore[arg-type]
 
 

@@ -1,5 +1,6 @@
 """Everything that is not a generation and not the ledger: probes, models, tokens, metrics, knobs."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -9,7 +10,8 @@ import msgspec
 from splittime import __version__
 from splittime.core.errors import ConfigError, NotFound, RequestError, SplittimeError
 from splittime.core.sleep import FALLING_ASLEEP
-from splittime.engine.text_work import Decode, Encode, Render, TextWork
+from splittime.engine.text_work import Decode, Encode, Render, TextDone, TextWork
+from splittime.engine.text_worker import TextTask
 from splittime.server import http
 from splittime.server.admission import MAX_BOUND
 from splittime.server.config import ModelInfo
@@ -120,12 +122,28 @@ async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, s
     check_model(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give prompt or messages, one of them", param="prompt")
-    done = await service.texts.submit(_tokenize_work(body)).done
+    done = await _worked_on(service, _tokenize_work(body), receive)
     (ids,) = done.ids
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = done.strings
     await http.respond_json(send, answer)
+
+
+async def _worked_on(service: Service, work: TextWork, receive: http.Receive) -> TextDone:
+    """Given up when the client goes: what it left behind would stand before others' texts."""
+    task = service.texts.submit(work)
+    watcher = asyncio.get_running_loop().create_task(_drop_when_gone(service, task, receive))
+    try:
+        return await task.done
+    finally:
+        watcher.cancel()
+
+
+async def _drop_when_gone(service: Service, task: TextTask, receive: http.Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    service.texts.drop(task, http.Disconnected())
 
 
 def _tokenize_work(body: TokenizeBody) -> TextWork:
@@ -141,7 +159,7 @@ async def detokenize(service: Service, scope: http.Scope, receive: http.Receive,
     body = decode_body(await _read_body(service, scope, receive), DetokenizeBody)
     check_model(body.model, model)
     ids = check_token_ids(body.tokens, model.vocab_size, "tokens")
-    done = await service.texts.submit(Decode(ids, body.skip_special_tokens)).done
+    done = await _worked_on(service, Decode(ids, body.skip_special_tokens), receive)
     await http.respond_json(send, {"prompt": done.text})
 
 

@@ -8,7 +8,7 @@ and from `--api-keys-file`, a TOML file with a table for each:
     sha256 = "2bb80d53..."           # of the key, in hexadecimal; or: key = "the key itself"
     operator = false                 # default
     salt = "staff"                   # keys of one salt share cached prefixes; default: nobody shares this key's
-    max_open_requests = 8            # generations asked for at once; these three default to no limit of its own
+    max_open_requests = 8            # at once, whatever `n` they have; these three default to no limit of its own
     requests_per_minute = 120
     tokens_per_minute = 60000        # prompt and output tokens
 
