@@ -13,8 +13,8 @@ $(STAMP):
 	  { echo "splittime needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) -V). Try: make PYTHON=python3.12 setup"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "No venv module: apt-get install python3-venv"; exit 1; }
-	@echo "Installing into $(VENV): a few minutes the first time."
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev,plots]'
+	@echo "Installing into $(VENV): about three minutes the first time. All that pip says: $(VENV)/setup.log"
+	@$(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable '.[dev,plots]'
 	@rm -f $(VENV)/.setup-*
 	@touch $@
 

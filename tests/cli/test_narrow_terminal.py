@@ -59,13 +59,16 @@ def test_each_name_is_said_once_and_with_its_origin():
 
 
 @pytest.mark.parametrize("needs_key", [False, True])
-def test_the_request_to_paste_is_short_and_a_shell_reads_it(needs_key):
+@pytest.mark.parametrize(("model", "penalty"), [("splittime-code", 1.2), ("another", None)])
+def test_the_request_to_paste_is_short_and_a_shell_reads_it(model, penalty, needs_key):
     import json
     import shlex
 
-    text = curl("http://127.0.0.1:8000", needs_key)
+    text = curl("http://127.0.0.1:8000", model, needs_key)
     assert all(len(line) <= 80 for line in text.splitlines())
     words = shlex.split(text)
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/completions"]
     assert ("Authorization: Bearer YOUR_KEY" in words) is needs_key
-    assert json.loads(words[-1])["max_tokens"] == 64
+    body = json.loads(words[-1])
+    assert body["max_tokens"] == 64
+    assert body.get("repetition_penalty") == penalty  # another model's own advice chooses its tokens

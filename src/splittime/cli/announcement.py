@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 NAME_COLUMNS = 36
 OF_SCHEDULER = "scheduler."
 LONG_PHASES = 3  # of the start-up that are worth a word
+PACKAGED = "splittime-code"
+BY_EYE = '"temperature":0.5,"top_p":0.95,"repetition_penalty":1.2'  # what so small a model reads best with
 MIB = 2**20
 
 
@@ -35,7 +37,7 @@ def announce(
         _say_rows(console, "", brief(resolved, timeline))
     console.print(f"  page   {url}/   API {url}/docs", markup=False)
     console.print("try", style="dim")
-    console.print(curl(url, needs_key=bool(settings["api_key"] or settings["api_keys_file"])), markup=False)
+    console.print(curl(url, model, needs_key=bool(settings["api_key"] or settings["api_keys_file"])), markup=False)
     console.print(f"  splittime explain ID --url {url}  # ID: the id in the answer", markup=False)
 
 
@@ -104,10 +106,12 @@ def flatten(resolved: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]
     return rows
 
 
-def curl(url: str, needs_key: bool) -> str:
-    """A request to paste into a shell, in short lines. The model's own advice chooses the tokens."""
+def curl(url: str, model: str, needs_key: bool) -> str:
+    """A request to paste into a shell, in short lines."""
     key = " \\\n    -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     what = orjson.dumps({"prompt": "def read_json(path):", "max_tokens": 64}).decode()
+    if model == PACKAGED:
+        what = f"{what[:-1]},\n         {BY_EYE}}}"
     return (
         f"  curl {url}/v1/completions \\\n"
         f"    -H 'Content-Type: application/json' -H 'X-Include-Timing: 1'{key} \\\n"
