@@ -77,6 +77,13 @@ def test_usage_errors_exit_with_2_and_talk_on_stderr(words, told):
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("flags", [[], ["--prompt", ""]])
+def test_generate_without_a_prompt_says_what_to_do(flags):
+    result = invoke("generate", *flags, input="")
+    assert result.exit_code == 2
+    assert "--prompt TEXT" in result.stderr
+
+
 def test_explain_without_a_server_fails_with_1():
     result = invoke("explain", "x", "--url", "http://127.0.0.1:9")
     assert result.exit_code == 1

@@ -135,6 +135,34 @@ def test_unknown_models_pages_and_methods(live) -> None:
     assert live.get("/ledger/requests?slower_than_ms=-1")[0] == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("/v1/messages", "OpenAI"),
+        ("/api/chat", "OpenAI"),
+        ("/chat/completions", "/v1"),
+        ("/v1/embeddings", "text"),
+    ],
+)
+def test_a_client_of_another_api_is_told_which_one_this_is(live, path: str, word: str) -> None:
+    status, _, answer = live.post(path, {"model": "x", "messages": USER})
+    assert status == 404
+    assert word in answer["error"]["hint"]
+
+
+def test_a_refusal_names_the_way_out_in_a_line(live) -> None:
+    def refused(path: str, body: dict) -> dict:
+        return live.post(path, body)[2]["error"]
+
+    assert "did you mean max_tokens?" in refused("/v1/completions", {"prompt": "x", "max_token": 4})["hint"]
+    assert len(refused("/v1/completions", {"prompt": "x", "guided_json": {}})["hint"]) < 80
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    answer = refused("/v1/chat/completions", {"messages": [{"role": "user", "content": [image]}]})
+    assert (answer["code"], answer["param"]) == ("unsupported_field", "messages[0].content[0].type")
+    assert "only text" in answer["message"]
+    assert "served: " in live.get("/v1/models/gpt-4")[2]["error"]["hint"]
+
+
 def test_too_large_a_body_is_refused_at_its_headers(live) -> None:
     status, _, answer = live.post("/v1/completions", b" " * (5 * 2**20))
     assert status == 413

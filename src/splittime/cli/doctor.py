@@ -40,8 +40,8 @@ MIN_TOLD = 0.05  # of the requests' time, in the summary of where it went
 EXAMPLES = """\b
 Examples:
   splittime doctor                           the server on port 8000
-  splittime doctor http://host:9000          another server, also vLLM, SGLang, TGI, llama.cpp
-  splittime doctor http://host:9000 --no-probe    the same, watched only
+  splittime doctor http://host:9000          vLLM, SGLang, TGI, llama.cpp too
+  splittime doctor http://host:9000 --no-probe   the same, watched only
   splittime doctor runs/today.sqlite         a ledger file, also after a crash
   splittime doctor run.json --json           a bench run, of any server
 

@@ -1,7 +1,7 @@
 """`splittime generate`: stream one answer to the terminal from an engine in this process, then show its account."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
 import orjson
@@ -49,7 +49,7 @@ def generate(
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     given |= {"max_tokens": max_tokens, "stop": tuple(stop or ())}
     SamplingParams(**given).validate()
-    text = prompt if prompt is not None else _from_stdin()
+    text = _from_stdin() if prompt is None else prompt or _no_prompt()
     model_source.locate(model, settings["load_format"])  # a download shows its own progress, before the spinner
     with talk().status("loading the model"):
         from splittime.llm import LLM  # brings torch
@@ -59,9 +59,12 @@ def generate(
 
 
 def _from_stdin() -> str:
-    if sys.stdin.isatty():
-        raise ConfigError("no prompt", param="prompt", hint="give --prompt TEXT, or pipe one into standard input")
-    return sys.stdin.read()
+    text = "" if sys.stdin.isatty() else sys.stdin.read()
+    return text or _no_prompt()
+
+
+def _no_prompt() -> NoReturn:
+    raise ConfigError("no prompt", param="prompt", hint="give --prompt TEXT, or pipe one into standard input")
 
 
 def _stream(llm: "LLM", text: str, sampling: SamplingParams, as_json: bool) -> None:

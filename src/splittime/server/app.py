@@ -119,11 +119,28 @@ def _path(service: Service, path: str) -> Path:
     return Path(path, ByMethod(), methods=list(by_method))
 
 
+OF_OPENAI = "splittime speaks OpenAI's API: POST /v1/chat/completions and /v1/completions"
+OTHER_APIS = {  # what a client of another API asks for
+    "/v1/messages": OF_OPENAI,  # Anthropic
+    "/api/generate": OF_OPENAI,  # Ollama
+    "/api/chat": OF_OPENAI,
+    "/api/tags": "GET /v1/models lists the models",
+    "/completion": OF_OPENAI,  # llama.cpp
+    "/generate": OF_OPENAI,  # TGI, SGLang
+    "/v1/responses": "not served here: POST /v1/chat/completions answers a conversation",
+    "/v1/embeddings": "not served here: this server generates text only",
+    "/completions": "the base URL of an OpenAI client ends with /v1",
+    "/chat/completions": "the base URL of an OpenAI client ends with /v1",
+    "/models": "the base URL of an OpenAI client ends with /v1",
+}
+
+
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
     """Starlette's own refusals (no such path, wrong method) in OpenAI's form."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        ours: RequestError = NotFound(f"no such path: {request.url.path}", hint="GET /openapi.json lists all paths")
+        hint = OTHER_APIS.get(request.url.path.rstrip("/"), "GET /openapi.json lists all paths")
+        ours: RequestError = NotFound(f"no such path: {request.url.path}", hint=hint)
     elif error.status_code == 405:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         message = f"{request.url.path} is not for {request.method}"

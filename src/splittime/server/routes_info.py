@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from splittime import __version__
-from splittime.core.errors import ConfigError, NotFound, RequestError, SplittimeError
+from splittime.core.errors import ConfigError, RequestError, SplittimeError
 from splittime.core.sleep import FALLING_ASLEEP
 from splittime.engine.text_work import Decode, Encode, Render, TextDone, TextWork
 from splittime.engine.text_worker import TextTask
@@ -105,8 +105,7 @@ async def models(service: Service, scope: http.Scope, receive: http.Receive, sen
 
 async def one_model(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     model, name = service.require_model(), scope["path_params"]["name"]
-    if name not in model.names:
-        raise NotFound(f"no model {name!r} here", code="model_not_found", param="model", value=name)
+    check_model(name, model)
     await http.respond_json(send, _card(name, model))
 
 

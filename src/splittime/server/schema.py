@@ -10,6 +10,7 @@ Each field has one of three fates, which `/docs` and docs/reference/fields.md sh
 `described` makes the documentation from these classes. What needs the model's limits is checked in `params.py`.
 """
 
+import difflib
 import json
 import re
 from collections import Counter
@@ -202,6 +203,7 @@ UNSUPPORTED = {
     "tool_choice": "tool calls are not supported",
     "response_format": "only {'type': 'text'} is supported",
     "modalities": "only text is supported",
+    "type": "only text parts are supported",
     "prediction": "predicted outputs are not supported",
     "verbosity": "verbosity is not supported",
     "web_search_options": "web search is not supported",
@@ -271,8 +273,7 @@ def _refusal(message: str, kind: type[_Strict]) -> RequestError:
     unknown = _UNKNOWN_FIELD.search(message)
     if unknown:
         name = _join(unknown[2], unknown[1])
-        known = ", ".join(kind.__struct_fields__)
-        hint = None if unknown[2] else f"known fields: {known}"
+        hint = None if unknown[2] else _meant(name, kind)
         return RequestError(f"{name}: no such field, or not supported", code="unknown_field", param=name, hint=hint)
     missing = _MISSING_FIELD.search(message)
     if missing:
@@ -286,6 +287,11 @@ def _refusal(message: str, kind: type[_Strict]) -> RequestError:
             return RequestError(why, code="unsupported_field", param=param, hint="leave it out")
     what: str = located[1] if located else message
     return RequestError(f"{param}: {what}" if param else what, code="invalid_type", param=param)
+
+
+def _meant(name: str, kind: type[_Strict]) -> str:
+    near = difflib.get_close_matches(name, kind.__struct_fields__, n=1)
+    return f"did you mean {near[0]}? All fields: GET /docs" if near else "leave it out; GET /docs lists all fields"
 
 
 def _join(path: str | None, name: str) -> str:

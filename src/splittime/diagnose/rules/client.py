@@ -111,7 +111,7 @@ def client_bound(books: Books) -> Answer:
         claim=f"The client itself was late, by {share.value:.1%} of the time that was felt. {told}".strip(),
         evidence=(
             Fact("intended start to picked up", ms(sum(lags.values())), "ms over all requests"),
-            *(Fact(c.name, round(c.value or 0, 3), f"{c.unit} (allowed: {c.limit})") for c in failed),
+            *(Fact(c.name, round(c.value or 0, 3), f"{c.unit} (allowed: {round(c.limit or 0, 3)})") for c in failed),
         ),
         request_ids=worst(lags),
         share_of_time=share.value,

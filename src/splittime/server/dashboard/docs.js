@@ -3,6 +3,7 @@
 import { KeyNeeded, ask, askJson, storeKey } from "./api.js";
 import { byId, el, say, show } from "./dom.js";
 
+const isWidth = (bound) => Math.abs(bound) > Number.MAX_SAFE_INTEGER; // 64 bits: a bound of the format, not of a person's
 const BOUNDS = ["minimum", "exclusiveMinimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern"];
 const LONG = 40; // characters of a bound that are worth showing
 
@@ -31,7 +32,7 @@ function fateOf(schema) {
 
 function boundsOf(schema) {
   const all = [schema, ...(schema.anyOf ?? [])];
-  const told = all.flatMap((one) => BOUNDS.filter((key) => key in one).map((key) => `${key} ${one[key]}`));
+  const told = all.flatMap((one) => BOUNDS.filter((key) => key in one && !isWidth(one[key])).map((key) => `${key} ${one[key]}`));
   return [...new Set(told)].filter((text) => text.length < LONG).join(", ");
 }
 

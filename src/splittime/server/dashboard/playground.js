@@ -75,7 +75,7 @@ export class Playground {
     return [isChat ? "v1/chat/completions" : "v1/completions", {
       ...input,
       max_tokens: Number(fields.get("max_tokens")),
-      temperature: Number(fields.get("temperature")),
+      ...(fields.get("temperature") && { temperature: Number(fields.get("temperature")) }),
       stream: true,
       stream_options: { include_usage: true },
     }];
