@@ -44,6 +44,6 @@ def test_chat_and_an_answer_that_is_html(launch, visit):
 def test_a_refusal_is_shown_in_the_server_s_words(launch, visit):
     live = launch()
     page = visit(live.url, expected=("400",))
-    page.fill("[name=max_tokens]", "99999")
+    page.fill("#play-prompt", "x" * 5000)
     page.click("#play-send")
-    page.locator("#play-output .trouble", has_text="context is 4096").wait_for()
+    page.locator("#play-output .trouble", has_text="at most 4095 fit").wait_for()
