@@ -153,10 +153,14 @@ def test_e4m3_without_a_config_is_refused(tmp_path):
         checkpoint.take_linear("m", 30, 20)
 
 
-def test_modules_left_as_floats(tmp_path):
+def test_modules_left_as_floats_are_those_that_the_config_names(tmp_path):
     weight = torch.randn(20, 30)
-    for quantization in (BLOCKS, compressed_fp8()):
+    named = ({**BLOCKS, "modules_to_not_convert": ["m"]}, {**compressed_fp8(), "ignore": ["m"]})
+    for quantization in named:
         assert torch.equal(store(tmp_path, quantization, {"weight": weight}).take_linear("m", 20, 30), weight)
+    for quantization in (BLOCKS, compressed_fp8()):
+        with pytest.raises(ConfigError, match="m is floats in the file"):
+            store(tmp_path, quantization, {"weight": weight}).take_linear("m", 20, 30)
 
 
 def activations_of(**changes):

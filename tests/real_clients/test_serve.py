@@ -146,7 +146,7 @@ def test_three_choices_with_a_seed_are_three_and_reproducible(server: Server) ->
 
 def test_errors_are_the_openai_kind(server: Server) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        server.client.completions.create(model=server.model, prompt="x", max_tokens=100_000)
+        server.client.completions.create(model=server.model, prompt=[1] * 100_000)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="temperature"):
         server.client.completions.create(model=server.model, prompt="x", temperature=-1)
