@@ -12,7 +12,6 @@ engine; a piece counts as written when the consumer takes it.
 
 import itertools
 import operator
-import queue
 import secrets
 import threading
 import time
@@ -27,7 +26,7 @@ from rich.progress import Progress
 
 from splittime.cli import model_source, settings
 from splittime.cli.worker_settings import worker_settings
-from splittime.core.errors import EngineError, ErrorInfo, RequestError, SplittimeError
+from splittime.core.errors import ErrorInfo, RequestError, SplittimeError
 from splittime.core.plan import TokenLogprob
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
@@ -38,6 +37,7 @@ from splittime.engine.engine import Engine
 from splittime.engine.known_facts import MAX_SLEEPS
 from splittime.engine.messages import StepOutput
 from splittime.engine.output import OutputText
+from splittime.engine.pump import Pump
 from splittime.engine.sleep import refusal
 from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.account import Account, ClosedAccount
@@ -207,7 +207,7 @@ class LLM:
         return self._pieces(choices, self._steps(), self.engine.abort)
 
     def _pumped(self, choices: dict[str, Choice]) -> Generator[Piece, None, None]:
-        pump = _Pump(self.engine)
+        pump = Pump(self.engine)
         try:
             yield from self._pieces(choices, pump.outputs(), pump.abort)
         finally:
@@ -316,9 +316,7 @@ class LLM:
         """With a seed and a bound: to the end of the context, if nothing else was said."""
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         room = max(1, self._max_model_len - num_prompt_tokens)
-        is_default = sampling is self.default_sampling
-        max_tokens = min(room, sampling.max_tokens or room) if is_default else sampling.max_tokens or room
-        return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed)
+        return msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens or room, seed=seed)
 
     def _close(self, choice: Choice, text: str) -> Output:
         end_ns, end_unix_ns = time.monotonic_ns(), time.time_ns()
@@ -347,47 +345,6 @@ class LLM:
     def _note(self, step: StepOutput) -> None:
         if step.record is not None:
             self.ledger.add_step(step.record)
-
-
-class _Pump:
-    """Runs an engine in a thread until it has no more work; what its steps say comes out of `outputs`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._queue: queue.SimpleQueue[StepOutput | Exception | None] = queue.SimpleQueue()
-        self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    def outputs(self) -> Iterator[StepOutput]:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, Exception):
-                raise item if isinstance(item, SplittimeError) else EngineError(str(item)) from item
-            yield item
-
-    def abort(self, request_id: str) -> None:
-        """Before the next step, and in the engine's thread: an engine is not thread-safe."""
-        self._aborts.put(request_id)
-
-    def stop(self) -> list[StepOutput]:
-        """Returns when the step in flight is done, with what nobody has taken out."""
-        self._is_stopping = True
-        self._thread.join()
-        left = [self._queue.get() for _ in range(self._queue.qsize())]
-        return [item for item in left if isinstance(item, StepOutput)]
-
-    def _run(self) -> None:
-        try:
-            while self._engine.has_work and not self._is_stopping:
-                while not self._aborts.empty():
-                    self._engine.abort(self._aborts.get())
-                output = self._engine.step()
-                if output is not None:
-                    self._queue.put(output)
-        except Exception as error:  # handed to the consumer, who is the caller
-            self._queue.put(error)
-        self._queue.put(None)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

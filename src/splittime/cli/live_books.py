@@ -21,7 +21,7 @@ def another_server(url: str) -> str:
 
 
 def books_from_look(found: "Look") -> Books:
-    """Of another kind of server; `source` says what was done to it."""
+    """Returns the books of another kind of server. `source` says what was done to it."""
     about = found.run.arms[0]
     name = f"{about.kind} {about.version}" if about.version else about.kind
     seconds = (found.run.measured_until_ns - found.run.measured_from_ns) / 1e9

@@ -63,7 +63,7 @@ def default_name(model: str | None, folder: Path) -> str:
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> "Tokenizer":
-    """Of what `locate` gave. chat_template: a file with one that stands in for the model's. Brings no torch."""
+    """Returns the tokenizer of what `locate` found. Imports no torch. chat_template: a file with one to use instead."""
     from splittime.engine.tokenizer import Tokenizer
     from splittime.engine.tokenizer_files import read_template
 

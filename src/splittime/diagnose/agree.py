@@ -19,7 +19,7 @@ Flag = tuple[str, str | None]  # as typed, and its value
 
 
 def one_direction(findings: Iterable[Finding], settings: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """In the order in which they are told."""
+    """Returns the findings in the order in which they are told, each flag prescribed in one direction only."""
     taken: dict[str, tuple[str, str]] = {}  # by setting: the direction, and whose
     agreed = []
     for finding in findings:

@@ -82,7 +82,7 @@ class Attribution(msgspec.Struct, frozen=True):
     total_ns: int
 
     def of(self, *owners: Owner) -> dict[str, float]:
-        """By request id, what these owners have of it; those of whom they have nothing are left out."""
+        """Returns, by request id, the time that these owners have of it; requests without any are left out."""
         found: dict[str, float] = {}
         for owner in owners:
             for request_id, ns in self.times_ns.get(owner, {}).items():
@@ -147,7 +147,7 @@ def _stated(interval: Interval) -> Owner:
 
 
 def meaning(owner: Owner) -> str:
-    """What it is to belong to this owner, in words."""
+    """Says in words what it means that time belongs to this owner."""
     return _WORDS.get(owner, owner)
 
 

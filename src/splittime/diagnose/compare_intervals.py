@@ -10,7 +10,7 @@ from splittime.ledger.client_metrics import Metric
 
 
 def ratio_interval(a: float, b: float, spread: Spread, level: float) -> Interval:
-    """Of b / a."""
+    """Returns the interval of b / a."""
     return about(log(b / a), spread, level).exp()
 
 
@@ -36,7 +36,8 @@ def too_few(metric: Metric, found: Contrast, level: float) -> str:
 
 
 def share_interval(found: Contrast, level: float) -> Interval:
-    """Of the difference. A share of exactly 0 or 1 has no spread in the data, but -ln(tail)/n is still possible."""
+    """Returns the interval of the difference. A share of exactly 0 or 1 has no spread in the data, but -ln(tail)/n is
+    still possible."""
     assert found.spread is not None
     middle = about(found.b - found.a, found.spread, level)
     possible = -log((1 - level) / 2) / found.spread.effective

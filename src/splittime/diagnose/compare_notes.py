@@ -15,7 +15,7 @@ NOTED_DIFFERENCE = 0.01
 
 
 def reasons_to_doubt(a: Sequence[Side], b: Sequence[Side]) -> list[str]:
-    """Of void runs, but for lateness, which is reckoned with in each verdict: their figures are about the client."""
+    """Says which runs are void, since their figures are about the client. Each verdict reckons with lateness itself."""
     return [
         f"{name} is void: {'; '.join(check.sentence for check in void_for_more(run))}"
         for name, sides in (("A", a), ("B", b))

@@ -43,7 +43,7 @@ def pair(a: Side, b: Side) -> list[tuple[Outcome, Outcome]] | None:
 
 
 class Contrast(NamedTuple):
-    """Of B against A. spread: of the logarithm of b / a, or of b - a for a share; None where it is out of reach.
+    """How far B is from A. spread: that of the logarithm of b / a, or for a share of b - a; None if it is out of reach.
     num_requests: of the side with fewer."""
 
     a: float

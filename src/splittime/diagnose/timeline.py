@@ -119,7 +119,7 @@ def _stopped_ns(steps: Sequence[StepRecord]) -> numpy.ndarray:
 
 
 def usual_off_share(steps: Sequence[StepRecord]) -> float:
-    """Of a step's remaining time, the median: what its thread is off the processor in any step."""
+    """Returns the share of a step's remaining time that its thread is usually off the processor: the steps' median."""
     known = [(step.off_cpu_ns, step_cost.length_ns(step)) for step in steps if step.off_cpu_ns is not None]
     return median(off / max(1, length - off) for off, length in known) or 0.0
 

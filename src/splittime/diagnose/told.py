@@ -34,13 +34,13 @@ class Told(NamedTuple):
     look: str = ""
 
     def grew(self, names: Names, suffix: str = "") -> float | None:
-        """By what a counter grew, over all its labels; None if it is not there, or was reset."""
+        """Returns by how much a counter grew, over all its labels; None if it is not there, or was reset."""
         if self.is_restarted:
             return None
         return grown(tuple(name + suffix for name in names), self.before, self.after)
 
     def mean(self, names: Names) -> float | None:
-        """Of a histogram, over what it saw between the scrapes."""
+        """Returns the mean of what a histogram saw between the scrapes."""
         total, count = self.grew(names, "_sum"), self.grew(names, "_count")
         return total / count if total is not None and count else None
 
@@ -138,7 +138,7 @@ def _is_restarted(words: Words, before: Mapping[str, float], after: Mapping[str,
 
 
 def _buckets(names: Names, before: Mapping[str, float], after: Mapping[str, float]) -> dict[float, float]:
-    """By upper edge, how many more observations are at or below it."""
+    """Returns, for each upper edge, how many more observations are at or below it."""
     found: dict[float, float] = {}
     for name in names:
         for key, value in after.items():

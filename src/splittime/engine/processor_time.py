@@ -15,14 +15,14 @@ SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class Given(NamedTuple):
-    """Since the thread began, in ns."""
+    """What the kernel gave a thread since it began, in ns."""
 
     ran_ns: int
     waited_ns: int
 
 
 class ProcessorTime:
-    """Of the thread that makes it, which alone may ask."""
+    """The processor time of the thread that makes this object. Only that thread may ask."""
 
     def __init__(self) -> None:
         """Raises OSError where the kernel does not count."""
@@ -36,7 +36,7 @@ class ProcessorTime:
 
 
 def processor_time() -> ProcessorTime | None:
-    """Of this thread; None where the kernel does not count."""
+    """Returns this thread's, or None where the kernel does not count."""
     try:
         return ProcessorTime()
     except OSError:

@@ -70,7 +70,7 @@ class Recorder:
             self.watch_processor(self._processor)
 
     def record(self, flight: Flight, result: StepResult, lapse: Lapse) -> StepRecord:
-        """Of a step that has ended."""
+        """Returns the record of a step that has ended."""
         plan, (begin_ns, end_ns, plan_ns, commit_ns, hidden_ns) = flight.plan, lapse
         ran_ns = end_ns - begin_ns - plan_ns - commit_ns
         told_ns = (result.offload_ns, result.restore_ns, result.device_ns, result.sample_ns)

@@ -29,7 +29,7 @@ class TextParent:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Unless it runs."""
+        """Start the process, unless it runs."""
         if self._process is not None and self._process.poll() is None:
             return
         self.stop()

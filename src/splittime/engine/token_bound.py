@@ -20,6 +20,8 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
+from splittime.core.errors import RequestError
+
 _SHRINKS = {"NFC": 16, "NFKC": 16, "NFD": 4, "NFKD": 4, "Lowercase": 4, "Prepend": 1, "ByteLevel": 1}
 _KEEPS_ALL = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}  # pre-tokenizers that drop no text
 _CUTS = {"Split", "Punctuation"}  # so do these, unless their behaviour is to remove
@@ -42,6 +44,19 @@ def num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
+def require_at_most(num_tokens: int, most_tokens: int) -> None:
+    """Raise `RequestError` for a prompt that can never fit."""
+    if num_tokens > most_tokens:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens or more, of which at most {most_tokens} fit the model's context",
+            code="context_length_exceeded",
+            param="prompt",
+            value=num_tokens,
+            limit=most_tokens,
+            hint="shorten the prompt",
+        )
+
+
 def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
     """What can be proved of this tokenizer, or None."""
     normalizers, cutters = (
@@ -62,7 +77,7 @@ def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
 
 
 def _added_bytes(backend: tokenizers.Tokenizer, token: tokenizers.AddedToken) -> int:
-    """Of an added token as it stands in a text, or in a normalised one."""
+    """Returns the most bytes of text that an added token takes up, before or after the normalizer."""
     is_changed = token.normalized and backend.normalizer is not None
     normal = backend.normalizer.normalize_str(token.content) if is_changed else ""
     return max(num_bytes(token.content), num_bytes(normal))

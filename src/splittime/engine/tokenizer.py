@@ -1,9 +1,7 @@
 """Text to token ids and back, read from a model's folder (`tokenizer_files`) or a GGUF file (`gguf_tokenizer`).
 
-A tokenizer also knows the *bytes* of each token. Byte-level BPE and sentencepiece-style vocabularies (byte fallback)
-spell a text as the concatenation of their tokens' bytes, which is what lets `engine.output` turn tokens into text one
-by one, without decoding anything twice. Vocabularies of another kind have no such bytes (`has_token_bytes` is false)
-and are decoded in small windows.
+A tokenizer also knows the *bytes* of each token (`token_bytes`), which is what lets `engine.output` turn tokens into
+text one by one.
 
 `encode` follows Hugging Face: the post-processor in `tokenizer.json` adds begin-of-sequence; `add_bos_token` of
 `tokenizer_config.json`, where it stands, overrules it. A prompt rendered from a chat template gets nothing added,
@@ -15,7 +13,7 @@ no offsets, which nobody reads and which take most of the memory.
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,9 @@ from splittime.core.errors import RequestError
 from splittime.engine.chat_template import ChatTemplate
 from splittime.engine.foreign_code import tokenizer_faults
 from splittime.engine.text_pieces import PIECE_CHARS, can_be_cut, is_quick, pieces
-from splittime.engine.token_bound import TokenBound, byte_alphabet, token_bound
+from splittime.engine.token_bound import TokenBound, require_at_most, token_bound
+from splittime.engine.token_bytes import Spelling
 from splittime.engine.tokenizer_files import read_folder, special_tokens
-
-_PLAIN_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 class _Description(msgspec.Struct):
@@ -59,8 +56,7 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         self._add_bos: bool | None = config.get("add_bos_token")
-        self._decoders = _flatten(backend.decoder)
-        self._bytes: dict[int, bytes] = {}
+        self._spelling = Spelling(backend)
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
 
     @classmethod
@@ -170,10 +166,9 @@ class Tokenizer:
 
     @property
     def merges(self) -> list[Any] | None:
-        """Of byte-level BPE, in order; None for vocabularies whose merges say nothing (a GGUF file's are made up)."""
+        """The merges of byte-level BPE, in order; None for other vocabularies, whose merges a GGUF file makes up."""
         model = json.loads(self._backend.to_str())["model"]
-        is_byte_level = {decoder["type"] for decoder in self._decoders} == {"ByteLevel"}
-        return model.get("merges") if is_byte_level else None
+        return model.get("merges") if self._spelling.is_byte_level else None
 
     # ---- ids to text
 
@@ -188,84 +183,13 @@ class Tokenizer:
     @property
     def has_token_bytes(self) -> bool:
         """Text is the concatenation of `token_bytes`."""
-        kinds = {decoder["type"] for decoder in self._decoders}
-        if kinds == {"ByteLevel"}:
-            return True
-        replaces = [d for d in self._decoders if d["type"] == "Replace"]
-        return bool(kinds) and kinds <= _PLAIN_DECODERS and all("String" in d["pattern"] for d in replaces)
+        return self._spelling.is_by_token
 
     @property
     def strips_leading_space(self) -> bool:
         """The vocabulary writes a space before a text's first word, and decoding takes it away again."""
-        for decoder in self._decoders:
-            if decoder["type"] == "Strip" and decoder["content"] == " " and decoder["start"] >= 1:
-                return True
-            if decoder["type"] == "Metaspace":
-                return decoder.get("prepend_scheme", "always") != "never"
-        return False
+        return self._spelling.strips_leading_space
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that this token stands for in a text (of its name, for a special token)."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._spell(token_id)
-        return found
-
-    def _spell(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if not self.has_token_bytes:
-            return self._backend.decode([token_id], skip_special_tokens=False).encode()
-        if self._decoders[0]["type"] == "ByteLevel":
-            return _byte_level_bytes(token)
-        return _plain_bytes(token, self._decoders)
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    """A token whose characters all stand for bytes is those bytes; any other (an added one) is its own text."""
-    table = _bytes_of_characters()
-    if all(character in table for character in token):
-        return bytes(table[character] for character in token)
-    return token.encode()
-
-
-@lru_cache(1)
-def _bytes_of_characters() -> dict[str, int]:
-    return byte_alphabet()
-
-
-def _plain_bytes(token: str, decoders: Sequence[Mapping[str, Any]]) -> bytes:
-    """Apply a sentencepiece-style chain of decoders to one token."""
-    for decoder in decoders:
-        if decoder["type"] == "ByteFallback" and len(token) == 6 and token.startswith("<0x") and token[5] == ">":
-            try:
-                return bytes([int(token[3:5], 16)])
-            except ValueError:
-                continue
-        elif decoder["type"] == "Replace":
-            token = token.replace(decoder["pattern"]["String"], decoder["content"])
-        elif decoder["type"] == "Metaspace":
-            token = token.replace(decoder["replacement"], " ")
-    return token.encode()
-
-
-def _flatten(decoder: Any) -> list[dict[str, Any]]:
-    """The decoder's parts as plain data, in order. No decoder is a part of its own: it joins tokens with spaces."""
-    if decoder is None:
-        return [{"type": "none"}]
-    described = json.loads(decoder.__getstate__())
-    return described["decoders"] if described["type"] == "Sequence" else [described]
-
-
-def require_at_most(num_tokens: int, most_tokens: int) -> None:
-    """Raise `RequestError` for a prompt that can never fit."""
-    if num_tokens > most_tokens:
-        raise RequestError(
-            f"the prompt has {num_tokens} tokens or more, of which at most {most_tokens} fit the model's context",
-            code="context_length_exceeded",
-            param="prompt",
-            value=num_tokens,
-            limit=most_tokens,
-            hint="shorten the prompt",
-        )
+        return self._spelling.of(token_id)

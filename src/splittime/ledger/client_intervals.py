@@ -89,7 +89,7 @@ class Spread(NamedTuple):
 
 
 class Precision:
-    """Of one sample. Its figures: `mean`, `percentiles`; for a ratio, what each request adds to their logarithms."""
+    """How precise the figures of one sample are. For a ratio it tells what each request adds to their logarithms."""
 
     def __init__(self, pooled: Pooled) -> None:
         self._pooled = pooled
@@ -104,7 +104,7 @@ class Precision:
         return self._pooled.num_requests / max(self._times_of_ranks, *(times(view) for view in views))
 
     def mean(self, confidence: float = CONFIDENCE) -> Interval | None:
-        """Of positive values, in proportion to it; of others, as far up as down."""
+        """Returns the mean's interval: in proportion to it for positive values, as far up as down for others."""
         middle, spread = float(self._pooled.values.mean()), self.spread_of_mean
         if self._tells_nothing:
             return None
@@ -163,7 +163,7 @@ class Precision:
         return Interval(low, high if self.effective >= MIN_INDEPENDENT else None)
 
     def _spread_of_share(self, percent: float) -> Spread:
-        """Of the share of values below a percentile; of one far out by the ranks of all requests too."""
+        """Returns the spread of the share of values below a percentile; far out, by the ranks of all requests too."""
         least = self._times_of_ranks if not INNER[0] <= percent <= INNER[1] else 1.0
         tail = min(percent, 100 - percent) / 100
         return spread_of(self._marks_of(percent), least)._replace(known_by=min(KNOWN_BY, tail))
@@ -192,7 +192,8 @@ class Precision:
 
 
 def spread_of(influence: Array, least_times: float | None = None) -> Spread:
-    """Of the mean of what each request adds, in time order; as dependent at least as its ranks are, or as is given."""
+    """Returns the spread of the mean of what each request adds, in time order: as dependent at least as its ranks are,
+    or as `least_times` says."""
     size = len(influence)
     alike = max(times(influence), times(ranks(influence)) if least_times is None else least_times)
     return Spread(sqrt(float(influence.var()) * alike / max(1, size)), size / alike)
@@ -205,24 +206,24 @@ def spread_beside_a_trend(influence: Array) -> Spread:
 
 
 def together(a: Spread, b: Spread) -> Spread:
-    """Of the difference of two figures that have nothing in common."""
+    """Returns the spread of the difference of two figures that have nothing in common."""
     return Spread(sqrt(a.error**2 + b.error**2), min(a.effective, b.effective))
 
 
 def nearest_rank(values: Array, percents: Sequence[float]) -> list[float]:
-    """As `derive.percentile`, for arrays."""
+    """Does what `derive.percentile` does, for arrays."""
     places = [max(0, ceil(len(values) * percent / 100) - 1) for percent in percents]
     ordered = np.partition(values, places)
     return [float(ordered[place]) for place in places]
 
 
 def never_negative(found: Interval) -> Interval:
-    """Of a statistic of times or rates."""
+    """Returns the interval of a time or a rate, which is never below 0."""
     return found if found.low is None else Interval(max(0.0, found.low), found.high)
 
 
 def t_quantile(probability: float, freedom: float) -> float:
-    """Of Student's t."""
+    """Returns the quantile of Student's t."""
     from scipy.special import stdtrit  # not for every command that imports this file
 
     return float(stdtrit(freedom, probability))

@@ -63,7 +63,7 @@ def _late_sending_ns(outcomes: Sequence[Outcome], metric: Metric) -> float:
 
 
 def lags_by_statistic(lags_ns: Sequence[int]) -> dict[str, float]:
-    """Of one process' event loop, as `Run.loop_lag_ns` keeps it."""
+    """Returns each statistic of the lags of one process' event loop, as `Run.loop_lag_ns` keeps them."""
     if not lags_ns:
         return {}
     found = {name: float(derive.percentile(lags_ns, percent) or 0.0) for name, percent in PERCENT.items()}

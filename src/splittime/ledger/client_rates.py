@@ -128,7 +128,7 @@ class Drift(msgspec.Struct, frozen=True):
 
 
 def drift(values: Array) -> Drift:
-    """Of values in time order, each half on its own, at `DRIFT_CONFIDENCE`."""
+    """Returns how the second half of values in time order differs from the first, at `DRIFT_CONFIDENCE`."""
     if len(values) < MIN_DRIFT_REQUESTS or values.min() <= 0:
         return Drift(None, None, Trend.UNCLEAR)
     first, second = values[: len(values) // 2], values[len(values) // 2 :]

@@ -20,7 +20,7 @@ MOST_MISSED = 100_000  # of one request
 
 
 def audit_closed_loop(run: Run) -> Check | None:
-    """Of the worst of the run's servers; None where there is too little to go by."""
+    """Checks the worst of the run's servers. Returns None where there is too little to go by."""
     found = [check for arm in range(len(run.arms)) if (check := _of_one(run.measured(arm))) is not None]
     return max(found, key=lambda check: check.value or 0.0, default=None)
 

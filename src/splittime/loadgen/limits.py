@@ -42,7 +42,7 @@ async def server_limits(target: Target) -> Limits:
 
 
 async def _told_block(session: aiohttp.ClientSession, target: Target) -> int | None:
-    """Of a server that tells it among the labels of its metrics."""
+    """Returns the block size of a server that tells it among the labels of its metrics."""
     answer = await get(session, target, "/metrics")
     samples = answer.samples if answer is not None else {}
     for dialect in DIALECTS.values():

@@ -80,7 +80,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Of what is asked and when, texts by their sizes; not of the settings' wording."""
+        """Returns a digest of what is asked and when (texts by their sizes), whatever the settings' wording."""
         whole = hashlib.blake2b(digest_size=8)
         whole.update(msgspec.msgpack.encode((self.seed, self.concurrency, self.duration_ns)))
         for planned in self.requests:
@@ -90,14 +90,14 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _sizes(planned: Planned) -> list[int]:
-    """In tokens or words: a salt is always as long, in both."""
+    """Returns the prompts' sizes in tokens or words. A salt has always the same size, in both."""
     prompt = planned.prompt
     own = len(prompt) if isinstance(prompt, tuple) else len(prompt.split())
     return [own, *(_words(message.get("content")) for message in planned.messages or ())]
 
 
 def _words(content: Any) -> int:
-    """Of a message's text, or of its parts' texts; a part of another kind is one."""
+    """Counts the words of a message's text, or of its parts' texts. A part of another kind counts as one."""
     if isinstance(content, str):
         return len(content.split())
     if isinstance(content, list):

@@ -166,7 +166,7 @@ def _windows(fields: Fields, facts: Architecture, num_layers: int) -> tuple[int 
 
 
 def _kinds(fields: Fields, windows: tuple[int | None, ...]) -> tuple[str, ...]:
-    """Of `LAYER_KINDS`, those that the layers are."""
+    """Returns those of `LAYER_KINDS` that the layers are."""
     types = fields.values.get("layer_types")
     named = [LAYER_KINDS[window is not None] for window in windows]
     if isinstance(types, list) and len(types) == len(windows) and all(kind in LAYER_KINDS for kind in types):

@@ -30,24 +30,24 @@ FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""In the file, and in `SamplingParams`."""
+"""Names in the file, and in `SamplingParams`."""
 
 
-class Generation(msgspec.Struct, frozen=True):
+class GenerationAdvice(msgspec.Struct, frozen=True):
     """sampling: what is advised, by the names of `SamplingParams`."""
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: dict[str, float | int] = {}
 
 
-def read_generation(folder: Path, way: str, vocab_size: int) -> Generation:
-    """Of a checkpoint's folder. Raises `ConfigError` naming what cannot be meant."""
+def read_generation(folder: Path, way: str, vocab_size: int) -> GenerationAdvice:
+    """Reads it from a checkpoint's folder. Raises `ConfigError` naming what cannot be meant."""
     path = folder / NAME
     if way == "none" or not path.exists():
-        return Generation()
+        return GenerationAdvice()
     values = read_json(path)
     ends = Fields(values, file=NAME).ints("eos_token_id", Bounds(0, vocab_size - 1))
-    return Generation(ends, _sampling(values) if way == "auto" else {})
+    return GenerationAdvice(ends, _sampling(values) if way == "auto" else {})
 
 
 def _sampling(values: dict[str, Any]) -> dict[str, float | int]:

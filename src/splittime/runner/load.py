@@ -17,17 +17,23 @@ from splittime.models.quant.plan import WeightPlan
 from splittime.models.ranks import Ranks
 from splittime.models.weights.load import Loaded, OnLayer, load_decoder
 from splittime.models.weights.shards import counted, own_config
-from splittime.models.weights.source import PLAIN, is_gguf, open_source, read_config
+from splittime.models.weights.source import read_config
 from splittime.runner import machine
-from splittime.runner.config import BACKENDS, GPU_MEMORY_UTILIZATION, Resolved, RunnerConfig
+from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.cost import Cost, cost
 from splittime.runner.device.memory import largest_step_bytes, room_bytes
+from splittime.runner.honoured import (
+    check_activations,
+    check_eight_bits,
+    check_load_format,
+    check_rounding,
+    check_share_of_card,
+)
 from splittime.runner.host_room import num_host_slots, story
 from splittime.runner.host_store import staging_bytes
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
 OnPhase = Callable[[str, int, int], None]
-EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
 TURN_BYTES = 12  # of an element of a head at one position, while the rotary turns are made (`models.rope.turns`)
 SURE_LAYERS = 4  # some models begin with layers of another size
 
@@ -59,7 +65,7 @@ def load(
             ranks,
             config.load_format == "dummy",
         )
-    _refuse_other_activations(config.activation_dtype, loaded.plan, choices.ops)
+    check_activations(config.activation_dtype, loaded.plan, choices.ops)
     weights_ns = time.monotonic_ns()
     on_phase("load weights", config_ns, weights_ns)
     if ranks is not None:
@@ -98,11 +104,11 @@ class _Choices:
     def make(config: RunnerConfig, ranks: Ranks | None) -> "_Choices":
         path = Path(config.model_path)
         model = read_config(path, config.generation_config)
-        _check_load_format(config.load_format, path, model)
+        check_load_format(config.load_format, path, model)
         if config.load_format != "dummy":
-            _refuse_to_round_again(config, model, path)
+            check_rounding(config, model, path)
         kernels, kernels_reason = machine.choose_kernels(config.kernels)
-        _refuse_eight_bits(config.quantization, kernels)
+        check_eight_bits(config.quantization, kernels)
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
         machine.packed_cache_folder(config.packed_cache)
@@ -120,17 +126,11 @@ class _Choices:
         )
         if isinstance(reason := getattr(choices.ops, "isa_reason", None), str):
             choices.reasons["kernels_reason"] += f"; {reason}"
-        _refuse_other_activations(config.activation_dtype, choices.plan, choices.ops)
-        _refuse_a_share_of_no_card(config, choices.ops)
+        check_activations(config.activation_dtype, choices.plan, choices.ops)
+        check_share_of_card(config, choices.ops)
         _refuse_beyond_memory(config, choices)
         _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
         return choices
-
-
-def _refuse_eight_bits(asked: str | None, kernels: str) -> None:
-    if kernels not in EIGHT_BITS.get(asked or "", BACKENDS):
-        message = f"quantization is {asked!r}, which the {kernels} kernels do not multiply"
-        raise ConfigError(message, param="quantization", value=asked, hint="int8, or kernels=triton on a card")
 
 
 def _fitting(config: RunnerConfig, ops: Ops, on_layer: OnLayer) -> OnLayer:
@@ -155,22 +155,8 @@ def _fitting(config: RunnerConfig, ops: Ops, on_layer: OnLayer) -> OnLayer:
     return note
 
 
-def _refuse_other_activations(asked: str, plan: WeightPlan, ops: Ops) -> None:
-    """The router's are never rounded."""
-    for kind, scheme in (("layers", plan.layers), ("head", plan.head)):
-        found = ops.product_dtype(scheme)
-        if asked not in ("auto", found):
-            raise ConfigError(
-                f"activation_dtype is {asked!r}; the {ops.name} kernels multiply {kind} of {scheme.name} by {found}",
-                param="activation_dtype",
-                value=asked,
-                limit=["auto", found],
-                hint="activation_dtype=auto; bfloat16 is for the native kernels and weights of bfloat16",
-            )
-
-
 def _products(plan: WeightPlan, ops: Ops, has_experts: bool) -> str:
-    """As in "layers bfloat16 x float32, head int8 x int8"."""
+    """Returns what is multiplied with what, such as "layers bfloat16 x float32, head int8 x int8"."""
     kinds = {"layers": plan.layers, "head": plan.head} | ({"router": plan.router} if has_experts else {})
     told = ", ".join(f"{kind} {scheme.name} x {ops.product_dtype(scheme)}" for kind, scheme in kinds.items())
     return f"weights x activations: {told}"
@@ -188,44 +174,6 @@ def _refuse_beyond_memory(config: RunnerConfig, choices: _Choices) -> None:
             message = f"{param} needs {num_bytes} bytes, more than is free, {room}"
             hint = "lower --max-model-len" if param == "max_model_len" else "the sizes in config.json are too large"
             raise ConfigError(message, param=param, value=num_bytes, limit=room, hint=hint)
-
-
-def _refuse_a_share_of_no_card(config: RunnerConfig, ops: Ops) -> None:
-    if ops.device.type == "cpu" and config.gpu_memory_utilization != GPU_MEMORY_UTILIZATION:
-        message = (
-            f"gpu_memory_utilization is {config.gpu_memory_utilization}, but the {ops.name} kernels run on the CPU"
-        )
-        raise ConfigError(
-            message,
-            param="gpu_memory_utilization",
-            value=config.gpu_memory_utilization,
-            hint="kv_cache_memory_bytes bounds the KV cache here",
-        )
-
-
-def _check_load_format(asked: str, path: Path, model: ModelConfig) -> None:
-    if asked == "dummy" and model.quantization is None and not is_gguf(path):
-        return
-    found = "gguf" if is_gguf(path) else "safetensors"
-    if asked not in ("auto", found):
-        message = f"load_format is {asked!r}, but {path} is read as {found}"
-        raise ConfigError(message, param="load_format", value=asked, hint="load_format=auto")
-
-
-def _refuse_to_round_again(config: RunnerConfig, model: ModelConfig, path: Path) -> None:
-    """Integers that stand for a model's weights are served as they are: to round them again would only lose more."""
-    if config.quantization is None:
-        return
-    held = open_source(path, model).format
-    if held != PLAIN:
-        bits = "" if model.quantization is None else f", {model.quantization.bits} bits"
-        raise ConfigError(
-            f"quantization is {config.quantization!r}, but the checkpoint is already quantised ({held}{bits}) and is "
-            "served as it is",
-            param="quantization",
-            value=config.quantization,
-            hint="leave --quantization out, or take the unquantised model",
-        )
 
 
 def _allocate(config: RunnerConfig, choices: _Choices, decoder: Decoder, ranks: Ranks | None) -> tuple[KvStore, str]:

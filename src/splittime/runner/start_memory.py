@@ -64,7 +64,7 @@ def _entry(kept: Any, kind: type[T]) -> tuple[T, str] | None:
 
 
 def of(config: RunnerConfig, resolved: Resolved, decoder: Decoder) -> StartMemory:
-    """Of this model as it is computed here."""
+    """Returns what is remembered of this model as it is computed here."""
     folder = machine.packed_cache_folder(config.packed_cache)
     computed = (resolved.weights, resolved.weights_bytes, resolved.kv_cache_dtype, resolved.linear_backend)
     facts = (machine.cpu_name(), machine.num_cores(), kernels_build(decoder.ops), repr(decoder.config), computed)

@@ -43,7 +43,7 @@ class Round:
     taken_ns: dict[int, list[int]]
 
     def ratio(self, more: int, fewer: int) -> float:
-        """Of the times of all steps with these threads and those, by the geometric mean."""
+        """Returns the ratio of the times of all steps with these numbers of threads: the geometric mean."""
         pairs = zip(self.taken_ns[more], self.taken_ns[fewer], strict=True)
         return math.prod(one / other for one, other in pairs) ** (1 / len(self.taken_ns[more]))
 
@@ -98,7 +98,7 @@ def _is_sure(rounds: Sequence[Round], counts: Sequence[int]) -> bool:
 
 
 def _share_that_pays(rounds: Sequence[Round], more: int, fewer: int) -> float:
-    """Of the rounds in which the larger number is worth it."""
+    """Returns the share of the rounds in which the larger number is worth it."""
     return statistics.fmean(one.ratio(more, fewer) < WORTH for one in rounds)
 
 

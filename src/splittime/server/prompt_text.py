@@ -8,8 +8,8 @@ until then: it waits among its like (`engine.text_workers`), and may be refused 
 
 from splittime.engine.text_work import Encode, Render, TextWork
 from splittime.engine.text_workers import SHORT_CHARS
-from splittime.engine.token_bound import num_bytes
-from splittime.engine.tokenizer import Tokenizer, require_at_most
+from splittime.engine.token_bound import num_bytes, require_at_most
+from splittime.engine.tokenizer import Tokenizer
 from splittime.server.admission import Admission
 from splittime.server.config import ModelInfo
 from splittime.server.params import Ask

@@ -54,7 +54,7 @@ def _evidence(groups: Sequence[FloorGroup]) -> tuple[Fact, ...]:
 
 
 def _kv_dtype(books: Books) -> str:
-    """As the weights' where it is not set."""
+    """Returns the type of the KV cache: that of the weights where none is set."""
     told = setting(books, "kv_cache_dtype")
     return str(setting(books, "dtype") if told in (None, "auto") else told)
 

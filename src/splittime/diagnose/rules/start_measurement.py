@@ -37,7 +37,7 @@ def start_measurement_is_off(books: Books) -> Answer:
 
 
 def _is_alike(step: StepRecord) -> bool:
-    """To what was measured at start."""
+    """Is this step like those that were measured at start?"""
     is_early = all(start + num_tokens <= MAX_CONTEXT_TOKENS for _, start, num_tokens in step.rows)
     return step.decode_tokens == 0 and step.prefill_tokens >= MIN_TOKENS and is_early and step.device_ns > 0
 

@@ -102,7 +102,7 @@ def _prompt_tokens(outcome: Outcome) -> int:
 
 
 def _hits(found: Told, outcomes: Sequence[Outcome]) -> float | None:
-    """As its counter says, or else the answers' usage; 0 where the cache is off."""
+    """Returns the share of hits by the server's counter, or else by its answers' usage; 0 where the cache is off."""
     if found.is_cache_on is False:
         return 0.0
     hits = found.grew(found.words.hits)

@@ -27,7 +27,7 @@ NO_PREFILL = "how long the prompts of requests take to compute"
 
 
 class Steps(NamedTuple):
-    """Of one prompt: into how many steps it is cut, and how many of its tokens are in each."""
+    """Into how many steps one prompt is cut, and how many of its tokens are in each."""
 
     number: float
     tokens: float
@@ -111,7 +111,7 @@ def told_budget(books: Books) -> Answer:
 
 
 def _share_before_first(found: Told, part: float) -> Share:
-    """Of the time to first chunks, this part; by the server's own histograms where there is no client's book."""
+    """Returns this part of the time to first chunks; by the server's own histograms where there is no client's book."""
     first_ns = {
         o.request_id: part * (o.chunk_ns[0] - (o.sent_ns or o.intended_ns)) for o in found.outcomes if o.chunk_ns
     }

@@ -58,7 +58,7 @@ def cause_of(found: Told) -> Held | None:
 
 
 def share_of(found: Told, cause: Held) -> Share:
-    """Of the time that requests spend in the server, waiting for this."""
+    """Returns the share of the requests' time in the server that they wait for this."""
     is_it = cause_of(found) is cause
     return ratio([(s.waiting or 0.0) * is_it for s in found.states], [inside(state) for state in found.states])
 

@@ -48,7 +48,7 @@ def _allowed(limit: float, unit: str) -> str:
 
 
 def cannot_tell(found: Summary) -> Iterator[Sentence]:
-    """Of the figures that have no interval, or no upper end, as too few independent requests stand behind them."""
+    """Names the figures without an interval, or without its upper end, for want of independent requests."""
     unsure = [(name, its) for name, its in found.figures.items() if its.independent < MIN_INDEPENDENT]
     if not unsure:
         return

@@ -47,7 +47,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 def line(name: str, said: str, style: str = "") -> Sentence:
-    """What it is about, and what is said of it, which may be a server's words."""
+    """Returns a sentence: its subject, and what is said of it, which may be a server's words."""
     return Sentence(plain(said.translate(_SPACES)), style, head=f"{name:<10}", indent=10)
 
 

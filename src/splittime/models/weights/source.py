@@ -79,7 +79,7 @@ class Source(Protocol):
 
 
 def open_source(path: Path, config: "ModelConfig") -> Source:
-    """Of a folder with safetensors, or of a .gguf file. Cheap: no weight is read."""
+    """Opens a folder with safetensors, or a .gguf file. Cheap: no weight is read."""
     if is_gguf(path):
         from splittime.models.gguf.checkpoint import GgufCheckpoint
 
@@ -90,7 +90,7 @@ def open_source(path: Path, config: "ModelConfig") -> Source:
 
 
 def read_config(path: Path, generation: str = "auto") -> "ModelConfig":
-    """Of the same two: `config.json`, or the file's own metadata. generation: what to take of a folder's
+    """Reads the config of either: `config.json`, or the file's own metadata. generation: what to take of a folder's
     `generation_config.json`, see `models.generation`."""
     if is_gguf(path):
         from splittime.models.gguf.config import load_gguf_config

@@ -1,0 +1,70 @@
+"""Whether these kernels and this checkpoint can honour a setting. Each check raises `ConfigError` if they cannot."""
+
+from pathlib import Path
+
+from splittime.core.errors import ConfigError
+from splittime.kernels.api import Ops
+from splittime.models.config import ModelConfig
+from splittime.models.quant.plan import WeightPlan
+from splittime.models.weights.source import PLAIN, is_gguf, open_source
+from splittime.runner.config import BACKENDS, GPU_MEMORY_UTILIZATION, RunnerConfig
+
+EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
+
+
+def check_eight_bits(asked: str | None, kernels: str) -> None:
+    if kernels not in EIGHT_BITS.get(asked or "", BACKENDS):
+        message = f"quantization is {asked!r}, which the {kernels} kernels do not multiply"
+        raise ConfigError(message, param="quantization", value=asked, hint="int8, or kernels=triton on a card")
+
+
+def check_activations(asked: str, plan: WeightPlan, ops: Ops) -> None:
+    """The router's activations are never rounded, so nothing is asked of them."""
+    for kind, scheme in (("layers", plan.layers), ("head", plan.head)):
+        found = ops.product_dtype(scheme)
+        if asked not in ("auto", found):
+            raise ConfigError(
+                f"activation_dtype is {asked!r}; the {ops.name} kernels multiply {kind} of {scheme.name} by {found}",
+                param="activation_dtype",
+                value=asked,
+                limit=["auto", found],
+                hint="activation_dtype=auto; bfloat16 is for the native kernels and weights of bfloat16",
+            )
+
+
+def check_share_of_card(config: RunnerConfig, ops: Ops) -> None:
+    if ops.device.type == "cpu" and config.gpu_memory_utilization != GPU_MEMORY_UTILIZATION:
+        message = (
+            f"gpu_memory_utilization is {config.gpu_memory_utilization}, but the {ops.name} kernels run on the CPU"
+        )
+        raise ConfigError(
+            message,
+            param="gpu_memory_utilization",
+            value=config.gpu_memory_utilization,
+            hint="kv_cache_memory_bytes bounds the KV cache here",
+        )
+
+
+def check_load_format(asked: str, path: Path, model: ModelConfig) -> None:
+    if asked == "dummy" and model.quantization is None and not is_gguf(path):
+        return
+    found = "gguf" if is_gguf(path) else "safetensors"
+    if asked not in ("auto", found):
+        message = f"load_format is {asked!r}, but {path} is read as {found}"
+        raise ConfigError(message, param="load_format", value=asked, hint="load_format=auto")
+
+
+def check_rounding(config: RunnerConfig, model: ModelConfig, path: Path) -> None:
+    """Integers that stand for a model's weights are served as they are: to round them again would only lose more."""
+    if config.quantization is None:
+        return
+    held = open_source(path, model).format
+    if held != PLAIN:
+        bits = "" if model.quantization is None else f", {model.quantization.bits} bits"
+        raise ConfigError(
+            f"quantization is {config.quantization!r}, but the checkpoint is already quantised ({held}{bits}) and is "
+            "served as it is",
+            param="quantization",
+            value=config.quantization,
+            hint="leave --quantization out, or take the unquantised model",
+        )
