@@ -132,6 +132,29 @@ def test_a_proxy_with_a_small_buffer(healthy):
     assert names(with_client(healthy, in_bursts)) == ["buffering_proxy"]
 
 
+def held_until(ns: int) -> Way:
+    """The answer may begin so long after its first chunk was written; what was written meanwhile comes with it."""
+
+    def way(written_ns: Sequence[int]) -> list[int]:
+        return [max(at_ns, written_ns[0] + ns) + NETWORK_NS for at_ns in written_ns]
+
+    return way
+
+
+@pytest.mark.parametrize("output", [20, 40, 80, 200])
+@pytest.mark.parametrize("held_ms", [150, 300])
+def test_a_proxy_that_holds_the_begin_of_each_answer(output, held_ms):
+    """Shorter and longer answers than it holds them for: no buffer, since what comes later flows."""
+    books = with_client(Ward().run(*poisson(8, 80, output=output)), held_until(held_ms * MS))
+    assert names(books) == ["slow_way"]
+
+
+@pytest.mark.parametrize("output", [20, 200])
+def test_a_buffer_stays_one_however_long_the_answers_are(output):
+    books = Ward().run(*poisson(8, 80, output=output))
+    assert names(with_client(books, buffered)) == ["buffering_proxy"]
+
+
 @pytest.mark.parametrize("has_accounts", [True, False])
 def test_nagle(healthy, has_accounts):
     assert names(with_client(healthy, under_nagle, has_accounts=has_accounts))[0] == "nagle"

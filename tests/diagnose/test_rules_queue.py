@@ -48,6 +48,15 @@ def test_overload_grows():
     assert diagnosis.findings[0].name == "overload"
 
 
+def test_an_overload_of_which_nothing_has_ended_says_what_is_served():
+    """One of thirty has ended when the last one comes: how many are served is known from all their ends."""
+    cases = [Case(350 * i, ids(8, i), 400) for i in range(30)]
+    diagnosis = diagnose(Ward(step_ms=20, settings={"max_num_seqs": 1}).run(*cases))
+    (found,) = (one for one in diagnosis.findings if one.name == "overload")
+    assert "0.124 are served" in found.claim
+    assert "at most 0.099 requests/s" in found.cure.sentence
+
+
 def test_a_burst_is_no_overload():
     burst = [Case(0, ids(32, i), 20) for i in range(12)]
     later = [Case(800 + 300 * i, ids(32, 100 + i), 20) for i in range(40)]

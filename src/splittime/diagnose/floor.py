@@ -111,6 +111,10 @@ class FloorGroup(msgspec.Struct, frozen=True, kw_only=True):
     bound: Bound
 
     @property
+    def bytes_ns(self) -> int:
+        return self.weights_ns + self.kv_ns
+
+    @property
     def share(self) -> float | None:
         return self.floor_ns / self.device_ns if self.device_ns > 0 else None
 

@@ -14,26 +14,48 @@ from splittime.diagnose.agree import BYTES_OF
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.floor import Bound, FloorGroup, floors, sentence
+from splittime.diagnose.floor import Bound, FloorGroup, floors, read_bytes_per_s, sentence
 from splittime.diagnose.rules.evidence import LIKELY, served, setting, slowest_steps, threads_and_cores
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.ledger.stages import Stage
 
 MIN_LIMIT_SHARE = 0.3  # of the requests' time: a limit is told when it is where the time goes
-MIN_OF_CEILING = 0.5  # a step at less than half of a ceiling is not held by it
+MIN_OF_CEILING = 0.5  # a step at less than half of a ceiling is not held by it, where no smaller kind of bytes is known
+MIN_SAVED = 0.1  # of a step: what a cure saves at the least, by the best rate at which this machine was seen to read
 
 _COMPUTED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMPTS)
 
 
-def _bound_by(books: Books, bound: Bound) -> tuple[list[FloorGroup], Share]:
-    """The groups of steps that are held by this ceiling, and their share of the requests' time."""
+def _bound_by(books: Books, bound: Bound, kept: float = 1.0) -> tuple[list[FloorGroup], Share]:
+    """The groups of steps that are held by this ceiling, and their share of the requests' time. kept: of the bytes,
+    with the cure; how much it saves decides then, since a ceiling is of the machine's best moment and reading may take
+    longer, never less."""
     groups = floors(books.steps, books.facts)
     all_ns = max(1, sum(group.device_ns for group in groups))
-    held = [g for g in groups if g.bound is bound and (g.share or 0.0) >= MIN_OF_CEILING]
+    held = [g for g in groups if g.bound is bound and _is_held(g, bound, kept)]
     accounts = served(books.accounts)
     of_steps = sum(group.device_ns for group in held) / all_ns
     lost = {request_id: ns * of_steps for request_id, ns in attribution(books).of(*_COMPUTED).items() if of_steps}
     return held, of_requests(lost, accounts, MIN_LIMIT_SHARE)
+
+
+def _is_held(group: FloorGroup, bound: Bound, kept: float) -> bool:
+    saved_ns = group.device_ns - _then_ns(group, bound, kept)
+    return (group.share or 0.0) >= MIN_OF_CEILING or saved_ns >= MIN_SAVED * max(1, group.device_ns)
+
+
+def _then_ns(group: FloorGroup, bound: Bound, kept: float) -> float:
+    """What the steps would take with so much of the bytes: the rest of them, and at least their products."""
+    read_ns = group.weights_ns if bound is Bound.WEIGHTS else group.kv_ns
+    return max(
+        group.device_ns - min(read_ns, group.device_ns) * (1 - kept), float(min(group.operations_ns, group.device_ns))
+    )
+
+
+def _kept(now: str | None, smaller: str | None) -> float:
+    """Of the bytes, where both dtypes are known and the second is smaller."""
+    before, after = BYTES_OF.get(now or ""), BYTES_OF.get(smaller or "")
+    return after / before if before and after and after < before else 1.0
 
 
 def crossover_rows(books: Books) -> float | None:
@@ -44,13 +66,19 @@ def crossover_rows(books: Books) -> float | None:
     cost, machine = facts.cost, facts.machine
     if not machine.read_bytes_per_s or not machine.operations_per_s:
         return None
+    rate = read_bytes_per_s(machine, cost.weight_bytes)
     token_s = (cost.operations_per_token + cost.operations_per_sample) / machine.operations_per_s
-    return cost.weight_bytes / machine.read_bytes_per_s / token_s if token_s > 0 else None
+    return cost.weight_bytes / rate / token_s if token_s > 0 and rate else None
 
 
 def _evidence(groups: Sequence[FloorGroup]) -> tuple[Fact, ...]:
     """The groups that take most of the time, in their own words."""
     return tuple(Fact(f"{group.num_steps} steps", sentence(group)) for group in groups[:3])
+
+
+def _read_share(groups: Sequence[FloorGroup]) -> str:
+    bytes_ns, device_ns = (sum(getattr(g, name) for g in groups) for name in ("bytes_ns", "device_ns"))
+    return f"{min(1.0, bytes_ns / max(1, device_ns)):.0%}"
 
 
 def _kv_dtype(books: Books) -> str:
@@ -84,29 +112,30 @@ def _limit(
     )
 
 
-def _expected(groups: Sequence[FloorGroup], now: str | None, smaller: str | None, of_weights: bool) -> tuple[Fact, ...]:
-    """What a step of the first group would take with fewer bytes: the rest of it, and at least its products."""
-    before, after = BYTES_OF.get(now or ""), BYTES_OF.get(smaller or "")
-    if before is None or after is None or after >= before:
+def _expected(groups: Sequence[FloorGroup], smaller: str | None, bound: Bound, kept: float) -> tuple[Fact, ...]:
+    """What a step of the first group would take with fewer bytes. The bytes are read at the best rate that was seen, or
+    slower, so the cure saves this much at the least, and up to all that they are fewer by."""
+    if kept == 1.0:
         return ()
     group = groups[0]
-    read_ns = group.weights_ns if of_weights else group.kv_ns
-    then_ns = max(group.device_ns - read_ns * (1 - after / before), group.operations_ns)
-    told = f"{then_ns / group.num_steps / 1e6:.3g} instead of {group.device_ns / group.num_steps / 1e6:.3g}"
-    what = f"a step's time with {smaller} ({after / before:.2g} of the bytes), expected"
+    least_ns, then_ns = max(kept * group.device_ns, float(group.operations_ns)), _then_ns(group, bound, kept)
+    span = f"{min(least_ns, then_ns) / group.num_steps / 1e6:.3g} to {then_ns / group.num_steps / 1e6:.3g}"
+    told = f"{span} instead of {group.device_ns / group.num_steps / 1e6:.3g}"
+    what = f"a step's time with {smaller} ({kept:.2g} of the bytes), expected"
     return (Fact(what, told, "ms: so much less for each token"),)
 
 
 @rule("accounts", "steps", "floor")
 def weight_bandwidth_bound(books: Books) -> Answer:
     """Decoding takes as long as reading the weights from memory takes."""
-    groups, share = _bound_by(books, Bound.WEIGHTS)
+    now = setting(books, "quantization")
+    smaller = {None: "int8", "int8": "int4"}.get(now)
+    kept = _kept(now or setting(books, "dtype"), smaller)
+    groups, share = _bound_by(books, Bound.WEIGHTS, kept)
     if not share.is_worth_it:
         return share.unsure("weight_bandwidth_bound")
     crossover = crossover_rows(books)
     until = f"up to about {crossover:.0f} rows" if crossover is not None else "small batches"
-    now = setting(books, "quantization")
-    smaller = {None: "int8", "int8": "int4"}.get(now)
     cure = Cure(sentence="Share the weights among more rows (more requests at once), or take a smaller model.")
     if smaller is not None:
         cure = Cure(
@@ -116,7 +145,8 @@ def weight_bandwidth_bound(books: Books) -> Answer:
         )
     return _limit(
         "weight_bandwidth_bound",
-        f"{share.value:.0%} of the requests' time is decoding that waits for the weights to be read from memory.",
+        f"{share.value:.0%} of the requests' time is decoding that waits for the weights to be read from memory, "
+        f"for {_read_share(groups)} of a step at the least.",
         share,
         groups,
         books,
@@ -124,7 +154,7 @@ def weight_bandwidth_bound(books: Books) -> Answer:
         cost="Rounded weights change answers a little: see the routes in BENCHMARKS.md for perplexity and KL."
         if smaller is not None
         else "Larger batches lengthen TPOT; a smaller model answers worse.",
-        more=_expected(groups, now or setting(books, "dtype"), smaller, of_weights=True),
+        more=_expected(groups, smaller, Bound.WEIGHTS, kept),
         counter_check="With weights of half the bytes TPOT p50 at the same batch does not fall by a quarter.",
         regime=f"{until}; beyond, products bind, and at 64 rows smaller weights gain nothing or cost time",
     )
@@ -133,10 +163,11 @@ def weight_bandwidth_bound(books: Books) -> Answer:
 @rule("accounts", "steps", "floor")
 def kv_bandwidth_bound(books: Books) -> Answer:
     """Decoding takes as long as reading the cached keys and values takes."""
-    groups, share = _bound_by(books, Bound.KV)
+    is_small = setting(books, "kv_cache_dtype") == "int8"
+    kept = 1.0 if is_small else _kept(_kv_dtype(books), "int8")
+    groups, share = _bound_by(books, Bound.KV, kept)
     if not share.is_worth_it:
         return share.unsure("kv_bandwidth_bound")
-    is_small = setting(books, "kv_cache_dtype") == "int8"
     cure = Cure(sentence="Shorten the context, or take a model with fewer KV heads (GQA, MQA).")
     if not is_small:
         cure = Cure(
@@ -146,13 +177,14 @@ def kv_bandwidth_bound(books: Books) -> Answer:
         )
     return _limit(
         "kv_bandwidth_bound",
-        f"{share.value:.0%} of the requests' time is decoding that waits for keys and values to be read from memory.",
+        f"{share.value:.0%} of the requests' time is decoding that waits for keys and values to be read from memory, "
+        f"for {_read_share(groups)} of a step at the least.",
         share,
         groups,
         books,
         cure=cure,
         cost="int8 KV rounds keys and values: check answers at long contexts, where it matters most.",
-        more=() if is_small else _expected(groups, _kv_dtype(books), "int8", of_weights=False),
+        more=_expected(groups, "int8", Bound.KV, kept),
         counter_check="With an int8 cache TPOT p50 at the same contexts does not fall by a fifth.",
         regime="large batches of long contexts; at one short request the weights are more bytes than the KV",
     )

@@ -2,9 +2,9 @@
 
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.client import Pair, joined, of_outcomes
+from splittime.diagnose.rules.client import MIN_CHUNKS, Pair, joined, of_outcomes
 from splittime.diagnose.rules.evidence import CERTAIN, median, ms, worst
-from splittime.diagnose.rules.way import in_ack
+from splittime.diagnose.rules.way import in_ack, is_start_held
 
 MIN_PAIRS = 10
 WHOLE = 0.5  # of what the first chunk is late by: so late is the end too
@@ -18,11 +18,12 @@ def slow_way(books: Books) -> Answer:
     late_ns = median(pair.late_ns for pair in both) or 0.0
     if len(both) < MIN_PAIRS or late_ns < MIN_LATE_NS or in_ack(int(late_ns)):
         return None
-    if (median(pair.between_ns for pair in both) or 0.0) < WHOLE * late_ns:
+    is_held = is_start_held(_in_bursts(both))
+    if not is_held and (median(pair.between_ns for pair in both) or 0.0) < WHOLE * late_ns:
         return None  # answers begin late and end in time: that is `buffering_proxy`
     trips = sorted(books.served.round_trip_ns) if books.served is not None else []
     trip_ns = trips[len(trips) // 2] if trips else 0
-    lost = {pair.outcome.request_id: float(_held_ns(pair)) for pair in both}
+    lost = {pair.outcome.request_id: float(_held_ns(pair, is_held)) for pair in both}
     share = of_outcomes(lost, [pair.outcome for pair in both])
     if not share.is_worth_it:
         return share.unsure("slow_way")
@@ -56,6 +57,12 @@ def slow_way(books: Books) -> Answer:
     )
 
 
-def _held_ns(pair: Pair) -> int:
-    """What both the first chunk and the end were late by, less what lay in the server's socket."""
-    return max(0, min(pair.late_ns, pair.between_ns) - pair.account.unseen_ns)
+def _in_bursts(both: list[Pair]) -> list[Pair]:
+    return [pair for pair in both if len(pair.outcome.chunk_ns) >= MIN_CHUNKS and pair.late_ns >= MIN_LATE_NS]
+
+
+def _held_ns(pair: Pair, is_start_held: bool) -> int:
+    """What both the first chunk and the end were late by, less what lay in the server's socket; of a held start what
+    the first chunk was late by, since later ones wait for nothing."""
+    late_ns = pair.late_ns if is_start_held else min(pair.late_ns, pair.between_ns)
+    return max(0, late_ns - pair.account.unseen_ns)

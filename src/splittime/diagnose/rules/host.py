@@ -45,6 +45,9 @@ def host_bound(books: Books) -> Answer:
     host_share = host_ns / max(1.0, host_ns + device_ns)
     accounts = served(books.accounts)
     share = of_requests(attribution(books).of(Computed.HOST), accounts)
+    found = attribution(books)
+    if found.share(Computed.CPU_WAIT, Computed.STOPPED) > found.share(Computed.HOST):
+        return None  # a thread that is put aside comes back to cold caches: its own work seems longer than it is
     if host_share < HOST_SHARE or not share.is_worth_it:
         return share.unsure("host_bound") if host_share >= HOST_SHARE else None
     busy_ns = sum(step_cost.length_ns(step) for step in books.steps)

@@ -95,11 +95,11 @@ def _overload(
     z, first_ns, last_ns = trend
     span_s = (arrivals[-1].at_ns - arrivals[0].at_ns) / 1e9
     ended = _ended(served_ones)
-    rate, serves = len(arrivals) / span_s, ended * len(served_ones) / span_s
+    rate, serves = len(arrivals) / span_s, _serves(arrivals, served_ones, span_s)
     refused = len(arrivals) - len(served_ones)
     return Finding(
         name="overload",
-        claim=f"{rate:.1f} requests/s arrive and {serves:.1f} are served: the wait grows from {ms(first_ns):.0f} to "
+        claim=f"{rate:.3g} requests/s arrive and {serves:.3g} are served: the wait grows from {ms(first_ns):.0f} to "
         f"{ms(last_ns):.0f} ms" + (f", and {refused} were refused." if refused else "."),
         evidence=(
             Fact("arrivals", round(rate, 2), "requests/s"),
@@ -115,7 +115,7 @@ def _overload(
         confidence=LIKELY if z >= TREND_Z else POSSIBLE,
         confidence_from="a rank test over ten windows of arrivals, and the count of what ended meanwhile",
         cure=Cure(
-            sentence=f"Send at most {0.8 * serves:.1f} requests/s to this server (or add a second one), and refuse "
+            sentence=f"Send at most {0.8 * serves:.2g} requests/s to this server (or add a second one), and refuse "
             "early what cannot be served in time.",
             flags=("--max-queued-requests", str(max(1, int(2 * serves)))),
             elsewhere={"vllm": "more replicas", "sglang": "--max-queued-requests", "tgi": "--max-concurrent-requests"},
@@ -125,6 +125,14 @@ def _overload(
         "down by itself.",
         regime="the rate and mix of these requests, at these settings",
     )
+
+
+def _serves(arrivals: Sequence[Arrival], served_ones: Sequence[Arrival], span_s: float) -> float:
+    """Requests a second; where hardly one had ended when the last one came, of the whole time until the last end."""
+    num_ended = sum(arrival.end_ns <= arrivals[-1].at_ns for arrival in served_ones)
+    if num_ended >= NUM_WINDOWS:
+        return _ended(served_ones) * len(served_ones) / span_s
+    return len(served_ones) / max(1e-9, (max(a.end_ns for a in served_ones) - arrivals[0].at_ns) / 1e9)
 
 
 def _ended(arrivals: Sequence[Arrival]) -> float:

@@ -18,6 +18,7 @@ from splittime.diagnose.rules.told import asked
 from splittime.diagnose.told import Told
 
 MIN_STEPS = 6  # of a prompt: fewer are no crumbs
+SURELY_CUT = 3  # a prompt in fewer steps than this may be in one: a gap in a histogram is known to a factor of two
 SMALL_TOKENS = 256  # of a prompt in a step: the least that any server has as its default is twice that
 MAX_RATIO = 2.0  # a step with a piece to one without, where the piece is too small
 MIN_STREAMS = 2.0  # at once, on average: one whose prompt is computed, and one beside it
@@ -32,6 +33,7 @@ class Steps(NamedTuple):
     number: float
     tokens: float
     how: str
+    is_least: bool = False  # there may be more of them
 
 
 def prefill_ns(found: Told) -> float | None:
@@ -57,13 +59,14 @@ def cut_into(found: Told) -> Steps | None:
     if not takes_ns or not tokens:
         return None
     number = steps_per_prompt(found.outcomes, takes_ns)
+    is_least = number is None
     how = "chunks that other streams got meanwhile"
     if number is None:
         longest_s = _longest_gap_s(found)
         if longest_s is None:
             return None
         number, how = takes_ns / (longest_s * 1e9), "at least, by the longest gaps between tokens in its histogram"
-    return Steps(max(1.0, number), tokens / max(1.0, number), how)
+    return Steps(max(1.0, number), tokens / max(1.0, number), how, is_least)
 
 
 def _longest_gap_s(found: Told) -> float | None:
@@ -105,9 +108,17 @@ def told_budget(books: Books) -> Answer:
         return Abstention("told_budget", why)
     steps = small_steps(found)
     if steps is None:
-        return None
+        return _may_be_small(cut_into(found))
     share = _share_before_first(found, 1 - 1 / steps.number)
     return _budget(found, steps, share) if share.is_worth_it else share.unsure("told_budget")
+
+
+def _may_be_small(steps: Steps | None) -> Abstention | None:
+    """A bound that is only a least number does not rule out that there are more."""
+    if steps is None or not steps.is_least or not SURELY_CUT <= steps.number < MIN_STEPS:
+        return None
+    why = f"cannot tell: a prompt is computed in {steps.number:.0f} steps {steps.how}, and {MIN_STEPS} would be many"
+    return Abstention("told_budget", f"{why}; a run of `splittime bench` tells how many")
 
 
 def _share_before_first(found: Told, part: float) -> Share:

@@ -4,7 +4,7 @@ Told from the instants of writing and of reading, each by its own clock; without
 chunks must do, with less confidence.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from splittime.diagnose.books import Books
@@ -25,6 +25,8 @@ ACK_NS = (36_000_000, 48_000_000)  # Linux's delayed acknowledgement: 40 ms, and
 ACK_SHARE = 0.4  # of the gaps that are felt
 ACK_ELSEWHERE = 0.1  # of the server's own
 FELT_GAP_NS = 5_000_000
+PAST_END_NS = 2_000_000  # a proxy that passes all on at the end of the answer takes less
+MIN_FLOW = 2  # gaps after the first burst that show how chunks come
 MIN_PAIRS = 10  # requests with a pattern to look at
 
 
@@ -56,6 +58,8 @@ def buffering_proxy(books: Books) -> Answer:
 
 def _buffered_by_both(both: Sequence[Pair]) -> Answer:
     held = [pair for pair in both if is_buffered(pair) and pair.between_ns < LATE_END * pair.late_ns]
+    if is_start_held(held):
+        return None  # `slow_way`
     late = {pair.outcome.request_id: float(max(0, pair.late_ns)) for pair in held}
     share = of_outcomes(late, [pair.outcome for pair in both])
     if len(held) < len(both) / 2 or not share.is_worth_it:
@@ -74,6 +78,35 @@ def is_buffered(pair: Pair) -> bool:
     gap, server_gap = median(_gaps(pair.outcome.chunk_ns)), median(_written_gaps(pair.account))
     in_bursts = gap is not None and server_gap is not None and gap < BUFFERED_GAP * server_gap
     return spread < BUFFERED_SPREAD or in_bursts
+
+
+def is_start_held(late: Sequence[Pair]) -> bool:
+    """Something lets the answers begin after a time, whatever was written by then. A buffer lets go when it is full or
+    when the answer ends: it collects what comes later too, or is late by as much as the answer took to write."""
+    if len(late) < MIN_PAIRS:
+        return False
+    if sum(map(_flows_after_the_first, late)) >= len(late) / 2:
+        return True
+    ends = [pair.between_ns for pair in late]
+    is_past_the_end = (median(ends) or 0.0) > PAST_END_NS
+    return is_past_the_end and _wander(pair.late_ns for pair in late) < _wander(ends)
+
+
+def _flows_after_the_first(pair: Pair) -> bool:
+    """The first chunks came in one burst, and later ones as they were written."""
+    gaps, server_gap = _gaps(pair.outcome.chunk_ns), median(_written_gaps(pair.account))
+    in_first = next((i for i, gap in enumerate(gaps) if gap >= BURST_GAP_NS), len(gaps))
+    rest = gaps[in_first + 1 :]
+    if in_first == 0 or len(rest) < MIN_FLOW or server_gap is None:
+        return False
+    return (median(rest) or 0.0) >= (1 - BUFFERED_GAP) * server_gap
+
+
+def _wander(amounts_ns: Iterable[int]) -> float:
+    """The median distance from their median."""
+    known = list(amounts_ns)
+    middle = median(known) or 0.0
+    return median(abs(ns - middle) for ns in known) or 0.0
 
 
 def _buffered(
