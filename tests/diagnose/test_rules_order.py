@@ -34,6 +34,21 @@ def test_a_policy_that_starves_long_prompts():
     assert set(first.request_ids) <= {a.request_id for a in books.accounts if a.prompt_tokens == 1200}
 
 
+def test_the_largest_wait_is_told_though_few_had_it():
+    """Few had it: another run may show less, and this one's time is told all the same."""
+    shorts = [Case(33 * i, ids(200, i), 2) for i in range(300)]
+    long = [Case(100 + 700 * i, ids(1200, 1000 + i), 2) for i in range(8)]
+    crowded = {"policy": "shortest_prefill", "max_prefill_tokens": 128, "max_num_batched_tokens": 256}
+    books = Ward(step_ms=4, token_ms=0.14, settings=crowded | {"starvation_bound_ms": 60_000.0}).run(*shorts, *long)
+    diagnosis = diagnose(books)
+    largest = diagnosis.spent[0]
+    told = {finding.name for finding in diagnosis.findings}
+    assert largest.owner == "token_budget"
+    assert largest.share > 0.3
+    assert largest.explained_by in told or "no_cure_known" in told
+    assert diagnosis.illnesses[0].name == "starvation"
+
+
 def test_nobody_is_overtaken_in_order():
     books = Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100))
     assert overtaken_ns(books.accounts) == {}

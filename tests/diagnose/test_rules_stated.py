@@ -6,7 +6,8 @@ from test_rules_queue import names, poisson
 from ward import Case, Ward, ids
 
 from splittime.core.errors import ErrorInfo
-from splittime.diagnose.doctor import MAX_UNEXPLAINED, diagnose
+from splittime.diagnose.doctor import diagnose
+from splittime.diagnose.unexplained import MAX_UNEXPLAINED
 from splittime.ledger.stages import Cause
 
 CHATS = [Case(150 * i, ids(16, i), 120) for i in range(30)]
@@ -52,6 +53,19 @@ def test_processors_that_others_have():
 @pytest.mark.parametrize("share", [0.0, 0.05])
 def test_a_little_of_it_is_no_illness(share):
     assert names(Ward(wait_share=share).run(*CHATS, *PROMPTS)) == []
+
+
+def test_a_wait_for_a_processor_that_is_usual_is_told_with_its_reason():
+    diagnosis = diagnose(Ward(wait_share=0.18).run(*CHATS, *PROMPTS))
+    assert diagnosis.illnesses == ()
+    (why,) = (one.why for one in diagnosis.abstentions if one.name == "cpu_starved")
+    assert "a client beside it" in why
+
+
+def test_other_work_beside_a_starved_engine_is_not_named_for_it():
+    """What is left of the host's own work, of a thread that is put aside all the time, is no finding of its own."""
+    assert names(Ward(step_ms=0.3, token_ms=0.01, gap_ms=0.4, wait_share=4.0).run(*CHATS)) == ["cpu_starved"]
+    assert names(Ward(step_ms=0.3, token_ms=0.01, gap_ms=0.6).run(*CHATS)) == ["host_bound"]
 
 
 def test_more_threads_than_cores():

@@ -24,8 +24,8 @@ from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import num_requests, served, times_ns, total_ns
 from splittime.diagnose.rules.told import MIN_STATES, inside
 from splittime.diagnose.told import told
+from splittime.diagnose.unexplained import MAX_UNEXPLAINED, Spent, spent, unexplained
 from splittime.diagnose.unexplained import NAME as NO_CURE_KNOWN
-from splittime.diagnose.unexplained import Spent, spent, unexplained
 from splittime.diagnose.words import OURS, in_their_words
 from splittime.ledger.stages import Stage
 
@@ -40,9 +40,6 @@ for _theme in THEMES.split():
 MIN_REQUESTS = 20  # below, one request is more than a twentieth of what is said
 MIN_STEPS = 50  # below, the gaps and costs of steps are anecdotes
 MAX_RESIDUAL = 0.05  # the bound
-MAX_UNEXPLAINED = (
-    0.3  # of waits without a known cure: beyond, "nothing found" would be an all-clear that nobody can give
-)
 RESIDUAL_NS = 1_000_000  # of each request: what two clocks and a socket cost, and the goal of the joined books
 OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book explains does not shake them
     (

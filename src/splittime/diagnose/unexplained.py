@@ -17,6 +17,7 @@ from splittime.diagnose.rules.evidence import CERTAIN, served, worst
 from splittime.diagnose.rules.share import MIN_SHARE, of_requests
 
 NAME = "no_cure_known"
+MAX_UNEXPLAINED = 0.3  # of the requests' time: beyond, "nothing found" would be an all-clear that nobody can give
 MIN_TOLD = 0.01  # of the requests' time, in the summary of where it went
 
 
@@ -54,14 +55,14 @@ def unexplained(books: Books, findings: Sequence[Finding], abstentions: Sequence
     left = [(str(owner), share) for owner, share in waits(found) if owner not in explained and share >= MIN_SHARE]
     lost = found.of(*(owner for owner, _ in left))
     share = of_requests(lost, served(books.accounts))
-    if not left or not share.is_worth_it:
-        return None
+    if not left or not (share.is_worth_it or share.value >= MAX_UNEXPLAINED):
+        return None  # so much of it is told, be it of this run alone
     first, first_share = left[0]
     reasons = _reasons({owner for owner, _ in left}, abstentions)
     return Finding(
         name=NAME,
         claim=f"{first_share:.0%} of all requests' time is {first}: {meaning(first).rstrip('.')}. It is stated in the "
-        "books, and no rule here knows a cure for it.",
+        "books, and no rule here has a cure to offer for it.",
         evidence=(
             *(Fact(f"{owner} ({meaning(owner).rstrip('.')})", f"{part:.0%}", "of the time") for owner, part in left),
             *(Fact(name, why) for name, why in reasons.items()),

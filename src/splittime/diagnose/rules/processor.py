@@ -78,8 +78,10 @@ def cpu_starved(books: Books) -> Answer:
         return Abstention("cpu_starved", NOT_STATED)
     threads, cores = threads_and_cores(books)
     share, lost = _lost(books, Computed.CPU_WAIT, STARVED_SHARE)
-    if threads > cores or not share.is_worth_it:
-        return None if threads > cores else share.unsure("cpu_starved")
+    if threads > cores:
+        return None
+    if not share.is_worth_it:
+        return share.unsure("cpu_starved") or _as_usual(share)
     waited_ns = sum(step.cpu_wait_ns or 0 for step in books.steps)
     return Finding(
         name="cpu_starved",
@@ -107,6 +109,17 @@ def cpu_starved(books: Books) -> Answer:
         cost="The other work runs slower, or elsewhere.",
         counter_check="With the other processes stopped, at the same load, the wait for a processor stays.",
         regime="a machine with more that wants to run than cores",
+    )
+
+
+def _as_usual(share: Share) -> Abstention | None:
+    if share.value < MIN_SHARE:
+        return None
+    why = (
+        f"the engine waits for a processor for {share.value:.0%} of the requests' time, which a server's own processes "
+    )
+    return Abstention(
+        "cpu_starved", f"{why}and a client beside it on two cores make it do; {STARVED_SHARE:.0%} is more"
     )
 
 
