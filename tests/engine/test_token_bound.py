@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from splittime.cli import model_source
 from splittime.engine.gguf_splits import SPLITS
@@ -62,6 +62,12 @@ def with_added(backend: tokenizers.Tokenizer, *tokens: AddedToken) -> tokenizers
     return backend
 
 
+def without_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    template = processors.TemplateProcessing(single="[X]", pair="$A $B", special_tokens=[("[X]", 0)])
+    backend.post_processor = template
+    return backend
+
+
 MERGES = ("a_a", "aa_aa", "aaaa_aaaa", "Ġ_Ġ", "ĠĠ_ĠĠ", "Ġ_w")
 PROVED = {
     "bytes": of_bytes(merges=MERGES),
@@ -74,6 +80,14 @@ PROVED = {
     "one unknown each": of_characters(unk_token="<unk>"),
 }
 UNPROVED = {
+    "replaced by what no byte is written as": of_bytes(
+        normalizer=normalizers.Sequence([normalizers.ByteLevel(), normalizers.Replace("a", "\u03a9")]),
+        pre_tokenizer=None,
+    ),
+    "made white, and swallowed": with_added(
+        of_bytes(normalizer=normalizers.Replace("x", " ")), AddedToken("<x>", lstrip=True, normalized=True)
+    ),
+    "left out by the template": without_text(of_bytes()),
     "unknown vanish": of_characters(),
     "unknown fused": of_characters(unk_token="<unk>", fuse_unk=True),
     "accents stripped": of_bytes(normalizer=normalizers.StripAccents()),

@@ -63,17 +63,20 @@ def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
         described(backend.normalizer, "normalizers"),
         described(backend.pre_tokenizer, "pretokenizers"),
     )
+    added = backend.get_added_tokens_decoder().values()
+    counts_spaces = not any(token.lstrip or token.rstrip for token in added)
     shrinks = _shrinks(normalizers)
-    if shrinks is None or not all(map(_keeps_all, cutters)):
+    if shrinks is None or not all(map(_keeps_all, cutters)) or not _keeps_text(backend):
+        return None
+    if not counts_spaces and any(map(_makes_spaces, normalizers)):
         return None
     in_bytes = any(part["type"] == "ByteLevel" for part in (*normalizers, *cutters))
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if not _spells_all(backend.model, vocabulary, in_bytes):
         return None
     sizes = map(len, vocabulary) if in_bytes else map(num_bytes, vocabulary)
-    added = backend.get_added_tokens_decoder().values()
     longest = max(BYTES_OF_A_CHARACTER, *sizes, *(_added_bytes(backend, token) for token in added))
-    return TokenBound(longest * shrinks, not any(token.lstrip or token.rstrip for token in added))
+    return TokenBound(longest * shrinks, counts_spaces)
 
 
 def _added_bytes(backend: tokenizers.Tokenizer, token: tokenizers.AddedToken) -> int:
@@ -95,9 +98,13 @@ def _parts(whole: Mapping[str, Any], inner: str) -> list[Mapping[str, Any]]:
 
 
 def _shrinks(normalizers: Iterable[Mapping[str, Any]]) -> int | None:
-    """How many times shorter a text may become, in bytes; None if that is not known."""
-    total = 1
+    """How many times shorter a text may become, in bytes; None if that is not known, as of a part behind `ByteLevel`:
+    it may make characters that no byte is written as, and those vanish."""
+    total, is_in_bytes = 1, False
     for part in normalizers:
+        if is_in_bytes:
+            return None
+        is_in_bytes = part["type"] == "ByteLevel"
         factor = _replacing(part) if part["type"] == "Replace" else _SHRINKS.get(part["type"])
         if factor is None:
             return None
@@ -108,6 +115,18 @@ def _shrinks(normalizers: Iterable[Mapping[str, Any]]) -> int | None:
 def _replacing(part: Mapping[str, Any]) -> int | None:
     pattern, content = part["pattern"].get("String"), part["content"]
     return -(-num_bytes(pattern) // num_bytes(content)) if pattern and content else None
+
+
+def _makes_spaces(part: Mapping[str, Any]) -> bool:
+    """White space of other characters, which an added token may swallow."""
+    return part["type"] == "Replace" and any(map(str.isspace, part["content"]))
+
+
+def _keeps_text(backend: tokenizers.Tokenizer) -> bool:
+    """A post-processor's template may leave the text out."""
+    processors = described(backend.post_processor, "processors")
+    templates = (part["single"] for part in processors if part["type"] == "TemplateProcessing")
+    return all(any("Sequence" in piece for piece in template) for template in templates)
 
 
 def _keeps_all(part: Mapping[str, Any]) -> bool:
