@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from splittime.core.errors import ConfigError
+from splittime.cli.explain import get_json
+from splittime.core.errors import ConfigError, EngineError
 from splittime.server.config import ServerConfig
 
 from .conftest import say
@@ -110,3 +111,12 @@ def test_a_key_with_a_password_is_refused_at_start_rather_than_asked_for(files, 
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     with pytest.raises(ConfigError, match="cannot serve HTTPS with"):
         ServerConfig(ssl_certfile=files[0], ssl_keyfile=locked).validate()
+
+
+def test_a_command_that_does_not_trust_the_certificate_says_how_it_would(launch, files, monkeypatch) -> None:
+    server = launch(config={"ssl_certfile": files[0], "ssl_keyfile": files[1]})
+    with pytest.raises(EngineError) as raised:
+        get_json(f"https://localhost:{server.port}/stats", None)
+    assert "SSL_CERT_FILE" in (raised.value.info.hint or "")
+    monkeypatch.setenv("SSL_CERT_FILE", files[0])
+    assert "running" in str(get_json(f"https://localhost:{server.port}/stats", None))

@@ -77,13 +77,18 @@ def test_without_keys_nobody_is_named(launch) -> None:
 # ---- what it may see
 
 
+def test_a_browser_gets_the_pages_without_a_key_and_nothing_that_they_show(live) -> None:
+    assert [live.get(path)[0] for path in ("/docs", "/favicon.ico")] == [200, 200]
+    assert live.get("/openapi.json")[0] == 401
+
+
 def test_a_tenant_may_ask_for_what_is_listed_and_nothing_else(live) -> None:
     """Whatever comes to be served is the operator's until it is listed."""
     for method, path, _ in PATHS:
         at = re.sub(r"{[^}]*}", "app.js", path)
         answers = {key: live.request(method, at, headers=who) for key, who in (("o", OPERATOR), ("t", SEARCH))}
         is_listed = at in TENANT_PATHS or at.startswith(("/v1/models/", "/ledger/requests/"))
-        is_page = at.startswith("/dashboard/static/") or at in ("/health", "/ready", "/ping")
+        is_page = at.startswith("/dashboard/static/") or at in ("/health", "/ready", "/ping", "/docs", "/favicon.ico")
         if is_listed or is_page:
             assert answers["t"][0] == answers["o"][0], path
         else:

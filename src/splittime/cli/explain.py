@@ -2,6 +2,7 @@
 
 import http.client
 import json as json_module
+import ssl
 import sys
 import urllib.error
 import urllib.parse
@@ -26,6 +27,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_STEPS = 10_000
 MAX_OTHERS = 1_000
 TIMEOUT_S = 10.0
+UNKNOWN_CERTIFICATE = "For a certificate of your own, set SSL_CERT_FILE to its file (cert.pem)."
 NOBODY = "Is `splittime serve` running there? Name another with --url, or a file with --ledger."
 
 EXAMPLES = f"""\b
@@ -158,7 +160,8 @@ def get_json(url: str, api_key: str | None, nobody: str = NOBODY) -> Any:
         raise _refused(error, url) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        raise EngineError(f"cannot ask {url}: {reason}", hint=nobody) from None
+        is_unknown = isinstance(reason, ssl.SSLCertVerificationError)
+        raise EngineError(f"cannot ask {url}: {reason}", hint=UNKNOWN_CERTIFICATE if is_unknown else nobody) from None
 
 
 def _refused(error: urllib.error.HTTPError, url: str) -> Exception:

@@ -15,6 +15,7 @@ from splittime.server import http
 
 FOLDER = Path(__file__).parent
 PREFIX = "/dashboard/static/"
+FILES = ("/docs", "/favicon.ico")
 CONTENT_TYPES = {
     ".html": b"text/html; charset=utf-8",
     ".css": b"text/css; charset=utf-8",
@@ -56,11 +57,12 @@ def wants_html(scope: http.Scope) -> bool:
 
 
 def is_page(scope: http.Scope) -> bool:
-    """Is this a request for the page's own files?"""
+    """Is this a request for the pages' own files? A browser asks for them before it knows that there is a key."""
     if scope["method"] not in ("GET", "HEAD"):
         return False
     path: str = scope["path"]
-    return (path.startswith(PREFIX) and path[len(PREFIX) :] in files()) or (path == "/" and wants_html(scope))
+    is_file = path in FILES or (path.startswith(PREFIX) and path[len(PREFIX) :] in files())
+    return is_file or (path == "/" and wants_html(scope))
 
 
 async def send_file(scope: http.Scope, send: http.Send, name: str) -> None:
