@@ -1,5 +1,6 @@
 """The same server over TLS, with a certificate made here."""
 
+import asyncio
 import json
 import shutil
 import socket
@@ -8,10 +9,13 @@ import subprocess
 import urllib.request
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from splittime.cli.explain import get_json
 from splittime.core.errors import ConfigError, EngineError
+from splittime.loadgen.scrape import ask_first
+from splittime.loadgen.target import Target
 from splittime.server.config import ServerConfig
 
 from .conftest import say
@@ -113,10 +117,18 @@ def test_a_key_with_a_password_is_refused_at_start_rather_than_asked_for(files, 
         ServerConfig(ssl_certfile=files[0], ssl_keyfile=locked).validate()
 
 
+async def first_answer(url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        await ask_first(session, Target(url=url))
+
+
 def test_a_command_that_does_not_trust_the_certificate_says_how_it_would(launch, files, monkeypatch) -> None:
     server = launch(config={"ssl_certfile": files[0], "ssl_keyfile": files[1]})
     with pytest.raises(EngineError) as raised:
         get_json(f"https://localhost:{server.port}/stats", None)
+    assert "SSL_CERT_FILE" in (raised.value.info.hint or "")
+    with pytest.raises(EngineError) as raised:
+        asyncio.run(first_answer(f"https://localhost:{server.port}"))
     assert "SSL_CERT_FILE" in (raised.value.info.hint or "")
     monkeypatch.setenv("SSL_CERT_FILE", files[0])
     assert "running" in str(get_json(f"https://localhost:{server.port}/stats", None))

@@ -159,6 +159,8 @@ async def ask_first(session: aiohttp.ClientSession, target: Target, path: str = 
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         why = f"no answer within {TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else clipped(str(error))
         hint = "Is the server running there? Give its base address, such as http://127.0.0.1:8000."
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            hint = "For a certificate of your own, set SSL_CERT_FILE to its file (cert.pem)."
         raise EngineError(f"nothing answers at {base}: {why}", param="url", value=target.url, hint=hint) from None
     if is_redirect(answer):
         where = clipped(answer.headers["Location"])
