@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +30,9 @@ from splittime.server.config import ModelInfo, ServerConfig
 
 if TYPE_CHECKING:
     from splittime.engine.messages import Ready
+    from splittime.engine.process import ProcessClient
+    from splittime.ledger.store import Ledger
+    from splittime.server.app import App
 
 VerboseFlag = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print all that was resolved, and the whole start-up timeline.")
@@ -81,44 +84,69 @@ async def _serve(
     from splittime.engine.process import ProcessClient
     from splittime.ledger.store import Ledger
 
-    starting = ExitStack()
-    say = starting.enter_context(seconds_of(f"splittime {__version__}: starting the engine for {folder.name}"))
-    ledger_settings = settings.part("ledger")
-    ledger = Ledger(ledger_settings.pop("ledger_file"), **ledger_settings)
-    client = ProcessClient(
-        WORKER_COMMAND,
-        engine_settings,
-        lambda step: ledger.add_step(step.record) if step.record is not None else None,
-        lambda progress: say(f"loading {folder.name}: {progress}"),
-    )
-    client.spawn()
-    try:
-        with timeline.phase("import server"):  # meanwhile the engine process imports torch
-            from splittime.server.app import build_app
-            from splittime.server.run import run
-        with timeline.phase("load tokenizer"):
-            tokenizer = model_source.load_tokenizer(folder, config.chat_template)
-        known: list[ModelInfo] = []
-        application = build_app(client, tokenizer, ledger, config, lambda: known[0] if known else None)
-        application.service.started_ns = timeline.start_ns
-        application.service.texts.start()
-        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(run(application, config, on_listening=listening.set_result))
-        try:
-            with starting:
-                ready = await _first(client.start(), serving)
+    ledger_settings, known = settings.part("ledger"), list[ModelInfo]()
+    with ExitStack() as starting, closing(Ledger(ledger_settings.pop("ledger_file"), **ledger_settings)) as ledger:
+        say = starting.enter_context(seconds_of(f"splittime {__version__}: starting the engine for {folder.name}"))
+        client = ProcessClient(
+            WORKER_COMMAND,
+            engine_settings,
+            lambda step: ledger.add_step(step.record) if step.record is not None else None,
+            lambda progress: say(f"loading {folder.name}: {progress}"),
+        )
+
+        def on_ready(ready: "Ready", port: int) -> None:
+            starting.close()
             timeline.extend(ready.timeline)
             known.append(model_info(settings, config, folder, ready))
             application.service.settle()
             timeline.ready()
-            announcing(known[0], ready, await listening)
-            await serving
+            announcing(known[0], ready, port)
+
+        client.spawn()
+        try:
+            application = _application(config, folder, client, ledger, lambda: known[0] if known else None, timeline)
+            await _run(application, config, client.start(), on_ready)
         finally:
-            serving.cancel()
+            starting.close()
+            await client.stop()
+
+
+def _application(
+    config: ServerConfig,
+    folder: Path,
+    client: "ProcessClient",
+    ledger: "Ledger",
+    model: Callable[[], ModelInfo | None],
+    timeline: Timeline,
+) -> "App":
+    """Made while the engine process imports torch."""
+    with timeline.phase("import server"):
+        from splittime.server.app import build_app
+    with timeline.phase("load tokenizer"):
+        tokenizer = model_source.load_tokenizer(folder, config.chat_template)
+    application = build_app(client, tokenizer, ledger, config, model)
+    application.service.started_ns = timeline.start_ns
+    application.service.texts.start()
+    return application
+
+
+async def _run(
+    application: "App",
+    config: ServerConfig,
+    starting: Coroutine[Any, Any, "Ready"],
+    on_ready: Callable[["Ready", int], None],
+) -> None:
+    """Serve to the end. on_ready: called once the engine is ready, with the port."""
+    from splittime.server.run import run
+
+    listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(run(application, config, on_listening=listening.set_result))
+    try:
+        ready = await _first(starting, serving)
+        on_ready(ready, await listening)
+        await serving
     finally:
-        starting.close()
-        await client.stop()
-        ledger.close()
+        serving.cancel()
 
 
 async def _first(starting: Coroutine[Any, Any, "Ready"], serving: "asyncio.Task[None]") -> "Ready":
