@@ -422,6 +422,9 @@ def test_paths_are_found_with_and_without_a_root_path(launch) -> None:
     assert live.get("/llm/v2/ledger/steps", **SEARCH)[0] == 403
     assert live.post("/llm/v2/v1/completions", {"prompt": "x"}, SEARCH)[0] == 200
     assert live.get("/llm/v2/health")[0] == 200
+    for path in ("/llm/v2/v1/completions/", "/v1/completions/"):  # no redirect, which would lose the proxy's folder
+        assert live.post(path, {"prompt": "x"}, SEARCH)[0] == 200
+        assert live.post(path, {"prompt": "x"})[0] == 401
     assert live.get("/llm/v1/models", **SEARCH)[0] == 403  # no path of ours
     assert live.get("/openapi.json", **SEARCH)[2]["servers"] == [{"url": "/llm/v2"}]
     page = live.get("/llm/v2/", Accept="text/html")[2].decode()

@@ -27,7 +27,6 @@ from splittime.server.service import Service
 PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
-    ("GET", "/v1/models/", routes_info.models),
     ("GET", "/v1/models/{name:path}", routes_info.one_model),
     ("POST", "/tokenize", routes_info.tokenize),
     ("POST", "/detokenize", routes_info.detokenize),

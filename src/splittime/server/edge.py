@@ -59,8 +59,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         scope.setdefault(START_NS, time.monotonic_ns())
-        if scope["path"].startswith(self._root):  # a proxy that did not take it away; "/" changes nothing
-            scope["path"] = "/" + scope["path"][len(self._root) :]
+        scope["path"] = self._own_path(scope["path"])
         exchange = Exchange(scope, receive, send)
         try:
             await self._named(scope, exchange)
@@ -71,6 +70,13 @@ class Edge:
             failure = EngineError("the server failed; its log says why", code="internal_error")
             await respond_error(exchange.send, failure)
         await exchange.end()
+
+    def _own_path(self, path: str) -> str:
+        """Without the root path, which not every proxy takes away, and an API's without slashes at its end: a redirect
+        would have to know by what name, and over what, the client asked."""
+        if path.startswith(self._root):  # without a root path this changes nothing
+            path = "/" + path.removeprefix(self._root)
+        return path.rstrip("/") if path.startswith("/v1/") else path
 
     async def _named(self, scope: Scope, exchange: Exchange) -> None:
         try:
