@@ -12,7 +12,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from splittime.core.errors import EngineError, Overloaded, RequestError, SplittimeError
 from splittime.engine import text_worker, text_workers
 from splittime.engine.foreign_code import tokenizer_faults
-from splittime.engine.text_process import TextLimits
+from splittime.engine.text_process import TextLimits, ready_tokenizer
 from splittime.engine.text_work import Decode, Encode, Render
 from splittime.engine.text_worker import TextTask
 from splittime.engine.text_workers import TextWorkers
@@ -240,3 +240,8 @@ def test_a_real_panic_is_told_as_a_fault() -> None:
     with pytest.raises(EngineError, match="slice index") as caught:
         Tokenizer(backend).decode([0])
     assert caught.value.info.code == "tokenizer_failed"
+
+
+def test_workers_are_forked_from_a_tokenizer_of_which_all_is_known() -> None:
+    known = vars(ready_tokenizer(byte_tokenizer().describe()))
+    assert {"bound", "is_quick", "_can_be_cut"} <= known.keys()

@@ -5,8 +5,11 @@ import json
 import socket
 
 import pytest
+import tokenizers
+from tokenizers import models
 
 from splittime.engine.token_bound import TokenBound
+from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.stages import Cause, Stage
 from splittime.server.admission import INITIAL_BYTES_PER_TOKEN, Admission, Bounds
 
@@ -186,3 +189,17 @@ def test_a_text_to_count_is_given_up_when_its_client_goes(launch) -> None:
         )
         until(lambda: len(lane.waiting) == 1)
     until(lambda: not lane.waiting)
+
+
+def test_how_texts_are_worked_on_is_known_before_the_first_request(launch) -> None:
+    server = launch()
+    assert "bound" in vars(server.service.tokenizer)
+    facts = server.get("/ledger/facts")[2]
+    assert facts["settings"]["texts"].startswith("refused by length: a token has at most ")
+
+
+def test_a_tokenizer_that_proves_nothing_says_so() -> None:
+    told = Tokenizer(tokenizers.Tokenizer(models.WordPiece(vocab={"a": 0}, unk_token="a"))).way_of_working
+    assert "no bound is proved" in told
+    assert "no place to cut is proved" in told
+    assert "none on the event loop" in told

@@ -45,7 +45,7 @@ def main() -> None:
     """The parent: arguments are the numbers of its socket and of the file that describes the tokenizer."""
     control = socket.socket(fileno=int(sys.argv[1]))
     with open(int(sys.argv[2]), "rb") as file:
-        tokenizer = Tokenizer.described(file.read())
+        tokenizer = ready_tokenizer(file.read())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the workers
     gc.freeze()
     while True:
@@ -57,6 +57,13 @@ def main() -> None:
             _be_worker(socket.socket(fileno=numbers[0]), tokenizer, msgspec.msgpack.decode(message, type=TextLimits))
             os._exit(0)
         os.close(numbers[0])
+
+
+def ready_tokenizer(description: bytes) -> Tokenizer:
+    """Returns the tokenizer, with what is proved of it looked up before anybody forks: 0.1 s for 150,000 tokens."""
+    tokenizer = Tokenizer.described(description)
+    _ = tokenizer.way_of_working
+    return tokenizer
 
 
 def _be_worker(channel: socket.socket, tokenizer: Tokenizer, limits: TextLimits) -> None:

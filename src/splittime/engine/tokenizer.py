@@ -123,6 +123,19 @@ class Tokenizer:
         """A short text surely takes a short time."""
         return is_quick(self._backend)
 
+    @property
+    def way_of_working(self) -> str:
+        """Says which of the ways to be quick with a text this tokenizer allows."""
+        bound = self.bound
+        ways = (
+            "no text is refused by its length: no bound is proved"
+            if bound is None
+            else f"refused by length: a token has at most {bound.most_bytes} bytes",
+            "long ones in pieces" if self._can_be_cut else "long ones whole: no place to cut is proved",
+            "short ones on the event loop" if self.is_quick else "none on the event loop: parts may be slow",
+        )
+        return "; ".join(ways)
+
     @cached_property
     def _can_be_cut(self) -> bool:
         return can_be_cut(self._backend)

@@ -63,6 +63,7 @@ class Service:
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         limits = TextLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
         self.texts = TextWorkers(tokenizer.describe, limits)
+        self._texts_are = tokenizer.way_of_working  # looked at now, not while the first request waits
         self.inline = InlineTokenizing(config.inline_tokenize_chars)
         self.is_draining = False
         self.began_draining = asyncio.Event()
@@ -139,7 +140,7 @@ class Service:
             said,
             model=model.name,
             max_model_len=model.max_model_len,
-            settings=said.settings | asdict(self.admission.bounds),
+            settings=said.settings | asdict(self.admission.bounds) | {"texts": self._texts_are},
             processes=(own, *said.processes),
         )
 
