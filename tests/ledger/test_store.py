@@ -512,3 +512,17 @@ def test_a_second_outage_is_logged_again(tmp_path, caplog):
         assert ledger.flush()
     assert caplog.text.count("records are lost") == 2
     ledger.close()
+
+
+def test_a_last_step_that_cannot_be_read_is_told_and_the_file_let_go(tmp_path):
+    path = tmp_path / "l.sqlite"
+    ledger = Ledger(path)
+    ledger.add_step(books.step(1, 100))
+    ledger.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE steps SET body = '{\"x\": 1}'")
+    connection.close()
+    for _ in range(2):  # the second finds no lock left
+        with pytest.raises(ConfigError, match="its last step cannot be read") as caught:
+            Ledger(path)
+        assert caught.value.info.hint

@@ -98,7 +98,13 @@ class FileWriter:
 
     def _last_step_id(self) -> int:
         row = self._connection.execute("SELECT body FROM steps ORDER BY seq DESC LIMIT 1").fetchone()
-        return 0 if row is None else _to_step(row[0]).step_id
+        try:
+            return 0 if row is None else _to_step(row[0]).step_id
+        except msgspec.MsgspecError as error:
+            self._file.close()
+            hint = "Name another file, or move this one away."
+            message = f"ledger file {self._path}: its last step cannot be read: {error}"
+            raise ConfigError(message, param="ledger_file", value=str(self._path), hint=hint) from error
 
     def _run(self) -> None:
         while not (self._stop.is_set() and not self._queue):
