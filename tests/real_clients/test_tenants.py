@@ -98,3 +98,16 @@ def test_several_names_are_served_and_a_root_path_is_taken_with_and_without(url:
         status, answer = call(f"{url}/v1/completions", "key-of-b", {"model": name, "prompt": "x", "max_tokens": 1})
         assert (status, answer["model"]) == (200, name)
     assert call(f"{url}/v1/completions", "key-of-b", {"model": "third", "prompt": "x"})[0] == 404
+
+
+def test_a_tenant_explains_its_own_request_without_the_steps(url):
+    status, answer = call(f"{url}/v1/completions", "key-of-a", {"prompt": "def mine():", "max_tokens": 3})
+    assert status == 200
+    command = [sys.executable, "-m", "splittime.cli.main", "explain", answer["id"], "--url", url, "--api-key"]
+    own = subprocess.run([*command, "key-of-a"], capture_output=True, text=True, timeout=100)
+    assert own.returncode == 0, own.stderr
+    assert "the operator's to read" in own.stderr
+    assert "decode" in own.stdout
+    others = subprocess.run([*command, "key-of-b"], capture_output=True, text=True, timeout=100)
+    assert others.returncode != 0
+    assert "def mine" not in others.stdout + others.stderr
