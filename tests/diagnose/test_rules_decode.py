@@ -127,5 +127,12 @@ def test_weights_in_the_cache_are_not_read_from_memory(books):
     assert limits(bound(books, machine=cached, weight_bytes=3_600_000)) == []
 
 
+def test_ceilings_that_are_not_measured_yet_are_told_so(books):
+    """A young server that has always been busy: it knows its processor, and no rate."""
+    young = bound(books, machine=Machine(cpu="any", threads=1, cores=2), weight_bytes=3_600_000)
+    why = {one.name: one.why for one in diagnose(young).abstentions}
+    assert "not measured yet" in why["weight_bandwidth_bound"]
+
+
 def test_without_ceilings_it_says_so(books):
     assert {a.name for a in diagnose(books).abstentions} >= {"weight_bandwidth_bound", "compute_bound"}

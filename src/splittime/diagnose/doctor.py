@@ -188,6 +188,10 @@ def _facts(books: Books) -> str | None:
 def _floor(books: Books) -> str | None:
     if books.facts is None or books.facts.cost is None or books.facts.machine is None:
         return "the machine's ceilings or the model's cost are not known, so no step has a floor"
+    if books.facts.machine.read_bytes_per_s is None:
+        return (
+            "the machine's ceilings are not measured yet, so no step has a floor: that needs a while without requests"
+        )
     return None
 
 
