@@ -243,3 +243,13 @@ def test_block_size_is_read_from_the_labels_of_metrics() -> None:
     assert on(SERVERS["vllm"], work) == 128
     assert on(SERVERS["sglang"], work) == 16
     assert on(SERVERS["llama.cpp"], work) is None
+
+
+def test_a_block_size_that_is_no_number_is_none() -> None:
+    """A raised 2 is a digit to Python, and no number."""
+
+    async def work(session: Session, url: str) -> Any:
+        return (await server_limits(Target(url))).block_size
+
+    odd = {"/metrics": 'vllm:cache_config_info{block_size="\u00b2"} 1.0\n'}
+    assert on({**SERVERS["vllm"], **odd}, work) is None

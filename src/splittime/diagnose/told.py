@@ -151,7 +151,7 @@ def _buckets(names: Names, before: Mapping[str, float], after: Mapping[str, floa
 
 
 def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and int(text) > 0 else None
+    return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
 
 
 def _states(books: Books, outcomes: list[Outcome]) -> list[Sample]:

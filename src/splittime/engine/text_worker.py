@@ -50,7 +50,7 @@ def _encoded(work: TextWork) -> bytes:
 
 
 class Owner(Protocol):
-    """Who is told what becomes of a worker."""
+    """A lane, as a worker sees it: it is told what becomes of the worker."""
 
     def is_idle_now(self, worker: "TextWorker", has_served: bool) -> None: ...
 

@@ -94,7 +94,7 @@ class Lane:
             task.cause = Cause.WORKER_START if is_starting else Cause.TEXTS_BEFORE
 
     def _go_on(self) -> None:
-        """Give what waits to who is idle, and have workers made for the rest."""
+        """Give the waiting texts to idle workers, and have workers made for the rest."""
         idle = [worker for worker in self.workers if worker.is_idle]
         for worker in idle[: len(self.waiting)]:
             worker.begin(self.waiting.popleft())

@@ -47,7 +47,7 @@ async def _told_block(session: aiohttp.ClientSession, target: Target) -> int | N
     samples = answer.samples if answer is not None else {}
     for dialect in DIALECTS.values():
         told = labels(samples, dialect.cache_config).get(dialect.block_label, "") if dialect.cache_config else ""
-        if told.isdigit() and int(told) > 0:
+        if told.isdecimal() and int(told) > 0:
             return int(told)
     return None
 

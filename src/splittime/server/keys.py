@@ -28,7 +28,7 @@ class Keys:
         return [tenant for _, tenant in self._holders]
 
     def holder(self, scope: Scope, given: bytes) -> Tenant | None:
-        """Whose key was given, if it may be; None: nobody's. Takes as long whichever it is."""
+        """Returns the tenant whose key was given, or None. Takes as long whichever it is."""
         if scope["path"] == "/metrics" and self._metrics_digest is not None:
             is_for_metrics = hmac.compare_digest(self._metrics_digest, sha256(given).digest())
             return ANYBODY if is_for_metrics else self._find(given)

@@ -33,9 +33,9 @@ SHUTDOWN_S = 5  # for connections to close after the drain
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server; signals are handled by who runs it. It accepts many connections in a turn of the event loop:
-    libuv accepts one from each listening socket, so there are several that share one queue. With a single one, whoever
-    came while turns were long stood in line for as many turns as there were newcomers before him."""
+    """uvicorn's server; `run` handles the signals. It accepts many connections in a turn of the event loop:
+    libuv accepts one from each listening socket, so there are several that share one queue. With a single one, a
+    client that came while turns were long waited for as many turns as there were newcomers before it."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         own = list(sockets or ())

@@ -207,7 +207,7 @@ class Visit:
             self.on_gone()
 
     def on_gone(self) -> None:
-        """Replaced by who writes the answer."""
+        """The writer of a stream puts its own function here."""
 
     # ---- out
 
