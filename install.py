@@ -20,6 +20,7 @@ LARGE = re.compile(r"\s*Downloading ([A-Za-z0-9_.]+)-\d\S* \((\d+\.\d MB)\)")
 BUILDING = re.compile(r"\s*Building (?:editable|wheel) for splittime \(pyproject.toml\): started")
 UNPACKING = re.compile(r"Installing collected packages: (.*)")
 SILENCE_S = 5.0
+LINE_ABOVE = "\033[F\033[K"
 LINES_AFTER_A_FAILURE = 40
 
 
@@ -28,13 +29,15 @@ class Teller:
 
     def __init__(self) -> None:
         self._begin_s = self._said_s = time.monotonic()
-        self._now = ""
+        self._now = self._said = ""
         self._lock = threading.Lock()
 
     def say(self, words: str) -> None:
+        """On a terminal, words that are said again stand where they stood."""
         with self._lock:
-            self._now, self._said_s = words, time.monotonic()
-            print(f"{self._said_s - self._begin_s:4.0f} s  {words}", flush=True)
+            over = LINE_ABOVE if words == self._said and sys.stdout.isatty() else ""
+            self._now, self._said, self._said_s = words, words, time.monotonic()
+            print(f"{over}{self._said_s - self._begin_s:4.0f} s  {words}", flush=True)
 
     def read(self, line: str) -> None:
         """A line of pip's: most are worth no word of their own, but say what a silence would be spent on."""
@@ -43,7 +46,7 @@ class Teller:
         elif BUILDING.match(line):
             self.say("compiling the CPU kernels")
         elif packages := UNPACKING.match(line):
-            self.say(f"unpacking {packages[1].count(',') + 1} packages")
+            self.say(f"unpacking, packages: {packages[1].count(',') + 1}")
         elif package := NOW.match(line):
             self._now = f"looking at {package[1]}"
 
