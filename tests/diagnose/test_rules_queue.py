@@ -57,6 +57,13 @@ def test_an_overload_of_which_nothing_has_ended_says_what_is_served():
     assert "at most 0.099 requests/s" in found.cure.sentence
 
 
+def test_a_run_shorter_than_a_request_cannot_tell_a_burst_from_an_overload():
+    diagnosis = diagnose(Ward(step_ms=0.1, token_ms=2.0).run(*poisson(50, 200)))
+    assert "overload" not in [one.name for one in diagnosis.illnesses]
+    (why,) = (one.why for one in diagnosis.abstentions if one.name == "overload")
+    assert "look alike" in why
+
+
 def test_a_burst_is_no_overload():
     burst = [Case(0, ids(32, i), 20) for i in range(12)]
     later = [Case(800 + 300 * i, ids(32, 100 + i), 20) for i in range(40)]

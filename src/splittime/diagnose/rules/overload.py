@@ -84,8 +84,14 @@ def overload(books: Books) -> Answer:
         is_small = share.value < MIN_SHARE
         return None if is_small else Abstention("overload", "all came at one instant: no trend can be tested")
     z, first_ns, last_ns = trend
-    grows = z >= TREND_Z and last_ns >= GROWTH * first_ns and _ended(served_ones) <= MAX_ENDED
+    waits_grow = z >= TREND_Z and last_ns >= GROWTH * first_ns
+    grows = waits_grow and _ended(served_ones) <= MAX_ENDED
     is_refusing = refused >= MIN_SHARE and not (books.accounts and has_room(books))
+    if waits_grow and not _due(served_ones) and not is_refusing:
+        why = (
+            "waits grow, but all came within the time that one request takes: a burst and an overload look alike so far"
+        )
+        return Abstention("overload", why)
     return _overload(arrivals, served_ones, trend, share) if grows or is_refusing else None
 
 
@@ -137,10 +143,14 @@ def _serves(arrivals: Sequence[Arrival], served_ones: Sequence[Arrival], span_s:
 
 def _ended(arrivals: Sequence[Arrival]) -> float:
     """Of those that came long enough before the last one to be served without a wait, how many had ended by then."""
-    last_ns = arrivals[-1].at_ns
+    due = _due(arrivals)
+    return sum(a.end_ns <= arrivals[-1].at_ns for a in due) / len(due) if due else 1.0
+
+
+def _due(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """Those that would have ended by the last arrival if they had not waited."""
     in_service = median(a.end_ns - a.at_ns - a.wait_ns for a in arrivals) or 0
-    due = [a for a in arrivals if a.at_ns <= last_ns - in_service]
-    return sum(a.end_ns <= last_ns for a in due) / len(due) if due else 1.0
+    return [a for a in arrivals if a.at_ns <= arrivals[-1].at_ns - in_service]
 
 
 def growth(waits: Sequence[tuple[int, float]]) -> tuple[float, float, float] | None:
