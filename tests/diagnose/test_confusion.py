@@ -1,0 +1,127 @@
+"""The confusion matrix in the ward: servers ill in one known way, whose illness must be named first, and healthy ones
+of many kinds, which must stay silent. Whoever made them had not written the rules."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_rules_client import held_until, in_bursts, with_client
+from test_rules_queue import poisson
+from ward import MS, Case, Ward, ids
+
+from splittime.diagnose.doctor import diagnose
+
+Books = Any
+SHORT_FIRST = {
+    "policy": "shortest_prefill",
+    "max_prefill_tokens": 128,
+    "max_num_batched_tokens": 256,
+    "starvation_bound_ms": 60_000.0,
+}
+LARGE_STEPS = {"max_prefill_tokens": 2048, "max_num_batched_tokens": 2048}
+
+
+def with_output(cases: list[Case], output: Callable[[int], int]) -> list[Case]:
+    return [Case(case.at_ms, case.prompt, output(i)) for i, case in enumerate(cases)]
+
+
+def calm(**ward: Any) -> Books:
+    return Ward(**ward).run(*poisson(8, 80, output=60))
+
+
+def mixed() -> Books:
+    """Answers of many lengths."""
+    return Ward().run(*with_output(poisson(8, 80), lambda i: random.Random(i).randrange(20, 160)))
+
+
+def interfering() -> Books:
+    long = [Case(200 + 700 * i, ids(1500, 900 + i), 2) for i in range(20)]
+    return Ward(token_ms=0.3, settings=LARGE_STEPS).run(*poisson(4, 60, output=100), *long)
+
+
+def starving() -> Books:
+    shorts = [Case(36 * i, ids(200, i), 2) for i in range(300)]
+    long = [Case(100 + 700 * i, ids(1200, 1000 + i), 2) for i in range(8)]
+    return Ward(step_ms=4, token_ms=0.14, settings=SHORT_FIRST).run(*shorts, *long)
+
+
+def bursting() -> Books:
+    burst = [Case(8000 + i * 0.1, ids(100, 500 + i), 30) for i in range(60)]
+    return Ward(step_ms=1, token_ms=0.8).run(*poisson(4, 80, output=10), *burst)
+
+
+def each(count: int, every_ms: int, prompt: int, output: int, **more: Any) -> list[Case]:
+    return [Case(every_ms * i, ids(prompt, i), output, **more) for i in range(count)]
+
+
+def slowed(**more: Any) -> list[Case]:
+    return [Case(case.at_ms, case.prompt, 10, **more) for case in poisson(8, 80)]
+
+
+def deadlines() -> list[Case]:
+    return [Case(120 * i, ids(16, i), 80, deadline_ms=250 if i % 2 else None) for i in range(60)]
+
+
+FOUR, FEW_BLOCKS = {"max_num_seqs": 4}, {"num_blocks": 40, "max_model_len": 512}
+ILL: dict[str, tuple[set[str], Callable[[], Books]]] = {
+    "four slots": ({"slot_bound"}, lambda: Ward(settings=FOUR).run(*poisson(40, 200))),
+    "four slots, and a fifth without a processor": (
+        {"slot_bound"},
+        lambda: Ward(settings=FOUR, wait_share=0.25).run(*poisson(40, 200)),
+    ),
+    "no processor": ({"cpu_starved"}, lambda: calm(wait_share=0.8)),
+    "too many tokens": ({"overload"}, lambda: Ward(step_ms=0.1, token_ms=2.0).run(*poisson(16, 200))),
+    "few blocks": (
+        {"kv_bound"},
+        lambda: Ward(settings=FEW_BLOCKS).run(*poisson(25, 120, prompt=100, output=60)),
+    ),
+    "a budget of 16": (
+        {"token_budget_bound"},
+        lambda: Ward(settings={"max_prefill_tokens": 16}).run(*poisson(4, 100, prompt=300, output=5)),
+    ),
+    "long prompts among chats": ({"prefill_interference", "head_of_line"}, interfering),
+    "a slow host": ({"host_bound"}, lambda: calm(step_ms=1, gap_ms=2, execution="host")),
+    "sampling at 43 %": ({"sampling_bound"}, lambda: calm(sample_share=0.75)),
+    "stopped from outside": (
+        {"engine_stopped"},
+        lambda: Ward(stops_ms=[(t, 120) for t in range(0, 10_000, 400)]).run(*poisson(6, 60, output=80)),
+    ),
+    "static batches": (
+        {"static_batching"},
+        lambda: Ward(settings={"batching": "static", "max_num_seqs": 8}).run(
+            *with_output(poisson(8, 80), lambda i: 10 if i % 2 else 150)
+        ),
+    ),
+    "a policy that starves": ({"starvation"}, starving),
+    "a burst": ({"burst"}, bursting),
+    "sixteen choices": ({"slot_bound"}, lambda: Ward(settings={"max_num_seqs": 8}).run(*each(25, 300, 16, 40, n=16))),
+    "a slow tokenizer": ({"slow_tokenizing"}, lambda: Ward().run(*slowed(tokenize_ms=60))),
+    "slow clients": ({"slow_client"}, lambda: Ward().run(*slowed(client_wait_ms=200))),
+    "deadlines too short": ({"deadlines_missed"}, lambda: Ward().run(*deadlines())),
+    "a gateway that holds the answer's begin": ({"slow_way"}, lambda: with_client(mixed(), held_until(300 * MS))),
+    "a proxy that buffers": ({"buffering_proxy"}, lambda: with_client(mixed(), in_bursts)),
+}
+HEALTHY: dict[str, Callable[[], Books]] = {
+    "calm": calm,
+    "a tenth without a processor": lambda: calm(wait_share=0.18),
+    "busy": lambda: Ward().run(*poisson(20, 200, output=40)),
+    "long prompts alone": lambda: Ward(token_ms=0.1).run(*each(40, 900, 800, 20)),
+    "arrivals by eights": lambda: Ward().run(*[Case(1000 * (i // 8) + i % 8, ids(32, i), 20) for i in range(120)]),
+    "small and fast": lambda: Ward(step_ms=0.4, token_ms=0.01, gap_ms=0.15).run(*poisson(50, 300, output=60)),
+    "a hop of two milliseconds": lambda: with_client(calm(), lambda written_ns: [at + 1_800_000 for at in written_ns]),
+    "short prompts first": lambda: Ward(settings={"policy": "shortest_prefill"}).run(*poisson(8, 100)),
+}
+
+
+@pytest.mark.parametrize("case", ILL)
+def test_an_illness_is_named_first(case: str) -> None:
+    expected, books = ILL[case]
+    diagnosis = diagnose(books())
+    assert diagnosis.findings, [(whose.owner, whose.share) for whose in diagnosis.spent]
+    assert diagnosis.findings[0].name in expected
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_the_healthy_have_no_illness(case: str) -> None:
+    assert [finding.name for finding in diagnose(HEALTHY[case]()).illnesses] == []
