@@ -156,7 +156,9 @@ def test_changed_knobs_are_shown_at_once_and_outlive_the_engine() -> None:
     async def scenario() -> None:
         async with running_client() as client:
             await client.configure({"max_num_seqs": 3, "policy": "priority"})
+            await client.configure({"enable_prefix_caching": False}, lasts=False)
             assert client.stats().knobs["max_num_seqs"] == 3
+            assert client.stats().knobs["enable_prefix_caching"] is False
             assert client.pid is not None
             os.kill(client.pid, signal.SIGKILL)
             while client.is_ready:
@@ -164,6 +166,7 @@ def test_changed_knobs_are_shown_at_once_and_outlive_the_engine() -> None:
             await wait_until_ready(client)
             await collect(client, make_request("later"))
             assert (client.stats().knobs["max_num_seqs"], client.stats().knobs["policy"]) == (3, "priority")
+            assert client.stats().knobs["enable_prefix_caching"] is True, "what does not last is not repeated"
 
     asyncio.run(scenario())
 

@@ -116,7 +116,7 @@ class FakeEngine:
     def facts(self) -> ServerFacts | None:
         return None
 
-    async def configure(self, knobs):
+    async def configure(self, knobs, *, lasts=True):
         from splittime.core.errors import ConfigError
 
         for name in knobs:

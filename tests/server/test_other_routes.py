@@ -29,13 +29,13 @@ def test_resetting_the_prefix_cache_switches_it_off_and_on(launch) -> None:
     asked = []
     configure = live.engine.configure
 
-    async def noted(knobs):
-        asked.append(knobs)
+    async def noted(knobs, *, lasts=True):
+        asked.append((knobs, lasts))
         return await configure(knobs)
 
     live.engine.configure = noted
     assert live.post("/reset_prefix_cache", b"")[0] == 200
-    assert asked == [{"enable_prefix_caching": False}, {"enable_prefix_caching": True}]
+    assert asked == [({"enable_prefix_caching": is_on}, False) for is_on in (False, True)]  # told to no successor
 
 
 def test_a_cache_that_is_off_stays_off(launch) -> None:

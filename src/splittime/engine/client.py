@@ -51,8 +51,9 @@ class EngineClient(Protocol):
         """What the engine is, with its knobs as of now; None before it has said so."""
         ...
 
-    async def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
-        """Change knobs of the live engine; returns all knobs as they are now. Raises `RequestError` on a bad one."""
+    async def configure(self, knobs: dict[str, Any], *, lasts: bool = True) -> dict[str, Any]:
+        """Change knobs of the live engine; returns all knobs as they are now. Raises `RequestError` on a bad one.
+        A process that succeeds a dead engine is told of what `lasts`."""
         ...
 
     async def sleep(self, ask: SleepAsk) -> SleepReport:

@@ -173,9 +173,10 @@ class ProcessClient:
     def facts(self) -> ServerFacts | None:
         return self._known_facts.now(self._stats.knobs)
 
-    async def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
+    async def configure(self, knobs: dict[str, Any], *, lasts: bool = True) -> dict[str, Any]:
         answer = await self._call(lambda call_id: Configure(call_id, knobs))
-        self._changed_knobs |= knobs
+        if lasts:
+            self._changed_knobs |= knobs
         return answer
 
     async def sleep(self, ask: SleepAsk) -> SleepReport:

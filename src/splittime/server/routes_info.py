@@ -229,8 +229,8 @@ async def reset_prefix_cache(service: Service, scope: http.Scope, receive: http.
     service.require_ready()
     before = service.client.stats()
     if before.knobs.get("enable_prefix_caching"):
-        await service.client.configure({"enable_prefix_caching": False})
-        await service.client.configure({"enable_prefix_caching": True})
+        for is_on in (False, True):
+            await service.client.configure({"enable_prefix_caching": is_on}, lasts=False)
     answer = {"forgotten_blocks": before.blocks_cached, "blocks_in_use": before.blocks_used}
     await http.respond_json(send, answer)
 
