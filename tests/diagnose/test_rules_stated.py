@@ -125,3 +125,29 @@ def test_a_wait_that_a_larger_batch_would_not_cure_is_explained_first():
     assert diagnosis.spent[0].owner == "batch_slots"
     assert first.name in ("overload", "no_cure_known")
     assert diagnosis.spent[0].explained_by in ("overload", None)
+
+
+SHORT = [Case(150 * i, ids(8, i), 1) for i in range(60)]
+TOGETHER = [Case(200 * (i // 8), ids(8, i), 1) for i in range(480)]
+
+
+@pytest.mark.parametrize(
+    ("ward", "cases", "said"),
+    [(Ward(wake_ms=6), SHORT, "woke late"), (Ward(take_ms=4), TOGETHER, "took in others")],
+)
+def test_an_engine_that_is_late_to_take_in_what_has_come(ward, cases, said):
+    first = diagnose(ward.run(*cases)).findings[0]
+    assert first.name == "engine_loop_late"
+    assert said in first.claim
+    assert first.share_of_time > 0.3
+    assert first.cure.flags == ()
+
+
+@pytest.mark.parametrize(("ward", "cases"), [(Ward(wake_ms=0.9), SHORT), (Ward(take_ms=0.02), TOGETHER)])
+def test_what_waking_usually_takes_is_no_illness(ward, cases):
+    assert names(ward.run(*cases)) == []
+
+
+def test_an_engine_late_for_want_of_quick_steps_is_told_by_its_root():
+    cases = [Case(case.at_ms, case.prompt, 2) for case in poisson(60, 200)]
+    assert names(Ward(step_ms=1, gap_ms=8).run(*cases))[0] == "host_bound"

@@ -85,13 +85,16 @@ class Hindered(FakeRunner):
 
 @dataclass
 class Ward:
-    """step_ms and token_ms: what a step and each token in it cost; gap_ms: what the host does after each. execution:
-    `FakeRunner`'s. knobs: (at ms, settings) changed while it runs. stops_ms: (at, for so long). machine: threads and
-    cores. Other arguments are the scheduler's settings, and `Hindered`'s."""
+    """step_ms and token_ms: what a step and each token in it cost; gap_ms: what the host does after each. wake_ms: what
+    an engine without work takes to wake; take_ms: what it takes to take a request in. execution: `FakeRunner`'s. knobs:
+    (at ms, settings) changed while it runs. stops_ms: (at, for so long). machine: threads and cores. Other arguments
+    are the scheduler's settings, and `Hindered`'s."""
 
     step_ms: float = 4.0
     token_ms: float = 0.05
     gap_ms: float = 0.05
+    wake_ms: float = 0.0
+    take_ms: float = 0.0
     execution: str = "host"
     plans_ahead: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
@@ -131,7 +134,7 @@ class Ward:
                 self._step()
             elif waiting or turns:
                 nearest_ns = min(at_ns for at_ns, *_ in (*waiting[:1], *turns[:1]))
-                self.clock.advance(nearest_ns - self.clock.now_ns())
+                self.clock.advance(nearest_ns - self.clock.now_ns() + int(self.wake_ms * MS))
             else:
                 break
         facts = ServerFacts(
@@ -165,6 +168,7 @@ class Ward:
         self._cases[request_id] = case
         self.facts[request_id] = {"steps": [], "ready": [], "cached": 0, "preemptions": 0}
         self.engine.submit(request, engine_ns)
+        self.clock.advance(int(self.take_ms * MS))
 
     def _step(self) -> None:
         output = self.engine.step()

@@ -30,8 +30,8 @@ from splittime.diagnose.words import OURS, in_their_words
 from splittime.ledger.stages import Stage
 
 THEMES = (
-    "failures client way delay loop stated processor threads order queue refused overload burst kv interference "
-    "budget line prompts host sampling device start start_measurement decode "
+    "failures client way delay loop engine_loop stated processor threads order queue refused overload burst kv "
+    "interference budget line prompts host sampling device start start_measurement decode "
     "told_queue told_refusals told_memory told_prefixes told_prompts told_interference"
 )
 for _theme in THEMES.split():

@@ -36,7 +36,7 @@ MIN_LONG_PAUSES = 3  # of these, whatever their share is
 _COMPUTING = in_stages(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Stage.PREFILL_STALL, Stage.DECODE_STALL)
 
 
-@rule("accounts", "steps", root_of=("overload", "slot_bound"), explains=(Computed.HOST,))
+@rule("accounts", "steps", root_of=("overload", "slot_bound", "engine_loop_late"), explains=(Computed.HOST,))
 def host_bound(books: Books) -> Answer:
     """The device waits for Python: planning, launching and committing take a large part of the steps' time."""
     if device_time(books.steps) is not None:

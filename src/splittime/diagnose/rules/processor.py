@@ -27,6 +27,7 @@ SLOWED = (
     "burst",
     "deadlines_missed",
     "queue_bound",
+    "engine_loop_late",
 )
 
 
@@ -72,8 +73,8 @@ def engine_stopped(books: Books) -> Answer:
 
 @rule("accounts", "steps", root_of=("too_few_threads", *SLOWED), explains=(Computed.CPU_WAIT, Computed.STOPPED))
 def cpu_starved(books: Books) -> Answer:
-    """The engine was ready to run and others had the processors: this machine has too few for all that is busy on "
-    "it."""
+    """The engine was ready to run and others had the processors: this machine has too few for all that is busy on
+    it."""
     if all(step.cpu_wait_ns is None for step in books.steps):
         return Abstention("cpu_starved", NOT_STATED)
     threads, cores = threads_and_cores(books)
