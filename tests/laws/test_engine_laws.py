@@ -23,6 +23,7 @@ from splittime.ledger.account import Account
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
 from splittime.scheduler.state import RequestState
 from splittime.simulate.fake import FakeRunner, expected_tokens
@@ -45,6 +46,7 @@ class World:
     ends: dict[str, list[FinishReason]] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
     told: list[EngineStats] = field(default_factory=list)
+    last_news: dict[str, RequestOutput] = field(default_factory=dict)
     began_waiting: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -87,6 +89,7 @@ class World:
         for news in output.outputs:
             self.accounts[news.request_id].extend(news.marks)
             self.tokens[news.request_id] += news.token_ids
+            self.last_news[news.request_id] = news
             if news.finish_reason is not None:
                 assert news.freed_ns is not None
                 self.ends[news.request_id].append(news.finish_reason)
@@ -126,11 +129,37 @@ class World:
         assert self.scheduler.cache.num_used == 0
         assert not self.scheduler.has_requests
         verify_steps(self.records)
+        self.verify_counters()
+        if not self.plans_ahead:
+            self.verify_recomputation()
         if not self.plans_ahead and self.execution != "host":
             self.verify_device_time()
         assert sum(len(record.victims) for record in self.records) == self.scheduler.num_preemptions
         for stats in self.told:
             self.verify_waiting(stats)
+
+    def verify_counters(self) -> None:
+        """What the engine counted is what its requests were told."""
+        told, admitted = self.engine.stats(), [n for n in self.last_news.values() if n.num_cached_tokens is not None]
+        assert told.output_tokens == sum(len(tokens) for tokens in self.tokens.values())
+        assert told.num_preemptions == sum(news.num_preemptions for news in self.last_news.values())
+        prompt_tokens = sum(len(self.requests[news.request_id].prompt_token_ids) for news in admitted)
+        assert told.prompt_tokens == told.prefix_query_tokens == prompt_tokens
+        assert told.prefix_hit_tokens == sum(news.num_cached_tokens or 0 for news in admitted)
+        assert told.prefix_host_hit_tokens == sum(news.num_host_tokens for news in admitted)
+
+    def verify_recomputation(self) -> None:
+        """What was computed before is computed again in `recompute`, however often it was preempted meanwhile, and
+        nothing else is."""
+        computed: dict[str, int] = {}
+        for record in self.records:
+            for request_id, start, count in record.rows:
+                account = self.accounts[request_id]
+                (stage,) = [i.stage for i in account.intervals() if i.begin_ns <= record.begin_ns < i.end_ns]
+                before = computed.get(request_id, 0)
+                assert (stage is Stage.RECOMPUTE) == (start < before), f"{request_id} is in {stage}"
+                assert stage in (Stage.RECOMPUTE, Stage.PREFILL, Stage.DECODE)
+                computed[request_id] = max(before, start + count)
 
     def verify_device_time(self) -> None:
         """On this clock the host hears of a step's end at once: the device worked, waited, or there was no work."""

@@ -24,3 +24,7 @@ def rank(policy: str, request: Request, arrival: int) -> Rank:
 
 def overdue_rank(arrival: int) -> Rank:
     return (0, 0.0, arrival)
+
+
+def is_overdue(rank: Rank) -> bool:
+    return rank[0] == 0

@@ -33,7 +33,7 @@ from splittime.scheduler import news
 from splittime.scheduler.budget import StepBudget
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
-from splittime.scheduler.policy import rank
+from splittime.scheduler.policy import is_overdue, rank
 from splittime.scheduler.queue import WaitingQueue
 from splittime.scheduler.state import RequestState
 from splittime.scheduler.turns import SWEEP_FROM
@@ -409,6 +409,9 @@ class Scheduler:
         self.cache.check(state.lease for state in self._states.values())
 
     def _rank(self, state: RequestState) -> Any:
+        """By the present policy; who was overdue keeps that rank under any."""
+        if is_overdue(state.rank):
+            return state.rank
         return rank(self.config.policy, state.request, state.arrival)
 
     def _check_servable(self, request: Request) -> None:
