@@ -173,7 +173,9 @@ class Scheduler:
             state = running[position]
             num_computed, num_promised = state.num_computed, state.num_promised
             num_tokens = len(state.token_ids) + num_promised
-            if num_tokens - num_computed == 1 and not (num_promised and num_tokens >= state.max_num_tokens):
+            if num_tokens - num_computed > 1:
+                behind.append(state)
+            elif num_tokens < state.max_num_tokens:  # else its last token is being sampled
                 lease = state.lease
                 if num_computed == len(lease.block_ids) * block_size and not self._reserve_or_preempt(state, now_ns):
                     continue  # preempted itself; `position` is the next request, or the end
@@ -185,8 +187,6 @@ class Scheduler:
                 token_id = PENDING if num_promised else state.token_ids[-1]
                 state.num_computed, state.num_promised = num_tokens, num_promised + 1
                 rows.append(Row(state.request_id, num_computed, (token_id,), new_block_ids, True))
-            elif num_tokens - num_computed > 1 and not num_promised:
-                behind.append(state)
             position += 1
         return behind
 
