@@ -1,6 +1,7 @@
 """In which order they go, who is turned away, who comes at once, and what choosing tokens takes."""
 
 import msgspec
+import pytest
 from test_rules_queue import names, poisson
 from ward import MS, Case, Ward, ids
 
@@ -109,6 +110,26 @@ def test_one_burst_among_steady_requests():
     diagnosis = diagnose(Ward(step_ms=1, token_ms=0.8).run(*steady, *burst))
     assert diagnosis.illnesses[0].name == "burst"
     assert "60" in diagnosis.illnesses[0].claim
+
+
+@pytest.mark.parametrize(("by_one", "named"), [(1.0, True), (0.9, True), (0.5, False)])
+def test_who_sent_the_burst_is_named_where_keys_are_asked_for(by_one, named):
+    """Nobody is named where two keys sent it together."""
+    steady = poisson(4, 80, output=10)
+    burst = [Case(8000 + i * 0.1, ids(100, 500 + i), 30) for i in range(60)]
+    books = Ward(step_ms=1, token_ms=0.8).run(*steady, *burst)
+    instants = sorted(a.start_ns for a in books.accounts if a.prompt_tokens == 100)
+    last_ns = instants[int(by_one * len(instants)) - 1]
+
+    def of(account):
+        is_bulk = account.prompt_tokens == 100 and account.start_ns <= last_ns
+        return msgspec.structs.replace(account, tenant="bulk" if is_bulk else "steady")
+
+    first = diagnose(msgspec.structs.replace(books, accounts=tuple(map(of, books.accounts)))).illnesses[0]
+    assert first.name == "burst"
+    assert ("'bulk'" in first.claim) is named
+    assert ("max_open_requests" in first.cure.sentence) is named
+    assert "steady" not in first.claim
 
 
 def test_an_even_load_is_no_burst():

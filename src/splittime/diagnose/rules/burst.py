@@ -1,5 +1,6 @@
 """Many requests at one moment, and a queue behind them that a steady stream of as many would not have made."""
 
+from collections import Counter
 from collections.abc import Sequence
 from math import sqrt
 
@@ -18,6 +19,7 @@ SIGMAS = 6.0  # beyond what chance brings together of the other arrivals (Poisso
 MOST_OF_WAITS = 0.8  # lie behind bursts; else the queue has other reasons too
 MOST_OF_REQUESTS = 0.7  # come in bursts: then there is no ordinary time to compare with
 MOST_OF_RUN = 0.6  # is behind bursts: likewise
+MOST_BY_ONE = 0.8  # of what came at once has one key: then it is its burst
 JOINED_NS = 20_000_000  # a queue that is empty for less goes on
 
 
@@ -107,19 +109,18 @@ def _finding(
     interval: tuple[float, float] | None,
 ) -> Finding:
     largest = max(found, key=lambda one: len(one.sent))
-    others_ns = sum(ns for request_id, ns in behind.items() if request_id not in sent)
+    sender = _sender(accounts, sent)
+    own = {a.request_id for a in accounts if a.tenant == sender} if sender else sent
+    others_ns = sum(ns for request_id, ns in behind.items() if request_id not in own)
     longest_ns = max(end_ns - begin_ns for begin_ns, end_ns in (one.span for one in found))
-    come = num_requests(accounts, sent)
-    times = f"{len(found)} time{'s' * (len(found) != 1)}"
+    moments = f"{len(found)} moment{'s' * (len(found) != 1)}"
     return Finding(
         name="burst",
-        claim=f"{come} of {num_requests(accounts)} requests came at {len(found)} moment{'s' * (len(found) != 1)}, "
-        f"up to "
-        f"{num_requests(largest.sent)} within {AT_ONCE_NS / 1e6:.0f} ms; what was waited behind them is {share:.0%} "
-        f"of all "
-        "requests' time.",
+        claim=f"{num_requests(accounts, sent)} of {num_requests(accounts)} requests came at {moments}, up to "
+        f"{num_requests(largest.sent)} within {AT_ONCE_NS / 1e6:.0f} ms{_by_whom(accounts, sent, sender)}; what was "
+        f"waited behind them is {share:.0%} of all requests' time.",
         evidence=(
-            Fact("bursts", times),
+            Fact("bursts", f"{len(found)} time{'s' * (len(found) != 1)}"),
             Fact("the queue behind the longest one", round(longest_ns / 1e9, 2), "s"),
             Fact("waits of those who had sent them", round((sum(behind.values()) - others_ns) / 1e9, 2), "s in all"),
             Fact("waits of the others behind them", round(others_ns / 1e9, 2), "s in all"),
@@ -129,12 +130,35 @@ def _finding(
         share_interval=interval,
         confidence=LIKELY,
         confidence_from="the instants of arrival, and the spans in which somebody waited",
-        cure=Cure(
-            sentence="Have whoever sends them at once spread them or keep fewer in flight, limit each client before "
-            "the "
-            "server, or let the others go first (`priority` in the requests and --policy priority)."
-        ),
+        cure=Cure(sentence=_cure_of(sender, len(largest.sent))),
         cost="The sender of the burst has its last answer as late as now; the others no longer wait for it.",
         counter_check="With the same requests spread evenly over the same time the waits stay.",
         regime="a rate that the server can serve, if it comes evenly",
+    )
+
+
+def _sender(accounts: Sequence[ClosedAccount], sent: set[str]) -> str:
+    """The key that most of what came at once was asked with; empty where no keys are asked for, or several sent it."""
+    count = Counter(account.tenant for account in accounts if account.request_id in sent)
+    name, most = count.most_common(1)[0]
+    return name if most >= MOST_BY_ONE * len(sent) else ""
+
+
+def _by_whom(accounts: Sequence[ClosedAccount], sent: set[str], sender: str) -> str:
+    if not sender:
+        return ""
+    by_it = num_requests(accounts, {a.request_id for a in accounts if a.request_id in sent and a.tenant == sender})
+    return f", {by_it} of them by the key {sender!r}"
+
+
+def _cure_of(sender: str, at_once: int) -> str:
+    if not sender:
+        return (
+            "Have whoever sends them at once spread them or keep fewer in flight, limit each client before the "
+            "server, or let the others go first (`priority` in the requests and --policy priority)."
+        )
+    return (
+        f"Have the holder of {sender!r} spread its requests or keep fewer in flight, bound what it has open at once "
+        f"(max_open_requests in --api-keys-file, below {at_once}), or let the others go first (`priority` in the "
+        "requests and --policy priority)."
     )
