@@ -119,7 +119,8 @@ def metrics_page() -> str:
     return (
         "# Metrics\n\nAt `/metrics`, in Prometheus' text form.\n\n"
         + _table(("name", "kind", "labels", "meaning"), rows)
-        + f"\nEdges of every histogram, in seconds: {edges}.\n\n"
+        + f"\nEdges of every histogram of times, in seconds: {edges}. Histograms of tokens have 1, 2 and 5 times the "
+        "powers of ten, up to the model's context; those that count something else have vLLM's edges.\n\n"
         + f"Values of the label `prompt_tokens`: {buckets}.\n"
     )
 

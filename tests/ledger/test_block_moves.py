@@ -1,7 +1,6 @@
 """Copies of blocks to host memory and back, in every book: exact sums, old files, the trace, metrics, explain."""
 
 import json
-from types import SimpleNamespace
 
 import books
 import msgspec
@@ -15,6 +14,7 @@ from splittime.ledger.export import account_from_json, account_json
 from splittime.ledger.export.chrome_trace import trace
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.steps import StepRecord, verify_steps
+from splittime.ledger.store import Ledger
 from splittime.server.dashboard import bins
 
 NEW_OF_STEPS = ("offload_ns", "restore_ns", "offloaded_blocks", "restored_blocks")
@@ -81,17 +81,14 @@ def test_the_trace_shows_copies_where_there_are_any() -> None:
 
 
 def test_metrics_tell_blocks_tokens_and_time() -> None:
-    listeners = []
-    ledger = SimpleNamespace(
-        subscribe=listeners.append, counts=lambda: SimpleNamespace(invalid_accounts=0, dropped=0, unwritten=0)
-    )
+    ledger = Ledger()
     stats = EngineStats(
         now_ns=0, host_blocks_used=5, host_blocks_total=8, offloaded_tokens=80, restored_tokens=32,
         prefix_host_hit_tokens=16,
     )  # fmt: skip
-    exporter = PrometheusExporter(ledger, lambda: stats)  # type: ignore[arg-type]
+    exporter = PrometheusExporter(ledger, lambda: stats)
     for record in (moving(1, 5_000_000), books.step(2, 6_000_042)):
-        listeners[0](record)
+        ledger.add_step(record)
     text = exporter.render().decode()
     for line in (
         "splittime_host_blocks_used 5.0",

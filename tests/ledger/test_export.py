@@ -18,6 +18,7 @@ from splittime.ledger.export.metrics import METRICS
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.export.server_timing import header
 from splittime.ledger.export.vllm_names import ALIASES
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.store import Ledger
 
 
@@ -68,7 +69,8 @@ def _scrape(exporter):
 def test_prometheus_text_parses_and_counts():
     ledger = Ledger()
     stats = EngineStats(now_ns=0, num_waiting=3, blocks_used=1, blocks_total=4)
-    exporter = PrometheusExporter(ledger, lambda: stats, lambda: 'a "model"')
+    ledger.tell_facts = lambda: ServerFacts(version="", model='a "model"', max_model_len=100)
+    exporter = PrometheusExporter(ledger, lambda: stats)
     ledger.add_account(books.example(num_tokens=4, gap_ns=5_000_000))
     ledger.add_step(books.step(1, 0))
     exporter.count_refusal("queue_full")

@@ -4,7 +4,7 @@ import pytest
 
 from splittime.ledger.stages import Stage
 
-from .conftest import say
+from .conftest import EOS, say
 
 
 def check_timing(timing: dict) -> None:
@@ -108,3 +108,19 @@ def test_lag_and_counts_reach_the_metrics(launch) -> None:
     text = live.get("/metrics")[2].decode()
     assert "splittime_send_lag_seconds_count 6.0" in text
     assert 'splittime_requests_total{finish_reason="stop"} 1.0' in text
+
+
+def test_what_vllm_counts_of_a_prompt_is_counted_once_for_each(launch) -> None:
+    live = launch(lambda request: [65] * len(request.prompt_token_ids) + [EOS], model={"max_model_len": 50})
+    live.post("/v1/completions", {"prompt": ["xx", "yyyy"], "n": 3, "max_tokens": 20})
+    live.post("/v1/completions", {"prompt": "x", "n": 0})
+    text = live.get("/metrics")[2].decode()
+    labels = 'model_name="fake",engine="0"'
+    for name, count, total in (
+        ("request_params_n", 2, 6),
+        ("request_params_max_tokens", 6, 120),
+        ("request_max_num_generation_tokens", 2, 3 + 5),
+        ("request_generation_tokens", 6, 3 * (3 + 5)),
+    ):
+        assert f"vllm:{name}_count{{{labels}}} {count}.0\n" in text
+        assert f"vllm:{name}_sum{{{labels}}} {total}.0\n" in text

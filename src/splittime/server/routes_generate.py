@@ -81,6 +81,16 @@ class GenerationEndpoint:
             at_ns = now_ns()
             for choice in generation.choices:
                 visit.close_choice(choice, at_ns)
+            self._count_prompts(ask, generation)
+
+    def _count_prompts(self, ask: Ask, generation: Generation) -> None:
+        """What no choice's own account knows of the prompt that it answers. One that no step computed is left out."""
+        for begin in range(0, len(generation.choices), ask.n):
+            choices = generation.choices[begin : begin + ask.n]
+            if any(choice.has_started for choice in choices):
+                limits = [choice.request.sampling.max_tokens or 0 for choice in choices]
+                longest = max(choice.num_output_tokens for choice in choices)
+                self._service.exporter.observe_prompt(limits, longest)
 
     async def _write_whole(
         self, visit: Visit, ask: Ask, generation: Generation, answer: Answer, send: http.Send

@@ -54,7 +54,7 @@ class Service:
         self._model = model
         self.keys = Keys(config)
         self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
-        self.exporter = PrometheusExporter(ledger, client.stats, lambda: self.model.name if self.model else "")
+        self.exporter = PrometheusExporter(ledger, client.stats)
         self.gc_pauses: GcPauses | None = None
         self.started_ns = self._ready_ns = time.monotonic_ns()  # until who made the process says better
         ledger.tell_facts = self.facts

@@ -1,85 +1,42 @@
 """The ledger on `/metrics`: histograms fed by subscription, gauges read from the engine at each scrape.
 
 Histograms are our own (`histogram.py`); counters and gauges go by prometheus_client. `METRICS` lists our names,
-`vllm_names.ALIASES` the same figures under vLLM's.
+`vllm_names.ALIASES` the same figures under vLLM's; `vllm_series.py` fills those of them that are counters and gauges.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from splittime.core.sleep import Rest, SleepReport
+from splittime.core.sleep import SleepReport
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.export.gauges import Gauges
 from splittime.ledger.export.histogram import Histogram
 from splittime.ledger.export.metrics import METRICS, MetricSpec
-from splittime.ledger.export.vllm_names import ALIASES, ENGINE, FINISHED, request_times_ns
+from splittime.ledger.export.vllm_names import ALIASES, ENGINE, TOKENS, request_amounts
+from splittime.ledger.export.vllm_series import alias_series
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
 
 STEP_PARTS = ("plan", "launch", "device", "sample", "commit", "host_gap", "idle")
-SLEEP_STATES = ((0, "awake"), (1, "weights_offloaded"), (2, "discard_all"))
-
-
-class Gauges(Protocol):
-    """What of `engine.messages.EngineStats` is exported (the ledger cannot import the engine). Only read."""
-
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def waiting_prompt_tokens(self) -> int: ...
-    @property
-    def blocks_used(self) -> int: ...
-    @property
-    def blocks_total(self) -> int: ...
-    @property
-    def blocks_cached(self) -> int: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def prefix_query_tokens(self) -> int: ...
-    @property
-    def prefix_hit_tokens(self) -> int: ...
-    @property
-    def prefix_host_hit_tokens(self) -> int: ...
-    @property
-    def host_blocks_used(self) -> int: ...
-    @property
-    def host_blocks_total(self) -> int: ...
-    @property
-    def offloaded_tokens(self) -> int: ...
-    @property
-    def restored_tokens(self) -> int: ...
-    @property
-    def is_paused(self) -> bool: ...
-    @property
-    def rest(self) -> Rest: ...
-    @property
-    def gc_pause_ns(self) -> int: ...
-    @property
-    def gc_collections(self) -> int: ...
-    @property
-    def kv_cache_usage(self) -> float: ...
 
 
 class PrometheusExporter(Collector):
-    """Subscribes to a ledger; `render()` is the body of `/metrics`."""
+    """Subscribes to a ledger; `render()` is the body of `/metrics`. The ledger's facts give the model's name."""
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, ledger: Ledger, stats: Callable[[], Gauges], model_name: Callable[[], str] = str) -> None:
-        self._ledger, self._stats, self._model_name = ledger, stats, model_name
-        own = [spec for spec in METRICS if spec.kind == "histogram"]
-        aliases = [alias.spec for alias in ALIASES if alias.spec.kind == "histogram" and alias.same_as is None]
-        self._histograms = {spec.name: Histogram() for spec in (*own, *aliases)}
+    def __init__(self, ledger: Ledger, stats: Callable[[], Gauges]) -> None:
+        self._ledger, self._stats = ledger, stats
+        self._histograms = {spec.name: Histogram() for spec in METRICS if spec.kind == "histogram"}
+        for alias in ALIASES:
+            if alias.spec.kind == "histogram" and alias.same_as is None:
+                self._histograms[alias.spec.name] = Histogram(alias.edges)
         self._counters: dict[str, dict[tuple[str, ...], float]] = {s.name: {} for s in METRICS if s.kind == "counter"}
         self._num_padded = 0
         self._registry = CollectorRegistry(auto_describe=False)
@@ -93,10 +50,12 @@ class PrometheusExporter(Collector):
         return text.encode() + "".join(self._alias_lines()).encode() + generate_latest(self._registry)
 
     def _alias_lines(self) -> Iterator[str]:
-        labels = (_escaped(self._model_name()), ENGINE)
-        for spec, same_as in ALIASES:
+        facts = self._ledger.facts()
+        labels = (_escaped(facts.model if facts else ""), ENGINE)
+        for spec, same_as, edges in ALIASES:
             if spec.kind == "histogram":
-                yield from self._histograms[same_as or spec.name].merged(labels).lines(spec)
+                most = facts.max_model_len if facts and edges is TOKENS else None
+                yield from self._histograms[same_as or spec.name].merged(labels).lines(spec, most)
 
     def count_refusal(self, reason: str) -> None:
         self._count("splittime_refusals_total", reason)
@@ -113,6 +72,12 @@ class PrometheusExporter(Collector):
         """An engine that was done before it was asked has freed the blocks earlier still: that counts as 0."""
         self._histograms["splittime_cancel_to_freed_seconds"].observe((), max(0, duration_ns))
 
+    def observe_prompt(self, max_tokens: Sequence[int], longest: int) -> None:
+        """A prompt's answers have ended: the most tokens that each might have, and how many the longest has."""
+        self._histograms["vllm:request_params_n"].observe((), len(max_tokens))
+        self._histograms["vllm:request_params_max_tokens"].observe_all((), max_tokens)
+        self._histograms["vllm:request_max_num_generation_tokens"].observe((), longest)
+
     def collect(self) -> Iterator[Metric]:
         stats, counts = self._stats(), self._ledger.counts()
         totals = _totals(stats)
@@ -124,24 +89,12 @@ class PrometheusExporter(Collector):
         for spec in METRICS:
             if spec.kind != "histogram":
                 yield _family(spec, values[spec.name])
-        yield from self._alias_families(values, stats)
-
-    def _alias_families(self, values: dict[str, Any], stats: Gauges) -> Iterator[Metric]:
-        """Counters and gauges under vLLM's names; those that are no other's are in `own`."""
-        labels, tokens = (self._model_name(), ENGINE), self._counters["splittime_tokens_total"]
-        ended = self._counters["splittime_requests_total"]
-        states: dict[tuple[str, ...], float]
-        states = {(name, *labels): int(stats.rest.level == at) for at, name in SLEEP_STATES}
-        own: dict[str, dict[tuple[str, ...], float]] = {
-            "vllm:prompt_tokens_total": {labels: tokens.get(("prompt",), 0)},
-            "vllm:generation_tokens_total": {labels: tokens.get(("output",), 0)},
-            "vllm:request_success_total": {(word, *labels): ended.get((why,), 0) for why, word in FINISHED.items()},
-            "vllm:kv_cache_usage_perc": {labels: stats.kv_cache_usage},
-            "vllm:engine_sleep_state": states,
-        }
-        for spec, same_as in ALIASES:
-            if spec.kind != "histogram":
-                yield _family(spec, {labels: values[same_as][()]} if same_as else own[spec.name])
+        facts = self._ledger.facts()
+        own, always = alias_series(self._counters, stats, facts), (facts.model if facts else "", ENGINE)
+        for alias in ALIASES:
+            if alias.spec.kind != "histogram":
+                series = own[alias.spec.name] if alias.same_as is None else values[alias.same_as]
+                yield _family(alias.spec, {(*labels, *always): value for labels, value in series.items()})
 
     def _on_record(self, record: ClosedAccount | StepRecord) -> None:
         if isinstance(record, StepRecord):
@@ -151,6 +104,7 @@ class PrometheusExporter(Collector):
             if record.moves_ns:
                 step.observe(("offload",), record.offload_ns)
                 step.observe(("restore",), record.restore_ns)
+            self._histograms["vllm:iteration_tokens_total"].observe((), record.prefill_tokens + record.decode_tokens)
             self._count("splittime_executions_total", record.execution)
             if record.execution != "host":
                 self._on_device(record)
@@ -171,8 +125,8 @@ class PrometheusExporter(Collector):
         self._count("splittime_tokens_total", "cached", account.cached_tokens)
         self._count("splittime_tokens_total", "output", account.output_tokens)
         self._observe_latencies(account)
-        for name, duration_ns in request_times_ns(account):
-            self._histograms[name].observe((), duration_ns)
+        for name, amount in request_amounts(account):
+            self._histograms[name].observe((), amount)
 
     def _observe_latencies(self, account: ClosedAccount) -> None:
         bucket, gaps_ns = (derive.prompt_bucket(account.prompt_tokens),), derive.itl_ns(account)
