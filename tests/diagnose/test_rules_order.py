@@ -85,6 +85,26 @@ def test_refusals_of_a_full_server_are_overload():
     assert "queue_bound" not in names(books)
 
 
+def test_refusals_are_counted_though_the_books_hold_the_latest_of_them():
+    """A server that refuses a thousand a second forgets most of those accounts; the rate that arrives is told whole."""
+    whole = refused(Ward(step_ms=0.1, token_ms=3.0, settings={"max_num_seqs": 8}).run(*poisson(20, 150)), 3)
+    gone = [account for account in whole.accounts if account.finish_reason == "refused"][:40]
+    kept = msgspec.structs.replace(whole, accounts=tuple(a for a in whole.accounts if a not in gone))
+    turned_away = [account.end_ns for account in whole.accounts if account.error is not None]
+    counted = tuple(
+        msgspec.structs.replace(step, num_refused=sum(end_ns <= step.end_ns for end_ns in turned_away))
+        for step in whole.steps
+    )
+    true, biased, told = map(arrival_rate, (whole, kept, msgspec.structs.replace(kept, steps=counted)))
+    assert told == pytest.approx(true, rel=0.02)
+    assert biased < 0.8 * true
+
+
+def arrival_rate(books) -> float:
+    (found,) = (one for one in diagnose(books).illnesses if one.name == "overload")
+    return float(next(fact.value for fact in found.evidence if fact.what == "arrivals"))
+
+
 def test_deadlines_that_are_shorter_than_the_work():
     cases = [Case(120 * i, ids(16, i), 80, deadline_ms=250 if i % 2 else None) for i in range(60)]
     diagnosis = diagnose(Ward().run(*cases))

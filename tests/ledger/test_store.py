@@ -13,7 +13,7 @@ import books
 import msgspec
 import pytest
 
-from splittime.core.errors import ConfigError, NotFound
+from splittime.core.errors import ConfigError, ErrorInfo, NotFound
 from splittime.ledger import sqlite_file
 from splittime.ledger.account import REFUSED
 from splittime.ledger.facts import ServerFacts
@@ -41,6 +41,20 @@ def test_ring_is_bounded_and_its_index_too():
     assert [step.step_id for step in ledger.steps()] == [8, 9]
     assert ledger.account("cmpl-2-0") == []
     assert len(ledger._by_id) == 6
+
+
+def test_each_step_tells_how_many_were_refused_before_it_however_few_are_kept():
+    ledger = Ledger(max_accounts=2)
+    full = ErrorInfo(kind="overloaded_error", message="full", code="queued_requests", status=429)
+    bad = msgspec.structs.replace(full, code="prompt_too_long", status=400)
+    ledger.add_step(books.step(1, 100))
+    for i in range(30):
+        error = full if i % 3 else bad
+        ledger.add_account(msgspec.structs.replace(books.example(f"cmpl-{i}-0"), finish_reason=REFUSED, error=error))
+        ledger.add_step(books.step(2 + i, 200 + 100 * i))
+    counts = [step.num_refused for step in ledger.steps()]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 20)
 
 
 def test_latest_first_bound_then_oldest_first():

@@ -39,7 +39,9 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     chunk of one, is among them. `victims` are the requests preempted while planning it. `hidden_ns`: what the host did
     for other steps while this one ran; part of no sum. `execution`, `padded_rows`, `enqueue_ns` and
     `collective_ns` are those of `core.plan.StepResult`; `enqueue_ns` is part of no sum, as the device may work then.
-    `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to host memory, and back."""
+    `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to host memory, and back. `num_refused`: requests
+    that the server had refused with 429 since its start when it took this record in; accounts are kept of the latest of
+    them only."""
 
     step_id: int
     begin_ns: int
@@ -72,6 +74,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     restored_blocks: int = 0
     cpu_wait_ns: int | None = None
     off_cpu_ns: int | None = None
+    num_refused: int = 0
 
     @property
     def parts_ns(self) -> int:

@@ -8,7 +8,8 @@ is asked for ten times what it can do refuses a thousand a second, and would rem
 `counts()` and logged. An account that does not verify is kept as evidence.
 
 An engine counts its steps from 1. In a file that holds a former server's, they are counted on, with one number left out
-since no step of ours follows one of theirs; accounts, which name steps, with them.
+since no step of ours follows one of theirs; accounts, which name steps, with them. Each step tells how many requests
+had been refused with 429: of refusals by the thousand the rings hold the latest.
 
 Reads return the latest `limit`, oldest first. Safe to read from other threads while one adds.
 """
@@ -65,7 +66,7 @@ class Ledger:
         self._by_id: dict[str, list[ClosedAccount]] = {}
         self._steps: deque[StepRecord] = deque(maxlen=max_steps)
         self._subscribers: list[Subscriber] = []
-        self._num_accounts = self._num_steps = self._num_invalid = self._num_subscriber_errors = 0
+        self._num_accounts = self._num_steps = self._num_invalid = self._num_subscriber_errors = self._num_refused = 0
         self.tell_facts: TellFacts = lambda: None
         self._file = (
             FileWriter(Path(path), max_file_accounts, max_file_steps, tell_facts=self.facts)
@@ -86,12 +87,14 @@ class Ledger:
             log.error("account %s does not verify: %s", account.request_id, error)
         with self._lock:
             self._num_accounts += 1
+            self._num_refused += account.error is not None and account.error.status == 429
             self._remember(account)
         self._pass_on(account)
 
     def add_step(self, record: StepRecord) -> None:
-        if self._num_steps_before:
-            record = msgspec.structs.replace(record, step_id=record.step_id + self._num_steps_before)
+        if self._num_steps_before or self._num_refused:
+            step_id = record.step_id + self._num_steps_before
+            record = msgspec.structs.replace(record, step_id=step_id, num_refused=self._num_refused)
         with self._lock:
             self._num_steps += 1
             self._steps.append(record)

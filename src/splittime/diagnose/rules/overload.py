@@ -9,8 +9,8 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.client import sent
 from splittime.diagnose.rules.evidence import LIKELY, POSSIBLE, in_stages, median, ms, time_ns, worst
-from splittime.diagnose.rules.refused import has_room
-from splittime.diagnose.rules.share import MIN_SHARE, Share, ratio
+from splittime.diagnose.rules.refused import has_room, num_turned_away
+from splittime.diagnose.rules.share import MIN_SHARE, Share, counted, ratio
 from splittime.ledger.client_book import Outcome
 from splittime.ledger.stages import Cause, Stage
 
@@ -75,10 +75,11 @@ def overload(books: Books) -> Answer:
     served_ones = [arrival for arrival in arrivals if not arrival.is_refused]
     if len(served_ones) < NUM_WINDOWS * MIN_PER_WINDOW:
         return Abstention("overload", f"requests served: only {len(served_ones)}, too few to test a trend")
-    refused = (len(arrivals) - len(served_ones)) / len(arrivals)
+    num_refused = num_turned_away(books) if books.accounts else len(arrivals) - len(served_ones)
+    refused = num_refused / (num_refused + len(served_ones))
     share = ratio([a.wait_ns for a in served_ones], [a.end_ns - a.at_ns for a in served_ones])
     if refused > share.value:
-        share = ratio([float(a.is_refused) for a in arrivals], [1.0] * len(arrivals))
+        share = counted(refused, num_refused)
     trend = growth([(arrival.at_ns, arrival.wait_ns) for arrival in served_ones])
     if share.value < MIN_SHARE or trend is None:
         is_small = share.value < MIN_SHARE
@@ -92,17 +93,16 @@ def overload(books: Books) -> Answer:
             "waits grow, but all came within the time that one request takes: a burst and an overload look alike so far"
         )
         return Abstention("overload", why)
-    return _overload(arrivals, served_ones, trend, share) if grows or is_refusing else None
+    return _overload(arrivals, num_refused, trend, share) if grows or is_refusing else None
 
 
-def _overload(
-    arrivals: Sequence[Arrival], served_ones: Sequence[Arrival], trend: tuple[float, float, float], share: Share
-) -> Finding:
+def _overload(arrivals: Sequence[Arrival], refused: int, trend: tuple[float, float, float], share: Share) -> Finding:
+    """refused: by count, of which `arrivals` may hold the latest only."""
     z, first_ns, last_ns = trend
+    served_ones = [arrival for arrival in arrivals if not arrival.is_refused]
     span_s = (arrivals[-1].at_ns - arrivals[0].at_ns) / 1e9
     ended = _ended(served_ones)
-    rate, serves = len(arrivals) / span_s, _serves(arrivals, served_ones, span_s)
-    refused = len(arrivals) - len(served_ones)
+    rate, serves = (len(served_ones) + refused) / span_s, _serves(arrivals, served_ones, span_s)
     return Finding(
         name="overload",
         claim=f"{rate:.3g} requests/s arrive and {serves:.3g} are served: the wait grows from {ms(first_ns):.0f} to "

@@ -39,7 +39,18 @@ def has_room(books: Books) -> bool:
     if (derive.percentile(waits, 90) or 0) > in_service:
         return False
     capacity = _capacity(books, accounts)
-    return capacity is None or _rate(books.accounts) <= ROOM * capacity
+    return capacity is None or _rate(books) <= ROOM * capacity
+
+
+def num_turned_away(books: Books) -> int:
+    """Requests that were refused with 429 in the time of these books, by the server's own count: of many refusals the
+    books hold the latest accounts only."""
+    counts = [step.num_refused for step in books.steps]
+    return max(sum(map(_is_turned_away, books.accounts)), counts[-1] - counts[0] if counts else 0)
+
+
+def _is_turned_away(account: ClosedAccount) -> bool:
+    return account.error is not None and account.error.status == 429
 
 
 def _capacity(books: Books, accounts: Sequence[ClosedAccount]) -> float | None:
@@ -49,9 +60,11 @@ def _capacity(books: Books, accounts: Sequence[ClosedAccount]) -> float | None:
     return step_cost.requests_per_s(cost, accounts, slots) if cost is not None and slots else None
 
 
-def _rate(accounts: Sequence[ClosedAccount]) -> float:
-    begins = [account.start_ns for account in accounts]
-    return (len(begins) - 1) / max(1e-9, (max(begins) - min(begins)) / 1e9)
+def _rate(books: Books) -> float:
+    """Arrivals a second."""
+    begins = [account.start_ns for account in books.accounts]
+    num_let_in = sum(not _is_turned_away(account) for account in books.accounts)
+    return (num_let_in + num_turned_away(books) - 1) / max(1e-9, (max(begins) - min(begins)) / 1e9)
 
 
 def _queue_bound(books: Books, refused: Sequence[ClosedAccount], share: Share) -> Finding:
@@ -68,7 +81,7 @@ def _queue_bound(books: Books, refused: Sequence[ClosedAccount], share: Share) -
             Fact("refused", len(refused), "requests"),
             Fact(f"max_{code}", bound or "not told"),
             Fact("wait in the queue, median and p90", f"{ms(median(waits) or 0)} and {ms(_p90(waits))}", "ms"),
-            Fact("arrivals", round(_rate(books.accounts), 2), "requests/s"),
+            Fact("arrivals", round(_rate(books), 2), "requests/s"),
         ),
         request_ids=tuple(account.request_id for account in refused[:5]),
         share_of_time=share.value,
