@@ -63,7 +63,7 @@ def test_accounts_carry_the_name_of_the_key(live) -> None:
         ask(live, who, f"r{number}")
         ask(live, who, f"refused{number}", n=0)
     names = {account.request_id: account.tenant for account in live.ledger.accounts()}
-    assert names == {f"{kind}{n}": f"key-{n}" for n in (1, 2, 3) for kind in ("r", "refused")}
+    assert names == {f"{kind}{n}@key-{n}": f"key-{n}" for n in (1, 2, 3) for kind in ("r", "refused")}
     assert live.get("/ledger/requests/r2", **OPERATOR)[2]["tenant"] == "key-2"
 
 
@@ -121,11 +121,11 @@ def test_a_tenant_sees_its_own_accounts_and_the_operator_all(live) -> None:
         ask(live, SEARCH, f"search-{number}")
         ask(live, SHOP, f"shop-{number}")
     seen = {key: live.get("/ledger/requests", **who)[2]["accounts"] for key, who in (("se", SEARCH), ("sh", SHOP))}
-    assert [a["request_id"] for a in seen["se"]] == [f"search-{n}" for n in range(4)]
-    assert [a["request_id"] for a in seen["sh"]] == [f"shop-{n}" for n in range(4)]
+    assert [a["request_id"] for a in seen["se"]] == [f"search-{n}@key-2" for n in range(4)]
+    assert [a["request_id"] for a in seen["sh"]] == [f"shop-{n}@key-3" for n in range(4)]
     assert len(live.get("/ledger/requests", **OPERATOR)[2]["accounts"]) == 8
     latest = live.get("/ledger/requests?limit=2", **SEARCH)[2]["accounts"]
-    assert [a["request_id"] for a in latest] == ["search-2", "search-3"]
+    assert [a["request_id"] for a in latest] == ["search-2@key-2", "search-3@key-2"]
     assert live.get("/ledger/requests/search-1", **SEARCH)[0] == 200
     assert live.get("/ledger/requests/search-1", **OPERATOR)[0] == 200
     assert live.get("/ledger/requests/search-1", **SHOP)[0] == 404
@@ -147,10 +147,50 @@ def test_whether_anothers_request_is_open_is_not_told(launch) -> None:
             {"prompt": "x", "max_tokens": 4000}, headers="X-Request-Id: a\r\nAuthorization: Bearer shop\r\n"
         )
         client.sendall(asked)
-        wait_until(lambda: "a" in live.service.generations)
-        told = {key: live.get("/ledger/requests/a", **who)[2]["error"] for key, who in (("t", SEARCH), ("o", OPERATOR))}
-    assert told["o"].get("hint") == "it is still open"
-    assert "hint" not in told["t"]
+        wait_until(lambda: "a@key-3" in live.service.generations)
+        for name in ("a", "cmpl-a", "chatcmpl-a"):
+            told = [live.get(f"/ledger/requests/{name}", **who)[2]["error"] for who in (OPERATOR, SHOP, SEARCH)]
+            assert [error.get("hint") for error in told] == ["it is still open", "it is still open", None]
+
+
+@pytest.mark.parametrize(("name", "n"), [("a", 1), ("a-0", 1), ("a-1", 2), ("a", 3)])
+def test_an_id_that_another_tenant_has_in_flight_is_free(launch, name: str, n: int) -> None:
+    """Nothing tells of the other's request, and nothing ends it."""
+    live = launch(say("x", end=False), config={"api_key": KEYS}, step_s=0.005)
+    asked = {"prompt": "x", "max_tokens": 4000, "n": 2}
+    with connect(live) as client:
+        client.sendall(raw_request(asked, headers="X-Request-Id: a\r\nAuthorization: Bearer shop\r\n"))
+        wait_until(lambda: len(live.engine.running) == 2)
+        status, headers, answer = ask(live, SEARCH, name, n=n)
+        assert (status, headers["x-request-id"], answer["id"]) == (200, name, f"cmpl-{name}")
+        assert len(answer["choices"]) == n
+        assert len(live.engine.running) == 2
+        for spelt in (name, f"cmpl-{name}"):
+            told = live.get(f"/ledger/requests/{spelt}", **SEARCH)[2]
+            assert told["tenant"] == "key-2"
+            assert {choice["tenant"] for choice in told.get("choices", ())} <= {"key-2"}
+        assert not live.ledger.account("a", "key-3")
+        assert ask(live, SHOP, "a")[0] == 409
+
+
+def test_one_tenants_client_that_leaves_ends_its_own_request_alone(launch) -> None:
+    live = launch(say("x", end=False), config={"api_key": KEYS}, step_s=0.005)
+    asked = {"prompt": "x", "max_tokens": 4000}
+    with connect(live) as stays:
+        stays.sendall(raw_request(asked, headers="X-Request-Id: a\r\nAuthorization: Bearer shop\r\n"))
+        with connect(live) as leaves:
+            leaves.sendall(raw_request(asked, headers="X-Request-Id: a\r\nAuthorization: Bearer search\r\n"))
+            wait_until(lambda: len(live.engine.running) == 2)
+        wait_until(lambda: len(live.engine.running) == 1)
+        assert set(live.engine.aborts) == {"a@key-2"}
+        assert set(live.service.generations) <= {"a@key-3", "a@key-2"}
+        assert live.engine.running[0].request.request_id == "a@key-3"
+
+
+def test_with_one_key_an_id_is_as_it_was_sent(launch) -> None:
+    live = launch(say("x"), config={"api_key": KEYS[:1]})
+    ask(live, OPERATOR, "r")
+    assert [account.request_id for account in live.ledger.accounts()] == ["r"]
 
 
 # ---- the cache

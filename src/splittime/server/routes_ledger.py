@@ -22,12 +22,10 @@ DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 async def one_request(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The closed account of a request, by the id in its response or by its X-Request-Id. With several choices: that of
     the one that ended last, and all of them in `choices`."""
-    request_id, sees = scope["path_params"]["request_id"], tenant_of(scope).sees
-    found = await _beside(service, service.ledger.account, request_id, sees)
+    request_id, tenant = scope["path_params"]["request_id"], tenant_of(scope)
+    found = await _beside(service, service.ledger.account, request_id, tenant.sees)
     if not found:
-        names = {request_id, request_id.removeprefix("cmpl-"), request_id.removeprefix("chatcmpl-")}
-        is_open = sees is None and names & service.generations.keys()  # another's may not be told
-        hint = "it is still open" if is_open else None
+        hint = "it is still open" if service.is_open(request_id, tenant) else None
         raise NotFound(f"no closed account of {request_id!r}", code="request_not_found", value=request_id, hint=hint)
     last = max(found, key=lambda account: account.end_ns)
     answer = account_json(last)

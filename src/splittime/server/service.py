@@ -23,7 +23,7 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import send_lag_ns
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.store import Ledger
+from splittime.ledger.store import ID_PREFIXES, Ledger
 from splittime.server.admission import Admission, Bounds, Refused
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.generation import Generation, conflict
@@ -67,7 +67,7 @@ class Service:
         self.inline = InlineTokenizing(config.inline_tokenize_chars)
         self.is_draining = False
         self.began_draining = asyncio.Event()
-        self.generations: dict[str, Generation] = {}
+        self.generations: dict[str, Generation] = {}  # by `full_id`, as what is reserved
         self._reserved: dict[str, asyncio.Event] = {}
         self.num_open = 0  # HTTP requests for generations that are being served
 
@@ -146,23 +146,36 @@ class Service:
 
     # ---- who is in flight
 
-    def check_free(self, request_id: str) -> None:
+    def full_id(self, request_id: str, tenant: Tenant) -> str:
+        """The id by which the engine and all books know a tenant's request. Where there are several keys, each has ids
+        of its own: neither an id of a client nor a tenant's name has an @."""
+        return f"{request_id}@{tenant.name}" if len(self.keys.tenants) > 1 else request_id
+
+    def check_free(self, request_id: str, tenant: Tenant) -> None:
         """Raises `Conflict` for an id that is taken now."""
-        if request_id in self._reserved:
+        if self.full_id(request_id, tenant) in self._reserved:
             raise conflict(request_id)
 
-    async def reserve(self, request_id: str) -> None:
+    async def reserve(self, request_id: str, tenant: Tenant) -> None:
         """Take an id. One whose answer has been given, but which the engine still holds, is free within a step."""
-        while request_id in self._reserved:
-            generation = self.generations.get(request_id)
+        full_id = self.full_id(request_id, tenant)
+        while full_id in self._reserved:
+            generation = self.generations.get(full_id)
             if generation is None or not generation.all_done.is_set():
                 raise conflict(request_id)
-            await self._reserved[request_id].wait()
-        self._reserved[request_id] = asyncio.Event()
+            await self._reserved[full_id].wait()
+        self._reserved[full_id] = asyncio.Event()
 
-    def release(self, request_id: str) -> None:
-        self.generations.pop(request_id, None)
-        self._reserved.pop(request_id).set()
+    def release(self, full_id: str) -> None:
+        self.generations.pop(full_id, None)
+        self._reserved.pop(full_id).set()
+
+    def is_open(self, request_id: str, tenant: Tenant) -> bool:
+        """Whether a request of this id, or of this id in a response, is being served; of another tenant's, only an
+        operator is told."""
+        whose = self.keys.tenants if tenant.is_operator else ()
+        names = {request_id, *map(request_id.removeprefix, ID_PREFIXES)}
+        return any(self.full_id(name, each) in self.generations for name in names for each in (tenant, *whose))
 
     # ---- the ledger
 

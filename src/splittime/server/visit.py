@@ -64,13 +64,17 @@ class Visit:
         """The id in the response."""
         return f"{'chatcmpl' if self.endpoint == 'chat' else 'cmpl'}-{self.request_id}"
 
+    @property
+    def full_id(self) -> str:
+        return self.service.full_id(self.request_id, self.tenant)
+
     # ---- in
 
     def knock(self) -> None:
         """Raises what the client must be told if its head alone decides that there is no room now. Takes nothing."""
         self.request_id = http.new_request_id()  # until it is known to have a good one of its own
         given = http.request_id(self.scope)
-        self.service.check_free(given)
+        self.service.check_free(given, self.tenant)
         self.request_id = given
         self._read_head()
 
@@ -131,7 +135,7 @@ class Visit:
 
     async def _reserve(self) -> None:
         try:
-            await self.service.reserve(self.request_id)
+            await self.service.reserve(self.request_id, self.tenant)
         except SplittimeError:
             self.request_id = http.new_request_id()
             raise
@@ -152,8 +156,9 @@ class Visit:
         plans = [(p, s) for p in range(len(prompts)) for s in range(ask.n)]
         choices = []
         for index, (p, sample) in enumerate(plans):
+            name = self.request_id if len(plans) == 1 else f"{self.request_id}-{index}"
             request = Request(
-                request_id=self.request_id if len(plans) == 1 else f"{self.request_id}-{index}",
+                request_id=self.service.full_id(name, self.tenant),
                 prompt_token_ids=prompts[p],
                 sampling=ask.sampling_of(sample, budgets[p]),
                 eos_token_ids=model.eos_token_ids,
@@ -166,7 +171,7 @@ class Visit:
         generation = Generation(self.group_id, self.service.client, choices, place)
         generation.start()
         self._use_tokens(len(prompts[p]) for p, _ in plans)
-        self.service.generations[self.request_id] = generation
+        self.service.generations[self.full_id] = generation
         return generation
 
     def _use_tokens(self, counts: Iterable[int]) -> None:
@@ -224,7 +229,7 @@ class Visit:
         self._account.close(at_ns)
         self.service.file_account(
             ClosedAccount(
-                request_id=self.request_id,
+                request_id=self.full_id,
                 group_id=self.group_id,
                 model=self._model_name(),
                 endpoint=self.endpoint,
@@ -256,11 +261,11 @@ class Visit:
             self._quota.leave()
         self._tokens.drop()
         if self.generation is not None:
-            self.generation.when_released(lambda: self.service.release(self.request_id))
+            self.generation.when_released(lambda: self.service.release(self.full_id))
             return
         if self._account.end_ns is None:  # something unforeseen was raised; the edge has answered 500
             self.close_refused(FinishReason.ERROR, EngineError("the server failed").info)
         if self._place is not None:
             self._place.give_up()
         if self._is_reserved:
-            self.service.release(self.request_id)
+            self.service.release(self.full_id)
