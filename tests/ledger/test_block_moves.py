@@ -43,7 +43,9 @@ def test_books_from_before_there_were_copies_are_read() -> None:
     step = json.loads(msgspec.json.encode(books.step(1, 10)))
     for name in NEW_OF_STEPS:
         del step[name]
-    assert msgspec.json.decode(json.dumps(step), type=StepRecord) == books.step(1, 10)
+    read = msgspec.json.decode(json.dumps(step), type=StepRecord)
+    assert read == books.step(1, 10)
+    assert [getattr(read, name) for name in NEW_OF_STEPS] == [0, 0, 0, 0]
     account = json.loads(msgspec.json.encode(books.example()))
     del account["host_tokens"]
     assert msgspec.json.decode(json.dumps(account), type=ClosedAccount) == books.example()

@@ -1,6 +1,7 @@
 """The definitions of TTFT and the rest, on accounts whose figures are known by hand, and as laws."""
 
 import books
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,12 @@ def test_figures_of_a_plain_request():
     assert derive.itl_ns(account) == [5_000_000] * 3
     assert derive.queue_ns_by_cause(account) == {Cause.KV_BLOCKS: 9_500_000}
     assert derive.send_lag_ns(account) == [50_000] * 4
+
+
+def test_tpot_of_the_one_token_after_the_first():
+    assert derive.tpot_ns(books.example(num_tokens=2, gap_ns=5_000_000)) == 5_050_000
+    in_chunks = msgspec.structs.replace(books.example(num_tokens=4, gap_ns=5_000_000), first_chunk_tokens=3)
+    assert derive.tpot_ns(in_chunks) == 15_050_000
 
 
 def test_max_stall_names_the_step():

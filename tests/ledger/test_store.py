@@ -1,5 +1,7 @@
 """The store: bounded, indexed, readable while written, after a kill, and when the disk fails."""
 
+import errno
+import fcntl
 import os
 import signal
 import sqlite3
@@ -540,3 +542,57 @@ def test_a_last_step_that_cannot_be_read_is_told_and_the_file_let_go(tmp_path):
         with pytest.raises(ConfigError, match="its last step cannot be read") as caught:
             Ledger(path)
         assert caught.value.info.hint
+
+
+def test_an_account_is_found_before_the_file_has_it(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    blocker = sqlite3.connect(tmp_path / "l.sqlite", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    ledger.add_account(books.example())
+    assert ledger.account("cmpl-a-0") == [books.example()]
+    blocker.execute("ROLLBACK")
+    ledger.close()
+
+
+def test_facts_are_asked_for_until_there_are_some_and_then_at_intervals(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite_file, "FACTS_INTERVAL_S", 1e6)
+    asked, told = [], [None, None, None, FACTS]
+    ledger = Ledger(tmp_path / "l.sqlite")
+    ledger.tell_facts = lambda: asked.append(1) or told[min(len(asked) - 1, 3)]
+    wait_for(lambda: open_readonly(tmp_path / "l.sqlite").facts() == FACTS)
+    for i in range(5):
+        ledger.add_step(books.step(i, i))
+        assert ledger.flush()
+    assert len(asked) == 4
+    ledger.close()
+    assert len(asked) == 5
+
+
+def test_another_programs_database_is_no_ledger(tmp_path):
+    with sqlite3.connect(tmp_path / "notes.sqlite") as connection:
+        connection.execute("CREATE TABLE notes(body TEXT)")
+    connection.close()
+    with pytest.raises(ConfigError, match="not a readable ledger file: no such table"):
+        open_readonly(tmp_path / "notes.sqlite")
+
+
+def open_handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_who_is_refused_a_file_keeps_no_handle_of_it(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    before = open_handles()
+    with pytest.raises(ConfigError, match="another splittime"):
+        Ledger(tmp_path / "l.sqlite")
+    assert open_handles() == before
+    ledger.close()
+
+    def no_locks(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")  # as over NFS without its lock service
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    before = open_handles()
+    with pytest.raises(ConfigError, match=r"cannot write the ledger file .*: No locks available"):
+        Ledger(tmp_path / "m.sqlite")
+    assert open_handles() == before
