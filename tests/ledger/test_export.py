@@ -1,4 +1,4 @@
-"""The exports: JSON that reads back, a trace whose slices nest, Prometheus text that parses, a header that conforms."""
+"""The exports: JSON that reads back, a trace whose slices nest, a header that conforms."""
 
 import json
 import re
@@ -6,20 +6,16 @@ from collections import defaultdict
 from itertools import pairwise
 
 import books
+import msgspec
 import orjson
 from hypothesis import given
-from prometheus_client.parser import text_string_to_metric_families
 
-from splittime.engine.messages import EngineStats
+from splittime.core.errors import ErrorInfo
+from splittime.ledger.account import Account
 from splittime.ledger.export import account_from_json, account_json
 from splittime.ledger.export.chrome_trace import trace
-from splittime.ledger.export.histogram import EDGES_NS
-from splittime.ledger.export.metrics import METRICS
-from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.export.server_timing import header
-from splittime.ledger.export.vllm_names import ALIASES
-from splittime.ledger.facts import ServerFacts
-from splittime.ledger.store import Ledger
+from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 
 
 @given(books.accounts())
@@ -61,54 +57,76 @@ def test_trace_names_and_links():
     assert {e["ph"] for e in json.loads(trace([], []))["traceEvents"]} == {"M"}
 
 
-def _scrape(exporter):
-    families = text_string_to_metric_families(exporter.render().decode())
-    return {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
+def test_a_trace_counts_from_the_earliest_instant_and_each_request_has_its_track():
+    accounts = [books.example("cmpl-a-0", start_ns=2_000), books.example("cmpl-b-0", start_ns=9_000, num_tokens=2)]
+    events = json.loads(trace(accounts, [books.step(7, 1_000, rows={"cmpl-a-0": 3, "x": 1})]))["traceEvents"]
+    shown = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert shown[:6] == [
+        (1, 1, "step 7", 0, 0.042),
+        (1, 1, "plan", 0, 0.001),
+        (1, 1, "launch", 0.001, 0.002),
+        (1, 1, "device", 0.003, 0.03),
+        (1, 1, "sample", 0.033, 0.004),
+        (1, 1, "commit", 0.037, 0.005),
+    ]
+    assert shown[6:10] == [
+        (2, 1, "request", 1, 35_100),
+        (2, 1, "receive", 1, 200),
+        (2, 1, "tokenize", 201, 100),
+        (2, 1, "handoff", 301, 200),
+    ]
+    assert (2, 2, "queue (kv_blocks)", 508, 9_500) in shown
+    tokens = [(e["tid"], e["args"]["index"], e["args"]["step_id"], e["ts"]) for e in events if e["ph"] == "i"]
+    assert tokens[-2:] == [(2, 0, 1, 20_008), (2, 1, 2, 25_008)]
+    assert events[4]["tid"] == 2
+    step = next(e["args"] for e in events if e["name"] == "step 7")
+    assert (step["step_id"], step["rows"], step["requests"], step["victims"]) == (7, 2, ["cmpl-a-0", "x"], [])
+    queue = next(e["args"] for e in events if e["name"].startswith("queue"))
+    assert queue == {"meaning": STAGE_MEANING[Stage.QUEUE], "why": CAUSE_MEANING[Cause.KV_BLOCKS]}
+    assert next(e["args"]["why"] for e in events if e["name"] == "prefill") is None
 
 
-def test_prometheus_text_parses_and_counts():
-    ledger = Ledger()
-    stats = EngineStats(now_ns=0, num_waiting=3, blocks_used=1, blocks_total=4)
-    ledger.tell_facts = lambda: ServerFacts(version="", model='a "model"', max_model_len=100)
-    exporter = PrometheusExporter(ledger, lambda: stats)
-    ledger.add_account(books.example(num_tokens=4, gap_ns=5_000_000))
-    ledger.add_step(books.step(1, 0))
-    exporter.count_refusal("queue_full")
-    exporter.observe_send_lag(40_000)
-    exporter.observe_cancel_to_freed(2_000_000)
-    samples = _scrape(exporter)
-    labels = (("engine", "0"), ("model_name", 'a "model"'))
-    assert samples[("vllm:num_requests_waiting", *labels)] == 3
-    assert samples[("vllm:kv_cache_usage_perc", *labels)] == 0.25
-    assert samples[("vllm:inter_token_latency_seconds_sum", *labels)] == 0.015
-    assert samples[("vllm:request_queue_time_seconds_sum", *labels)] == 0.0095
-    assert samples[("vllm:generation_tokens_total", *labels)] == 4
-    assert samples[("splittime_refusals_total", ("reason", "queue_full"))] == 1
-    assert samples[("splittime_tokens_total", ("kind", "output"))] == 4
-    bucket = ("prompt_tokens", "33-64")
-    name = "splittime_inter_token_latency_seconds"
-    assert samples[(f"{name}_count", bucket)] == 3
-    assert samples[(f"{name}_sum", bucket)] == 0.015
-    assert samples[(f"{name}_bucket", ("le", "0.003"), bucket)] == 0
-    assert samples[(f"{name}_bucket", ("le", "0.005"), bucket)] == 3
-    stage = (("cause", "kv_blocks"), ("stage", "queue"))
-    assert samples[("splittime_stage_seconds_sum", *stage)] == 0.0095
-    assert samples[("splittime_send_lag_seconds_count",)] == 1
-    assert samples[("splittime_step_seconds_count", ("part", "device"))] == 1
+def test_the_json_of_one_that_went_away_and_of_a_refusal():
+    account = msgspec.structs.replace(
+        books.example(), cancelled_ns=1_500, freed_ns=3_500, token_written_ns=(), error=ErrorInfo("t", "m", "c", 400)
+    )
+    data = json.loads(json.dumps(account_json(account)))
+    assert account_from_json(data) == account
+    assert (data["cancelled_ns"], data["freed_ns"], data["ttft_ns"]) == (500, 2_500, None)
+    assert data["error"]["code"] == "c"
+    assert data["tokens"][3] == {"index": 3, "step_id": 4, "ready_ns": 35_000_000, "written_ns": None}
+    assert data["stages"][3] == {"stage": "queue", "cause": "kv_blocks", "begin_ns": 500_000, "end_ns": 10_000_000}
+    derived = data["derived"]
+    assert derived["cancel_to_freed_ns"] == 2_000
+    assert derived["max_stall"] == {"duration_ns": 5_000_000, "token_index": 1, "step_id": 2}
+    assert derived["queue_by_cause"] == [{"cause": "kv_blocks", "duration_ns": 9_500_000}]
+    assert derived["itl_ns"]["p50"] == 5_000_000
+    assert derived["send_lag_ns"] == {}
+    assert derived["stage_ns"]["decode"] == 15_000_000
 
 
-def test_every_metric_of_the_table_is_exported_and_no_other():
-    exporter = PrometheusExporter(Ledger(), lambda: EngineStats(now_ns=0))
-    text = exporter.render().decode()
-    exported = set(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
-    assert exported == {(spec.name, spec.kind) for spec in (*METRICS, *(alias.spec for alias in ALIASES))}
+def test_json_of_before_there_were_tenants_is_read():
+    data = account_json(books.example())
+    for name in ("prompt_parts", "unseen_ns", "tenant"):
+        del data[name]
+    assert account_from_json(data) == books.example()
 
 
-def test_edges_resolve_a_millisecond():
-    assert EDGES_NS[0] == 10_000
-    assert EDGES_NS[-1] == 100 * 10**9
-    assert 1_000_000 in EDGES_NS
-    assert all(after / before <= 5 / 3 for before, after in pairwise(EDGES_NS))
+def test_server_timing_adds_stages_up_and_tells_causes():
+    account = Account("r", 1_000_000, Stage.RECEIVE)
+    for stage, at_ms, cause in (
+        (Stage.QUEUE, 2, Cause.KV_BLOCKS),
+        (Stage.PREFILL, 14, None),
+        (Stage.QUEUE, 15, Cause.KV_BLOCKS),
+        (Stage.QUEUE, 16, Cause.POLICY),
+    ):
+        account.enter(stage, at_ms * 10**6, cause)
+    told = header(account.intervals(until_ns=17_250_400), account.start_ns)
+    assert told == (
+        'receive;dur=1.000, queue;dur=13.000;desc="kv_blocks", prefill;dur=1.000, '
+        'queue;dur=1.250;desc="policy", total;dur=16.250'
+    )
+    assert header([], 5) == "total;dur=0.000"
 
 
 @given(books.accounts())

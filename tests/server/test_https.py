@@ -55,6 +55,7 @@ def test_answers_and_streams_come_over_tls(launch, files) -> None:
     request = urllib.request.Request(f"https://localhost:{server.port}/v1/completions", body)
     with urllib.request.urlopen(request, timeout=60, context=trusting(files)) as answer:
         assert b"[DONE]" in answer.read()
+    server.call(lambda: None)  # what the server does right after its last byte is done too
     (account,) = server.ledger.accounts()
     account.verify()
 
