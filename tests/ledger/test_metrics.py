@@ -16,7 +16,7 @@ from splittime.ledger.account import Account
 from splittime.ledger.export.histogram import EDGES_NS, Histogram
 from splittime.ledger.export.metrics import METRICS, MetricSpec
 from splittime.ledger.export.prometheus import STEP_PARTS, PrometheusExporter
-from splittime.ledger.export.vllm_names import ALIASES, request_times_ns
+from splittime.ledger.export.vllm_names import ALIASES, request_amounts
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger
@@ -53,25 +53,30 @@ def test_a_histogram_counts_each_sample_in_the_buckets_that_hold_it(samples):
     assert one_by_one.series == at_once.series
 
 
-def test_times_under_vllms_names_hold_stalls_and_leave_out_what_no_step_computed():
+def test_amounts_under_vllms_names_hold_stalls_and_leave_out_what_no_step_computed():
     account = Account("r", 0, Stage.RECEIVE)
     stages = (Stage.QUEUE, Stage.PREFILL, Stage.PREFILL_STALL, Stage.DECODE, Stage.DECODE_STALL, Stage.PREEMPTED)
     for number, stage in enumerate(stages):
         account.enter(stage, 10**number)
     account.close(10**6)
-    assert dict(request_times_ns(books.closed(account))) == {
+    facts = {"prompt_tokens": 7, "cached_tokens": 4, "output_tokens": 2, "num_preemptions": 1}
+    assert dict(request_amounts(books.closed(account, **facts))) == {
         "vllm:request_queue_time_seconds": 9,
         "vllm:request_prefill_time_seconds": 90 + 900,
         "vllm:request_decode_time_seconds": 9_000 + 90_000,
         "vllm:request_inference_time_seconds": 99_990,
+        "vllm:request_prompt_tokens": 7,
+        "vllm:request_generation_tokens": 2,
+        "vllm:request_prefill_kv_computed_tokens": 3,
+        "vllm:request_num_preemptions": 1,
     }
     for stage in (Stage.PREFILL, Stage.DECODE_STALL):
         computed = Account("r", 0, stage)
         computed.close(5)
-        assert len(dict(request_times_ns(books.closed(computed)))) == 4
+        assert len(dict(request_amounts(books.closed(computed)))) == 8
     refused = Account("r", 0, Stage.QUEUE)
     refused.close(5)
-    assert dict(request_times_ns(books.closed(refused))) == {}
+    assert dict(request_amounts(books.closed(refused))) == {}
 
 
 def test_prometheus_text_parses_and_counts():
