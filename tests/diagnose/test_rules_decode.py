@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from test_rules_queue import poisson
-from ward import Ward
+from ward import Case, Ward, ids
 
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.rules.decode import crossover_rows
@@ -97,6 +97,17 @@ def test_products(books):
     assert diagnose(ill).limits[0].cure.flags == ("--num-threads", "2")
     busy = bound(books, machine=msgspec.structs.replace(MACHINE, threads=2), operations_per_token=1_700_000)
     assert diagnose(busy).limits[0].cure.flags == ()
+
+
+def test_keys_and_values_behind_long_prompts_are_told_too():
+    """Prompts have three quarters of the time; of what comes after the first token, reading the cache is most."""
+    books = Ward(token_ms=0.3).run(*(Case(2000 * i, ids(1500, i), 30) for i in range(30)))
+    ill = bound(books, kv_bytes_per_token=2_000, operations_per_token=200_000)
+    assert limits(ill) == ["compute_bound", "kv_bandwidth_bound"]
+    told = diagnose(ill).limits[1]
+    assert told.cure.flags == ("--kv-cache-dtype", "int8")
+    assert 0.1 < told.share_of_time < 0.3
+    assert limits(bound(books, kv_bytes_per_token=100, operations_per_token=200_000)) == ["compute_bound"]
 
 
 @pytest.mark.parametrize(

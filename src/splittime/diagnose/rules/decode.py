@@ -14,9 +14,9 @@ from splittime.diagnose.agree import BYTES_OF
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.floor import Bound, FloorGroup, floors, read_bytes_per_s, sentence
+from splittime.diagnose.floor import Bound, FloorGroup, Kind, floors, read_bytes_per_s, sentence
 from splittime.diagnose.rules.evidence import LIKELY, served, setting, slowest_steps, threads_and_cores
-from splittime.diagnose.rules.share import Share, of_requests
+from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests
 from splittime.ledger.stages import Stage
 
 MIN_LIMIT_SHARE = 0.3  # of the requests' time: a limit is told when it is where the time goes
@@ -29,14 +29,28 @@ _COMPUTED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMP
 def _bound_by(books: Books, bound: Bound, kept: float = 1.0) -> tuple[list[FloorGroup], Share]:
     """The groups of steps that are held by this ceiling, and their share of the requests' time. kept: of the bytes,
     with the cure; how much it saves decides then, since a ceiling is of the machine's best moment and reading may take
-    longer, never less."""
+    longer, never less.
+
+    What is read is also told where it is most of decoding alone: long prompts may have most of the time, and TPOT is
+    felt by itself."""
     groups = floors(books.steps, books.facts)
-    all_ns = max(1, sum(group.device_ns for group in groups))
     held = [g for g in groups if g.bound is bound and _is_held(g, bound, kept)]
-    accounts = served(books.accounts)
-    of_steps = sum(group.device_ns for group in held) / all_ns
-    lost = {request_id: ns * of_steps for request_id, ns in attribution(books).of(*_COMPUTED).items() if of_steps}
-    return held, of_requests(lost, accounts, MIN_LIMIT_SHARE)
+    share = _share(books, _COMPUTED, _part(held, groups), MIN_LIMIT_SHARE)
+    decoding, held_decoding = ([g for g in of if g.kind is Kind.DECODE] for of in (groups, held))
+    of_decoding = _part(held_decoding, decoding)
+    if share.is_worth_it or bound is Bound.COMPUTE or of_decoding < MIN_LIMIT_SHARE:
+        return held, share
+    return held_decoding, _share(books, (Stage.DECODE,), of_decoding, MIN_SHARE)
+
+
+def _part(some: Sequence[FloorGroup], groups: Sequence[FloorGroup]) -> float:
+    return sum(group.device_ns for group in some) / max(1, sum(group.device_ns for group in groups))
+
+
+def _share(books: Books, owners: Sequence[str], part: float, least: float) -> Share:
+    """Of the requests' time: so much of what these owners have of it."""
+    lost = {request_id: ns * part for request_id, ns in attribution(books).of(*owners).items() if part}
+    return of_requests(lost, served(books.accounts), least)
 
 
 def _is_held(group: FloorGroup, bound: Bound, kept: float) -> bool:
