@@ -44,6 +44,8 @@ class Checkpoint:
         self._handles, self._file_of = open_files(folder)
         self._left = set(self._file_of)
         self._mappings = _Mappings({str((folder / name).resolve()) for name in self._handles})
+        if quantization is not None:
+            formats.check_any(self, self._file_of, quantization)
 
     @property
     def files(self) -> list[Path]:

@@ -1,5 +1,6 @@
 """The formats under one door: what a config says, and one weight by its module's name."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from splittime.core.errors import ConfigError
@@ -48,6 +49,31 @@ def parse(config: dict[str, Any]) -> Recipe | None:
 def _may_be_floats(module: str) -> bool:
     """Whether formats leave it unquantised without a word: the embedding, which is a tied head too, head and router."""
     return module in ("model.embed_tokens", "lm_head") or module.endswith((".mlp.gate", ".block_sparse_moe.gate"))
+
+
+def split(tensors: Tensors, names: Iterable[str], recipe: Recipe) -> tuple[list[str], list[str]]:
+    """The linear modules by the headers alone, of which `names` are tensors: those stored as the recipe says, and those
+    that are floats."""
+    modules = sorted({name.rpartition(".")[0] for name in names})
+    kept = [module for module in modules if FORMATS[recipe.method].is_stored(module, tensors)]
+    floats = set(modules) - set(kept)
+    return kept, sorted(module for module in floats if _is_linear(module, tensors) and not _may_be_floats(module))
+
+
+def _is_linear(module: str, tensors: Tensors) -> bool:
+    return len(tensors.shape_of(f"{module}.weight") or ()) == 2
+
+
+def check_any(tensors: Tensors, names: Iterable[str], recipe: Recipe) -> None:
+    """Raise `ConfigError` where not one weight is stored as the recipe says, although each may be excepted by name."""
+    kept, floats = split(tensors, names, recipe)
+    if floats and not kept:
+        message = (
+            f"weights: {KEY} says {recipe.method}, {recipe.bits} bits, and no weight in the files has them: "
+            f"{floats[0]} and {len(floats) - 1} others are floats"
+        )
+        hint = f"take {KEY} out of config.json, or a checkpoint whose files are what its config says"
+        raise ConfigError(message, param=floats[0], value=recipe.bits, hint=hint)
 
 
 def take(tensors: Tensors, recipe: Recipe, module: str, out_features: int, in_features: int) -> FileWeight | None:
