@@ -14,12 +14,13 @@ from splittime.core.errors import ConfigError
 from splittime.quality.documents import Document
 from splittime.quality.gate import Gate, Tasks
 from splittime.quality.html import render_html
-from splittime.quality.margins import EXIT_CODES, Margins, judge, overall, standard, unusual
+from splittime.quality.margins import EXIT_CODES, Margins, judge, overall, standard
 from splittime.quality.model import Reads
 from splittime.quality.reads import unread
 from splittime.quality.report import as_json
 from splittime.quality.statistics import Estimate
 from splittime.quality.texts import DECODE
+from splittime.quality.usual import known, unusual
 
 LOGITS = random_logits()
 TEXTS = drawn_texts(LOGITS, 24, 330)
@@ -63,7 +64,7 @@ def test_a_margin_inside_the_interval_is_inconclusive():
 def test_a_divergence_far_beyond_what_the_claim_usually_costs_is_noted():
     def notes(kl, claims):
         low, high = 0.9 * kl, 1.1 * kl
-        return unusual(claims, Estimate(kl, 0.05 * kl, low, high))
+        return unusual(known(claims), Estimate(kl, 0.05 * kl, low, high))
 
     assert notes(0.0007, ("weights.int8",)) == ""
     assert "2.4 times the 0.0019 that weights.int8" in notes(0.0045, ("weights.int8",))
@@ -73,6 +74,25 @@ def test_a_divergence_far_beyond_what_the_claim_usually_costs_is_noted():
     reads = Reads(claims=("weights.int8",), read={"weights.int8": 10**9}, weights_least=1)
     report = run(Table(LOGITS), Table(noisy(0.15), reads=reads), margins=Margins(kl=1.0))
     assert any("look for a broken scale" in note for note in report.notes)
+
+
+def test_what_is_usual_is_measured_where_the_base_can_be_rounded():
+    def notes(rounded, size):
+        candidate = Table(noisy(size), reads=Reads(("weights.int8",), {"weights.int8": 10**9}))
+        return Gate(Table(LOGITS), candidate, Bytes(), Margins(), silent, rounded).run(TASKS).notes
+
+    assert notes(None, 0.03) == [], "less than any constant"
+    (short, *_) = notes(lambda: Table(noisy(0.01)), 0.03)
+    assert "times the" in short
+    assert "that weights.int8 cost the base when it is rounded to nearest: look for a broken scale" in short
+    assert notes(lambda: Table(noisy(0.12)), 0.15) == [], "beyond the constants, and usual of this base"
+
+    def too_large():
+        raise ConfigError("no memory for it")
+
+    assert notes(too_large, 0.03) == [
+        "what weights.int8 cost the base when rounded to nearest is not known: no memory for it"
+    ]
 
 
 def test_two_halves_of_a_short_text_give_no_verdict():

@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tables import silent
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
 import tiny_checkpoint
 
-from benchmarks.scenarios.quality_gate import SPOILT, write_four_bits
+from benchmarks.scenarios.quality_gate import SPOILT, enlarge_scales, write_eight_bits, write_four_bits
 from splittime.cli.model_source import locate
-from splittime.cli.quality_local import PROBE, LocalModel, same_tokens
-from splittime.core.errors import ConfigError
+from splittime.cli.quality_local import LocalModel, rounded_base
 from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
 from splittime.engine.tokenizer import Tokenizer
 from splittime.quality.documents import python_documents
 from splittime.quality.gate import Gate, Tasks
-from splittime.quality.margins import standard
+from splittime.quality.margins import EIGHT_BITS, standard
 from splittime.quality.reads import unread
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
@@ -118,11 +118,14 @@ def test_texts_of_one_chunk_read_nothing_back(tiny_folder):
 TASKS = Tasks(documents=python_documents(60)[:24], lengths=(128,), text_tokens=2000)
 
 
-def packaged(folder=PACKAGED, **changes):
-    config = RunnerConfig(
+def settings_of(folder, **changes):
+    return RunnerConfig(
         model_path=str(folder), max_num_seqs=2, num_threads=1, packed_cache="off", max_model_len=512, **changes
     )
-    return LocalModel("code", TorchRunner.load(config), Tokenizer.load(PACKAGED))
+
+
+def packaged(folder=PACKAGED, **changes):
+    return LocalModel("code", TorchRunner.load(settings_of(folder, **changes)), Tokenizer.load(PACKAGED))
 
 
 @pytest.fixture(scope="module")
@@ -201,39 +204,58 @@ def test_a_checkpoint_of_four_bits_and_what_spoils_it(base, tmp_path, spoil, ver
     assert verdict == "PASS" or any("KL, mean is beyond its margin" in reason for reason in report.reasons)
 
 
-def swapped(folder, out, number):
-    """The packaged model with so many pairs of rare ids exchanged in its tokenizer."""
-    out.mkdir()
-    for path in folder.iterdir():
-        (out / path.name).write_bytes(path.read_bytes())
-    values = json.loads((folder / "tokenizer.json").read_text())
-    vocab = values["model"]["vocab"]
-    rare = [token for token, place in vocab.items() if place >= 4096 - 2 * number]
-    for one, other in zip(rare[::2], rare[1::2], strict=True):
-        vocab[one], vocab[other] = vocab[other], vocab[one]
-    (out / "tokenizer.json").write_text(json.dumps(values))
-    return Tokenizer.load(out)
+def with_floats_too(tensors):
+    """A file that has both: the loader takes the integers."""
+    plain = load_file(PACKAGED / "model.safetensors")
+    tensors.update({name: plain[name] for name in plain if "proj.weight" in name})
 
 
-def test_a_swapped_tokenizer_is_refused_by_its_vocabulary(tmp_path):
-    own = Tokenizer.load(PACKAGED)
-    other = swapped(PACKAGED, tmp_path / "swapped", 200)
-    assert own.encode(PROBE) == other.encode(PROBE), "the probe does not touch what was swapped"
-    with pytest.raises(ConfigError, match="400 ids of their vocabularies; id "):
-        same_tokens([own, other])
-    same_tokens([own, Tokenizer.load(PACKAGED)], ["import os\n"])
+def test_a_loader_that_falls_back_to_floats_is_found_by_the_file_s_claim(base, tmp_path, monkeypatch):
+    folder = write_four_bits(tmp_path, with_floats_too)
+    assert packaged(folder).reads.claims == ("weights.int4",)
+    monkeypatch.setattr("splittime.models.weights.formats.read.take", lambda *of_a_weight: None)
+    report = judged(base, packaged(folder))
+    assert {check.verdict for check in report.checks if check.rule == "kl"} == {"PASS"}, "nothing is lost"
+    assert report.verdict == "FAIL"
+    assert report.reasons == ["code claims weights.int4, and its kernels read no byte of it"]
 
 
-def test_other_merges_and_other_ids_of_the_texts_are_refused(tmp_path):
-    own = Tokenizer.load(PACKAGED)
-    values = json.loads((PACKAGED / "tokenizer.json").read_text())
-    values["model"]["merges"].append(values["model"]["merges"].pop(100))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="their merges"):
-        same_tokens([own, Tokenizer.load(tmp_path)])
-    values = json.loads((PACKAGED / "tokenizer.json").read_text())
-    values["normalizer"] = {"type": "Replace", "pattern": {"String": "zebra"}, "content": "horse"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    same_tokens([own, Tokenizer.load(tmp_path)], ["import os"])
-    with pytest.raises(ConfigError, match="begins with 'a zebra'"):
-        same_tokens([own, Tokenizer.load(tmp_path)], ["import os", "a zebra"])
+def leave_down_proj(tensors):
+    """As floats, in every layer."""
+    plain = load_file(PACKAGED / "model.safetensors")
+    names = [name for name in plain if "down_proj.weight" in name]
+    for name in names:
+        for suffix in ("qweight", "qzeros", "scales"):
+            del tensors[name.replace("weight", suffix)]
+        tensors[name] = plain[name]
+
+
+def test_a_checkpoint_of_which_a_part_is_left_as_floats_is_held_to_the_other_part(base, tmp_path):
+    folder = write_four_bits(tmp_path, leave_down_proj)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["down_proj"]
+    (folder / "config.json").write_text(json.dumps(config))
+    candidate = packaged(folder)
+    assert candidate.facts["stored"] == "awq, 4 bits: 24 of 28 linear weights of the layers"
+    report = judged(base, candidate)
+    assert report.verdict == "PASS", report.reasons
+    assert candidate.reads.read["weights.int4"] >= candidate.reads.weights_least > 0
+
+
+@pytest.mark.parametrize("layer", [None, 1, 2])
+def test_scales_a_fifth_too_large_are_noted_beside_the_base_rounded(base, tmp_path, layer):
+    """Their KL is below twice what 8 bits cost the worst model: what they cost this one is the yardstick."""
+    spoil = (lambda tensors: None) if layer is None else enlarge_scales(layer)
+    folder = write_eight_bits(tmp_path, spoil)
+    candidate = packaged(folder)
+    rounded = rounded_base(base, settings_of(PACKAGED), candidate, settings_of(folder))
+    report = Gate(base, candidate, base.tokenizer, EIGHT_BITS, silent, rounded).run(TASKS)
+    assert "FAIL" not in {check.verdict for check in report.checks}
+    noted = [note for note in report.notes if "look for a broken scale" in note]
+    assert bool(noted) is (layer is not None), report.notes
+
+
+def test_what_is_rounded_at_loading_is_its_own_yardstick(base):
+    asked = settings_of(PACKAGED, quantization="int8")
+    assert rounded_base(base, settings_of(PACKAGED), packaged(quantization="int8"), asked) is None
+    assert rounded_base(base, settings_of(PACKAGED), packaged(), settings_of(PACKAGED)) is None

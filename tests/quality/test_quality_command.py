@@ -1,10 +1,14 @@
 """`splittime quality` as a user runs it: what is printed where, what is refused, and exit codes."""
 
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.scenarios.quality_gate import PACKAGED, write_four_bits
 from splittime.cli.main import app
 
 RUN = CliRunner()
@@ -60,6 +64,52 @@ def test_what_cannot_be_run_is_no_verdict(words, told):
     assert result.exit_code == 2
     assert told in result.stderr
     assert result.stdout == ""
+
+
+@pytest.fixture(scope="module")
+def four_bits_in_words(tmp_path_factory):
+    """The packaged model, all of it in floats, whose config says 4 bits and excepts every linear weight by name."""
+    folder = write_four_bits(tmp_path_factory.mktemp("words"))
+    shutil.copy(PACKAGED / "model.safetensors", folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["self_attn", "mlp"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("words", [
+    ("serve", "CLAIMS", "--port", "0"), ("generate", "CLAIMS", "-p", "x"), ("quality", "code", "CLAIMS", *FEW),
+])  # fmt: skip
+def test_four_bits_that_are_only_said_are_refused_by_every_command(four_bits_in_words, words):
+    command = [sys.executable, "-m", "splittime.cli.main", *words]
+    command[command.index("CLAIMS")] = four_bits_in_words
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    said = "quantization_config says awq, 4 bits, and no weight in the files has them: model.layers.0.mlp.down_proj"
+    assert said in " ".join(done.stderr.split())
+
+
+def test_the_claim_of_a_candidate_is_its_file_s(tmp_path):
+    report = tmp_path / "q.json"
+    result = quality("code", str(write_four_bits(tmp_path / "four")), *FEW, "--json", str(report))
+    assert result.exit_code in (0, 2), result.output
+    candidate = json.loads(report.read_text())["candidate"]
+    assert candidate["claims"] == ["weights.int4"]
+    assert candidate["facts"]["stored"] == "awq, 4 bits: 28 of 28 linear weights of the layers"
+    assert "rounded to nearest" not in result.output
+
+
+def test_a_tokenizer_with_400_ids_exchanged_is_no_verdict(tmp_path):
+    shutil.copytree(PACKAGED, tmp_path / "swapped")
+    values = json.loads((PACKAGED / "tokenizer.json").read_text())
+    vocab = values["model"]["vocab"]
+    rare = sorted(vocab, key=vocab.__getitem__)[-400:]
+    for one, other in zip(rare[::2], rare[1::2], strict=True):
+        vocab[one], vocab[other] = vocab[other], vocab[one]
+    (tmp_path / "swapped" / "tokenizer.json").write_text(json.dumps(values))
+    result = quality("code", str(tmp_path / "swapped"), *FEW)
+    assert result.exit_code == 2
+    assert "different tokenizers (400 ids of their vocabularies" in " ".join(result.stderr.split())
 
 
 def test_help_names_every_measure():

@@ -109,4 +109,4 @@ def test_the_quality_gate_holds_fp8_to_what_it_claims(tmp_path):
         config = RunnerConfig(model_path=str(tmp_path / "out"), kernels=kernels, **settings)
         model = LocalModel.load("fp8", config)
         assert model.reads.claims == claimed
-        assert standard(claimed, model.stored_bits) == EIGHT_BITS
+        assert standard(claimed, model.stored.bits) == EIGHT_BITS

@@ -66,7 +66,7 @@ def quality(given: Options) -> None:
         models, encoder = _load(given, sides, [document.text for document in tasks.documents])
         asked = _margins(models[1], given)
     with _progress() as tell:
-        report = Gate(models[0], models[1], encoder, asked, tell).run(tasks)
+        report = Gate(models[0], models[1], encoder, asked, tell, _rounded(models, sides)).run(tasks)
     _write(report, given)
     if given.json != STANDARD_OUTPUT:
         show(report)
@@ -193,9 +193,22 @@ def _margins(candidate: "Model", given: Options) -> "Margins":
     from splittime.quality.margins import standard
 
     claims = candidate.reads.claims if candidate.reads else ()
-    usual = standard(claims, getattr(candidate, "stored_bits", None))
+    stored = getattr(candidate, "stored", None)
+    usual = standard(claims, stored and stored.bits)
     asked = {name: getattr(given, f"margin_{name}") for name in usual.__struct_fields__}
     return msgspec.structs.replace(usual, **{name: limit for name, limit in asked.items() if limit is not None})
+
+
+def _rounded(models: "Sequence[Model]", sides: Sequence[RunnerConfig | None]) -> "Callable[[], Model] | None":
+    """What the gate takes for usual; None where a server is one of both."""
+    from splittime.cli.quality_local import LocalModel, rounded_base
+
+    (base, candidate), (config, other) = models, sides
+    if config is None or other is None:
+        return None
+    assert isinstance(base, LocalModel)
+    assert isinstance(candidate, LocalModel)
+    return rounded_base(base, config, candidate, other)
 
 
 @contextmanager

@@ -9,12 +9,14 @@ counted (`Ops.bytes_read`), apart from what another model in this process reads.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from splittime.cli.model_source import load_tokenizer
+from splittime.cli.quality_claims import EIGHT_BITS_OR_FEWER, claims, stored
 from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.plan import Admitted, Row, StepPlan
@@ -31,7 +33,6 @@ from splittime.scheduler.scheduler import Scheduler
 
 SHOWN = ("dtype", "weights", "kv_cache_dtype", "kernels", "linear_backend", "attention_backend", "max_model_len")
 REQUEST = "quality"
-EIGHT_BITS_OR_FEWER, SMALL_CACHES = ("int4", "int8", "fp8"), ("int8", "float8_e4m3fn")
 
 
 class LocalModel:
@@ -44,10 +45,10 @@ class LocalModel:
         resolved = runner.resolved
         self.vocab_size = resolved.vocab_size
         self.max_tokens = min(resolved.max_model_len, resolved.num_blocks * resolved.block_size)
-        self.facts: Mapping[str, object] = {each: getattr(resolved, each) for each in SHOWN}
-        self.reads = Reads(claims=_claims(resolved.weights, resolved.kv_cache_dtype))
-        stored = runner.decoder.config.quantization
-        self.stored_bits = None if stored is None else stored.bits
+        self.stored = stored(Path(resolved.model_path), runner.decoder.config)
+        in_file = {} if self.stored is None else {"stored": self.stored.describe()}
+        self.facts: Mapping[str, object] = {each: getattr(resolved, each) for each in SHOWN} | in_file
+        self.reads = Reads(claims=claims(self.stored, resolved))
         self._hidden: Tensor | None = None
 
     @staticmethod
@@ -123,7 +124,8 @@ class LocalModel:
             raise EngineError(f"{self.name}: {result.error}", value=start)
         self._count(before)
         cost = self.runner.cost
-        self.reads.weights_least += cost.weight_bytes - cost.head_bytes
+        whole_bytes = cost.weight_bytes - cost.head_bytes
+        self.reads.weights_least += whole_bytes if self.stored is None else self.stored.step_bytes
         seen = start if cost.window_tokens is None else min(start, cost.window_tokens)
         share = cost.windowed_share
         self.reads.kv_least += int(cost.kv_bytes_per_token * (share * seen + (1 - share) * start))
@@ -163,10 +165,18 @@ class LocalModel:
         return Engine(Scheduler(config), self.runner, SystemClock())
 
 
-def _claims(weights: str, kv_cache_dtype: str) -> tuple[str, ...]:
-    """By the names of `Ops.bytes_read`; weights: as `Resolved` tells them."""
-    claims = [f"weights.{name}" for name in EIGHT_BITS_OR_FEWER if name in weights.split(": ", 1)[-1]]
-    return (*claims, f"kv.{kv_cache_dtype}") if kv_cache_dtype in SMALL_CACHES else tuple(claims)
+def rounded_base(
+    base: LocalModel, config: RunnerConfig, candidate: LocalModel, asked: RunnerConfig
+) -> Callable[[], LocalModel] | None:
+    """Loads the base with the candidate's claims, rounded to nearest: what the `Gate` takes for usual. config, asked:
+    what they were loaded with. None where that is the candidate itself, or the base has no floats to round."""
+    claimed = [name for name in EIGHT_BITS_OR_FEWER if f"weights.{name}" in candidate.reads.claims]
+    has_floats = base.stored is None and not any(claim.startswith("weights.") for claim in base.reads.claims)
+    if asked.quantization is not None or not claimed or not has_floats:
+        return None
+    changes = {"quantization": claimed[0], "kv_cache_dtype": asked.kv_cache_dtype, "packed_cache": "off"}
+    usual = msgspec.structs.replace(config, **changes)
+    return lambda: LocalModel("rounded", TorchRunner.load(usual), base.tokenizer)
 
 
 class Spelling:

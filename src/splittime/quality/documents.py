@@ -7,9 +7,8 @@ and can give no verdict. Documents that are nearly the same are one (`distinct`)
 `plan` draws windows of a length in turns, one of each document, then another of each, until the budget of tokens is
 spent: many documents with one window say more than one document with many. Which window of a document, and which
 document goes first, is drawn from a fixed seed: the first ones would be licences and imports. The same files give the
-same windows. A window of length L scores the tokens
-from `first` on, those whose context the next shorter length did not see; it begins with what the tokenizer puts before
-a text (begin of sequence).
+same windows. A window of length L scores the tokens from `first` on, those whose context the next shorter length did
+not see; it begins with what the tokenizer puts before a text (begin of sequence).
 """
 
 import gzip
@@ -186,7 +185,12 @@ def longest_length(documents: Sequence[Tokens], limit: int, shorter: int, least_
 
 
 def plan(
-    documents: Sequence[Tokens], length: int, shorter: int, prefix: tuple[int, ...], most_tokens: int
+    documents: Sequence[Tokens],
+    length: int,
+    shorter: int,
+    prefix: tuple[int, ...],
+    most_tokens: int,
+    seed: int = SEED,
 ) -> list[Window]:
     """Windows of at most `length` tokens that score what lies beyond `shorter`; `shorter` 0 scores all but the first.
 
@@ -199,7 +203,7 @@ def plan(
         for document in documents
     ]
     first = max(1, len(prefix), shorter)
-    drawn = Random(SEED)
+    drawn = Random(seed)
     for pieces in cut:
         drawn.shuffle(pieces)
     order = drawn.sample(range(len(documents)), len(documents))

@@ -7,7 +7,7 @@ else                      -> INCONCLUSIVE
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,17 +15,29 @@ from splittime import __version__
 from splittime.core.errors import ConfigError
 from splittime.quality import needle as needles
 from splittime.quality import questions as asked
-from splittime.quality.documents import Document, Encoder, Tokens, distinct, longest_length, plan, prefix_of, tokenized
-from splittime.quality.margins import MIN_DOCUMENTS, Check, Margins, overall, unusual
+from splittime.quality.documents import (
+    Document,
+    Encoder,
+    Tokens,
+    Window,
+    distinct,
+    longest_length,
+    plan,
+    prefix_of,
+    tokenized,
+)
+from splittime.quality.margins import MIN_DOCUMENTS, Check, Margins, overall
 from splittime.quality.model import Model
 from splittime.quality.needle import Needle
 from splittime.quality.questions import Answer, Choice, Paired
 from splittime.quality.reads import unread
 from splittime.quality.report import Report, Side, TextFigures, text_figures
-from splittime.quality.texts import Tell, checks, read_windows
+from splittime.quality.texts import Tell, checks, mean_of, read_windows
+from splittime.quality.usual import known, measured, unusual
 
 SHORT = 256
 MOST_TIMES = 100
+USUAL_TOKENS = 5000  # over which what is usual is measured: a factor of two needs no more
 LONG_DOCUMENTS = 2 * MIN_DOCUMENTS  # that must fill the longest context: half of them may be of one kind
 
 
@@ -57,13 +69,24 @@ class _Found(NamedTuple):
 class Gate:
     """Two models, one tokenizer. Raises `ConfigError` where they cannot be compared."""
 
-    def __init__(self, base: Model, candidate: Model, encoder: Encoder, margins: Margins, tell: Tell) -> None:
+    def __init__(
+        self,
+        base: Model,
+        candidate: Model,
+        encoder: Encoder,
+        margins: Margins,
+        tell: Tell,
+        rounded: Callable[[], Model] | None = None,
+    ) -> None:
+        """rounded: loads the base with what the candidate claims, rounded to nearest: what that costs is usual."""
         margins.validate()
         if base.vocab_size != candidate.vocab_size:
             sizes = f"{base.name} has a vocabulary of {base.vocab_size}, {candidate.name} of {candidate.vocab_size}"
             raise ConfigError(f"{sizes}: their predictions cannot be compared", param="candidate")
         self.base, self.candidate, self.encoder, self.margins, self.tell = base, candidate, encoder, margins, tell
         self.limit = min(base.max_tokens, candidate.max_tokens)
+        self.rounded, self.claims = rounded, candidate.reads.claims if candidate.reads else ()
+        self._usual = known(self.claims)
 
     def run(self, tasks: Tasks) -> Report:
         begin_ns = time.monotonic_ns()
@@ -106,10 +129,26 @@ class Gate:
             if not windows:
                 self._note(f"no document fills a context of {length} tokens")
                 continue
+            if not self._found.texts:
+                self._measure_usual(texts, windows)
             where, is_last = f"{shorter}-{length} tokens", length == lengths[-1]
             for sample in read_windows(self.base, self.candidate, texts, windows, where, self.tell, is_last):
                 self._found.checks.extend(checks(sample, self.margins))
                 self._found.texts.append(text_figures(sample))
+
+    def _measure_usual(self, texts: Sequence[Tokens], windows: Sequence[Window]) -> None:
+        """Over the first windows, which are of as many documents. A base too large to be there twice is no error."""
+        if self.rounded is None:
+            return
+        most = max(1, USUAL_TOKENS // len(windows[0].token_ids))
+        try:
+            model = self.rounded()
+        except ConfigError as error:
+            self._note(f"what {' and '.join(self.claims)} cost the base when rounded to nearest is not known: {error}")
+            return
+        where = "the base rounded to nearest"
+        (sample,) = read_windows(self.base, model, texts, windows[:most], where, self.tell, decode=False)
+        self._usual = measured(self.claims, mean_of(sample, sample.figures.kl).value)
 
     def _ask_choices(self, file: str, choices: list[Choice]) -> None:
         base, candidate = (
@@ -140,9 +179,8 @@ class Gate:
         self._found.checks.append(check)
 
     def _unusual(self) -> list[str]:
-        claims = self.candidate.reads.claims if self.candidate.reads else ()
         checks = (check for check in self._found.checks if check.rule == "kl" and not check.note)
-        return [f"{check.where}: {told}" for check in checks if (told := unusual(claims, check.estimate))]
+        return [f"{check.where}: {told}" for check in checks if (told := unusual(self._usual, check.estimate))]
 
     def _note(self, sentence: str) -> None:
         self._found.notes.append(sentence)

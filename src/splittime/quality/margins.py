@@ -63,24 +63,6 @@ def standard(claims: Sequence[str], stored_bits: int | None = None) -> Margins:
     return EIGHT_BITS if has_eight and not any(claim.endswith("int4") for claim in claims) else Margins()
 
 
-USUAL_KL = {"weights.int8": 0.0019, "weights.int4": 0.061, "kv.int8": 0.0020}
-"""Mean KL, nats, of each claim carried out right: the largest of rounding to nearest that BENCHMARKS.md has of the
-packaged model, two babyllamas and (8 bits only) stories260K. Larger models have less."""
-UNUSUAL = 2.0
-
-
-def unusual(claims: Sequence[str], kl: Estimate) -> str:
-    """A sentence where the whole interval is beyond `UNUSUAL` times what these claims usually cost, else ""."""
-    usual = sum(USUAL_KL.get(claim, math.inf) for claim in claims)
-    if not claims or kl.low <= UNUSUAL * usual:
-        return ""
-    said = " and ".join(claims)
-    return (
-        f"mean KL is {kl.value:.2g} nats, {kl.value / usual:.1f} times the {usual:.2g} that {said} cost at most on the "
-        "models that it was measured on: look for a broken scale"
-    )
-
-
 class Rule(msgspec.Struct, frozen=True):
     """is_ceiling: the figure must be at most `limit`, else at least. unit: "nats", "ratio", "share" or "bytes"."""
 
