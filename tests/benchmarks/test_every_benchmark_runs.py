@@ -30,6 +30,7 @@ WITH_TORCH = {
     "scenarios.mechanisms": ["--small", "--repeats", "1"],
     "scenarios.interval_coverage": ["--small"],
     "scenarios.quality_gate": ["--tokens", "600", "--only", "two halves of a short text"],
+    "scenarios.quality_windows": ["--documents", "3"],
     "scenarios.quantize_quality": ["--documents", "2", "--length", "40", "--arm", "int8 rtn"],
     "scenarios.schemes": ["--tokens", "600", "--repeats", "1", "--steps", "2", "--speed-only"],
     "gpu.goals": ["RESULTS"],
