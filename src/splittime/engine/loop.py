@@ -87,7 +87,7 @@ def run_loop(engine: Engine, inbox: Inbox, send: Send, clock: Clock) -> None:
 def _wait(engine: Engine, inbox: Inbox, send: Send, clock: Clock) -> None:
     """Until something arrives or is due, or a piece of measuring is done."""
     timeout_s = _seconds_to_deadline(engine, clock)
-    if engine.measuring is None or engine.bed.level or (timeout_s is not None and timeout_s <= QUIET_S):
+    if engine.measuring is None or (timeout_s is not None and timeout_s <= QUIET_S):
         inbox.wait(timeout_s)
     elif not inbox.wait(QUIET_S):
         _measure(engine, send)
