@@ -98,7 +98,7 @@ class WaitingQueue:
         return (state for _, pushed, state in self._by_rank if state.pushed == pushed)
 
     def push(self, state: RequestState, now_ns: int) -> None:
-        """Its account is in `queue` or `preempted` already; from the next plan on `wait` says why."""
+        """From the next plan on, or from this one if it was preempted for it, `wait` says why."""
         self._num_pushes += 1
         state.pushed = self._num_pushes
         heapq.heappush(self._by_rank, (state.rank, state.pushed, state))

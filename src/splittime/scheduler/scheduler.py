@@ -165,7 +165,7 @@ class Scheduler:
 
     def _plan_decodes(self, rows: list[Row], now_ns: int) -> list[RequestState]:
         """A row for each running request with one pending token, which needs a new block at a block's edge only.
-        Returns those with more to catch up; some may have been preempted since."""
+        Returns those with more to catch up. A victim never has a row yet, and is none of those: best rank first."""
         running, block_size = self.running, self.config.block_size
         behind: list[RequestState] = []
         position = 0
@@ -177,8 +177,9 @@ class Scheduler:
                 behind.append(state)
             elif num_tokens < state.max_num_tokens:  # else its last token is being sampled
                 lease = state.lease
-                if num_computed == len(lease.block_ids) * block_size and not self._reserve_or_preempt(state, now_ns):
-                    continue  # preempted itself; `position` is the next request, or the end
+                if num_computed == len(lease.block_ids) * block_size and not self.cache.reserve(lease, num_tokens):
+                    self._preempt(running[-1], now_ns)
+                    continue  # this one again; if it was the worst itself, that was the end
                 new_block_ids = lease.unsent() if lease.num_sent < len(lease.block_ids) else ()
                 if state.account.stage is Stage.DECODE_STALL:
                     state.account.enter(Stage.DECODE, now_ns)
@@ -190,35 +191,22 @@ class Scheduler:
             position += 1
         return behind
 
-    def _reserve_or_preempt(self, state: RequestState, now_ns: int) -> bool:
-        """A block for the next token, at the cost of the worst-ranked; False if that is `state` itself.
-
-        The victim never has a row in this plan yet: decodes are planned best rank first, prefills after them."""
-        while not self.cache.reserve(state.lease, state.num_computed + 1):
-            victim = self.running[-1]
-            self._preempt(victim, now_ns)
-            if victim is state:
-                return False
-        return True
-
     def _preempt(self, victim: RequestState, now_ns: int) -> None:
-        """Take its blocks back; what it had computed is computed again, but for what the prefix cache still has."""
+        """Take its blocks back; what it had computed is computed again, but for what the prefix cache still has. Why
+        it waits from now on is said where this plan admits."""
         self.running.remove(victim)
         self._take_back(victim)
         victim.recompute_until = max(victim.recompute_until, victim.num_computed)
         victim.num_computed = victim.num_promised = 0
         self._leave_in_the_air(victim)
         victim.num_preemptions += 1
-        victim.account.enter(Stage.PREEMPTED, now_ns, Cause.KV_BLOCKS)
         self.queue.push(victim, now_ns)
         self.victims.append(victim.request_id)
         self.num_preemptions += 1
 
     def _plan_prefills(self, behind: list[RequestState], rows: list[Row], budget: StepBudget, now_ns: int) -> None:
-        """Chunks for those that have more than one token to catch up, and still run."""
+        """Chunks for those that have more than one token to catch up."""
         for state in behind:
-            if state.pushed:
-                continue
             num_tokens = budget.chunk(state.num_pending)
             if num_tokens == 0:
                 state.stall(Cause.TOKEN_BUDGET, now_ns)
