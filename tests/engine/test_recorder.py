@@ -1,0 +1,225 @@
+"""What a step's record says: what was read and computed, when there was no work, and whose each nanosecond was."""
+
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from splittime.core.clock import VirtualClock
+from splittime.core.plan import StepPlan, StepResult
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
+from splittime.engine.engine import Engine
+from splittime.engine.processor_time import Given
+from splittime.ledger.steps import StepRecord, verify_steps
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.fake import FakeRunner
+
+CONFIG = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=40, block_size=4, num_blocks=10)
+STEP_NS = 1000
+
+
+class Ticking(VirtualClock):
+    """Each look at it costs a nanosecond, so that planning and committing take time."""
+
+    def now_ns(self) -> int:
+        self.advance(1)
+        return super().now_ns()
+
+
+class Telling(FakeRunner):
+    """Tells of its steps what the test says, whatever they took."""
+
+    told: dict[str, object]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return msgspec.structs.replace(super().run(plan), **self.told)
+
+
+def made(clock: VirtualClock, told: dict[str, object] | None = None, config: SchedulerConfig = CONFIG) -> Engine:
+    runner = Telling(config.block_size, step_ns=STEP_NS, clock=clock)
+    runner.told = told or {}
+    return Engine(Scheduler(config), runner, clock)
+
+
+def ask(engine: Engine, clock: VirtualClock, name: str, num_prompt: int = 3, max_tokens: int = 2) -> None:
+    now_ns, sampling = clock.now_ns(), SamplingParams(max_tokens=max_tokens, seed=0)
+    prompt = tuple(range(1, num_prompt + 1))
+    engine.submit(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=now_ns), now_ns)
+
+
+def records_of(engine: Engine) -> list[StepRecord]:
+    records = []
+    while engine.has_work:
+        output = engine.step()
+        assert output is not None
+        records += [output.record] if output.record is not None else []
+    return records
+
+
+def stepped(engine: Engine) -> StepRecord:
+    output = engine.step()
+    assert output is not None
+    assert output.record is not None
+    return output.record
+
+
+def test_what_was_read_and_computed_and_who_was_there() -> None:
+    clock = VirtualClock()
+    engine = made(clock)
+    for name, num_prompt in (("a", 6), ("b", 3), ("c", 2)):
+        ask(engine, clock, name, num_prompt)
+    records = records_of(engine)
+    verify_steps(records)
+    assert [record.rows for record in records] == [
+        (("a", 0, 4),),
+        (("a", 4, 2), ("b", 0, 2)),
+        (("a", 6, 1), ("b", 2, 1)),
+        (("b", 3, 1), ("c", 0, 2)),
+        (("c", 2, 1),),
+    ]
+    assert [record.prefill_tokens for record in records] == [4, 4, 0, 2, 0]
+    assert [record.decode_tokens for record in records] == [0, 0, 2, 1, 1]
+    assert [record.kv_tokens_read for record in records] == [4, 8, 10, 6, 3]
+    assert [record.num_running for record in records] == [1, 2, 1, 1, 0]
+    assert [record.num_waiting for record in records] == [2, 1, 1, 0, 0]
+    assert [record.blocks_used for record in records] == [2, 3, 1, 1, 0]
+    assert [record.step_id for record in records] == [1, 2, 3, 4, 5]
+    assert engine.stats().num_steps == 5
+
+
+def test_planning_and_committing_are_parts_of_a_step() -> None:
+    clock = Ticking()
+    engine = made(clock)
+    ask(engine, clock, "a", max_tokens=3)
+    records = records_of(engine)
+    verify_steps(records)
+    for record in records:
+        assert (record.plan_ns, record.launch_ns, record.device_ns, record.commit_ns) == (1, 2, STEP_NS, 1)
+    assert [record.host_gap_ns for record in records[1:]] == [1, 1]
+
+
+def test_there_is_no_work_from_the_last_end_until_somebody_comes() -> None:
+    clock = VirtualClock()
+    engine = made(clock)
+    records = []
+    for name, idle_ns in (("a", 70), ("b", 500), ("c", 0), ("d", 9)):
+        clock.advance(idle_ns)
+        ask(engine, clock, name)
+        clock.advance(3)  # there is work now: it is the host's time
+        records += records_of(engine)
+    verify_steps(records)
+    assert [(record.idle_ns, record.host_gap_ns) for record in records if record.step_id % 2] == [
+        (0, 0),  # nothing was before it
+        (500, 3),
+        (0, 3),
+        (9, 3),
+    ]
+    assert all(not record.idle_ns and not record.host_gap_ns for record in records if not record.step_id % 2)
+
+
+@dataclass
+class Case:
+    told: dict[str, object]
+    parts: tuple[int, int, int, int, int]  # offload, restore, device, sample, launch
+    collective_ns: int = 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case({"device_ns": 600, "sample_ns": 300, "collective_ns": 50}, (0, 0, 600, 300, 100), 50),
+        Case({"device_ns": 900, "sample_ns": 300, "collective_ns": 2000}, (0, 0, 900, 100, 0), 1000),
+        Case({"device_ns": 2000, "sample_ns": 300, "collective_ns": 950}, (0, 0, 1000, 0, 0), 950),
+    ],
+)
+def test_what_a_runner_tells_is_held_to_what_the_host_saw(case: Case) -> None:
+    clock = VirtualClock()
+    engine = made(clock, case.told)
+    ask(engine, clock, "a")
+    records = records_of(engine)
+    verify_steps(records)
+    for record in records:
+        found = record.offload_ns, record.restore_ns, record.device_ns, record.sample_ns, record.launch_ns
+        assert found == case.parts
+        assert record.collective_ns == case.collective_ns
+
+
+@pytest.mark.parametrize(("told_ns", "gap_ns"), [(0, 0), (40, 40), (45, 45), (46, 45), (10**6, 45)])
+def test_the_device_waited_no_longer_than_the_host_left_it_alone(told_ns: int, gap_ns: int) -> None:
+    """20 of the step before and 20 of this one are the runner's, but not the device's; 5 lie between the two."""
+    clock = VirtualClock()
+    engine = made(clock, {"device_ns": STEP_NS - 20, "execution": "eager", "gap_ns": told_ns})
+    ask(engine, clock, "a")
+    first = stepped(engine)
+    clock.advance(5)
+    second = stepped(engine)
+    verify_steps([first, second])
+    assert (first.gap_ns, second.gap_ns) == (0, gap_ns)
+
+
+def test_of_the_devices_waiting_what_was_no_work_is_left_out() -> None:
+    clock = VirtualClock()
+    engine = made(clock, {"execution": "eager", "gap_ns": 504})
+    ask(engine, clock, "a", max_tokens=1)
+    records_of(engine)
+    clock.advance(500)
+    ask(engine, clock, "b", max_tokens=1)
+    clock.advance(9)
+    (record,) = records_of(engine)
+    assert (record.idle_ns, record.host_gap_ns, record.gap_ns) == (500, 9, 4)
+
+
+class Kernel:
+    """Counts as the kernel does; the test says what a thread was given."""
+
+    def __init__(self) -> None:
+        self.given = Given(0, 0)
+
+    def pass_time(self, ran_ns: int, waited_ns: int) -> None:
+        self.given = Given(self.given.ran_ns + ran_ns, self.given.waited_ns + waited_ns)
+
+    def now(self) -> Given:
+        return self.given
+
+
+@pytest.mark.parametrize(
+    ("told", "ran_ns", "waited_ns", "expected"),
+    [
+        ({}, 700, 200, (200, 105)),
+        ({"collective_ns": 30}, 700, 200, (200, 75)),
+        ({}, 0, 5000, (1005, 0)),
+        ({}, 5000, 0, (0, 0)),
+        ({"execution": "eager"}, 100, 300, (300, None)),
+    ],
+)
+def test_whose_the_processor_was(told: dict, ran_ns: int, waited_ns: int, expected: tuple) -> None:
+    """Of a step of 1000 and 5 before it. What was given while there was no work belongs to no step."""
+    clock, kernel = VirtualClock(), Kernel()
+    engine = made(clock, told)
+    kernel.pass_time(77, 88)
+    engine.watch_processor(kernel)  # type: ignore[arg-type]
+    ask(engine, clock, "a", max_tokens=1)
+    records_of(engine)
+    clock.advance(300)
+    kernel.pass_time(100, 200)
+    ask(engine, clock, "b", max_tokens=1)
+    clock.advance(5)
+    kernel.pass_time(ran_ns, waited_ns)
+    (record,) = records_of(engine)
+    assert (record.idle_ns, record.host_gap_ns) == (300, 5)
+    assert (record.cpu_wait_ns, record.off_cpu_ns) == expected
+
+
+def test_a_step_is_charged_with_what_was_given_since_the_one_before() -> None:
+    clock, kernel = VirtualClock(), Kernel()
+    engine = made(clock)
+    engine.watch_processor(kernel)  # type: ignore[arg-type]
+    ask(engine, clock, "a", max_tokens=3)
+    told = []
+    for waited_ns in (10, 0, 500):
+        kernel.pass_time(100, waited_ns)
+        record = stepped(engine)
+        told.append((record.cpu_wait_ns, record.off_cpu_ns))
+    assert told == [(10, 890), (0, 900), (500, 400)]
