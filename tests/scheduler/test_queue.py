@@ -2,21 +2,23 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_causes import turn_by_turn
 from test_scheduler import add, make_scheduler, step
 
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.stages import Cause, Stage
-from splittime.scheduler.queue import CauseLog
+from splittime.scheduler.queue import CauseLog, WaitingQueue
 from splittime.scheduler.state import RequestState
+from splittime.scheduler.turns import SWEEP_FROM
 
 CAUSES = (Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET, Cause.POLICY)
 
 
-def waiting_state(name: str) -> RequestState:
+def waiting_state(name: str, arrival: int = 1, key: float = 0.0) -> RequestState:
     sampling = SamplingParams(max_tokens=1, seed=0)
     request = Request(request_id=name, prompt_token_ids=(1,), sampling=sampling, submitted_ns=0)
-    return RequestState(request, 1, (1, 0.0, 1), 64)
+    return RequestState(request, arrival, (1, key, arrival), 64)
 
 
 @settings(max_examples=150, deadline=None)
@@ -98,3 +100,53 @@ def test_one_that_is_overtaken_while_it_waits_is_told_so_though_it_is_not_next()
     scheduler.abort("long", 47)
     found = [(i.cause, i.duration_ns) for i in long.account.intervals() if i.stage is Stage.QUEUE and i.duration_ns]
     assert found == [(Cause.ENGINE_LOOP, 4), (Cause.BATCH_SLOTS, 10), (Cause.POLICY, 17)]
+
+
+CROWDS = st.one_of(
+    st.tuples(st.just("come"), st.integers(1, 40), st.integers(0, 10_000)),
+    st.tuples(st.just("admit"), st.integers(1, 10), st.just(0)),
+    st.tuples(st.just("go"), st.integers(1, 40), st.integers(0, 10_000)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(CROWDS, min_size=5, max_size=30))
+def test_crowds_come_and_go_and_the_queue_knows_whose_turn_it_was(script: list[tuple[str, int, int]]) -> None:
+    """By the hundred, in any order of rank: who is next and who is overtaken is what a slow count says, and the dead
+    are swept out."""
+    queue = WaitingQueue()
+    here: dict[str, RequestState] = {}
+    arrived: list[str] = []
+    history: list[tuple[str, str]] = []
+    for what, count, seed in script:
+        for i in range(count):
+            if what == "come":
+                name = f"r{len(arrived)}"
+                here[name] = waiting_state(name, len(arrived), float((seed + i * 7919) % 13))
+                arrived.append(name)
+                queue.push(here[name], len(arrived))
+                continue
+            best = queue.peek(0, float("inf"))
+            assert best is min(here.values(), key=lambda state: state.rank, default=None)
+            if best is None:
+                break
+            name = best.request_id if what == "admit" else sorted(here)[(seed + i * 7919) % len(here)]
+            history.append(("admitted" if what == "admit" else "gone", name))
+            (queue.admit if what == "admit" else queue.remove)(here.pop(name))
+            kept = 2 * len(here) + SWEEP_FROM
+            assert max(len(queue._by_rank), len(queue._by_age)) <= kept
+            assert len(queue._turns._line) <= kept + 2 * len(queue._turns._early)
+        queue.check()
+        assert {name for name, state in here.items() if state.is_overtaken} == turn_by_turn(history, arrived)
+
+
+def test_who_was_fresh_or_overtaken_in_one_plan_is_not_kept_for_the_next() -> None:
+    """Neither where all are admitted at once, so that nobody is told to wait, nor where some always wait."""
+    for max_num_seqs in (2, 1):
+        scheduler = make_scheduler(policy="priority", max_num_seqs=max_num_seqs)
+        for i in range(30):
+            for name, priority in ((f"low{i}", 1), (f"high{i}", 0)):
+                add(scheduler, name, now_ns=10 * i, max_tokens=1, priority=priority)
+            step(scheduler, 10 * i + 1)
+            assert (scheduler.queue._fresh, scheduler.queue._passed) == ([], [])
+        assert scheduler.num_waiting == (0 if max_num_seqs == 2 else 30)

@@ -149,14 +149,13 @@ class WaitingQueue:
         """Nobody is here: else a server that never queues would remember everybody."""
         self._fresh.clear()
         self._passed.clear()
-        self._turns.forget()
 
     def wait(self, now_ns: int, first: RequestState, first_cause: Cause, rest_cause: Cause) -> None:
         """State why everybody still here waits from `now_ns` on: `first` for its own cause, the overtaken for the
         policy, the rest for theirs."""
         leave_log(first)
-        once_each = dict.fromkeys((self._first, *self._passed, *self._fresh))
-        moving = [state for state in once_each if state is not None and state is not first and self._moves(state)]
+        once_each = dict.fromkeys((self._first, *self._passed, *self._fresh))  # in no log, or in another one by now
+        moving = [state for state in once_each if state is not None and state is not first and state.pushed]
         for state in moving:
             leave_log(state)
         self._log.state_cause(now_ns, rest_cause)
@@ -169,17 +168,13 @@ class WaitingQueue:
         cause = _overtaken_cause(first_cause) if first.is_overtaken else first_cause
         first.account.enter(waiting_stage(first), now_ns, cause)
 
-    def _moves(self, state: RequestState) -> bool:
-        """Whether it is still here, and no reader of the log that says why."""
-        return state.pushed > 0 and state.cause_log is not self._log_of(state)
-
     def _log_of(self, state: RequestState) -> CauseLog:
         return self._overtaken_log if state.is_overtaken else self._log
 
     def waiting_for(self) -> dict[Cause | None, int]:
         """How many wait for what now, in O(arrivals since the last plan)."""
         alone = (state for state in (*self._fresh, self._first) if state is not None)
-        found = Counter(state.account.cause for state in alone if state.pushed and state.cause_log is None)
+        found = Counter(state.account.cause for state in alone if state.pushed)
         for log in (self._log, self._overtaken_log):
             if log.num_readers:
                 found[log.cause] += log.num_readers

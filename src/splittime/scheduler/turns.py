@@ -39,11 +39,6 @@ class Turns:
             self._early.add(state.pushed)
         return self._take_turn()
 
-    def forget(self) -> None:
-        """Nobody waits: all turns are even."""
-        self._line.clear()
-        self._early.clear()
-
     def sweep(self, num_alive: int) -> None:
         """Forget who went away before their turn, once they are the most."""
         if len(self._line) > 2 * (num_alive + len(self._early)) + SWEEP_FROM:
