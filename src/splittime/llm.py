@@ -35,6 +35,7 @@ from splittime.engine.choice import Choice
 from splittime.engine.client import StreamItem
 from splittime.engine.engine import Engine
 from splittime.engine.known_facts import MAX_SLEEPS
+from splittime.engine.machine_time import machine_time
 from splittime.engine.messages import StepOutput
 from splittime.engine.output import OutputText
 from splittime.engine.pump import Pump
@@ -114,7 +115,7 @@ class LLM:
         self._vocab_size = tokenizer.vocab_size
         self._max_model_len = engine.scheduler.config.max_model_len
         self._started_ns = self._ready_ns = time.monotonic_ns()
-        self.ledger.tell_facts = self._facts
+        self.ledger.tell_facts, self.ledger.tell_ran = self._facts, machine_time() or self.ledger.tell_ran
         self._numbers = itertools.count()
         self._machine: Machine | None = None  # measured by this process
         self._busy = threading.Lock()

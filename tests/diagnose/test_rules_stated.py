@@ -2,12 +2,14 @@
 
 import msgspec
 import pytest
+from test_rules_client import with_client
 from test_rules_queue import names, poisson
 from ward import Case, Ward, ids
 
 from splittime.core.errors import ErrorInfo
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.unexplained import MAX_UNEXPLAINED
+from splittime.ledger.client_book import Check
 from splittime.ledger.stages import Cause
 
 CHATS = [Case(150 * i, ids(16, i), 120) for i in range(30)]
@@ -60,6 +62,31 @@ def test_a_wait_for_a_processor_that_is_usual_is_told_with_its_reason():
     assert diagnosis.illnesses == ()
     (why,) = (one.why for one in diagnosis.abstentions if one.name == "cpu_starved")
     assert "a client beside it" in why
+
+
+@pytest.mark.parametrize(
+    ("wait", "own", "others", "found"),
+    [(0.25, 0.1, 1.0, ["cpu_starved"]), (0.6, 0.1, 0.9, ["cpu_starved"]), (0.6, 0.6, 0.02, []), (0.25, 0.5, 0.3, [])],
+)
+def test_a_wait_is_for_others_as_far_as_they_ran(wait, own, others, found):
+    """Whatever a server's own processes take of two cores is no illness; what others take is from a tenth on."""
+    diagnosis = diagnose(Ward(wait_share=wait, beside=(own, others)).run(*CHATS, *PROMPTS))
+    assert [one.name for one in diagnosis.illnesses] == found
+    if found:
+        (first,) = diagnosis.illnesses
+        stolen = wait / (1 + wait) * others / (own + others)
+        assert first.share_of_time == pytest.approx(stolen, abs=0.05)
+        assert "ms for each token" in first.claim
+    else:
+        (why,) = (one.why for one in diagnosis.abstentions if one.name == "cpu_starved")
+        assert "by what they ran" in why
+
+
+def test_the_load_generator_beside_the_server_is_not_the_others():
+    books = Ward(wait_share=0.4, beside=(0.1, 0.9)).run(*CHATS, *PROMPTS)
+    cpu = Check(name="cpu", ok=True, value=0.88, limit=0.9, unit="", sentence="", voids=False)
+    assert names(with_client(books)) == ["cpu_starved"]
+    assert names(with_client(books, checks=[cpu])) == []
 
 
 def test_other_work_beside_a_starved_engine_is_not_named_for_it():

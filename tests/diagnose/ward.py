@@ -87,8 +87,9 @@ class Hindered(FakeRunner):
 class Ward:
     """step_ms and token_ms: what a step and each token in it cost; gap_ms: what the host does after each. wake_ms: what
     an engine without work takes to wake; take_ms: what it takes to take a request in. execution: `FakeRunner`'s. knobs:
-    (at ms, settings) changed while it runs. stops_ms: (at, for so long). machine: threads and cores. Other arguments
-    are the scheduler's settings, and `Hindered`'s."""
+    (at ms, settings) changed while it runs. stops_ms: (at, for so long). machine: threads and cores. beside:
+    how many cores this server's other processes, and all others, keep busy. Other arguments are the scheduler's
+    settings, and `Hindered`'s."""
 
     step_ms: float = 4.0
     token_ms: float = 0.05
@@ -103,6 +104,7 @@ class Ward:
     wait_share: float = 0.0
     sample_share: float = 0.0
     machine: tuple[int, int] | None = None
+    beside: tuple[float, float] | None = None
     told: dict[str, Any] = field(default_factory=dict)
     clock: VirtualClock = field(default_factory=lambda: VirtualClock(10**9))
 
@@ -116,6 +118,7 @@ class Ward:
         self.facts: dict[str, dict[str, Any]] = {}
         self.closed: list[ClosedAccount] = []
         self.steps: list[StepRecord] = []
+        self.engine_ran_ns = 0
         self._cases = {}
         begin_ns = self.clock.now_ns()
         runner.stops = tuple((begin_ns + int(at * MS), int(ms * MS)) for at, ms in self.stops_ms)
@@ -176,7 +179,7 @@ class Ward:
         if output is None:
             return
         if output.record is not None:
-            self.steps.append(output.record)
+            self.steps.append(self._with_who_ran(output.record))
         for news in output.outputs:
             account, facts = self.accounts[news.request_id], self.facts[news.request_id]
             account.extend(news.marks)
@@ -187,6 +190,14 @@ class Ward:
                 facts["cached"] = news.num_cached_tokens
             if news.finish_reason is not None:
                 self._close(news.request_id, str(news.finish_reason), output.ready_ns, news.error)
+
+    def _with_who_ran(self, step: StepRecord) -> StepRecord:
+        if self.beside is None:
+            return step
+        own, others = self.beside
+        self.engine_ran_ns += step.end_ns - step.begin_ns + step.host_gap_ns - step.cpu_wait_ns - step.off_cpu_ns
+        server_ns = self.engine_ran_ns + int(own * step.end_ns)
+        return msgspec.structs.replace(step, server_ran_ns=server_ns, others_ran_ns=int(others * step.end_ns))
 
     def _close(self, request_id: str, reason: str, ready_ns: int, error: ErrorInfo | None) -> None:
         account, facts, case = self.accounts[request_id], self.facts[request_id], self._cases[request_id]

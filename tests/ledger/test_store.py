@@ -20,7 +20,7 @@ from splittime.ledger import sqlite_file
 from splittime.ledger.account import REFUSED
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.sqlite_file import FileWriter
-from splittime.ledger.store import Ledger, open_readonly
+from splittime.ledger.store import Ledger, Ran, open_readonly
 
 
 def test_finds_by_request_id_group_id_and_bare_id():
@@ -57,6 +57,14 @@ def test_each_step_tells_how_many_were_refused_before_it_however_few_are_kept():
     counts = [step.num_refused for step in ledger.steps()]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, 20)
+
+
+def test_each_step_tells_who_had_run_by_then():
+    ledger = Ledger()
+    ledger.add_step(books.step(1, 100))
+    ledger.tell_ran = lambda: Ran(server_ns=3, others_ns=5)
+    ledger.add_step(books.step(2, 200))
+    assert [(step.server_ran_ns, step.others_ran_ns) for step in ledger.steps()] == [(None, None), (3, 5)]
 
 
 def test_latest_first_bound_then_oldest_first():

@@ -41,7 +41,8 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     `collective_ns` are those of `core.plan.StepResult`; `enqueue_ns` is part of no sum, as the device may work then.
     `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to host memory, and back. `num_refused`: requests
     that the server had refused with 429 since its start when it took this record in; accounts are kept of the latest of
-    them only."""
+    them only. `server_ran_ns`, `others_ran_ns`: how long this server's processes, and all others, had run on its
+    processors since the machine began, as of then or up to a second before; None where the system does not tell."""
 
     step_id: int
     begin_ns: int
@@ -75,6 +76,8 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     cpu_wait_ns: int | None = None
     off_cpu_ns: int | None = None
     num_refused: int = 0
+    server_ran_ns: int | None = None
+    others_ran_ns: int | None = None
 
     @property
     def parts_ns(self) -> int:

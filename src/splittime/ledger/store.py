@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,6 +34,16 @@ log = logging.getLogger("splittime.ledger")
 
 Subscriber = Callable[[ClosedAccount | StepRecord], None]
 TellFacts = Callable[[], ServerFacts | None]
+
+
+class Ran(NamedTuple):
+    """How long a server's processes, and all others, have run on its processors since the machine began, in ns."""
+
+    server_ns: int
+    others_ns: int
+
+
+TellRan = Callable[[], Ran | None]
 ID_PREFIXES = ("cmpl-", "chatcmpl-")
 
 
@@ -68,6 +79,7 @@ class Ledger:
         self._subscribers: list[Subscriber] = []
         self._num_accounts = self._num_steps = self._num_invalid = self._num_subscriber_errors = self._num_refused = 0
         self.tell_facts: TellFacts = lambda: None
+        self.tell_ran: TellRan = lambda: None  # set by who serves, too
         self._file = (
             FileWriter(Path(path), max_file_accounts, max_file_steps, tell_facts=self.facts)
             if path is not None
@@ -92,13 +104,23 @@ class Ledger:
         self._pass_on(account)
 
     def add_step(self, record: StepRecord) -> None:
-        if self._num_steps_before or self._num_refused:
-            step_id = record.step_id + self._num_steps_before
-            record = msgspec.structs.replace(record, step_id=step_id, num_refused=self._num_refused)
+        record = self._completed(record)
         with self._lock:
             self._num_steps += 1
             self._steps.append(record)
         self._pass_on(record)
+
+    def _completed(self, record: StepRecord) -> StepRecord:
+        """With what the server knows, and not its engine."""
+        told: dict[str, int] = {}
+        if self._num_steps_before:
+            told["step_id"] = record.step_id + self._num_steps_before
+        if self._num_refused:
+            told["num_refused"] = self._num_refused
+        ran = self.tell_ran()
+        if ran is not None:
+            told |= {"server_ran_ns": ran.server_ns, "others_ran_ns": ran.others_ns}
+        return msgspec.structs.replace(record, **told) if told else record
 
     def account(self, request_id: str, tenant: str | None = None) -> list[ClosedAccount]:
         """The accounts of a request id, a response id (all its choices), or a response id without its prefix; of this

@@ -15,6 +15,7 @@ from splittime.core.errors import ErrorInfo
 from splittime.core.sleep import AWAKE, WAY_OUT
 from splittime.engine.client import EngineClient
 from splittime.engine.gc_pauses import GcPauses, freeze_heap
+from splittime.engine.machine_time import machine_time
 from splittime.engine.text_process import TextLimits
 from splittime.engine.text_work import Encode, TextWork
 from splittime.engine.text_workers import TextWorkers
@@ -57,7 +58,7 @@ class Service:
         self.exporter = PrometheusExporter(ledger, client.stats)
         self.gc_pauses: GcPauses | None = None
         self.started_ns = self._ready_ns = time.monotonic_ns()  # until who made the process says better
-        ledger.tell_facts = self.facts
+        ledger.tell_facts, ledger.tell_ran = self.facts, machine_time() or ledger.tell_ran
         bounds = Bounds(config.max_queued_requests, config.max_queued_prompt_tokens)
         self.admission = Admission(bounds, self.exporter.count_refusal)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger

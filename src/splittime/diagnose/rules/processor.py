@@ -1,9 +1,11 @@
 """What kept the engine's thread from running: nobody let it, others had the processors, or too many threads share them.
 
-Read from what the kernel states of each step (`StepRecord.cpu_wait_ns`, `off_cpu_ns`), never from how long a step took.
+Read from what the kernel states of each step (`StepRecord.cpu_wait_ns`, `off_cpu_ns`), never from how long a step took;
+whose turn it was when the thread waited, from how long others ran (`diagnose.beside`).
 """
 
 from splittime.diagnose.attribution import Computed, attribution
+from splittime.diagnose.beside import Beside, beside
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, ms, served, slowest_steps, threads_and_cores, worst
@@ -12,7 +14,7 @@ from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger.stages import Stage
 
 NOT_STATED = "this server's kernel does not say when its engine's thread was kept from running"
-STARVED_SHARE = 0.2  # of the requests' time: a server's own two processes and a client on two cores take a tenth
+STARVED_SHARE = 0.2  # where nobody tells who ran: a server's own two processes and a client on two cores take a tenth
 LONG_NS = 10_000_000  # a stop that is worth counting
 # All that a slower engine makes longer.
 SLOWED = (
@@ -78,21 +80,28 @@ def cpu_starved(books: Books) -> Answer:
     if all(step.cpu_wait_ns is None for step in books.steps):
         return Abstention("cpu_starved", NOT_STATED)
     threads, cores = threads_and_cores(books)
-    share, lost = _lost(books, Computed.CPU_WAIT, STARVED_SHARE)
+    ran = beside(books)
+    whole, lost = _lost(books, Computed.CPU_WAIT, STARVED_SHARE)
+    share = whole
+    if ran is not None:
+        lost = {request_id: ns * ran.others_part for request_id, ns in lost.items()}
+        share = of_requests(lost, served(books.accounts))
     if threads > cores:
         return None
     if not share.is_worth_it:
-        return share.unsure("cpu_starved") or _as_usual(share)
+        return share.unsure("cpu_starved") or _as_usual(whole, share, ran)
     waited_ns = sum(step.cpu_wait_ns or 0 for step in books.steps)
+    tokens = sum(account.output_tokens for account in served(books.accounts))
+    each = ms(sum(lost.values()) / max(1, tokens))
     return Finding(
         name="cpu_starved",
-        claim=f"The engine's thread was ready to run and had no processor for {waited_ns / 1e9:.1f} s: "
-        f"{share.value:.0%} "
-        "of all requests' time. Other processes of this machine had it.",
+        claim=f"The engine's thread was ready to run and had no processor for {waited_ns / 1e9:.1f} s. Other processes "
+        f"of this machine had it for {share.value:.0%} of all requests' time: {each} ms for each token.",
         evidence=(
             Fact("waiting for a processor", ms(waited_ns), "ms over all steps"),
             Fact("of the steps' time", f"{waited_ns / max(1.0, timeline(books).by_step.sum()):.0%}"),
-            Fact("requests' time in it", ms(sum(lost.values())), "ms over all requests"),
+            Fact("requests' time in it, for others", ms(sum(lost.values())), "ms over all requests"),
+            *_who_ran(ran),
             Fact("threads and cores of the server", f"{threads} and {cores}"),
         ),
         request_ids=worst(lost),
@@ -100,12 +109,12 @@ def cpu_starved(books: Books) -> Answer:
         share_of_time=share.value,
         share_interval=share.interval,
         confidence=CERTAIN,
-        confidence_from="the kernel's own count of what the engine's thread waited in its run queue",
+        confidence_from="the kernel's own count of what the engine's thread waited in its run queue"
+        + ("; whose turn it was, in proportion to who ran" if ran is not None else ""),
         cure=Cure(
             sentence="Keep the processors for the server: move the other work away (`top` names it; a load "
-            "generator on "
-            "the same machine is other work too), or give the server a higher priority (nice, cpu.weight) or cores of "
-            "its own (taskset, cpuset)."
+            "generator on the same machine is other work too), or give the server a higher priority (nice, "
+            "cpu.weight) or cores of its own (taskset, cpuset)."
         ),
         cost="The other work runs slower, or elsewhere.",
         counter_check="With the other processes stopped, at the same load, the wait for a processor stays.",
@@ -113,15 +122,26 @@ def cpu_starved(books: Books) -> Answer:
     )
 
 
-def _as_usual(share: Share) -> Abstention | None:
-    if share.value < MIN_SHARE:
+def _who_ran(ran: Beside | None) -> tuple[Fact, ...]:
+    if ran is None:
+        return ()
+    return (
+        Fact("other processes ran", round(ran.others_ns / 1e9, 2), "s of processor time"),
+        Fact("this server ran beside the engine's thread", round(ran.server_ns / 1e9, 2), "s"),
+        Fact("the load generator ran, if it is on this machine", round(ran.client_ns / 1e9, 2), "s"),
+    )
+
+
+def _as_usual(whole: Share, share: Share, ran: Beside | None) -> Abstention | None:
+    """Why a wait is none of others' making, or not known to be."""
+    if whole.value < MIN_SHARE:
         return None
-    why = (
-        f"the engine waits for a processor for {share.value:.0%} of the requests' time, which a server's own processes "
-    )
-    return Abstention(
-        "cpu_starved", f"{why}and a client beside it on two cores make it do; {STARVED_SHARE:.0%} is more"
-    )
+    why = f"the engine waits for a processor for {whole.value:.0%} of the requests' time, "
+    if ran is None:
+        why += "which a server's own processes and a client beside it on two cores make it do; "
+        return Abstention("cpu_starved", f"{why}{STARVED_SHARE:.0%} is more")
+    why += f"{share.value:.0%} of it for other processes, by what they ran: this server's own, and a client beside it, "
+    return Abstention("cpu_starved", f"{why}had the rest")
 
 
 @rule(
