@@ -3,6 +3,7 @@
 import pytest
 
 from splittime.server.config import ModelInfo, ServerConfig
+from splittime.server.schema import UNSUPPORTED
 
 from .conftest import EOS, LiveServer, say
 from .fake_engine import FakeEngine
@@ -16,7 +17,6 @@ COMPLETIONS = [
     ({"service_tier": "flex"}, "service_tier"),
     ({"safety_identifier": "s"}, "safety_identifier"),
     ({"prompt_cache_key": "k"}, "prompt_cache_key"),
-    ({"best_of": 1}, "best_of"),
     ({"top_p": 0}, "top_p"),
     ({"stop": ""}, "stop"),
     ({"stop": ["", "never"]}, "stop"),
@@ -24,7 +24,36 @@ COMPLETIONS = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 4096}, "max_tokens"),
 ]
+NEUTRAL = {
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "detokenize": True,
+    "return_tokens_as_token_ids": False,
+    "best_of": 1,
+    "cache_prompt": True,
+    "repeat_penalty": 1.0,
+    "mirostat": 0,
+    "typical_p": 1.0,
+    "dynatemp_range": 0.0,
+    "xtc_probability": 0.0,
+    "dry_multiplier": 0.0,
+    "timings_per_token": False,
+}
+ABSENT = {
+    **dict.fromkeys(("truncate_prompt_tokens", "guided_json", "guided_regex", "guided_choice", "guided_grammar")),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern", "structured_outputs", "request_id")),
+    **dict.fromkeys(("prompt_logprobs", "allowed_token_ids", "logits_processors", "kv_transfer_params", "vllm_xargs")),
+    "n_predict": None,
+    "bad_words": [],
+    "response_format": {"type": "text"},
+}
+OF_CHATS = {"echo": False, "include_reasoning": True, "add_special_tokens": False}
+COMPLETIONS += [({name: value}, name) for name, value in {**NEUTRAL, "add_special_tokens": True}.items()]
 CHATS = [
+    *(({name: value}, name) for name, value in {**NEUTRAL, **OF_CHATS}.items()),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"tools": TOOLS, "tool_choice": "none"}, "tools"),
     ({"parallel_tool_calls": True}, "parallel_tool_calls"),
@@ -53,6 +82,58 @@ def test_what_expects_no_answer_is_taken_unless_strict(live, path: str, body: di
     assert status == (400 if live.config.strict else 200), answer
     if live.config.strict:
         assert answer["error"]["param"] == param
+
+
+HONOURED = {"min_p": 0, "repetition_penalty": 1.0, "ignore_eos": False, "priority": 0, "min_tokens": 0}
+
+
+@pytest.mark.parametrize(("path", "prompt"), [("/v1/completions", "x"), ("/v1/chat/completions", USER)])
+def test_what_a_client_of_vllm_sends_at_its_defaults_is_answered(live, path: str, prompt: object) -> None:
+    is_chat = path.endswith("chat/completions")
+    more = {"chat_template": None, "documents": None, "mm_processor_kwargs": None} if is_chat else {}
+    body = {"messages" if is_chat else "prompt": prompt, **HONOURED, **ABSENT, **more}
+    assert live.post(path, body)[0] == 200
+    neutral = NEUTRAL | (OF_CHATS if is_chat else {"add_special_tokens": True})
+    assert live.post(path, {**body, **neutral})[0] == (400 if live.config.strict else 200)
+
+
+OTHER_VALUES = {
+    **dict.fromkeys((name for name, value in NEUTRAL.items() if value is True), False),
+    **dict.fromkeys((name for name, value in NEUTRAL.items() if value is False), True),
+    **dict.fromkeys(("best_of", "mirostat"), 2),
+    **dict.fromkeys(("repeat_penalty", "typical_p", "dynatemp_range", "xtc_probability", "dry_multiplier"), 0.5),
+    **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs", "n_predict"), 7),
+    **dict.fromkeys(("guided_regex", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern"), "a"),
+    **{key: {"a": "b"} for key in ("guided_json", "structured_outputs", "kv_transfer_params", "vllm_xargs")},
+    **{key: ["a"] for key in ("guided_choice", "logits_processors", "bad_words")},
+    "allowed_token_ids": [1],
+    "request_id": "mine",
+    "response_format": {"type": "json_object"},
+}
+del OTHER_VALUES["spaces_between_special_tokens"]  # between what is left out
+OTHER_VALUES_OF_CHATS = {
+    "echo": True,
+    "include_reasoning": False,
+    "add_special_tokens": True,
+    "chat_template": "{{ 1 }}",
+    "documents": [{}],
+    "mm_processor_kwargs": {"a": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        *(("/v1/completions", *pair) for pair in {**OTHER_VALUES, "add_special_tokens": False}.items()),
+        *(("/v1/chat/completions", *pair) for pair in {**OTHER_VALUES, **OTHER_VALUES_OF_CHATS}.items()),
+    ],
+)
+def test_a_value_that_would_change_something_is_refused_with_the_way_out(live, path, name, value) -> None:
+    prompt = {"messages": USER} if path.endswith("chat/completions") else {"prompt": "x"}
+    status, _, answer = live.post(path, {**prompt, name: value})
+    error = answer["error"]
+    assert (status, error["code"], error["param"].split(".")[0]) == (400, "unsupported_field", name)
+    assert error["message"].partition(": ")[2] == UNSUPPORTED[name]
 
 
 def test_an_earlier_answer_may_be_sent_back_as_other_servers_wrote_it(live) -> None:

@@ -16,8 +16,9 @@ from splittime.server import http
 from splittime.server.admission import MAX_BOUND
 from splittime.server.config import ModelInfo
 from splittime.server.dashboard.files import send_file
+from splittime.server.decode import decode_body, decode_once, with_whole_numbers
 from splittime.server.params import check_model, check_token_ids, template_options
-from splittime.server.schema import DetokenizeBody, TokenizeBody, decode_body, decode_once, with_whole_numbers
+from splittime.server.schema import DetokenizeBody, TokenizeBody
 from splittime.server.service import Service
 
 Handler = Callable[[Service, http.Scope, http.Receive, http.Send], Awaitable[None]]

@@ -7,33 +7,22 @@ Each field has one of three fates, which `/docs` and docs/reference/fields.md sh
     refused           only the value that is true without effect is taken (`null`, an empty list, `{"type": "text"}`);
                       any other is refused by name, with the reason in `UNSUPPORTED`
 
-`described` makes the documentation from these classes. What needs the model's limits is checked in `params.py`.
+`described` makes the documentation from these classes. What needs the model's limits is checked in `params.py`; what
+only vLLM and llama.cpp know is in `foreign_fields.py`; `decode.py` makes values of bytes.
 """
 
-import difflib
-import json
-import re
-from collections import Counter
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
-from splittime.core.errors import RequestError
-from splittime.engine.gc_pauses import no_collection
+from splittime.server.foreign_fields import FOREIGN, ForeignFields, Strict, no_effect
 
 MAX_STOP_CHARS = 1024
-MAX_NAME_CHARS = 64
 
 
 def _number(description: str, **bounds: float) -> Meta:
     """A documented range that `SamplingParams.validate` checks, so that its error can say value and limit."""
     return Meta(description=description, extra_json_schema=bounds)
-
-
-def _no_effect(description: str) -> Meta:
-    """A field that is taken because ordinary clients send it and its API promises nothing that could be missed."""
-    return Meta(description=f"No effect: {description}", extra_json_schema={"x-effect": "none"})
 
 
 PROMPT_FORMS = {
@@ -52,15 +41,8 @@ OPENS_ANSWER = (
 CONTINUES = "The model goes on with the last message, which is left open; not with add_generation_prompt."
 TEMPLATE_VARIABLES = "More that the model's chat template may read, as {'enable_thinking': false}."
 
-Body = TypeVar("Body", bound="_Strict")
-Kind = TypeVar("Kind")
 
-
-class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A body in which every field means something."""
-
-
-class StreamOptions(_Strict, kw_only=True):
+class StreamOptions(Strict, kw_only=True):
     include_usage: Annotated[
         bool, Meta(description="A chunk before the end mark counts the tokens of all choices.")
     ] = False
@@ -70,11 +52,11 @@ class StreamOptions(_Strict, kw_only=True):
     include_timing: Annotated[bool, Meta(description="The last chunk carries the request's account.")] = False
 
 
-class TextFormat(_Strict, kw_only=True):
+class TextFormat(Strict, kw_only=True):
     type: Literal["text"]
 
 
-class GenerationBody(_Strict, kw_only=True):
+class GenerationBody(ForeignFields, kw_only=True):
     """What both generation endpoints take."""
 
     model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
@@ -100,32 +82,33 @@ class GenerationBody(_Strict, kw_only=True):
     priority: Annotated[int | None, Meta(description="Lower goes first, under the priority policy.")] = None
     cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
     return_token_ids: Annotated[bool | None, Meta(description="Adds token_ids to each choice.")] = None
+    response_format: TextFormat | None = None
     store: Annotated[Literal[False] | None, Meta(description="Answers are not stored.")] = None
-    user: Annotated[str | None, _no_effect("a label of the client's.")] = None
-    safety_identifier: Annotated[str | None, _no_effect("a label of the client's.")] = None
-    prompt_cache_key: Annotated[str | None, _no_effect("every prompt's prefix is looked up; see cache_salt.")] = None
-    metadata: Annotated[dict[str, str] | None, _no_effect("labels for stored answers; none are stored.")] = None
-    service_tier: Annotated[str | None, _no_effect("there is one tier.")] = None
+    user: Annotated[str | None, no_effect("a label of the client's.")] = None
+    safety_identifier: Annotated[str | None, no_effect("a label of the client's.")] = None
+    prompt_cache_key: Annotated[str | None, no_effect("every prompt's prefix is looked up; see cache_salt.")] = None
+    metadata: Annotated[dict[str, str] | None, no_effect("labels for stored answers; none are stored.")] = None
+    service_tier: Annotated[str | None, no_effect("there is one tier.")] = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: Annotated[str | list[str | int | list[int]], Meta(description="See PROMPT_FORMS.")]
     echo: bool | None = None
     logprobs: Annotated[int | None, _number("Alternatives listed beside each token.", minimum=0, maximum=20)] = None
-    best_of: Annotated[Literal[1] | None, _no_effect("each answer is the only one drawn for it.")] = None
+    add_special_tokens: Annotated[Literal[True] | None, no_effect("the prompt gets them.")] = None
     suffix: Literal[""] | None = None
 
 
-CacheControl = Annotated[dict[str, Any] | None, _no_effect("every prompt's prefix is looked up without being told.")]
+CacheControl = Annotated[dict[str, Any] | None, no_effect("every prompt's prefix is looked up without being told.")]
 
 
-class TextPart(_Strict, kw_only=True):
+class TextPart(Strict, kw_only=True):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
 
 
-class Message(_Strict, kw_only=True):
+class Message(Strict, kw_only=True):
     role: str
     content: str | list[TextPart] | None = None
     name: str | None = None
@@ -150,28 +133,33 @@ class Message(_Strict, kw_only=True):
 class ChatBody(GenerationBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     add_generation_prompt: Annotated[bool | None, Meta(description=OPENS_ANSWER)] = None
+    add_special_tokens: Annotated[Literal[False] | None, no_effect("the template writes them.")] = None
     continue_final_message: Annotated[bool | None, Meta(description=CONTINUES)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
     max_completion_tokens: Annotated[int | None, _number("The newer name of max_tokens.", minimum=-1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _number("Needs logprobs.", minimum=0, maximum=20)] = None
-    response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
-    tools: Annotated[list[Any] | None, _no_effect("taken empty, or with tool_choice none.")] = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, _no_effect("no tool is called.")] = None
-    parallel_tool_calls: Annotated[bool | None, _no_effect("no tool is called.")] = None
+    tools: Annotated[list[Any] | None, no_effect("taken empty, or with tool_choice none.")] = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, no_effect("no tool is called.")] = None
+    parallel_tool_calls: Annotated[bool | None, no_effect("no tool is called.")] = None
+    echo: Annotated[Literal[False] | None, no_effect("no chat is echoed.")] = None
+    include_reasoning: Annotated[Literal[True] | None, no_effect("reasoning is part of the text.")] = None
+    chat_template: None = None
+    documents: None = None
+    mm_processor_kwargs: None = None
     functions: None = None
     function_call: None = None
     audio: None = None
     prediction: None = None
     reasoning_effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, _no_effect("a hint to models that reason.")
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, no_effect("a hint to models that reason.")
     ] = None
     verbosity: None = None
     web_search_options: None = None
 
 
-class TokenizeBody(_Strict, kw_only=True):
+class TokenizeBody(Strict, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -182,14 +170,15 @@ class TokenizeBody(_Strict, kw_only=True):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(_Strict, kw_only=True):
+class DetokenizeBody(Strict, kw_only=True):
     model: str | None = None
     tokens: list[int]
     skip_special_tokens: bool = False
 
 
 UNSUPPORTED = {
-    "best_of": "no answers are drawn to choose from; n asks for several",
+    **FOREIGN,
+    "add_special_tokens": "a prompt given as a text gets special tokens, a chat gets its template's; give token ids",
     "store": "answers are not stored",
     "suffix": "infilling is not supported",
     "refusal": "refusals are not supported",
@@ -208,91 +197,3 @@ UNSUPPORTED = {
     "verbosity": "verbosity is not supported",
     "web_search_options": "web search is not supported",
 }
-
-_UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
-_MISSING_FIELD = re.compile(r"missing required field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
-_AT_PATH = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
-
-
-def decode_body(body: bytes, kind: type[Body]) -> Body:
-    """The body as a value, or a `RequestError` that names the field."""
-    try:
-        return decode_once(body, kind)
-    except msgspec.ValidationError as error:
-        if "got `float`" in str(error):
-            return _convert(with_whole_numbers(decode_once(body, Any)), kind)
-        raise _refusal(str(error), kind) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
-
-
-def _convert(value: Any, kind: type[Body]) -> Body:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error), kind) from error
-
-
-def with_whole_numbers(value: Any) -> Any:
-    """The same with 2.0 written as 2: to JSON they are one number, and a client's language may have but floats."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [with_whole_numbers(entry) for entry in value]
-    if isinstance(value, dict):
-        return {name: with_whole_numbers(entry) for name, entry in value.items()}
-    return value
-
-
-def decode_once(body: bytes, kind: type[Kind]) -> Kind:
-    """The value, where no name stands twice in one object; msgspec would take the last, another reader the first.
-
-    Raises `RequestError` for one that does, else what msgspec raises. The body is read a second time for that: 2 us for
-    a small one, 3 ms for a text of 4 MB, for anything two to three times what msgspec takes.
-    """
-    with no_collection():
-        value = msgspec.json.decode(body, type=kind)
-        _NAMES.decode(body.decode())
-    return value
-
-
-def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
-    """Check the names of one object. Nothing of it is kept."""
-    if len(dict(pairs)) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        twice = next(name for name, count in counts.items() if count > 1)[:MAX_NAME_CHARS]
-        hint = "give each field once"
-        raise RequestError(f"{twice}: stands twice in one object", code="duplicate_field", param=twice, hint=hint)
-
-
-_NAMES = json.JSONDecoder(object_pairs_hook=_refuse_twice, parse_int=len, parse_float=len, strict=False)
-
-
-def _refusal(message: str, kind: type[_Strict]) -> RequestError:
-    """Say which field, and whether it is unknown, unsupported, missing or of a wrong type."""
-    unknown = _UNKNOWN_FIELD.search(message)
-    if unknown:
-        name = _join(unknown[2], unknown[1])
-        hint = None if unknown[2] else _meant(name, kind)
-        return RequestError(f"{name}: no such field, or not supported", code="unknown_field", param=name, hint=hint)
-    missing = _MISSING_FIELD.search(message)
-    if missing:
-        name = _join(missing[2], missing[1])
-        return RequestError(f"{name} is missing", code="missing_field", param=name)
-    located = _AT_PATH.match(message)
-    param = located[2] if located else None
-    for name in re.findall(r"[a-z_]+", param or ""):
-        if name in UNSUPPORTED:
-            why = f"{param}: {UNSUPPORTED[name]}"
-            return RequestError(why, code="unsupported_field", param=param, hint="leave it out")
-    what: str = located[1] if located else message
-    return RequestError(f"{param}: {what}" if param else what, code="invalid_type", param=param)
-
-
-def _meant(name: str, kind: type[_Strict]) -> str:
-    near = difflib.get_close_matches(name, kind.__struct_fields__, n=1)
-    return f"did you mean {near[0]}? All fields: GET /docs" if near else "leave it out; GET /docs lists all fields"
-
-
-def _join(path: str | None, name: str) -> str:
-    return f"{path.lstrip('.')}.{name}" if path else name

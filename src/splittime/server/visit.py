@@ -21,12 +21,13 @@ from splittime.ledger.stages import Stage
 from splittime.server import http
 from splittime.server.admission import Place, Refused
 from splittime.server.config import ModelInfo
+from splittime.server.decode import decode_body
 from splittime.server.generation import Generation
 from splittime.server.output_budget import clamp_notices, output_budget
 from splittime.server.params import Ask, Prompt, ask_chat, ask_completion
 from splittime.server.prompt_text import PromptText
 from splittime.server.quota import Quota
-from splittime.server.schema import ChatBody, CompletionBody, decode_body
+from splittime.server.schema import ChatBody, CompletionBody
 from splittime.server.service import Service
 from splittime.server.strict import refuse_without_effect
 from splittime.server.tenants import tenant_of
