@@ -1,6 +1,7 @@
 """Texts are worked on in processes with limits: what cannot end is ended, what dies is replaced, small before large."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -53,8 +54,11 @@ def with_workers(
 def test_each_kind_of_work() -> None:
     async def body(workers: TextWorkers) -> None:
         assert (await workers.submit(CHAT).done).ids == ((104, 105),)
-        done = await workers.submit(Encode(("ab", "ü"), wants_strings=True)).done
-        assert (done.ids, done.num_bytes, done.strings) == (((97, 98), (0xC3, 0xBC)), 4, ("a", "b"))
+        done = await workers.submit(Encode(("ab", "ü"))).done
+        assert (done.ids, done.num_bytes, done.answer) == (((97, 98), (0xC3, 0xBC)), 4, b"")
+        done = await workers.submit(Encode(("ab",), answer={"a": 1}, wants_strings=True)).done
+        told = {"count": 2, "a": 1, "tokens": [97, 98], "token_strs": ["a", "b"]}
+        assert (done.ids, done.num_bytes, json.loads(done.answer)) == ((), 2, told)
         assert (await workers.submit(Decode((97, 98), False)).done).text == "ab"
 
     with_workers(body)

@@ -13,6 +13,7 @@ import msgspec
 
 from splittime.core.errors import NotFound, RequestError
 from splittime.core.sampling import MAX_STOP_STRINGS, SamplingParams
+from splittime.engine.token_bound import require_at_most
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.schema import (
     MAX_STOP_CHARS,
@@ -256,13 +257,16 @@ def _prompts(prompt: str | Sequence[str | int | list[int]], model: ModelInfo, mo
         return tuple(prompt)  # type: ignore[arg-type]
     lists = [prompt] if kinds == {int} else prompt
     _require(len(lists) <= most, "prompt", len(lists), _TOO_MANY, most)  # before any of them is looked at
+    for ids in lists:
+        require_at_most(len(ids), model.max_model_len - 1)  # type: ignore[arg-type]
     return tuple(check_token_ids(ids, model.vocab_size, "prompt") for ids in lists)  # type: ignore[arg-type]
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> tuple[int, ...]:
     """The ids, if all are of the vocabulary."""
     if ids:
-        worst = min(ids) if min(ids) < 0 else max(ids)
+        least, most = min(ids), max(ids)
+        worst = least if least < 0 else most
         inside = 0 <= worst < vocab_size
         _require(inside, param, str(worst), "has a token id outside the vocabulary", [0, vocab_size - 1])
     return tuple(ids)

@@ -122,12 +122,8 @@ async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, s
     check_model(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give prompt or messages, one of them", param="prompt")
-    done = await _worked_on(service, _tokenize_work(body), receive)
-    (ids,) = done.ids
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
-    if body.return_token_strs:
-        answer["token_strs"] = done.strings
-    await http.respond_json(send, answer)
+    done = await _worked_on(service, _tokenize_work(body, {"max_model_len": model.max_model_len}), receive)
+    await http.respond(send, done.answer)
 
 
 async def _worked_on(service: Service, work: TextWork, receive: http.Receive) -> TextDone:
@@ -146,12 +142,13 @@ async def _drop_when_gone(service: Service, task: TextTask, receive: http.Receiv
     service.texts.drop(task, http.Disconnected())
 
 
-def _tokenize_work(body: TokenizeBody) -> TextWork:
+def _tokenize_work(body: TokenizeBody, answer: dict[str, Any]) -> TextWork:
+    """answer: what is told beside the ids."""
     strings, options = body.return_token_strs, template_options(body)
     if body.prompt is not None:
-        return Encode((body.prompt,), body.add_special_tokens is not False, wants_strings=strings)
+        return Encode((body.prompt,), body.add_special_tokens is not False, answer=answer, wants_strings=strings)
     messages = tuple(message.to_template() for message in body.messages or ())
-    return Render(messages, options, bool(body.add_special_tokens), wants_strings=strings)
+    return Render(messages, options, bool(body.add_special_tokens), answer=answer, wants_strings=strings)
 
 
 async def detokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

@@ -18,6 +18,7 @@ from msgspec import Meta
 from splittime.server.foreign_fields import FOREIGN, ForeignFields, Strict, no_effect
 
 MAX_STOP_CHARS = 1024
+MAX_DETOKENIZED = 2**18  # ids in one body of /detokenize
 
 
 def _number(description: str, **bounds: float) -> Meta:
@@ -172,7 +173,7 @@ class TokenizeBody(Strict, kw_only=True):
 
 class DetokenizeBody(Strict, kw_only=True):
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Meta(max_length=MAX_DETOKENIZED)]
     skip_special_tokens: bool = False
 
 

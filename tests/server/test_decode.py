@@ -1,0 +1,115 @@
+"""What a body may cost the event loop: its objects and lists are bounded, ids are counted before they are looked at,
+and long answers are written elsewhere."""
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splittime.core.errors import RequestError
+from splittime.server import decode, params
+from splittime.server.schema import MAX_DETOKENIZED
+
+from .conftest import say
+
+texts = st.text(st.sampled_from('{}[]",:\\ a1é\n'), max_size=8)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def num_parts(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(num_parts, value.values()))
+    return 1 + sum(map(num_parts, value)) if isinstance(value, list) else 0
+
+
+@given(values, st.integers(0, 12), st.booleans())
+def test_objects_and_lists_are_counted_wherever_brackets_stand(value, limit: int, is_ascii: bool) -> None:
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "MAX_PARTS", limit)
+        if num_parts(value) > limit:
+            with pytest.raises(RequestError) as caught:
+                decode.decode_once(body, object)
+            assert caught.value.info.limit == limit
+        else:
+            assert msgspec.json.encode(decode.decode_once(body, object)) == msgspec.json.encode(value)
+
+
+@pytest.mark.parametrize("body", [b'"[[[[' + b"[" * 40_000, b'"' + b'\\"[' * 40_000, b"[" * 16_384, b'"\\'])
+def test_what_is_no_json_is_said_to_be_none(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode.decode_body(body, decode.Strict)
+    assert caught.value.info.code == "invalid_json"
+
+
+names = st.sampled_from(['"a"', '"b"', '"[1]"', '"[2]"', '"[]"', '"[1, 2]"', '"\\u0061"'])
+numbers = st.sampled_from(["[1,2]", "[ -1.5e+3 ]", "[]", "[[1],[2]]", '["[1]",2]', "3", '"[4"'])
+objects = st.lists(st.tuples(names, numbers), max_size=4)
+
+
+@given(objects, objects)
+def test_a_name_twice_is_found_whatever_lists_of_numbers_stand_there(outer, inner) -> None:
+    def written(pairs) -> str:
+        return "{" + ", ".join(f"{name}: {value}" for name, value in pairs) + "}"
+
+    body = written([*outer, ('"inner"', written(inner))]).encode()
+    is_twice = any(len({json.loads(name) for name, _ in pairs}) < len(pairs) for pairs in (outer, inner))
+    if not is_twice:
+        assert decode.decode_once(body, object) == json.loads(body)
+        return
+    with pytest.raises(RequestError) as caught:
+        decode.decode_once(body, object)
+    assert caught.value.info.code == "duplicate_field"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 20_000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}] * 20_000}),
+        ("/v1/completions", {"prompt": [[1]] * 20_000}),
+    ],
+)
+def test_a_body_of_too_many_parts_is_refused_with_the_limit(launch, path: str, body: dict) -> None:
+    status, _, answer = launch().post(path, body)
+    assert (status, answer["error"]["code"], answer["error"]["limit"]) == (400, "body_too_complex", decode.MAX_PARTS)
+
+
+def test_a_long_text_full_of_brackets_is_no_such_body(launch) -> None:
+    server = launch(model={"max_model_len": 200_000})
+    assert server.post("/v1/completions", {"prompt": "[{" * 20_000, "max_tokens": 1})[0] == 200
+
+
+def test_ids_beyond_a_limit_are_counted_and_not_looked_at(launch, monkeypatch) -> None:
+    server = launch()
+    monkeypatch.setattr(params, "check_token_ids", None)
+    status, _, answer = server.post("/v1/completions", {"prompt": [65] * 4096})
+    assert (status, answer["error"]["code"], answer["error"]["limit"]) == (400, "context_length_exceeded", 4095)
+    status, _, answer = server.post("/detokenize", {"tokens": [65] * (MAX_DETOKENIZED + 1)})
+    assert (status, answer["error"]["param"], answer["error"]["limit"]) == (400, "tokens", MAX_DETOKENIZED)
+
+
+def test_the_answer_to_a_text_to_tokenise_is_written_by_a_worker(launch) -> None:
+    """What reaches the event loop is the answer's bytes, and no list of ids."""
+    server = launch(say("x"))
+    done = []
+    submit = server.service.texts.submit
+
+    def noted(work):
+        task = submit(work)
+        task.done.add_done_callback(lambda future: done.append(future.result()))
+        return task
+
+    server.service.texts.submit = noted
+    for body in ({"prompt": "ab"}, {"messages": [{"role": "user", "content": "ab"}], "return_token_strs": True}):
+        status, headers, answer = server.post("/tokenize", body)
+        assert (status, headers["content-type"], answer["max_model_len"]) == (200, "application/json", 4096)
+        assert len(answer["tokens"]) == answer["count"]
+        assert ("token_strs" in answer) == ("return_token_strs" in body)
+        assert (done[-1].ids, json.loads(done[-1].answer)) == ((), answer)
