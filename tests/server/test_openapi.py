@@ -11,6 +11,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.server.config import ModelInfo, ServerConfig
 from splittime.server.described.bodies import Limits, _below
 from splittime.server.described.openapi import document
+from splittime.server.foreign_fields import ForeignFields
 from splittime.server.schema import ChatBody, CompletionBody
 
 from .conftest import LiveServer, say
@@ -68,11 +69,21 @@ def live(request):
     ("mode", "expected"), [(schemathesis.GenerationMode.POSITIVE, 200), (schemathesis.GenerationMode.NEGATIVE, 400)]
 )
 def test_the_server_does_what_its_description_says(live: LiveServer, mode, expected: int) -> None:
-    schema = schemathesis.openapi.from_dict(live.get("/openapi.json")[2])
+    described = live.get("/openapi.json")[2]
+    schema = schemathesis.openapi.from_dict(described if live.config.strict else without_foreign_fields(described))
     schema.config.update(base_url=live.url)
     operations = [found.ok() for found in schema.get_all_operations()]
     seen = {status for one in operations if one.path not in NOT_DRAWN for status in run_some(one, mode, live)}
     assert expected in seen
+
+
+def without_foreign_fields(described: dict) -> dict:
+    """schemathesis finds no chat with some dozens of fields of one value each; test_lenient holds them one by one."""
+    for name in ("CompletionBody", "ChatBody"):
+        properties = described["components"]["schemas"][name]["properties"]
+        for field in ForeignFields.__struct_fields__:
+            del properties[field]
+    return described
 
 
 def run_some(operation, mode, live: LiveServer) -> set[int]:

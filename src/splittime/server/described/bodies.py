@@ -151,3 +151,5 @@ def _tighten(components: Schema) -> None:
         for name, least in (("max_tokens", 0), ("max_completion_tokens", 1)):
             if name in schema["properties"]:
                 schema["properties"][name]["minimum"] = least
+        for form in schema["properties"].get("stop", {}).get("anyOf", ()):
+            form.get("items", form)["minLength"] = 1
