@@ -11,11 +11,14 @@ to the end of service, in means of service, of a stationary queue: the first `WA
             No formula is used: truth is a run of some millions
     mmpp    one server, Poisson arrivals whose rate alternates between 1.8 and 0.2 times the mean, each for 20 services
             in the mean: a run of some millions too
+    mh2     one server, Poisson arrivals, service of two kinds, a coefficient of variation of 2: millions too
+
+The first four are those on which the constants of `ledger.client_intervals` were chosen; `mh2` was held out.
 """
 
 from collections.abc import Callable
 from functools import cache
-from math import log
+from math import log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +29,7 @@ Shape = tuple[int, int]
 WARM_UP = 4_000
 WARM_UP_NEAR_CAPACITY = 20_000  # from rho 0.9 on
 BURST_CV = 2.0
+SERVICE_CV = 2.0
 BUSY, CALM, HOLD = 1.8, 0.2, 20.0
 SERVERS = 4
 LONG_RUNS, LONG_RUN = 8, 1_000_000
@@ -62,6 +66,17 @@ def mmpp(rho: float, shape: Shape, rng: np.random.Generator) -> Array:
     return waits(service - np.diff(arrivals, axis=1, append=arrivals[:, -1:] + 1)) + service
 
 
+def mh2(rho: float, shape: Shape, rng: np.random.Generator) -> Array:
+    """Both kinds make the same share of the load ("balanced means")."""
+    is_short = rng.random(shape) < (share := short_share())
+    service = rng.exponential(1.0, shape) / (2 * np.where(is_short, share, 1 - share))
+    return waits(service - rng.exponential(1 / rho, shape)) + service
+
+
+def short_share() -> float:
+    return (1 + sqrt((SERVICE_CV**2 - 1) / (SERVICE_CV**2 + 1))) / 2
+
+
 def _modulated(rho: float, size: int, rng: np.random.Generator) -> Array:
     """Points of a Poisson process of rate 1, on a clock that runs by the rate of the moment."""
     phases = int(4 * size / rho / HOLD) + 20
@@ -76,6 +91,7 @@ QUEUES: dict[str, Callable[[float, Shape, np.random.Generator], Array]] = {
     "md4": md4,
     "gm1": gm1,
     "mmpp": mmpp,
+    "mh2": mh2,
 }
 
 

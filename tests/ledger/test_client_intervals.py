@@ -24,6 +24,7 @@ from splittime.ledger.client_intervals import (
     spread_of,
     t_quantile,
     together,
+    upward,
 )
 
 
@@ -92,7 +93,7 @@ def test_an_interval_holds_its_estimate(values, percent):
 
 @pytest.mark.parametrize(("size", "has_interval", "has_end"), [(8, False, False), (20, True, False), (100, True, True)])
 def test_few_requests_have_no_upper_end_and_fewer_none(size, has_interval, has_end):
-    assert 8 < MIN_FOR_LOW < 20 < MIN_INDEPENDENT < 100
+    assert 8 < MIN_FOR_LOW < 20 <= MIN_INDEPENDENT < 100
     found = Precision(one_each(np.linspace(1, 2, size)[np.random.default_rng(2).permutation(size)])).mean()
     assert (found is not None) is has_interval
     assert (found is not None and found.high is not None) is has_end
@@ -104,6 +105,31 @@ def test_a_percentile_has_an_upper_end_only_if_enough_lies_beyond():
     assert None not in (p50.low, p50.high, p99.low)
     assert p99.high is None
     assert Precision(one_each(values)).percentiles([99])[0].high is not None
+
+
+def test_the_greatest_of_few_is_no_p99_that_is_known_exactly():
+    """All values lie below it, so their share has no spread of its own."""
+    for seed in range(20):
+        found = Precision(one_each(np.random.default_rng(seed).normal(10, 1, 40))).percentiles([99])[0]
+        assert found is None or found.high is None
+
+
+def test_only_requests_that_share_a_queue_reach_further_upward():
+    assert upward(400.0, 400) == 1.0
+    assert [upward(effective, 1500) for effective in (20.0, 100.0, 300.0)] == pytest.approx([15.8, 3.8, 1.8])
+
+
+def test_a_jump_that_the_sample_shows_is_an_upper_end():
+    """Gaps of tokens that come in chunks: seven in eight take no time."""
+    gaps = np.where(np.random.default_rng(6).random(4000) < 0.125, 20.0, 0.1)
+    found = Precision(one_each(gaps)).percentiles([87])[0]
+    assert (found.low, found.high >= 20.0) == (0.1, True)
+
+
+def test_a_mean_that_one_request_made_has_no_upper_end():
+    values = np.ones(400)
+    values[250] = 1e4
+    assert Precision(one_each(values)).mean().high is None
 
 
 def test_what_both_sides_share_cancels():

@@ -1,6 +1,6 @@
 """What each word of a report means, in a sentence: printed under every table and in every page."""
 
-from splittime.ledger.client_intervals import CONFIDENCE, MIN_FOR_LOW, MIN_INDEPENDENT
+from splittime.ledger.client_intervals import CONFIDENCE, MIN_FOR_LOW, MIN_INDEPENDENT, MOST_ABOVE
 from splittime.ledger.client_rates import DRIFT_CONFIDENCE, DRIFT_MARGIN
 from splittime.ledger.client_request import MAX_UNSEEN_SHARE
 
@@ -50,7 +50,8 @@ _DEFINITIONS = (
         "intervals",
         f"{CONFIDENCE:.0%}: neighbours share a queue, so n requests are worth fewer independent ones, by their "
         f"autocorrelation. An end shown as .. cannot be known from so few; below {MIN_FOR_LOW} independent ones there "
-        f"is no interval, below {MIN_INDEPENDENT} no upper end.",
+        f"is no interval, below {MIN_INDEPENDENT} no upper end, nor where it would be over {MOST_ABOVE:.0f} times the "
+        "figure. It reaches further up than down: a run that was spared long queues does not show it.",
     ),
     (
         "drift",

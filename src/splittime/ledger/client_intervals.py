@@ -5,17 +5,22 @@ are says how many independent requests it is worth (`client_dependence`), and so
 With t of Student at `effective / 4` degrees of freedom, or at as many as lie beyond a percentile, since the dependence
 itself is estimated:
 
-    mean         mean * exp(-t e / mean) to mean * exp(+w t e / mean)
-    percentile   the values at the shares p - t e and p + w t e, where e is of the share that lies below: no end if that
-                 is below 0 or above 1
-    ratio        exp(log ratio -+ w t e), where e is of the mean of what each request adds to the logarithm: of two
+    mean         mean * exp(-t' e / mean) to mean + w t e, or to mean * exp(t e / mean) if that is more
+    percentile   the value at the share p - t' e, to q + w (the value at p + t e, less q), where q is the percentile and
+                 e is of the share that lies below: no end if such a share is below 0 or above 1
+    ratio        exp(log ratio -+ v t e), where e is of the mean of what each request adds to the logarithm: of two
                  samples of the same requests, of its difference, so that what both sides share cancels
 
-w = 1 + doubt * `MIN_INDEPENDENT` / effective: a short run that was spared the long queues also looks independent, and
-then is too low, never too high. Below `MIN_INDEPENDENT` independent requests a figure has no upper end, below
-`MIN_FOR_LOW` no interval: it would be about this run, not about the server. The constants are those with which 95 %
-covers 92 to 98 % on queues whose truth is known: `python -m benchmarks.scenarios.interval_coverage` has the table, and
-tests/ledger/test_coverage.py is its short form.
+A run that was spared the long queues also looks independent, and is then too low, never too high: its reach upward is
+
+    w = 1 + `DOUBT` * (1 / effective - 1 / requests)
+
+times as far. That is 1 for requests that have nothing to do with each other, which hide no queue. t leaves out 2.5 % on
+each side; t', as little is left out above, 5 - 2.5 / w %. An upper end of over
+`MOST_ABOVE` times the figure is none, and below `MIN_INDEPENDENT` independent requests there is none either; below
+`MIN_FOR_LOW` there is no interval: it would be about this run, not about the server. The constants were chosen on
+queues whose truth is known, for 95 % to cover at least 92 % wherever more than a twentieth of the runs have an
+interval: `python -m benchmarks.scenarios.interval_coverage` has the table, tests/ledger/test_coverage.py a short form.
 """
 
 from collections.abc import Sequence
@@ -30,13 +35,14 @@ from numpy.typing import NDArray
 from splittime.ledger.client_dependence import MIN_REQUESTS, Array, ranks, times, without_trend
 
 CONFIDENCE = 0.95
-MIN_INDEPENDENT = 30
+MIN_INDEPENDENT = 20
 MIN_FOR_LOW = 12
-DOUBT, DOUBT_OF_MEAN = 1.0, 2.0  # a mean also hangs on the longest waits, which no short run has seen
-MOST_ABOVE = 5.0  # times the mean: a mean that a few requests made has no upper end
-MAX_WIDENING = 5.0
+DOUBT = 300.0  # independent requests, with which the reach upward is twice as far as it would be without a queue
+MOST_ABOVE = 5.0  # times the figure: a mean that one request in hundreds made has no upper end
+DOUBT_OF_RATIO, MAX_WIDENING = 30.0, 5.0
 MIN_FREEDOM = 4.0
 KNOWN_BY = 0.25
+MOSTLY_SEEN = 2.0  # w up to which at least half the way to an upper end is within the sample
 INNER = (10, 90)  # percents; beyond, too few lie beyond to show how alike they are
 
 
@@ -84,8 +90,9 @@ class Spread(NamedTuple):
         freedom = max(MIN_FREEDOM, self.effective * self.known_by)
         return t_quantile((1 + confidence) / 2, freedom) * self.error
 
-    def widening(self, doubt: float = DOUBT) -> float:
-        return 1 + min(MAX_WIDENING - 1, doubt * MIN_INDEPENDENT / self.effective)
+    def widening(self) -> float:
+        """Of the interval of a ratio, v."""
+        return 1 + min(MAX_WIDENING - 1, DOUBT_OF_RATIO / self.effective)
 
 
 class Precision:
@@ -104,27 +111,27 @@ class Precision:
         return self._pooled.num_requests / max(self._times_of_ranks, *(times(view) for view in views))
 
     def mean(self, confidence: float = CONFIDENCE) -> Interval | None:
-        """Returns the mean's interval: in proportion to it for positive values, as far up as down for others."""
+        """Returns the mean's interval: below, in proportion to it for positive values."""
         middle, spread = float(self._pooled.values.mean()), self.spread_of_mean
         if self._tells_nothing:
             return None
-        reach, wide = spread.reach(confidence), self._whole.widening(DOUBT_OF_MEAN)
+        below, up = spread.reach(self._below(confidence)), spread.reach(confidence)
         if middle <= 0 or self._pooled.values.min() < 0:
-            return self._bounded(middle - wide * reach, middle + wide * reach)
-        up = wide * reach / middle
-        return self._bounded(middle * exp(-reach / middle), middle * exp(up) if up <= log(MOST_ABOVE) else None)
+            return self._bounded(middle - below, middle + self._wide * up)
+        times_up = max(1 + self._wide * up / middle, exp(up / middle))
+        return self._bounded(middle * exp(-below / middle), middle * times_up if times_up <= MOST_ABOVE else None)
 
     def percentiles(self, percents: Sequence[float], confidence: float = CONFIDENCE) -> list[Interval | None]:
         if self._tells_nothing:
             return [None] * len(percents)
-        wide = self._whole.widening()
-        reaches = [self._spread_of_share(percent).reach(confidence) for percent in percents]
-        low = [percent / 100 - reach for percent, reach in zip(percents, reaches, strict=True)]
-        high = [percent / 100 + wide * reach for percent, reach in zip(percents, reaches, strict=True)]
-        ends = nearest_rank(self._pooled.values, [100 * min(1.0, max(0.0, share)) for share in (*low, *high)])
+        spreads = [self._spread_of_share(percent) for percent in percents]
+        low = [p / 100 - spread.reach(self._below(confidence)) for p, spread in zip(percents, spreads, strict=True)]
+        high = [p / 100 + spread.reach(confidence) for p, spread in zip(percents, spreads, strict=True)]
+        inside = [100 * min(1.0, max(0.0, share)) for share in (*low, *high)]
+        found = np.array(nearest_rank(self._pooled.values, [*inside, *percents])).reshape(3, -1)
         return [
-            self._bounded(at_low if below > 0 else None, at_high if above < 1 else None)
-            for below, above, at_low, at_high in zip(low, high, ends[: len(low)], ends[len(low) :], strict=True)
+            self._bounded(at_low if below > 0 else None, self._upper(at, at_high) if above < 1 else None)
+            for below, above, (at_low, at_high, at) in zip(low, high, found.T.tolist(), strict=True)
         ]
 
     @cached_property
@@ -151,9 +158,20 @@ class Precision:
 
     # ---- within
 
-    @property
-    def _whole(self) -> Spread:
-        return Spread(0.0, self.effective)
+    @cached_property
+    def _wide(self) -> float:
+        """w, by which a reach upward is lengthened."""
+        return upward(self.effective, self._pooled.num_requests)
+
+    def _below(self, confidence: float) -> float:
+        """For the reach downward, that both ends together leave out as much as `confidence` says."""
+        return 1 - (1 - confidence) * (2 - 1 / self._wide)
+
+    def _upper(self, figure: float, seen: float) -> float | None:
+        """A percentile's upper end, from the value up to which it reaches by the sample alone. A great one that is
+        mostly seen is no doubt: the gaps of tokens that come in chunks are long or none."""
+        end = figure + self._wide * (seen - figure)
+        return end if end <= MOST_ABOVE * figure or self._wide <= MOSTLY_SEEN else None
 
     @property
     def _tells_nothing(self) -> bool:
@@ -163,10 +181,13 @@ class Precision:
         return Interval(low, high if self.effective >= MIN_INDEPENDENT else None)
 
     def _spread_of_share(self, percent: float) -> Spread:
-        """Returns the spread of the share of values below a percentile; far out, by the ranks of all requests too."""
+        """Returns the spread of the share of values below a percentile; far out, by the ranks of all requests too.
+        It is at least that of independent values: the greatest of few is no sure p99 because all lie below it."""
         least = self._times_of_ranks if not INNER[0] <= percent <= INNER[1] else 1.0
-        tail = min(percent, 100 - percent) / 100
-        return spread_of(self._marks_of(percent), least)._replace(known_by=min(KNOWN_BY, tail))
+        share, tail = percent / 100, min(percent, 100 - percent) / 100
+        found = spread_of(self._marks_of(percent), least)
+        error = max(found.error, sqrt(share * (1 - share) / len(self._pooled.values)))
+        return found._replace(error=error, known_by=min(KNOWN_BY, tail))
 
     @cached_property
     def _of_mean(self) -> Array:
@@ -203,6 +224,11 @@ def spread_beside_a_trend(influence: Array) -> Spread:
     """The same where a trend is what is looked for."""
     left = without_trend(influence)
     return Spread(sqrt(float(influence.var()) * times(left) / max(1, len(left))), len(left) / times(left))
+
+
+def upward(effective: float, num_requests: int) -> float:
+    """Returns w: how many times as far an interval of requests that share a queue has to reach upward."""
+    return 1 + DOUBT * max(0.0, 1 / effective - 1 / max(1, num_requests))
 
 
 def together(a: Spread, b: Spread) -> Spread:

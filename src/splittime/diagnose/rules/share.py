@@ -3,10 +3,10 @@
     share     = lost / felt                                     both summed over the requests
     interval  = share + what the mean of (lost - share * felt) may be off / mean of felt  (the ratio, linearised)
 
-Neighbouring requests lose together, and count for fewer (`ledger.client_intervals`). The interval says what
-another run of the same load would show; it is wide where few requests, or one event, lost it all. A finding is told
-only if the whole interval is worth acting on: `of_requests` and `ratio` make the share, `unsure` says what to answer
-where it is not.
+Neighbouring requests lose together, and count for fewer, and a run that was spared the long queues reaches further
+upward (`ledger.client_intervals`). The interval says what another run of the same load would show; it is wide where few
+requests, or one event, lost it all. A finding is told only if the whole interval is worth acting on: `of_requests` and
+`ratio` make the share, `unsure` says what to answer where it is not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,10 @@ import numpy
 from splittime.diagnose.finding import Abstention
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.client_dependence import MIN_REQUESTS
-from splittime.ledger.client_intervals import spread_of
+from splittime.ledger.client_intervals import spread_of, upward
 
 MIN_SHARE = 0.10  # below a tenth of the requests' time a cure cannot be told from noise in a re-measurement
 MIN_LOSERS = 5  # fewer are a few odd requests
-AS_IF_KNOWN = 1e6  # how alike neighbours are: a few hundred requests are all that a live diagnosis has
 CONFIDENCE = 0.8  # of both ends: one run in ten would show less than the lower one
 
 
@@ -73,7 +72,7 @@ def counted(value: float, num_losers: int, least: float = MIN_SHARE) -> Share:
 
 
 def _interval(losses: numpy.ndarray, times: numpy.ndarray, value: float) -> tuple[float, float]:
-    spread = spread_of(losses - value * times)._replace(known_by=AS_IF_KNOWN)
+    spread = spread_of(losses - value * times)
     reach = spread.reach(CONFIDENCE) / max(1.0, float(times.mean()))
-    low, high = value - reach, value + reach
+    low, high = value - reach, value + upward(spread.effective, len(losses)) * reach
     return min(value, max(0.0, low)), max(value, min(1.0, high))

@@ -13,7 +13,7 @@ from rich.text import Text
 from splittime.core.fitted import Sentence
 from splittime.ledger.client_book import Check, Run
 from splittime.ledger.client_figures import Summary
-from splittime.ledger.client_intervals import MIN_INDEPENDENT
+from splittime.ledger.client_intervals import MIN_INDEPENDENT, MOST_ABOVE, Estimate
 from splittime.ledger.client_lateness import failed_by_lateness, off_ns
 from splittime.ledger.client_metrics import parse_metric
 from splittime.loadgen.report.latencies import ROWS
@@ -48,8 +48,8 @@ def _allowed(limit: float, unit: str) -> str:
 
 
 def cannot_tell(found: Summary) -> Iterator[Sentence]:
-    """Names the figures without an interval, or without its upper end, for want of independent requests."""
-    unsure = [(name, its) for name, its in found.figures.items() if its.independent < MIN_INDEPENDENT]
+    """Names the figures whose mean has no interval, or no upper end, for want of independent requests."""
+    unsure = [(name, its) for name, its in found.figures.items() if _is_open(its.mean)]
     if not unsure:
         return
     name, worst = min(unsure, key=lambda one: one[1].independent)
@@ -60,10 +60,20 @@ def cannot_tell(found: Summary) -> Iterator[Sentence]:
         longer = max(2, ceil(MIN_INDEPENDENT / max(0.1, worst.independent)))
         said = (
             f"cannot tell for {names}: the {worst.num_requests:,} requests are about {digits(worst.independent, 0)} "
-            f"independent ones ({ROW_NAMES[name]}), as they waited in the same queues; {MIN_INDEPENDENT} are the least."
+            f"independent ones ({ROW_NAMES[name]}), as they waited in the same queues; {_too_few(worst.independent)}."
             f" A run about {longer} times as long would tell, or a lower rate"
         )
     yield line("intervals", f"{said}.", "yellow")
+
+
+def _is_open(mean: Estimate) -> bool:
+    return mean.interval is None or mean.interval.high is None
+
+
+def _too_few(independent: float) -> str:
+    if independent < MIN_INDEPENDENT:
+        return f"{MIN_INDEPENDENT} are the least"
+    return f"for all that they tell, another run's mean may be over {MOST_ABOVE:.0f} times as high"
 
 
 def may_be_off(run: Run, arm: int, found: Summary) -> Iterator[Sentence]:
