@@ -44,10 +44,7 @@ def stored(path: Path, config: "ModelConfig") -> Stored | None:
     if recipe is None:
         return None
     checkpoint = Checkpoint(path, recipe)
-    kept, floats = (
-        [module for module in part if module.startswith("model.layers.")]
-        for part in formats.split(checkpoint, checkpoint.content_of, recipe)
-    )
+    kept, floats = formats.split(checkpoint, checkpoint.content_of, recipe)
     moe = config.moe
     share = 1.0 if moe is None else moe.num_experts_per_tok / moe.num_experts
     sizes = (_num_bytes(checkpoint, module) * (share if ".experts." in module else 1.0) for module in kept)

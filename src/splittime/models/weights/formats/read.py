@@ -20,6 +20,7 @@ WEIGHTS: dict[str, type[Any]] = {
     compressed.METHOD: CompressedWeight,
 }
 FileWeight = GroupedWeight | FloatWeight
+LAYERS = "model.layers."
 OLD_KEY, DEFAULT_METHOD = "compression_config", compressed.METHOD  # as compressed-tensors wrote it before 0.5
 
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
@@ -52,9 +53,9 @@ def _may_be_floats(module: str) -> bool:
 
 
 def split(tensors: Tensors, names: Iterable[str], recipe: Recipe) -> tuple[list[str], list[str]]:
-    """The linear modules by the headers alone, of which `names` are tensors: those stored as the recipe says, and those
-    that are floats."""
-    modules = sorted({name.rpartition(".")[0] for name in names})
+    """The layers' linear modules by the headers alone, of which `names` are tensors: those stored as the recipe says,
+    and those that are floats."""
+    modules = sorted({name.rpartition(".")[0] for name in names if name.startswith(LAYERS)})
     kept = [module for module in modules if FORMATS[recipe.method].is_stored(module, tensors)]
     floats = set(modules) - set(kept)
     return kept, sorted(module for module in floats if _is_linear(module, tensors) and not _may_be_floats(module))
