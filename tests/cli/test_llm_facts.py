@@ -6,6 +6,7 @@ import pytest
 from splittime.core.clock import SystemClock
 from splittime.core.sampling import SamplingParams
 from splittime.engine.engine import Engine
+from splittime.engine.machine_time import machine_time
 from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.facts import Machine, ServerFacts
 from splittime.ledger.prompt_parts import prompt_parts
@@ -48,3 +49,11 @@ def test_accounts_hold_the_parts_of_their_prompts(llm):
     prompt = [number % 250 for number in range(300)]
     [output] = llm.generate([prompt], SamplingParams(max_tokens=2))
     assert output.account.prompt_parts == prompt_parts(prompt) != ()
+
+
+def test_steps_tell_who_had_run(llm):
+    if machine_time() is None:
+        pytest.skip("this system does not tell who ran")
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    steps = llm.ledger.steps()
+    assert all(step.server_ran_ns > 0 and step.others_ran_ns >= 0 for step in steps)

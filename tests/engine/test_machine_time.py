@@ -82,3 +82,10 @@ def test_a_system_that_does_not_tell(monkeypatch, tmp_path):
     assert machine_time.machine_time() is None
     (tmp_path / "none").write_text("cpu  1 2 3\nintr 5\n")
     assert machine_time.machine_time() is None
+
+
+def test_a_reading_that_fails_tells_what_was_read_before(ran, monkeypatch, tmp_path):
+    before = ran()
+    monkeypatch.setattr(machine_time, "STAT", tmp_path / "gone")
+    busy()
+    assert ran() == before
