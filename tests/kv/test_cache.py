@@ -53,7 +53,6 @@ def test_reserve_refuses_with_nothing_changed() -> None:
     cache = KVCache(num_blocks=4, block_size=4)
     lease = Lease()
     assert not cache.reserve(lease, 17)
-    assert not cache.reserve(lease, 16, keep_free=1)
     assert lease.block_ids == []
     assert cache.reserve(lease, 16)
 
@@ -65,6 +64,15 @@ def test_switching_prefix_caching_off_forgets_what_nobody_holds() -> None:
     cache.set_prefix_caching(False)
     assert cache.num_cached == 0
     assert lease_for(cache, list(range(8)))[1] == 0
+
+
+def test_switched_off_it_does_not_even_find_what_is_held() -> None:
+    cache = KVCache(num_blocks=8, block_size=4)
+    held, _ = lease_for(cache, list(range(8)))
+    cache.set_prefix_caching(False)
+    other = Lease()
+    assert cache.match(other, [*range(8), 9]) == 0
+    cache.check([held, other])
 
 
 def test_names_depend_on_every_token_before() -> None:

@@ -229,6 +229,19 @@ def test_what_came_back_leaves_host_memory_from_its_tail_too() -> None:
     assert [tier.pin(name) is None for name in (b"head", b"middle", b"tail")] == [False, False, True]
 
 
+def test_what_was_found_for_nothing_leaves_host_memory_from_its_tail() -> None:
+    """A match touches what it finds: of a prefix that nobody reserved blocks for, the head is to stay the longest."""
+    memory = made(num_slots=4)
+    for tokens in (FIRST, OTHER):
+        memory.cache.free(opened(memory, tokens)[0])
+    lease = Lease()
+    assert memory.cache.match(lease, [*FIRST, 1]) == 16
+    memory.cache.free(lease)
+    third, _ = opened(memory, [200, 201, 202, 203])
+    memory.cache.free(third)
+    assert memory.cache.match(Lease(), [*FIRST, 1]) == 12
+
+
 def test_a_slot_that_nobody_unpinned_is_noticed() -> None:
     tier = HostTier(2)
     tier.offload(b"a", 0)

@@ -181,3 +181,22 @@ def test_one_that_decodes_tells_its_tokens_and_nothing_that_was_told_before() ->
     assert [output.num_cached_tokens for output in outputs] == [0, None, None, 0]
     assert [len(output.marks) for output in outputs] == [4, 0, 0, 1]
     assert [output.freed_ns for output in outputs] == [None, None, None, 45]
+
+
+def test_who_asks_for_no_number_of_tokens_gets_what_the_model_holds() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", num_prompt=60, sampling=SamplingParams(seed=0))
+    tokens: list[int] = []
+    now_ns = 0
+    while scheduler.has_requests:
+        now_ns += 10
+        tokens += [token for output in step(scheduler, now_ns)[1] for token in output.token_ids]
+    assert len(tokens) == 4
+
+
+def test_who_goes_before_it_was_admitted_has_found_nothing() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a")
+    output = scheduler.abort("a", 10)
+    assert output is not None
+    assert (output.num_cached_tokens, output.num_host_tokens, output.num_preemptions) == (None, 0, 0)

@@ -98,11 +98,11 @@ class KVCache:
     def has_room(self, lease: Lease, num_tokens: int, keep_free: int = 0) -> bool:
         """Whether the lease can hold `num_tokens`, and `keep_free` blocks stay free."""
         num_new = self.blocks_for(num_tokens) - len(lease.block_ids) + len(lease.in_host)
-        return num_new <= 0 or self._pool.num_free - num_new >= keep_free
+        return self._pool.num_free - num_new >= keep_free
 
-    def reserve(self, lease: Lease, num_tokens: int, keep_free: int = 0) -> bool:
-        """Let the lease hold `num_tokens`; False, with nothing changed, if fewer than `keep_free` would stay free."""
-        if not self.has_room(lease, num_tokens, keep_free):
+    def reserve(self, lease: Lease, num_tokens: int) -> bool:
+        """Let the lease hold `num_tokens`; False, with nothing changed, if there are too few blocks."""
+        if not self.has_room(lease, num_tokens):
             return False
         if lease.in_host and self.host is not None:
             self._plan_restores(lease, self.host)

@@ -102,7 +102,7 @@ class RequestState:
 
     def new_prompt_logprobs(self, row: Row, row_result: RowResult) -> tuple[TokenLogprob, ...]:
         """A row's prompt log-probabilities, without those that were passed on before a preemption."""
-        new = row_result.prompt_logprobs[max(self.num_prompt_logprobs - row.start, 0) :]
+        new = row_result.prompt_logprobs[self.num_prompt_logprobs - row.start :]
         self.num_prompt_logprobs += len(new)
         return new
 
@@ -112,9 +112,6 @@ class RequestState:
 
     def new_marks(self) -> tuple[Mark, ...]:
         """The account's marks since the last call."""
-        marks = self.account.marks
-        if self.num_marks_sent == len(marks):
-            return ()
-        new = tuple(marks[self.num_marks_sent :])
-        self.num_marks_sent = len(marks)
+        new = tuple(self.account.marks[self.num_marks_sent :])
+        self.num_marks_sent += len(new)
         return new
