@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from test_scheduler import add, make_scheduler, step
 
 from splittime.core.request import FinishReason
-from splittime.scheduler.turns import SWEEP_FROM
+from splittime.scheduler import scheduler as scheduler_module
 
 
 def test_a_deadline_does_not_end_a_later_request_of_the_same_name() -> None:
@@ -30,6 +30,7 @@ def test_how_late_a_deadline_was_noticed_is_told(runs: bool, where: str) -> None
     assert f"{where} (noticed 2.5 ms later)" in output.error.message
 
 
+FEW = 2  # dead entries that are not worth a sweep
 EVENTS = st.one_of(
     st.tuples(st.just("ask"), st.integers(1, 60), st.integers(0, 2_000)),
     st.tuples(st.just("abort"), st.integers(0, 80), st.just(0)),
@@ -41,6 +42,12 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, min_size=5, max_size=40))
 def test_whoever_is_due_ends_and_what_is_kept_is_bounded(script: list[tuple[str, int, int]]) -> None:
     """Many come at once, most of them go away, and their names come back with other deadlines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "SWEEP_FROM", FEW)
+        crowd(script)
+
+
+def crowd(script: list[tuple[str, int, int]]) -> None:
     scheduler = make_scheduler()
     due: dict[str, int] = {}
     now_ns = 0
@@ -50,7 +57,7 @@ def test_whoever_is_due_ends_and_what_is_kept_is_bounded(script: list[tuple[str,
                 if f"r{i}" not in due:
                     due[f"r{i}"] = now_ns + 1 + (7919 * (i + spread)) % (spread + 1)
                     add(scheduler, f"r{i}", now_ns=now_ns, deadline_ns=due[f"r{i}"])
-                    assert len(scheduler._deadlines) <= 2 * len(due) + SWEEP_FROM
+                    assert len(scheduler._deadlines) <= 2 * len(due) + FEW
         elif what == "abort":
             for name in list(due)[:number]:
                 scheduler.abort(name, now_ns)

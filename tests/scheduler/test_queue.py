@@ -1,5 +1,6 @@
 """The queue of the waiting on its own: the log of causes against a plain list, who is next, and what it keeps."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_causes import turn_by_turn
@@ -8,9 +9,10 @@ from test_scheduler import add, make_scheduler, step
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler import queue as queue_module
+from splittime.scheduler import turns
 from splittime.scheduler.queue import CauseLog, WaitingQueue
 from splittime.scheduler.state import RequestState
-from splittime.scheduler.turns import SWEEP_FROM
 
 CAUSES = (Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET, Cause.POLICY)
 
@@ -102,6 +104,7 @@ def test_one_that_is_overtaken_while_it_waits_is_told_so_though_it_is_not_next()
     assert found == [(Cause.ENGINE_LOOP, 4), (Cause.BATCH_SLOTS, 10), (Cause.POLICY, 17)]
 
 
+FEW = 2
 CROWDS = st.one_of(
     st.tuples(st.just("come"), st.integers(1, 40), st.integers(0, 10_000)),
     st.tuples(st.just("admit"), st.integers(1, 10), st.just(0)),
@@ -112,8 +115,15 @@ CROWDS = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(CROWDS, min_size=5, max_size=30))
 def test_crowds_come_and_go_and_the_queue_knows_whose_turn_it_was(script: list[tuple[str, int, int]]) -> None:
-    """By the hundred, in any order of rank: who is next and who is overtaken is what a slow count says, and the dead
-    are swept out."""
+    """In any order of rank: who is next and who is overtaken is what a slow count says, and the dead are swept out
+    (here as soon as they are the most)."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (queue_module, turns):
+            patch.setattr(module, "SWEEP_FROM", FEW)
+        crowd(script)
+
+
+def crowd(script: list[tuple[str, int, int]]) -> None:
     queue = WaitingQueue()
     here: dict[str, RequestState] = {}
     arrived: list[str] = []
@@ -133,7 +143,7 @@ def test_crowds_come_and_go_and_the_queue_knows_whose_turn_it_was(script: list[t
             name = best.request_id if what == "admit" else sorted(here)[(seed + i * 7919) % len(here)]
             history.append(("admitted" if what == "admit" else "gone", name))
             (queue.admit if what == "admit" else queue.remove)(here.pop(name))
-            kept = 2 * len(here) + SWEEP_FROM
+            kept = 2 * len(here) + FEW
             assert max(len(queue._by_rank), len(queue._by_age)) <= kept
             assert len(queue._turns._line) <= kept + 2 * len(queue._turns._early)
         queue.check()

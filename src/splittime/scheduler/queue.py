@@ -66,7 +66,7 @@ class CauseLog:
         while self._readers and not self._reads(*self._readers[0]):
             self._readers.popleft()
         keep_from = self._readers[0][0] if self._readers else self._end
-        while self._num_dropped < keep_from - 1 and len(self._entries) > 1:  # the last entry is the current cause
+        while self._num_dropped < keep_from - 1:  # the last entry is the current cause
             self._entries.popleft()
             self._num_dropped += 1
 
