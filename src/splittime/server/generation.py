@@ -24,12 +24,16 @@ log = logging.getLogger("splittime.server")
 now_ns = time.monotonic_ns
 
 
+def ignore_news(choice: Choice, num_bytes: int) -> None:
+    """Nobody writes a stream."""
+
+
 class Generation:
     def __init__(self, group_id: str, client: EngineClient, choices: Sequence[Choice], place: Place) -> None:
         self.group_id = group_id
         self.choices = choices
         self.all_done = asyncio.Event()
-        self.on_news: Callable[[Choice, int], None] = lambda choice, num_bytes: None
+        self.on_news: Callable[[Choice, int], None] = ignore_news
         self.is_cancelled = False
         self._client = client
         self._place = place

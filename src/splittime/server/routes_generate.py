@@ -14,12 +14,12 @@ from splittime.ledger.account import REFUSED
 from splittime.server import http
 from splittime.server.admission import Refused
 from splittime.server.answer import DONE, Answer
-from splittime.server.generation import Generation
+from splittime.server.generation import Generation, ignore_news
 from splittime.server.params import Ask
 from splittime.server.service import Service
 from splittime.server.stream import EventStream, start
 from splittime.server.timing import last_ended, server_timing, timing
-from splittime.server.visit import Visit
+from splittime.server.visit import Visit, do_nothing
 
 now_ns = time.monotonic_ns
 
@@ -173,9 +173,22 @@ class Streamed:
             finish_timing=self._choice_timing,
         )
         generation.on_news = self._stream.touch
-        visit.on_gone = self._stream.abandon  # type: ignore[method-assign]
+        visit.on_gone = self._stream.abandon
 
     async def write(self) -> None:
+        try:
+            await self._write()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Undo what refers to each other in a circle, so that an ended request is freed at once: what 4,000 of them
+        left for the garbage collector kept everybody waiting for half a second when it came."""
+        self._generation.on_news = ignore_news
+        self._visit.on_gone = do_nothing
+        del self._stream
+
+    async def _write(self) -> None:
         if self._generation.is_cancelled:  # it went away between hand-off and here
             self._stream.abandon()
         await self._generation.all_done.wait()

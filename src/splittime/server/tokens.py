@@ -52,17 +52,19 @@ class Tokens:
 
     async def _beside(self, work: TextWork, deadline_ns: int | None) -> TextDone:
         texts, account = self._service.texts, self._account
-        task = self._task = texts.submit(work, lambda: account.enter(Stage.TOKENIZE, now_ns()))
-        if task.cause is not None:
-            account.enter(Stage.TOKENIZE_QUEUE, now_ns(), task.cause)
-        if deadline_ns is None:
-            return await task.done
-        left_s = (deadline_ns - now_ns()) / 1e9
-        alarm = asyncio.get_running_loop().call_later(left_s, texts.drop, task, too_late())
+        self._task = texts.submit(work, lambda: account.enter(Stage.TOKENIZE, now_ns()))
+        if self._task.cause is not None:
+            account.enter(Stage.TOKENIZE_QUEUE, now_ns(), self._task.cause)
+        alarm = None
+        if deadline_ns is not None:
+            left_s = (deadline_ns - now_ns()) / 1e9
+            alarm = asyncio.get_running_loop().call_later(left_s, texts.drop, self._task, too_late())
         try:
-            return await task.done
+            return await self._task.done
         finally:
-            alarm.cancel()
+            self._task = None  # the error that it may hold knows this frame: a circle, left to the collector
+            if alarm is not None:
+                alarm.cancel()
 
 
 def too_late() -> DeadlineExceeded:

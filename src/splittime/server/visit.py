@@ -9,7 +9,8 @@ each choice, or in one for the whole request if it never got that far, and its i
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from splittime.core.errors import EngineError, ErrorInfo, SplittimeError
 from splittime.core.request import FinishReason, Request
@@ -36,6 +37,10 @@ from splittime.server.tokens import Tokens, too_late
 now_ns = time.monotonic_ns
 
 
+def do_nothing() -> None:
+    """Nobody has to be told."""
+
+
 class Visit:
     """receive: a caller that only asks whether there is room (`knock`) may leave it out."""
 
@@ -58,6 +63,7 @@ class Visit:
         self._is_reserved = False
         self._quota: Quota | None = None  # that of its tenant, once it has let the request in
         self._prompt_parts: list[PromptParts] = []  # of each prompt
+        self.on_gone: Callable[[], None] = do_nothing  # the writer of a stream puts its own function here
         self.notices: list[str] = []  # what the client is told beside its answer
 
     @property
@@ -212,9 +218,6 @@ class Visit:
             self.generation.cancel()
             self.on_gone()
 
-    def on_gone(self) -> None:
-        """The writer of a stream puts its own function here."""
-
     # ---- out
 
     def close_choice(self, choice: Choice, at_ns: int) -> None:
@@ -257,12 +260,13 @@ class Visit:
         """Give back what the visit holds: its queue places, its id (when the engine has let go), its watcher."""
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None  # a task that holds its visit: without this, both would wait for the collector
         if self._quota is not None:
             self._use_tokens(len(choice.token_ids) for choice in (self.generation.choices if self.generation else ()))
             self._quota.leave()
         self._tokens.drop()
         if self.generation is not None:
-            self.generation.when_released(lambda: self.service.release(self.full_id))
+            self.generation.when_released(partial(self.service.release, self.full_id))
             return
         if self._account.end_ns is None:  # something unforeseen was raised; the edge has answered 500
             self.close_refused(FinishReason.ERROR, EngineError("the server failed").info)

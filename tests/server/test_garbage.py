@@ -1,0 +1,116 @@
+"""An ended request is freed at once, by its reference counts: what waits for the garbage collector piles up under load,
+and the one that is asked for something when a full collection comes waits for all of it."""
+
+import gc
+import http.client
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from .conftest import LiveServer, say
+
+TOO_LONG = "\N{SNOWMAN}" * 5000
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def garbage() -> Counter[str]:
+    """What the collector finds, by type."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    return Counter(type(each).__name__ for each in gc.garbage)
+
+
+def ask(connection: http.client.HTTPConnection, **fields: object) -> int:
+    body = json.dumps({"prompt": "abc", "max_tokens": 5, **fields})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status
+
+
+def until(is_so: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def until_all_left(server: LiveServer) -> None:
+    until(lambda: not server.call(lambda: server.service.num_open or server.service.generations))
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({}, 200),
+        ({"stream": True}, 200),
+        ({"stream": True, "n": 2}, 200),
+        ({"stop": "l"}, 200),
+        ({"temperature": -1}, 400),
+        ({"prompt": TOO_LONG}, 400),
+    ],
+)
+def test_an_ended_request_leaves_nothing_to_collect(launch, fields: dict, status: int) -> None:
+    server = launch(say("hello"))
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    for _ in range(2):
+        assert ask(connection, **fields) == status
+    with without_collector():
+        for _ in range(10):
+            assert ask(connection, **fields) == status
+        connection.close()
+        until_all_left(server)
+        left = garbage()
+    assert max(left.values(), default=0) < 10, left  # one of each request would be ten
+
+
+def test_a_request_whose_client_left_leaves_nothing_to_collect(launch) -> None:
+    server = launch(say("x" * 2000, end=False), step_s=0.005)
+
+    def leave_early() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = json.dumps({"prompt": "abc", "max_tokens": 2000, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        connection.getresponse().read(100)
+        connection.close()
+
+    leave_early()
+    until_all_left(server)
+    with without_collector():
+        for _ in range(10):
+            leave_early()
+        until_all_left(server)
+        left = garbage()
+    assert max(left.values(), default=0) < 10, left
+
+
+def test_a_refusal_leaves_nothing_to_collect(launch) -> None:
+    server = launch(say("x" * 1000, end=False), step_s=0.005, config={"max_queued_requests": 1}, max_running=1)
+    body = {"prompt": "abc", "max_tokens": 1000}
+    streams = [server.events_later("/v1/completions", body)]
+    until(lambda: server.engine.running)
+    streams.append(server.events_later("/v1/completions", body))
+    until(lambda: server.engine.waiting)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with without_collector():
+        statuses = [ask(connection) for _ in range(10)]
+        left = garbage()
+    assert statuses == [429] * 10
+    assert max(left.values(), default=0) < 10, left
+    for stream in streams:
+        stream.join(60)
