@@ -58,7 +58,7 @@ WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "204
 
 ILLNESSES: tuple[Ward, ...] = (
     Ward(name="one slot", expected="slot_bound", settings=("--max-num-seqs", "1"), load=poisson(13, 24, 40)),
-    Ward(name="a small cache", expected="kv_bound", settings=SMALL_CACHE, load=poisson(7, 200, 100)),
+    Ward(name="a small cache", expected="kv_bound", settings=SMALL_CACHE, load=poisson(10, 200, 100)),
     Ward(
         name="answers outgrow the cache",
         expected="preemption_thrash",
@@ -137,7 +137,7 @@ ILLNESSES: tuple[Ward, ...] = (
         expected="too_few_threads",
         model="weights",
         settings=("--max-model-len", "1024", "--num-threads", "1"),
-        load=poisson(1.2, 8, 8, 12.0),
+        load=poisson(1.2, 8, 8, 25.0),
     ),
     Ward(
         name="static batches",

@@ -19,7 +19,7 @@ from benchmarks.report import conditions
 from benchmarks.scenarios.doctor.illnesses import Ward
 from benchmarks.scenarios.doctor.large_models import model
 from benchmarks.scenarios.doctor.proxies import proxy
-from benchmarks.server_process import free_port, served
+from benchmarks.server_process import free_port, get_json, served
 from splittime.cli.live_books import books_from_answers
 from splittime.diagnose.books import Books, books_from_run
 from splittime.diagnose.doctor import Diagnosis, diagnose
@@ -30,6 +30,7 @@ from splittime.loadgen.target import Target
 
 SABOTAGE = str(Path(__file__).with_name("sabotage"))
 BLOCK_S, BLOCK_EVERY_S = 0.08, 0.15
+MEASURED_WITHIN_S = 30.0
 
 
 @cache
@@ -101,9 +102,20 @@ def _seen(ward: Ward, seed: int, diagnosis: Diagnosis, seconds: float) -> Seen:
 
 def _books(ward: Ward, seed: int, keep: Path | None) -> Books:
     with served(*ward.settings) as url:
+        _until_measured(url)
         run = asyncio.run(_run(url, ward, ward.load(seed)))
     _keep(run, ward, seed, keep)
     return books_from_run(run)
+
+
+def _until_measured(url: str) -> None:
+    """A server that nobody uses yet measures its machine's ceilings; a busy one cannot, and then has no floors."""
+    deadline_s = time.monotonic() + MEASURED_WITHIN_S
+    while time.monotonic() < deadline_s:
+        machine = get_json(f"{url}/ledger/facts")["machine"]
+        if machine is not None and machine["read_bytes_per_s"]:
+            return
+        time.sleep(0.1)
 
 
 def _keep(run: Run, ward: Ward, seed: int, folder: Path | None) -> None:

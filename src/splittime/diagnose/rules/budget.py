@@ -12,7 +12,7 @@ from splittime.diagnose.rules.share import Share, of_requests
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
-MIN_GAIN = 1.1  # what a doubled budget must gain for a prompt
+MIN_GAIN = 1.2  # what a doubled budget must gain for a prompt; with less the order of prompts matters more
 TIMES = (2, 4, 8, 16)  # by which the budget may grow
 LONGEST_STEP_NS = 40_000_000  # that a larger budget may make of a step: below what is felt between tokens
 
@@ -110,7 +110,7 @@ def _finding(
         ),
         cost=f"Requests that decode meanwhile stall for up to {ms(cost.step_ns(rows, times * largest, 0)):.0f} ms.",
         counter_check="With the larger budget and the same load the queue's token_budget time stays.",
-        regime="steps whose fixed part is a tenth or more of them; large steps gain nothing",
+        regime="steps whose fixed part is a third or more of them; large steps gain nothing",
     )
 
 

@@ -71,6 +71,12 @@ def counted(value: float, num_losers: int, least: float = MIN_SHARE) -> Share:
     return Share(value=value, interval=(value, value) if num_losers else None, num_losers=num_losers, least=least)
 
 
+def happened(lost_ns: Mapping[str, float], accounts: Sequence[ClosedAccount]) -> Share:
+    """Of what somebody did to this run, such as a pause, and the books state: true whatever another run would show."""
+    share = of_requests(lost_ns, accounts)
+    return counted(share.value, share.num_losers, share.least)
+
+
 def _interval(losses: numpy.ndarray, times: numpy.ndarray, value: float) -> tuple[float, float]:
     spread = spread_of(losses - value * times)
     reach = spread.reach(CONFIDENCE) / max(1.0, float(times.mean()))
