@@ -473,6 +473,15 @@ def test_a_queue_with_no_room_takes_nothing(tmp_path):
     assert open_readonly(tmp_path / "l.sqlite").steps() == []
 
 
+def test_counts_tell_what_was_added():
+    ledger = Ledger()
+    for number in range(3):
+        ledger.add_account(books.example(f"cmpl-{number}-0"))
+    ledger.add_step(books.step(1, 0))
+    counts = ledger.counts()
+    assert (counts.accounts, counts.steps, counts.invalid_accounts, counts.subscriber_errors) == (3, 1, 0, 0)
+
+
 def test_counts_tell_what_was_dropped_and_what_was_unwritten(tmp_path):
     ledger = Ledger(tmp_path / "l.sqlite")
     ledger._file.num_dropped, ledger._file.num_unwritten = 3, 5

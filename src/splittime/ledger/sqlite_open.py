@@ -37,7 +37,6 @@ class OwnFile:
     """A ledger file that this process alone writes. Raises `ConfigError` with the way out."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         try:
             self._lock = _lock(path)
         except OSError as error:
@@ -83,7 +82,6 @@ def _open(path: Path) -> sqlite3.Connection:
         if version <= SCHEMA_VERSION:  # 0: a new file; of an older one only tables are missing
             connection.executescript(_SCHEMA)
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        connection.commit()
     except (OSError, sqlite3.Error) as error:
         raise _cannot_write(path, str(error)) from error
     if version > SCHEMA_VERSION:
