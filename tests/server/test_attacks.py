@@ -9,7 +9,11 @@ import msgspec
 import pytest
 
 from splittime.engine.tokenizer import Tokenizer
+from splittime.server.config import ServerConfig
+from splittime.server.edge import Edge
+from splittime.server.http import receive_nothing
 from splittime.server.inline import INLINE_NS
+from splittime.server.keys import Keys
 
 from .conftest import LiveServer, say
 from .test_endings import wait_until
@@ -90,6 +94,24 @@ def test_the_unforeseen_is_a_500_in_the_form_of_all_errors(launch, monkeypatch) 
     status, _, body = server.get("/ledger/requests/x")
     assert status == 500
     assert body["error"]["code"] == "internal_error"
+
+
+def test_the_unforeseen_after_an_answer_began_is_left_to_the_connection_and_no_second_answer_follows() -> None:
+    sent = []
+
+    async def half_an_answer(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    async def send(message) -> None:
+        sent.append(message["type"])
+
+    config = ServerConfig()
+    edge = Edge(half_an_answer, config, Keys(config))
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(edge(scope, receive_nothing, send))
+    assert sent == ["http.response.start"]
 
 
 @pytest.mark.parametrize(

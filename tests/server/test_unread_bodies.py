@@ -1,10 +1,14 @@
 """A body that nobody asked for: the answer arrives, little of the body is read, the connection ends or goes on."""
 
+import asyncio
 import contextlib
 import socket
 import time
 
 import pytest
+
+from splittime.server.exchange import LAST, Exchange
+from splittime.server.http import TRANSPORT
 
 from .conftest import LiveServer
 from .test_attacks import connect
@@ -118,3 +122,58 @@ def test_a_body_that_takes_too_long_ends_its_connection(launch, monkeypatch) -> 
         client.sendall(head("POST", path, "Content-Length: 50") + b"{")
         assert client.recv(20).startswith(b"HTTP/1.1 408")
         dribble(server, client, b"")
+
+
+class Peer:
+    """The other side of an `Exchange`: what comes in, what went out, and whether the connection was closed."""
+
+    def __init__(self, *parts: bytes) -> None:
+        self.parts, self.sent, self.num_closed = list(parts), [], 0
+
+    async def receive(self) -> dict:
+        return {"type": "http.request", "body": self.parts.pop(0), "more_body": bool(self.parts)}
+
+    async def send(self, message: dict) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+START = {"type": "http.response.start", "status": 200, "headers": []}
+PIECE = {"type": "http.response.body", "body": b"a", "more_body": True}
+END = {"type": "http.response.body", "body": b"b", "more_body": False}
+KEPT_BACK = [START, PIECE, {**END, "more_body": True}, LAST]
+
+
+@pytest.mark.parametrize(
+    ("headers", "parts", "num_read", "sent", "is_closed"),
+    [
+        ([], [], 0, [START, PIECE, END], False),
+        ([(b"content-length", b"0")], [], 0, [START, PIECE, END], False),
+        ([(b"content-length", b"2")], [b"xy"], 0, KEPT_BACK, False),
+        ([(b"content-length", b"2")], [b"xy"], 1, [START, PIECE, END], False),
+        ([(b"transfer-encoding", b"chunked")], [b"x", b"y"], 1, KEPT_BACK, False),
+        ([(b"content-length", b"30")], [b"x" * 5, b"x" * 5, b"x" * 20], 0, KEPT_BACK, False),  # 10, the limit, is read
+        ([(b"content-length", b"31")], [b"x" * 5, b"x" * 6, b"x" * 20], 0, KEPT_BACK, True),
+    ],
+)
+def test_the_end_of_an_answer_waits_for_an_unread_body_alone(
+    monkeypatch, headers: list, parts: list, num_read: int, sent: list, is_closed: bool
+) -> None:
+    monkeypatch.setattr("splittime.server.exchange.LINGER_BYTES", 10)
+    peer = Peer(*parts)
+    exchange = Exchange({"headers": headers, "extensions": {TRANSPORT: peer}}, peer.receive, peer.send)
+
+    async def serve() -> None:
+        for _ in range(num_read):
+            await exchange.receive()
+        assert not exchange.has_begun
+        for message in (START, PIECE, END):
+            await exchange.send(message)
+            assert exchange.has_begun
+        await exchange.end()
+
+    asyncio.run(serve())
+    assert peer.sent == sent
+    assert peer.num_closed == is_closed

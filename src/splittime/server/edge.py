@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: when a request was first seen, who may come in, and what happens to the unforeseen.
+"""The outermost ASGI layer: who may come in, and what happens to the unforeseen.
 
     names (`origin`) -> CORS, if pages of other origins are let in -> the key -> the application
 
@@ -8,7 +8,6 @@ client sends that nobody reads is `exchange`'s.
 """
 
 import logging
-import time
 
 from starlette.middleware.cors import CORSMiddleware
 
@@ -17,7 +16,6 @@ from splittime.server.config import ServerConfig
 from splittime.server.dashboard.files import is_page
 from splittime.server.exchange import Exchange
 from splittime.server.http import (
-    START_NS,
     AnswerAtOnce,
     Application,
     AtOnce,
@@ -58,7 +56,6 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope.setdefault(START_NS, time.monotonic_ns())
         scope["path"] = self._own_path(scope["path"])
         exchange = Exchange(scope, receive, send)
         try:
