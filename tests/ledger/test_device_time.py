@@ -56,6 +56,10 @@ def test_where_the_host_computes_there_is_nothing_to_tell():
         ({"execution": "host", "enqueue_ns": 1}, "run host"),
         ({"execution": "somehow"}, "somehow"),
         ({"collective_ns": 35}, "collective 35 of 34"),
+        ({"host_gap_ns": 9}, "gap 10 ns is not host_gap"),
+        ({"asleep_ns": 1}, "asleep for 1 ns of 0"),
+        ({"cpu_wait_ns": 30, "off_cpu_ns": 23}, "30 ns without a processor and 23 ns off it, of 52"),
+        ({"off_cpu_ns": -1}, "-1 ns off it"),
     ],
 )
 def test_the_law_can_fail(told, words):
