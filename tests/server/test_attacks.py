@@ -63,10 +63,13 @@ def test_a_body_that_never_comes_is_408(launch, path: str) -> None:
 def test_an_answer_that_nobody_takes_does_not_hold_its_connection(launch, monkeypatch) -> None:
     monkeypatch.setattr("splittime.server.run.STALL_MORE_S", 0.2)
     server = launch(config={"slow_reader_s": 0.2, "send_buffer_bytes": 4096})
+    wait_until(lambda: not server.server.server_state.connections)  # that of the launch
     client = connect(server, receive_buffer=4096)
+    wait_until(lambda: server.server.server_state.connections)
     for _ in range(20):  # more answers than the two buffers hold
         client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    wait_until(lambda: not server.server.server_state.connections)
+    (connection,) = server.server.server_state.connections
+    wait_until(lambda: connection.transport.is_closing())
     assert server.get("/health")[0] == 200
 
 
