@@ -65,7 +65,9 @@ def outcome(index: int, account: ClosedAccount, begin_ns: int, way: Way, lag_ns:
     )
 
 
-def with_client(books, way: Way = directly, lag_ns: int = 0, checks=(), has_accounts: bool = True):
+def with_client(
+    books, way: Way = directly, lag_ns: int = 0, checks=(), has_accounts: bool = True, url: str = "http://127.0.0.1:1"
+):
     begin_ns = 17 * MS  # any: the clocks are two
     outcomes = [outcome(i, account, begin_ns, way, lag_ns) for i, account in enumerate(books.accounts)]
     run = Run(
@@ -73,7 +75,7 @@ def with_client(books, way: Way = directly, lag_ns: int = 0, checks=(), has_acco
         begin_unix_ns=0,
         measured_from_ns=0,
         measured_until_ns=10**12,
-        arms=(Arm(url="http://a", kind="splittime" if has_accounts else "vllm", round_trip_ns=(2 * NETWORK_NS,)),),
+        arms=(Arm(url=url, kind="splittime" if has_accounts else "vllm", round_trip_ns=(2 * NETWORK_NS,)),),
         outcomes=tuple(outcomes),
         checks=tuple(checks),
     )

@@ -7,6 +7,7 @@ from test_rules_queue import names, poisson
 from ward import Case, Ward, ids
 
 from splittime.core.errors import ErrorInfo
+from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.unexplained import MAX_UNEXPLAINED
 from splittime.ledger.client_book import Check
@@ -70,7 +71,8 @@ def test_a_wait_for_a_processor_that_is_usual_is_told_with_its_reason():
 )
 def test_a_wait_is_for_others_as_far_as_they_ran(wait, own, others, found):
     """Whatever a server's own processes take of two cores is no illness; what others take is from a tenth on."""
-    diagnosis = diagnose(Ward(wait_share=wait, beside=(own, others)).run(*CHATS, *PROMPTS))
+    books = Ward(wait_share=wait, beside=(own, others)).run(*CHATS, *PROMPTS)
+    diagnosis = diagnose(books)
     assert [one.name for one in diagnosis.illnesses] == found
     if found:
         (first,) = diagnosis.illnesses
@@ -79,7 +81,10 @@ def test_a_wait_is_for_others_as_far_as_they_ran(wait, own, others, found):
         assert "ms for each token" in first.claim
     else:
         (why,) = (one.why for one in diagnosis.abstentions if one.name == "cpu_starved")
-        assert "by what they ran" in why
+        whole = attribution(books).share(Computed.CPU_WAIT)
+        assert f"{whole:.0%} of the requests' time: by what they ran" in why
+        for_others = whole * others / (own + others)
+        assert f"{for_others:.0%} for other processes, {whole - for_others:.0%} for this server's own" in why
 
 
 def test_the_load_generator_beside_the_server_is_not_the_others():
@@ -87,6 +92,59 @@ def test_the_load_generator_beside_the_server_is_not_the_others():
     cpu = Check(name="cpu", ok=True, value=0.88, limit=0.9, unit="", sentence="", voids=False)
     assert names(with_client(books)) == ["cpu_starved"]
     assert names(with_client(books, checks=[cpu])) == []
+    assert names(with_client(books, checks=[cpu], url="http://elsewhere:8000")) == ["cpu_starved"]
+
+
+def ran_by_others(books, cores):
+    """cores: how many others keep busy, by when."""
+    counted, ran_ns, before_ns = [], 0, books.steps[0].begin_ns
+    for step in books.steps:
+        ran_ns += int(cores(step.end_ns, step.end_ns - before_ns) * (step.end_ns - before_ns))
+        before_ns = step.end_ns
+        counted.append(msgspec.structs.replace(step, others_ran_ns=ran_ns))
+    return msgspec.structs.replace(books, steps=tuple(counted))
+
+
+@pytest.mark.parametrize(("while_busy", "while_quiet", "found"), [(0.02, 2.0, []), (1.0, 0.0, ["cpu_starved"])])
+def test_who_ran_while_nobody_waited_is_not_whom_it_waited_for(while_busy, while_quiet, found):
+    """Ten minutes without requests lie between two loads."""
+    two = [Case(case.at_ms + 600_000 * (i >= 40), case.prompt, 40) for i, case in enumerate(poisson(4, 80))]
+    books = Ward(wait_share=0.6, beside=(0.5, 0.0)).run(*two)
+    assert names(ran_by_others(books, lambda at, ns: while_quiet if ns > 10**11 else while_busy)) == found
+
+
+def test_whom_it_waited_for_is_told_by_the_seconds_in_which_it_waited():
+    """A neighbour in every third second, who has all of the waits: over all seconds this server's own ran as much."""
+    books = Ward(beside=(0.4, 0.0)).run(*[Case(100 * i, ids(16, i), 20) for i in range(150)])
+
+    def is_there(at_ns):
+        return at_ns // 10**9 % 3 == 0
+
+    waited_ns, steps = 0, []
+    for step in books.steps:
+        wait_ns = int(0.9 * (step.end_ns - step.begin_ns)) if is_there(step.end_ns) else 0
+        waited_ns += wait_ns
+        steps.append(msgspec.structs.replace(step, cpu_wait_ns=wait_ns, server_ran_ns=step.server_ran_ns - waited_ns))
+    starved = msgspec.structs.replace(books, steps=tuple(steps))
+    whole = attribution(starved).share(Computed.CPU_WAIT)
+    (first,) = diagnose(ran_by_others(starved, lambda at, _: 1.2 * is_there(at))).illnesses
+    assert first.name == "cpu_starved"
+    assert first.share_of_time == pytest.approx(whole * 0.75, rel=0.1)
+
+
+def test_a_counter_that_goes_back_is_another_servers():
+    """A server's successor has run nothing yet, and what its predecessor ran is then others'."""
+    books = Ward(wait_share=0.6, beside=(0.5, 0.05)).run(*CHATS, *PROMPTS)
+    half, gone_ns = len(books.steps) // 2, 10**13
+
+    def told(i, step):
+        server_ns, others_ns = step.server_ran_ns + gone_ns, step.others_ran_ns
+        if i >= half:
+            server_ns, others_ns = step.server_ran_ns, step.others_ran_ns + gone_ns
+        return msgspec.structs.replace(step, server_ran_ns=server_ns, others_ran_ns=others_ns)
+
+    restarted = msgspec.structs.replace(books, steps=tuple(told(i, step) for i, step in enumerate(books.steps)))
+    assert names(books) == names(restarted) == []
 
 
 def test_other_work_beside_a_starved_engine_is_not_named_for_it():

@@ -132,7 +132,7 @@ class Ward:
                 self._submit(*waiting.pop(0))
             while turns and turns[0][0] <= self.clock.now_ns():
                 self.engine.configure(turns.pop(0)[1])
-                self.engine.step()  # a pause is told to all at once
+                self._step()  # a pause is told to all at once
             if self.engine.has_work:
                 self._step()
             elif waiting or turns:

@@ -1,48 +1,89 @@
 """Who had the processors beside the engine's thread, by what the kernel counted (`engine.machine_time`).
 
-    beside(books) -> Beside | None        None where the books do not tell
+    beside(books) -> Beside | None        None where the books do not tell, or the engine never waited
 
 The engine's wait for a processor is stated (`StepRecord.cpu_wait_ns`); whose turn it was meanwhile is not, and is
-divided in proportion to who ran in that time.
+divided in proportion to who ran in that time. Who ran is told about once a second: from one reading to the next is a
+stretch, and a stretch counts by the wait in it. What ran in an hour without requests made no step wait, and one minute
+of other work is not thinned by ten quiet ones.
 """
+
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
 
 import msgspec
 
 from splittime.diagnose.books import Books
 from splittime.diagnose.rules.step_cost import length_ns
+from splittime.ledger.steps import StepRecord
 
+_Reading = tuple[int, int, int]  # when, what this server had run, what others had
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LEAST_NS = 3 * 10**9  # of counters that are read once a second: over less their ends matter
 
 
 class Beside(msgspec.Struct, frozen=True):
-    """In ns. server_ns: this server's other threads and processes. client_ns: the load generator, as far as it says how
-    busy it was; it is taken to run on this machine. others_ns: all other processes."""
+    """How many cores each kept busy while the engine waited for one, on average. server: this server's other threads
+    and processes. client: the load generator, as far as it says how busy it was; nothing where it is
+    on another machine. others: all other processes."""
 
-    server_ns: float
-    client_ns: float
-    others_ns: float
+    server: float
+    client: float
+    others: float
 
     @property
     def others_part(self) -> float:
-        return self.others_ns / max(1.0, self.server_ns + self.client_ns + self.others_ns)
+        return self.others / max(1e-9, self.server + self.client + self.others)
+
+
+class _Stretch(msgspec.Struct):
+    """From one reading to the next. server_ns: without the engine's thread. waited_ns: by the engine's thread."""
+
+    lasted_ns: int
+    server_ns: int
+    others_ns: int
+    waited_ns: int
 
 
 def beside(books: Books) -> Beside | None:
-    told = [(s.end_ns, s.server_ran_ns, s.others_ran_ns) for s in books.steps]
-    known = [(at, own, others) for at, own, others in told if own is not None and others is not None]
-    if not known or known[-1][0] - known[0][0] < LEAST_NS:
+    stretches = list(_stretches(books.steps))
+    waited_ns = sum(one.waited_ns for one in stretches)
+    if sum(one.lasted_ns for one in stretches) < LEAST_NS or not waited_ns:
         return None
-    lasted_ns, own_ns, others_ns = (after - before for before, after in zip(known[0], known[-1], strict=True))
-    client_ns = min(_client_share(books) * lasted_ns, float(others_ns))
-    return Beside(max(0.0, own_ns - _engine_ns(books)), client_ns, others_ns - client_ns)
+    server = sum(one.server_ns / one.lasted_ns * one.waited_ns for one in stretches) / waited_ns
+    others = sum(one.others_ns / one.lasted_ns * one.waited_ns for one in stretches) / waited_ns
+    client = min(_client_cores(books), others)
+    return Beside(server, client, others - client)
 
 
-def _engine_ns(books: Books) -> float:
-    """What the engine's thread ran."""
-    return float(sum(length_ns(s) - (s.cpu_wait_ns or 0) - (s.off_cpu_ns or 0) for s in books.steps))
+def _stretches(steps: Sequence[StepRecord]) -> Iterator[_Stretch]:
+    """From one new reading to the next, since the first step's may be a second old; without those in which a counter
+    went back: another server's, or a process that was not seen for a moment."""
+    latest: tuple[int, int] | None = None
+    begin: _Reading | None = None
+    engine_ns = waited_ns = 0
+    for step in steps:
+        engine_ns += length_ns(step) - (step.cpu_wait_ns or 0) - (step.off_cpu_ns or 0)
+        waited_ns += step.cpu_wait_ns or 0
+        if step.server_ran_ns is None or step.others_ran_ns is None:
+            continue
+        reading = step.server_ran_ns, step.others_ran_ns
+        if reading == latest:
+            continue
+        now = (step.end_ns, *reading) if latest is not None else None
+        if begin is not None and now is not None:
+            yield from _stretch(begin, now, engine_ns, waited_ns)
+        latest, begin, engine_ns, waited_ns = reading, now, 0, 0
 
 
-def _client_share(books: Books) -> float:
-    """Of a core."""
-    checks = books.run.checks if books.run is not None else ()
-    return sum(check.value or 0.0 for check in checks if check.name == "cpu")
+def _stretch(begin: _Reading, end: _Reading, engine_ns: int, waited_ns: int) -> Iterator[_Stretch]:
+    lasted_ns, server_ns, others_ns = (after - before for before, after in zip(begin, end, strict=True))
+    if lasted_ns > 0 and server_ns >= 0 and others_ns >= 0:
+        yield _Stretch(lasted_ns, max(0, server_ns - engine_ns), others_ns, waited_ns)
+
+
+def _client_cores(books: Books) -> float:
+    """The load generator's, where it asks this machine as its own; one that is elsewhere takes nothing here."""
+    if books.run is None or books.served is None or urlsplit(books.served.url).hostname not in LOOPBACK:
+        return 0.0
+    return sum(check.value or 0.0 for check in books.run.checks if check.name == "cpu")

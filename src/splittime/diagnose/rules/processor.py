@@ -126,9 +126,9 @@ def _who_ran(ran: Beside | None) -> tuple[Fact, ...]:
     if ran is None:
         return ()
     return (
-        Fact("other processes ran", round(ran.others_ns / 1e9, 2), "s of processor time"),
-        Fact("this server ran beside the engine's thread", round(ran.server_ns / 1e9, 2), "s"),
-        Fact("the load generator ran, if it is on this machine", round(ran.client_ns / 1e9, 2), "s"),
+        Fact("cores that other processes kept busy meanwhile, mean", round(ran.others, 2)),
+        Fact("that this server did beside the engine's thread", round(ran.server, 2)),
+        Fact("that the load generator did, if it is on this machine", round(ran.client, 2)),
     )
 
 
@@ -136,12 +136,13 @@ def _as_usual(whole: Share, share: Share, ran: Beside | None) -> Abstention | No
     """Why a wait is none of others' making, or not known to be."""
     if whole.value < MIN_SHARE:
         return None
-    why = f"the engine waits for a processor for {whole.value:.0%} of the requests' time, "
+    why = f"the engine waits for a processor for {whole.value:.0%} of the requests' time"
     if ran is None:
-        why += "which a server's own processes and a client beside it on two cores make it do; "
+        why += ", which a server's own processes and a client beside it on two cores make it do; "
         return Abstention("cpu_starved", f"{why}{STARVED_SHARE:.0%} is more")
-    why += f"{share.value:.0%} of it for other processes, by what they ran: this server's own, and a client beside it, "
-    return Abstention("cpu_starved", f"{why}had the rest")
+    why += f": by what they ran, {share.value:.0%} for other processes, "
+    own = f"{whole.value - share.value:.0%} for this server's own and for a client beside it"
+    return Abstention("cpu_starved", why + own)
 
 
 @rule(
