@@ -49,9 +49,10 @@ def test_each_step_tells_how_many_were_refused_before_it_however_few_are_kept():
     ledger = Ledger(max_accounts=2)
     full = ErrorInfo(kind="overloaded_error", message="full", code="queued_requests", status=429)
     bad = msgspec.structs.replace(full, code="prompt_too_long", status=400)
+    over_its_limit = msgspec.structs.replace(full, code="requests_per_minute")
     ledger.add_step(books.step(1, 100))
     for i in range(30):
-        error = full if i % 3 else bad
+        error = full if i % 3 else (bad if i % 2 else over_its_limit)
         ledger.add_account(msgspec.structs.replace(books.example(f"cmpl-{i}-0"), finish_reason=REFUSED, error=error))
         ledger.add_step(books.step(2 + i, 200 + 100 * i))
     counts = [step.num_refused for step in ledger.steps()]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from splittime.core.errors import ConfigError
 from splittime.kv.cache import KVCache, Lease
+from splittime.ledger.account import LIMITS_OF_A_KEY
 from splittime.server.admission import Refused
 from splittime.server.app import PATHS
 from splittime.server.config import ServerConfig
@@ -245,6 +246,12 @@ def quota(**limits: int) -> Quota:
 def come(used: Quota, now_ns: int) -> None:
     used.check(now_ns)
     used.enter(now_ns)
+
+
+def test_the_limits_of_a_key_are_known_to_its_accounts() -> None:
+    """A refusal for one of them is no want of room (`ClosedAccount.is_turned_away`)."""
+    limits = [name for name, kind in Tenant.__annotations__.items() if kind == int | None]
+    assert sorted(limits) == sorted(LIMITS_OF_A_KEY)
 
 
 def test_open_requests_are_bounded() -> None:

@@ -13,6 +13,8 @@ from splittime.core.errors import ErrorInfo
 from splittime.ledger.stages import Cause, Stage
 
 REFUSED = "refused"  # finish reason of a request that never reached the engine
+TRY_AGAIN = 429
+LIMITS_OF_A_KEY = ("max_open_requests", "requests_per_minute", "tokens_per_minute")  # the codes of such a refusal
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -153,6 +155,11 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     @property
     def is_refused(self) -> bool:
         return self.finish_reason == REFUSED
+
+    @property
+    def is_turned_away(self) -> bool:
+        """Refused with 429 for want of room. A key that is over a limit of its own is refused however much there is."""
+        return self.error is not None and self.error.status == TRY_AGAIN and self.error.code not in LIMITS_OF_A_KEY
 
     def verify(self) -> None:
         """Raise ValueError if the ledger's first law does not hold for this account."""

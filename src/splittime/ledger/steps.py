@@ -40,9 +40,9 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     for other steps while this one ran; part of no sum. `execution`, `padded_rows`, `enqueue_ns` and
     `collective_ns` are those of `core.plan.StepResult`; `enqueue_ns` is part of no sum, as the device may work then.
     `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to host memory, and back. `num_refused`: requests
-    that the server had refused with 429 since its start when it took this record in; accounts are kept of the latest of
-    them only. `server_ran_ns`, `others_ran_ns`: how long this server's processes, and all others, had run on its
-    processors since the machine began, as of then or up to a second before; None where the system does not tell."""
+    that the server had refused for want of room since its start when it took this record in; accounts are kept of the
+    latest of them only. `server_ran_ns`, `others_ran_ns`: how long this server's processes, and all others, had run on
+    its processors since the machine began, as of then or up to a second before; None where the system does not tell."""
 
     step_id: int
     begin_ns: int

@@ -9,7 +9,7 @@ is asked for ten times what it can do refuses a thousand a second, and would rem
 
 An engine counts its steps from 1. In a file that holds a former server's, they are counted on, with one number left out
 since no step of ours follows one of theirs; accounts, which name steps, with them. Each step tells how many requests
-had been refused with 429: of refusals by the thousand the rings hold the latest.
+had been refused for want of room: of refusals by the thousand the rings hold the latest.
 
 Reads return the latest `limit`, oldest first. Safe to read from other threads while one adds.
 """
@@ -99,7 +99,7 @@ class Ledger:
             log.error("account %s does not verify: %s", account.request_id, error)
         with self._lock:
             self._num_accounts += 1
-            self._num_refused += account.error is not None and account.error.status == 429
+            self._num_refused += account.is_turned_away
             self._remember(account)
         self._pass_on(account)
 

@@ -33,11 +33,14 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 def _by_server(books: Books) -> list[Arrival]:
-    """The wait is the time in the queue; of a request with several choices the longest, until the last one's end."""
+    """The wait is the time in the queue; of a request with several choices the longest, until the last one's end. What
+    was refused for another reason than want of room asked nothing of the server."""
     found: dict[str, Arrival] = {}
     for account in books.accounts:
+        is_refused = account.is_turned_away
+        if account.is_refused and not is_refused:
+            continue
         wait_ns = time_ns(account, in_stages(Stage.QUEUE))
-        is_refused = account.error is not None and account.error.status == 429
         before = found.get(account.group_id)
         if before is not None:
             wait_ns, is_refused = max(wait_ns, before.wait_ns), is_refused or before.is_refused
@@ -103,10 +106,12 @@ def _overload(arrivals: Sequence[Arrival], refused: int, trend: tuple[float, flo
     span_s = (arrivals[-1].at_ns - arrivals[0].at_ns) / 1e9
     ended = _ended(served_ones)
     rate, serves = (len(served_ones) + refused) / span_s, _serves(arrivals, served_ones, span_s)
+    grows = z >= TREND_Z and last_ns > first_ns
+    wait = f"the wait grows from {ms(first_ns):.0f} to" if grows else "those that are let in wait"
     return Finding(
         name="overload",
-        claim=f"{rate:.3g} requests/s arrive and {serves:.3g} are served: the wait grows from {ms(first_ns):.0f} to "
-        f"{ms(last_ns):.0f} ms" + (f", and {refused} were refused." if refused else "."),
+        claim=f"{rate:.3g} requests/s arrive and {serves:.3g} are served: {wait} {ms(last_ns):.0f} ms"
+        + (f", and {refused} were refused." if refused else "."),
         evidence=(
             Fact("arrivals", round(rate, 2), "requests/s"),
             Fact("ended while others arrived", f"{ended:.0%}", "of those that could have"),

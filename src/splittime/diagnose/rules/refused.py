@@ -43,14 +43,10 @@ def has_room(books: Books) -> bool:
 
 
 def num_turned_away(books: Books) -> int:
-    """Requests that were refused with 429 in the time of these books, by the server's own count: of many refusals the
-    books hold the latest accounts only."""
+    """Requests that were refused for want of room in the time of these books, by the server's own count: of many
+    refusals the books hold the latest accounts only."""
     counts = [step.num_refused for step in books.steps]
-    return max(sum(map(_is_turned_away, books.accounts)), counts[-1] - counts[0] if counts else 0)
-
-
-def _is_turned_away(account: ClosedAccount) -> bool:
-    return account.error is not None and account.error.status == 429
+    return max(sum(a.is_turned_away for a in books.accounts), counts[-1] - counts[0] if counts else 0)
 
 
 def _capacity(books: Books, accounts: Sequence[ClosedAccount]) -> float | None:
@@ -63,8 +59,7 @@ def _capacity(books: Books, accounts: Sequence[ClosedAccount]) -> float | None:
 def _rate(books: Books) -> float:
     """Arrivals a second."""
     begins = [account.start_ns for account in books.accounts]
-    num_let_in = sum(not _is_turned_away(account) for account in books.accounts)
-    return (num_let_in + num_turned_away(books) - 1) / max(1e-9, (max(begins) - min(begins)) / 1e9)
+    return (len(served(books.accounts)) + num_turned_away(books) - 1) / max(1e-9, (max(begins) - min(begins)) / 1e9)
 
 
 def _queue_bound(books: Books, refused: Sequence[ClosedAccount], share: Share) -> Finding:
