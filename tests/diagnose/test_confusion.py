@@ -70,6 +70,22 @@ ILL: dict[str, tuple[set[str], Callable[[], Books]]] = {
         {"slot_bound"},
         lambda: Ward(settings=FOUR, wait_share=0.25).run(*poisson(40, 200)),
     ),
+    "a neighbour that has most of a core": (
+        {"cpu_starved"},
+        lambda: calm(wait_share=0.3, beside=(0.2, 0.9)),
+    ),
+    "a neighbour, and four slots": (
+        {"slot_bound"},
+        lambda: Ward(settings=FOUR, wait_share=0.3, beside=(0.2, 0.9)).run(*poisson(40, 200)),
+    ),
+    "an engine that wakes late": (
+        {"engine_loop_late"},
+        lambda: Ward(wake_ms=8).run(*with_output(each(80, 200, 16, 1), lambda i: 1 + i % 3)),
+    ),
+    "an engine slow to take in choices": (
+        {"engine_loop_late"},
+        lambda: Ward(take_ms=5).run(*each(40, 300, 16, 2, n=8)),
+    ),
     "no processor": ({"cpu_starved"}, lambda: calm(wait_share=0.8)),
     "too many tokens": ({"overload"}, lambda: Ward(step_ms=0.1, token_ms=2.0).run(*poisson(16, 200))),
     "few blocks": (
@@ -105,6 +121,12 @@ ILL: dict[str, tuple[set[str], Callable[[], Books]]] = {
 HEALTHY: dict[str, Callable[[], Books]] = {
     "calm": calm,
     "a tenth without a processor": lambda: calm(wait_share=0.18),
+    "a neighbour of a twentieth": lambda: calm(wait_share=0.15, beside=(0.3, 0.05)),
+    "waits for its own processes": lambda: calm(wait_share=0.3, beside=(1.0, 0.1)),
+    "a pause of a second in an hour": lambda: Ward(
+        knobs=[(1_800_000, {"paused": True}), (1_801_000, {"paused": False})]
+    ).run(*each(360, 10_000, 16, 60)),
+    "a little late to wake": lambda: Ward(wake_ms=0.8).run(*each(80, 200, 16, 20)),
     "busy": lambda: Ward().run(*poisson(20, 200, output=40)),
     "long prompts alone": lambda: Ward(token_ms=0.1).run(*each(40, 900, 800, 20)),
     "arrivals by eights": lambda: Ward().run(*[Case(1000 * (i // 8) + i % 8, ids(32, i), 20) for i in range(120)]),

@@ -85,6 +85,22 @@ def test_refusals_of_a_full_server_are_overload():
     assert "queue_bound" not in names(books)
 
 
+@pytest.mark.parametrize(("code", "found"), [("requests_per_minute", []), ("queued_requests", ["overload"])])
+def test_a_key_over_its_own_limit_is_no_overload(code, found):
+    """Thousands a second are refused, and nobody who is let in waits."""
+    books = Ward(settings={"max_num_seqs": 4}).run(*poisson(8, 120))
+    turned = refused(books, 1, code).accounts
+    flood = [
+        msgspec.structs.replace(a, request_id=f"{a.request_id}-{i}", group_id=f"{a.group_id}-{i}")
+        for a in turned
+        for i in range(25)
+    ]
+    books = msgspec.structs.replace(books, accounts=(*books.accounts, *flood))
+    assert names(books) == found
+    for one in diagnose(books).illnesses:
+        assert "those that are let in wait 1 ms, and 3000 were refused" in one.claim
+
+
 def test_refusals_are_counted_though_the_books_hold_the_latest_of_them():
     """A server that refuses a thousand a second forgets most of those accounts; the rate that arrives is told whole."""
     whole = refused(Ward(step_ms=0.1, token_ms=3.0, settings={"max_num_seqs": 8}).run(*poisson(20, 150)), 3)
@@ -147,9 +163,20 @@ def test_who_sent_the_burst_is_named_where_keys_are_asked_for(by_one, named):
 
     first = diagnose(msgspec.structs.replace(books, accounts=tuple(map(of, books.accounts)))).illnesses[0]
     assert first.name == "burst"
+    assert ("(60 of them by the key 'bulk') came at 1 moment, up to 60" in first.claim) is (by_one == 1.0)
     assert ("'bulk'" in first.claim) is named
     assert ("max_open_requests" in first.cure.sentence) is named
     assert "steady" not in first.claim
+
+
+def test_the_limit_for_a_key_is_below_the_requests_that_it_sent_at_once():
+    """Each has sixteen choices, and the limit is of requests."""
+    burst = [Case(8000 + i * 0.1, ids(100, 500 + i), 30, n=16) for i in range(4)]
+    books = Ward(step_ms=1, token_ms=0.8).run(*poisson(4, 120, output=10), *burst)
+    accounts = tuple(msgspec.structs.replace(a, tenant="bulk" * (a.prompt_tokens == 100)) for a in books.accounts)
+    (found,) = (one for one in diagnose(msgspec.structs.replace(books, accounts=accounts)).illnesses)
+    assert "4 of 124 requests (4 of them by the key 'bulk')" in found.claim
+    assert "below 4)" in found.cure.sentence
 
 
 def test_an_even_load_is_no_burst():

@@ -116,9 +116,9 @@ def _finding(
     moments = f"{len(found)} moment{'s' * (len(found) != 1)}"
     return Finding(
         name="burst",
-        claim=f"{num_requests(accounts, sent)} of {num_requests(accounts)} requests came at {moments}, up to "
-        f"{num_requests(largest.sent)} within {AT_ONCE_NS / 1e6:.0f} ms{_by_whom(accounts, sent, sender)}; what was "
-        f"waited behind them is {share:.0%} of all requests' time.",
+        claim=f"{num_requests(accounts, sent)} of {num_requests(accounts)} requests{_by_whom(accounts, sent, sender)} "
+        f"came at {moments}, up to {num_requests(largest.sent)} within {AT_ONCE_NS / 1e6:.0f} ms; what was waited "
+        f"behind them is {share:.0%} of all requests' time.",
         evidence=(
             Fact("bursts", f"{len(found)} time{'s' * (len(found) != 1)}"),
             Fact("the queue behind the longest one", round(longest_ns / 1e9, 2), "s"),
@@ -130,7 +130,7 @@ def _finding(
         share_interval=interval,
         confidence=LIKELY,
         confidence_from="the instants of arrival, and the spans in which somebody waited",
-        cure=Cure(sentence=_cure_of(sender, len(largest.sent))),
+        cure=Cure(sentence=_cure_of(sender, num_requests(largest.sent, own))),
         cost="The sender of the burst has its last answer as late as now; the others no longer wait for it.",
         counter_check="With the same requests spread evenly over the same time the waits stay.",
         regime="a rate that the server can serve, if it comes evenly",
@@ -148,7 +148,7 @@ def _by_whom(accounts: Sequence[ClosedAccount], sent: set[str], sender: str) -> 
     if not sender:
         return ""
     by_it = num_requests(accounts, {a.request_id for a in accounts if a.request_id in sent and a.tenant == sender})
-    return f", {by_it} of them by the key {sender!r}"
+    return f" ({by_it} of them by the key {sender!r})"
 
 
 def _cure_of(sender: str, at_once: int) -> str:
