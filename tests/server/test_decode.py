@@ -22,6 +22,12 @@ values = st.recursive(
 )
 
 
+def num_texts(value: object) -> int:
+    if isinstance(value, dict):
+        return len(value) + sum(map(num_texts, value.values()))
+    return sum(map(num_texts, value)) if isinstance(value, list) else isinstance(value, str)
+
+
 def num_parts(value: object) -> int:
     if isinstance(value, dict):
         return 1 + sum(map(num_parts, value.values()))
@@ -39,6 +45,19 @@ def test_objects_and_lists_are_counted_wherever_brackets_stand(value, limit: int
             assert caught.value.info.limit == limit
         else:
             assert msgspec.json.encode(decode.decode_once(body, object)) == msgspec.json.encode(value)
+
+
+@given(values, st.integers(0, 12), st.booleans())
+def test_texts_are_counted_whatever_quotes_and_backslashes_are_in_them(value, limit: int, is_ascii: bool) -> None:
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "MAX_TEXTS", limit)
+        if num_texts(value) > limit:
+            with pytest.raises(RequestError, match="texts") as caught:
+                decode.decode_once(body, object)
+            assert caught.value.info.limit == limit
+        else:
+            decode.decode_once(body, object)
 
 
 @pytest.mark.parametrize("body", [b'"[[[[' + b"[" * 40_000, b'"' + b'\\"[' * 40_000, b'"\\'])
@@ -74,11 +93,50 @@ def test_a_name_twice_is_found_whatever_lists_of_numbers_stand_there(outer, inne
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 20_000}),
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}] * 20_000}),
         ("/v1/completions", {"prompt": [[1]] * 20_000}),
+        ("/v1/completions", {"prompt": [""] * 90_000}),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 0 for i in range(90_000)}}),
+        ("/v1/completions", {"prompt": [1.0] * 70_000}),
+        ("/v1/completions", {"prompt": [1e300] * 70_000}),
     ],
 )
 def test_a_body_of_too_many_parts_is_refused_with_the_limit(launch, path: str, body: dict) -> None:
     status, _, answer = launch().post(path, body)
-    assert (status, answer["error"]["code"], answer["error"]["limit"]) == (400, "body_too_complex", decode.MAX_PARTS)
+    assert (status, answer["error"]["code"]) == (400, "body_too_complex")
+    assert answer["error"]["limit"] in (decode.MAX_PARTS, decode.MAX_TEXTS, decode.MAX_FLOATS)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"max_tokens": 1.0, "prompt": "x"', "invalid_json"),
+        (b'{"max_tokens": 1.0, "prompt": "\xff"}', "invalid_json"),
+        (b'{"max_tokens": 1.0, "prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}", "invalid_json"),
+        (b'{"max_tokens": 1.0, "prompt": "x", "max_tokens": 2}', "duplicate_field"),
+        (b'{"max_tokens": 1.0, "prompt": "x", "temperature": 1e400}', "invalid_type"),
+        (b'{"max_tokens": 1e300, "prompt": "x"}', "invalid_type"),
+        (b'{"max_tokens": 9223372036854775808.0, "prompt": "x"}', "invalid_type"),
+    ],
+)
+def test_what_is_wrong_behind_a_float_is_refused_too(launch, body: bytes, code: str) -> None:
+    status, _, answer = launch().post("/v1/completions", body)
+    assert (status, answer["error"]["code"]) == (400, code)
+
+
+def test_a_float_is_the_whole_number_that_it_is(launch) -> None:
+    server = launch(say("hello"))
+    body = b'{"prompt": [65.0, 6.6e1], "max_tokens": 2.0, "temperature": 0.5, "logit_bias": {"65": 1.5}}'
+    assert server.post("/v1/completions", body)[0] == 200
+    asked = server.engine.submitted[0]
+    assert (asked.prompt_token_ids, asked.sampling.max_tokens, asked.sampling.temperature) == ((65, 66), 2, 0.5)
+
+
+def test_nothing_like_a_long_name_is_looked_for(launch, monkeypatch) -> None:
+    """The search for it took half a second for a name of 4 MB."""
+    looked_for = []
+    monkeypatch.setattr(decode.difflib, "get_close_matches", lambda name, *_, **__: looked_for.append(name) or [])
+    status, _, answer = launch().post("/v1/completions", {"x" * 100_000: 1})
+    assert (status, answer["error"]["code"]) == (400, "unknown_field")
+    assert looked_for == ["x" * decode.MAX_NAME_CHARS]
 
 
 def test_a_long_text_full_of_brackets_is_no_such_body(launch) -> None:

@@ -16,7 +16,7 @@ from splittime.server import http
 from splittime.server.admission import MAX_BOUND
 from splittime.server.config import ModelInfo
 from splittime.server.dashboard.files import send_file
-from splittime.server.decode import decode_body, decode_once, with_whole_numbers
+from splittime.server.decode import decode_body, decode_once, whole
 from splittime.server.params import check_model, check_token_ids, template_options
 from splittime.server.schema import DetokenizeBody, TokenizeBody
 from splittime.server.service import Service
@@ -247,6 +247,7 @@ async def _configure(service: Service, wanted: dict[str, Any]) -> dict[str, Any]
 def decode_knobs(body: bytes) -> dict[str, Any]:
     """The values by name; a whole number may be written as a float. Raises `RequestError`."""
     try:
-        return with_whole_numbers(decode_once(body, dict[str, bool | Whole | float | str | None]))  # type: ignore[no-any-return]
+        given = decode_once(body, dict[str, bool | Whole | float | str | None])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not an object of knobs: {error}", code="invalid_json") from error
+    return {name: whole(value) for name, value in given.items()}
