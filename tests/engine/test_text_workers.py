@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from splittime.core.errors import EngineError, Overloaded, RequestError, SplittimeError
-from splittime.engine import text_worker, text_workers
+from splittime.engine import machine_time, text_worker, text_workers
 from splittime.engine.foreign_code import tokenizer_faults
 from splittime.engine.text_process import TextLimits, ready_tokenizer
 from splittime.engine.text_work import Decode, Encode, Render
@@ -249,3 +249,25 @@ def test_a_real_panic_is_told_as_a_fault() -> None:
 def test_workers_are_forked_from_a_tokenizer_of_which_all_is_known() -> None:
     known = vars(ready_tokenizer(byte_tokenizer().describe()))
     assert {"bound", "is_quick", "_can_be_cut"} <= known.keys()
+
+
+@pytest.mark.skipif(machine_time.machine_time() is None, reason="this system does not tell who ran")
+def test_what_a_worker_ran_is_its_parents_when_it_has_ended() -> None:
+    """Else the doctor would take it for other processes' work."""
+    template = "{% if messages[0].content == 'evil' %}" + LOOP + "{% endif %}ok"
+
+    async def body(workers: TextWorkers) -> None:
+        await workers.submit(CHAT).done
+        pid = workers.parent.pid
+        assert pid is not None
+        before = ticks_of_all(pid)
+        with pytest.raises(RequestError):
+            await workers.submit(Render(({"role": "user", "content": "evil"},))).done
+        while (ticks_of_all(pid) - before) / os.sysconf("SC_CLK_TCK") < 0.9 * LIMITS.cpu_s:
+            await asyncio.sleep(0.05)
+
+    with_workers(body, byte_tokenizer(template))
+
+
+def ticks_of_all(pid: int) -> int:
+    return sum(map(machine_time._own_ticks, machine_time._tree(pid)))

@@ -11,6 +11,7 @@ worker has to notice that it takes too long: SIGPROF ends it, in whatever librar
 sockets are closed, and all end.
 """
 
+import contextlib
 import gc
 import os
 import resource
@@ -46,7 +47,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     with open(int(sys.argv[2]), "rb") as file:
         tokenizer = ready_tokenizer(file.read())
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the workers
+    signal.signal(signal.SIGCHLD, _bury)
     gc.freeze()
     while True:
         message, numbers, _, _ = socket.recv_fds(control, 4096, 1)
@@ -57,6 +58,14 @@ def main() -> None:
             _be_worker(socket.socket(fileno=numbers[0]), tokenizer, msgspec.msgpack.decode(message, type=TextLimits))
             os._exit(0)
         os.close(numbers[0])
+
+
+def _bury(*_: object) -> None:
+    """Wait for the workers that have ended. If they were left to the kernel, nobody would have run their processor time
+    (proc(5), cutime), and `machine_time` would take it for other processes'."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def ready_tokenizer(description: bytes) -> Tokenizer:
