@@ -60,10 +60,8 @@ def _is_held(group: FloorGroup, bound: Bound, kept: float) -> bool:
 
 def _then_ns(group: FloorGroup, bound: Bound, kept: float) -> float:
     """What the steps would take with so much of the bytes: the rest of them, and at least their products."""
-    read_ns = group.weights_ns if bound is Bound.WEIGHTS else group.kv_ns
-    return max(
-        group.device_ns - min(read_ns, group.device_ns) * (1 - kept), float(min(group.operations_ns, group.device_ns))
-    )
+    read_ns = min(_read_ns(group, bound), group.device_ns)
+    return max(group.device_ns - read_ns * (1 - kept), float(min(group.operations_ns, group.device_ns)))
 
 
 def _kept(now: str | None, smaller: str | None) -> float:
@@ -90,9 +88,14 @@ def _evidence(groups: Sequence[FloorGroup]) -> tuple[Fact, ...]:
     return tuple(Fact(f"{group.num_steps} steps", sentence(group)) for group in groups[:3])
 
 
-def _read_share(groups: Sequence[FloorGroup]) -> str:
-    bytes_ns, device_ns = (sum(getattr(g, name) for g in groups) for name in ("bytes_ns", "device_ns"))
-    return f"{min(1.0, bytes_ns / max(1, device_ns)):.0%}"
+def _read_share(groups: Sequence[FloorGroup], bound: Bound) -> str:
+    """Of the steps' time: reading what they are bound by, and not what else they read."""
+    device_ns = sum(group.device_ns for group in groups)
+    return f"{min(1.0, sum(_read_ns(group, bound) for group in groups) / max(1, device_ns)):.0%}"
+
+
+def _read_ns(group: FloorGroup, bound: Bound) -> int:
+    return group.weights_ns if bound is Bound.WEIGHTS else group.kv_ns
 
 
 def _kv_dtype(books: Books) -> str:
@@ -128,14 +131,16 @@ def _limit(
 
 def _expected(groups: Sequence[FloorGroup], smaller: str | None, bound: Bound, kept: float) -> tuple[Fact, ...]:
     """What a step of the first group would take with fewer bytes. The bytes are read at the best rate that was seen, or
-    slower, so the cure saves this much at the least, and up to all that they are fewer by."""
+    slower, so the cure saves this much at the least; at the most all but the other kind's bytes shrinks with them."""
     if kept == 1.0:
         return ()
     group = groups[0]
-    least_ns, then_ns = max(kept * group.device_ns, float(group.operations_ns)), _then_ns(group, bound, kept)
+    others_ns = min(group.bytes_ns - _read_ns(group, bound), group.device_ns)
+    least_ns = max(others_ns + kept * (group.device_ns - others_ns), float(group.operations_ns))
+    then_ns = _then_ns(group, bound, kept)
     span = f"{min(least_ns, then_ns) / group.num_steps / 1e6:.3g} to {then_ns / group.num_steps / 1e6:.3g}"
     told = f"{span} instead of {group.device_ns / group.num_steps / 1e6:.3g}"
-    what = f"a step's time with {smaller} ({kept:.2g} of the bytes), expected"
+    what = f"a step's time on the device with {smaller} ({kept:.2g} of the bytes), expected"
     return (Fact(what, told, "ms: so much less for each token"),)
 
 
@@ -160,7 +165,7 @@ def weight_bandwidth_bound(books: Books) -> Answer:
     return _limit(
         "weight_bandwidth_bound",
         f"{share.value:.0%} of the requests' time is decoding that waits for the weights to be read from memory, "
-        f"for {_read_share(groups)} of a step at the least.",
+        f"for {_read_share(groups, Bound.WEIGHTS)} of a step at the least.",
         share,
         groups,
         books,
@@ -192,7 +197,7 @@ def kv_bandwidth_bound(books: Books) -> Answer:
     return _limit(
         "kv_bandwidth_bound",
         f"{share.value:.0%} of the requests' time is decoding that waits for keys and values to be read from memory, "
-        f"for {_read_share(groups)} of a step at the least.",
+        f"for {_read_share(groups, Bound.KV)} of a step at the least.",
         share,
         groups,
         books,
