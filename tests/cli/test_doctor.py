@@ -16,12 +16,19 @@ from test_rules_client import buffered, with_client
 from test_rules_queue import poisson
 from ward import Ward
 
+from splittime.cli.doctor import _fact
 from splittime.cli.main import app
+from splittime.diagnose.finding import Fact
 from splittime.ledger import derive
 from splittime.ledger.client_book import save
 from splittime.ledger.export import account_json
 
 run = CliRunner()
+
+
+@pytest.mark.parametrize(("value", "told"), [(1_525_780.25, "1,525,780"), (12.5, "12.5"), (0.058, "0.058")])
+def test_no_figure_is_told_by_a_power_of_ten(value, told):
+    assert _fact(Fact("waited", value, "ms")) == f"waited: {told} ms"
 
 
 def invoke(*words: str):

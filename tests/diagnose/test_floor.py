@@ -168,7 +168,10 @@ def test_groups_by_kind_and_batch_size():
         "decode of 1 row runs at 50 % of what this memory can do: of the 200 ms that a step takes on the device it "
         "needs 100; the host adds 0; 100 % of the bytes are weights, 0 % KV"
     )
-    assert "more than all" in sentence(floors([record((10, 1), device_ns=50_000_000)], facts)[0])
+    alone, together = (floors([record(*[(10, 1)] * rows, device_ns=50_000_000)], facts)[0] for rows in (1, 4))
+    assert "more than all" in sentence(alone)
+    assert "share a prefix" in sentence(together)
+    assert "share a prefix" not in sentence(alone)
     assert "host takes longer" in sentence(floors([record((10, 1), device_ns=5, host_ns=6)], facts)[0])
 
 

@@ -91,6 +91,7 @@ def test_the_load_generator_beside_the_server_is_not_the_others():
     books = Ward(wait_share=0.4, beside=(0.1, 0.9)).run(*CHATS, *PROMPTS)
     cpu = Check(name="cpu", ok=True, value=0.88, limit=0.9, unit="", sentence="", voids=False)
     assert names(with_client(books)) == ["cpu_starved"]
+    assert "load generator" not in str(diagnose(books).illnesses[0].evidence), "nobody knows whether it is here"
     assert names(with_client(books, checks=[cpu])) == []
     assert names(with_client(books, checks=[cpu], url="http://elsewhere:8000")) == ["cpu_starved"]
 

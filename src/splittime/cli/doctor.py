@@ -35,6 +35,7 @@ NOBODY = (
     "or a file: `splittime doctor FILE`, a ledger or a bench's run."
 )
 _LINE = 80
+WHOLE_FROM = 1e5  # figures are told without a fraction
 MIN_TOLD = 0.05  # of the requests' time, in the summary of where it went
 
 EXAMPLES = """\b
@@ -227,7 +228,9 @@ def _entry(name: str, sentence: str) -> str:
 
 
 def _fact(fact: Any) -> str:
-    value = f"{fact.value:,g}" if isinstance(fact.value, float) else str(fact.value)
+    value = str(fact.value)
+    if isinstance(fact.value, float):
+        value = f"{fact.value:,.0f}" if abs(fact.value) >= WHOLE_FROM else f"{fact.value:,g}"
     return f"{fact.what}: {value} {fact.unit}".rstrip()
 
 

@@ -239,7 +239,7 @@ def sentence(group: FloorGroup) -> str:
     if group.share is None or group.bound is Bound.NONE:
         return f"{who}: no floor is known; a step takes {device} ms on the device"
     percent = f"{100 * group.share:.0f} %"
-    beyond = " (more than all of it: the ceiling was measured in a slower moment)" if group.share > 1 else ""
+    beyond = f" (more than all of it: {_why_beyond(group)})" if group.share > 1 else ""
     if group.bound is Bound.COMPUTE:
         note = (
             "; what it reads fits in the processor's cache, memory's bandwidth is no bound" if group.fits_cache else ""
@@ -248,6 +248,13 @@ def sentence(group: FloorGroup) -> str:
     of_weights = group.weights_ns / max(1, group.weights_ns + group.kv_ns)
     reads = f"{100 * of_weights:.0f} % of the bytes are weights, {100 * (1 - of_weights):.0f} % KV"
     return f"{who} runs at {percent} of what this memory can do{beyond}: {times}; {reads}"
+
+
+def _why_beyond(group: FloorGroup) -> str:
+    """One row shares nothing; where more do, what they share is read once and counted for each."""
+    slower = "the ceiling was measured in a slower moment"
+    is_shared = group.rows[1] > 1 and group.kv_ns > 0 and group.bound is not Bound.COMPUTE
+    return f"{slower}, or rows share a prefix, which is read once" if is_shared else slower
 
 
 def _span(rows: tuple[int, int]) -> str:

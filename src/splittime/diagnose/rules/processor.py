@@ -125,10 +125,11 @@ def cpu_starved(books: Books) -> Answer:
 def _who_ran(ran: Beside | None) -> tuple[Fact, ...]:
     if ran is None:
         return ()
+    client = Fact("that the load generator on this machine did", round(ran.client, 2))
     return (
         Fact("cores that other processes kept busy meanwhile, mean", round(ran.others, 2)),
         Fact("that this server did beside the engine's thread", round(ran.server, 2)),
-        Fact("that the load generator did, if it is on this machine", round(ran.client, 2)),
+        *((client,) if ran.client else ()),
     )
 
 
