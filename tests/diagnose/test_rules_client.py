@@ -151,7 +151,7 @@ def test_a_proxy_that_holds_the_begin_of_each_answer(output, held_ms):
     assert names(books) == ["slow_way"]
 
 
-@pytest.mark.parametrize("output", [20, 200])
+@pytest.mark.parametrize("output", [10, 11, 12, 13, 20, 200])
 def test_a_buffer_stays_one_however_long_the_answers_are(output):
     books = Ward().run(*poisson(8, 80, output=output))
     assert names(with_client(books, buffered)) == ["buffering_proxy"]

@@ -35,6 +35,24 @@ def test_an_engine_that_is_stopped_from_outside():
     assert diagnosis.illnesses[0].share_of_time > 0.2
 
 
+def test_what_happened_is_told_though_another_run_may_show_less():
+    """Most requests were spared: the pause, or the stop, is as true as if it had met all of them."""
+    paused = diagnose(Ward(token_ms=0.1, knobs=[(1500, {"paused": True}), (2400, {"paused": False})]).run(*CHATS))
+    assert [one.name for one in paused.illnesses] == ["paused"]
+    stopped = diagnose(Ward(token_ms=0.1, stops_ms=[(1500, 900)]).run(*CHATS))
+    assert [one.name for one in stopped.illnesses] == ["engine_stopped"]
+
+
+def test_moments_off_the_processor_are_no_stop():
+    """As where the engine's thread waits for another one that has no processor."""
+    books = Ward().run(*CHATS)
+    off_ns = [(s.end_ns - s.begin_ns) * 2 // 3 if s.step_id % 3 == 0 else 0 for s in books.steps]
+    steps = tuple(msgspec.structs.replace(s, off_cpu_ns=ns) for s, ns in zip(books.steps, off_ns, strict=True))
+    diagnosis = diagnose(msgspec.structs.replace(books, steps=steps))
+    assert "engine_stopped" not in [one.name for one in diagnosis.illnesses]
+    assert "engine_stopped" in [one.name for one in diagnosis.abstentions]
+
+
 def test_a_stop_that_makes_a_queue_is_its_root():
     stops = [(at, 300) for at in EVERY]
     books = Ward(settings={"max_num_seqs": 8}, stops_ms=stops).run(*poisson(20, 100, output=30))

@@ -58,7 +58,7 @@ WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "204
 
 ILLNESSES: tuple[Ward, ...] = (
     Ward(name="one slot", expected="slot_bound", settings=("--max-num-seqs", "1"), load=poisson(13, 24, 40)),
-    Ward(name="a small cache", expected="kv_bound", settings=SMALL_CACHE, load=poisson(10, 200, 100)),
+    Ward(name="a small cache", expected="kv_bound", settings=SMALL_CACHE, load=poisson(13, 200, 100)),
     Ward(
         name="answers outgrow the cache",
         expected="preemption_thrash",
@@ -70,7 +70,7 @@ ILLNESSES: tuple[Ward, ...] = (
         name="whole prompts beside chats",
         expected="prefill_interference",
         settings=WHOLE_PROMPTS,
-        load=chats_and_long(4, 200, 1900, 0.5),
+        load=chats_and_long(4, 200, 1900, 0.8),
     ),
     Ward(
         name="short prompts behind long ones",

@@ -9,7 +9,7 @@ from splittime.diagnose.beside import Beside, beside
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, ms, served, slowest_steps, threads_and_cores, worst
-from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests
+from splittime.diagnose.rules.share import MIN_SHARE, Share, happened, of_requests
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger.stages import Stage
 
@@ -38,12 +38,17 @@ def engine_stopped(books: Books) -> Answer:
     """The engine was not run for long at a time, and did not ask to be: stopped from outside."""
     if all(step.off_cpu_ns is None for step in books.steps):
         return Abstention("engine_stopped", NOT_STATED)
-    share, lost = _lost(books, Computed.STOPPED)
+    lost = attribution(books).of(Computed.STOPPED)
+    share = happened(lost, served(books.accounts))
     if attribution(books).share(Computed.CPU_WAIT) > share.value:
         return None  # on a machine as full as that a thread is also off for those that it waits for: `cpu_starved`
     if not share.is_worth_it:
         return share.unsure("engine_stopped")
-    stopped = [ns for step in timeline(books).by_step if (ns := float(step[Part.STOPPED])) >= LONG_NS]
+    off_ns = [float(step[Part.STOPPED]) for step in timeline(books).by_step]
+    stopped = [ns for ns in off_ns if ns >= LONG_NS]
+    if sum(stopped) < sum(off_ns) / 2:
+        why = f"off the processor for {share.value:.0%} of the time, but mostly for less than {ms(LONG_NS):.0f} ms "
+        return Abstention("engine_stopped", f"{why}in a step, as where it waits for another thread")
     return Finding(
         name="engine_stopped",
         claim=f"The engine's thread was not run, and did not ask to be, {len(stopped)} times for "

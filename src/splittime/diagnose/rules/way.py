@@ -157,7 +157,7 @@ def nagle(books: Books) -> Answer:
     if len(outcomes) < MIN_PAIRS:
         return None
     late = [pair.late_ns for pair in both]
-    first = sum(map(in_ack, late)) / len(late) if late else 0.0
+    first = sum(map(in_ack, late)) / len(late) if late and not _all_at_the_end(both) else 0.0
     felt = [gap for o in outcomes for gap in _gaps(o.chunk_ns) if gap >= FELT_GAP_NS]
     held = [gap for gap in felt if in_ack(gap)]
     of_gaps = len(held) / len(felt) if felt else 0.0
@@ -192,6 +192,12 @@ def nagle(books: Books) -> Answer:
         counter_check="With TCP_NODELAY on every hop the 40 ms stay; or asked directly, past the proxy, they stay.",
         regime="streams whose tokens come faster than every 40 ms, and first chunks written in two pieces",
     )
+
+
+def _all_at_the_end(both: Sequence[Pair]) -> bool:
+    """The first chunks came when the last ones had been written: a buffer's doing, however long that took."""
+    after_last = [abs(pair.late_ns - spread_ns(pair.account.token_written_ns)) for pair in both]
+    return (median(after_last) or 0.0) <= PAST_END_NS
 
 
 def _server_share(both: Sequence[Pair]) -> float:
