@@ -1,6 +1,7 @@
 """An id belongs to the request that came with it first, until the engine has let go: nobody else's book goes by it."""
 
 import concurrent.futures
+import threading
 
 import pytest
 
@@ -100,3 +101,16 @@ def test_an_id_that_is_none_is_not_kept(launch) -> None:
         assert fields["x-request-id"] not in ("", wrong)
     status, fields, _ = live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": "x" * 128})
     assert (status, fields["x-request-id"]) == (200, "x" * 128)
+
+
+def test_a_request_whose_choices_id_is_taken_does_not_end_the_one_that_has_it(launch) -> None:
+    live = launch(say("x" * 200), step_s=0.005)
+    asked = {"prompt": "x", "max_tokens": 200}
+    told = []
+    first = threading.Thread(target=lambda: told.append(live.post("/v1/completions", asked, {"X-Request-Id": "a-1"})))
+    first.start()
+    wait_until(lambda: live.engine.running)
+    assert live.post("/v1/completions", {**asked, "n": 2}, {"X-Request-Id": "a"})[0] == 409
+    first.join(60)
+    assert told[0][0] == 200
+    assert live.engine.aborts == ["a-0"]

@@ -61,10 +61,12 @@ class Generation:
             self._follow_in_task(choice)
 
     def _take_back(self, request_ids: Sequence[str]) -> None:
-        """Some were submitted before one was refused: end them, and hear them out."""
+        """Some were submitted before one was refused: end them, and hear them out. The rest's ids are not ours: one may
+        be that of another request."""
+        self.choices = self.choices[: len(request_ids)]
         for request_id in request_ids:
             self._client.abort(request_id)
-        for choice in self.choices[: len(request_ids)]:
+        for choice in self.choices:
             self._follow_in_task(choice)
         self._place.give_up()
 
