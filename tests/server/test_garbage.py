@@ -103,7 +103,7 @@ def test_a_refusal_leaves_nothing_to_collect(launch) -> None:
     server = launch(say("x" * 1000, end=False), step_s=0.005, config={"max_queued_requests": 1}, max_running=1)
     body = {"prompt": "abc", "max_tokens": 1000}
     streams = [server.events_later("/v1/completions", body)]
-    until(lambda: server.engine.running)
+    until(lambda: server.engine.running and server.get("/stats")[2]["server"]["queued_requests"] == 0)
     streams.append(server.events_later("/v1/completions", body))
     until(lambda: server.engine.waiting)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
