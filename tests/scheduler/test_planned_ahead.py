@@ -200,32 +200,3 @@ def test_who_goes_before_it_was_admitted_has_found_nothing() -> None:
     output = scheduler.abort("a", 10)
     assert output is not None
     assert (output.num_cached_tokens, output.num_host_tokens, output.num_preemptions) == (None, 0, 0)
-
-
-def test_preempted_while_it_recomputes_it_has_all_of_its_first_time_to_recompute() -> None:
-    """`a` grows; `z` makes room for `b` to come back and recompute a token a step, until `a` needs that room."""
-    scheduler = make_scheduler(policy="priority", num_blocks=16, enable_prefix_caching=False)
-    for name, num_prompt, priority in (("a", 4, 0), ("z", 20, 1), ("b", 16, 2)):
-        add(scheduler, name, num_prompt=num_prompt, max_tokens=40, priority=priority)
-    account = scheduler._states["b"].account
-    now_ns = 0
-    while scheduler.num_preemptions < 2:
-        now_ns += 10
-        step(scheduler, now_ns)
-        if scheduler.num_preemptions == 1 and "z" in scheduler._states:
-            scheduler.abort("z", now_ns + 6)
-            scheduler.configure({"max_prefill_tokens": 1})
-    assert account.marks[-2].stage is Stage.RECOMPUTE
-    scheduler.abort("a", now_ns + 6)
-    while account.stage is not Stage.DECODE:
-        now_ns += 10
-        step(scheduler, now_ns)
-    stages = [mark.stage for mark in account.marks]
-    again = stages[stages.index(Stage.PREEMPTED) :]
-    assert [stage for i, stage in enumerate(again) if again[i - 1] is not stage] == [
-        Stage.PREEMPTED,
-        Stage.RECOMPUTE,
-        Stage.PREEMPTED,
-        Stage.RECOMPUTE,
-        Stage.DECODE,
-    ]

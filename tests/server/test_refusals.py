@@ -343,10 +343,10 @@ def test_an_error_may_quote_a_number_beyond_64_bits() -> None:
 
 
 def test_the_name_among_many_is_found_in_one_pass(live) -> None:
-    """Counting each name against all took half an hour for this body, in the event loop."""
-    names = b",".join(b'"%d": ""' % number for number in range(300_000))
-    status, _, answer = live.post("/v1/completions", b'{"prompt": "x", "metadata": {%b, "299999": ""}}' % names)
-    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "duplicate_field", "299999")
+    """Counting each name against all took half an hour for 300,000, in the event loop. More are too many at all."""
+    names = b",".join(b'"%d": ""' % number for number in range(30_000))
+    status, _, answer = live.post("/v1/completions", b'{"prompt": "x", "metadata": {%b, "29999": ""}}' % names)
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "duplicate_field", "29999")
 
 
 def test_too_many_prompts_are_counted_before_they_are_looked_at(live) -> None:
