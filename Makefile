@@ -4,7 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile setup.py src/splittime/kernels/native/csrc/* | cksum | cut -d' ' -f1)
 
-.PHONY: setup serve check test format lint bench bench-peers clean
+# Two processes with one thread each for torch; what asks for the time runs after them, alone.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile
+
+.PHONY: setup serve check check-rest check-all test format lint docs bench bench-peers clean
 
 setup: $(STAMP)
 
@@ -14,20 +19,31 @@ $(STAMP):
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "No venv module: apt-get install python3-venv"; exit 1; }
 	@echo "Installing into $(VENV): about three minutes the first time. All that pip says: $(VENV)/setup.log"
-	@$(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable '.[dev,plots]'
+	@$(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable '.[dev,plots,docs]'
 	@rm -f $(VENV)/.setup-*
 	@touch $@
 
 serve: setup
 	$(BIN)/splittime serve $(ARGS)
 
-check: setup lint test
+# At most five minutes on two cores.
+check: setup lint
+	$(PARALLEL) -m "not sweep and not timing"
+	$(PYTEST) -m timing
+
+# The sweeps, and each property again over ten times as many examples: at most a quarter of an hour.
+check-rest: setup
+	$(PARALLEL) -m sweep
+	SPLITTIME_EXAMPLES=10 $(PARALLEL) --timeout 900 -m "hypothesis and not sweep"
+
+check-all: check check-rest
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# One process; ARGS names files or anything else that pytest takes.
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
@@ -60,5 +76,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation as a site in site/, without a warning; it needs no network to build or to read.
+docs: setup
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,10 @@ Where there is a C++ compiler, what it refuses ends the install in its own words
 kernels would be many times slower. Without one the install goes on, and splittime computes with torch and says so.
 `ST_BUILD_KERNELS=require` ends it there too, `ST_BUILD_KERNELS=skip` builds none.
 
-Each isa_*.cpp is compiled for its own instruction set, as many at once as there are cores.
+Each isa_*.cpp is compiled for its own instruction set and in parts, as many at once as there are cores.
+
+Nothing in the library is bound to Python (`kernels/native/library.py` loads it with ctypes), so a wheel is tagged
+py3-none-PLATFORM; one without the library, py3-none-any.
 """
 
 import os
@@ -17,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import SetupError
 
@@ -35,7 +39,8 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
 ISA_FLAGS = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512bf16": [*AVX512, "-mavx512bf16"]}
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-
+PARTS = ("linear_int", "attention", "linear_float", "table")  # of each isa_*.cpp, those that take longest first
+LIBRARY = "_kernels.so"
 
 ASKED = ("auto", "require", "skip")
 SKIPPED = "splittime is installed without its CPU kernels and will compute with torch, which is slower"
@@ -64,16 +69,39 @@ class BuildKernels(build_ext):
             print("the CPU kernels do not compile; ST_BUILD_KERNELS=skip installs without them", file=sys.stderr)
             raise
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """Python's own suffix would name its version."""
+        return str(Path(*fullname.split(".")).with_name(LIBRARY))
+
     def build_extension(self, ext: Extension) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(self.compile_source, ext.sources))
+            objects = list(pool.map(self.compile_part, parts_of(ext.sources)))
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(objects, target, extra_postargs=["-pthread"], target_lang="c++")
 
-    def compile_source(self, source: str) -> str:
+    def compile_part(self, part: tuple[str, str | None]) -> str:
+        source, name = part
         flags = FLAGS + ISA_FLAGS.get(Path(source).stem, [])
-        return self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags)[0]
+        folder = str(Path(self.build_temp, name or "whole"))
+        macros = [("ST_PART", name)] if name else []
+        return self.compiler.compile([source], output_dir=folder, macros=macros, extra_postargs=flags)[0]
+
+
+class TagByPlatform(bdist_wheel):
+    """Names the platform that the library was built for, and no version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        has_library = any(Path(self.bdist_dir).rglob(LIBRARY))
+        return "py3", "none", super().get_tag()[2] if has_library else "any"
+
+
+def parts_of(sources: list[str]) -> list[tuple[str, str | None]]:
+    """Returns each source with the part of it to compile, or None for all of it; those that take longest come first,
+    so that no core is left with a long one at the end."""
+    by_isa = [path for path in reversed(sources) if Path(path).stem.startswith("isa_")]
+    whole = [path for path in sources if path not in by_isa]
+    return [(path, part) for part in PARTS for path in by_isa] + [(path, None) for path in whole]
 
 
 def why_there_is_no_compiler() -> str | None:
@@ -91,5 +119,5 @@ def sources() -> list[str]:
 
 setup(
     ext_modules=[Extension("splittime.kernels.native._kernels", sources(), language="c++")],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": TagByPlatform},
 )

@@ -13,7 +13,7 @@ to the end of service, in means of service, of a stationary queue: the first `WA
             in the mean: a run of some millions too
     mh2     one server, Poisson arrivals, service of two kinds, a coefficient of variation of 2: millions too
 
-The first four are those on which the constants of `ledger.client_intervals` were chosen; `mh2` was held out.
+The first four are those on which the constants of `stats.intervals` were chosen; `mh2` was held out.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Writes docs/reference/ from the code: settings, stages, errors, fields of the API, metrics, findings, exit codes.
-A test holds the pages to be current.
+"""Writes docs/reference/ from the code: commands, settings, stages, errors, the API and its fields, metrics, findings,
+exit codes. A test holds the pages to be current.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    exit with 1 and their names if any is out of date
@@ -14,31 +14,36 @@ from typing import Any
 import click
 import typer
 
+from splittime.api.limits import BodyLimits
+from splittime.api.openapi import document
+from splittime.assemble.settings import MODEL, SETTINGS
 from splittime.cli.main import app
-from splittime.cli.settings_table import SETTINGS, Setting
 from splittime.core import errors
+from splittime.core.settings import Setting
 from splittime.diagnose import doctor, finding
 from splittime.ledger import derive
 from splittime.ledger.export.histogram import EDGES_NS
 from splittime.ledger.export.metrics import METRICS
-from splittime.ledger.export.vllm_names import ALIASES
+from splittime.ledger.export.vllm import ALIASES
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
-from splittime.server.config import ServerConfig
-from splittime.server.described.openapi import document
 
 FOLDER = Path(__file__).parent / "reference"
 BODIES = ("CompletionBody", "ChatBody", "Message", "TextPart", "StreamOptions", "TokenizeBody", "DetokenizeBody")
+SERVED_BY_SETTINGS = ("splittime serve", "splittime run", "splittime generate", "splittime config show")
 NOTICE = "<!-- Made by docs/generate.py from the code; change it there. -->\n\n"
 
 
 def settings_page() -> str:
-    rows = [(f"`{s.name}`", f"`{_flag(s)}`", f"`{s.env}`", _default(s), _range(s), s.help) for s in SETTINGS]
+    rows = [(f"`{s.name}`", _default(s), _range(s), s.doc.help) for s in SETTINGS]
     return (
         "# Settings\n\n"
-        "Default < `splittime.toml` (in the current folder, or `--config FILE`) < environment < flag. A name that is "
-        "not in this table is an error. `splittime config show` prints each value with its origin. `LLM(...)` "
-        "takes the engine's settings as arguments.\n\n"
-        + _table(("key in the file", "flag", "environment", "default", "range", "meaning"), rows)
+        "Each setting has a default. The file `splittime.toml` (in the current folder, or `--config FILE`) overrides "
+        "it, the environment overrides the file, and a flag overrides them all. Of `max_num_seqs` the flag is "
+        "`--max-num-seqs`, and the variable is `SPLITTIME_MAX_NUM_SEQS`; the others follow the same rule. Only `model` "
+        "has no flag: it is the argument `MODEL`.\n\n"
+        "`splittime config show` prints each value with its origin. A name that is not in this table is an error. "
+        "`LLM(...)` takes the engine's settings as arguments.\n\n"
+        + _table(("key", "default", "range", "meaning"), rows)
     )
 
 
@@ -58,7 +63,7 @@ def stages_page() -> str:
 
 def fields_page() -> str:
     """Each body's fields with their fate, from the description that `/openapi.json` gives."""
-    schemas = document(ServerConfig())["components"]["schemas"]
+    schemas = document(BodyLimits())["components"]["schemas"]
     parts = []
     for name in BODIES:
         rows = [
@@ -68,9 +73,13 @@ def fields_page() -> str:
         parts.append(f"## {name}\n\n" + _table(("field", "type", "fate", "meaning"), rows))
     return (
         "# Fields of the API\n\n"
-        "An unknown field is refused by name. *no effect*: taken, since ordinary clients send it and its API promises "
-        "nothing that could be missed; `--strict` refuses it. *refused*: only the value without effect is taken. "
-        "A server describes itself, with its model's limits, at `/docs` and `/openapi.json`.\n\n" + "\n".join(parts)
+        "The server refuses an unknown field by name. The column *fate* says what it does with a known one:\n\n"
+        "* *honoured*: the field does what its meaning says.\n"
+        "* *no effect*: the server accepts the field, because ordinary clients send it and nobody misses what it would "
+        "do. `--strict` refuses it.\n"
+        "* *refused*: the server accepts only the value that changes nothing.\n\n"
+        "A running server describes itself, with its model's limits, at `/docs` and `/openapi.json`.\n\n"
+        + "\n".join(parts)
     )
 
 
@@ -130,7 +139,7 @@ def findings_page() -> str:
         "accounts": "accounts",
         "steps": "steps",
         "run": "a run of `splittime bench`",
-        "told": "a run, or a look at a live server, of another kind",
+        "reported": "a run, or a look at a live server, of another kind",
         "facts": "the server's facts",
         "parts": "prompts of 64 tokens or more",
         "floor": "the machine's ceilings",
@@ -146,12 +155,14 @@ def findings_page() -> str:
     ]
     return (
         "# Findings\n\n"
-        "What `splittime doctor` can name. Each finding comes with its evidence, the share of the requests' time it "
-        "explains, a prescription, its cost, and what would refute it. A rule whose needs are not met says so.\n\n"
-        f"It abstains below {doctor.MIN_REQUESTS} requests or {doctor.MIN_STEPS} steps, and where more than "
+        "`splittime doctor` can name these findings. Each comes with its evidence, the share of the requests' time "
+        "that it explains, a prescription, its cost, and what would refute it. A rule says so if its needs are not "
+        "met.\n\n"
+        f"The doctor says nothing below {doctor.MIN_REQUESTS} requests or {doctor.MIN_STEPS} steps, or if more than "
         f"{doctor.MAX_RESIDUAL:.0%} of the requests' time is in neither book.\n\n"
-        "The order: illnesses before limits (`weight_bandwidth_bound`, `kv_bandwidth_bound`, `compute_bound`: what a "
-        "healthy server is bound by); the larger share of time first; but a root before its symptoms.\n\n"
+        "It prints illnesses before limits. Limits are what binds a healthy server: `weight_bandwidth_bound`, "
+        "`kv_bandwidth_bound` and `compute_bound`. Among illnesses, the one with the larger share of time comes first, "
+        "but a root always comes before its symptoms.\n\n"
         + _table(("finding", "meaning", "needs", "is the root of"), rows)
     )
 
@@ -160,9 +171,50 @@ def exit_codes_page() -> str:
     """From what each command's `--help` says."""
     pages = [f"## `{name}`\n\n" + _table(("code", "meaning"), codes) for name, codes in command_codes()]
     return (
-        "# Exit codes\n\nWhat a script can rely on, as each command's `--help` says it. Data goes to standard output, "
-        "talk and errors to standard error.\n\n" + "\n".join(pages)
+        "# Exit codes\n\nScripts can rely on these codes. Each command's `--help` says them too. Commands print data "
+        "to standard output, and progress and errors to standard error.\n\n" + "\n".join(pages)
     )
+
+
+def commands_page() -> str:
+    """Returns each command's help, as a terminal of 100 columns shows it."""
+    parts = [
+        f"## `{name}`\n\n```\n{_help(name, command)}\n```\n"
+        for name, command in _commands("splittime", typer.main.get_command(app))
+    ]
+    return (
+        "# Commands\n\nThis is what `--help` prints. The settings of `serve` and `run` have [a page of their "
+        "own](settings.md).\n\n" + "\n".join(parts)
+    )
+
+
+def _help(name: str, command: click.Command) -> str:
+    """Returns the help without the options that the settings page lists."""
+    context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+    hidden = {setting.flag for setting in SETTINGS if setting is not MODEL} if name in SERVED_BY_SETTINGS else set()
+    for option in command.params:
+        if hidden.intersection(option.opts):
+            option.hidden = True  # type: ignore[attr-defined]
+    return command.get_help(context).strip()
+
+
+def api_page() -> str:
+    """Returns a table of the server's paths, from the description that `/openapi.json` gives."""
+    paths = document(BodyLimits())["paths"]
+    rows = [
+        (f"`{method.upper()} {path}`", _sentence(said.get("summary", "")), _sentence(said.get("description", "")))
+        for path, methods in paths.items()
+        for method, said in methods.items()
+    ]
+    return (
+        "# HTTP API\n\nA server describes itself at `/docs`, and for programs at `/openapi.json`. [Fields of the "
+        "API](fields.md) has every field of the bodies, and [Errors](errors.md) the answers that are no success.\n\n"
+        + _table(("path", "what it does", "more"), rows)
+    )
+
+
+def _sentence(text: str) -> str:
+    return " ".join(text.split())
 
 
 def command_codes() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
@@ -189,6 +241,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "findings.md": findings_page,
     "exit_codes.md": exit_codes_page,
+    "commands.md": commands_page,
+    "api.md": api_page,
 }
 
 
@@ -207,10 +261,6 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _flag(setting: Setting) -> str:
-    return setting.flag if setting.parts else "MODEL"
-
-
 def _default(setting: Setting) -> str:
     return f"`{setting.shown_default}`" if setting.shown_default else "-"
 
@@ -218,9 +268,7 @@ def _default(setting: Setting) -> str:
 def _range(setting: Setting) -> str:
     if setting.choices:
         return ", ".join(f"`{choice}`" for choice in setting.choices)
-    if setting.minimum is None:
-        return {"switch": "`true`, `false`"}.get(setting.kind, "-")
-    return f"{setting.minimum} to {setting.maximum}" if setting.maximum is not None else f"at least {setting.minimum}"
+    return setting.shown_range or {"switch": "`true`, `false`"}.get(setting.kind, "-")
 
 
 def _definitions() -> str:

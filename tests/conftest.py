@@ -3,14 +3,17 @@
 No deadline, and no complaint about slowness: a busy machine is no failure. The examples are the same at each run, from
 no database, so that a check says the same twice, and of two checks at once neither disturbs the other.
 `SPLITTIME_EXPLORE=1 make test` looks for new ones instead, and prints how to come back to what it finds.
+`SPLITTIME_EXAMPLES=10` looks at ten times as many (`make check-rest`).
 
 Without a card, Triton's kernels are tested in its interpreter, which has to be chosen before Triton is imported.
 """
 
 import os
+from itertools import combinations, groupby
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
@@ -19,3 +22,34 @@ settings.load_profile("explore" if os.environ.get("SPLITTIME_EXPLORE") else "che
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+MORE_EXAMPLES = int(os.environ.get("SPLITTIME_EXAMPLES", "1"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    functions = [item for item in items if isinstance(item, pytest.Function)]
+    for test in {item.obj for item in functions if is_hypothesis_test(item.obj)}:
+        own = test._hypothesis_internal_use_settings
+        test._hypothesis_internal_use_settings = settings(own, max_examples=own.max_examples * MORE_EXAMPLES)
+    for _, cases in groupby(functions, key=lambda item: (item.path, item.originalname)):
+        sweep_the_rest(list(cases))
+
+
+def sweep_the_rest(cases: list[pytest.Function]) -> None:
+    """Marks with `sweep` what a test's `sample(number)` leaves for `make check-all`."""
+    mark = cases[0].get_closest_marker("sample")
+    if mark:
+        left, seen = list(cases), set()
+        for _ in range(min(mark.args[0], len(cases))):
+            chosen = max(left, key=lambda case: len(pairs(case) - seen))
+            left.remove(chosen)
+            seen |= pairs(chosen)
+        for case in left:
+            case.add_marker("sweep")
+
+
+def pairs(case: pytest.Function) -> set:
+    """The values of a case's parameters, and each two of them together."""
+    values = sorted(case.callspec.indices.items()) if hasattr(case, "callspec") else []
+    return set(values) | set(combinations(values, 2))

@@ -30,7 +30,7 @@ from rich.progress import track
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from splittime.distill.llama import Llama, parameter_count
+from splittime.lab.distill.llama import Llama, parameter_count
 from training.card import write_cards
 from training.corpus import Document, load_corpus
 from training.export import PACKAGED, REPOSITORY, load_folder, replace_text

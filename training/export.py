@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from splittime.distill.llama import Llama, Shape
+from splittime.lab.distill.llama import Llama, Shape
 from training.tokenizer import END_OF_TEXT_ID, as_json, tokenizer_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -1,9 +1,9 @@
-"""The shapes of the packaged models; the arithmetic is `splittime.distill.llama`'s.
+"""The shapes of the packaged models; the arithmetic is `splittime.lab.distill.llama`'s.
 
 `python -m training.evaluate --check-transformers` compares the logits with transformers.
 """
 
-from splittime.distill.llama import Shape
+from splittime.lab.distill.llama import Shape
 
 SHAPES = {
     "code": Shape(256, 704, 4, 8, 4),

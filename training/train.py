@@ -8,7 +8,7 @@ Owns the run: which tokens come when, the budget, the checkpoints and the log. P
 * a killed run, started again with the same command, continues from its last checkpoint and its remaining budget;
 * the checkpoint with the lowest validation loss is the one exported, and an export is never seen half-written.
 
-The updates themselves are `splittime.distill.trainer`'s, which distillation shares.
+The updates themselves are `splittime.lab.distill.trainer`'s, which distillation shares.
 """
 
 import argparse
@@ -25,12 +25,12 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
-from splittime.distill.llama import Llama, parameter_count
-from splittime.distill.loss import TextLoss
-from splittime.distill.optimizer import Optimizer
-from splittime.distill.trainer import State as Progressed
-from splittime.distill.trainer import Trainer, make_workers
-from splittime.distill.windows import LONGEST, Windows, context_at
+from splittime.lab.distill.llama import Llama, parameter_count
+from splittime.lab.distill.loss import TextLoss
+from splittime.lab.distill.optimizer import Optimizer
+from splittime.lab.distill.trainer import State as Progressed
+from splittime.lab.distill.trainer import Trainer, make_workers
+from splittime.lab.distill.windows import LONGEST, Windows, context_at
 from training.corpus import Document, load_corpus
 from training.export import PACKAGED, REPOSITORY, export_folder, replace_file, replace_text
 from training.model import SHAPES

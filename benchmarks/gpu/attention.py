@@ -93,7 +93,7 @@ def worst_difference() -> float:
     return worst
 
 
-def a_plan(batch: AttentionBatch, shape: KvShape) -> attention.Plan:
+def a_plan(batch: AttentionBatch, shape: KvShape) -> attention.PagedPlan:
     return attention.plan(batch, shape, None, torch.bfloat16, place())
 
 

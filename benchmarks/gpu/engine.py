@@ -29,8 +29,8 @@ from benchmarks.gpu.card import Found, ceilings, forget, parse, parser, telling
 from benchmarks.gpu.profiled import profiled
 from benchmarks.gpu.shapes import SHAPES, write
 from benchmarks.scenarios.streams import Decoded, Streams
-from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted, Row, StepPlan
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def prompt(streams: Streams, tokens: int, repeats: int, ceiling: dict[str, float
     for number in range(repeats + 1):
         name = f"prompt-{tokens}-{number}"
         admitted = (Admitted(name, ids, 0, SamplingParams(temperature=0.0, seed=0), ()),)
-        result = runner.run(StepPlan(number, (Row(name, 0, ids, blocks, True),), admitted))
+        result = runner.run(StepPlan(number, (Row(name, 0, ids, blocks, 1),), admitted))
         runner.run(StepPlan(number, (), released=(name,)))
         times_ns.append(result.device_ns)
     seconds = statistics.median(times_ns[1:]) / 1e9  # the first compiled
@@ -129,10 +129,10 @@ def measure(model: Path, options: argparse.Namespace, found: Found) -> None:
         runner.capture(options.streams)
     found["resolved"] = {name: getattr(streams.resolved, name) for name in ("weights", "weights_bytes", "graph_sizes")}
     found["prompts"] = {}
-    graphs = runner.graphs
+    graphs = runner.execution.graphs
     for number, name in enumerate(options.arms):
         arm = ARMS[name]
-        runner.graphs = graphs if arm.is_captured else None
+        runner.execution.graphs = graphs if arm.is_captured else None
         streams.begin_anew(arm.is_ahead)
         by_count = found.setdefault("arms", {})[name] = {}
         for count in options.streams:

@@ -11,20 +11,20 @@ The rows that the embedding looks up, norms, turns and activations are left out:
 
 import math
 
-from splittime.runner.cost import Cost
+from splittime.core.facts import TokenCost
 
 
-def decode_bytes(cost: Cost, weight_bytes: float, context_tokens: float) -> float:
+def decode_bytes(cost: TokenCost, weight_bytes: float, context_tokens: float) -> float:
     """weight_bytes: counted, of a step. context_tokens: of all rows together."""
     return weight_bytes + context_tokens * cost.kv_bytes_per_token
 
 
-def decode_operations(cost: Cost, rows: int, context_tokens: float) -> float:
+def decode_operations(cost: TokenCost, rows: int, context_tokens: float) -> float:
     each = cost.operations_per_token + cost.operations_per_sample
     return rows * each + context_tokens * cost.operations_per_context_token
 
 
-def prefill_operations(cost: Cost, tokens: int) -> float:
+def prefill_operations(cost: TokenCost, tokens: int) -> float:
     """Of one prompt from its beginning, whose last token's row samples."""
     pairs = tokens * (tokens + 1) // 2
     return tokens * cost.operations_per_token + pairs * cost.operations_per_context_token + cost.operations_per_sample

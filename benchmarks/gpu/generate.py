@@ -29,7 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.gpu.card import Found, forget, parse, parser, place, telling
 from benchmarks.gpu.shapes import SHAPES, write
-from benchmarks.scenarios.engine_driver import Arrival, drive, engine_over, load_runner
+from benchmarks.scenarios.engine_driver import Arrival, crank_over, drive, load_runner
 from splittime.scheduler.config import SchedulerConfig
 
 ARMS = ("splittime", "generate", "continuous")
@@ -63,8 +63,8 @@ class Ours:
         self.num_parameters = self._runner.resolved.num_parameters
 
     def splittime(self, prompts: list[list[int]]) -> None:
-        engine = engine_over(self._runner, self._scheduler, self._asked)
-        run = drive(engine, [Arrival(0.0, prompt, self._output) for prompt in prompts])
+        crank = crank_over(self._runner, self._scheduler, self._asked)
+        run = drive(crank, [Arrival(0.0, prompt, self._output) for prompt in prompts])
         _require([len(outcome.token_ids) for outcome in run.outcomes], self._output)
 
 

@@ -62,15 +62,15 @@ def _spread(one: Any) -> Any:
     def stacked(tensor: Tensor, axis: int) -> Tensor:
         return torch.stack([tensor.roll(37 * expert, axis) for expert in range(EXPERTS)])
 
-    if isinstance(one, linear.DenseLinear):
-        return linear.DenseLinear(stacked(one.weight, 0))
-    assert isinstance(one, integers.IntegerLinear)
+    if isinstance(one, linear.DenseWeight):
+        return linear.DenseWeight(stacked(one.weight, 0))
+    assert isinstance(one, integers.IntegerWeight)
     return replace(one, words=stacked(one.words, 1), scales=stacked(one.scales, -1))
 
 
 def dense_of(weights: Any) -> Tensor:
     """bfloat16 [EXPERTS, out, in]."""
-    if isinstance(weights, linear.DenseLinear):
+    if isinstance(weights, linear.DenseWeight):
         return weights.weight
     alone = (
         replace(weights, words=words, scales=scales) for words, scales in zip(*linear.kept(weights)[1], strict=True)
@@ -89,7 +89,7 @@ def choices(tokens: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def by_expert(x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """torch's products, one expert after another, as `models.layers.MixtureOfExperts` has them."""
+    """torch's products, one expert after another, as `kernels.compose.mixture` has them."""
     order = chosen.flatten().argsort()
     counts = chosen.flatten().bincount(minlength=EXPERTS).tolist()
     rows, out, begin = order // CHOSEN, torch.zeros_like(x), 0

@@ -67,7 +67,7 @@ def random_weight(scheme: WeightScheme, out_features: int, in_features: int) -> 
     device = place()
     if scheme.name == "bfloat16":
         weight = torch.randn(out_features, in_features, dtype=torch.bfloat16, device=device) / in_features**0.5
-        return linear.DenseLinear(weight)
+        return linear.DenseWeight(weight)
     if not scheme.rounds_activations and scheme.name != "fp8":
         kept = integers.empty(out_features, in_features, scheme, device)
         kept.words.random_(-(1 << 31), (1 << 31) - 1)

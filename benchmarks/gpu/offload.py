@@ -30,13 +30,16 @@ from benchmarks.gpu.card import Found, median_event_us, parse, parser, place, sc
 from benchmarks.gpu.shapes import SHAPES, write
 from benchmarks.scenarios.engine_driver import load_runner
 from splittime.core.clock import SystemClock
-from splittime.core.plan import StepPlan
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import StepPlan
+from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.inline import InlineDriver
 from splittime.engine.engine import Engine
-from splittime.kernels.api import KvShape
+from splittime.kernels.layer import KvGroup
 from splittime.ledger.steps import StepRecord
-from splittime.runner.host_store import Moved
+from splittime.runner.compose import overlap_of
+from splittime.runner.host_store import CopyMarks
 from splittime.runner.kv_store import KvStore, bytes_per_block
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -62,16 +65,16 @@ def bus_bytes_per_s() -> dict[str, float]:
 # ---- copies
 
 
-def shape_of(options: argparse.Namespace, num_blocks: int) -> tuple[KvShape, int]:
+def groups_of(options: argparse.Namespace) -> list[KvGroup]:
     config = SHAPES[options.shape]
-    return KvShape(num_blocks, BLOCK, config["num_key_value_heads"], config["head_dim"]), config["num_hidden_layers"]
+    return [KvGroup(tuple(range(config["num_hidden_layers"])), config["num_key_value_heads"], config["head_dim"], None)]
 
 
 def copies(options: argparse.Namespace, bus: dict[str, float]) -> list[Found]:
-    shape, num_layers = shape_of(options, options.num_blocks)
+    groups = groups_of(options)
     dtype = DTYPES[options.kv_cache_dtype]
-    store = KvStore(shape, num_layers, dtype, place(), options.num_blocks)
-    block_bytes = bytes_per_block(shape, num_layers, dtype)
+    store = KvStore(groups, options.num_blocks, BLOCK, dtype, place(), options.num_blocks)
+    block_bytes = bytes_per_block(groups, BLOCK, dtype)
     found = []
     for count, is_scattered in itertools.product(options.blocks, (False, True)):
         blocks, slots = list(range(count)), list(range(count))
@@ -95,7 +98,7 @@ def figures(store: KvStore, plan: StepPlan, num_bytes: int, ceiling: float) -> F
         begin_ns = time.perf_counter_ns()
         moved = store.move(plan)
         host_us.append((time.perf_counter_ns() - begin_ns) / 1e3)
-        assert isinstance(moved, Moved)
+        assert isinstance(moved, CopyMarks)
         moved.end.wait()
         device_us.append(max(1, moved.end.ns_since(moved.begin)) / 1e3)
     median = statistics.median(device_us[2:])
@@ -107,10 +110,9 @@ def figures(store: KvStore, plan: StepPlan, num_bytes: int, ceiling: float) -> F
 # ---- returning prompts
 
 
-def engine_of(model: Path, options: argparse.Namespace, tokens: int) -> Engine:
-    shape, num_layers = shape_of(options, 0)
+def crank_of(model: Path, options: argparse.Namespace, tokens: int) -> Crank:
     context = tokens + SPARE_TOKENS
-    block_bytes = bytes_per_block(shape, num_layers, DTYPES[options.kv_cache_dtype])
+    block_bytes = bytes_per_block(groups_of(options), BLOCK, DTYPES[options.kv_cache_dtype])
     cache_bytes = -(-context // BLOCK) * block_bytes
     scheduler = SchedulerConfig(
         max_num_seqs=1, max_num_batched_tokens=options.step_tokens, max_model_len=context, num_blocks=1 << 20
@@ -128,14 +130,15 @@ def engine_of(model: Path, options: argparse.Namespace, tokens: int) -> Engine:
     runner, asked = load_runner(str(model), scheduler, **settings)
     resolved = runner.resolved
     config = msgspec.structs.replace(scheduler, num_blocks=resolved.num_blocks, num_host_slots=resolved.num_host_slots)
-    return Engine(Scheduler(config), runner, SystemClock(), runner.ahead(asked))
+    ahead = overlap_of(runner) if asked.async_scheduling else None
+    return Crank(EngineParts(Engine(Scheduler(config), plans_ahead=ahead is not None), ahead or runner), SystemClock())
 
 
 class Client:
     """One prompt at a time."""
 
-    def __init__(self, engine: Engine, tokens: int) -> None:
-        self._engine, self._tokens, self._count = engine, tokens, 0
+    def __init__(self, crank: Crank, tokens: int) -> None:
+        self._crank, self._tokens, self._count = crank, tokens, 0
 
     def ask(self, number: int) -> Found:
         """The prompt of this number: its time to the first token, and what was found and copied for it."""
@@ -144,14 +147,12 @@ class Client:
         begin_ns = time.monotonic_ns()
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
         name = f"prompt-{self._count}"
-        self._engine.submit(
+        self._crank.submit(
             Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=begin_ns), begin_ns
         )
         records: list[StepRecord] = []
         told, ready_ns = {"cached": 0, "in_host": 0}, begin_ns
-        while self._engine.has_work:
-            output = self._engine.step()
-            assert output is not None
+        for output in InlineDriver(self._crank).outputs():
             records += [output.record] if output.record is not None else []
             for news in output.outputs:
                 ready_ns = output.ready_ns
@@ -164,7 +165,7 @@ class Client:
 
 
 def returning(model: Path, options: argparse.Namespace, tokens: int) -> dict[str, Found]:
-    client = Client(engine_of(model, options, tokens), tokens)
+    client = Client(crank_of(model, options, tokens), tokens)
     numbers = itertools.count(1)
     client.ask(next(numbers))  # compiles
     asked: dict[str, list[Found]] = {"recomputed": [], "on the device": [], "in host memory": []}

@@ -24,11 +24,12 @@ from rich.table import Table
 
 import splittime
 from benchmarks.gpu.card import Found, forget, parse, parser, telling
-from benchmarks.scenarios.engine_driver import Arrival, drive, engine_over
-from splittime.cli.model_source import load_tokenizer
-from splittime.cli.quality_local import LocalModel
+from benchmarks.scenarios.engine_driver import Arrival, crank_over, drive
+from splittime.assemble.model_source import load_tokenizer
 from splittime.kernels.native.library import LibraryMissing, library
-from splittime.quality.measures import compare, joined
+from splittime.lab.quality.local import LocalModel
+from splittime.lab.quality.measures import compare, joined
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
@@ -79,11 +80,11 @@ class Side:
             kv_cache_memory_bytes=256 << 20,
             async_scheduling=kernels == "triton",
         )
-        return Side(TorchRunner.load(asked), asked)
+        return Side(load_torch_runner(asked), asked)
 
     def run(self, arrivals: list[Arrival]) -> list[list[int]]:
         scheduler = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=CHUNK_TOKENS, enable_prefix_caching=False)
-        return [one.token_ids for one in drive(engine_over(self.runner, scheduler, self.asked), arrivals).outcomes]
+        return [one.token_ids for one in drive(crank_over(self.runner, scheduler, self.asked), arrivals).outcomes]
 
     def predicting(self) -> LocalModel:
         return LocalModel(self.runner.resolved.dtype, self.runner, load_tokenizer(Path(self.asked.model_path)))
@@ -105,7 +106,7 @@ def tokens(cpu: Side, card: Side, written: list[list[int]], load: Load) -> Found
     runner: Any = card.runner
     for arm in ARMS:
         if arm == "one by one":
-            card.asked, runner.graphs = settings_eager(card.asked), None
+            card.asked, runner.execution.graphs = settings_eager(card.asked), None
         got = card.run(arrivals)
         differing = [_difference(cpu, *each) for each in zip(prompts, want, got, strict=True) if each[1] != each[2]]
         found["arms"][arm] = {"equal": not differing, "differences": differing}

@@ -23,19 +23,20 @@ from rich.table import Table
 from benchmarks.gpu.card import Found, parse, parser, telling
 from benchmarks.gpu.offload import bus_bytes_per_s
 from benchmarks.gpu.shapes import SHAPES, write
-from benchmarks.scenarios.engine_driver import engine_over, load_runner
-from splittime.core.errors import SplittimeError
+from benchmarks.scenarios.engine_driver import crank_over, load_runner
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import LEVELS, SleepAsk, SleepReport
-from splittime.engine.engine import Engine
+from splittime.core.sleep import LEVELS
+from splittime.drive.crank import Crank
+from splittime.drive.inline import InlineDriver
+from splittime.runner.compose import sleeper_of
 from splittime.scheduler.config import SchedulerConfig
 
 GIB = 1 << 30
 TINY = {"shape": "tiny", "repeats": 1, "prompt_tokens": 5, "output_tokens": 2, "max_model_len": 32}
 
 
-def engine_of(model: Path, is_dummy: bool, options: argparse.Namespace) -> Engine:
+def crank_of(model: Path, is_dummy: bool, options: argparse.Namespace) -> Crank:
     """Planned ahead, with its steps captured where there is a card."""
     scheduler = SchedulerConfig(
         max_num_seqs=options.max_num_seqs, max_model_len=options.max_model_len, enable_prefix_caching=False
@@ -50,49 +51,35 @@ def engine_of(model: Path, is_dummy: bool, options: argparse.Namespace) -> Engin
     if options.tiny:
         settings["kv_cache_memory_bytes"] = 1 << 20
     runner, asked = load_runner(str(model), scheduler, **settings)
-    engine = engine_over(runner, scheduler, asked)
-    sleeper = runner.sleeper(asked)
+    sleeper = sleeper_of(runner)
     if options.tiny and sleeper is not None:
         sleeper.parks = True  # without a card too, to try it
-    engine.bed.sleeper = sleeper
-    return engine
+    return crank_over(runner, scheduler, asked, sleeper=sleeper)
 
 
-def generated(engine: Engine, options: argparse.Namespace) -> tuple[list[int], float]:
+def generated(crank: Crank, options: argparse.Namespace) -> tuple[list[int], float]:
     """Greedy tokens of one prompt, and the time to the first of them in ms."""
     sampling = SamplingParams(temperature=0.0, max_tokens=options.output_tokens, ignore_eos=True, seed=0)
     prompt = tuple((7 * place) % 90 + 5 for place in range(options.prompt_tokens))
     begin_ns = time.monotonic_ns()
     request = Request(request_id="one", prompt_token_ids=prompt, sampling=sampling, submitted_ns=begin_ns)
-    engine.submit(request, begin_ns)
+    crank.submit(request, begin_ns)
     tokens: list[int] = []
     first_ns = begin_ns
-    while engine.has_work:
-        output = engine.step()
-        for news in output.outputs if output is not None else ():
+    for output in InlineDriver(crank).outputs():
+        for news in output.outputs:
             if news.token_ids and not tokens:
-                first_ns = output.ready_ns if output is not None else begin_ns
+                first_ns = output.ready_ns
             tokens += news.token_ids
     return tokens, (first_ns - begin_ns) / 1e6
 
 
-def asleep(engine: Engine, level: int) -> SleepReport:
-    said: list[SleepReport | SplittimeError] = []
-    engine.sleep(SleepAsk(level), time.monotonic_ns(), said.append)
-    while not said:
-        engine.step()
-    report = said[0]
-    if isinstance(report, SplittimeError):
-        raise report
-    return report
-
-
-def one_night(engine: Engine, level: int, bus: dict[str, float], options: argparse.Namespace) -> Found:
-    generated(engine, options)
-    before, usual_ms = generated(engine, options)
-    slept = asleep(engine, level)
-    woken = engine.wake()
-    after, first_ms = generated(engine, options)
+def one_night(crank: Crank, level: int, bus: dict[str, float], options: argparse.Namespace) -> Found:
+    generated(crank, options)
+    before, usual_ms = generated(crank, options)
+    slept = InlineDriver(crank).sleep(level)
+    woken = crank.wake()
+    after, first_ms = generated(crank, options)
     found: Found = {
         "equal": before == after,
         "weights_bytes": slept.weights_bytes,
@@ -131,12 +118,12 @@ def measure(options: argparse.Namespace, found: Found) -> None:
     with tempfile.TemporaryDirectory() as folder:
         is_dummy = options.model is None
         begin = time.monotonic()
-        engine = engine_of(write(options.shape, Path(folder)) if is_dummy else options.model, is_dummy, options)
+        crank = crank_of(write(options.shape, Path(folder)) if is_dummy else options.model, is_dummy, options)
         found["start_ms"] = (time.monotonic() - begin) * 1e3
         for level in LEVELS:
-            first = one_night(engine, level, bus, options)
+            first = one_night(crank, level, bus, options)
             found.setdefault("levels", {})[str(level)] = {"first": first}
-            others = [one_night(engine, level, bus, options) for _ in range(options.repeats)]
+            others = [one_night(crank, level, bus, options) for _ in range(options.repeats)]
             found["levels"][str(level)]["others"] = middle(others)
 
 

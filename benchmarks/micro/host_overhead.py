@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import file_result
-from benchmarks.scenarios.engine_driver import build_engine
+from benchmarks.scenarios.engine_driver import build_crank
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.engine.engine import Engine
+from splittime.drive.crank import Crank
+from splittime.drive.inline import InlineDriver
 from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 
@@ -33,7 +34,7 @@ PROMPT_TOKENS, NEW_TOKENS = 16, 40
 SAMPLING = {"greedy": {"temperature": 0.0}, "top_p": {"temperature": 0.8, "top_p": 0.95}}
 
 
-def submit(engine: Engine, batch: int, kind: str) -> None:
+def submit(crank: Crank, batch: int, kind: str) -> None:
     now_ns = time.monotonic_ns()
     for number in range(batch):
         prompt = tuple((13 * number + 7 * place) % 500 + 1 for place in range(PROMPT_TOKENS))
@@ -44,16 +45,12 @@ def submit(engine: Engine, batch: int, kind: str) -> None:
             sampling=sampling,
             submitted_ns=now_ns,
         )
-        engine.submit(request, now_ns)
+        crank.submit(request, now_ns)
 
 
-def decode_steps(engine: Engine, batch: int, kind: str) -> list[StepRecord]:
-    submit(engine, batch, kind)
-    records = []
-    while engine.has_work:
-        output = engine.step()
-        if output is not None and output.record is not None:
-            records.append(output.record)
+def decode_steps(crank: Crank, batch: int, kind: str) -> list[StepRecord]:
+    submit(crank, batch, kind)
+    records = [output.record for output in InlineDriver(crank).outputs() if output.record is not None]
     verify_steps(records)
     return [record for record in records if record.decode_tokens == batch and not record.prefill_tokens][2:]
 
@@ -72,12 +69,12 @@ def summary(records: list[StepRecord]) -> dict[str, float]:
     return {**found, "host_share": statistics.median(shares), "steps": len(records)}
 
 
-def measure(engine: Engine, batches: Sequence[int] = BATCHES) -> dict[str, dict[str, float]]:
+def measure(crank: Crank, batches: Sequence[int] = BATCHES) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for kind in SAMPLING:
         for batch in batches:
-            decode_steps(engine, batch, kind)  # the first time warms the shapes
-            found[f"{kind}, batch {batch}"] = summary(decode_steps(engine, batch, kind))
+            decode_steps(crank, batch, kind)  # the first time warms the shapes
+            found[f"{kind}, batch {batch}"] = summary(decode_steps(crank, batch, kind))
     return found
 
 
@@ -98,7 +95,7 @@ def main() -> None:
     arguments = parser.parse_args()
     scheduler = SchedulerConfig(max_num_seqs=64, enable_prefix_caching=False)
     settings: dict[str, Any] = {"quantization": arguments.quantization, "kv_cache_memory_bytes": 1 << 30}
-    figures = measure(build_engine(str(arguments.model), scheduler, max_model_len=2048, **settings), arguments.batches)
+    figures = measure(build_crank(str(arguments.model), scheduler, max_model_len=2048, **settings), arguments.batches)
     name = f"host_overhead_{arguments.model.resolve().name}_{arguments.quantization or 'unquantised'}"
     file_result(name, figures, vars(arguments), arguments.json)
     if not arguments.json:

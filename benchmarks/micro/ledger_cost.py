@@ -19,9 +19,9 @@ import msgspec
 
 from benchmarks.report import file_result
 from splittime.core.clock import SystemClock
-from splittime.engine.messages import EngineStats
+from splittime.core.engine_stats import EngineStats
 from splittime.ledger.account import Account, ClosedAccount
-from splittime.ledger.export.account_json import account_json
+from splittime.ledger.account_json import account_json
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.prompt_parts import prompt_parts
 from splittime.ledger.stages import Cause, Stage

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import file_result
-from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted, Row, StepPlan
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 
@@ -56,12 +57,12 @@ def admit(runner: TorchRunner, name: str, context: int, first_block: int) -> int
     blocks = -(-(context + 1) // runner.resolved.block_size)
     table = tuple(range(first_block, first_block + blocks))
     admitted = Admitted(name, (1,) * context, 1, SamplingParams(temperature=0.0, seed=0), ())
-    runner.run(StepPlan(0, (Row(name, context - 1, (1,), table, True),), (admitted,)))
+    runner.run(StepPlan(0, (Row(name, context - 1, (1,), table, 1),), (admitted,)))
     return first_block + blocks
 
 
 def step_s(runner: TorchRunner, names: list[str], context: int) -> float:
-    rows = tuple(Row(name, context - 1, (1,), (), True) for name in names)
+    rows = tuple(Row(name, context - 1, (1,), (), 1) for name in names)
     begin = time.perf_counter()
     runner.run(StepPlan(0, rows))
     return time.perf_counter() - begin
@@ -107,7 +108,7 @@ def main() -> None:
         max_model_len=arguments.context,
         max_num_seqs=2 * arguments.batch,
     )
-    figures = measure(TorchRunner.load(config), arguments.context, arguments.batch, arguments.rounds)
+    figures = measure(load_torch_runner(config), arguments.context, arguments.batch, arguments.rounds)
     kind = arguments.quantization or "unquantised"
     name = f"long_context_{arguments.model.resolve().name}_{kind}_{arguments.kv_cache_dtype}"
     file_result(name, figures, vars(arguments), arguments.json)

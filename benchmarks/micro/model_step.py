@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from benchmarks.report import conditions, file_result
-from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted, Row, StepPlan
 from splittime.kernels.cpu import linear
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 
@@ -117,12 +118,12 @@ class Steps:
         sampling = SamplingParams(temperature=0.0, seed=0)
         admitted = tuple(Admitted(name, self.prompt, 0, sampling, ()) for name in self.names)
         tables = [tuple(range(n * self.blocks, (n + 1) * self.blocks)) for n in range(len(self.names))]
-        rows = tuple(Row(name, 0, self.prompt, table, True) for name, table in zip(self.names, tables, strict=True))
+        rows = tuple(Row(name, 0, self.prompt, table, 1) for name, table in zip(self.names, tables, strict=True))
         self._run(StepPlan(0, rows, admitted))
 
     def decode(self) -> None:
         pairs = zip(self.names, self.tokens, strict=True)
-        self._run(StepPlan(0, tuple(Row(name, self.position, (token,), (), True) for name, token in pairs)))
+        self._run(StepPlan(0, tuple(Row(name, self.position, (token,), (), 1) for name, token in pairs)))
         self.position += 1
 
     def release(self) -> None:
@@ -137,7 +138,7 @@ def measure_model(folder: Path, num_steps: int, num_threads: int | None, dtype: 
     config = RunnerConfig(
         model_path=str(folder), num_threads=num_threads, dtype=dtype, kv_cache_memory_bytes=memory_bytes
     )
-    runner = TorchRunner.load(config)
+    runner = load_torch_runner(config)
     runner.warm_up()
     resolved = runner.resolved
     figures: dict[str, Any] = {

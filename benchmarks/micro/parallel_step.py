@@ -22,9 +22,9 @@ from rich.table import Table
 
 from benchmarks.micro.model_step import LLAMA_1B, Steps, spread, timed, write_random_llama
 from benchmarks.report import file_result
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.parallel.runner import ParallelRunner
-from splittime.runner.torch_runner import TorchRunner
+from splittime.runner.ranks.group import RankGroup
 
 SMALL = {
     **LLAMA_1B,
@@ -50,18 +50,19 @@ class Contender:
             model_path=str(folder), num_threads=ranks, tensor_parallel_size=ranks, max_num_seqs=16, packed_cache="off"
         )
         begin_ns = time.monotonic_ns()
-        self.runner = TorchRunner.load(config)
+        self.runner = load_torch_runner(config)
         self.load_s = (time.monotonic_ns() - begin_ns) / 1e9
         self.sums_s = 0.0
-        if isinstance(self.runner, ParallelRunner) and self.runner.group.device.type == "cpu":
-            self._watch_sums(self.runner)
+        lead = self.runner.lead
+        if lead is not None and lead.group.device.type == "cpu":
+            self._watch_sums(lead.group)
         self.runner.warm_up()
         self.steps_s: dict[str, list[float]] = {}
         self.shares_s: dict[str, list[float]] = {}
 
-    def _watch_sums(self, runner: ParallelRunner) -> None:
+    def _watch_sums(self, group: RankGroup) -> None:
         for name in ("sum", "join"):
-            setattr(runner.group, name, self._timing(getattr(runner.group, name)))
+            setattr(group, name, self._timing(getattr(group, name)))
 
     def _timing(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:

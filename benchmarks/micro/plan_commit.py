@@ -11,10 +11,10 @@ import statistics
 import time
 
 from benchmarks.report import file_result
-from splittime.core.plan import RowResult, StepPlan, StepResult
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.engine.gc_pauses import freeze_heap
+from splittime.core.step import RowResult, StepPlan, StepResult
+from splittime.drive.gc_pauses import freeze_heap
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
@@ -39,7 +39,9 @@ def make_scheduler(num_running: int, num_waiting: int, policy: str) -> Scheduler
 
 
 def result_of(plan: StepPlan) -> StepResult:
-    return StepResult(plan.step_id, tuple(RowResult(row.request_id, (5,) if row.samples else ()) for row in plan.rows))
+    return StepResult(
+        plan.step_id, tuple(RowResult(row.request_id, (5,) if row.num_samples else ()) for row in plan.rows)
+    )
 
 
 def step(scheduler: Scheduler) -> tuple[int, int]:

@@ -23,14 +23,15 @@ KV_BYTES = 1 << 30
 class Splittime:
     def __init__(self, folder: str, settings: dict[str, Any]) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the engine process does
-        from benchmarks.scenarios.engine_driver import build_engine
+        from benchmarks.scenarios.engine_driver import crank_over, load_runner
 
         limits = {"max_num_seqs": 64, "max_num_batched_tokens": settings.pop("max_num_batched_tokens", 512)}
         scheduler = SchedulerConfig(enable_prefix_caching=False, **limits)
-        runner = {"kv_cache_memory_bytes": KV_BYTES, "max_model_len": 4096, **settings}
-        self._engine = build_engine(folder, scheduler, **runner)
+        asked = {"kv_cache_memory_bytes": KV_BYTES, "max_model_len": 4096, **settings}
+        runner, config = load_runner(folder, scheduler, **asked)
+        self._crank = crank_over(runner, scheduler, config)
         self._next_id = 0
-        resolved = msgspec.to_builtins(self._engine._runner.resolved)
+        resolved = msgspec.to_builtins(runner.resolved)
         self.about = {key: value for key, value in resolved.items() if key != "model_path"} | limits
 
     def submit(self, stream: int, prompt: list[int], new_tokens: int) -> None:
@@ -42,10 +43,10 @@ class Splittime:
             submitted_ns=now_ns,
         )
         self._next_id += 1
-        self._engine.submit(request, now_ns)
+        self._crank.submit(request, now_ns)
 
     def step(self) -> list[int]:
-        output = self._engine.step()
+        output = self._crank.turn()
         streams: list[int] = []
         for news in output.outputs if output is not None else ():
             if news.error is not None:

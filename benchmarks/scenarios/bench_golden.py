@@ -48,15 +48,15 @@ import aiohttp
 
 from benchmarks.report import file_result, timer_noise_us
 from benchmarks.server_process import get_json
-from splittime.ledger.client_book import Ending, Outcome, Run
+from splittime.bench.alarm import Alarm
+from splittime.bench.book.records import Ending, Outcome, Run
+from splittime.bench.draw import draw
+from splittime.bench.event_loop import run_loop
+from splittime.bench.run import run_schedule
+from splittime.bench.schedule import Planned, Schedule
+from splittime.bench.spec import LoadSpec
 from splittime.ledger.derive import percentiles
-from splittime.loadgen.alarm import Alarm
-from splittime.loadgen.draw import draw
-from splittime.loadgen.event_loop import run_loop
-from splittime.loadgen.run import run_schedule
-from splittime.loadgen.schedule import Planned, Schedule
-from splittime.loadgen.spec import LoadSpec
-from splittime.loadgen.target import RunOptions, Target
+from splittime.wire.target import RunOptions, Target
 
 TTFT_MS, GAP_MS, TOKENS, PER_S = 50.0, 10.0, 21, 200
 GOAL_MS = 1.0

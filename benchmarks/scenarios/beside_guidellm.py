@@ -47,7 +47,7 @@ from benchmarks.scenarios.beside_guidellm_told import (
     read_splittime,
 )
 from benchmarks.server_process import get_json, served
-from splittime.engine.tokenizer import Tokenizer
+from splittime.text.tokenizer import Tokenizer
 
 PACKAGED = Path(__file__).parents[2] / "src" / "splittime" / "packaged" / "code"
 TOOLS = ("guidellm", "splittime")

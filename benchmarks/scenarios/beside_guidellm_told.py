@@ -12,12 +12,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from splittime.bench.book.figures import summary
+from splittime.bench.book.records import Ending, Outcome, Run, load_run
+from splittime.bench.own_book import sent_as
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.client_book import Ending, Outcome, Run, load_run
-from splittime.ledger.client_figures import summary
+from splittime.ledger.account_json import account_from_json
 from splittime.ledger.derive import percentile
-from splittime.ledger.export.account_json import account_from_json
-from splittime.loadgen.own_book import sent_as
 
 AGREED_MS, AGREED_SHARE = 1.0, 0.01
 

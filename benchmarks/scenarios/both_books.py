@@ -18,14 +18,14 @@ from rich.console import Console
 
 from benchmarks.report import file_result
 from benchmarks.server_process import served
-from splittime.ledger.client_book import Run, save
-from splittime.loadgen.draw import LoadSpec, draw
-from splittime.loadgen.event_loop import run_loop
-from splittime.loadgen.join import join
-from splittime.loadgen.join_view import render_books
-from splittime.loadgen.joined import Book, JoinedBooks
-from splittime.loadgen.run import run_schedule
-from splittime.loadgen.target import RunOptions, Target
+from splittime.bench.book.records import Run, save
+from splittime.bench.draw import draw
+from splittime.bench.event_loop import run_loop
+from splittime.bench.join import Book, JoinedBooks, join
+from splittime.bench.join_view import render_books
+from splittime.bench.run import run_schedule
+from splittime.bench.spec import LoadSpec
+from splittime.wire.target import RunOptions, Target
 
 VOCAB_SIZE, MAX_MODEL_LEN = 4096, 2048  # of the packaged model
 LENGTHS = {"input_tokens": "uniform:16:600", "output_tokens": "uniform:8:64"}

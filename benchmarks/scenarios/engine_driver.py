@@ -5,22 +5,24 @@ same. The prefix cache is emptied between arms.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
-import numpy
 
 from splittime.core.clock import SystemClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.sleep import Sleeper
+from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
-from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord, verify_steps
+from splittime.runner.compose import load_torch_runner, overlap_of
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.virtual import RequestOutcome, TimedRun
 
 
 @dataclass
@@ -36,32 +38,8 @@ class Arrival:
 
 
 @dataclass
-class Outcome:
-    """What became of one request; instants in ns of the monotonic clock."""
-
-    account: Account
-    num_prompt_tokens: int
-    token_ready_ns: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0
-
-    @property
-    def e2e_ms(self) -> float:
-        return sum(i.duration_ns for i in self.account.intervals()) / 1e6
-
-    @property
-    def ttft_ms(self) -> float:
-        return (self.token_ready_ns[0] - self.account.start_ns) / 1e6
-
-    @property
-    def max_gap_ms(self) -> float:
-        gaps = numpy.diff(self.token_ready_ns)
-        return float(gaps.max()) / 1e6 if len(gaps) else 0.0
-
-
-@dataclass
 class Run:
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     steps: list[StepRecord]
     wall_s: float
 
@@ -80,10 +58,10 @@ class Run:
         return sum(spent_ns) / len(self.outcomes) / 1e9
 
 
-def build_engine(model_path: str, scheduler: SchedulerConfig, **runner_settings: object) -> Engine:
+def build_crank(model_path: str, scheduler: SchedulerConfig, **runner_settings: object) -> Crank:
     """An engine on the torch runner, warmed up."""
     runner, asked = load_runner(model_path, scheduler, **runner_settings)
-    return engine_over(runner, scheduler, asked)
+    return crank_over(runner, scheduler, asked)
 
 
 def load_runner(
@@ -95,14 +73,18 @@ def load_runner(
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
     }
     asked = RunnerConfig(model_path=model_path, **limits, **runner_settings)  # type: ignore[arg-type]
-    runner = TorchRunner.load(asked)
+    runner = load_torch_runner(asked)
     runner.warm_up()
     return runner, asked
 
 
-def engine_over(
-    runner: TorchRunner, scheduler: SchedulerConfig, asked: RunnerConfig, num_blocks: int | None = None
-) -> Engine:
+def crank_over(
+    runner: TorchRunner,
+    scheduler: SchedulerConfig,
+    asked: RunnerConfig,
+    num_blocks: int | None = None,
+    sleeper: Sleeper | None = None,
+) -> Crank:
     """One at a time may be used: it takes all of the runner's blocks for free, or so many of them."""
     resolved = runner.resolved
     config = msgspec.structs.replace(
@@ -111,57 +93,34 @@ def engine_over(
         block_size=resolved.block_size,
         max_model_len=resolved.max_model_len,
     )
-    return Engine(Scheduler(config), runner, SystemClock(), runner.ahead(asked))
+    ahead = overlap_of(runner) if asked.async_scheduling else None
+    engine = Engine(Scheduler(config), plans_ahead=ahead is not None)
+    return Crank(EngineParts(engine, ahead or runner, sleeper=sleeper), SystemClock())
 
 
-def drive(engine: Engine, arrivals: list[Arrival]) -> Run:
-    """Submit each request at its time, step until all have ended. Raises if an account does not verify."""
-    arrivals = sorted(arrivals, key=lambda arrival: arrival.at_s)
-    outcomes: dict[str, Outcome] = {}
-    steps: list[StepRecord] = []
+def drive(crank: Crank, arrivals: list[Arrival]) -> Run:
+    """Submit each request at its time, turn until all have ended. Raises if an account does not verify."""
     begin_ns = time.monotonic_ns()
-    next_arrival = 0
-    while next_arrival < len(arrivals) or engine.has_work:
-        now_ns = time.monotonic_ns()
-        while next_arrival < len(arrivals) and begin_ns + int(arrivals[next_arrival].at_s * 1e9) <= now_ns:
-            _submit(engine, f"request-{next_arrival}", arrivals[next_arrival], begin_ns, outcomes)
-            next_arrival += 1
-        if not engine.has_work:
-            time.sleep(max(0.0, arrivals[next_arrival].at_s - (now_ns - begin_ns) / 1e9))
-            continue
-        output = engine.step()
-        if output is None:
-            continue
-        if output.record is not None:
-            steps.append(output.record)
-        for news in output.outputs:
-            _take(outcomes[news.request_id], news, output.ready_ns)
+    played = TimedRun(crank, SystemClock(), wait_until=_wait_until)
+    for number, arrival in enumerate(sorted(arrivals, key=lambda arrival: arrival.at_s)):
+        played.submit(_request(f"request-{number}", arrival, begin_ns))
+    played.run()
     wall_s = (time.monotonic_ns() - begin_ns) / 1e9
-    for outcome in outcomes.values():
+    for outcome in played.outcomes.values():
         outcome.account.verify()
-    verify_steps(steps)
-    engine.configure({"enable_prefix_caching": False})  # forget what is cached
-    return Run(list(outcomes.values()), steps, wall_s)
+    verify_steps(played.steps)
+    crank.configure({"enable_prefix_caching": False})  # forget what is cached
+    return Run(list(played.outcomes.values()), played.steps, wall_s)
 
 
-def _submit(engine: Engine, name: str, arrival: Arrival, begin_ns: int, outcomes: dict[str, Outcome]) -> None:
-    """The account begins at the intended arrival, so that a late submission is not hidden (coordinated omission)."""
-    intended_ns = begin_ns + int(arrival.at_s * 1e9)
+def _request(name: str, arrival: Arrival, begin_ns: int) -> Request:
+    """Its account begins at the intended arrival, so that a late submission is not hidden (coordinated omission)."""
     sampling = SamplingParams(
         max_tokens=arrival.output_tokens, temperature=arrival.temperature, ignore_eos=True, seed=arrival.seed
     )
-    request = Request(
-        request_id=name, prompt_token_ids=tuple(arrival.prompt), sampling=sampling, submitted_ns=intended_ns
-    )
-    outcomes[name] = Outcome(Account(name, intended_ns, Stage.HANDOFF), len(arrival.prompt))
-    engine.submit(request, time.monotonic_ns())
+    intended_ns = begin_ns + int(arrival.at_s * 1e9)
+    return Request(request_id=name, prompt_token_ids=tuple(arrival.prompt), sampling=sampling, submitted_ns=intended_ns)
 
 
-def _take(outcome: Outcome, news, ready_ns: int) -> None:
-    outcome.account.extend(news.marks)
-    outcome.token_ready_ns.extend([ready_ns] * len(news.token_ids))
-    outcome.token_ids.extend(news.token_ids)
-    if news.num_cached_tokens is not None:
-        outcome.num_cached_tokens = news.num_cached_tokens
-    if news.finish_reason is not None:
-        outcome.account.close(news.freed_ns)
+def _wait_until(at_ns: int) -> None:
+    time.sleep(max(0, at_ns - time.monotonic_ns()) / 1e9)

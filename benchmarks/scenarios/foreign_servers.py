@@ -32,18 +32,18 @@ from rich.table import Table
 from benchmarks.peers.servers import ServerEntry, serving
 from benchmarks.report import file_result
 from benchmarks.scenarios.foreign_cases import CASES, Case
-from splittime.cli.bench_draw import corrected, drawn
+from splittime.bench.book.records import Run, load_run, save
+from splittime.bench.draw import draw_for
+from splittime.bench.event_loop import run_loop
+from splittime.bench.observation import Observation, observe
+from splittime.bench.run import run_schedule
+from splittime.bench.server_view import server_view
 from splittime.diagnose.books import Books, books_from_run
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
 from splittime.diagnose.words import WORDS
-from splittime.ledger.client_book import Run, load_run, save
-from splittime.loadgen.dialects.view import server_view
-from splittime.loadgen.event_loop import run_loop
-from splittime.loadgen.limits import server_limits
-from splittime.loadgen.look import Look, look
-from splittime.loadgen.run import run_schedule
-from splittime.loadgen.target import RunOptions, Target
+from splittime.wire.limits import server_limits
+from splittime.wire.target import RunOptions, Target
 
 THREADS = 2
 VOCAB_SIZE = 33_000  # of the model, which vLLM does not tell
@@ -62,16 +62,16 @@ def entry_of(case: Case, folder: Path) -> ServerEntry:
     return entry
 
 
-async def measure(case: Case, url: str) -> tuple[Run, Look, Look]:
+async def measure(case: Case, url: str) -> tuple[Run, Observation, Observation]:
     """The run, what was seen live meanwhile, and on the idle server after it."""
     target = Target(url=url)
-    limits = corrected(await server_limits(target), VOCAB_SIZE, None)
-    await run_schedule(drawn(WARM_UP, limits), [target], OPTIONS)
-    loaded = asyncio.create_task(run_schedule(drawn(case.load, limits), [target], OPTIONS))
+    limits = (await server_limits(target)).corrected(VOCAB_SIZE, None)
+    await run_schedule(draw_for(WARM_UP, limits), [target], OPTIONS)
+    loaded = asyncio.create_task(run_schedule(draw_for(case.load, limits), [target], OPTIONS))
     await asyncio.sleep(BEGIN_S)
-    watched = await look(target, is_probing=False)
+    watched = await observe(target, is_probing=False)
     run = await loaded
-    return run, watched, await look(target)
+    return run, watched, await observe(target)
 
 
 def record(case: Case, kept: Path, into: Path) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks import queues
 from benchmarks.report import file_result
-from splittime.diagnose.compare_intervals import ratio_interval
-from splittime.ledger.client_figures import Figure, figure
-from splittime.ledger.client_intervals import CONFIDENCE, Interval, Precision, one_each, spread_of, together
+from splittime.bench.book.figures import Figure, figure
+from splittime.diagnose.compare_sample import ratio_interval
+from splittime.stats.intervals import CONFIDENCE, Interval, Precision, one_each, spread_of, together
 
 LOADS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 SIZES = (400, 1500)

@@ -22,10 +22,11 @@ import msgspec
 
 import splittime
 from benchmarks.report import file_result
-from benchmarks.scenarios.engine_driver import Engine, build_engine
+from benchmarks.scenarios.engine_driver import Crank, build_crank
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.engine.messages import StepOutput
+from splittime.drive.inline import InlineDriver
+from splittime.drive.messages import StepOutput
 from splittime.engine.recorder import Recorder
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.export.prometheus import PrometheusExporter
@@ -63,9 +64,9 @@ def ledger_off() -> Iterator[None]:
 class Book:
     """What a server does with an engine's output, in this thread."""
 
-    def __init__(self, engine: Engine, path: Path) -> None:
+    def __init__(self, crank: Crank, path: Path) -> None:
         self.ledger = Ledger(path)
-        self.exporter = PrometheusExporter(self.ledger, engine.stats)
+        self.exporter = PrometheusExporter(self.ledger, crank.stats)
         self.open: dict[str, Account] = {}
         self.tokens: dict[str, list[tuple[int, int]]] = {}
 
@@ -101,7 +102,7 @@ class Book:
         self.ledger.add_account(closed)
 
 
-def run(engine: Engine, take: Callable[[StepOutput], None], on_submit: Callable[[Request], None]) -> Rates:
+def run(crank: Crank, take: Callable[[StepOutput], None], on_submit: Callable[[Request], None]) -> Rates:
     """Tokens per second of wall time and of CPU time: 32 requests at once, 64 tokens of prompt and 100 of output."""
     rng = random.Random(0)
     begin, begin_cpu = time.monotonic(), time.process_time()
@@ -113,31 +114,29 @@ def run(engine: Engine, take: Callable[[StepOutput], None], on_submit: Callable[
             submitted_ns=time.monotonic_ns(),
         )
         on_submit(request)
-        engine.submit(request, request.submitted_ns)
-    while engine.has_work:
-        output = engine.step()
-        if output is not None:
-            take(output)
+        crank.submit(request, request.submitted_ns)
+    for output in InlineDriver(crank).outputs():
+        take(output)
     tokens = REQUESTS * OUTPUT_TOKENS
     return tokens / (time.monotonic() - begin), tokens / (time.process_time() - begin_cpu)
 
 
-def run_on(engine: Engine, path: Path) -> Rates:
-    book = Book(engine, path)
+def run_on(crank: Crank, path: Path) -> Rates:
+    book = Book(crank, path)
 
     def on_submit(request: Request) -> None:
         book.open[request.request_id] = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)
         book.tokens[request.request_id] = []
 
-    rates = run(engine, book.take, on_submit)
+    rates = run(crank, book.take, on_submit)
     assert book.ledger.counts().invalid_accounts == 0
     book.ledger.close()
     return rates
 
 
-def run_off(engine: Engine) -> Rates:
+def run_off(crank: Crank) -> Rates:
     with ledger_off():
-        return run(engine, lambda output: None, lambda request: None)
+        return run(crank, lambda output: None, lambda request: None)
 
 
 def compare(on: list[float], off: list[float]) -> dict[str, Any]:
@@ -157,13 +156,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    engine = build_engine(arguments.model, SchedulerConfig(enable_prefix_caching=False))
-    run_off(engine)
+    crank = build_crank(arguments.model, SchedulerConfig(enable_prefix_caching=False))
+    run_off(crank)
     on, off = [], []
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(arguments.repeats):
-            arms = [lambda repeat=repeat: on.append(run_on(engine, Path(folder) / f"{repeat}.sqlite"))]
-            arms.append(lambda: off.append(run_off(engine)))
+            arms = [lambda repeat=repeat: on.append(run_on(crank, Path(folder) / f"{repeat}.sqlite"))]
+            arms.append(lambda: off.append(run_off(crank)))
             for arm in arms[:: 1 if repeat % 2 else -1]:  # neither always goes first
                 arm()
     figures = {name: compare([rate[i] for rate in on], [rate[i] for rate in off]) for i, name in enumerate(CLOCKS)}

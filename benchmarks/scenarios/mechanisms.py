@@ -23,7 +23,7 @@ import numpy
 
 import splittime
 from benchmarks.report import file_result
-from benchmarks.scenarios.engine_driver import Arrival, Engine, Run, drive, engine_over, load_runner
+from benchmarks.scenarios.engine_driver import Arrival, Crank, Run, crank_over, drive, load_runner
 from benchmarks.scenarios.workloads import (
     CPU,
     TINY,
@@ -49,7 +49,7 @@ SHARES = (0.0, 0.5, 0.9)
 
 
 def throughput(run: Run) -> Metrics:
-    e2e = [outcome.e2e_ms for outcome in run.outcomes]
+    e2e = [outcome.e2e_ns / 1e6 for outcome in run.outcomes]
     return {
         "tokens_per_s": run.output_tokens_per_s,
         "e2e_p99_ms": float(numpy.percentile(e2e, 99, method="higher")),
@@ -66,8 +66,8 @@ def stalls(run: Run) -> Metrics:
     prompts = [outcome for outcome in run.outcomes if len(outcome.token_ready_ns) < most]
     longest = max(run.steps, key=lambda step: step.prefill_tokens)
     return {
-        "max_stall_ms": max(outcome.max_gap_ms for outcome in chats),
-        "long_prompt_ttft_ms": statistics.median(outcome.ttft_ms for outcome in prompts),
+        "max_stall_ms": max(outcome.max_gap_ns / 1e6 for outcome in chats),
+        "long_prompt_ttft_ms": statistics.median(outcome.ttft_ns / 1e6 for outcome in prompts),
         "computed_tokens_per_s": sum(step.prefill_tokens + step.decode_tokens for step in run.steps) / run.wall_s,
         "most_prompt_tokens_a_step": float(longest.prefill_tokens),
         "that_step_ms": (longest.end_ns - longest.begin_ns) / 1e6,
@@ -77,10 +77,10 @@ def stalls(run: Run) -> Metrics:
 
 def prefix_gain(run: Run) -> Metrics:
     later = run.outcomes[1:]
-    prompt_tokens = sum(outcome.num_prompt_tokens for outcome in later)
+    prompt_tokens = sum(len(outcome.request.prompt_token_ids) for outcome in later)
     return {
-        "ttft_p50_ms": statistics.median(outcome.ttft_ms for outcome in later),
-        "ttft_max_ms": max(outcome.ttft_ms for outcome in later),
+        "ttft_p50_ms": statistics.median(outcome.ttft_ns / 1e6 for outcome in later),
+        "ttft_max_ms": max(outcome.ttft_ns / 1e6 for outcome in later),
         "hit_share": sum(outcome.num_cached_tokens for outcome in later) / prompt_tokens,
         "prefill_tokens": float(sum(step.prefill_tokens for step in run.steps)),
         "prefill_s": run.mean_s(Stage.PREFILL),
@@ -111,28 +111,28 @@ def comparisons(
     runner: TorchRunner, asked: RunnerConfig, sizes: Sizes, what: Sequence[str], repeats: int
 ) -> Iterator[tuple[str, Any]]:
     """Of a runner with room for `sizes`, made as `asked`: each comparison's name and figures, as they come."""
-    engine = engine_over(runner, scheduler_of(sizes), asked)
+    crank = crank_over(runner, scheduler_of(sizes), asked)
     plain = PLAIN | {"max_num_seqs": sizes.slots, "max_num_batched_tokens": sizes.budget}
     if "batching" in what:
         arms = {"static": plain | {"batching": "static"}, "continuous": plain}
-        yield "batching", compare(engine, arms, lambda rng: mixed_outputs(rng, sizes), throughput, repeats)
+        yield "batching", compare(crank, arms, lambda rng: mixed_outputs(rng, sizes), throughput, repeats)
     if "chunking" in what:
         cut = {f"on, {n} a step": plain | {"max_num_batched_tokens": max(n, sizes.slots)} for n in sizes.budgets}
         arms = {"off": plain | {"enable_chunked_prefill": False}, **cut}
-        yield "chunking", compare(engine, arms, lambda rng: long_prompts_among_decodes(rng, sizes), stalls, repeats)
+        yield "chunking", compare(crank, arms, lambda rng: long_prompts_among_decodes(rng, sizes), stalls, repeats)
     for share in SHARES if "prefix_cache" in what else ():
         arms = {"off": plain, "on": plain | {"enable_prefix_caching": True}}
         requests = lambda rng, share=share: shared_prefixes(rng, sizes, share)  # noqa: E731
-        yield f"prefix_cache_{share:.0%}", compare(engine, arms, requests, prefix_gain, repeats)
+        yield f"prefix_cache_{share:.0%}", compare(crank, arms, requests, prefix_gain, repeats)
     if "reservation" in what:
         num_blocks = sizes.kv_tokens // runner.resolved.block_size
-        small = engine_over(runner, scheduler_of(sizes), asked, num_blocks)
+        small = crank_over(runner, scheduler_of(sizes), asked, num_blocks)
         yield "reservation", reservation(small, sizes, plain, repeats)
 
 
-def reservation(engine: Engine, sizes: Sizes, plain: dict[str, Any], repeats: int) -> dict[str, Any]:
+def reservation(crank: Crank, sizes: Sizes, plain: dict[str, Any], repeats: int) -> dict[str, Any]:
     """In pieces: as many requests as there are reservations. In blocks: as many as find room."""
-    config = engine.scheduler.config
+    config = crank.engine.scheduler.config
     capacity = config.num_blocks * config.block_size
     most = scheduler_of(sizes).max_num_seqs
     reserved = sizes.reservation_tokens
@@ -141,13 +141,13 @@ def reservation(engine: Engine, sizes: Sizes, plain: dict[str, Any], repeats: in
         "in blocks": plain | {"max_num_seqs": most},
     }
     found = compare(
-        engine, arms, lambda rng: unknown_lengths(rng, sizes), lambda run: memory_use(run, capacity), repeats
+        crank, arms, lambda rng: unknown_lengths(rng, sizes), lambda run: memory_use(run, capacity), repeats
     )
     return found | {"capacity_tokens": capacity, "reserved_tokens": reserved}
 
 
 def compare(
-    engine: Engine,
+    crank: Crank,
     arms: Arms,
     make: Callable[[random.Random], list[Arrival]],
     measure: Callable[[Run], Metrics],
@@ -157,8 +157,8 @@ def compare(
     samples: dict[str, list[Metrics]] = {name: [] for name in arms}
     for repeat in range(repeats):
         for name, knobs in arms.items():
-            engine.configure(knobs)
-            samples[name].append(measure(drive(engine, make(random.Random(repeat)))))
+            crank.configure(knobs)
+            samples[name].append(measure(drive(crank, make(random.Random(repeat)))))
     summary = {
         name: {metric: _summary([m[metric] for m in runs]) for metric in runs[0]} for name, runs in samples.items()
     }

@@ -54,7 +54,13 @@ def process_cpu_s() -> dict[str, float]:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        name = "engine" if b"splittime.cli.worker" in command else "server" if b"splittime.cli.main" in command else ""
+        name = (
+            "engine"
+            if b"splittime.assemble.worker" in command
+            else "server"
+            if b"splittime.cli.main" in command
+            else ""
+        )
         if name and is_ours(int(folder.name)):
             found[name] = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     return found

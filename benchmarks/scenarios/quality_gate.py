@@ -27,16 +27,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.report import file_result
-from splittime.cli.quality_local import LocalModel, rounded_base
-from splittime.engine.tokenizer import Tokenizer
-from splittime.quality.documents import Document, python_documents
-from splittime.quality.gate import Gate, Tasks
-from splittime.quality.margins import standard
-from splittime.quality.report import Report
-from splittime.quantize.job import quantize
-from splittime.quantize.settings import Settings
+from splittime.lab.quality.documents import Document, python_documents
+from splittime.lab.quality.gate import Gate, Tasks
+from splittime.lab.quality.local import LocalModel, rounded_base
+from splittime.lab.quality.margins import standard
+from splittime.lab.quality.report import Report
+from splittime.lab.quantize.job import quantize
+from splittime.lab.quantize.settings import QuantizeSettings
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
+from splittime.text.tokenizer import Tokenizer
 
 PACKAGED = Path(__file__).parents[2] / "src" / "splittime" / "packaged" / "code"
 GROUP = 64
@@ -86,7 +86,7 @@ def four_bits(name: str, weight: Tensor) -> Tensors:
 
 def write_eight_bits(folder: Path, spoil: Callable[[Tensors], None] = lambda tensors: None) -> Path:
     """The packaged model as `splittime quantize --scheme int8` makes it."""
-    quantize(PACKAGED, folder / "int8", Settings(scheme="int8"), None)
+    quantize(PACKAGED, folder / "int8", QuantizeSettings(scheme="int8"), None)
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "int8" / "model.safetensors").items()}
     spoil(tensors)
     save_file(tensors, folder / "int8" / "model.safetensors")
@@ -185,7 +185,7 @@ def config_of(folder: Path, **settings: Any) -> RunnerConfig:
 
 
 def load(name: str, folder: Path, **settings: Any) -> LocalModel:
-    return LocalModel(name, TorchRunner.load(config_of(folder, **settings)), Tokenizer.load(folder))
+    return LocalModel(name, load_torch_runner(config_of(folder, **settings)), Tokenizer.load(folder))
 
 
 def judge(case: Case, base: LocalModel, usual: Tasks) -> Report:

@@ -24,10 +24,9 @@ import numpy as np
 
 from benchmarks.report import file_result
 from benchmarks.scenarios.quality_gate import PACKAGED, load
-from splittime.cli.quality_local import LocalModel
-from splittime.quality.documents import (
+from splittime.lab.quality.documents import (
     Document,
-    Window,
+    TextWindow,
     distinct,
     plan,
     prefix_of,
@@ -35,8 +34,9 @@ from splittime.quality.documents import (
     read_documents,
     tokenized,
 )
-from splittime.quality.measures import compare
-from splittime.quality.statistics import Estimate, ratio_of_sums
+from splittime.lab.quality.local import LocalModel
+from splittime.lab.quality.measures import compare
+from splittime.stats.paired import BootstrapEstimate, ratio_of_sums
 
 BUDGETS, SEEDS, LENGTH = (1000, 2000, 4000, 8000), range(10), 256
 Cost = tuple[float, int]
@@ -64,19 +64,19 @@ def measure(documents: Sequence[Document], quantization: str) -> dict[str, Any]:
     }
 
 
-def _cost(base: LocalModel, candidate: LocalModel, window: Window) -> Cost:
+def _cost(base: LocalModel, candidate: LocalModel, window: TextWindow) -> Cost:
     ids, begin = window.token_ids, window.first - 1
     found = compare(ids, *(model.predictions(ids, begin, 0) for model in (base, candidate)))
     return float((found.candidate_nll - found.base_nll).sum()), len(found.kl)
 
 
-def _worth(windows: Sequence[Window], budget: int) -> list[Window]:
+def _worth(windows: Sequence[TextWindow], budget: int) -> list[TextWindow]:
     """The first of them, until the budget is spent."""
     sums = accumulate((len(window.token_ids) for window in windows), initial=0)
     return [window for window, spent in zip(windows, sums, strict=False) if spent < budget]
 
 
-def _ratio(costs: Mapping[Window, Cost], windows: Sequence[Window]) -> Estimate:
+def _ratio(costs: Mapping[TextWindow, Cost], windows: Sequence[TextWindow]) -> BootstrapEstimate:
     documents = {window.document for window in windows}
     rows = [[costs[window] for window in windows if window.document == document] for document in documents]
     sums = np.array([[sum(column) for column in zip(*row, strict=True)] for row in rows], dtype=np.float64)

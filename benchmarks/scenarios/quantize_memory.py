@@ -25,11 +25,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.report import RESULTS, file_result
+from splittime.lab.quantize import layer_map, treat
+from splittime.lab.quantize.forward import IN_MEMORY_BYTES
+from splittime.lab.quantize.gptq import DOUBLE_COLUMNS
+from splittime.lab.quantize.settings import QuantizeSettings
 from splittime.models.config import ModelConfig, load_config
-from splittime.quantize import layer_map, treat
-from splittime.quantize.gptq import DOUBLE_COLUMNS
-from splittime.quantize.hidden import IN_MEMORY_BYTES
-from splittime.quantize.settings import Settings
 
 NAME = "quantize_memory"
 ALLOWED_BYTES = 1 << 30
@@ -37,7 +37,9 @@ SAMPLE_S = 0.1  # looking costs the process time
 FLOAT = 4
 
 
-def layer_need_bytes(config: ModelConfig, index: int, settings: Settings, tokens: tuple[int, int]) -> dict[str, int]:
+def layer_need_bytes(
+    config: ModelConfig, index: int, settings: QuantizeSettings, tokens: tuple[int, int]
+) -> dict[str, int]:
     """What one layer needs in float32, by what for. tokens: (windows, length) of calibration text.
 
     weights: as they were, as they become, and as integers of a byte; with text those that share an input once more, one
@@ -59,7 +61,7 @@ def layer_need_bytes(config: ModelConfig, index: int, settings: Settings, tokens
     }
 
 
-def _hessians(config: ModelConfig, index: int, settings: Settings) -> int:
+def _hessians(config: ModelConfig, index: int, settings: QuantizeSettings) -> int:
     """Of all inputs of a layer, but at most `GRAM_BYTES` together, or the largest."""
     shapes = layer_map.linear_shapes(config, index)
     groups = layer_map.groups(config, index, joint=not treat.is_sequential(settings))
@@ -67,14 +69,14 @@ def _hessians(config: ModelConfig, index: int, settings: Settings) -> int:
     return max(max(found), min(sum(found), treat.GRAM_BYTES))
 
 
-def _work(rows: int, width: int, settings: Settings) -> int:
+def _work(rows: int, width: int, settings: QuantizeSettings) -> int:
     weight, square = FLOAT * rows * width, FLOAT * width**2
     if settings.scheme == "gptq":
         return 2 * weight + square + 3 * square * (2 if width <= DOUBLE_COLUMNS else 1)
     return 4 * weight + square if settings.scheme == "awq" else 2 * weight
 
 
-def measure(model: Path, settings: Settings, text: Path, out: Path) -> dict[str, Any]:
+def measure(model: Path, settings: QuantizeSettings, text: Path, out: Path) -> dict[str, Any]:
     words = ["--scheme", str(settings.scheme), "--out", str(out)]
     if settings.needs_text:
         words += ["--calibrate", str(text), "--samples", str(settings.samples), "--length", str(settings.length)]
@@ -117,7 +119,7 @@ def _rollup(text: str) -> dict[str, int]:
 
 
 def row(model: Path, scheme: str, samples: int, length: int, text: Path) -> dict[str, Any]:
-    settings = Settings(scheme=scheme, samples=samples, length=length).resolved()
+    settings = QuantizeSettings(scheme=scheme, samples=samples, length=length).resolved()
     config = load_config(model)
     needs = [layer_need_bytes(config, index, settings, (samples, length)) for index in range(config.num_layers)]
     need = max(needs, key=lambda each: sum(each.values()))

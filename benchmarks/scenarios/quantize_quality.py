@@ -30,14 +30,14 @@ from safetensors.torch import load_file
 
 from benchmarks.report import RESULTS, file_result
 from splittime import LLM, SamplingParams
-from splittime.cli.model_source import locate
-from splittime.engine.tokenizer import Tokenizer
-from splittime.quantize import hidden, layer_map, source, treat
-from splittime.quantize.calibration import Calibration
-from splittime.quantize.forward import Sequences
-from splittime.quantize.job import quantize
-from splittime.quantize.layouts import LAYOUTS, SUFFIXES, unpack
-from splittime.quantize.settings import Settings
+from splittime.assemble.model_source import locate
+from splittime.lab.quantize import layer_map, source, treat
+from splittime.lab.quantize.calibration import Calibration
+from splittime.lab.quantize.forward import Sequences, begin_states
+from splittime.lab.quantize.job import quantize
+from splittime.lab.quantize.layouts import LAYOUTS, SUFFIXES, unpack
+from splittime.lab.quantize.settings import QuantizeSettings
+from splittime.text.tokenizer import Tokenizer
 
 NAME = "quantize_quality"
 SYMMETRIC, WITH_ZEROS = "4 bits rtn, symmetric", "4 bits rtn, with zero points"
@@ -45,27 +45,27 @@ REPLICATES = 10_000
 Windows = torch.Tensor  # int64 [documents, length]
 
 
-def arms(group: int) -> dict[str, tuple[Settings, tuple[str, ...]]]:
+def arms(group: int) -> dict[str, tuple[QuantizeSettings, tuple[str, ...]]]:
     """Name -> how it is made, and the arms it must beat."""
     return {
-        "int8 rtn": (Settings(scheme="int8"), ()),
-        "w8a8 smooth 0.5": (Settings(scheme="w8a8"), ()),
-        SYMMETRIC: (Settings(scheme="w4a16", group_size=group), ()),
-        "gptq": (Settings(scheme="gptq", group_size=group), (SYMMETRIC,)),
-        "gptq act-order": (Settings(scheme="gptq", group_size=group, act_order=True), (SYMMETRIC,)),
-        WITH_ZEROS: (Settings(scheme="awq", group_size=group), ()),
-        "awq": (Settings(scheme="awq", group_size=group), (WITH_ZEROS, SYMMETRIC)),
-        "2:4 magnitude": (Settings(prune="2:4"), ()),
-        "2:4 wanda": (Settings(prune="2:4", metric="wanda"), ("2:4 magnitude",)),
-        "50 % magnitude": (Settings(prune="unstructured", sparsity=0.5), ()),
-        "50 % wanda": (Settings(prune="unstructured", sparsity=0.5, metric="wanda"), ("50 % magnitude",)),
+        "int8 rtn": (QuantizeSettings(scheme="int8"), ()),
+        "w8a8 smooth 0.5": (QuantizeSettings(scheme="w8a8"), ()),
+        SYMMETRIC: (QuantizeSettings(scheme="w4a16", group_size=group), ()),
+        "gptq": (QuantizeSettings(scheme="gptq", group_size=group), (SYMMETRIC,)),
+        "gptq act-order": (QuantizeSettings(scheme="gptq", group_size=group, act_order=True), (SYMMETRIC,)),
+        WITH_ZEROS: (QuantizeSettings(scheme="awq", group_size=group), ()),
+        "awq": (QuantizeSettings(scheme="awq", group_size=group), (WITH_ZEROS, SYMMETRIC)),
+        "2:4 magnitude": (QuantizeSettings(prune="2:4"), ()),
+        "2:4 wanda": (QuantizeSettings(prune="2:4", metric="wanda"), ("2:4 magnitude",)),
+        "50 % magnitude": (QuantizeSettings(prune="unstructured", sparsity=0.5), ()),
+        "50 % wanda": (QuantizeSettings(prune="unstructured", sparsity=0.5, metric="wanda"), ("50 % magnitude",)),
     }
 
 
 class Scorer:
     """Nats of each document of some windows under weights that are given layer by layer."""
 
-    def __init__(self, base: source.Source, windows: Windows) -> None:
+    def __init__(self, base: source.QuantizeSource, windows: Windows) -> None:
         self.base, self.windows = base, windows
         self.sequences = Sequences(base.config, windows.shape[1] - 1)
 
@@ -73,10 +73,10 @@ class Scorer:
     def nats(self, weights: list[dict[str, torch.Tensor]]) -> np.ndarray:
         """float64 [documents], the mean over each one's tokens."""
         embedding, norm, *head = (entry.read().float() for entry in self.base.outer_entries())
-        states = hidden.begin(self.windows[:, :-1], embedding, Path("unused"), 1 << 62)
+        states = begin_states(self.windows[:, :-1], embedding, Path("unused"), 1 << 62)
         for index, layer in enumerate(weights):
             self.sequences.run(index, layer, states, states)
-        packed = self.sequences.ops.pack_norm(norm, self.base.config.rms_norm_eps)
+        packed = self.sequences.ops.pack_norm(norm, self.base.config.norm.eps)
         table = head[0] if head else embedding
         found = []
         for state, ids in zip(states, self.windows, strict=True):
@@ -85,7 +85,9 @@ class Scorer:
         return np.array(found)
 
 
-def checkpoint_weights(folder: Path, base: source.Source, settings: Settings) -> list[dict[str, torch.Tensor]]:
+def checkpoint_weights(
+    folder: Path, base: source.QuantizeSource, settings: QuantizeSettings
+) -> list[dict[str, torch.Tensor]]:
     """What the tensors of a checkpoint stand for, float32, by layer and name."""
     stored = load_file(folder / "model.safetensors")
     settings = settings.resolved()
@@ -158,8 +160,8 @@ def measure(
             continue
         with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
             if arm == WITH_ZEROS:  # AWQ with nothing searched for
-                stack.enter_context(patch("splittime.quantize.awq.STEPS", 0))
-                stack.enter_context(patch("splittime.quantize.awq.CLIP_STEPS", 0))
+                stack.enter_context(patch("splittime.lab.quantize.channel_scales.STEPS", 0))
+                stack.enter_context(patch("splittime.lab.quantize.channel_scales.CLIP_STEPS", 0))
             begin = time.monotonic()
             quantize(folder, Path(place) / "out", settings, calibration)
             taken_s = time.monotonic() - begin
@@ -205,7 +207,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # others work on this machine; as `quantize` does for small layers
     folder = locate(None if options.model == "code" else options.model)
-    base, tokenizer = source.Source(folder), Tokenizer.load(folder)
+    base, tokenizer = source.QuantizeSource(folder), Tokenizer.load(folder)
     if options.model == "code":
         text, name = python_files(tokenizer, options.length, options.documents), "held-out Python files"
     else:

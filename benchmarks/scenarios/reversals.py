@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import file_result
-from benchmarks.scenarios.engine_driver import Arrival, Run, drive, engine_over, load_runner
+from benchmarks.scenarios.engine_driver import Arrival, Run, crank_over, drive, load_runner
 from benchmarks.scenarios.streams import Streams
 from splittime.ledger.stages import Cause, Stage
-from splittime.runner.config import RunnerConfig
+from splittime.runner.compose import gauge_of
 from splittime.scheduler.config import SchedulerConfig
 
 STREAMS = (1, 4, 16, 64, 128)
@@ -101,15 +101,10 @@ def _step_figures(streams: Streams, count: int, steps: int) -> Figures:
 
 def _ceilings(streams: Streams) -> Figures:
     """What this machine reads and computes with these weights, by the gauge that the doctor uses."""
-    settings = RunnerConfig(model_path=streams.resolved.model_path, packed_cache="off", **_own(streams.settings))
-    found = list(streams.runner.gauge(settings).measure())[-1]
+    found = list(gauge_of(streams.runner, remembers=False).measure())[-1]
     if found is None:
         return {}
     return {"read_gb_per_s": found.read_bytes_per_s / 1e9, "operations_per_s": found.operations_per_s}
-
-
-def _own(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name != "packed_cache"}
 
 
 # ---- cache
@@ -117,17 +112,18 @@ def _own(settings: dict[str, Any]) -> dict[str, Any]:
 
 def cache(model: str, repeats: int, load: CacheLoad | None = None) -> Figures:
     load = load or CacheLoad()
-    engines = _cache_engines(model, load)
-    found: dict[str, list[Figures]] = {name: [] for name in engines}
+    cranks = _cache_cranks(model, load)
+    found: dict[str, list[Figures]] = {name: [] for name in cranks}
     for repeat in range(repeats):
-        for name, engine in engines.items():
-            found[name].append(_cache_figures(drive(engine, _requests(repeat, load))))
+        for name, crank in cranks.items():
+            found[name].append(_cache_figures(drive(crank, _requests(repeat, load))))
     return {
-        name: {"blocks": engines[name].scheduler.config.num_blocks, **_medians(runs)} for name, runs in found.items()
+        name: {"blocks": cranks[name].engine.scheduler.config.num_blocks, **_medians(runs)}
+        for name, runs in found.items()
     }
 
 
-def _cache_engines(model: str, load: CacheLoad) -> dict[str, Any]:
+def _cache_cranks(model: str, load: CacheLoad) -> dict[str, Any]:
     """Two runners; the engines with little memory are over the same ones, and have some of their blocks."""
     scheduler = SchedulerConfig(
         enable_prefix_caching=False, max_num_seqs=load.requests, max_num_batched_tokens=max(load.budget, load.requests)
@@ -143,9 +139,9 @@ def _cache_engines(model: str, load: CacheLoad) -> dict[str, Any]:
         short_bytes = short_bytes or load.short * each * resolved.kv_bytes_per_block
         name = resolved.kv_cache_dtype
         blocks = (load.requests * each, short_bytes // resolved.kv_bytes_per_block)
-        found[f"{name}, memory for all"] = engine_over(runner, scheduler, asked, blocks[0])
+        found[f"{name}, memory for all"] = crank_over(runner, scheduler, asked, blocks[0])
         kept = f"memory for {load.short} of {load.requests}" if kind == "auto" else "the same memory"
-        found[f"{name}, {kept}"] = engine_over(runner, scheduler, asked, blocks[1])
+        found[f"{name}, {kept}"] = crank_over(runner, scheduler, asked, blocks[1])
     return found
 
 
@@ -158,7 +154,7 @@ def _cache_figures(run: Run) -> Figures:
     decoding = [step for step in run.steps if step.decode_tokens and not step.prefill_tokens]
     return {
         "tokens_per_s": run.output_tokens_per_s,
-        "e2e_median_s": statistics.median(outcome.e2e_ms for outcome in run.outcomes) / 1e3,
+        "e2e_median_s": statistics.median(outcome.e2e_ns for outcome in run.outcomes) / 1e9,
         "waited_for_blocks_s": run.mean_s(Stage.QUEUE, Cause.KV_BLOCKS),
         "waited_behind_another_s": run.mean_s(Stage.QUEUE, Cause.POLICY),
         "preempted_s": run.mean_s(Stage.PREEMPTED),

@@ -23,11 +23,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.report import file_result
-from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted, Row, StepPlan
 from splittime.runner import batch as batches
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
 
 PACKAGED = Path(__file__).resolve().parents[2] / "src" / "splittime" / "packaged" / "code"
 WINDOW, PROMPT_TOKENS, NEW_TOKENS = 256, 32, 64
@@ -48,25 +48,26 @@ class Route:
 
     def __init__(self, folder: Path, changes: dict[str, Any]) -> None:
         settings = {"packed_cache": "off", "max_num_seqs": 1, "max_model_len": WINDOW, "num_threads": 1, **changes}
-        self.runner = TorchRunner.load(RunnerConfig(model_path=str(folder), **settings))
+        self.runner = load_torch_runner(RunnerConfig(model_path=str(folder), **settings))
         self._blocks = tuple(range(self.runner.resolved.num_blocks))
 
-    def _admit(self, tokens: tuple[int, ...], samples: bool) -> StepPlan:
-        row = Row("window", 0, tokens, self._blocks, samples)
+    def _admit(self, tokens: tuple[int, ...], num_samples: int) -> StepPlan:
+        row = Row("window", 0, tokens, self._blocks, num_samples)
         return StepPlan(0, (row,), (Admitted("window", tokens, 0, GREEDY, ()),), ("window",))
 
     @torch.inference_mode()
     def log_probs(self, tokens: tuple[int, ...]) -> Tensor:
         """float64 [len(tokens), vocab]: after each of the tokens, what comes next."""
-        runner, plan = self.runner, self._admit(tokens, False)
+        runner, plan = self.runner, self._admit(tokens, 0)
         runner.slots.update(plan.released, plan.admitted)
-        batch = batches.build(plan.rows, runner.slots, runner.store.shape.block_size, runner.store.zero_block)
-        return runner.decoder.logits(runner._forward(batch)).double().log_softmax(-1)
+        batch = batches.build(plan.rows, runner.slots, runner.store.block_size, runner.store.zero_block)
+        hidden = runner.execution.forward(runner.decoder, runner.store, batch).hidden
+        return runner.decoder.logits(hidden).double().log_softmax(-1)
 
     def greedy(self, prompt: tuple[int, ...]) -> list[int]:
-        found = [self.runner.run(self._admit(prompt, True)).rows[0].token_ids[0]]
+        found = [self.runner.run(self._admit(prompt, 1)).rows[0].token_ids[0]]
         while len(found) < NEW_TOKENS:
-            row = Row("window", len(prompt) + len(found) - 1, (found[-1],), (), True)
+            row = Row("window", len(prompt) + len(found) - 1, (found[-1],), (), 1)
             found.append(self.runner.run(StepPlan(0, (row,))).rows[0].token_ids[0])
         return found
 

@@ -29,18 +29,18 @@ from rich.console import Console
 from benchmarks.report import file_result
 from benchmarks.scenarios.quantize_quality import own_stories
 from benchmarks.scenarios.streams import Streams
-from splittime.cli.model_source import locate
-from splittime.cli.quality_local import LocalModel
+from splittime.assemble.model_source import locate
 from splittime.core.errors import ConfigError
-from splittime.engine.tokenizer import Tokenizer
-from splittime.quality.documents import Document, python_documents, read_documents
-from splittime.quality.gate import Gate, Tasks
-from splittime.quality.margins import standard
-from splittime.quantize.calibration import Calibration
-from splittime.quantize.job import quantize
-from splittime.quantize.settings import Settings
+from splittime.lab.quality.documents import Document, python_documents, read_documents
+from splittime.lab.quality.gate import Gate, Tasks
+from splittime.lab.quality.local import LocalModel
+from splittime.lab.quality.margins import standard
+from splittime.lab.quantize.calibration import Calibration
+from splittime.lab.quantize.job import quantize
+from splittime.lab.quantize.settings import QuantizeSettings
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
+from splittime.text.tokenizer import Tokenizer
 
 BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 16
@@ -56,20 +56,23 @@ class Arm:
 
     name: str
     runner: dict[str, Any] = field(default_factory=dict)
-    made: Settings | None = None
+    made: QuantizeSettings | None = None
 
 
 def arms(group: int, speed_only: bool) -> list[Arm]:
     calibrated = [
-        Arm("w8a8, SmoothQuant", made=Settings(scheme="w8a8")),
-        Arm(f"AWQ, groups of {group}", made=Settings(scheme="awq", group_size=group)),
-        Arm(f"GPTQ, act-order, groups of {group}", made=Settings(scheme="gptq", group_size=group, act_order=True)),
+        Arm("w8a8, SmoothQuant", made=QuantizeSettings(scheme="w8a8")),
+        Arm(f"AWQ, groups of {group}", made=QuantizeSettings(scheme="awq", group_size=group)),
+        Arm(
+            f"GPTQ, act-order, groups of {group}",
+            made=QuantizeSettings(scheme="gptq", group_size=group, act_order=True),
+        ),
     ]
     return [
         Arm(BASE),
         Arm("int8 on load", {"quantization": "int8"}),
         Arm("int4 on load", {"quantization": "int4"}),
-        Arm(f"w4a16, groups of {group}", made=Settings(scheme="w4a16", group_size=group)),
+        Arm(f"w4a16, groups of {group}", made=QuantizeSettings(scheme="w4a16", group_size=group)),
         *([] if speed_only else calibrated),
         Arm("int8 cache", {"kv_cache_dtype": "int8"}),
     ]
@@ -140,7 +143,7 @@ def spread(rates: list[float]) -> dict[str, float]:
 
 def load(name: str, place: Path, settings: dict[str, Any]) -> LocalModel:
     config = RunnerConfig(model_path=str(place), max_num_seqs=8, packed_cache="off", **settings)
-    return LocalModel(name, TorchRunner.load(config), Tokenizer.load(place))
+    return LocalModel(name, load_torch_runner(config), Tokenizer.load(place))
 
 
 def qualities(

@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.scenarios.engine_driver import engine_over, load_runner
+from benchmarks.scenarios.engine_driver import crank_over, load_runner
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.engine.engine import Engine
+from splittime.drive.crank import Crank
+from splittime.drive.inline import InlineDriver
 from splittime.ledger.steps import StepRecord
 from splittime.runner.config import Resolved
 from splittime.scheduler.config import SchedulerConfig
@@ -67,7 +68,7 @@ class Streams:
     def begin_anew(self, is_ahead: bool) -> None:
         """Over the same runner, planning ahead or not."""
         asked = msgspec.structs.replace(self._asked, async_scheduling=is_ahead)
-        self.engine: Engine = engine_over(self.runner, self._scheduler, asked)
+        self.crank: Crank = crank_over(self.runner, self._scheduler, asked)
 
     def decode(self, streams: int, steps: int, around: AbstractContextManager[Any] | None = None) -> Decoded:
         """`steps` steps in which all of them decode, within `around`."""
@@ -75,17 +76,16 @@ class Streams:
         names = [self._submit(steps + spare + 2) for _ in range(streams)]
         begun: set[str] = set()
         while len(begun) < streams:
-            output = self.engine.step()
+            output = self.crank.turn()
             begun |= {news.request_id for news in output.outputs if news.token_ids} if output else set()
         before = self._weight_bytes()
         with around or nullcontext():
-            outputs = [self.engine.step() for _ in range(steps)]
+            outputs = [self.crank.turn() for _ in range(steps)]
         records = [output.record for output in outputs if output and output.record]
         weight_bytes = self._weight_bytes() - before
         for name in names:
-            self.engine.abort(name)
-        while self.engine.has_work:
-            self.engine.step()
+            self.crank.abort(name)
+        InlineDriver(self.crank).run_dry()
         if any(record.decode_tokens != streams for record in records) or len(records) != steps:
             raise RuntimeError(f"not all of {streams} streams decoded in each of {steps} steps")
         return Decoded(records, weight_bytes)
@@ -100,5 +100,5 @@ class Streams:
         now_ns = time.monotonic_ns()
         name = f"stream-{self._count}"
         request = Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=now_ns)
-        self.engine.submit(request, now_ns)
+        self.crank.submit(request, now_ns)
         return name

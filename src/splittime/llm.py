@@ -15,7 +15,7 @@ import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -24,29 +24,30 @@ from typing import Any
 import msgspec
 from rich.progress import Progress
 
-from splittime.cli import model_source, settings
-from splittime.cli.worker_settings import worker_settings
-from splittime.core.errors import ErrorInfo, RequestError, SplittimeError
-from splittime.core.plan import TokenLogprob
+from splittime.api.choice import Choice
+from splittime.api.params import check_token_ids
+from splittime.assemble import model_source, settings
+from splittime.assemble.settings import worker_settings
+from splittime.core.clock import SystemClock
+from splittime.core.errors import ErrorInfo, RequestError
+from splittime.core.facts import Machine
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import AWAKE, Part, SleepAsk, SleepReport
-from splittime.engine.choice import Choice
-from splittime.engine.client import StreamItem
-from splittime.engine.engine import Engine
-from splittime.engine.known_facts import MAX_SLEEPS
-from splittime.engine.machine_time import machine_time
-from splittime.engine.messages import StepOutput
-from splittime.engine.output import OutputText
-from splittime.engine.pump import Pump
-from splittime.engine.sleep import refusal
-from splittime.engine.tokenizer import Tokenizer
+from splittime.core.sleep import AWAKE, Part, SleepReport
+from splittime.core.step import TokenLogprob
+from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.inline import InlineDriver
+from splittime.drive.known_facts import MAX_SLEEPS
+from splittime.drive.machine_time import machine_time
+from splittime.drive.messages import StepOutput
 from splittime.ledger.account import Account, ClosedAccount
-from splittime.ledger.facts import Machine, Process, ServerFacts
+from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.prompt_parts import prompt_parts
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger
-from splittime.server.params import check_token_ids
+from splittime.scheduler.events import RequestOutput
+from splittime.text.output import OutputText
+from splittime.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -79,14 +80,15 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, *, ledger: Ledger | None = None, **arguments: Any) -> None:
-        from splittime.cli.worker import build_engine  # brings torch: two seconds, paid by those who generate
+        from splittime.assemble.worker import build_engine  # brings torch: two seconds, paid by those who generate
 
         chosen = settings.from_arguments({**arguments, "model": None if model is None else str(model)})
         folder = model_source.locate(chosen["model"], chosen["load_format"])
         timeline: list[tuple[str, int, int]] = []
-        engine, resolved = build_engine(worker_settings(chosen, folder), timeline)
+        parts = build_engine(worker_settings(chosen, folder), timeline)
+        resolved = parts.resolved
         tokenizer = model_source.load_tokenizer(folder)
-        self._assemble(engine, tokenizer, tuple(resolved["eos_token_ids"]), ledger)
+        self._assemble(parts, tokenizer, tuple(resolved["eos_token_ids"]), ledger)
         self._start_parts += tuple(timeline)
         self._started_ns, self._ready_ns = timeline[0][1], time.monotonic_ns()
         self.resolved |= resolved
@@ -96,26 +98,28 @@ class LLM:
 
     @classmethod
     def from_parts(
-        cls, engine: Engine, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...] = (), ledger: Ledger | None = None
+        cls, parts: EngineParts, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...] = (), ledger: Ledger | None = None
     ) -> "LLM":
         """Over an engine that stands already, whatever its runner."""
         llm = cls.__new__(cls)
-        llm._assemble(engine, tokenizer, eos_token_ids, ledger)
+        llm._assemble(parts, tokenizer, eos_token_ids, ledger)
         return llm
 
     def _assemble(
-        self, engine: Engine, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], ledger: Ledger | None
+        self, parts: EngineParts, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], ledger: Ledger | None
     ) -> None:
-        self.engine, self.tokenizer, self.name = engine, tokenizer, "model"
+        self.tokenizer, self.name = tokenizer, "model"
         self.ledger = ledger if ledger is not None else Ledger()
+        self.crank = Crank(parts, SystemClock())
+        self._driver = InlineDriver(self.crank, self._note)
         self._start_parts: tuple[Part, ...] = ()
         self.resolved: dict[str, Any] = {}
         self.default_sampling = SamplingParams()
         self._eos_token_ids = eos_token_ids
         self._vocab_size = tokenizer.vocab_size
-        self._max_model_len = engine.scheduler.config.max_model_len
+        self.max_model_len = parts.engine.scheduler.config.max_model_len
         self._started_ns = self._ready_ns = time.monotonic_ns()
-        self.ledger.tell_facts, self.ledger.tell_ran = self._facts, machine_time() or self.ledger.tell_ran
+        self.ledger.describe_by(self._facts, machine_time())
         self._numbers = itertools.count()
         self._machine: Machine | None = None  # measured by this process
         self._busy = threading.Lock()
@@ -124,44 +128,37 @@ class LLM:
     def facts(self) -> ServerFacts | None:
         """Settings, costs and the machine's ceilings, for a diagnosis; None over a runner that knows none. The first
         call measures the ceilings, a tenth of a second, unless an earlier start has lately."""
-        if self.engine.measuring is not None:
-            self._machine = next(filter(None, self.engine.measuring), None)
-            self.engine.measuring = None
+        self._machine = self.crank.measuring.finish() or self._machine
         return self._facts()
 
     def _facts(self) -> ServerFacts | None:
-        said = self.engine.facts
+        said = self.crank.facts
         if said is None:
             return None
         process = Process(name="llm", started_ns=self._started_ns, ready_ns=self._ready_ns, sleeps=self._sleeps)
-        knobs = self.engine.scheduler.config.knobs()
+        knobs = self.crank.engine.scheduler.config.knobs()
         machine = self._machine or said.machine
         settings = said.settings | knobs
         return msgspec.structs.replace(said, model=self.name, settings=settings, machine=machine, processes=(process,))
 
     def sleep(self, level: int = 1) -> SleepReport:
         """Give memory back until `wake`: of the KV cache, whose content is forgotten, and of the weights, which are
-        kept in host memory (level 1) or dropped (2). Nothing is generated meanwhile. See docs/sleep.md."""
+        kept in host memory (level 1) or dropped (2). Nothing is generated meanwhile. See docs/guides/sleep.md."""
         with self._alone():
-            said: list[SleepReport | SplittimeError] = []
-            if self.engine.bed.rest.state == AWAKE:
-                self._clear({})
-            self.engine.sleep(SleepAsk(level), time.monotonic_ns(), said.append)
-            while not said:
-                self.engine.step()
-            return self._turned(said[0])
+            if self.crank.residency.rest.state == AWAKE:
+                self._driver.run_dry()
+            return self._kept(self._driver.sleep(level))
 
     def wake(self) -> SleepReport:
         """Take the memory again. Raises what keeps it asleep (a folder that is gone, too little memory), and it is."""
         with self._alone():
-            return self._turned(self.engine.wake())
+            return self._kept(self.crank.wake())
 
-    def _turned(self, said: SleepReport | SplittimeError) -> SleepReport:
-        if isinstance(said, SplittimeError):
-            raise said
-        if said.changed:
-            self._sleeps = (*self._sleeps, said)[-MAX_SLEEPS:]
-        return said
+    def _kept(self, report: SleepReport) -> SleepReport:
+        """For `timeline` and the facts."""
+        if report.changed:
+            self._sleeps = (*self._sleeps, report)[-MAX_SLEEPS:]
+        return report
 
     @property
     def timeline(self) -> list[Part]:
@@ -171,7 +168,7 @@ class LLM:
 
     @property
     def is_asleep(self) -> bool:
-        return self.engine.bed.level > 0
+        return self.crank.residency.level > 0
 
     def generate(
         self,
@@ -184,7 +181,7 @@ class LLM:
         outputs: dict[int, Output] = {}
         with (
             self._submitted(prompts, sampling) as choices,
-            closing(self._run(choices)) as pieces,
+            closing(self._pieces(choices, self.crank.engine.plans_ahead)) as pieces,
             Progress(disable=not progress, transient=True) as bars,
         ):
             bar = bars.add_task("generating", total=len(choices))
@@ -199,66 +196,56 @@ class LLM:
     ) -> Iterator[Piece]:
         """Pieces of text as they come. Leaving the loop early ends the requests."""
         with self._submitted(prompts, sampling) as choices:
-            yield from self._pumped(choices)
+            yield from self._pieces(choices, in_thread=True)
 
-    def _run(self, choices: dict[str, Choice]) -> Generator[Piece, None, None]:
-        """An engine that plans ahead is not to be interrupted between a result and its commit, so it gets a thread."""
-        if self.engine.plans_ahead:
-            return self._pumped(choices)
-        return self._pieces(choices, self._steps(), self.engine.abort)
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Returns the prompt of a conversation, for `generate` and `stream`: messages with a `role` and a `content`, as
+        the model's chat template writes them. Raises `RequestError` if it has none."""
+        return tuple(self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens=False))
 
-    def _pumped(self, choices: dict[str, Choice]) -> Generator[Piece, None, None]:
-        pump = Pump(self.engine)
-        try:
-            yield from self._pieces(choices, pump.outputs(), pump.abort)
-        finally:
-            for step in pump.stop():
-                self._note(step)
-
-    def _steps(self) -> Iterator[StepOutput]:
-        while self.engine.has_work:
-            output = self.engine.step()
-            if output is not None:
-                yield output
-
-    def _pieces(
-        self, choices: dict[str, Choice], steps: Iterator[StepOutput], abort: Callable[[str], None]
-    ) -> Generator[Piece, None, None]:
-        """Until every choice is done; those that are leave `choices`."""
+    def _pieces(self, choices: dict[str, Choice], in_thread: bool) -> Generator[Piece, None, None]:
+        """Until every choice is done; those that are leave `choices`. An engine that plans ahead is not to be
+        interrupted between a result and its commit, so it gets a thread."""
         texts = dict.fromkeys(choices, "")
-        for step in steps:
-            self._note(step)
-            for news in step.outputs:
-                choice = choices.get(news.request_id)
-                if choice is None:  # a stop string ended it; this is the engine's own last word on it
-                    continue
-                choice.absorb(StreamItem(step.step_id, step.ready_ns, news))
-                if choice.is_done:
-                    del choices[news.request_id]
-                    if news.finish_reason is None:
-                        abort(news.request_id)
-                delta = choice.take()
-                choice.note_written(len(delta.token_ids), time.monotonic_ns())
-                texts[news.request_id] += delta.text
-                output = self._close(choice, texts[news.request_id]) if choice.is_done else None
-                if delta.text or output is not None:
-                    yield Piece(choice.index, delta.text, output)
-            if not choices:
-                return
+        with closing(self._driver.outputs(in_thread)) as steps:
+            for step in steps:
+                for output in step.outputs:
+                    if output.request_id in choices:  # else a stop string ended it: this is the engine's own last word
+                        yield from self._take(choices, texts, step, output)
+                if not choices:
+                    return
+
+    def _take(
+        self, choices: dict[str, Choice], texts: dict[str, str], step: StepOutput, output: RequestOutput
+    ) -> Iterator[Piece]:
+        request_id = output.request_id
+        choice = choices[request_id]
+        choice.absorb(step.step_id, step.ready_ns, output)
+        if choice.is_done:
+            del choices[request_id]
+            if output.finish_reason is None:
+                self._driver.abort(request_id)
+        delta = choice.take()
+        choice.note_written(len(delta.token_ids), time.monotonic_ns())
+        texts[request_id] += delta.text
+        whole = self._close(choice, texts[request_id]) if choice.is_done else None
+        if delta.text or whole is not None:
+            yield Piece(choice.index, delta.text, whole)
 
     @contextmanager
     def _submitted(self, prompts: Any, sampling: Any) -> Iterator[dict[str, Choice]]:
         """Choices by request id, whose requests do not outlive the block, whatever ends it."""
         with self._alone():
-            if self.is_asleep:
-                raise refusal(self.engine.bed.rest)
+            refusal = self.crank.residency.refusal()
+            if refusal is not None:
+                raise refusal
             pairs = self._checked_pairs(prompts, sampling)
             choices: dict[str, Choice] = {}
             try:
                 for index, pair in enumerate(pairs):
                     choice = self._choice(index, *pair)
                     choices[choice.request.request_id] = choice
-                    self.engine.submit(choice.request, time.monotonic_ns())
+                    self._driver.submit(choice.request)
                 yield choices
             finally:
                 self._clear(choices)
@@ -316,13 +303,19 @@ class LLM:
     def _complete(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """With a seed and a bound: to the end of the context, if nothing else was said."""
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-        room = max(1, self._max_model_len - num_prompt_tokens)
+        room = max(1, self.max_model_len - num_prompt_tokens)
         return msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens or room, seed=seed)
 
     def _close(self, choice: Choice, text: str) -> Output:
         end_ns, end_unix_ns = time.monotonic_ns(), time.time_ns()
         started_at_unix_ns = end_unix_ns - (end_ns - choice.account.start_ns)
-        account = choice.close(end_ns, choice.request.request_id, self.name, "offline", started_at_unix_ns)
+        account = choice.close(
+            end_ns,
+            group_id=choice.request.request_id,
+            model=self.name,
+            endpoint="offline",
+            started_at_unix_ns=started_at_unix_ns,
+        )
         account.verify()
         self.ledger.add_account(account)
         return Output(
@@ -339,9 +332,8 @@ class LLM:
     def _clear(self, choices: dict[str, Choice]) -> None:
         """End what is still open and hear the engine out, so that the next call finds nothing of this one."""
         for request_id in choices:
-            self.engine.abort(request_id)
-        for step in self._steps():
-            self._note(step)
+            self.crank.abort(request_id)
+        self._driver.run_dry()
 
     def _note(self, step: StepOutput) -> None:
         if step.record is not None:

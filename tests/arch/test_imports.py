@@ -11,35 +11,50 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "splittime"
 
-LOGIC_BELOW_SERVER = {"core", "ledger", "kv", "scheduler", "engine"}
+LOGIC = {"core", "ledger", "stats", "kv", "scheduler", "engine"}
 MAY = {
     "core": set(),
     "ledger": {"core"},
+    "stats": {"core"},
+    "present": {"core"},
     "kv": {"core", "ledger"},
     "scheduler": {"core", "ledger", "kv"},
     "engine": {"core", "ledger", "kv", "scheduler"},
-    "server": LOGIC_BELOW_SERVER | {"diagnose"},
-    "gateway": {"core", "ledger"},
-    "loadgen": {"core", "ledger"},
-    "diagnose": {"core", "ledger"},
-    "simulate": LOGIC_BELOW_SERVER,
-    "tune": LOGIC_BELOW_SERVER | {"simulate"},
+    "drive": LOGIC,
+    "simulate": LOGIC | {"drive"},
+    "text": {"core", "ledger"},
+    "api": {"core", "ledger", "scheduler", "text"},
+    "web": {"core"},
+    "wire": {"core", "present"},
+    "server": LOGIC | {"text", "drive", "api", "web", "diagnose", "present"},
+    "gateway": {"core", "ledger", "api", "web", "wire"},
+    "bench": {"core", "ledger", "stats", "present", "wire"},
+    "diagnose": {"core", "ledger", "stats", "present", "bench"},
+    "tune": {"core", "ledger", "stats", "present", "bench", "diagnose", "simulate"},
+    "plan": {"core", "ledger", "stats", "present", "bench", "diagnose", "simulate"},
     "kernels": {"core"},
     "models": {"core", "kernels"},
     "runner": {"core", "kernels", "models"},
-    "quantize": {"core", "kernels", "models"},
-    "quality": {"core"},
-    "distill": {"core", "kernels", "models", "runner", "quantize", "quality"},
+    "assemble": LOGIC | {"drive", "text", "api", "server", "kernels", "models", "runner"},
+    "lab": LOGIC | {"drive", "text", "present", "kernels", "models", "runner", "assemble", "llm"},
 }
 ROOTS = {"cli", "cluster", "llm"}
-TENSOR_COLUMN = {"kernels", "models", "runner", "quantize", "distill"}
+TENSOR_COLUMN = {"kernels", "models", "runner", "lab", "assemble"}
 TENSOR_LIBRARIES = {"torch", "triton", "transformers"}
+# within an allowed edge, the packages to which it is confined
+CONFINED = {
+    ("diagnose", "bench"): "splittime.bench.book",
+    ("api", "scheduler"): "splittime.scheduler.events",
+    ("assemble", "server"): "splittime.server.config",
+}
 # within an allowed edge, the module that is meant all the same not to be seen
 FORBIDDEN_MODULES = {
     ("models", "splittime.core.request"),
     ("kernels", "splittime.core.request"),
-    ("models", "splittime.core.plan"),
-    ("kernels", "splittime.core.plan"),
+    ("models", "splittime.core.step"),
+    ("kernels", "splittime.core.step"),
+    # time is an argument: only who drives an engine has a clock
+    *((package, module) for package in ("kv", "scheduler", "engine") for module in ("splittime.core.clock", "time")),
 }
 EXPORTERS = "splittime.ledger.export"
 HOMES_FOR_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc"}
@@ -78,7 +93,13 @@ def violations(package: str, imported: set[str]) -> list[str]:
     found = [name for name in inside if name.split(".")[1] in (set(MAY) | ROOTS) - allowed]
     if package not in TENSOR_COLUMN:
         found += [name for name in imported if name.split(".")[0] in TENSOR_LIBRARIES]
+    found += [name for name in inside if not _is_confined(package, name)]
     return sorted(found + [name for name in imported if (package, name) in FORBIDDEN_MODULES])
+
+
+def _is_confined(package: str, name: str) -> bool:
+    home = CONFINED.get((package, name.split(".")[1]))
+    return home is None or f"{name}.".startswith(f"{home}.") or home.startswith(f"{name}.")
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
@@ -93,30 +114,42 @@ def test_imports_go_one_way(path):
         ("scheduler", "splittime.engine.engine", False),
         ("scheduler", "torch", False),
         ("engine", "torch.nn", False),
+        ("engine", "time", False),
+        ("engine", "splittime.core.clock", False),
+        ("engine", "splittime.drive.crank", False),
+        ("drive", "splittime.core.clock", True),
         ("engine", "splittime.runner.torch_runner", False),
         ("engine", "splittime.server.app", False),
         ("server", "splittime.cli.serve", False),
         ("server", "splittime.llm", False),
         ("server", "splittime.diagnose.doctor", True),
+        ("web", "splittime.server.service", False),
+        ("bench", "splittime.engine.engine", False),
+        ("diagnose", "splittime.bench.book.records", True),
+        ("diagnose", "splittime.bench.run", False),
         ("diagnose", "splittime.server.service", False),
-        ("gateway", "splittime.engine.client", False),
+        ("gateway", "splittime.drive.client", False),
         ("diagnose", "splittime.scheduler.config", False),
         ("models", "splittime.core.request", False),
         ("models", "splittime.scheduler.config", False),
-        ("runner", "splittime.core.plan", True),
+        ("runner", "splittime.core.step", True),
         ("runner", "torch", True),
         ("cli", "splittime.runner.torch_runner", True),
-        ("somewhere", "splittime.core.plan", False),
+        ("somewhere", "splittime.core.step", False),
     ],
 )
 def test_the_rules_bite(package, module, is_allowed):
     assert (violations(package, {module}) == []) is is_allowed
 
 
+def test_simulated_time_passes_only_when_it_is_moved():
+    assert not {"time", "splittime.core.clock.SystemClock"} & imports(SOURCE / "simulate" / "virtual.py")
+
+
 def test_exporters_are_imported_by_edges_only():
     for path in modules():
         own = path.is_relative_to(SOURCE / "ledger" / "export")
-        if not own and package_of(path) not in ROOTS | {"server", "gateway", "loadgen"}:
+        if not own and package_of(path) not in ROOTS | {"server", "gateway", "bench", "api"}:
             assert not any(name.startswith(EXPORTERS) for name in imports(path)), path
 
 
@@ -127,4 +160,4 @@ def test_no_home_for_nothing():
 
 def test_imports_are_read_right():
     found = imports(SOURCE / "engine" / "engine.py")
-    assert {"splittime.core.plan", "splittime.core.plan.Runner", "splittime.scheduler.scheduler"} <= found
+    assert {"splittime.core.step", "splittime.core.step.StepPlan", "splittime.scheduler.scheduler"} <= found

@@ -36,6 +36,7 @@ WITH_TORCH = {
     "gpu.goals": ["RESULTS"],
 }
 ALONE = {
+    "house": ["--walk"],
     "scenarios.http_edges": ["--small"],
     "scenarios.azure_replay": ["--trace", "TRACE", "--seconds", "2"],
     "scenarios.bench_golden": ["--seconds", "0.5", "--repeats", "1"],
@@ -46,7 +47,7 @@ ENDS_WITH = {"gpu.goals": 3}  # as it must, where no card has run the rest
 WHY_NOT = {
     "scenarios.foreign_servers": "needs other people's servers, installed in a folder",
     "scenarios.doctor": "makes each illness for half a minute; tests/diagnose holds its rules",
-    "scenarios.quantize_memory": "measures the memory of a model of 0.6B or more; tests/quantize quantises small ones",
+    "scenarios.quantize_memory": "measures the memory of a model of 0.6B or more; tests/lab/quantize has small ones",
     "scenarios.reversals": "is run by tests/gpu, on a card or small",
     "gpu.parity": "is run by tests/gpu, on a card or small",
     "plots": "draws the figures of a whole azure_replay",
@@ -116,11 +117,13 @@ def endings(folder) -> dict[str, int | str]:
 
 
 @pytest.mark.parametrize("name", WITH_TORCH)
+@pytest.mark.sweep
 def test_it_runs_to_its_end(name, endings):
     assert endings[f"benchmarks.{name}"] == ENDS_WITH.get(name, 0)
 
 
 @pytest.mark.parametrize("name", ALONE)
+@pytest.mark.sweep
 def test_it_runs_to_its_end_with_processes_of_its_own(name, folder):
     done = run(folder, "-m", f"benchmarks.{name}", *ALONE[name])
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,7 +4,7 @@ import random
 import time
 
 from splittime.core.errors import ErrorInfo
-from splittime.ledger.account import ClosedAccount, Interval
+from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
@@ -32,7 +32,7 @@ def account(
     start_ns = at_ns = end_ns - sum(durations_ns)
     intervals = []
     for (stage, cause, _), duration_ns in zip(plan, durations_ns, strict=True):
-        intervals.append(Interval(stage, cause, at_ns, at_ns + duration_ns))
+        intervals.append(StageInterval(stage, cause, at_ns, at_ns + duration_ns))
         at_ns += duration_ns
     first_ns = intervals[-4].begin_ns if error is None else end_ns
     ready_ns = tuple(first_ns + k * (end_ns - first_ns) // output_tokens for k in range(output_tokens))

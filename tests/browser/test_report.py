@@ -1,19 +1,13 @@
 """The report in headless Chromium, from disk and offline: it reads in both lights, on any screen, and runs nothing that
 came with a run. Its console must stay empty."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-from splittime.loadgen.report.html import write_html
-
-from .test_page import WORST_CONTRAST
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ledger"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "loadgen"))
 from client_runs import drawn_run
 from test_html_report import both_books, evil_run
+
+from splittime.bench.report.html import write_html
+
+from .test_page import WORST_CONTRAST
 
 
 @pytest.fixture
@@ -79,6 +73,7 @@ def test_all_panels_look_closer_together(show):
     assert page.locator(".stack svg").first.get_attribute("viewBox") == whole
 
 
+@pytest.mark.sweep
 def test_ten_thousand_requests_can_be_read_and_zoomed(show):
     page = show(drawn_run(1, size=10_000))
     assert page.evaluate("document.querySelectorAll('*').length") < 5_000

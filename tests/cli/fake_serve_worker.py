@@ -5,9 +5,9 @@ import time
 
 import msgspec
 
-from splittime.core.clock import SystemClock
+from splittime.drive.crank import EngineParts
+from splittime.drive.worker import work
 from splittime.engine.engine import Engine
-from splittime.engine.worker import work
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
@@ -21,7 +21,7 @@ def build(settings, timeline, tell):
     config = msgspec.structs.replace(config, num_blocks=512)
     runner = FakeRunner(config.block_size, vocab_size=256, step_ns=2_000_000)
     timeline.append(("load", begin_ns, time.monotonic_ns()))
-    return Engine(Scheduler(config), runner, SystemClock()), RESOLVED
+    return EngineParts(Engine(Scheduler(config)), runner, resolved=RESOLVED)
 
 
 if __name__ == "__main__":

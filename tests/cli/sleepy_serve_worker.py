@@ -1,20 +1,20 @@
 """As `fake_serve_worker`, with an engine that can sleep."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import fake_serve_worker
 
-from splittime.engine.worker import work
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "drive"))
 from fake_sleeper import FakeSleeper
+
+from splittime.drive.worker import work
 
 
 def build(settings, timeline, tell):
-    engine, resolved = fake_serve_worker.build(settings, timeline, tell)
-    engine.bed.sleeper = FakeSleeper(engine._runner)
-    return engine, resolved
+    parts = fake_serve_worker.build(settings, timeline, tell)
+    return replace(parts, sleeper=FakeSleeper(parts.runner))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from splittime.bench.book.records import Ending, load_run
+from splittime.bench.schedule import load_schedule
+from splittime.bench.share import Progress
+from splittime.bench.spec import LoadSpec
 from splittime.cli import bench_flags, bench_live
 from splittime.cli.bench_exit import exit_code
 from splittime.cli.main import app
 from splittime.core.errors import ConfigError
-from splittime.ledger.client_book import Ending, load_run
-from splittime.loadgen.progress import Progress
-from splittime.loadgen.schedule import load_schedule
-from splittime.loadgen.spec import LoadSpec
 
 SMALL = ["--input-tokens", "8", "--output-tokens", "3"]
 
@@ -69,7 +69,7 @@ def test_a_run_leaves_its_files_and_prints_its_table(url, tmp_path):
 
 
 def test_a_url_alone_is_a_first_look(url, monkeypatch):
-    monkeypatch.setattr("splittime.cli.bench_run.LOOK_AROUND", {"concurrency": 2, "duration_s": 0.3})
+    monkeypatch.setattr("splittime.bench.load_test.FIRST_LOOK", {"concurrency": 2, "duration_s": 0.3})
     done = bench("run", url.removeprefix("http://"), *SMALL, "--json")
     assert done.exit_code in (0, 3)
     run = json.loads(done.stdout)
@@ -78,7 +78,7 @@ def test_a_url_alone_is_a_first_look(url, monkeypatch):
 
 
 def test_a_number_of_requests_alone_is_measured_however_long_it_takes(url, monkeypatch):
-    monkeypatch.setattr("splittime.cli.bench_run.LOOK_AROUND", {"concurrency": 4, "duration_s": 0.05})
+    monkeypatch.setattr("splittime.bench.load_test.FIRST_LOOK", {"concurrency": 4, "duration_s": 0.05})
     done = bench("run", url, "--num-requests", 30, *SMALL, "--json")
     assert done.exit_code in (0, 3)
     phases = [outcome["phase"] for outcome in json.loads(done.stdout)["outcomes"]]
@@ -102,7 +102,7 @@ def test_a_missed_slo_is_1_unless_the_run_is_void(url):
 
 def test_a_run_that_nobody_answers_is_1_without_an_slo(monkeypatch):
     with mock_server("--error-rate", "1") as url:
-        monkeypatch.setattr("splittime.ledger.client_book.Run.is_void", property(lambda run: False))
+        monkeypatch.setattr("splittime.bench.book.records.Run.is_void", property(lambda run: False))
         done = bench("run", url, "--num-requests", 3, "--concurrency", 1, *SMALL)
     assert done.exit_code == 1
     assert "answered none of 3 requests" in " ".join(done.stderr.split())
@@ -148,7 +148,7 @@ def test_one_code_for_each_meaning():
 
 def test_a_void_run_is_3(url, monkeypatch):
     for name in ("LOOP_LAG_FLOOR_MS", "ALLOWED_SHARE", "VOID_SHARE"):
-        monkeypatch.setattr(f"splittime.loadgen.audit.{name}", 0.0)
+        monkeypatch.setattr(f"splittime.bench.audit.{name}", 0.0)
     done = bench("run", url, "--num-requests", 5, "--concurrency", 1, *SMALL, "--slo", "ttft_p99=1ms")
     assert done.exit_code == 3
     assert "VOID" in done.stdout

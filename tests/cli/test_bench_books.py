@@ -8,9 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from splittime.bench.book.records import Arm, Ending, Outcome, Phase, Run, save
 from splittime.cli import bench_books
 from splittime.ledger.account import Account, ClosedAccount
-from splittime.ledger.client_book import Arm, Ending, Outcome, Phase, Run, save
 from splittime.ledger.stages import Stage
 
 app = typer.Typer()

@@ -1,19 +1,14 @@
 """`bench compare` and `bench report` as a script sees them: what goes where, exit codes, and errors that help."""
 
-import sys
-from pathlib import Path
-
+import client_runs as runs
 import msgspec
 import orjson
 import pytest
 import typer
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ledger"))
-import client_runs as runs
-
+from splittime.bench.book.records import Arm, RunCheck, save
 from splittime.cli import bench_compare, bench_report
-from splittime.ledger.client_book import Arm, Check, save
 
 app = typer.Typer()
 app.command(name="compare", epilog=bench_compare.EXAMPLES)(bench_compare.compare)
@@ -27,7 +22,7 @@ def folder(tmp_path):
     slower = runs.drawn_run(1, 150, 1.5, schedule_digest="d", noise=2)
     second = tuple(msgspec.structs.replace(one, arm=1) for one in slower.outcomes)
     arms = (Arm(url="http://a", kind="mock"), Arm(url="http://b", kind="mock"))
-    bad = Check(name="cpu", ok=False, value=1.0, limit=0.9, unit="", sentence="the client used all of a core")
+    bad = RunCheck(name="cpu", ok=False, value=1.0, limit=0.9, unit="", sentence="the client used all of a core")
     made = {
         "a": a,
         "again": runs.drawn_run(1, 150, schedule_digest="d", noise=3),

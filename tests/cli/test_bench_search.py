@@ -9,11 +9,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from splittime.cli import bench_exit, bench_levels, bench_search
+from splittime.bench import levels
+from splittime.bench.book.records import Arm, Ending, Outcome, Run, RunCheck, load_run
+from splittime.bench.mock_answer import Timings
+from splittime.cli import bench_exit, bench_search
 from splittime.core.errors import EngineError
-from splittime.ledger.client_book import Arm, Check, Ending, Outcome, Run, load_run
-from splittime.loadgen.limits import Limits
-from splittime.loadgen.mock_timings import Timings
+from splittime.wire.limits import ServerLimits
 
 CAPACITY = 40.0
 MS = 1_000_000
@@ -40,9 +41,9 @@ class FormulaServer:
             stop.set()
         rate = schedule.settings.get("rate") or 2.0 * schedule.concurrency
         ttft_ns = round(50 * MS / max(0.001, 1 - rate / CAPACITY))
-        lag = Check(name="lag", ok=not self.is_void, value=9.0, limit=1.0, unit="ms", sentence="it lagged by 9 ms")
+        lag = RunCheck(name="lag", ok=not self.is_void, value=9.0, limit=1.0, unit="ms", sentence="it lagged by 9 ms")
         late = self.late_ms > 0
-        loop = Check(name="loop_lag", ok=not late, value=self.late_ms, limit=1.0, unit="ms", sentence="it was late")
+        loop = RunCheck(name="loop_lag", ok=not late, value=self.late_ms, limit=1.0, unit="ms", sentence="it was late")
         return Run(
             begin_ns=0,
             begin_unix_ns=0,
@@ -79,11 +80,11 @@ def outcome(planned, ttft_ns: int, ending: Ending = Ending.COMPLETE) -> Outcome:
 def server(monkeypatch):
     formula = FormulaServer()
 
-    async def limits(target) -> Limits:
-        return Limits(vocab_size=4096, max_model_len=2048, block_size=16)
+    async def limits(target) -> ServerLimits:
+        return ServerLimits(vocab_size=4096, max_model_len=2048, block_size=16)
 
-    monkeypatch.setattr(bench_levels, "run_schedule", formula.run_schedule)
-    monkeypatch.setattr(bench_levels, "server_limits", limits)
+    monkeypatch.setattr(levels, "run_schedule", formula.run_schedule)
+    monkeypatch.setattr(levels, "server_limits", limits)
     return formula
 
 
@@ -182,7 +183,7 @@ def test_ctrl_c_between_two_loads_is_told_as_one(server, monkeypatch):
         stop.set()
         raise EngineError("interrupted before the load began: nothing was measured", code="interrupted")
 
-    monkeypatch.setattr(bench_levels, "run_schedule", before_the_load)
+    monkeypatch.setattr(levels, "run_schedule", before_the_load)
     found = run("sweep", URL, "--rates", "5,10", *SHORT)
     assert found.exit_code == 130
     assert "ended early: interrupted; the run at 10 was cut short and is left out (1 run)" in found.stdout
@@ -227,7 +228,7 @@ class SlotQueue(FormulaServer):
 
 def test_the_capacity_of_a_mock_server_with_slots_is_found(monkeypatch, server):
     """Above the capacity the queue grows for as long as the run lasts; below it, steady arrivals never queue."""
-    monkeypatch.setattr(bench_levels, "run_schedule", SlotQueue().run_schedule)
+    monkeypatch.setattr(levels, "run_schedule", SlotQueue().run_schedule)
     load = ["--duration", "5s", *SHORT[2:], "--arrivals", "constant", "--low", "12", "--high", "60"]
     found = run("search", URL, "--slo", "ttft_p99=200ms", *load, "--resolution", "0.1", "--json")
     assert found.exit_code == 0, found.stderr
@@ -300,6 +301,6 @@ def test_a_sweep_keeps_its_headings_apart_on_a_terminal(server, width):
     assert all(len(line.rstrip()) <= width for line in plain.splitlines())
     if width >= 80:
         words = set(plain.split())
-        assert all(name in words or set(name.split("_")) <= words for name in bench_levels.FIGURES)
+        assert all(name in words or set(name.split("_")) <= words for name in levels.FIGURES)
         assert "57.14ms" in plain
         assert "100.0ms" in plain

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.cpu_seconds import cpu_seconds_of_children
 from benchmarks.scenarios import beside_guidellm
 from benchmarks.scenarios.beside_guidellm_told import FIGURES, Timed, Told, differences, figures_of, medians
-from splittime.engine.tokenizer import Tokenizer
+from splittime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,27 +1,23 @@
 """`splittime doctor` and the comparison in `splittime explain`, as a user runs them: from a file, a run, a server."""
 
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
 from kept import ledger_file
 from test_rules_client import buffered, with_client
 from test_rules_queue import poisson
+from typer.testing import CliRunner
 from ward import Ward
 
+from splittime.bench.book.records import save
 from splittime.cli.doctor import _fact
 from splittime.cli.main import app
 from splittime.diagnose.finding import Fact
 from splittime.ledger import derive
-from splittime.ledger.client_book import save
-from splittime.ledger.export import account_json
+from splittime.ledger.account_json import account_json
 
 run = CliRunner()
 

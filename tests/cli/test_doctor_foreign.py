@@ -5,27 +5,23 @@ tests/diagnose/test_foreign_recorded.py.
 """
 
 import json
-import sys
 import threading
 import urllib.request
-from pathlib import Path
 
 import pytest
+from small_vllm import small_vllm
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "loadgen"))
-from small_vllm import small_vllm
-
+from splittime.bench import observation
 from splittime.cli.main import app
-from splittime.loadgen import look
 
 
 @pytest.fixture(autouse=True)
 def soon_over(monkeypatch):
-    monkeypatch.setattr(look, "LISTEN_S", 0.3)
-    monkeypatch.setattr(look, "WATCH_S", 3.0)
-    monkeypatch.setattr(look, "PROBE_S", 3.0)
-    monkeypatch.setattr(look, "SAMPLE_S", 0.05)
+    monkeypatch.setattr(observation, "LISTEN_S", 0.3)
+    monkeypatch.setattr(observation, "WATCH_S", 3.0)
+    monkeypatch.setattr(observation, "PROBE_S", 3.0)
+    monkeypatch.setattr(observation, "SAMPLE_S", 0.05)
 
 
 def asked(*words: str):
@@ -37,14 +33,14 @@ def asked(*words: str):
 def test_an_idle_server_is_probed_and_its_slots_are_named():
     with small_vllm(slots=2) as (url, server):
         result, found = asked(url)
-        assert 10 < server.posts <= look.MOST_REQUESTS
+        assert 10 < server.posts <= observation.MOST_REQUESTS
     assert result.exit_code == 1
-    assert found["findings"][0]["name"] == "told_slots"
+    assert found["findings"][0]["name"] == "reported_slots"
     assert found["findings"][0]["cure"]["command"] == "vllm serve MODEL --max-num-seqs 4"
     assert "idle, probed" in found["source"]
-    assert f"{look.AT_ONCE} requests at a time" in result.stderr, "it says beforehand what it sends"
+    assert f"{observation.AT_ONCE} requests at a time" in result.stderr, "it says beforehand what it sends"
     reasons = {one["name"]: one["why"] for one in found["abstentions"]}
-    assert "only a run of your load" in reasons["told_interference"]
+    assert "only a run of your load" in reasons["reported_interference"]
 
 
 def test_room_for_all_is_healthy():
@@ -77,7 +73,7 @@ def test_a_server_at_work_is_watched_only():
                 user.join(20)
         assert "sent nothing" in found["source"]
     assert result.exit_code == 1
-    assert [finding["name"] for finding in found["findings"]] == ["told_slots"]
+    assert [finding["name"] for finding in found["findings"]] == ["reported_slots"]
 
 
 def _user(url: str, is_over: threading.Event) -> None:

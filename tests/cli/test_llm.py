@@ -2,23 +2,23 @@
 
 import pytest
 
-from splittime.core.clock import SystemClock
 from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
+from splittime.drive.crank import EngineParts
 from splittime.engine.engine import Engine
-from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.stages import Stage
 from splittime.llm import LLM
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner, expected_tokens
+from splittime.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
 def llm(model_folder):
     config = SchedulerConfig(max_model_len=128, num_blocks=64)
-    engine = Engine(Scheduler(config), FakeRunner(vocab_size=256, step_ns=200_000), SystemClock())
-    return LLM.from_parts(engine, Tokenizer.load(model_folder))
+    parts = EngineParts(Engine(Scheduler(config)), FakeRunner(vocab_size=256, step_ns=200_000))
+    return LLM.from_parts(parts, Tokenizer.load(model_folder))
 
 
 def test_outputs_in_order_with_verified_accounts(llm):
@@ -55,8 +55,8 @@ def test_a_stop_string_ends_it_and_leaves_the_engine_empty(llm):
     (cut,) = llm.generate("stop here", SamplingParams(max_tokens=20, stop=(stop,)))
     assert cut.finish_reason == "stop"
     assert cut.text == whole.text[: whole.text.index(stop)]
-    assert llm.engine.stats().blocks_used == 0
-    assert not llm.engine.has_work
+    assert llm.crank.stats().blocks_used == 0
+    assert not llm.crank.has_work
 
 
 def test_streaming_gives_the_same_text(llm):
@@ -71,7 +71,7 @@ def test_streaming_gives_the_same_text(llm):
 def test_leaving_a_stream_early_frees_everything(llm):
     for _ in llm.stream(["a", "b"], SamplingParams(max_tokens=100)):
         break
-    assert llm.engine.stats().blocks_used == 0
+    assert llm.crank.stats().blocks_used == 0
     assert len(llm.generate("again", SamplingParams(max_tokens=3))[0].token_ids) == 3
 
 
@@ -92,7 +92,7 @@ def test_mistakes_are_refused_before_anything_is_submitted(llm):
         llm.generate([[1, 2], [3, 9_999]])
     with pytest.raises(RequestError, match="2 prompts and 1"):
         llm.generate(["x", "y"], [SamplingParams()])
-    assert not llm.engine.has_work
+    assert not llm.crank.has_work
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_mistakes_are_refused_before_anything_is_submitted(llm):
 def test_wrong_types_are_refused_by_name(llm, prompts, sampling, told):
     with pytest.raises(RequestError, match=told):
         llm.generate(prompts, sampling)
-    assert not llm.engine.has_work
+    assert not llm.crank.has_work
     assert len(llm.generate("again", SamplingParams(max_tokens=3))[0].token_ids) == 3
 
 
@@ -136,12 +136,12 @@ def test_generating_inside_an_open_stream_is_refused_and_harms_neither(llm):
 
 
 def test_what_interrupts_the_submitting_leaves_nothing_behind(llm, monkeypatch):
-    submit = llm.engine.submit
-    monkeypatch.setattr(llm.engine, "submit", lambda request, now_ns: submit(request, now_ns) or _interrupt(request))
+    submit = llm.crank.submit
+    monkeypatch.setattr(llm.crank, "submit", lambda request, now_ns: submit(request, now_ns) or _interrupt(request))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"])
     monkeypatch.undo()
-    assert not llm.engine.has_work
+    assert not llm.crank.has_work
     assert len(llm.generate("again", SamplingParams(max_tokens=3))[0].token_ids) == 3
 
 

@@ -5,16 +5,16 @@ import threading
 
 import pytest
 
-from splittime.core.clock import SystemClock
-from splittime.core.plan import StepResult
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import StepResult
+from splittime.drive.crank import EngineParts
 from splittime.engine.engine import Engine
-from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.steps import verify_steps
 from splittime.llm import LLM
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner, expected_tokens
+from splittime.text.tokenizer import Tokenizer
 
 
 class Watched(FakeRunner):
@@ -37,7 +37,8 @@ def runner():
 @pytest.fixture
 def llm(model_folder, runner):
     config = SchedulerConfig(max_model_len=128, num_blocks=64)
-    return LLM.from_parts(Engine(Scheduler(config), runner, SystemClock(), runner), Tokenizer.load(model_folder))
+    parts = EngineParts(Engine(Scheduler(config), plans_ahead=True), runner)
+    return LLM.from_parts(parts, Tokenizer.load(model_folder))
 
 
 def test_every_step_is_in_the_ledger_however_it_ends(llm):
@@ -48,9 +49,9 @@ def test_every_step_is_in_the_ledger_however_it_ends(llm):
     next(pieces)
     pieces.close()
     steps = llm.ledger.steps()
-    assert [step.step_id for step in steps] == list(range(1, llm.engine.stats().num_steps + 1))
+    assert [step.step_id for step in steps] == list(range(1, llm.crank.stats().num_steps + 1))
     verify_steps(steps)
-    assert llm.engine.stats().blocks_used == 0
+    assert llm.crank.stats().blocks_used == 0
 
 
 def test_the_callers_thread_waits_for_no_step(llm, runner):
@@ -69,6 +70,6 @@ def test_an_interrupted_call_ends_its_requests_and_the_next_one_is_right(llm, mo
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["one", "two"], SamplingParams(max_tokens=8))
     gc.collect()
-    assert not llm.engine.has_work
+    assert not llm.crank.has_work
     (output,) = llm.generate("again", SamplingParams(max_tokens=8))
     assert list(output.token_ids) == expected_tokens(output.prompt_token_ids, 8, 256)

@@ -3,25 +3,29 @@
 import msgspec
 import pytest
 
-from splittime.core.clock import SystemClock
+from splittime.core.facts import Machine
 from splittime.core.sampling import SamplingParams
+from splittime.drive.crank import EngineParts
+from splittime.drive.machine_time import machine_time
 from splittime.engine.engine import Engine
-from splittime.engine.machine_time import machine_time
-from splittime.engine.tokenizer import Tokenizer
-from splittime.ledger.facts import Machine, ServerFacts
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import prompt_parts
 from splittime.llm import LLM
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
+from splittime.text.tokenizer import Tokenizer
 
 FOUND = Machine(cpu="fake", threads=1, read_bytes_per_s=1e9, measured_at_unix_ns=5)
 
 
 @pytest.fixture
 def llm(model_folder):
-    engine = Engine(Scheduler(SchedulerConfig()), FakeRunner(vocab_size=256), SystemClock())
-    return LLM.from_parts(engine, Tokenizer.load(model_folder))
+    return LLM.from_parts(parts(), Tokenizer.load(model_folder))
+
+
+def parts(**known) -> EngineParts:
+    return EngineParts(Engine(Scheduler(SchedulerConfig())), FakeRunner(vocab_size=256), **known)
 
 
 def test_a_runner_that_knows_nothing_tells_nothing(llm):
@@ -29,12 +33,12 @@ def test_a_runner_that_knows_nothing_tells_nothing(llm):
     assert llm.ledger.facts() is None
 
 
-def test_facts_with_the_ceilings_measured_when_asked(llm):
+def test_facts_with_the_ceilings_measured_when_asked(model_folder):
     machine = Machine(cpu="fake", threads=1)
-    llm.engine.facts = ServerFacts(version="1", model="F", max_model_len=9, settings={"a": 1}, machine=machine)
-    llm.engine.measuring = iter([None, None, FOUND])
+    told = ServerFacts(version="1", model="F", max_model_len=9, settings={"a": 1}, machine=machine)
+    llm = LLM.from_parts(parts(facts=told, measuring=iter([None, None, FOUND])), Tokenizer.load(model_folder))
     assert llm.ledger.facts().machine == machine  # the file's thread does not measure
-    llm.engine.configure({"max_num_seqs": 2})
+    llm.crank.configure({"max_num_seqs": 2})
     facts = llm.facts()
     assert facts.machine == FOUND
     assert (facts.model, facts.settings["a"], facts.settings["max_num_seqs"]) == ("model", 1, 2)

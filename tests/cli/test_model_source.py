@@ -2,7 +2,7 @@
 
 import pytest
 
-from splittime.cli import model_source
+from splittime.assemble import model_source
 from splittime.core.errors import ConfigError
 
 

@@ -1,14 +1,14 @@
-"""What the commands show on a terminal of 80 columns, beside the tables of `tests/loadgen/test_narrow.py`."""
+"""What the commands show on a terminal of 80 columns, beside the tables of `tests/bench/test_narrow.py`."""
 
 import io
 
 import pytest
 from rich.console import Console
 
+from splittime.assemble.settings import Settings, Value, load
+from splittime.bench.share import Progress
 from splittime.cli.announcement import configuration, curl
 from splittime.cli.bench_live import view
-from splittime.cli.settings import Settings, Value, load
-from splittime.loadgen.progress import Progress
 
 PROGRESS = Progress(
     elapsed_s=100.0,

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from splittime.cli import settings
-from splittime.cli.worker import WorkerSettings, _fit
-from splittime.cli.worker_settings import worker_settings
+from splittime.assemble import settings
+from splittime.assemble.settings import worker_settings
+from splittime.assemble.worker import WorkerSettings, _fit
 from splittime.core.errors import ConfigError
 
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 import splittime
-from splittime.cli import model_source
+from splittime.assemble import model_source
 from splittime.core.errors import ConfigError
 from splittime.ledger.account import verify_intervals
-from splittime.ledger.export import account_from_json
+from splittime.ledger.account_json import account_from_json
 
 try:
     model_source.locate(None)

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from splittime.cli import model_source
+from splittime.assemble import model_source
 from splittime.core.errors import ConfigError
 
 try:

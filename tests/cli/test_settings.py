@@ -2,10 +2,11 @@
 
 import pytest
 
-from splittime.cli import settings
-from splittime.cli.settings_table import SETTINGS
-from splittime.cli.worker_settings import worker_settings
+from splittime.assemble import settings
+from splittime.assemble.settings import worker_settings
 from splittime.core.errors import ConfigError
+from splittime.core.settings import settings_of
+from splittime.runner.config import RunnerConfig
 from splittime.scheduler.config import SchedulerConfig
 from splittime.server.config import ServerConfig
 
@@ -78,21 +79,34 @@ def test_secrets_are_masked_in_values_and_errors():
     assert "hunter2" not in str(found.shown())
 
 
-def test_the_table_and_the_components_agree():
-    """Names and defaults of the table are those of the configs that the values go to."""
-    for setting in SETTINGS:
-        for part, config in (("scheduler", SchedulerConfig()), ("server", ServerConfig())):
-            if part in setting.parts:
-                assert getattr(config, setting.name) == setting.default, setting.name
-    ServerConfig(**settings.load({}, environ={}).part("server"))
+def test_each_part_is_made_from_the_defaults(tmp_path):
+    found = settings.load({}, environ={})
+    assert ServerConfig(**found.part("server")) == ServerConfig()
+    assert SchedulerConfig(**found.part("scheduler")) == SchedulerConfig()
+    assert RunnerConfig(model_path="x", **found.part("runner")) == RunnerConfig(model_path="x")
 
 
-def test_the_table_and_the_runner_agree():
-    RunnerConfig = pytest.importorskip("splittime.runner.config").RunnerConfig
-    config = RunnerConfig(model_path="x")
-    for setting in SETTINGS:
-        if setting.parts == ("runner",):
-            assert getattr(config, setting.name) == setting.default, setting.name
+@pytest.mark.parametrize("part", settings.PARTS.values(), ids=settings.PARTS)
+def test_parts_agree_on_what_they_share_and_every_default_may_be_had(part):
+    for setting in settings_of(part):
+        assert setting == settings.BY_NAME[setting.name]
+        assert setting.fault(setting.default) is None
+
+
+@pytest.mark.parametrize(("name", "kind", "choices"), [
+    ("quantization", "text", ("int8", "int4", "w8a8", "fp8")), ("policy", "text", settings.BY_NAME["policy"].choices),
+    ("num_threads", "whole", ()), ("kv_cache_memory_bytes", "bytes", ()), ("api_key", "texts", ()),
+    ("ledger_file", "text", ()), ("grace_s", "number", ()), ("strict", "switch", ()),
+])  # fmt: skip
+def test_kind_and_choices_follow_from_the_type(name, kind, choices):
+    assert (settings.BY_NAME[name].kind, settings.BY_NAME[name].choices) == (kind, choices)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_num_seqs", 0), ("policy", "lifo"), ("starvation_bound_ms", -1.0)])
+def test_a_part_refuses_what_its_declaration_excludes(name, value):
+    with pytest.raises(ConfigError, match=name) as refused:
+        SchedulerConfig(**{name: value}).validate()
+    assert refused.value.info.limit == settings.BY_NAME[name].limit
 
 
 def test_what_the_scheduler_would_refuse_is_refused_before_any_process(tmp_path):

@@ -8,7 +8,7 @@ from splittime.ledger.store import Ledger
 
 def ledger_file(books: Books, path: Path) -> Path:
     ledger = Ledger(path)
-    ledger.tell_facts = lambda: books.facts
+    ledger.describe_by(lambda: books.facts)
     for account in books.accounts:
         ledger.add_account(account)
     for step in books.steps:

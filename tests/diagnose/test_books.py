@@ -2,24 +2,19 @@
 
 import json
 import sqlite3
-import sys
-from pathlib import Path
 
+import books as made
 import msgspec
 import orjson
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ledger"))
-import books as made
 from test_rules_queue import poisson
 from ward import Ward
 
-from splittime.cli.live_books import books_from_answers
+from splittime.bench.book.records import Arm, Run, save
 from splittime.core.errors import ConfigError, NotFound
-from splittime.diagnose.books import LIVE_ACCOUNTS, LIVE_STEPS, books_from_file, books_from_run
+from splittime.diagnose.books import LIVE_ACCOUNTS, LIVE_STEPS, books_from_answers, books_from_file, books_from_run
 from splittime.diagnose.doctor import diagnose
-from splittime.ledger.client_book import Arm, Run, save
-from splittime.ledger.export.account_json import account_json
+from splittime.ledger.account_json import account_json
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import Ledger
 from splittime.server import routes_dashboard
@@ -63,7 +58,7 @@ def test_from_a_ledger_file(tmp_path):
     for account, step in zip(accounts, steps, strict=True):
         ledger.add_account(account)
         ledger.add_step(step)
-    ledger.tell_facts = lambda: FACTS
+    ledger.describe_by(lambda: FACTS)
     ledger.close()
     check(books_from_file(tmp_path / "l.sqlite"), accounts, steps)
 

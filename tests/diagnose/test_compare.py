@@ -1,36 +1,23 @@
 """Verdicts: wrong no more often than they say, right where there is a difference, silent where nobody can tell."""
 
 import io
-import sys
-from pathlib import Path
 
+import client_runs as runs
 import msgspec
 import numpy as np
 import pytest
+from client_runs import MS
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ledger"))
-import client_runs as runs
-from client_runs import MS
-
+from splittime.bench.book.metrics import parse_metric
+from splittime.bench.book.records import Arm, Ending, RunCheck
+from splittime.bench.draw import draw
+from splittime.bench.spec import LoadSpec
 from splittime.core.errors import ConfigError
-from splittime.diagnose.compare import (
-    DEFAULT_METRICS,
-    EXIT_CODES,
-    Comparison,
-    Design,
-    Verdict,
-    compare,
-    compare_arms,
-    judge,
-    overall,
-    welch,
-)
+from splittime.diagnose.compare import compare, compare_arms, judge, overall
 from splittime.diagnose.compare_table import render_comparison
-from splittime.ledger.client_book import Arm, Check, Ending
-from splittime.ledger.client_intervals import Interval
-from splittime.ledger.client_metrics import parse_metric
-from splittime.loadgen.draw import LoadSpec, draw
+from splittime.diagnose.comparison import DEFAULT_METRICS, EXIT_CODES, Comparison, Design, Verdict
+from splittime.stats.intervals import Interval, welch
 
 QUICK = {"metrics": ("ttft_mean",)}
 
@@ -92,7 +79,7 @@ def test_a_p99_of_few_requests_says_how_many_it_needs():
 def test_a_void_run_says_nothing_and_says_why():
     a, b = two_runs(1, 1.5)
     assert compare(a, b, **QUICK).verdict is Verdict.WORSE
-    bad = Check(name="cached", ok=False, value=0.9, limit=0.05, unit="", sentence="prompts were seen before.")
+    bad = RunCheck(name="cached", ok=False, value=0.9, limit=0.05, unit="", sentence="prompts were seen before.")
     found = compare(a, msgspec.structs.replace(b, checks=(bad,)), **QUICK)
     assert found.verdict is Verdict.INCONCLUSIVE
     assert all(one.verdict is Verdict.INCONCLUSIVE for one in found.metrics)
@@ -108,7 +95,7 @@ def test_a_void_run_says_nothing_and_says_why():
 def test_lateness_undoes_a_verdict_only_if_it_may_be_the_whole_difference(slower, late_ms, verdict):
     """TTFT is about 50 ms in A; B is void by a client that was late."""
     a, b = two_runs(1, slower)
-    late = Check(name="loop_lag", ok=False, value=late_ms, limit=2.0, unit="ms", sentence="the loop was late.")
+    late = RunCheck(name="loop_lag", ok=False, value=late_ms, limit=2.0, unit="ms", sentence="the loop was late.")
     void = msgspec.structs.replace(b, checks=(late,))
     found = compare(a, void, **QUICK)
     assert found.verdict is verdict

@@ -10,9 +10,9 @@ from rich.console import Console
 from test_rules_queue import poisson
 from ward import Ward
 
-from splittime.cli.doctor import CANNOT_TELL, FOUND, NOTHING_FOUND, as_json, exit_code, told
+from splittime.cli.doctor import told
 from splittime.diagnose.doctor import MIN_REQUESTS, Diagnosis, diagnose, of_time, roots
-from splittime.diagnose.finding import RULES, Cure, Finding, in_order
+from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND, RULES, Cure, Finding, in_order
 from splittime.ledger.stages import Cause, Stage
 
 
@@ -111,7 +111,7 @@ def test_a_ledger_with_holes_is_not_diagnosed():
     assert diagnosis.findings == ()
     assert diagnosis.withheld
     assert not diagnosis.healthy
-    assert exit_code(diagnosis) == CANNOT_TELL
+    assert diagnosis.exit_code == CANNOT_TELL
     assert "neither book" in diagnosis.abstentions[-1].why
     small = [_with_hole(account, 0.02) for account in books.accounts]
     assert diagnose(msgspec.structs.replace(books, accounts=tuple(small))).findings[0].name == "slot_bound"
@@ -127,14 +127,14 @@ def _with_hole(account, share: float):
 
 
 def test_exit_codes():
-    assert exit_code(diagnose(Ward().run(*poisson(10, 80)))) == NOTHING_FOUND
-    assert exit_code(diagnose(Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100)))) == FOUND
-    assert exit_code(diagnose(Ward().run(*poisson(10, MIN_REQUESTS - 1)))) == CANNOT_TELL
+    assert diagnose(Ward().run(*poisson(10, 80))).exit_code == NOTHING_FOUND
+    assert diagnose(Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100))).exit_code == FOUND
+    assert diagnose(Ward().run(*poisson(10, MIN_REQUESTS - 1))).exit_code == CANNOT_TELL
 
 
 def test_the_same_books_give_the_same_answer():
     books = Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100))
-    assert as_json(diagnose(books)) == as_json(diagnose(books))
+    assert diagnose(books).as_json() == diagnose(books).as_json()
     back = msgspec.json.decode(msgspec.json.encode(diagnose(books)), type=Diagnosis)
     assert back == diagnose(books)
 

@@ -1,16 +1,12 @@
 """A request's life as text: fits 80 columns, sums to 100 %, says why it waited and who was in the longest step."""
 
 import io
-import sys
-from pathlib import Path
 
+import books
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ledger"))
-import books
-import msgspec
 
 from splittime.diagnose.explain import LETTERS, STYLES, bar, explain
 from splittime.diagnose.longest_gap import parts_ns

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splittime.core.facts import Machine, TokenCost
 from splittime.diagnose.floor import Bound, Kind, batch_class, floors, operations, sentence, step_floor
-from splittime.ledger.facts import Machine, ServerFacts, TokenCost
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 
 GB = 10**9

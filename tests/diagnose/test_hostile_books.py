@@ -10,12 +10,12 @@ from test_rules_queue import poisson
 from typer.testing import CliRunner
 from ward import Ward
 
-from splittime.cli.doctor import CANNOT_TELL, FOUND
+from splittime.bench.book.records import Ending, RunCheck, save
 from splittime.cli.main import app
 from splittime.diagnose.books import make_books
 from splittime.diagnose.doctor import diagnose
-from splittime.ledger.client_book import Check, Ending, save
-from splittime.ledger.export import account_json
+from splittime.diagnose.finding import CANNOT_TELL, FOUND
+from splittime.ledger.account_json import account_json
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b2J\r\u202e[bold]"
 USAGE = 2
@@ -139,6 +139,6 @@ def test_requests_that_never_ended(ill, tmp_path):
 
 def test_a_void_run_of_another_server_tells_nothing(tmp_path):
     run = with_client(Ward().run(*poisson(8, 60)), has_accounts=False).run
-    check = Check(name="loop_lag", ok=False, value=40.0, limit=2.0, unit="ms", sentence=f"late {HOSTILE}")
+    check = RunCheck(name="loop_lag", ok=False, value=40.0, limit=2.0, unit="ms", sentence=f"late {HOSTILE}")
     save(msgspec.structs.replace(run, checks=(check,)), tmp_path / "run.json")
     assert "VOID" in told("doctor", tmp_path / "run.json", code=CANNOT_TELL)

@@ -9,10 +9,10 @@ import pytest
 from test_rules_queue import poisson
 from ward import MS, Case, Ward, ids
 
+from splittime.bench.book.records import Arm, Ending, Outcome, Phase, Run, RunCheck
 from splittime.core.errors import ErrorInfo
 from splittime.diagnose.doctor import diagnose
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.client_book import Arm, Check, Ending, Outcome, Phase, Run
 
 Way = Callable[[Sequence[int]], list[int]]
 NETWORK_NS = 300_000
@@ -157,6 +157,15 @@ def test_a_buffer_stays_one_however_long_the_answers_are(output):
     assert names(with_client(books, buffered)) == ["buffering_proxy"]
 
 
+@pytest.mark.parametrize(("ok", "found"), [(True, ["buffering_proxy"]), (False, ["client_bound"])])
+def test_a_client_that_read_late_by_its_own_checks_is_no_proxy(ok, found):
+    """Short answers, whose writing leaves no pattern in the server's book: only the client's clock could say."""
+    books = with_client(Ward().run(*poisson(8, 80, output=10)), buffered)
+    check = RunCheck(name="loop_lag", ok=ok, value=9.0, limit=1.0, unit="ms", sentence="it read late", voids=True)
+    books = msgspec.structs.replace(books, run=msgspec.structs.replace(books.run, checks=(check,)))
+    assert [finding.name for finding in diagnose(books).findings] == found
+
+
 @pytest.mark.parametrize("has_accounts", [True, False])
 def test_nagle(healthy, has_accounts):
     assert names(with_client(healthy, under_nagle, has_accounts=has_accounts))[0] == "nagle"
@@ -180,7 +189,7 @@ def test_a_client_that_is_late(healthy):
 
 
 def test_a_client_whose_own_checks_fail(healthy):
-    check = Check(name="loop_lag", ok=False, value=40.0, limit=2.0, unit="ms", sentence="the event loop was late")
+    check = RunCheck(name="loop_lag", ok=False, value=40.0, limit=2.0, unit="ms", sentence="the event loop was late")
     diagnosis = diagnose(with_client(healthy, checks=[check]))
     assert diagnosis.healthy, "the client's lag explains next to nothing of what was felt"
     assert [finding.name for finding in diagnosis.limits] == ["client_bound"]

@@ -5,9 +5,9 @@ import pytest
 from test_rules_queue import poisson
 from ward import Case, Ward, ids
 
+from splittime.core.facts import Machine, TokenCost
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.rules.decode import crossover_rows
-from splittime.ledger.facts import Machine, TokenCost
 from splittime.runner import machine, threads
 
 GB_PER_S = 10**9  # so that a byte takes a nanosecond

@@ -5,9 +5,9 @@ from test_rules_client import with_client
 from test_rules_queue import names, poisson
 from ward import Ward
 
+from splittime.bench.book.records import Ending
 from splittime.core.errors import ErrorInfo
 from splittime.diagnose.doctor import diagnose
-from splittime.ledger.client_book import Ending
 
 DIED = ErrorInfo("engine_error", "the engine process died: killed by signal 9", "engine_died", 500)
 NOT_READY = ErrorInfo("overloaded_error", "the engine is not ready yet", "not_ready", 503)

@@ -6,11 +6,11 @@ from test_rules_client import with_client
 from test_rules_queue import names, poisson
 from ward import Case, Ward, ids
 
+from splittime.bench.book.records import RunCheck
 from splittime.core.errors import ErrorInfo
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.unexplained import MAX_UNEXPLAINED
-from splittime.ledger.client_book import Check
 from splittime.ledger.stages import Cause
 
 CHATS = [Case(150 * i, ids(16, i), 120) for i in range(30)]
@@ -107,7 +107,7 @@ def test_a_wait_is_for_others_as_far_as_they_ran(wait, own, others, found):
 
 def test_the_load_generator_beside_the_server_is_not_the_others():
     books = Ward(wait_share=0.4, beside=(0.1, 0.9)).run(*CHATS, *PROMPTS)
-    cpu = Check(name="cpu", ok=True, value=0.88, limit=0.9, unit="", sentence="", voids=False)
+    cpu = RunCheck(name="cpu", ok=True, value=0.88, limit=0.9, unit="", sentence="", voids=False)
     assert names(with_client(books)) == ["cpu_starved"]
     assert "load generator" not in str(diagnose(books).illnesses[0].evidence), "nobody knows whether it is here"
     assert names(with_client(books, checks=[cpu])) == []

@@ -16,21 +16,24 @@ from typing import Any
 import msgspec
 
 from splittime.core.clock import VirtualClock
-from splittime.core.errors import ErrorInfo
-from splittime.core.plan import StepPlan, StepResult
+from splittime.core.facts import Machine, TokenCost
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import StepPlan, StepResult
 from splittime.diagnose.books import Books, make_books
+from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.messages import Configure
 from splittime.engine.engine import Engine
-from splittime.engine.processor_time import Given
+from splittime.engine.recorder import ThreadTime
 from splittime.ledger.account import Account, ClosedAccount
-from splittime.ledger.facts import Machine, Process, ServerFacts, TokenCost
+from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.prompt_parts import prompt_parts
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
+from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 MS = 1_000_000
 WRITE_NS = 50_000
@@ -79,8 +82,8 @@ class Hindered(FakeRunner):
         device_ns = result.device_ns + wait_ns + stop_ns
         return msgspec.structs.replace(result, device_ns=device_ns, sample_ns=result.sample_ns + sample_ns)
 
-    def now(self) -> Given:
-        return Given(self._clock.now_ns() - self.waited_ns - self.stopped_ns, self.waited_ns)
+    def now(self) -> ThreadTime:
+        return ThreadTime(self._clock.now_ns() - self.waited_ns - self.stopped_ns, self.waited_ns)
 
 
 @dataclass
@@ -112,34 +115,24 @@ class Ward:
         config = SchedulerConfig(**({"max_model_len": 4096, "num_blocks": 4096} | self.settings))
         costs = (int(self.step_ms * MS), int(self.token_ms * MS))
         runner = Hindered(config.block_size, 4000, 0, *costs, self.clock, self.execution)
-        self.engine = Engine(Scheduler(config), runner, self.clock, runner if self.plans_ahead else None)
-        self.engine.watch_processor(runner)
-        self.accounts: dict[str, Account] = {}
-        self.facts: dict[str, dict[str, Any]] = {}
+        parts = EngineParts(Engine(Scheduler(config), plans_ahead=self.plans_ahead), runner)
+        self.crank = Crank(parts, self.clock, processor=runner)  # type: ignore[arg-type]
+        host = HostCosts(int(self.gap_ms * MS), int(self.wake_ms * MS), int(self.take_ms * MS))
+        played = TimedRun(self.crank, self.clock, host, on_end=self._close)
         self.closed: list[ClosedAccount] = []
-        self.steps: list[StepRecord] = []
         self.engine_ran_ns = 0
-        self._cases = {}
+        self._cases: dict[str, Case] = {}
         begin_ns = self.clock.now_ns()
         runner.stops = tuple((begin_ns + int(at * MS), int(ms * MS)) for at, ms in self.stops_ms)
         runner.wait_share, runner.sample_share = self.wait_share, self.sample_share
-        turns = [(begin_ns + int(at * MS), knobs) for at, knobs in self.knobs]
+        for at_ms, knobs in self.knobs:
+            played.at(begin_ns + int(at_ms * MS), Configure(0, knobs))
         arriving = [(begin_ns + int(case.at_ms * MS), case) for case in cases for _ in range(case.n)]
         arriving.sort(key=lambda entry: _engine_ns(*entry))
-        waiting = [(_engine_ns(at_ns, case), at_ns, f"r{i}", case) for i, (at_ns, case) in enumerate(arriving)]
-        while True:
-            while waiting and waiting[0][0] <= self.clock.now_ns():
-                self._submit(*waiting.pop(0))
-            while turns and turns[0][0] <= self.clock.now_ns():
-                self.engine.configure(turns.pop(0)[1])
-                self._step()  # a pause is told to all at once
-            if self.engine.has_work:
-                self._step()
-            elif waiting or turns:
-                nearest_ns = min(at_ns for at_ns, *_ in (*waiting[:1], *turns[:1]))
-                self.clock.advance(nearest_ns - self.clock.now_ns() + int(self.wake_ms * MS))
-            else:
-                break
+        for number, (at_ns, case) in enumerate(arriving):
+            self._submit(played, at_ns, f"r{number}", case)
+        played.run()
+        self.steps = [self._with_who_ran(step) for step in played.steps]
         facts = ServerFacts(
             version="0",
             model="fake",
@@ -156,7 +149,8 @@ class Ward:
         )
         return make_books(facts, self.closed, self.steps, "a ward")
 
-    def _submit(self, engine_ns: int, at_ns: int, request_id: str, case: Case) -> None:
+    def _submit(self, played: TimedRun, at_ns: int, request_id: str, case: Case) -> None:
+        engine_ns = _engine_ns(at_ns, case)
         account = Account(request_id, at_ns, Stage.RECEIVE)
         account.enter(Stage.TOKENIZE, at_ns + 10_000)
         account.enter(Stage.HANDOFF, engine_ns)
@@ -167,29 +161,8 @@ class Ward:
             submitted_ns=engine_ns,
             deadline_ns=None if case.deadline_ms is None else at_ns + int(case.deadline_ms * MS),
         )
-        self.accounts[request_id] = account
         self._cases[request_id] = case
-        self.facts[request_id] = {"steps": [], "ready": [], "cached": 0, "preemptions": 0}
-        self.engine.submit(request, engine_ns)
-        self.clock.advance(int(self.take_ms * MS))
-
-    def _step(self) -> None:
-        output = self.engine.step()
-        self.clock.advance(int(self.gap_ms * MS))
-        if output is None:
-            return
-        if output.record is not None:
-            self.steps.append(self._with_who_ran(output.record))
-        for news in output.outputs:
-            account, facts = self.accounts[news.request_id], self.facts[news.request_id]
-            account.extend(news.marks)
-            facts["steps"] += [output.step_id] * len(news.token_ids)
-            facts["ready"] += [output.ready_ns] * len(news.token_ids)
-            facts["preemptions"] = max(facts["preemptions"], news.num_preemptions)
-            if news.num_cached_tokens is not None:
-                facts["cached"] = news.num_cached_tokens
-            if news.finish_reason is not None:
-                self._close(news.request_id, str(news.finish_reason), output.ready_ns, news.error)
+        played.submit(request, account=account)
 
     def _with_who_ran(self, step: StepRecord) -> StepRecord:
         if self.beside is None:
@@ -199,9 +172,9 @@ class Ward:
         server_ns = self.engine_ran_ns + int(own * step.end_ns)
         return msgspec.structs.replace(step, server_ran_ns=server_ns, others_ran_ns=int(others * step.end_ns))
 
-    def _close(self, request_id: str, reason: str, ready_ns: int, error: ErrorInfo | None) -> None:
-        account, facts, case = self.accounts[request_id], self.facts[request_id], self._cases[request_id]
-        end_ns = ready_ns + WRITE_NS
+    def _close(self, outcome: RequestOutcome, ready_ns: int) -> None:
+        account, request_id = outcome.account, outcome.request.request_id
+        case, end_ns = self._cases[request_id], ready_ns + WRITE_NS
         if case.client_wait_ms:
             account.enter(Stage.CLIENT_WAIT, end_ns)
             end_ns += int(case.client_wait_ms * MS)
@@ -210,22 +183,22 @@ class Ward:
             ClosedAccount(
                 request_id=request_id,
                 group_id=f"cmpl-{request_id if case.n == 1 else id(case)}",
-                error=error,
+                error=outcome.error,
                 model="fake",
                 endpoint="completions",
                 started_at_unix_ns=0,
                 start_ns=account.start_ns,
                 end_ns=end_ns,
                 intervals=tuple(account.intervals()),
-                finish_reason=reason,
+                finish_reason=str(outcome.finish_reasons[0]),
                 prompt_tokens=len(case.prompt),
-                cached_tokens=facts["cached"],
-                output_tokens=len(facts["ready"]),
-                num_preemptions=facts["preemptions"],
+                cached_tokens=outcome.num_cached_tokens or 0,
+                output_tokens=len(outcome.token_ids),
+                num_preemptions=outcome.num_preemptions,
                 first_chunk_tokens=1,
-                token_steps=tuple(facts["steps"]),
-                token_ready_ns=tuple(facts["ready"]),
-                token_written_ns=tuple(at_ns + WRITE_NS for at_ns in facts["ready"]),
+                token_steps=tuple(outcome.token_steps),
+                token_ready_ns=tuple(outcome.token_ready_ns),
+                token_written_ns=tuple(at_ns + WRITE_NS for at_ns in outcome.token_ready_ns),
                 prompt_parts=prompt_parts(case.prompt),
             )
         )

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from splittime.cli.settings_table import SETTINGS
+from splittime.assemble.settings import SETTINGS
 from splittime.core import errors
 from splittime.ledger.stages import Stage
 

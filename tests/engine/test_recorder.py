@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from splittime.core.clock import VirtualClock
-from splittime.core.plan import StepPlan, StepResult
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import StepPlan, StepResult
+from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
-from splittime.engine.processor_time import Given
+from splittime.engine.recorder import ThreadTime
 from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -37,29 +38,34 @@ class Telling(FakeRunner):
         return msgspec.structs.replace(super().run(plan), **self.told)
 
 
-def made(clock: VirtualClock, told: dict[str, object] | None = None, config: SchedulerConfig = CONFIG) -> Engine:
+def made(
+    clock: VirtualClock,
+    told: dict[str, object] | None = None,
+    config: SchedulerConfig = CONFIG,
+    processor: "Kernel | None" = None,
+) -> Crank:
     runner = Telling(config.block_size, step_ns=STEP_NS, clock=clock)
     runner.told = told or {}
-    return Engine(Scheduler(config), runner, clock)
+    return Crank(EngineParts(Engine(Scheduler(config)), runner), clock, processor=processor)  # type: ignore[arg-type]
 
 
-def ask(engine: Engine, clock: VirtualClock, name: str, num_prompt: int = 3, max_tokens: int = 2) -> None:
+def ask(crank: Crank, clock: VirtualClock, name: str, num_prompt: int = 3, max_tokens: int = 2) -> None:
     now_ns, sampling = clock.now_ns(), SamplingParams(max_tokens=max_tokens, seed=0)
     prompt = tuple(range(1, num_prompt + 1))
-    engine.submit(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=now_ns), now_ns)
+    crank.submit(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=now_ns), now_ns)
 
 
-def records_of(engine: Engine) -> list[StepRecord]:
+def records_of(crank: Crank) -> list[StepRecord]:
     records = []
-    while engine.has_work:
-        output = engine.step()
+    while crank.has_work:
+        output = crank.turn()
         assert output is not None
         records += [output.record] if output.record is not None else []
     return records
 
 
-def stepped(engine: Engine) -> StepRecord:
-    output = engine.step()
+def stepped(crank: Crank) -> StepRecord:
+    output = crank.turn()
     assert output is not None
     assert output.record is not None
     return output.record
@@ -67,10 +73,10 @@ def stepped(engine: Engine) -> StepRecord:
 
 def test_what_was_read_and_computed_and_who_was_there() -> None:
     clock = VirtualClock()
-    engine = made(clock)
+    crank = made(clock)
     for name, num_prompt in (("a", 6), ("b", 3), ("c", 2)):
-        ask(engine, clock, name, num_prompt)
-    records = records_of(engine)
+        ask(crank, clock, name, num_prompt)
+    records = records_of(crank)
     verify_steps(records)
     assert [record.rows for record in records] == [
         (("a", 0, 4),),
@@ -86,14 +92,14 @@ def test_what_was_read_and_computed_and_who_was_there() -> None:
     assert [record.num_waiting for record in records] == [2, 1, 1, 0, 0]
     assert [record.blocks_used for record in records] == [2, 3, 1, 1, 0]
     assert [record.step_id for record in records] == [1, 2, 3, 4, 5]
-    assert engine.stats().num_steps == 5
+    assert crank.stats().num_steps == 5
 
 
 def test_planning_and_committing_are_parts_of_a_step() -> None:
     clock = Ticking()
-    engine = made(clock)
-    ask(engine, clock, "a", max_tokens=3)
-    records = records_of(engine)
+    crank = made(clock)
+    ask(crank, clock, "a", max_tokens=3)
+    records = records_of(crank)
     verify_steps(records)
     for record in records:
         assert (record.plan_ns, record.launch_ns, record.device_ns, record.commit_ns) == (1, 2, STEP_NS, 1)
@@ -102,13 +108,13 @@ def test_planning_and_committing_are_parts_of_a_step() -> None:
 
 def test_there_is_no_work_from_the_last_end_until_somebody_comes() -> None:
     clock = VirtualClock()
-    engine = made(clock)
+    crank = made(clock)
     records = []
     for name, idle_ns in (("a", 70), ("b", 500), ("c", 0), ("d", 9)):
         clock.advance(idle_ns)
-        ask(engine, clock, name)
+        ask(crank, clock, name)
         clock.advance(3)  # there is work now: it is the host's time
-        records += records_of(engine)
+        records += records_of(crank)
     verify_steps(records)
     assert [(record.idle_ns, record.host_gap_ns) for record in records if record.step_id % 2] == [
         (0, 0),  # nothing was before it
@@ -136,9 +142,9 @@ class Case:
 )
 def test_what_a_runner_tells_is_held_to_what_the_host_saw(case: Case) -> None:
     clock = VirtualClock()
-    engine = made(clock, case.told)
-    ask(engine, clock, "a")
-    records = records_of(engine)
+    crank = made(clock, case.told)
+    ask(crank, clock, "a")
+    records = records_of(crank)
     verify_steps(records)
     for record in records:
         found = record.offload_ns, record.restore_ns, record.device_ns, record.sample_ns, record.launch_ns
@@ -150,24 +156,24 @@ def test_what_a_runner_tells_is_held_to_what_the_host_saw(case: Case) -> None:
 def test_the_device_waited_no_longer_than_the_host_left_it_alone(told_ns: int, gap_ns: int) -> None:
     """20 of the step before and 20 of this one are the runner's, but not the device's; 5 lie between the two."""
     clock = VirtualClock()
-    engine = made(clock, {"device_ns": STEP_NS - 20, "execution": "eager", "gap_ns": told_ns})
-    ask(engine, clock, "a")
-    first = stepped(engine)
+    crank = made(clock, {"device_ns": STEP_NS - 20, "execution": "eager", "gap_ns": told_ns})
+    ask(crank, clock, "a")
+    first = stepped(crank)
     clock.advance(5)
-    second = stepped(engine)
+    second = stepped(crank)
     verify_steps([first, second])
     assert (first.gap_ns, second.gap_ns) == (0, gap_ns)
 
 
 def test_of_the_devices_waiting_what_was_no_work_is_left_out() -> None:
     clock = VirtualClock()
-    engine = made(clock, {"execution": "eager", "gap_ns": 504})
-    ask(engine, clock, "a", max_tokens=1)
-    records_of(engine)
+    crank = made(clock, {"execution": "eager", "gap_ns": 504})
+    ask(crank, clock, "a", max_tokens=1)
+    records_of(crank)
     clock.advance(500)
-    ask(engine, clock, "b", max_tokens=1)
+    ask(crank, clock, "b", max_tokens=1)
     clock.advance(9)
-    (record,) = records_of(engine)
+    (record,) = records_of(crank)
     assert (record.idle_ns, record.host_gap_ns, record.gap_ns) == (500, 9, 4)
 
 
@@ -175,12 +181,12 @@ class Kernel:
     """Counts as the kernel does; the test says what a thread was given."""
 
     def __init__(self) -> None:
-        self.given = Given(0, 0)
+        self.given = ThreadTime(0, 0)
 
     def pass_time(self, ran_ns: int, waited_ns: int) -> None:
-        self.given = Given(self.given.ran_ns + ran_ns, self.given.waited_ns + waited_ns)
+        self.given = ThreadTime(self.given.ran_ns + ran_ns, self.given.waited_ns + waited_ns)
 
-    def now(self) -> Given:
+    def now(self) -> ThreadTime:
         return self.given
 
 
@@ -197,29 +203,27 @@ class Kernel:
 def test_whose_the_processor_was(told: dict, ran_ns: int, waited_ns: int, expected: tuple) -> None:
     """Of a step of 1000 and 5 before it. What was given while there was no work belongs to no step."""
     clock, kernel = VirtualClock(), Kernel()
-    engine = made(clock, told)
     kernel.pass_time(77, 88)
-    engine.watch_processor(kernel)  # type: ignore[arg-type]
-    ask(engine, clock, "a", max_tokens=1)
-    records_of(engine)
+    crank = made(clock, told, processor=kernel)
+    ask(crank, clock, "a", max_tokens=1)
+    records_of(crank)
     clock.advance(300)
     kernel.pass_time(100, 200)
-    ask(engine, clock, "b", max_tokens=1)
+    ask(crank, clock, "b", max_tokens=1)
     clock.advance(5)
     kernel.pass_time(ran_ns, waited_ns)
-    (record,) = records_of(engine)
+    (record,) = records_of(crank)
     assert (record.idle_ns, record.host_gap_ns) == (300, 5)
     assert (record.cpu_wait_ns, record.off_cpu_ns) == expected
 
 
 def test_a_step_is_charged_with_what_was_given_since_the_one_before() -> None:
     clock, kernel = VirtualClock(), Kernel()
-    engine = made(clock)
-    engine.watch_processor(kernel)  # type: ignore[arg-type]
-    ask(engine, clock, "a", max_tokens=3)
+    crank = made(clock, processor=kernel)
+    ask(crank, clock, "a", max_tokens=3)
     told = []
     for waited_ns in (10, 0, 500):
         kernel.pass_time(100, waited_ns)
-        record = stepped(engine)
+        record = stepped(crank)
         told.append((record.cpu_wait_ns, record.off_cpu_ns))
     assert told == [(10, 890), (0, 900), (500, 400)]

@@ -3,8 +3,8 @@
 import random
 from collections.abc import Iterable
 
-from splittime.core.plan import Admitted, Row, RowResult, StepPlan
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted, Row, RowResult, StepPlan
 from splittime.runner.torch_runner import TorchRunner
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -62,7 +62,21 @@ class Driver:
         sequence.blocks += new
         sequence.num_computed = end
         samples = end == len(sequence.tokens)
-        return Row(sequence.name, start, tuple(sequence.tokens[start:end]), new, samples)
+        return Row(sequence.name, start, tuple(sequence.tokens[start:end]), new, int(samples))
+
+    def verify(self, sequence: Sequence, drafts: Iterable[int]) -> RowResult:
+        """One row of the pending tokens and these drafts; blocks of what was not accepted come back."""
+        guessed, known = tuple(drafts), len(sequence.tokens)
+        row = self._row(sequence, known + len(guessed) - sequence.num_computed)
+        count = len(guessed)
+        row = Row(row.request_id, row.start, row.token_ids, row.new_block_ids, 1 + count, guessed)
+        (result,) = self.runner.run(StepPlan(self.step_id, (row,))).rows
+        self.step_id += 1
+        sequence.tokens += result.token_ids
+        sequence.num_computed = len(sequence.tokens) - 1
+        kept = -(-sequence.num_computed // self.runner.resolved.block_size)
+        self.free, sequence.blocks = sequence.blocks[kept:] + self.free, sequence.blocks[:kept]
+        return result
 
     def preempt(self, sequence: Sequence) -> None:
         """Forget the sequence and give its blocks back, as a scheduler does; the next step admits it again."""

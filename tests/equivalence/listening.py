@@ -6,6 +6,7 @@ import torch
 from driving import Driver, Sequence
 
 from splittime.runner.batch import Batch
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 
@@ -25,7 +26,7 @@ def prompt_logits(
     model: object, prompt: Iterable[int], chunks: Iterable[int] = (), **settings: object
 ) -> tuple[torch.Tensor, TorchRunner]:
     """After each token of the prompt, [tokens, vocab]; and the runner. settings: of `RunnerConfig`."""
-    runner = TorchRunner.load(
+    runner = load_torch_runner(
         RunnerConfig(**{"model_path": str(model), "max_num_seqs": 2, "packed_cache": "off", **settings})
     )
     seen = heard(runner)

@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from splittime.cli.worker import WorkerSettings
+from splittime.assemble.worker import WorkerSettings
 from splittime.core.clock import SystemClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.process import ProcessClient
 from splittime.engine.engine import Engine
-from splittime.engine.process import ProcessClient
 from splittime.runner.ahead import RunnerThread
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
@@ -42,7 +44,7 @@ def make_prompts() -> list[tuple[int, ...]]:
 
 def load_runner(**changes: Any) -> TorchRunner:
     settings = {"model_path": str(MODEL), "dtype": "float32", "max_model_len": 256, "block_size": 16}
-    return TorchRunner.load(RunnerConfig(**(settings | changes)), None)
+    return load_torch_runner(RunnerConfig(**(settings | changes)), None)
 
 
 def generate(
@@ -57,13 +59,13 @@ def generate(
         "num_blocks": runner.resolved.num_blocks,
     }
     scheduler = Scheduler(SchedulerConfig(**(settings | changes)))
-    engine = Engine(scheduler, runner, SystemClock(), ahead)
+    crank = Crank(EngineParts(Engine(scheduler, plans_ahead=ahead is not None), ahead or runner), SystemClock())
     tokens: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
-        engine.submit(make_request(f"r{i}", prompt, priority=-i), time.monotonic_ns())
+        crank.submit(make_request(f"r{i}", prompt, priority=-i), time.monotonic_ns())
         tokens[f"r{i}"] = []
-    while engine.has_work:
-        output = engine.step()
+    while crank.has_work:
+        output = crank.turn()
         scheduler.check()
         for news in output.outputs if output else ():
             assert news.error is None, news.error
@@ -107,7 +109,7 @@ def test_chunked_is_whole(runner: TorchRunner, alone: list[list[int]], budget: i
 def test_prefix_hit_is_cold(runner: TorchRunner, alone: list[list[int]]) -> None:
     prompts = make_prompts()
     tokens, scheduler = generate(runner, [*prompts, *prompts], max_num_seqs=4)
-    assert scheduler.prefix_hit_tokens > sum(PROMPT_LENGTHS)
+    assert scheduler.counts.prefix_hit_tokens > sum(PROMPT_LENGTHS)
     assert tokens == alone + alone
 
 
@@ -115,7 +117,7 @@ def test_preempted_is_undisturbed(alone: list[list[int]]) -> None:
     small = load_runner(kv_cache_memory_bytes=_bytes_of_blocks(18))
     assert small.resolved.num_blocks == 18
     tokens, scheduler = generate(small, make_prompts(), enable_prefix_caching=False)
-    assert scheduler.num_preemptions > 0
+    assert scheduler.counts.num_preemptions > 0
     assert tokens == alone
 
 
@@ -129,7 +131,7 @@ def test_planned_ahead_is_one_after_the_other(runner: TorchRunner, alone: list[l
 def test_planned_ahead_and_preempted_is_undisturbed(alone: list[list[int]]) -> None:
     small = load_runner(kv_cache_memory_bytes=_bytes_of_blocks(18))
     tokens, scheduler = generate(small, make_prompts(), RunnerThread(small.run), enable_prefix_caching=False)
-    assert scheduler.num_preemptions > 0
+    assert scheduler.counts.num_preemptions > 0
     assert tokens == alone
 
 
@@ -151,7 +153,7 @@ def test_process_is_in_process(alone: list[list[int]]) -> None:
 
 
 async def _through_process(settings: bytes) -> list[list[int]]:
-    client = ProcessClient([sys.executable, "-m", "splittime.cli.worker"], settings)
+    client = ProcessClient([sys.executable, "-m", "splittime.assemble.worker"], settings)
     await asyncio.wait_for(client.start(), 60)
     try:
         return await asyncio.gather(*(_read(client, f"r{i}", prompt) for i, prompt in enumerate(make_prompts())))

@@ -7,6 +7,7 @@ from driving import GREEDY, Driver, Sequence
 from random_models import make
 
 from splittime.core.sampling import SamplingParams
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 
@@ -18,7 +19,7 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=7, frequency
 def runner(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     make(request.param, folder)
-    return TorchRunner.load(RunnerConfig(model_path=str(folder), max_num_seqs=12))
+    return load_torch_runner(RunnerConfig(model_path=str(folder), max_num_seqs=12))
 
 
 def prompt_of(number: int) -> list[int]:
@@ -62,22 +63,22 @@ def test_preempted_and_readmitted_gives_the_same_tokens(runner):
         assert sequence.outputs == alone(runner, number)
 
 
-def test_copied_block_continues_like_its_source(runner):
-    """A second request takes a copy of the first one's half-filled block and goes on from there."""
-    prompt = prompt_of(5)[:1] * 3 + [9, 8, 7, 6]
-    driver = Driver(runner)
-    first = Sequence("source", prompt)
-    driver.generate(first, 5)
-    copy = Sequence("copy", first.tokens[:-1])
-    target = driver.free.pop()
-    from splittime.core.plan import Admitted, Row, StepPlan
-
-    start = len(copy.tokens) - 1
-    row = Row("copy", start, tuple(copy.tokens[start:]), (target,), True)
-    admitted = Admitted("copy", tuple(copy.tokens), 0, GREEDY, ())
-    result = runner.run(StepPlan(99, (row,), (admitted,), copies=((first.blocks[0], target),)))
-    assert result.rows[0].token_ids == (first.tokens[-1],)
-    assert (result.step_id, result.device_ns > 0, result.sample_ns > 0) == (99, True, True)
+@pytest.mark.parametrize("number", [3, 4, 5, 6])
+def test_drafts_give_the_tokens_of_plain_decode_whatever_they_guess(runner, number):
+    """Right, wrong from some place on, and wholly wrong; greedy, and drawn with penalties."""
+    wanted = alone(runner, number)
+    driver, source = Driver(runner, shuffle_seed=number), random.Random(number)
+    sequence = Sequence(f"drafted-{number}", prompt_of(number), sampling_of(number))
+    driver.prefill(sequence)
+    while len(sequence.outputs) < NEW_TOKENS:
+        done = len(sequence.outputs)
+        num_right = source.choice([0, 1, 3, 20])
+        guess = wanted[done : done + num_right]
+        guess += [(token + 1) % 97 for token in wanted[done + num_right :][: source.choice([0, 1, 2])]]
+        right = min(num_right, len(wanted) - done)
+        result = driver.verify(sequence, guess)
+        assert len(result.token_ids) == (right if right == len(guess) else min(right, len(guess))) + 1
+    assert sequence.outputs[:NEW_TOKENS] == wanted
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(runner):

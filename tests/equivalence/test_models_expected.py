@@ -7,8 +7,8 @@ import pytest
 from driving import Driver, Sequence
 
 from splittime.core.sampling import SamplingParams
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
 
 MODELS = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "models"
 NAMES = ("stories260K", "babyllama105", "babyllama361")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not MODELS.exists(), reason=f"no models in {MODE
 def case(request):
     """(a driver of the model, its expected answers)."""
     folder = MODELS / request.param
-    runner = TorchRunner.load(RunnerConfig(model_path=str(folder), max_num_seqs=4))
+    runner = load_torch_runner(RunnerConfig(model_path=str(folder), max_num_seqs=4))
     runner.warm_up()
     return Driver(runner, shuffle_seed=5), json.loads((folder / "expected.json").read_text())
 

@@ -9,8 +9,11 @@ from driving import Driver, Sequence
 from random_models import VARIANTS, make
 
 from splittime.core.sampling import SamplingParams
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
+
+pytestmark = pytest.mark.sample(8)
 
 PROMPT_TOKENS = 40
 NEW_TOKENS = 26
@@ -30,7 +33,7 @@ def prompt():
 
 
 def load(folder, **settings) -> TorchRunner:
-    return TorchRunner.load(RunnerConfig(model_path=str(folder), max_num_seqs=4, **settings))
+    return load_torch_runner(RunnerConfig(model_path=str(folder), max_num_seqs=4, **settings))
 
 
 class Listener:

@@ -4,21 +4,19 @@
 """
 
 import random
-import sys
 import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from native_or_not import has_native_kernels
 
 from splittime.core.clock import SystemClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
@@ -35,17 +33,17 @@ pytestmark = pytest.mark.skipif(not has_native_kernels(), reason="no native kern
 
 def outcomes(runner, prompts, config):
     """The (token, logprob) pairs of each prompt, all served by one engine."""
-    engine = Engine(Scheduler(config), runner, SystemClock())
+    crank = Crank(EngineParts(Engine(Scheduler(config)), runner), SystemClock())
     found = {}
     for number, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=6, temperature=0.7, top_p=0.9, ignore_eos=True, seed=number, logprobs=1)
         request = Request(
             request_id=f"{number}", prompt_token_ids=prompt, sampling=sampling, submitted_ns=time.monotonic_ns()
         )
-        engine.submit(request, request.submitted_ns)
+        crank.submit(request, request.submitted_ns)
         found[request.request_id] = []
-    while engine.has_work:
-        output = engine.step()
+    while crank.has_work:
+        output = crank.turn()
         for news in output.outputs if output else ():
             assert news.error is None
             found[news.request_id] += zip(news.token_ids, (one.logprob for one in news.logprobs), strict=True)
@@ -55,7 +53,7 @@ def outcomes(runner, prompts, config):
 @pytest.mark.parametrize("name", ROUTES)
 def test_neighbours_and_chunks_change_nothing(name):
     config = RunnerConfig(model_path=str(MODEL), max_model_len=256, packed_cache="off", num_threads=2, **ROUTES[name])
-    runner, source = TorchRunner.load(config), random.Random(7)
+    runner, source = load_torch_runner(config), random.Random(7)
     prompts = [tuple(source.randrange(300, 3000) for _ in range(length)) for length in (1, 33, 70, 17, 64, 5, 129)]
     settings = {"max_model_len": 256, "block_size": 16, "num_blocks": runner.resolved.num_blocks}
     alone = {}

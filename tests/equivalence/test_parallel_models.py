@@ -10,9 +10,11 @@ from in_turn import in_turn
 from random_models import VARIANTS, make
 
 import splittime
+from splittime.runner.compose import load_part
 from splittime.runner.config import RunnerConfig
-from splittime.runner.load import load
 from splittime.runner.torch_runner import TorchRunner
+
+pytestmark = pytest.mark.sample(5)
 
 NEW_TOKENS = 12
 LENGTHS = {"a": 9, "b": 21, "c": 30}  # of prompts
@@ -54,7 +56,7 @@ def follow(runner: TorchRunner, outputs=None):
 def runner_of(folder, ranks=None, **settings) -> TorchRunner:
     settings = {"packed_cache": "off", **settings}
     config = RunnerConfig(model_path=str(folder), max_num_seqs=4, num_threads=1, **settings)
-    return TorchRunner(*load(config, lambda name, begin_ns, end_ns: None, None, ranks))
+    return load_part(config, lambda name, begin_ns, end_ns: None, None, ranks)
 
 
 def compare(folder, count, atol=5e-5, **settings):
@@ -151,7 +153,7 @@ def test_a_rank_has_its_part_alone(tmp_path):
     whole = runner_of(tmp_path)
     both = in_turn(2, lambda ranks: runner_of(tmp_path, ranks))
     for runner in both:
-        assert runner.store.shape.num_kv_heads == 1
+        assert runner.store.shapes[0].num_kv_heads == 1
         assert runner.resolved.kv_bytes_per_block == whole.resolved.kv_bytes_per_block // 2
         assert runner.resolved.num_parameters == whole.resolved.num_parameters
         assert runner.resolved.weights_bytes < 0.6 * whole.resolved.weights_bytes
@@ -166,4 +168,4 @@ def test_all_have_as_many_blocks_as_the_poorest(tmp_path, monkeypatch):
     monkeypatch.setattr("splittime.runner.machine.choose_num_blocks", lambda *_: (next(given), "as drawn"))
     both = in_turn(2, lambda ranks: runner_of(tmp_path, ranks))
     assert {runner.resolved.num_blocks for runner in both} == {70}
-    assert {runner.store.shape.num_blocks for runner in both} == {70}
+    assert {runner.store.num_blocks for runner in both} == {70}

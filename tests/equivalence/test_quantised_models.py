@@ -11,9 +11,9 @@ import torch
 from listening import prompt_logits
 
 import splittime
-from splittime.engine.tokenizer import Tokenizer
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.runner.torch_runner import TorchRunner
+from splittime.text.tokenizer import Tokenizer
 
 FOLDER = Path(splittime.__file__).parent / "packaged" / "code"
 TEXT = Path(__file__).with_name("driving.py").read_text()[:600]

@@ -25,6 +25,7 @@ def generate(llm: LLM) -> list[tuple]:
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["as it is", "int8"])
+@pytest.mark.sample(2)
 def test_the_same_before_and_after(is_ahead: bool, settings: dict, tmp_path: Path) -> None:
     llm = LLM(max_model_len=128, async_scheduling=is_ahead, packed_cache=str(tmp_path), **settings)
     before = generate(llm)
@@ -65,7 +66,7 @@ def test_an_llm_that_is_busy_does_not_sleep() -> None:
 
 def test_one_call_at_a_time_and_a_timeline_with_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(max_model_len=128)
-    sleeper, refused = llm.engine.bed.sleeper, []
+    sleeper, refused = llm.crank.residency.sleeper, []
     assert sleeper is not None
     sleep = sleeper.sleep
 

@@ -3,30 +3,25 @@ checkpoints in fp8 and int8, and weights rounded at loading. The reference multi
 that differs in its last bit may round an activation the other way, so the two are near, not equal: a step of e4m3 is a
 sixteenth of a number, of int8 a 127th of a token's largest."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
 
+import fp8_layouts as fp8
+import stored_layouts as layouts
 import torch
 from driving import Driver, Sequence
 from listening import heard
 from random_models import make
 from test_parallel_models import runner_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-
-import fp8_layouts as fp8
-import stored_layouts as layouts
 from test_stored_formats import W8A8
 from test_stored_models import maker, needs
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.triton.w8a8 import RoundedLinear
+from splittime.kernels.triton.mixture import MixtureLayer
+from splittime.kernels.triton.w8a8 import EightBitWeight
 
-pytestmark = pytest.mark.timeout(600)  # the interpreter is slow
+pytestmark = [pytest.mark.sample(1), pytest.mark.timeout(600)]  # the interpreter is slow
 SIZES = {**fp8.SHAPE, "vocab_size": 97, "torch_dtype": "float32"}
 SMALL = {"vocab_size": 97, "torch_dtype": "float32"}
 EXPERTS = {
@@ -77,25 +72,25 @@ def test_checkpoints_in_fp8(tmp_path, name):
     read = runner.decoder.ops.bytes_read()
     assert read["weights.fp8"] > 0
     assert runner.resolved.weights.startswith(fp8.MODELS[name][2].split(";")[0])
-    packed = layer_of(runner).attention.qkv
+    packed = layer_of(runner).weights.mixer.qkv
     assert (packed.unit > 0) == (name == "blocks")
 
 
 def test_a_checkpoint_in_int8_meets_int8(tmp_path):
     layouts.write(tmp_path, W8A8, INT8, **SIZES)
     runner = near_the_reference(tmp_path, 0.003, tmp_path / "plain")
-    assert isinstance(layer_of(runner).mlp.down, RoundedLinear)
+    assert isinstance(layer_of(runner).weights.feed_forward.down, EightBitWeight)
     assert runner.decoder.ops.bytes_read()["weights.int8"] > 0
 
 
 @pytest.mark.parametrize("name", ["int8", "blocks", "dynamic"])
-def test_experts_are_one_product_with_activations_as_they_are(tmp_path, caplog, name):
+def test_experts_are_one_product_with_activations_as_they_are(tmp_path, name):
     quantization, make, _ = fp8.MODELS.get(name, (W8A8, INT8, ""))
     layouts.write(tmp_path, quantization, make, **(SMALL if name == "int8" else SIZES), **EXPERTS)
     runner = runner_of(tmp_path, kernels="triton")
-    assert isinstance(layer_of(runner).attention.qkv, RoundedLinear)
-    assert not hasattr(layer_of(runner).mlp.experts, "__len__")
-    assert "one after the other" not in caplog.text
+    assert isinstance(layer_of(runner).weights.mixer.qkv, EightBitWeight)
+    assert isinstance(layer_of(runner), MixtureLayer)
+    assert runner.resolved.layers == "fused"
     want, outputs = follow(runner_of(tmp_path, kernels="reference"))
     got, _ = follow(runner, outputs)
     assert error(got, want) < 0.003
@@ -108,7 +103,7 @@ def test_rounded_at_loading(tmp_path, quantization, limit):
     make("llama", tmp_path)
     runner = near_the_reference(tmp_path, limit, quantization=quantization)
     assert runner.resolved.weights == {"w8a8": "int8 x int8, head int8", "fp8": "fp8 x fp8, head float32"}[quantization]
-    assert isinstance(layer_of(runner).mlp.gate_up, RoundedLinear)
+    assert isinstance(layer_of(runner).weights.feed_forward.gate_up, EightBitWeight)
 
 
 def test_native_integers_meet_rounded_activations_anyway(tmp_path):

@@ -8,11 +8,11 @@ from test_parallel_models import follow, prompt, runner_of
 
 pytest.importorskip("triton")
 
+
 from splittime.core.errors import ConfigError
-from splittime.core.plan import StepPlan
+from splittime.core.step import StepPlan
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.device.runner import DeviceRunner
-from splittime.runner.torch_runner import TorchRunner
 
 FEW_STEPS = 1
 pytestmark = pytest.mark.timeout(600)  # the interpreter is slow
@@ -32,6 +32,7 @@ def compare(folder, rtol=1e-4, atol=1e-4, **settings):
 
 
 @pytest.mark.parametrize("variant", CHOSEN)
+@pytest.mark.sample(1)
 def test_logits_are_the_references(variant, tmp_path):
     assert variant in VARIANTS
     make(variant, tmp_path)
@@ -39,11 +40,13 @@ def test_logits_are_the_references(variant, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8", "quantization": "int4"}, {"quantization": "int8"}])
+@pytest.mark.sample(1)
 def test_rounded_models(settings, tmp_path):
     make("llama", tmp_path)
     compare(tmp_path, atol=0.03, **settings)
 
 
+@pytest.mark.sweep
 def test_fp8_is_near_the_model_and_bytes_are_read(tmp_path):
     """e4m3 has 3 bits of mantissa: a root mean square error of 3 % in each factor of each product, one upon the other
     over the layers of a model whose weights are large; a lost scale would make it far more than 1."""
@@ -76,14 +79,14 @@ def decode(runner):
     return [one.outputs for one in sequences], read
 
 
+@pytest.mark.sweep
 def test_a_mixture_is_captured_and_rows_of_padding_choose_no_expert(tmp_path):
     """Two rows in a capture of five: as many bytes of experts are read as by the two alone."""
     make("qwen3-moe", tmp_path)
     want, _ = decode(runner_of(tmp_path, kernels="reference"))
     settings = {"max_num_seqs": 4, "num_threads": 1, "packed_cache": "off"}
-    runner = TorchRunner.load(RunnerConfig(model_path=str(tmp_path), kernels="triton", **settings))
-    assert isinstance(runner, DeviceRunner)
-    assert not runner.waits_for_experts
+    runner = load_torch_runner(RunnerConfig(model_path=str(tmp_path), kernels="triton", **settings))
+    assert runner.resolved.execution_reason == "on its stream, decode steps captured and replayed"
     eager, read = decode(runner)
     runner.capture((5,))
     captured, read_then = decode(runner)

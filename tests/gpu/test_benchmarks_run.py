@@ -70,6 +70,7 @@ def found_by(script: str, arguments: list[str], capsys) -> dict:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.sweep
 def test_a_script_runs_to_its_end(script, capsys):
     found = found_by(script, ARGUMENTS.get(script, []), capsys)
     assert found["is_complete"]
@@ -81,6 +82,7 @@ def test_a_script_runs_to_its_end(script, capsys):
     assert module.table_of({"is_complete": False}).row_count == 0  # ended before it found anything
 
 
+@pytest.mark.sweep
 def test_beside_continuous_batching_of_transformers():
     """In a process of its own, since its thread is transformers'. What goes wrong inside it is told, not raised."""
     pytest.importorskip("transformers")
@@ -99,6 +101,7 @@ def test_beside_continuous_batching_of_transformers():
     assert not found.get("error", "").startswith(ours), found
 
 
+@pytest.mark.sweep
 def test_reversals(reversals_found):
     assert reversals_found["is_complete"]
     found = reversals_found["reversals"]
@@ -111,6 +114,7 @@ def test_reversals(reversals_found):
     assert None not in read
 
 
+@pytest.mark.sweep
 def test_small_models_on_the_card_and_off_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(parity, "PACKAGED", tiny_model.write(tmp_path))
     found = found_by("parity", [], capsys)

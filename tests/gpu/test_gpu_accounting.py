@@ -6,26 +6,29 @@ import torch
 from benchmarks.gpu import floors
 from benchmarks.gpu.profiled import covered, summary
 from benchmarks.gpu.shapes import SHAPES, write
-from benchmarks.scenarios.engine_driver import Outcome, Run
+from benchmarks.scenarios.engine_driver import Run
 from benchmarks.scenarios.mechanisms import memory_use
 from benchmarks.scenarios.reversals import crossover
 from benchmarks.scenarios.streams import Decoded, Streams
+from splittime.core.facts import TokenCost
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
-from splittime.runner.cost import Cost
+from splittime.simulate.virtual import RequestOutcome
 
 CEILING = {"bytes_per_s": 1e12, "operations_per_s": 1e15}
 LLAMA = SHAPES["llama-3.1-8b"]
 
 
-def cost_of(shape) -> Cost:
+def cost_of(shape) -> TokenCost:
     """By hand, of a dense model in bfloat16."""
     hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     heads, kv_heads, head_dim = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
     layer = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
     head = shape["vocab_size"] * hidden
-    return Cost(
+    return TokenCost(
         weight_bytes=2 * (layers * layer + head),
         kv_bytes_per_token=2 * 2 * layers * kv_heads * head_dim,
         operations_per_token=2 * layers * layer,
@@ -71,7 +74,7 @@ def test_the_steps_read_what_is_accounted(quantization, tmp_path):
     first = decoded.records[0]
     assert first.kv_tokens_read == sum(start + count for _, start, count in first.rows)
     streams.begin_anew(is_ahead=True)
-    assert streams.engine.plans_ahead
+    assert streams.crank.engine.plans_ahead
     assert len(streams.decode(2, 3).records) == 3
 
 
@@ -91,7 +94,10 @@ def test_memory_that_holds_tokens_by_time_while_somebody_waits():
         record(40, 90, kv_tokens_read=1, rows=rows),  # nobody waits
         record(90, 99, kv_tokens_read=1, rows=rows[:1], num_waiting=3),
     ]  # not all that run are in it
-    outcome = Outcome(Account("a", 0, Stage.HANDOFF), 4, token_ready_ns=[50, 90])
+    request = Request(
+        request_id="a", prompt_token_ids=(1,) * 4, sampling=SamplingParams(max_tokens=2, seed=0), submitted_ns=0
+    )
+    outcome = RequestOutcome(request, Account("a", 0, Stage.HANDOFF), token_ready_ns=[50, 90])
     outcome.account.close(99)
     found = memory_use(Run([outcome], steps, wall_s=2.0), capacity_tokens=100)
     assert found["held_share"] == pytest.approx((60 * 10 + 20 * 30) / 40 / 100)

@@ -37,7 +37,7 @@ def mixture(tokens: int, scheme: WeightScheme, dtype: torch.dtype = BF16):
     packed = []
     for out, columns in ((2 * inner, width), (width, inner)):
         one = (
-            linear.DenseLinear(x_of(out, columns, dtype))
+            linear.DenseWeight(x_of(out, columns, dtype))
             if scheme.name in ("bfloat16", "float32")
             else weight(scheme, out, columns)
         )

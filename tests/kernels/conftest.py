@@ -29,18 +29,20 @@ class Native:
         data = torch.zeros(*tiles, shape.block_size * shape.head_dim, dtype=dtype)
         return data, torch.zeros(*tiles, shape.block_size) if dtype == torch.int8 else None
 
-    def kv(self, shape: api.KvShape, store: tuple[Tensor, Tensor | None]) -> library.Kv:
+    def kv(self, shape: api.KvShape, store: tuple[Tensor, Tensor | None]) -> library.StKv:
         data, scales = store
         sizes = (shape.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        return library.Kv(KV_TYPES[data.dtype], *sizes, data.data_ptr(), None if scales is None else scales.data_ptr())
+        return library.StKv(
+            KV_TYPES[data.dtype], *sizes, data.data_ptr(), None if scales is None else scales.data_ptr()
+        )
 
-    def batch(self, batch: api.AttentionBatch, turns: Tensor | None = None) -> library.Batch:
+    def batch(self, batch: api.AttentionBatch, turns: Tensor | None = None) -> library.StBatch:
         """turns: complex64 [T, D / 2]. The structure keeps the arrays that it points at."""
         parts = (batch.query_begins, batch.context_lens, batch.block_tables, batch.token_blocks, batch.token_offsets)
         arrays = [torch.as_tensor(part).to(torch.int32).contiguous() for part in parts]
         rows, tokens = len(batch.context_lens), batch.query_begins[-1]
         pointers = [array.data_ptr() for array in arrays] + [None if turns is None else turns.data_ptr()]
-        made = library.Batch(rows, tokens, batch.num_decode_rows, batch.block_tables.shape[1], *pointers)
+        made = library.StBatch(rows, tokens, batch.num_decode_rows, batch.block_tables.shape[1], *pointers)
         made.kept = (arrays, turns)
         return made
 

@@ -6,6 +6,7 @@ Nothing is compiled here: the compilers are programs that succeed or fail at onc
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,32 @@ def test_what_was_asked_for_and_cannot_be_had_is_refused(tmp_path, environment, 
     done = build(tmp_path, **environment)
     assert done.returncode != 0
     assert reason in done.stderr
+
+
+COMPILER = """#!/bin/sh
+while [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+"""  # makes what it was asked for, empty
+
+
+def wheel(folder, **environment):
+    where = ("egg_info", "--egg-base", folder, "build", "--build-base", folder / "build")
+    done = setup_py("--quiet", *where, "bdist_wheel", "--bdist-dir", folder / "tree", "-d", folder, **environment)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.whl")
+    return made.name, zipfile.ZipFile(made).namelist()
+
+
+def test_a_wheel_is_bound_to_the_platform_and_to_no_python(tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    name, files = wheel(tmp_path, CXX=str(compiler), ST_BUILD_KERNELS="require")
+    assert "-py3-none-" in name
+    assert not name.endswith("-any.whl")
+    assert "splittime/kernels/native/_kernels.so" in files
+
+
+def test_a_wheel_without_kernels_is_for_any_platform(tmp_path):
+    name, files = wheel(tmp_path, ST_BUILD_KERNELS="skip")
+    assert name.endswith("-py3-none-any.whl")
+    assert not [file for file in files if file.endswith(".so")]

@@ -6,11 +6,14 @@ import torch
 from splittime.core.errors import ConfigError
 from splittime.kernels import api
 from splittime.kernels.api import LayerKv
+from splittime.kernels.choose import make_backend
 from splittime.kernels.cpu import linear as cpu_linear
+from splittime.kernels.layer import KvGroup
 from splittime.kernels.reference import kv_rounding
+from splittime.kernels.reference.ops import ReferenceNorm, ReferenceWeight
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
-REFERENCE = api.resolve("reference", torch.float32)
+REFERENCE = make_backend("reference", torch.float32)
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
@@ -24,7 +27,7 @@ def close(got, want, dtype=torch.float32):
 
 
 def backend(dtype):
-    return api.resolve("torch", dtype)
+    return make_backend("torch", dtype)
 
 
 def plain_scheme(dtype):
@@ -42,7 +45,7 @@ def test_linear(dtype, rows, outs, ins, has_bias, has_residual):
     ops = backend(dtype)
     got = ops.linear(x, ops.pack_linear([weight], bias, plain_scheme(dtype)), residual)
     wide = [None if one is None else one.float() for one in (x, weight, bias, residual)]
-    close(got / ins**0.5, REFERENCE.linear(wide[0], (wide[1], wide[2]), wide[3]) / ins**0.5, dtype)
+    close(got / ins**0.5, REFERENCE.linear(wide[0], ReferenceWeight(wide[1], wide[2]), wide[3]) / ins**0.5, dtype)
     assert residual is None or torch.equal(residual, kept)
 
 
@@ -61,7 +64,7 @@ def test_rms_norm(dtype, shape):
     weight = randn(*shape[1:], dtype=dtype, seed=1)
     ops = backend(dtype)
     for eps in (1e-6, 0.5):
-        want = REFERENCE.rms_norm(x.float(), (weight.float(), eps))
+        want = REFERENCE.rms_norm(x.float(), ReferenceNorm(weight.float(), eps))
         close(ops.rms_norm(x, ops.pack_norm(weight, eps)), want, dtype)
     zeros = torch.zeros(shape, dtype=dtype)
     assert not ops.rms_norm(zeros, ops.pack_norm(weight, 1e-6)).any()
@@ -146,7 +149,7 @@ def test_paged_attention(name, window, dtype, kv_dtype):
     results, stores = [], []
     for ops in (backend(dtype), REFERENCE):
         mine = copy_of(store)
-        plan = ops.plan_attention(batch, shape, window, dtype)
+        plan = ops.plan_attention(batch, shape, window)
         ops.write_kv(kv, mine, plan)
         results.append(ops.attention(q, mine, plan, 0.3))
         stores.append(mine)
@@ -162,7 +165,7 @@ def test_what_padding_reads_cannot_leak_in():
     store = a_store(shape, torch.float32, float("nan"))
     store.data[batch.block_tables[0, 0]] = 1.0
     ops = backend(torch.float32)
-    plan = ops.plan_attention(batch, shape, None, torch.float32)
+    plan = ops.plan_attention(batch, shape, None)
     assert len(plan.groups) == 1
     out = ops.attention(randn(2, 1, 8), store, plan, 0.3)
     assert out[0].isfinite().all()
@@ -176,7 +179,7 @@ def test_one_kv_head_and_one_head_each():
         store = a_store(shape, torch.float32)
         q = randn(11, heads, 6, seed=1)
         got, want = (
-            ops.attention(q, store, ops.plan_attention(batch, shape, None, torch.float32), 0.4)
+            ops.attention(q, store, ops.plan_attention(batch, shape, None), 0.4)
             for ops in (backend(torch.float32), REFERENCE)
         )
         close(got, want)
@@ -197,24 +200,22 @@ def test_int8_keeps_half_a_step_of_each_head_and_shows_what_is_not_finite():
     assert not back[0, 0].any()
 
 
-def test_a_store_scrubs_and_copies_what_its_type_has():
-    shape = api.KvShape(3, 4, 2, 8)
+def test_a_store_scrubs_what_its_type_has():
+    groups = [KvGroup((0, 1), 2, 8, None), KvGroup((2,), 1, 6, 4)]
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        store = KvStore(shape, 2, dtype)
+        store = KvStore(groups, 3, 4, dtype)
         assert all(layer.data.data_ptr() % 64 == 0 for layer in store.layers)
         held = sum(layer.data.nbytes + (0 if layer.scales is None else layer.scales.nbytes) for layer in store.layers)
-        assert held == 4 * bytes_per_block(shape, 2, dtype)
+        assert held == 4 * bytes_per_block(groups, 4, dtype)
         floats = store.layers[1].data if dtype != torch.int8 else store.layers[1].scales
-        floats[1], store.layers[1].data[2] = 1.0, 3
-        floats[1, 0, 0, 2] = float("nan")
-        store.copy_blocks(((1, 0), (2, 1)))
-        assert floats[0, 0, 0, 2].isnan()
-        assert (store.layers[1].data[1] == 3).all()
+        floats[1] = 1.0
+        floats[0, 0, 0, 2] = floats[1, 0, 0, 2] = float("nan")
         store.scrub([0, 1])
-        assert floats[0, 0, 0, 2] == 0
+        assert floats[0, 0, 0, 2] == floats[1, 0, 0, 2] == 0
+        assert floats[1, 0, 0, 0] == 1
         assert floats.isfinite().all()
 
 
 def test_unknown_backend_is_refused():
     with pytest.raises(ConfigError, match="vulkan"):
-        api.resolve("vulkan", torch.float32)
+        make_backend("vulkan", torch.float32)

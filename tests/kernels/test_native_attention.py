@@ -6,8 +6,11 @@ import torch
 
 from splittime.kernels import api
 from splittime.kernels.api import LayerKv
+from splittime.kernels.choose import make_backend
 
-REFERENCE = api.resolve("reference", torch.float32)
+pytestmark = pytest.mark.sample(40)
+
+REFERENCE = make_backend("reference", torch.float32)
 KV_DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 NAN = float("nan")
 BOUND = 2e-5  # float32 all through: both read the same stored values, whatever their type
@@ -69,7 +72,7 @@ def a_case(rows, dim, block_size, heads, kv_heads, seed=0):
 
 
 def wanted(batch, shape, plain, q, window, scale=0.3):
-    plan = REFERENCE.plan_attention(batch, shape, window, torch.float32)
+    plan = REFERENCE.plan_attention(batch, shape, window)
     return REFERENCE.attention(q.contiguous(), LayerKv(plain.flatten(-2), None), plan, scale)
 
 

@@ -5,9 +5,11 @@ import torch
 from torch import Tensor
 
 from splittime.kernels import api
+from splittime.kernels.choose import make_backend
 from splittime.kernels.reference import kv_rounding
+from splittime.kernels.reference.ops import ReferenceNorm
 
-REFERENCE = api.resolve("reference", torch.float32)
+REFERENCE = make_backend("reference", torch.float32)
 TOKENS = [1, 3, 40]
 
 
@@ -34,7 +36,7 @@ def test_rms_norm(isa, tokens, width):
     x, weight = randn(tokens, width + 5)[:, :width] * 3, randn(width, seed=1)
     for eps in (1e-6, 0.5):
         got = rms_norm(isa, x, weight, eps)
-        torch.testing.assert_close(got, REFERENCE.rms_norm(x, (weight, eps)), atol=1e-6, rtol=2e-6)
+        torch.testing.assert_close(got, REFERENCE.rms_norm(x, ReferenceNorm(weight, eps)), atol=1e-6, rtol=2e-6)
         assert torch.equal(rms_norm(isa, x[:1], weight, eps)[0], got[0])
     assert not rms_norm(isa, torch.zeros(1, width), weight, 1e-6).any()
 
@@ -91,7 +93,7 @@ def test_rope_write(isa, sizes, tokens, has_norm):
     norm = randn(5, dim, seed=4) if has_norm else None
     want = qkv.clone()
     if has_norm:
-        want[:, :5] = REFERENCE.rms_norm(want[:, :5], (norm, 1e-3))
+        want[:, :5] = REFERENCE.rms_norm(want[:, :5], ReferenceNorm(norm, 1e-3))
     REFERENCE.rotate(want[:, :5], turns)
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         got, store = qkv.clone(), isa.new_store(shape, dtype)

@@ -13,6 +13,8 @@ import pytest
 
 from splittime.kernels.native import library as native
 
+pytestmark = pytest.mark.sample(40)
+
 try:
     lib = native.library()
 except native.LibraryMissing as missing:
@@ -74,7 +76,7 @@ def pack(weight, scheme, cuts=()):
 
 def unpack(blob, scheme, shape):
     weight = np.empty(shape, np.float32)
-    linear = native.Linear(scheme, *shape, 0, 0, address(blob), None)
+    linear = native.StLinear(scheme, *shape, 0, 0, address(blob), None)
     lib.st_unpack(ctypes.byref(linear), address(weight))
     return weight
 
@@ -97,7 +99,7 @@ class Product:
         (scheme, extras), (out_features, in_features) = self.kind, self.shape
         if y is None:
             y = np.full((len(x), out_features), np.nan, np.float32)
-        linear = native.Linear(scheme, *self.shape, 0, extras, address(self.blob), address(bias))
+        linear = native.StLinear(scheme, *self.shape, 0, extras, address(self.blob), address(bias))
         lib.st_linear(
             ctypes.byref(linear),
             len(x) if tokens is None else tokens,

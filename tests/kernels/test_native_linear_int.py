@@ -8,6 +8,8 @@ import pytest
 
 from splittime.kernels.native import library as native
 
+pytestmark = pytest.mark.sample(30)
+
 try:
     LIB = native.library()
 except native.LibraryMissing as missing:
@@ -38,7 +40,7 @@ def address(array: np.ndarray | None) -> int | None:
 
 @dataclass
 class Weight:
-    linear: native.Linear
+    linear: native.StLinear
     blob: np.ndarray
     bias: np.ndarray | None = None
 
@@ -51,7 +53,7 @@ def packed(scheme: int, weight: np.ndarray, group: int, dtype: int = native.FLOA
     out, columns = weight.shape
     blob = aligned(LIB.st_packed_bytes(scheme, out, columns, group, 0))
     LIB.st_pack(scheme, out, columns, group, address(weight), dtype, 0, out, address(blob))
-    return Weight(native.Linear(scheme, out, columns, group, 0, address(blob), None), blob)
+    return Weight(native.StLinear(scheme, out, columns, group, 0, address(blob), None), blob)
 
 
 def packed_integers(
@@ -65,7 +67,7 @@ def packed_integers(
     out, columns = values.shape
     blob = aligned(LIB.st_packed_bytes(scheme, out, columns, group, zeros is not None))
     LIB.st_pack_quantized(scheme, out, columns, group, address(values), address(scales), address(zeros), address(blob))
-    linear = native.Linear(scheme, out, columns, group, zeros is not None, address(blob), address(bias))
+    linear = native.StLinear(scheme, out, columns, group, zeros is not None, address(blob), address(bias))
     return Weight(linear, blob, bias)
 
 

@@ -1,4 +1,4 @@
-"""The binding: custom ops as torch sees them, the fused layer beside its composition, the choice of instruction set."""
+"""The binding: weights and blobs, the fused layer beside its composition, the choice of instruction set."""
 
 import shutil
 import subprocess
@@ -11,8 +11,11 @@ import torch
 
 from splittime.core.errors import ConfigError
 from splittime.kernels import api
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, WeightScheme
-from splittime.models.layers import Attention, DecoderLayer, Mlp
+from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, LinearShape, WeightScheme
+from splittime.kernels.choose import make_backend
+from splittime.kernels.compose import ComposedLayer
+from splittime.kernels.layer import AttentionSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
+from splittime.kernels.layer_weights import AttentionWeights, LayerWeights, MlpWeights
 
 SHAPE = KvShape(num_blocks=12, block_size=16, num_kv_heads=2, head_dim=16)
 HEADS, HIDDEN, INNER, EPS = 4, 48, 80, 1e-5
@@ -22,7 +25,7 @@ SCHEMES = [WeightScheme("float32"), WeightScheme("bfloat16"), WeightScheme("int8
 @pytest.fixture(scope="module")
 def ops():
     try:
-        native = api.resolve("native", torch.float32)
+        native = make_backend("native", torch.float32)
     except ConfigError as error:
         pytest.skip(str(error))
     native.set_threads(2)
@@ -36,21 +39,21 @@ def weights(rows, columns, seed):
 def layer_of(ops, scheme, with_norm, with_bias):
     heads = HEADS + 2 * SHAPE.num_kv_heads
     bias = torch.linspace(-1, 1, heads * SHAPE.head_dim) if with_bias else None
-    qk_norm = ops.pack_norm(torch.rand(HEADS + SHAPE.num_kv_heads, SHAPE.head_dim) + 0.5, EPS) if with_norm else None
-    attention = Attention(
-        ops=ops,
+    head_norm = ops.pack_norm(torch.rand(HEADS + SHAPE.num_kv_heads, SHAPE.head_dim) + 0.5, EPS) if with_norm else None
+    norms = NormSpec(EPS), NormSpec(EPS) if with_norm else None
+    heads_spec = AttentionSpec(
+        HEADS, SHAPE.num_kv_heads, SHAPE.head_dim, RopeSpec("default", 1e4), head_norm=norms[1], qkv_bias=with_bias
+    )
+    mixer = AttentionWeights(
+        spec=heads_spec,
         qkv=ops.pack_linear([weights(heads * SHAPE.head_dim, HIDDEN, 1)], bias, scheme),
         output=ops.pack_linear([weights(HIDDEN, HEADS * SHAPE.head_dim, 2)], None, scheme),
-        qk_norm=qk_norm,
-        num_heads=HEADS,
-        num_kv_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
-        window_tokens=None,
+        head_norm=head_norm,
     )
     gate_up = ops.pack_linear([weights(INNER, HIDDEN, 3), weights(INNER, HIDDEN, 4)], None, scheme)
-    mlp = Mlp(ops, gate_up, ops.pack_linear([weights(HIDDEN, INNER, 5)], None, scheme))
+    mlp = MlpWeights(MlpSpec(INNER), gate_up, ops.pack_linear([weights(HIDDEN, INNER, 5)], None, scheme))
     norm = ops.pack_norm(torch.rand(HIDDEN) + 0.5, EPS)
-    return DecoderLayer(ops, norm, attention, norm, mlp)
+    return LayerWeights(LayerSpec(norms[0], heads_spec, mlp.spec), norm, mixer, norm, mlp)
 
 
 def a_batch():
@@ -79,9 +82,9 @@ def turns_of(tokens):
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_fused_layer_is_its_composition_to_the_last_bit(ops, scheme, with_norm, with_bias):
-    layer = layer_of(ops, scheme, with_norm, with_bias)
-    fused = ops.fuse_layer(layer)
-    plan = ops.plan_attention(a_batch(), SHAPE, None, torch.float32)
+    weights_of_layer = layer_of(ops, scheme, with_norm, with_bias)
+    layer, fused = ComposedLayer(ops, weights_of_layer, "to compare"), ops.fuse(weights_of_layer)
+    plan = ops.plan_attention(a_batch(), SHAPE, None)
     hidden, turns = weights(6, HIDDEN, 7), turns_of(6)
     stores = a_store(), a_store()
     want = layer(hidden.clone(), turns, stores[0], plan)
@@ -105,27 +108,9 @@ def test_parts_are_packed_as_their_concatenation(ops):
 def test_a_blob_is_all_there_is_to_a_packed_weight(ops):
     for scheme in SCHEMES:
         packed = ops.pack_linear([weights(40, 64, 8)], torch.ones(40), scheme)
-        again = ops.linear_from_blob(packed.blob.clone(), 40, 64, torch.ones(40), scheme)
+        again = ops.linear_from_blob(packed.blob.clone(), LinearShape(40, 64, torch.ones(40), scheme))
         x = weights(3, 64, 9)
         assert torch.equal(ops.linear(x, packed), ops.linear(x, again))
-
-
-def test_torch_knows_the_custom_ops(ops):
-    """Schemas, mutation and the shapes that tracing uses, checked by torch itself."""
-    checks = ("test_schema", "test_faketensor")
-    packed = ops.pack_linear([weights(40, 64, 10)], None, WeightScheme("int8"))
-    x, batch = weights(6, 64, 11), a_batch()
-    opcheck, custom = torch.library.opcheck, torch.ops.splittime
-    for residual in (None, weights(6, 40, 12)):
-        opcheck(custom.linear.default, (x, packed.blob, None, None, residual, 2, 40, 0, 0), test_utils=checks)
-    opcheck(custom.rms_norm.default, (x, torch.ones(64), 1e-5), test_utils=checks)
-    opcheck(custom.silu_mul.default, (x,), test_utils=checks)
-    arrays = ops.plan_attention(batch, SHAPE, None, torch.float32).arrays
-    qkv, store, heads = weights(6, 8 * 16, 13).view(6, 8, 16), a_store(), torch.view_as_real(turns_of(6))
-    sizes = (1, HEADS, SHAPE.block_size, SHAPE.head_dim)
-    opcheck(custom.rope_write.default, (qkv, store.data, None, None, heads, arrays, *sizes, 1e-5), test_utils=checks)
-    sizes = (1, SHAPE.block_size, SHAPE.head_dim, 0)
-    opcheck(custom.attention.default, (qkv[:, :HEADS], store.data, None, arrays, *sizes, 0.25), test_utils=checks)
 
 
 def test_calls_from_many_threads_do_not_mix(ops):
@@ -188,7 +173,8 @@ def test_a_forked_child_can_end(ops):
     script = (
         "import os, sys, torch\n"
         "from splittime.kernels import api\n"
-        "ops = api.resolve('native', torch.float32)\n"
+        "from splittime.kernels.choose import make_backend\n"
+        "ops = make_backend('native', torch.float32)\n"
         "ops.set_threads(2)\n"
         "packed = ops.pack_linear([torch.ones(4096, 256)], None, api.WeightScheme('float32'))\n"
         "ops.linear(torch.ones(4, 256), packed)\n"
@@ -212,13 +198,20 @@ def test_a_weight_that_is_not_finite_shows(ops, scheme):
         assert y[:, 4:].isfinite().all()
 
 
+def test_as_many_threads_as_were_asked_for_are_nothing_to_warn_of(ops, recwarn):
+    ops.set_threads(2)
+    assert not recwarn
+
+
 @pytest.mark.timeout(420)  # a compiler, on a busy machine
 @pytest.mark.skipif(not shutil.which("g++") or not shutil.which("nm"), reason="needs g++ and nm")
-def test_no_code_is_shared_between_instruction_sets(tmp_path):
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("part", ["linear_float", "linear_int", "attention", "table"])
+def test_no_code_is_shared_between_instruction_sets(tmp_path, part):
     """A template of common types would be compiled once for each, and the linker would keep any one of them."""
     source = Path(api.__file__).parent / "native" / "csrc" / "isa_portable.cpp"
-    flags = ["-O1", "-std=gnu++17", "-fno-math-errno", "-Wno-psabi", "-c", "-o", str(tmp_path / "isa.o")]
-    subprocess.run(["g++", *flags, str(source)], check=True, timeout=400)
+    flags = ["-O1", "-std=gnu++17", "-fno-math-errno", "-Wno-psabi", f"-DST_PART={part}"]
+    subprocess.run(["g++", *flags, "-c", "-o", str(tmp_path / "isa.o"), str(source)], check=True, timeout=400)
     listed = subprocess.run(["nm", "-C", str(tmp_path / "isa.o")], check=True, capture_output=True, text=True).stdout
     weak = [line.split(" ", 2)[2] for line in listed.splitlines() if line[17:18] in ("W", "V", "u")]
     assert not [name for name in weak if "portable" not in name]

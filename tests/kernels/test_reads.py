@@ -7,8 +7,8 @@ import pytest
 import torch
 from integers import inputs, rows_of
 
-from splittime.kernels import api
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, WeightScheme
+from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, LinearShape, WeightScheme
+from splittime.kernels.choose import make_backend
 
 SHAPE = KvShape(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8)
 POSITION_BYTES = {torch.float32: 128, torch.bfloat16: 64, torch.int8: 48}  # keys and values of a position, and scales
@@ -18,7 +18,7 @@ POSITION_BYTES = {torch.float32: 128, torch.bfloat16: 64, torch.int8: 48}  # key
 def ops(request):
     if request.param == "native":
         request.getfixturevalue("native")
-    return api.resolve(request.param, torch.float32)
+    return make_backend(request.param, torch.float32)
 
 
 class Reads:
@@ -38,7 +38,9 @@ def least_bytes(scheme, out, columns):
 
 @pytest.mark.parametrize("scheme", [WeightScheme("int8"), WeightScheme("int8", 16), WeightScheme("int4", 32)], ids=str)
 def test_a_product_counts_its_weight_once(ops, scheme):
-    weight, unread = (ops.pack_rounded([rows_of(scheme, 64, 128)], 64, 128, None, scheme) for _ in range(2))
+    weight, unread = (
+        ops.pack_rounded([rows_of(scheme, 64, 128)], LinearShape(64, 128, None, scheme)) for _ in range(2)
+    )
     reads = Reads(ops)
     assert reads() == {}
     ops.linear(inputs(1, 128), weight)
@@ -58,7 +60,7 @@ def test_a_product_counts_its_weight_once(ops, scheme):
 def test_floats_and_stacks_count_as_what_they_are_kept_in(ops):
     int4, plain = WeightScheme("int4", 32), WeightScheme("float32")
     parts = [
-        ops.pack_rounded([rows_of(int4, 32, 64)], 32, 64, None, int4),
+        ops.pack_rounded([rows_of(int4, 32, 64)], LinearShape(32, 64, None, int4)),
         ops.pack_linear([inputs(16, 64)], None, plain),
     ]
     reads = Reads(ops)
@@ -71,7 +73,7 @@ def test_floats_and_stacks_count_as_what_they_are_kept_in(ops):
 
 
 def test_bfloat16_weights(native):
-    ops = api.resolve("native", torch.float32)
+    ops = make_backend("native", torch.float32)
     weight, reads = ops.pack_linear([inputs(16, 64)], None, WeightScheme("bfloat16")), Reads(ops)
     ops.linear(inputs(2, 64), weight)
     assert reads() == {"weights.bfloat16": 16 * 64 * 2}
@@ -97,7 +99,7 @@ def a_batch():
 @pytest.mark.parametrize("dtype", POSITION_BYTES, ids=str)
 def test_attention_counts_what_it_looks_at(ops, dtype):
     store, unread, reads = a_store(dtype), a_store(dtype), Reads(ops)
-    plan = ops.plan_attention(a_batch(), SHAPE, None, torch.float32)
+    plan = ops.plan_attention(a_batch(), SHAPE, None)
     ops.rope_write(inputs(4, 8 * 8).view(4, 8, 8), None, torch.ones(4, 4, dtype=torch.complex64), store, plan)
     assert reads() == {}  # written is not read
     ops.attention(inputs(4, 4 * 8).view(4, 4, 8), store, plan, 0.3)
@@ -112,9 +114,9 @@ def test_attention_counts_what_it_looks_at(ops, dtype):
 
 
 def test_a_window_counts_less(native):
-    ops = api.resolve("native", torch.float32)
+    ops = make_backend("native", torch.float32)
     reads = Reads(ops)
-    plan = ops.plan_attention(a_batch(), SHAPE, 2, torch.float32)
+    plan = ops.plan_attention(a_batch(), SHAPE, 2)
     ops.attention(inputs(4, 4 * 8).view(4, 4, 8), a_store(torch.int8), plan, 0.3)
     assert reads() == {"kv.int8": (2 + 4) * POSITION_BYTES[torch.int8]}  # 2 positions, and those of 3 queries
 
@@ -124,8 +126,9 @@ def test_a_process_that_has_read_nothing_says_so(native):
     script = (
         "import torch\n"
         "from splittime.kernels import api\n"
+        "from splittime.kernels.choose import make_backend\n"
         "for name in ('native', 'torch', 'reference'):\n"
-        "    ops = api.resolve(name, torch.float32)\n"
+        "    ops = make_backend(name, torch.float32)\n"
         "    ops.pack_linear([torch.ones(16, 64)], None, api.WeightScheme('int8'))\n"
         "    assert ops.bytes_read() == {}, ops.bytes_read()\n"
     )

@@ -4,6 +4,7 @@ import ctypes
 from dataclasses import replace
 from itertools import pairwise
 
+import product_bounds as bounds
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from integers import SCHEMES, dense_of, inputs, name_of, rounded_inputs, rows_of, sizes_of
 
 from splittime.core.errors import ConfigError
-from splittime.kernels import api, rounded
-from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.kernels import rounded
+from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
+from splittime.kernels.choose import make_backend
 from splittime.kernels.native import library as native
-from splittime.models.quant import bounds
 
 SHAPES = [(1, 16), (17, 64), (53, 200), (100, 1088)]
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
@@ -25,12 +26,12 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 def ops(request):
     if request.param == "native":
         request.getfixturevalue("native")
-    return api.resolve(request.param, torch.float32)
+    return make_backend(request.param, torch.float32)
 
 
 @pytest.fixture
 def native_ops(native):
-    return api.resolve("native", torch.float32)
+    return make_backend("native", torch.float32)
 
 
 def packed(ops, rows, scheme, bias=None, columns=None):
@@ -38,13 +39,13 @@ def packed(ops, rows, scheme, bias=None, columns=None):
     count = len(rows.integers)
     cuts = [0, min(7, count), min(40, count), count]
     parts = (rounded.rows_of(rows, begin, end) for begin, end in pairwise(cuts))
-    return ops.pack_rounded(parts, count, rows.integers.shape[1], bias, scheme, columns)
+    return ops.pack_rounded(parts, LinearShape(count, rows.integers.shape[1], bias, scheme, columns))
 
 
 def unpacked(weight):
     """What a native blob stands for."""
     dense = torch.empty(weight.out_features, weight.in_features)
-    native.library().st_unpack(ctypes.byref(weight.struct()), dense.data_ptr())
+    native.library().st_unpack(ctypes.byref(weight.struct), dense.data_ptr())
     return dense
 
 
@@ -66,6 +67,7 @@ def test_products_stay_within_the_bound(ops, scheme, shape):
 
 @every_scheme
 @pytest.mark.parametrize("shape", [*SHAPES, (40, 4096)], ids=str)
+@pytest.mark.sample(80)
 def test_native_products_are_exact_but_for_float32(native_ops, isa, scheme, shape):
     """Against float64, of the weight as it is kept and of x as it is rounded."""
     out, columns = shape
@@ -82,7 +84,7 @@ def test_native_products_are_exact_but_for_float32(native_ops, isa, scheme, shap
 @every_scheme
 def test_what_is_kept_is_the_same_in_torch_to_the_last_bit(native_ops, scheme):
     rows = rows_of(scheme, 53, 200)
-    twin = packed(api.resolve("torch", torch.float32), rows, scheme)
+    twin = packed(make_backend("torch", torch.float32), rows, scheme)
     found = unpacked(packed(native_ops, rows, scheme))
     if scheme.has_minima:  # compilers may contract the last product and difference
         assert (found - twin.rows(0, 53)).abs().max() <= 2**-22
@@ -93,6 +95,7 @@ def test_what_is_kept_is_the_same_in_torch_to_the_last_bit(native_ops, scheme):
 
 @every_scheme
 @pytest.mark.parametrize("has_order", [False, True])
+@pytest.mark.sample(80)
 def test_a_token_depends_on_itself_alone(native_ops, isa, scheme, has_order):
     """Same bits among any number of tokens, at any place, on any number of threads."""
     order = torch.randperm(1088, generator=torch.Generator().manual_seed(3)) if has_order else None
@@ -112,20 +115,20 @@ def test_a_blob_comes_back(native_ops, scheme):
     rows, order, bias = rows_of(scheme, 53, 200), torch.arange(199, -1, -1), inputs(1, 53)[0]
     weight, x = packed(native_ops, rows, scheme, bias, order), inputs(3, 200)
     assert weight.blob.numel() == native_ops.packed_bytes(53, 200, scheme)
-    again = native_ops.linear_from_blob(weight.blob.clone(), 53, 200, bias, scheme, order)
+    again = native_ops.linear_from_blob(weight.blob.clone(), LinearShape(53, 200, bias, scheme, order))
     assert torch.equal(native_ops.linear(x, again), native_ops.linear(x, weight))
-    without = native_ops.linear_from_blob(weight.blob, 53, 200, bias, scheme)
+    without = native_ops.linear_from_blob(weight.blob, LinearShape(53, 200, bias, scheme))
     assert torch.equal(native_ops.linear(x[:, order], without), native_ops.linear(x, weight))
 
 
 @settings(max_examples=30, deadline=None)
 @given(scheme=st.sampled_from(SCHEMES), cuts=st.lists(st.integers(0, 61), max_size=6), columns=st.integers(1, 150))
 def test_how_rows_are_cut_does_not_show(native_library, scheme, cuts, columns):
-    ops, rows = api.resolve("native", torch.float32), rows_of(scheme, 61, columns)
+    ops, rows = make_backend("native", torch.float32), rows_of(scheme, 61, columns)
     places = [0, *sorted(cuts), 61]
     parts = [rounded.rows_of(rows, begin, end) for begin, end in pairwise(places)]
-    whole = ops.pack_rounded([rows], 61, columns, None, scheme)
-    assert torch.equal(ops.pack_rounded(parts, 61, columns, None, scheme).blob, whole.blob)
+    whole = ops.pack_rounded([rows], LinearShape(61, columns, None, scheme))
+    assert torch.equal(ops.pack_rounded(parts, LinearShape(61, columns, None, scheme)).blob, whole.blob)
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
@@ -134,7 +137,7 @@ def test_largest_integers_do_not_overflow(native_ops, isa, group):
     integers = torch.full((16, columns), 127, dtype=torch.int8)
     integers[::2] = -128
     weight = native_ops.pack_rounded(
-        [RoundedRows(integers, torch.ones(16, columns // group))], 16, columns, None, scheme
+        [RoundedRows(integers, torch.ones(16, columns // group))], LinearShape(16, columns, None, scheme)
     )
     for tokens in (1, 6, 20):
         x = torch.ones(tokens, columns)
@@ -171,7 +174,7 @@ INT4, INT8 = WeightScheme("int4", 32), WeightScheme("int8", 32)
 def test_schemes_that_there_are_not(ops, scheme, what):
     rows = rows_of(INT4, 16, 64)
     with pytest.raises(ConfigError, match=what):
-        ops.pack_rounded([rows], 16, 64, None, scheme)
+        ops.pack_rounded([rows], LinearShape(16, 64, None, scheme))
 
 
 @pytest.mark.parametrize(
@@ -188,13 +191,13 @@ def test_schemes_that_there_are_not(ops, scheme, what):
 def test_rows_that_do_not_fit(ops, scheme, change, what):
     rows = replace(rows_of(replace(scheme, has_minima=False), 16, 64), **change)
     with pytest.raises(ConfigError, match=what):
-        ops.pack_rounded([rows], 16, 64, None, scheme)
+        ops.pack_rounded([rows], LinearShape(16, 64, None, scheme))
 
 
 @pytest.mark.parametrize("rows", [15, 17, 40])
 def test_another_number_of_rows(ops, rows):
     with pytest.raises(ConfigError, match=f"a weight of 16 rows came with {rows}"):
-        ops.pack_rounded([rows_of(INT4, rows, 64)], 16, 64, None, INT4)
+        ops.pack_rounded([rows_of(INT4, rows, 64)], LinearShape(16, 64, None, INT4))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ def test_another_number_of_rows(ops, rows):
 )
 def test_columns_that_are_not_there(ops, columns):
     with pytest.raises(ConfigError, match="the order of columns"):
-        ops.pack_rounded([rows_of(INT4, 16, 64)], 16, 64, None, INT4, columns)
+        ops.pack_rounded([rows_of(INT4, 16, 64)], LinearShape(16, 64, None, INT4, columns))
 
 
 def test_floats_are_not_rounded_to_what_only_integers_come_with(ops):

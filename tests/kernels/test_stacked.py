@@ -8,9 +8,11 @@ import torch
 from integers import inputs, rows_of
 
 from splittime.core.errors import ConfigError
-from splittime.kernels import api
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, WeightScheme
-from splittime.models.layers import Attention, DecoderLayer, Mlp
+from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, LinearShape, NotFused, WeightScheme
+from splittime.kernels.choose import make_backend
+from splittime.kernels.compose import ComposedLayer
+from splittime.kernels.layer import AttentionSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
+from splittime.kernels.layer_weights import AttentionWeights, LayerWeights, MlpWeights
 
 IN = 96
 SCHEMES = [
@@ -26,14 +28,14 @@ SCHEMES = [
 def ops(request):
     if request.param == "native":
         request.getfixturevalue("native")
-    return api.resolve(request.param, torch.float32)
+    return make_backend(request.param, torch.float32)
 
 
 def weight_of(ops, scheme, rows, columns=IN, order=None, seed=0):
     if scheme.name == "bfloat16":
         return ops.pack_linear([inputs(rows, columns, seed)], torch.ones(rows), scheme)
     given = rows_of(scheme, rows, columns, seed)
-    return ops.pack_rounded([given], rows, columns, torch.linspace(-1, 1, rows), scheme, order)
+    return ops.pack_rounded([given], LinearShape(rows, columns, torch.linspace(-1, 1, rows), scheme, order))
 
 
 def parts_of(ops):
@@ -73,7 +75,7 @@ def test_a_stack_keeps_its_parts_alive(ops):
 
 
 def test_parts_of_other_columns_are_refused(native):
-    ops = api.resolve("native", torch.float32)
+    ops = make_backend("native", torch.float32)
     with pytest.raises(ConfigError, match=r"a stack of weights of \[96, 128\] columns"):
         ops.stack_linear([weight_of(ops, SCHEMES[0], 16), weight_of(ops, SCHEMES[0], 16, 128)])
 
@@ -90,10 +92,10 @@ def layer_of(ops):
     gate_up = ops.stack_linear([weight_of(ops, SCHEMES[4], INNER, order=order), weight_of(ops, SCHEMES[2], INNER)])
     down = ops.stack_linear([weight_of(ops, SCHEMES[1], 40, INNER), weight_of(ops, SCHEMES[0], IN - 40, INNER)])
     norm = ops.pack_norm(torch.rand(IN, generator=torch.Generator().manual_seed(8)) + 0.5, 1e-5)
-    attention = Attention(
-        ops, qkv, weight_of(ops, SCHEMES[1], IN, 64), None, HEADS, SHAPE.num_kv_heads, SHAPE.head_dim, None
-    )
-    return DecoderLayer(ops, norm, attention, norm, Mlp(ops, gate_up, down))
+    spec = AttentionSpec(HEADS, SHAPE.num_kv_heads, SHAPE.head_dim, RopeSpec("default", 1e4))
+    mixer = AttentionWeights(spec, qkv, weight_of(ops, SCHEMES[1], IN, 64), None)
+    mlp = MlpWeights(MlpSpec(INNER), gate_up, down)
+    return LayerWeights(LayerSpec(NormSpec(1e-5), spec, mlp.spec), norm, mixer, norm, mlp)
 
 
 def store():
@@ -102,10 +104,10 @@ def store():
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_layer_of_stacks_is_fused_to_the_last_bit(native, tokens):
-    ops = api.resolve("native", torch.float32)
-    layer = layer_of(ops)
-    fused = ops.fuse_layer(layer)
-    assert fused is not None
+    ops = make_backend("native", torch.float32)
+    weights = layer_of(ops)
+    layer, fused = ComposedLayer(ops, weights, "to compare"), ops.fuse(weights)
+    assert not isinstance(fused, NotFused)
     batch = AttentionBatch(
         query_begins=[0, tokens],
         context_lens=[tokens],
@@ -114,7 +116,7 @@ def test_a_layer_of_stacks_is_fused_to_the_last_bit(native, tokens):
         token_offsets=torch.arange(tokens),
         num_decode_rows=int(tokens == 1),
     )
-    plan = ops.plan_attention(batch, SHAPE, None, torch.float32)
+    plan = ops.plan_attention(batch, SHAPE, None)
     angles = torch.linspace(0, 3, tokens * SHAPE.head_dim // 2).view(tokens, -1)
     turns, hidden = torch.polar(torch.ones_like(angles), angles), inputs(tokens, IN)
     want = layer(hidden.clone(), turns, store(), plan)

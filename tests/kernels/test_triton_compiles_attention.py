@@ -87,6 +87,7 @@ def kernels(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.sweep
 def test_nothing_spills_and_all_fits(kernels):
     names = [kernel["name"] for kernel in kernels]
     decode = ["_write_kv", "_decode", "_merge"]
@@ -98,6 +99,7 @@ def test_nothing_spills_and_all_fits(kernels):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.sweep
 def test_products_are_done_by_tensor_cores(kernels):
     for kernel in kernels:
         if kernel["name"] == "_decode":
@@ -109,6 +111,7 @@ def test_products_are_done_by_tensor_cores(kernels):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.sweep
 def test_two_decode_programs_fit_on_a_multiprocessor(kernels):
     for kernel in kernels:
         if kernel["name"] == "_decode":

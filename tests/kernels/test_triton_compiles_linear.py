@@ -22,7 +22,7 @@ from splittime.kernels.triton import unpacking
 
 SHARED_BYTES = 227 * 1024
 SPILLED_BYTES = 32  # of a thread: eight registers
-pytestmark = pytest.mark.timeout(600)  # with nothing compiled before, on a busy machine
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(600)]  # with nothing compiled before, on a busy machine
 
 
 @pytest.fixture(scope="module")

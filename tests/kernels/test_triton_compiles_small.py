@@ -17,7 +17,7 @@ KERNELS = {
 }  # fmt: skip
 MAX_SPILLED_BYTES = 16  # two registers of the search for thresholds, whose loops are not bound by that
 MAX_SHARED_BYTES = 8192
-pytestmark = pytest.mark.timeout(600)  # with nothing compiled before, on a busy machine
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(600)]  # with nothing compiled before, on a busy machine
 
 
 def test_every_small_kernel_compiles_for_an_h200():

@@ -7,13 +7,15 @@ from hypothesis import strategies as st
 
 from splittime.kernels import api
 from splittime.kernels.reference import kv_rounding
-from splittime.kernels.reference.ops import ReferenceOps
+from splittime.kernels.reference.ops import ReferenceNorm, ReferenceOps, ReferencePlan
 
 pytest.importorskip("triton")
 
 from splittime.kernels.triton import activation, norm, rotary
 from splittime.kernels.triton.device import device
 from splittime.kernels.triton.tiles import add_parts
+
+pytestmark = pytest.mark.sample(5)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ULPS = {torch.float32: 4e-7, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # of each dtype: one, relative
@@ -34,7 +36,7 @@ def assert_close(got, want, ulps=2, of=1 / 8):
 def test_rms_norm(sizes, dtype):
     x, weight = randn(*sizes, dtype=dtype) * 3, randn(sizes[1], seed=1, dtype=dtype)
     for eps in (1e-6, 0.5):
-        want = ReferenceOps(dtype).rms_norm(x, (weight, eps))
+        want = ReferenceOps(dtype).rms_norm(x, ReferenceNorm(weight, eps))
         packed = norm.pack(weight.to(DEVICE), eps)
         got = norm.rms_norm(x.to(DEVICE), packed)
         assert_close(got, want)
@@ -50,7 +52,7 @@ def test_rms_norm_of_zeros_and_of_no_lines():
 def test_each_head_has_its_own_scale_and_a_view_is_read_as_it_lies():
     x, weight = randn(4, 9, 5, 80)[:, 2:8].transpose(1, 2), randn(6, 80, seed=2)
     got = norm.rms_norm(x.to(DEVICE), norm.pack(weight.to(DEVICE), 1e-5))
-    assert_close(got, ReferenceOps(torch.float32).rms_norm(x, (weight, 1e-5)))
+    assert_close(got, ReferenceOps(torch.float32).rms_norm(x, ReferenceNorm(weight, 1e-5)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,7 +63,7 @@ def test_add_rms_norm(sizes, dtype):
     )
     total, normed = norm.add_rms_norm(x.to(DEVICE), residual.to(DEVICE), norm.pack(weight.to(DEVICE), 1e-6))
     assert_close(total, x + residual, ulps=1)
-    assert_close(normed, ReferenceOps(dtype).rms_norm(total.cpu(), (weight, 1e-6)))
+    assert_close(normed, ReferenceOps(dtype).rms_norm(total.cpu(), ReferenceNorm(weight, 1e-6)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,7 +113,8 @@ def a_write(tokens, dim, block_size, dtype, heads=3, kv_heads=2):
     angles = randn(50, dim // 2, seed=2) * 3
     positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(4))
     table = torch.polar(torch.ones_like(angles), angles)
-    return shape, (batch, shape, None), randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype), table, positions, places
+    plan = ReferencePlan(batch, shape, None)
+    return shape, plan, randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype), table, positions, places
 
 
 def new_store(shape, dtype):
@@ -137,7 +140,9 @@ def test_rope_write(dim, has_norm, dtype):
     shape, plan, qkv, table, positions, places = a_write(3, dim, 6, dtype)
     weight, reference = randn(5, dim, seed=4, dtype=dtype), ReferenceOps(dtype)
     want, store = qkv.clone(), new_store(shape, dtype)
-    reference.rope_write(want, (weight, 1e-3) if has_norm else None, table[positions], store_on_cpu(store), plan)
+    reference.rope_write(
+        want, ReferenceNorm(weight, 1e-3) if has_norm else None, table[positions], store_on_cpu(store), plan
+    )
     packed = norm.pack(weight.to(DEVICE), 1e-3) if has_norm else None
     got = run_rope_write(shape, qkv, packed, table, positions, places, store)
     assert_close(got, want, ulps=2, of=4)  # a turned element is a difference of two that may be as large as 4

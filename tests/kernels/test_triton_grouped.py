@@ -22,6 +22,8 @@ from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.grouped import ALONE_TOKENS, Experts, choose, grouped, lines, stack_experts
 from splittime.kernels.triton.tiles import Tiles
 
+pytestmark = pytest.mark.sample(5)
+
 BFLOAT16 = 2.0**-7 if is_interpreted() else 2.0**-8  # the interpreter cuts where a card rounds
 EPSILONS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: BFLOAT16}
 SCHEMES = [
@@ -103,6 +105,7 @@ def check(scheme, tokens, dtype):
     assert ((y.cpu().double() - true).abs() <= error).all()
 
 
+@pytest.mark.sweep
 def test_the_same_again_and_whatever_the_tiles():
     experts, _, _ = make(SCHEMES[1], torch.float16)
     x = inputs(20, WIDTH).to(device(), torch.float16)
@@ -208,8 +211,8 @@ def test_long_lists_of_choices():
 
 
 def test_what_is_refused():
-    dense = linear.DenseLinear(torch.zeros(4, 4))
+    dense = linear.DenseWeight(torch.zeros(4, 4))
     with pytest.raises(ConfigError, match="no grouped product"):
-        stack_experts([dense, linear.DenseLinear(torch.zeros(4, 8))], [dense, dense])
+        stack_experts([dense, linear.DenseWeight(torch.zeros(4, 8))], [dense, dense])
     with pytest.raises(ConfigError, match="no grouped product"):
-        stack_experts([linear.DenseLinear(torch.zeros(4, 4), torch.zeros(4))], [dense])
+        stack_experts([linear.DenseWeight(torch.zeros(4, 4), torch.zeros(4))], [dense])

@@ -1,4 +1,4 @@
-"""How many kernels a layer's decode step is: what a small model's time on a card is made of. docs/gpu.md tells them."""
+"""How many kernels a layer's decode step is: what a small model's time on a card is made of. The guide tells them."""
 
 from collections import Counter
 
@@ -9,12 +9,14 @@ pytest.importorskip("triton")
 import torch
 from launches import launches
 
-from splittime.kernels.api import KvShape, LayerKv, WeightScheme
+from splittime.kernels.api import KvShape, LayerKv, NotFused, WeightScheme
+from splittime.kernels.compose import ComposedLayer
+from splittime.kernels.layer import AttentionSpec, LayerSpec, MixtureSpec, MlpSpec, NormSpec, RopeSpec, RouterSpec
+from splittime.kernels.layer_weights import AttentionWeights, LayerWeights, MixtureWeights, MlpWeights
 from splittime.kernels.triton import attention, integers
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.ops import TritonOps
 from splittime.kernels.triton.tiles import Tiles
-from splittime.models.layers import Attention, DecoderLayer, MixtureOfExperts, Mlp
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="counted in the interpreter")
 WIDTH, HEADS, KV_HEADS, DIM, INNER, ROWS = 64, 4, 2, 16, 32, 3
@@ -25,18 +27,24 @@ def layer_of(ops: TritonOps, scheme: WeightScheme, num_experts: int = 0):
     def linear(out: int, columns: int):
         return ops.pack_linear([torch.randn(out, columns)], None, scheme)
 
-    def mlp() -> Mlp:
-        return Mlp(ops, linear(2 * INNER, WIDTH), linear(WIDTH, INNER))
+    def mlp() -> MlpWeights:
+        return MlpWeights(MlpSpec(INNER), linear(2 * INNER, WIDTH), linear(WIDTH, INNER))
 
     norm = ops.pack_norm(torch.ones(WIDTH), 1e-6)
     heads = ops.pack_norm(torch.ones(HEADS + KV_HEADS, DIM), 1e-6)
     qkv, output = linear((HEADS + 2 * KV_HEADS) * DIM, WIDTH), linear(WIDTH, HEADS * DIM)
-    attended = Attention(ops, qkv, output, heads, HEADS, KV_HEADS, DIM, None)
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, RopeSpec("default", 1e4), head_norm=NormSpec(1e-6))
+    mixer = AttentionWeights(spec, qkv, output, heads)
     if not num_experts:
-        return DecoderLayer(ops, norm, attended, norm, mlp())
+        weights = LayerWeights(LayerSpec(NormSpec(1e-6), spec, MlpSpec(INNER)), norm, mixer, norm, mlp())
+        unfused = ops.fuse(weights)
+        assert isinstance(unfused, NotFused)
+        return ComposedLayer(ops, weights, unfused.reason)
     router = ops.pack_linear([torch.randn(num_experts, WIDTH)], None, WeightScheme("float32"))
-    mixture = MixtureOfExperts(ops, router, tuple(mlp() for _ in range(num_experts)), 2, True)
-    return ops.fuse_layer(DecoderLayer(ops, norm, attended, norm, mixture))
+    chosen = RouterSpec(num_experts, 2, normalises=True)
+    mixture = MixtureWeights(chosen, router, tuple(mlp() for _ in range(num_experts)))
+    whole = LayerSpec(NormSpec(1e-6), spec, MixtureSpec(chosen, MlpSpec(INNER)))
+    return ops.fuse(LayerWeights(whole, norm, mixer, norm, mixture))
 
 
 def counted(scheme: WeightScheme, num_experts: int = 0) -> Counter[str]:
@@ -44,7 +52,7 @@ def counted(scheme: WeightScheme, num_experts: int = 0) -> Counter[str]:
     ops = TritonOps(torch.float32)
     layer, there = layer_of(ops, scheme, num_experts), device()
     numbers = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=there)
-    plan = attention.Plan(
+    plan = attention.PagedPlan(
         SHAPE, None, numbers, numbers[1:], numbers[:3, None], numbers[:3], numbers[:3], ROWS, max_context_tokens=16
     )
     store = LayerKv(torch.zeros(5, 2, KV_HEADS, 16 * DIM, device=there), None)

@@ -19,13 +19,16 @@ from integers import SCHEMES, inputs, name_of, rows_of
 
 from splittime.core.errors import ConfigError
 from splittime.kernels import reads, rounded
-from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
+from splittime.kernels.plain import Stack
 from splittime.kernels.reference import products, rounding
 from splittime.kernels.reference.ops import ReferenceOps
 from splittime.kernels.triton import integers as kernels
 from splittime.kernels.triton import linear, norm, tiles, w8a8
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.tiles import Tiles
+
+pytestmark = pytest.mark.sample(5)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BFLOAT16 = 2.0**-7 if is_interpreted() else 2.0**-8  # the interpreter cuts where a card rounds
@@ -41,7 +44,7 @@ def pack(rows, scheme, bias=None, columns=None, dtype=torch.float32):
     count, width = rows.integers.shape
     cuts = [0, count // 3, count // 2, count]
     parts = [rounded.rows_of(rows, begin, end) for begin, end in pairwise(cuts)]
-    return linear.pack_rounded(parts, count, width, bias, scheme, columns, dtype, device())
+    return linear.pack_rounded(parts, LinearShape(count, width, bias, scheme, columns), dtype, device())
 
 
 def within(y, true, sizes, dtype, columns, extra=0.0):
@@ -53,7 +56,7 @@ def within(y, true, sizes, dtype, columns, extra=0.0):
 
 def minima_sizes(x, weight):
     """sum |s (q - z) x| + |m x|, float64 [T, out], of a weight in groups."""
-    if not isinstance(weight, kernels.IntegerLinear) or not weight.has_minima:
+    if not isinstance(weight, kernels.IntegerWeight) or not weight.has_minima:
         return 0
     rows = kernels.unpacked(weight)
     group = torch.arange(weight.in_features) // weight.group
@@ -174,7 +177,7 @@ def test_the_order_of_columns_and_stacks(scheme):
     rows, order = rows_of(scheme, 40, 72), torch.randperm(72, generator=torch.Generator().manual_seed(3))
     x, residual = on_device(inputs(3, 72), torch.float32), on_device(inputs(3, 80, 3), torch.float32)
     plain, other = pack(rows, scheme), pack(rows, scheme, None, order)
-    y = linear.linear(x, linear.stack([plain, other]), residual) - residual
+    y = linear.linear(x, Stack((plain, other)), residual) - residual
     assert torch.allclose(y[:, :40], linear.linear(x, plain), atol=1e-5)
     assert torch.allclose(y[:, 40:], linear.linear(x[:, order.to(x.device)], plain), atol=1e-5)
     dense = linear.unpacked(other)

@@ -12,20 +12,22 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from splittime.core.sampling import SamplingParams
-from splittime.kernels import api
-from splittime.runner import logprobs as host_logprobs
-from splittime.runner import sampler
+from splittime.kernels.choose import make_backend
+from splittime.kernels.draw import DRAW
+from splittime.runner import logprobs, sampler
 from splittime.runner.randomness import uniforms
 
 pytest.importorskip("triton")
 
-from splittime.kernels.triton import logprobs, randomness, sampling
+from splittime.kernels.triton import randomness, sampling
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.weights import Draws
 
+pytestmark = pytest.mark.sample(5)
+
 DEVICE = device()
 TIMES = 1 if is_interpreted() else 200  # rows for each that the interpreter has time for
-TORCH = api.resolve("torch", torch.float32)
+TORCH = make_backend("torch", torch.float32)
 SMALL = sampling.Chunks(chunk=128, block=64, listed=32, ways=4)  # many of everything in a short row
 LAST = 1 - 2.0**-53  # the largest uniform number
 NO_SHRINKING = (Phase.explicit, Phase.generate)  # an example takes the interpreter a second
@@ -71,7 +73,7 @@ def draw(logits, params, indices, **options):
 
 def draws_of(uniform, **filters) -> Draws:
     """A draw for each of these uniform numbers; what `filters` names may be a number a row."""
-    lines = np.zeros(len(uniform), dtype=api.DRAW)
+    lines = np.zeros(len(uniform), dtype=DRAW)
     lines["uniform"], lines["temperature"], lines["top_p"] = uniform, 1.0, 1.0
     for name, value in filters.items():
         lines[name] = value
@@ -204,9 +206,10 @@ def test_a_larger_uniform_number_never_chooses_an_earlier_token(vocab, numbers):
 
 def test_log_probabilities_are_the_hosts():
     logits, tokens = randn(4, 500) * 3, [3, 99, 0, 499]
-    want = host_logprobs.describe(logits, tokens, [5] * 4)
     got = logprobs.describe(logits.to(DEVICE), torch.tensor(tokens, device=DEVICE), 5)
-    assert got.ranks.tolist() == [one.rank for one in want]
-    assert got.ids.tolist() == [[token for token, _ in one.top] for one in want]
-    torch.testing.assert_close(got.chosen.cpu(), torch.tensor([one.logprob for one in want]))
-    torch.testing.assert_close(got.values.cpu(), torch.tensor([[value for _, value in one.top] for one in want]))
+    for line, one in enumerate(logprobs.told(got, tokens, [5] * 4)):
+        want = logits[line].log_softmax(-1)
+        assert one.rank == 1 + int((want > want[tokens[line]]).sum())
+        assert [token for token, _ in one.top] == want.topk(5).indices.tolist()
+        assert one.logprob == pytest.approx(float(want[tokens[line]]), abs=1e-5)
+        assert [value for _, value in one.top] == pytest.approx(want.topk(5).values.tolist(), abs=1e-5)

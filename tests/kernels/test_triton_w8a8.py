@@ -14,13 +14,15 @@ from test_triton_linear import DTYPES, by_dtype, on_device, within
 
 from splittime.core.errors import ConfigError
 from splittime.kernels import reads
-from splittime.kernels.api import RoundedRows, WeightScheme
-from splittime.kernels.reference import eight_bits, products
+from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
+from splittime.kernels.reference import products
 from splittime.kernels.reference.ops import ReferenceOps
 from splittime.kernels.triton import linear, w8a8
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.grouped import grouped, stack_experts
 from splittime.kernels.triton.tiles import Tiles
+
+pytestmark = pytest.mark.sample(5)
 
 BLOCKS = WeightScheme("fp8", 128)
 CUT = 0.0 if is_interpreted() else 2.0**-6
@@ -40,13 +42,13 @@ def pack(rows, bias=None, dtype=torch.float32, cut=0):
     count, columns = rows.integers.shape
     cuts = [(0, cut), (cut, count)] if cut else [(0, count)]
     parts = [RoundedRows(rows.integers[begin:end], rows.scales[begin:end]) for begin, end in cuts]
-    return linear.pack_rounded(parts, count, columns, bias, BLOCKS, None, dtype, device())
+    return linear.pack_rounded(parts, LinearShape(count, columns, bias, BLOCKS, None), dtype, device())
 
 
 def check(x, packed, rows, residual=None, bias=None, tiles=None):
-    true = eight_bits.product(x.cpu().float(), rows, BLOCKS).double()
+    true = products.eight_bit_product(x.cpu().float(), rows, BLOCKS).double()
     absolute = RoundedRows(rows.integers.float().abs().to(torch.float8_e4m3fn), rows.scales)
-    sizes = eight_bits.product(x.cpu().float().abs(), absolute, BLOCKS).double()
+    sizes = products.eight_bit_product(x.cpu().float().abs(), absolute, BLOCKS).double()
     for added in (bias, residual):
         true = true if added is None else true + added.double().cpu()
         sizes = sizes if added is None else sizes + added.double().cpu().abs()
@@ -133,7 +135,7 @@ def test_one_scale_an_output():
     weights, scheme = inputs(24, 200, 9), WeightScheme("fp8")
     values, scales = products.quantize_fp8(weights)
     stored = RoundedRows(values, scales.unsqueeze(1))
-    packed = linear.pack_rounded([stored], 24, 200, None, scheme, None, torch.float32, device())
+    packed = linear.pack_rounded([stored], LinearShape(24, 200, None, scheme, None), torch.float32, device())
     twin = linear.pack_linear([weights], None, scheme, torch.float32, device())
     assert torch.equal(packed.values.view(torch.int8), twin.values.view(torch.int8))
     assert torch.equal(packed.scales, twin.scales)
@@ -143,7 +145,7 @@ def test_the_reference_multiplies_rounded_activations():
     """One token whose groups are far apart: a scale for all of it would lose the small one."""
     rows = rows_in_blocks(24, 256)
     ops = ReferenceOps(torch.float32)
-    packed = ops.pack_rounded([rows], 24, 256, None, replace(BLOCKS, rounds_activations=True))
+    packed = ops.pack_rounded([rows], LinearShape(24, 256, None, replace(BLOCKS, rounds_activations=True)))
     x = inputs(1, 256)
     x[:, :128] *= 1e-6
     y = ops.linear(x, packed)
@@ -165,10 +167,10 @@ def test_bytes_that_products_read():
 def test_what_is_refused(scheme):
     rows = rows_in_blocks(24, 256)
     with pytest.raises(ConfigError, match="fp8"):
-        linear.pack_rounded([rows], 24, 256, None, scheme, None, torch.float32, device())
+        linear.pack_rounded([rows], LinearShape(24, 256, None, scheme, None), torch.float32, device())
     integers = RoundedRows(torch.zeros(24, 256, dtype=torch.int8), rows.scales)
     with pytest.raises(ConfigError, match=r"integers of rounded rows are torch\.int8"):
-        linear.pack_rounded([integers], 24, 256, None, BLOCKS, None, torch.float32, device())
+        linear.pack_rounded([integers], LinearShape(24, 256, None, BLOCKS, None), torch.float32, device())
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9])
@@ -184,7 +186,7 @@ def test_experts(tokens, unit):
         values = rows.integers.roll(expert, 0)
         scales = (rows.scales if unit else rows.scales[:, :1]) * (1 + expert)
         rows = RoundedRows(values.contiguous(), scales.contiguous())
-        return linear.pack_rounded([rows], out, columns, None, scheme, None, torch.float32, device())
+        return linear.pack_rounded([rows], LinearShape(out, columns, None, scheme, None), torch.float32, device())
 
     gate_ups = [made(2 * inner, width, expert) for expert in range(experts)]
     downs = [made(width, inner, expert) for expert in range(experts)]

@@ -57,6 +57,24 @@ def test_reserve_refuses_with_nothing_changed() -> None:
     assert cache.reserve(lease, 16)
 
 
+def test_trim_takes_back_what_so_many_tokens_do_not_need() -> None:
+    cache = KVCache(num_blocks=8, block_size=4)
+    lease = Lease()
+    cache.reserve(lease, 6)
+    cache.commit(lease, list(range(6)), 6)
+    assert len(lease.unsent()) == 2
+    cache.reserve(lease, 15)
+    kept, dropped = lease.block_ids[:2], lease.block_ids[2:]
+    assert lease.unsent() == tuple(dropped)
+    for num_tokens in (8, 5):
+        cache.trim(lease, num_tokens)
+        assert (lease.block_ids, cache.num_used, cache.num_cached) == (kept, 2, 0)
+        cache.check([lease])
+    cache.reserve(lease, 9)
+    assert lease.unsent() == (lease.block_ids[2],)
+    cache.check([lease])
+
+
 def test_switching_prefix_caching_off_forgets_what_nobody_holds() -> None:
     cache = KVCache(num_blocks=8, block_size=4)
     lease, _ = lease_for(cache, list(range(8)))

@@ -1,152 +1,209 @@
-"""The laws that hold whatever happens: random arrivals, aborts, deadlines, tiny caches, preemptions, changed knobs.
+"""The laws that hold whatever happens: random arrivals, aborts, deadlines, tiny caches, preemptions, changed knobs,
+requests that are held and released, drafts that are right, wrong, or neither.
 
-After every step the scheduler's books are checked against the cache's. At the end: each submitted request has had
-exactly one terminal event; its account sums to its wall time; nothing is unattributed; blocks in use are zero; and what
-was generated is what an undisturbed request alone would have got (chunked = whole, preempted = undisturbed, prefix hit
-= cold, batched = alone).
+Everything comes as a message at an instant of virtual time, to the loop that serves. After every turn the scheduler's
+books are checked against the cache's. At the end: each submitted request has had exactly one terminal event; its
+account sums to its wall time; nothing is unattributed; blocks in use are zero; and what was generated is what an
+undisturbed request alone would have got (chunked = whole, preempted = undisturbed, prefix hit = cold, batched = alone,
+drafted = decoded one by one).
 """
 
+import itertools
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import msgspec
+from guessing import Guesser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.core.clock import VirtualClock
+from splittime.core.engine_stats import EngineStats
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
+from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.messages import Abort, Configure, StepOutput
 from splittime.engine.engine import Engine
-from splittime.engine.messages import EngineStats, StepOutput
-from splittime.ledger.account import Account
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord, verify_steps
+from splittime.runner.drafting import DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
-from splittime.scheduler.events import RequestOutput
+from splittime.scheduler.held import CAUSES
 from splittime.scheduler.scheduler import Scheduler
 from splittime.scheduler.state import RequestState
 from splittime.simulate.fake import FakeRunner, expected_tokens
+from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 MAX_MODEL_LEN = 40
 EOS_EVERY = 23
+VOCAB_SIZE = 50
+STEP_NS = 1010  # of one token
 
 
-@dataclass
+def following(_: str, token_ids: Sequence[int], count: int) -> list[int]:
+    """What a FakeRunner samples after these tokens; an end-of-sequence id does not stop it."""
+    found: list[int] = []
+    while len(found) < count:
+        found += expected_tokens([*token_ids, *found], count - len(found), VOCAB_SIZE, EOS_EVERY)
+    return found
+
+
+class CheckedCrank(Crank):
+    """Lets a world look around before and after each turn."""
+
+    def __init__(self, parts: EngineParts, world: "World") -> None:
+        super().__init__(parts, world.clock)
+        self._world = world
+
+    def submit(self, request: Request, received_ns: int) -> None:
+        self._world.before_submit(request)
+        super().submit(request, received_ns)
+        self._world.num_taken_in += 1
+        self._world.listen()
+
+    def turn(self) -> StepOutput | None:
+        before = self._world.before_turn()
+        output = super().turn()
+        self._world.after_turn(output, *before)
+        return output
+
+
 class World:
-    """An engine on a fake runner under a virtual clock, and everything that came out of it."""
+    """An engine on a fake runner in its loop under a virtual clock, and everything that came out of it.
 
-    config: SchedulerConfig
-    plans_ahead: bool = False
-    execution: str = "host"
-    clock: VirtualClock = field(default_factory=VirtualClock)
-    requests: dict[str, Request] = field(default_factory=dict)
-    accounts: dict[str, Account] = field(default_factory=dict)
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    ends: dict[str, list[FinishReason]] = field(default_factory=dict)
-    records: list[StepRecord] = field(default_factory=list)
-    told: list[EngineStats] = field(default_factory=list)
-    last_news: dict[str, RequestOutput] = field(default_factory=dict)
-    began_waiting: set[str] = field(default_factory=set)
+    at_ns: when the next event of the script comes.
+    """
 
-    def __post_init__(self) -> None:
-        runner = FakeRunner(self.config.block_size, 50, EOS_EVERY, 1000, 10, self.clock, self.execution, move_ns=5)
-        self.scheduler = Scheduler(self.config)
-        self.engine = Engine(self.scheduler, runner, self.clock, runner if self.plans_ahead else None)
+    def __init__(
+        self, config: SchedulerConfig, plans_ahead: bool = False, execution: str = "host", drafts: bool = False
+    ) -> None:
+        self.config, self.plans_ahead, self.execution = config, plans_ahead, execution
+        self.calls: list[tuple[int, Callable[[], object]]] = []  # of the scheduler, and from when on
+        self.clock, self.at_ns = VirtualClock(), 0
+        self.told: list[tuple[EngineStats, int]] = []  # and how many requests it had taken in
+        self.num_turns = self.num_taken_in = 0
+        self.scheduler = Scheduler(config)
+        self.engine = Engine(self.scheduler, plans_ahead=plans_ahead)
+        fake = FakeRunner(config.block_size, VOCAB_SIZE, EOS_EVERY, 1000, 10, self.clock, execution, move_ns=5)
+        drafting = DraftingRunner(fake, Guesser(following, VOCAB_SIZE), fake)
+        self.crank = CheckedCrank(self.parts(drafting if drafts else fake), self)
+        self.played = TimedRun(self.crank, self.clock, HostCosts(after_output_ns=3, per_message_ns=1))
+
+    def parts(self, runner: FakeRunner | DraftingRunner) -> EngineParts:
+        return EngineParts(self.engine, runner)
+
+    @property
+    def outcomes(self) -> dict[str, RequestOutcome]:
+        return self.played.outcomes
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return self.played.steps
 
     def submit(self, prompt: list[int], max_tokens: int, deadline_ns: int | None, priority: int) -> None:
         request = Request(
-            request_id=f"r{len(self.requests)}",
+            request_id=f"r{len(self.outcomes)}",
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(max_tokens=max_tokens, seed=0),
             eos_token_ids=(0,),
-            submitted_ns=self.clock.now_ns(),
+            submitted_ns=self.at_ns,
             priority=priority,
-            deadline_ns=None if deadline_ns is None else self.clock.now_ns() + deadline_ns,
+            deadline_ns=None if deadline_ns is None else self.at_ns + deadline_ns,
             cache_salt="even" if priority % 2 == 0 else "odd",
         )
-        self.requests[request.request_id] = request
-        self.accounts[request.request_id] = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)
-        self.tokens[request.request_id] = []
-        self.ends[request.request_id] = []
-        self.clock.advance(7)
-        self.engine.submit(request, self.clock.now_ns())
-        self.told.append(self.engine.stats())
-        self.clock.advance(1)
+        self.played.submit(request, self.at_ns + 7)
+        self.at_ns += 8
 
-    def step(self) -> None:
-        overdue = self.overdue()
-        self.began_waiting = {state.request_id for state in self.scheduler.queue}
-        output = self.engine.step()
+    def call(self, of_scheduler: Callable[[], object]) -> None:
+        """What a driver does that holds requests; a message to nobody brings about a turn."""
+        self.calls.append((self.at_ns, of_scheduler))
+        self.played.at(self.at_ns, Abort("nobody"))
+
+    def release_all(self) -> None:
+        for state in list(self.scheduler.held):
+            assert self.scheduler.release(state.request_id, self.clock.now_ns())
+
+    def before_submit(self, request: Request) -> None:
+        pass
+
+    def before_turn(self) -> tuple[list[RequestState], set[str]]:
+        self.num_turns += 1
+        assert self.num_turns < 20_000, "the engine makes no progress"
+        while self.calls and self.calls[0][0] <= self.clock.now_ns():
+            self.calls.pop(0)[1]()
+        return self.overdue(), {state.request_id for state in self.scheduler.queue}
+
+    def after_turn(self, output: StepOutput | None, overdue: list[RequestState], waiting: set[str]) -> None:
         self.scheduler.check()
-        self.verify_nobody_overtook(overdue, output)
-        self.told.append(self.engine.stats())
-        self.clock.advance(3)
-        if output is None:
-            return
-        if output.record is not None:
-            self.records.append(output.record)
-        for news in output.outputs:
-            self.accounts[news.request_id].extend(news.marks)
-            self.tokens[news.request_id] += news.token_ids
-            self.last_news[news.request_id] = news
-            if news.finish_reason is not None:
-                assert news.freed_ns is not None
-                self.ends[news.request_id].append(news.finish_reason)
-                self.accounts[news.request_id].close(news.freed_ns)
+        self.verify_nobody_overtook(overdue, waiting, output)
+        self.listen()
+
+    def listen(self) -> None:
+        self.told.append((self.crank.stats(), self.num_taken_in))
+
+    def run(self) -> None:
+        """Until all that was asked is done; what comes next comes after that."""
+        self.played.run()
+        self.at_ns = max(self.at_ns, self.clock.now_ns())
 
     def overdue(self) -> list[RequestState]:
         """Who has waited longer than the starvation bound, the longest wait first; the expired do not count."""
         now_ns, bound_ns = self.clock.now_ns(), self.scheduler.config.starvation_bound_ms * 1e6
-        waiting = sorted(entry for entry in self.scheduler.queue._by_age if entry[2].pushed == entry[1])
+        waiting = sorted(self.scheduler.queue._by_age)
         alive = [e for e in waiting if e[2].request.deadline_ns is None or e[2].request.deadline_ns > now_ns]
         return [state for since_ns, _, state in alive if now_ns - since_ns > bound_ns]
 
-    def verify_nobody_overtook(self, overdue: list[RequestState], output: StepOutput | None) -> None:
+    def verify_nobody_overtook(self, overdue: list[RequestState], waiting: set[str], output: StepOutput | None) -> None:
         """The overdue are admitted in the order of their waiting, and nobody else before all of them."""
         if output is None or output.record is None or self.scheduler.config.batching == "static":
             return
-        began = {request_id for request_id, _, _ in output.record.rows if request_id in self.began_waiting}
+        began = {request_id for request_id, _, _ in output.record.rows if request_id in waiting}
         was_admitted = [state.request_id in began for state in overdue]
         assert was_admitted == sorted(was_admitted, reverse=True), "an overdue request overtook a longer waiting one"
         if not all(was_admitted):
             assert began <= {state.request_id for state in overdue}, "somebody overtook an overdue request"
 
-    def run_dry(self) -> None:
-        steps = 0
-        while self.engine.has_work:
-            self.step()
-            steps += 1
-            assert steps < 5_000, "the engine makes no progress"
-
     def verify(self) -> None:
-        for request_id, request in self.requests.items():
-            assert len(self.ends[request_id]) == 1, f"{request_id} ended {self.ends[request_id]}"
-            account = self.accounts[request_id]
-            account.verify()
-            assert all(interval.stage is not Stage.UNATTRIBUTED for interval in account.intervals())
-            self.verify_tokens(request, self.ends[request_id][0], self.tokens[request_id])
+        for request_id, outcome in self.outcomes.items():
+            assert len(outcome.finish_reasons) == 1, f"{request_id} ended {outcome.finish_reasons}"
+            outcome.account.verify()
+            assert all(interval.stage is not Stage.UNATTRIBUTED for interval in outcome.account.intervals())
+            self.verify_tokens(outcome)
         assert self.scheduler.cache.num_used == 0
         assert not self.scheduler.has_requests
         verify_steps(self.records)
+        self.verify_drafts()
         self.verify_counters()
         if not self.plans_ahead:
             self.verify_recomputation()
         if not self.plans_ahead and self.execution != "host":
             self.verify_device_time()
-        assert sum(len(record.victims) for record in self.records) == self.scheduler.num_preemptions
-        for stats in self.told:
-            self.verify_waiting(stats)
+        assert sum(len(record.victims) for record in self.records) == self.scheduler.counts.num_preemptions
+        for stats, num_taken_in in self.told:
+            self.verify_waiting(stats, num_taken_in)
 
     def verify_counters(self) -> None:
         """What the engine counted is what its requests were told."""
-        told, admitted = self.engine.stats(), [n for n in self.last_news.values() if n.num_cached_tokens is not None]
-        assert told.output_tokens == sum(len(tokens) for tokens in self.tokens.values())
-        assert told.num_preemptions == sum(news.num_preemptions for news in self.last_news.values())
-        prompt_tokens = sum(len(self.requests[news.request_id].prompt_token_ids) for news in admitted)
+        told, outcomes = self.crank.stats(), list(self.outcomes.values())
+        admitted = [one for one in outcomes if one.num_cached_tokens is not None]
+        assert told.output_tokens == sum(len(one.token_ids) for one in outcomes)
+        assert told.num_preemptions == sum(one.num_preemptions for one in outcomes)
+        prompt_tokens = sum(len(one.request.prompt_token_ids) for one in admitted)
         assert told.prompt_tokens == told.prefix_query_tokens == prompt_tokens
-        assert told.prefix_hit_tokens == sum(news.num_cached_tokens or 0 for news in admitted)
-        assert told.prefix_host_hit_tokens == sum(news.num_host_tokens for news in admitted)
+        assert told.prefix_hit_tokens == sum(one.num_cached_tokens or 0 for one in admitted)
+        assert told.prefix_host_hit_tokens == sum(one.num_host_tokens for one in admitted)
+
+    def verify_drafts(self) -> None:
+        """They come of what the budget has left, and what came of them is counted."""
+        for record in self.records:
+            if record.verified:
+                assert sum(num_tokens for _, _, num_tokens in record.rows) <= self.config.max_num_batched_tokens
+        verified = [(drafts, accepted) for record in self.records for _, drafts, accepted in record.verified]
+        told = self.crank.stats()
+        if not self.plans_ahead:  # else a request may end between the two
+            assert told.draft_tokens == sum(drafts for drafts, _ in verified)
+            assert told.accepted_draft_tokens == sum(accepted for _, accepted in verified)
 
     def verify_recomputation(self) -> None:
         """What was computed before is computed again in `recompute`, however often it was preempted meanwhile, and
@@ -154,12 +211,13 @@ class World:
         computed: dict[str, int] = {}
         for record in self.records:
             for request_id, start, count in record.rows:
-                account = self.accounts[request_id]
+                account = self.outcomes[request_id].account
                 (stage,) = [i.stage for i in account.intervals() if i.begin_ns <= record.begin_ns < i.end_ns]
                 before = computed.get(request_id, 0)
                 assert (stage is Stage.RECOMPUTE) == (start < before), f"{request_id} is in {stage}"
                 assert stage in (Stage.RECOMPUTE, Stage.PREFILL, Stage.DECODE)
-                computed[request_id] = max(before, start + count)
+                wrong = sum(drafts - right for name, drafts, right in record.verified if name == request_id)
+                computed[request_id] = max(before, start + count - wrong)
 
     def verify_device_time(self) -> None:
         """On this clock the host hears of a step's end at once: the device worked, waited, or there was no work."""
@@ -167,23 +225,24 @@ class World:
             passed_ns = (after.end_ns - after.commit_ns) - (before.end_ns - before.commit_ns)
             assert after.gap_ns + after.idle_ns + after.busy_ns == passed_ns
 
-    def verify_waiting(self, stats: EngineStats) -> None:
+    def verify_waiting(self, stats: EngineStats, num_taken_in: int) -> None:
         """Who was said to wait, and for what, is what the books say once they are closed."""
         waits = [
             interval.cause or "not_told"
-            for account in self.accounts.values()
-            for interval in account.intervals()
+            for outcome in itertools.islice(self.outcomes.values(), num_taken_in)
+            for interval in outcome.account.intervals()
             if interval.stage in (Stage.QUEUE, Stage.PREEMPTED) and interval.begin_ns <= stats.now_ns < interval.end_ns
         ]
         assert Counter(waits) == stats.waiting_for
         assert len(waits) == stats.num_waiting
 
-    def verify_tokens(self, request: Request, end: FinishReason, tokens: list[int]) -> None:
+    def verify_tokens(self, outcome: RequestOutcome) -> None:
+        request, end = outcome.request, outcome.finish_reasons[0]
         limit = min(request.sampling.max_tokens or 0, MAX_MODEL_LEN - len(request.prompt_token_ids))
-        alone = expected_tokens(request.prompt_token_ids, limit, 50, EOS_EVERY)
-        assert tokens == alone[: len(tokens)]
+        alone = expected_tokens(request.prompt_token_ids, limit, VOCAB_SIZE, EOS_EVERY)
+        assert outcome.token_ids == alone[: len(outcome.token_ids)]
         if end in (FinishReason.STOP, FinishReason.LENGTH):
-            assert tokens == alone
+            assert outcome.token_ids == alone
 
 
 configs = st.builds(
@@ -223,6 +282,8 @@ events = st.one_of(
     st.tuples(st.just("steps"), st.integers(1, 12)),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("wait"), st.integers(0, 50_000)),
+    st.tuples(st.just("hold"), st.integers(0, 12), st.sampled_from(sorted(CAUSES))),
+    st.tuples(st.just("release"), st.integers(0, 12)),
     st.tuples(
         st.just("knobs"),
         st.sampled_from(
@@ -252,24 +313,27 @@ def play(world: World, event: tuple) -> None:
             for group, length, max_tokens, deadline_ns, priority in asked:
                 world.submit([1 + (i // (group + 1)) % 3 for i in range(length)], max_tokens, deadline_ns, priority)
         case ("steps", count):
-            for _ in range(count):
-                world.step()
+            world.at_ns += count * STEP_NS
         case ("abort", number):
-            world.engine.abort(f"r{number}")
+            world.played.at(world.at_ns, Abort(f"r{number}"))
         case ("wait", delay_ns):
-            world.clock.advance(delay_ns)
+            world.at_ns += delay_ns
+        case ("hold", number, cause):
+            world.call(lambda: world.scheduler.hold(f"r{number}", cause, world.clock.now_ns()))
+        case ("release", number):
+            world.call(lambda: world.scheduler.release(f"r{number}", world.clock.now_ns()))
         case ("knobs", knobs):
-            world.engine.configure(knobs)
+            world.played.at(world.at_ns, Configure(0, knobs))
 
 
 @settings(max_examples=300, deadline=None)
-@given(configs.map(shrink_cache), st.booleans(), st.booleans(), st.lists(events, min_size=3, max_size=30))
-def test_laws_hold_under_anything(
-    config: SchedulerConfig, plans_ahead: bool, is_apart: bool, script: list[tuple]
-) -> None:
-    world = World(config, plans_ahead, "eager" if is_apart else "host")
+@given(configs.map(shrink_cache), st.tuples(*[st.booleans()] * 3), st.lists(events, min_size=3, max_size=30))
+def test_laws_hold_under_anything(config: SchedulerConfig, kinds: tuple[bool, bool, bool], script: list[tuple]) -> None:
+    plans_ahead, is_apart, drafts = kinds
+    world = World(config, plans_ahead, "eager" if is_apart else "host", drafts)
     for event in script:
         play(world, event)
-    world.engine.configure({"paused": False})
-    world.run_dry()
+    play(world, ("knobs", {"paused": False}))
+    world.call(world.release_all)
+    world.run()
     world.verify()

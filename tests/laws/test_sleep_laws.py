@@ -5,21 +5,20 @@ engine is not awake ends at once, with the way out; what was forgotten is never 
 so a stale prefix would give other tokens); sleep is in the books as `asleep_ns`, to the nanosecond.
 """
 
-import sys
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
+from fake_sleeper import FakeSleeper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_laws import World, asks, configs, events, play, shrink_cache
 
-from splittime.core.errors import ErrorInfo, SplittimeError
-from splittime.core.request import FinishReason
+from splittime.core.request import FinishReason, Request
 from splittime.core.sleep import AWAKE, SleepAsk, SleepReport
-from splittime.engine.sleep import REFUSED_CODE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from fake_sleeper import FakeSleeper
+from splittime.drive.crank import EngineParts
+from splittime.drive.messages import Sleep, SleepDone, Wake
+from splittime.drive.residency import REFUSED_CODE
+from splittime.scheduler.config import SchedulerConfig
+from splittime.simulate.fake import FakeRunner
 
 SLEEP_NS = 1_000
 modes = st.sampled_from(["wait", "wait", "abort"])
@@ -31,68 +30,63 @@ wakes = st.just(("wake",))
 class SleepyWorld(World):
     """A `World` that is put to sleep and woken, and who heard what."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sleeper = FakeSleeper(self.engine._runner, SLEEP_NS, self.clock.advance, self.look_around)
-        self.engine.bed.sleeper = self.sleeper
-        self.answers: list[list[SleepReport | SplittimeError]] = []
-        self.errors: dict[str, ErrorInfo | None] = {}
+    def __init__(self, config: SchedulerConfig, plans_ahead: bool) -> None:
+        super().__init__(config, plans_ahead)
+        self.crank.wake = self.checked_wake  # type: ignore[method-assign]
+        self.num_calls = 0
         self.refused: set[str] = set()
         self.slept_ns = 0
         self.unbooked_ns = 0  # before the first step: there is no gap that it could be a part of
+
+    def parts(self, runner: FakeRunner) -> EngineParts:
+        self.sleeper = FakeSleeper(runner, SLEEP_NS, self.clock.advance, self.look_around)
+        return replace(super().parts(runner), sleeper=self.sleeper)
 
     def look_around(self) -> None:
         """Nothing runs, and the runner has no step."""
         assert not self.scheduler.has_requests
         assert self.scheduler.cache.num_used == 0
-        assert self.engine._flight is None
-        assert self.engine._following is None
+        assert self.engine.num_in_flight == 0
 
     def sleep(self, level: int, mode: str, timeout_s: float | None) -> None:
-        heard: list[SleepReport | SplittimeError] = []
-        self.answers.append(heard)
-        self.engine.sleep(SleepAsk(level, mode, timeout_s), self.clock.now_ns(), heard.append)
+        self.num_calls += 1
+        self.played.at(self.at_ns, Sleep(self.num_calls, SleepAsk(level, mode, timeout_s)))
 
     def wake(self) -> None:
-        was_asleep, was_awake = self.engine.bed.level > 0, self.engine.bed.rest.state == AWAKE
-        report = self.engine.wake()
+        self.num_calls += 1
+        self.played.at(self.at_ns, Wake(self.num_calls))
+
+    def checked_wake(self) -> SleepReport:
+        residency = self.crank.residency
+        was_asleep, was_awake = residency.level > 0, residency.rest.state == AWAKE
+        report = residency.wake()
         assert report.changed != was_awake
         assert (report.level > 0) == was_asleep
-        assert self.engine.bed.rest.state == AWAKE
+        assert residency.rest.state == AWAKE
         if was_asleep and self.records:
             self.slept_ns += report.end_ns - report.begin_ns + report.slept_ns
         elif was_asleep:
             self.unbooked_ns += report.end_ns - report.begin_ns + report.slept_ns
+        return report
 
-    def submit(self, prompt: list[int], max_tokens: int, deadline_ns: int | None, priority: int) -> None:
-        if self.engine.bed.rest.state != AWAKE:
-            self.refused.add(f"r{len(self.requests)}")
-        super().submit(prompt, max_tokens, deadline_ns, priority)
-
-    def step(self) -> None:
-        step = self.engine.step
-
-        def listening() -> Any:
-            output = step()
-            for news in output.outputs if output is not None else ():
-                self.errors[news.request_id] = news.error
-            return output
-
-        self.engine.step = listening
-        super().step()
-        self.engine.step = step
+    def before_submit(self, request: Request) -> None:
+        if self.crank.residency.rest.state != AWAKE:
+            self.refused.add(request.request_id)
 
     def verify(self) -> None:
         super().verify()
-        assert all(len(heard) == 1 for heard in self.answers)
-        for request_id in self.refused:
-            error = self.errors[request_id]
-            assert self.ends[request_id] == [FinishReason.ERROR]
-            assert self.tokens[request_id] == []
-            assert error is not None
-            assert (error.code, error.status) == (REFUSED_CODE, 503)
+        answered = [answer.call_id for answer in self.played.answers if isinstance(answer, SleepDone)]
+        assert sorted(answered) == list(range(1, self.num_calls + 1))
+        for request_id, outcome in self.outcomes.items():
+            is_refused = outcome.error is not None and "was put to sleep" not in outcome.error.message
+            is_refused = is_refused and outcome.error.code == REFUSED_CODE
+            assert is_refused == (request_id in self.refused)
+            if is_refused:
+                assert (outcome.finish_reasons, outcome.token_ids) == ([FinishReason.ERROR], [])
+                assert outcome.error.status == 503
         told_ns = sum(record.asleep_ns for record in self.records)
-        assert told_ns + self.engine.bed.take_slept_ns() == (self.slept_ns if self.records else self.unbooked_ns)
+        slept_ns = self.crank.residency.take_slept_ns()
+        assert told_ns + slept_ns == (self.slept_ns if self.records else self.unbooked_ns)
 
 
 @settings(max_examples=200, deadline=None)
@@ -101,7 +95,7 @@ class SleepyWorld(World):
     st.booleans(),
     st.lists(st.one_of(events, events, sleeps, wakes, wakes), min_size=4, max_size=30),
 )
-def test_laws_hold_with_sleep(config: Any, plans_ahead: bool, script: list[tuple]) -> None:
+def test_laws_hold_with_sleep(config: SchedulerConfig, plans_ahead: bool, script: list[tuple]) -> None:
     world = SleepyWorld(config, plans_ahead)
     for event in script:
         match event:
@@ -111,28 +105,28 @@ def test_laws_hold_with_sleep(config: Any, plans_ahead: bool, script: list[tuple
                 world.wake()
             case _:
                 play(world, event)
-    world.engine.configure({"paused": False})
+    play(world, ("knobs", {"paused": False}))
     world.wake()
-    world.run_dry()
+    world.call(world.release_all)
+    world.run()
     world.verify()
 
 
 @settings(max_examples=60, deadline=None)
 @given(configs.map(shrink_cache), st.booleans(), st.lists(asks, min_size=1, max_size=6), st.integers(0, 12), sleeps)
 def test_a_slept_through_script_gives_the_same_tokens(
-    config: Any, plans_ahead: bool, asked: list[tuple], steps: int, sleep: tuple
+    config: SchedulerConfig, plans_ahead: bool, asked: list[tuple], steps: int, sleep: tuple
 ) -> None:
     """The same requests before and after a sleep; the second time nothing is found in the prefix cache."""
     world = SleepyWorld(config, plans_ahead)
     play(world, ("burst", asked))
     play(world, ("steps", steps))
     world.sleep(*sleep[1:])
-    world.run_dry()
-    hits = world.scheduler.prefix_hit_tokens
+    world.run()
+    hits = world.crank.stats().prefix_hit_tokens
     world.wake()
     play(world, ("burst", asked[:1]))
-    world.step()
+    world.run()
     if world.sleeper.calls:
-        assert world.scheduler.prefix_hit_tokens == hits
-    world.run_dry()
+        assert world.crank.stats().prefix_hit_tokens == hits
     world.verify()

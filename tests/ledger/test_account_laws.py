@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.ledger.account import Account, Interval, verify_intervals
+from splittime.ledger.account import Account, StageInterval, verify_intervals
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 
 
@@ -29,6 +29,7 @@ def test_marks_in_any_order_are_taken_in_order_or_refused(entries):
             assert account.marks == before
         else:
             account.enter(stage, now_ns)
+        assert (account.stage, account.cause) == (account.marks[-1].stage, account.marks[-1].cause)
     account.close(100 if account.marks[-1].begin_ns <= 100 else account.marks[-1].begin_ns)
     account.verify()
 
@@ -56,7 +57,7 @@ def test_a_closed_account_takes_no_marks():
     ],
 )
 def test_what_is_not_contiguous_from_start_to_end_is_refused(spans, end_ns, words):
-    intervals = [Interval(Stage.DECODE, None, *span) for span in spans]
+    intervals = [StageInterval(Stage.DECODE, None, *span) for span in spans]
     if words is None:
         verify_intervals(intervals, 0, end_ns)
         return

@@ -6,11 +6,11 @@ import books
 import msgspec
 import pytest
 
+from splittime.core.engine_stats import EngineStats
 from splittime.diagnose.explain import explain
-from splittime.engine.messages import EngineStats
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.account_json import account_from_json, account_json
 from splittime.ledger.derive import device_book, verify_device_book
-from splittime.ledger.export import account_from_json, account_json
 from splittime.ledger.export.chrome_trace import trace
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.steps import StepRecord, verify_steps

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from splittime.engine.messages import EngineStats
+from splittime.core.engine_stats import EngineStats
 from splittime.ledger.device_time import device_time, is_paced, sentence
 from splittime.ledger.export.chrome_trace import trace
 from splittime.ledger.export.prometheus import PrometheusExporter

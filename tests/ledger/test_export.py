@@ -12,7 +12,7 @@ from hypothesis import given
 
 from splittime.core.errors import ErrorInfo
 from splittime.ledger.account import Account
-from splittime.ledger.export import account_from_json, account_json
+from splittime.ledger.account_json import account_from_json, account_json
 from splittime.ledger.export.chrome_trace import trace
 from splittime.ledger.export.server_timing import header
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage

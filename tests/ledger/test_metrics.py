@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from splittime.core.engine_stats import EngineStats
 from splittime.core.sleep import ASLEEP, Rest, SleepReport
-from splittime.engine.messages import EngineStats
 from splittime.ledger.account import Account
 from splittime.ledger.export.histogram import EDGES_NS, Histogram
 from splittime.ledger.export.metrics import METRICS, MetricSpec
 from splittime.ledger.export.prometheus import STEP_PARTS, PrometheusExporter
-from splittime.ledger.export.vllm_names import ALIASES, request_amounts
+from splittime.ledger.export.vllm import ALIASES, request_amounts
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger
@@ -83,7 +83,7 @@ def test_amounts_under_vllms_names_hold_stalls_and_leave_out_what_no_step_comput
 def test_prometheus_text_parses_and_counts():
     ledger = Ledger()
     stats = EngineStats(now_ns=0, num_waiting=3, blocks_used=1, blocks_total=4)
-    ledger.tell_facts = lambda: ServerFacts(version="", model='a "model"', max_model_len=100)
+    ledger.describe_by(lambda: ServerFacts(version="", model='a "model"', max_model_len=100))
     exporter = PrometheusExporter(ledger, lambda: stats)
     ledger.add_account(books.example(num_tokens=4, gap_ns=5_000_000))
     ledger.add_step(books.step(1, 0))

@@ -63,7 +63,7 @@ def test_each_step_tells_how_many_were_refused_before_it_however_few_are_kept():
 def test_each_step_tells_who_had_run_by_then():
     ledger = Ledger()
     ledger.add_step(books.step(1, 100))
-    ledger.tell_ran = lambda: Ran(server_ns=3, others_ns=5)
+    ledger.describe_by(None, lambda: Ran(server_ns=3, others_ns=5))
     ledger.add_step(books.step(2, 200))
     assert [(step.server_ran_ns, step.others_ran_ns) for step in ledger.steps()] == [(None, None), (3, 5)]
 
@@ -271,7 +271,7 @@ def test_the_file_keeps_the_latest_facts(tmp_path, monkeypatch):
     assert ledger.flush()
     assert open_readonly(path).facts() is None  # nobody has told any
     told = [FACTS]
-    ledger.tell_facts = lambda: told[-1]
+    ledger.describe_by(lambda: told[-1])
     wait_for(lambda: open_readonly(path).facts() == FACTS)
     told.append(msgspec.structs.replace(FACTS, settings={"a": 2}))
     wait_for(lambda: open_readonly(path).facts() == told[-1])
@@ -282,14 +282,14 @@ def test_the_file_keeps_the_latest_facts(tmp_path, monkeypatch):
 
 def test_facts_of_the_end_are_kept(tmp_path):
     ledger = Ledger(tmp_path / "l.sqlite")
-    ledger.tell_facts = lambda: FACTS
+    ledger.describe_by(lambda: FACTS)
     ledger.close()
     assert open_readonly(tmp_path / "l.sqlite").facts() == FACTS
 
 
 def test_who_tells_facts_cannot_break_the_file(tmp_path, caplog):
     ledger = Ledger(tmp_path / "l.sqlite")
-    ledger.tell_facts = lambda: 1 / 0
+    ledger.describe_by(lambda: 1 / 0)
     ledger.add_step(books.step(1, 0))
     ledger.close()
     assert len(open_readonly(tmp_path / "l.sqlite").steps()) == 1
@@ -315,7 +315,7 @@ def test_a_file_of_format_1_is_read_and_continued(tmp_path):
     assert open_readonly(path).facts() is None
     assert open_readonly(path).accounts() == [books.example()]
     ledger = Ledger(path)
-    ledger.tell_facts = lambda: FACTS
+    ledger.describe_by(lambda: FACTS)
     ledger.add_account(books.example("cmpl-b-0"))
     ledger.close()
     assert open_readonly(path).facts() == FACTS
@@ -576,7 +576,7 @@ def test_facts_are_asked_for_until_there_are_some_and_then_at_intervals(tmp_path
     monkeypatch.setattr(sqlite_file, "FACTS_INTERVAL_S", 1e6)
     asked, told = [], [None, None, None, FACTS]
     ledger = Ledger(tmp_path / "l.sqlite")
-    ledger.tell_facts = lambda: asked.append(1) or told[min(len(asked) - 1, 3)]
+    ledger.describe_by(lambda: asked.append(1) or told[min(len(asked) - 1, 3)])
     wait_for(lambda: open_readonly(tmp_path / "l.sqlite").facts() == FACTS)
     for i in range(5):
         ledger.add_step(books.step(i, i))

@@ -7,14 +7,14 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from splittime.engine.messages import EngineStats
+from splittime.core.engine_stats import EngineStats
 from splittime.ledger.account import REFUSED, Account, ClosedAccount
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger
 
-RECORDED = Path(__file__).parents[1] / "loadgen" / "fixtures" / "vllm_after.txt"
+RECORDED = Path(__file__).parents[1] / "bench" / "fixtures" / "vllm_after.txt"
 MAX_MODEL_LEN = 512  # of the recorded server
 SETTINGS = {"block_size": 16, "kv_cache_dtype": "int8", "enable_prefix_caching": True}
 NOTHING_TO_SAY = (  # this server has no such thing, or does not measure it
@@ -49,7 +49,7 @@ def refused() -> ClosedAccount:
 @pytest.fixture
 def exporter() -> PrometheusExporter:
     ledger = Ledger()
-    ledger.tell_facts = lambda: ServerFacts(version="", model="m", max_model_len=MAX_MODEL_LEN, settings=SETTINGS)
+    ledger.describe_by(lambda: ServerFacts(version="", model="m", max_model_len=MAX_MODEL_LEN, settings=SETTINGS))
     stats = EngineStats(
         now_ns=0, num_waiting=3, blocks_total=9, host_blocks_total=4, prefix_hit_tokens=48, prefix_host_hit_tokens=16
     )

@@ -7,7 +7,7 @@ import tiny_config
 import torch
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.api import resolve
+from splittime.kernels.choose import make_backend
 from splittime.models.config import load_config
 from splittime.models.quant.plan import choose
 from splittime.models.weights.load import load_decoder
@@ -18,7 +18,7 @@ from splittime.runner.load import load
 
 def decoder_of(folder):
     plan = choose(None, "float32")
-    return load_decoder(folder, load_config(folder), resolve("reference", torch.float32), plan, 16, is_dummy=True)
+    return load_decoder(folder, load_config(folder), make_backend("reference", torch.float32), plan, 16, is_dummy=True)
 
 
 def test_no_file_but_the_config_is_needed_and_every_start_has_the_same_weights(tmp_path):

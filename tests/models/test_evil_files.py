@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 from tiny_config import CONFIG
 
 from splittime.core.errors import ConfigError
-from splittime.engine.tokenizer import Tokenizer
 from splittime.models.config import load_config
 from splittime.models.gguf.file import GgufFile
 from splittime.models.limits import MAX_HEADER_BYTES, MAX_METADATA_VALUES
 from splittime.models.weights.checkpoint import Checkpoint
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
+from splittime.text.tokenizer import Tokenizer
 
 MAX_GROWTH_BYTES = 400 << 20  # of this process, over all examples of a property
 
@@ -237,7 +237,7 @@ def load_or_refuse(folder):
         num_threads=1,
     )
     try:
-        TorchRunner.load(config)
+        load_torch_runner(config)
     except ConfigError:
         return False
     return True

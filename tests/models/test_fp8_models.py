@@ -4,8 +4,6 @@ The torch kernels and the native ones round nothing beyond the file. The referen
 e4m3 as well, as the files mean it: `equivalence/test_triton_models.py` has those against each other."""
 
 import json
-import sys
-from pathlib import Path
 
 import fp8_layouts as fp8
 import pytest
@@ -14,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from test_stored_models import MOE, PROMPT, QWEN3, needs, run
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
-
 from splittime.core.errors import ConfigError
+
+pytestmark = pytest.mark.sample(4)
 
 ROUNDED_ERROR = 0.4  # of the logits' spread, of e4m3 activations in two layers; a lost scale makes it far more
 

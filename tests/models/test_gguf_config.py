@@ -6,6 +6,7 @@ import pytest
 from gguf_bytes import content, key, tensor, text, u32, u64
 
 from splittime.core.errors import ConfigError
+from splittime.kernels.layer import MixtureSpec
 from splittime.models.gguf.checkpoint import GgufCheckpoint
 from splittime.models.gguf.config import load_gguf_config
 
@@ -49,15 +50,16 @@ def write(tmp_path, keys, tensors=(("token_embd.weight", (WIDTH, ROWS)),), kind=
 
 def test_what_is_not_said_has_its_usual_value(tmp_path):
     config = load_gguf_config(write(tmp_path, keys_of()))
-    assert (config.architecture, config.vocab_size, config.head_dim, config.num_kv_heads) == (
+    layer, position = config.layers[0], config.layers[0].mixer.position
+    assert (config.architecture, config.vocab_size, layer.mixer.head_dim, layer.mixer.num_kv_heads) == (
         "LlamaForCausalLM",
         ROWS,
         WIDTH // 4,
         2,
     )
-    assert (config.rms_norm_eps, config.rope.rope_type, config.rope.theta) == (0.5, "default", 10_000.0)
-    assert (config.tie_word_embeddings, config.qkv_bias, config.moe, config.eos_token_ids) == (True, False, None, ())
-    assert config.layer_windows == (None, None)
+    assert (layer.norm.eps, position.rope_type, position.theta) == (0.5, "default", 10_000.0)
+    assert (config.tie_word_embeddings, layer.mixer.qkv_bias, config.has_routers) == (True, False, False)
+    assert (config.eos_token_ids, config.num_layers, config.windows) == ((), 2, [])
 
 
 @pytest.mark.parametrize(
@@ -81,10 +83,10 @@ def test_tensors_say_the_rest(tmp_path):
     ]
     experts = {"expert_count": (4, u32(4)), "expert_used_count": (4, u32(2))}
     config = load_gguf_config(write(tmp_path, keys_of(**experts), tensors))
-    assert (config.tie_word_embeddings, config.qkv_bias, config.output_bias) == (False, True, False)
-    assert config.moe is not None
-    assert config.moe.layers == (False, True)
-    assert (config.rope.rope_type, config.rope.divisors) == ("divided", (2.0,) * 8)
+    mixer = config.layers[0].mixer
+    assert (config.tie_word_embeddings, mixer.qkv_bias, mixer.output_bias) == (False, True, False)
+    assert [isinstance(layer.feed_forward, MixtureSpec) for layer in config.layers] == [False, True]
+    assert (mixer.position.rope_type, mixer.position.divisors) == ("divided", (2.0,) * 8)
 
 
 def test_ends_of_a_turn(tmp_path):

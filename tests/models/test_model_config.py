@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from splittime.core.errors import ConfigError
+from splittime.kernels.layer import AttentionSpec, LayerSpec, MixtureSpec, MlpSpec, NormSpec, RopeSpec, RouterSpec
+from splittime.models.architectures import ARCHITECTURES
 from splittime.models.config import load_config, parse_config
-from splittime.models.registry import ARCHITECTURES
 
 CONFIGS = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "models" / "configs"
 LLAMA = {
@@ -34,28 +35,23 @@ def parse(**changes):
 
 def test_defaults_of_llama():
     config = parse()
-    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
-    assert (config.rope.rope_type, config.rope.theta) == ("default", 10_000.0)
-    assert not (config.qkv_bias)
-    assert not (config.output_bias)
-    assert not (config.mlp_bias)
-    assert not (config.qk_norm)
+    mixer = AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=16, position=RopeSpec("default", 10_000.0))
+    assert config.layers == (LayerSpec(NormSpec(1e-6), mixer, MlpSpec(128)),) * 4
     assert not (config.tie_word_embeddings)
-    assert config.layer_windows == (None,) * 4
-    assert (config.moe, config.checkpoint_dtype) == (None, "float32")
+    assert (config.norm, config.checkpoint_dtype) == (NormSpec(1e-6), "float32")
 
 
 def test_both_generations_of_rope_settings():
     old = parse(rope_theta=500_000.0, rope_scaling=LLAMA3, torch_dtype="bfloat16")
     new = parse(rope_parameters={**LLAMA3, "rope_theta": 500_000.0}, dtype="bfloat16")
     assert old == new
-    assert old.rope.theta == 500_000.0
-    assert parse(rope_scaling={"type": "linear", "factor": 2.0}).rope.factor == 2.0
+    assert old.layers[0].mixer.position.theta == 500_000.0
+    assert parse(rope_scaling={"type": "linear", "factor": 2.0}).layers[0].mixer.position.factor == 2.0
 
 
 def test_sliding_windows():
     def windows(name, **changes):
-        return parse(architectures=[name], **changes).layer_windows
+        return tuple(layer.mixer.window_tokens for layer in parse(architectures=[name], **changes).layers)
 
     assert windows("LlamaForCausalLM", sliding_window=8) == (None,) * 4
     assert windows("MistralForCausalLM", sliding_window=8) == (8,) * 4
@@ -69,18 +65,18 @@ def test_sliding_windows():
 
 
 def test_mixtures_of_experts():
-    moe = parse(
+    layers = parse(
         architectures=["Qwen3MoeForCausalLM"],
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         decoder_sparse_step=2,
         mlp_only_layers=[3],
-    ).moe
-    assert (moe.num_experts, moe.num_experts_per_tok, moe.intermediate_size) == (8, 2, 24)
-    assert (moe.layers, moe.normalises) == ((False, True, False, False), False)
-    mixtral = parse(architectures=["MixtralForCausalLM"], num_local_experts=4).moe
-    assert (mixtral.intermediate_size, mixtral.num_experts_per_tok, mixtral.normalises) == (128, 2, True)
+    ).layers
+    plain, experts = MlpSpec(128), MixtureSpec(RouterSpec(8, 2, normalises=False), MlpSpec(24))
+    assert [layer.feed_forward for layer in layers] == [plain, experts, plain, plain]
+    mixtral = parse(architectures=["MixtralForCausalLM"], num_local_experts=4).layers[0].feed_forward
+    assert mixtral == MixtureSpec(RouterSpec(4, 2, normalises=True), MlpSpec(128))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +139,9 @@ def test_published_configs():
         name = values["architectures"][0]
         if name in ARCHITECTURES and "quantization_config" not in values:
             config = parse_config(values)
-            assert config.head_dim == values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
+            assert config.layers[0].mixer.head_dim == values.get(
+                "head_dim", values["hidden_size"] // values["num_attention_heads"]
+            )
         else:
             with pytest.raises(ConfigError, match=f"{name}|quant"):
                 parse_config(values)
@@ -155,11 +153,11 @@ MIXED = {**QWEN, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
 def test_rope_settings_by_kind_of_layer_are_read_where_the_layers_agree():
-    want = parse(rope_theta=5e5, rope_scaling=LLAMA3).rope
-    assert parse(rope_parameters={"full_attention": NESTED["full_attention"]}).rope == want
-    assert parse(**MIXED, rope_parameters=NESTED).rope == want
+    want = parse(rope_theta=5e5, rope_scaling=LLAMA3).layers[0].mixer.position
+    assert parse(rope_parameters={"full_attention": NESTED["full_attention"]}).layers[0].mixer.position == want
+    assert parse(**MIXED, rope_parameters=NESTED).layers[0].mixer.position == want
     other = {**NESTED, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    assert parse(rope_parameters=other).rope == want  # a Llama has no sliding layers
+    assert parse(rope_parameters=other).layers[0].mixer.position == want  # a Llama has no sliding layers
     with pytest.raises(ConfigError, match=r"rope_parameters\.full_attention is llama3 .*sliding_attention is default"):
         parse(**MIXED, rope_parameters=other)
 
@@ -186,6 +184,6 @@ def test_two_forms_of_rope_settings_may_not_contradict_each_other():
         "rope_scaling": {"type": "linear", "factor": 2.0},
         "rope_parameters": {"rope_type": "linear", "factor": 2.0},
     }
-    assert parse(**both).rope.factor == 2.0
+    assert parse(**both).layers[0].mixer.position.factor == 2.0
     with pytest.raises(ConfigError, match=r"rope_parameters is default .* rope_scaling is linear"):
         parse(**{**both, "rope_parameters": {"rope_type": "default"}})

@@ -5,19 +5,15 @@ import json
 import logging
 import os
 import shutil
-import sys
 import threading
-from pathlib import Path
 
 import pytest
+import tiny_checkpoint
 import torch
 from native_or_not import has_native_kernels
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
-import tiny_checkpoint
-
-from splittime.kernels.api import resolve
+from splittime.kernels.choose import make_backend
 from splittime.models.config import load_config
 from splittime.models.quant.plan import choose
 from splittime.models.weights import cache, fingerprint, packed_file
@@ -39,11 +35,11 @@ def model(tmp_path):
 def load(model, folder, quantization="int4", kernels="native"):
     """(all blobs one after the other, what became of the cache)."""
     plan = choose(quantization, "float32")
-    loaded = load_decoder(model, load_config(model), resolve(kernels, torch.float32), plan, 64, folder)
+    loaded = load_decoder(model, load_config(model), make_backend(kernels, torch.float32), plan, 64, folder)
     blobs = []
     for layer in loaded.decoder.layers:
-        owner = getattr(layer, "_owners", layer)
-        packed = (owner.attention.qkv, owner.attention.output, owner.mlp.gate_up, owner.mlp.down)
+        mixer, mlp = layer.weights.mixer, layer.weights.feed_forward
+        packed = (mixer.qkv, mixer.output, mlp.gate_up, mlp.down)
         blobs += [one.blob for one in packed if kernels == "native"]
     blobs += [loaded.decoder.head.blob] if kernels == "native" else []
     return torch.cat(blobs) if blobs else None, loaded.cache_story

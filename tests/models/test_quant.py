@@ -2,15 +2,17 @@
 
 import ctypes
 
+import product_bounds as bounds
 import pytest
 import torch
 from native_or_not import has_native_kernels
 
-from splittime.kernels.api import WeightScheme, resolve
+from splittime.kernels.api import WeightScheme
+from splittime.kernels.choose import make_backend
 from splittime.kernels.native import library as native
 from splittime.kernels.native import memory
 from splittime.kernels.reference import rounding
-from splittime.models.quant import bounds, plan
+from splittime.models.quant import plan
 
 INT8, INT4 = WeightScheme("int8"), WeightScheme("int4", 64)
 SCHEMES = [INT8, INT4, WeightScheme("int4", 32)]
@@ -71,10 +73,10 @@ def test_the_errors_bound_is_reached():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_native_packing_rounds_alike_to_the_last_bit(scheme, shape, dtype):
     weight = weight_of(*shape, dtype)
-    ops = resolve("native", torch.float32)
+    ops = make_backend("native", torch.float32)
     packed = ops.pack_linear([weight], None, scheme)
     unpacked = torch.empty(shape)
-    native.library().st_unpack(ctypes.byref(packed.struct()), unpacked.data_ptr())
+    native.library().st_unpack(ctypes.byref(packed.struct), unpacked.data_ptr())
     values, scales = rounding.quantize(weight, scheme)
     assert torch.equal(unpacked, rounding.dequantize(values, scales, scheme))
     values, scales, blob = values.contiguous(), scales.contiguous(), memory.allocate(len(packed.blob))
@@ -94,7 +96,7 @@ def test_products_stay_within_the_bound(scheme, shape, kernels):
         pytest.skip("no native kernels")
     weight, x = weight_of(*shape), inputs_of(shape[1])
     bias, residual = inputs_of(shape[0])[0], inputs_of(shape[0])
-    ops = resolve(kernels, torch.float32)
+    ops = make_backend(kernels, torch.float32)
     parts = [weight[:16], weight[16:]] if shape[0] > 16 else [weight]
     y = ops.linear(x, ops.pack_linear(parts, bias, scheme), residual.clone())
     true = x.double() @ weight.double().T + bias + residual

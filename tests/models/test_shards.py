@@ -64,9 +64,10 @@ def test_a_number_that_does_not_divide_is_refused_by_name(changes, count, name):
 @pytest.mark.parametrize(("count", "kv_heads"), [(2, 2), (4, 1), (8, 1)])
 def test_a_rank_is_told_of_its_part(count, kv_heads):
     own = own_config(parse_config(MODEL), Rank(0, count))
-    assert (own.num_heads, own.num_kv_heads) == (8 // count, kv_heads)
-    assert own.moe.intermediate_size == 96 // count
-    assert (own.vocab_size, own.hidden_size, own.head_dim) == (100, 64, 8)
+    mixer, experts = own.layers[0].mixer, own.layers[0].feed_forward
+    assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (8 // count, kv_heads, 8)
+    assert experts.expert.inner == 96 // count
+    assert (own.vocab_size, own.hidden_size) == (100, 64)
 
 
 def test_every_linear_module_has_a_cut():

@@ -270,7 +270,7 @@ NAN, INFINITY = set_first(float("nan")), set_first(float("inf"))
         ({"case": "w8a8", "weight": lambda weight: weight.float()}, r"m\.weight is torch\.float32"),
         ({"case": "w8a8 asymmetric", "weight_zero_point": None}, r"m\.weight_zero_point .*missing"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " ".join([value["case"], *list(value)[1:]]),
 )
 def test_a_broken_checkpoint_is_refused_with_the_tensors_name(tmp_path, change, told):
     quantization, tensors, num_out, num_in = spoil(dict(change))

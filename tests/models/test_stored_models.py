@@ -3,24 +3,22 @@ oracle. Torch's kernels round nothing more than the file did; native ones round 
 does the reference where the file says so."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import stored_layouts as layouts
 import torch
+from driving import Driver, Sequence
+from listening import heard
 from native_or_not import has_native_kernels
 from safetensors.torch import save_file
 from test_stored_formats import AWQ, GPTQ, PACKED, W8A8, compressed
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
-from driving import Driver, Sequence
-from listening import heard
-
 from splittime.core.errors import ConfigError
 from splittime.models.weights.formats.stored import GroupedWeight
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
+
+pytestmark = pytest.mark.sample(8)
 
 PROMPT = [5, 17, 3, 42, 8, 8, 61, 20, 33, 1, 50, 12]
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
@@ -142,7 +140,7 @@ def run(folder, packed_cache="off", **settings):
     """(logits after each token of the prompt [tokens, vocab], greedy tokens, what was resolved)."""
     settings = {"kernels": "torch", "dtype": "float32", **settings}
     config = RunnerConfig(model_path=str(folder), packed_cache=str(packed_cache), max_num_seqs=2, **settings)
-    runner = TorchRunner.load(config)
+    runner = load_torch_runner(config)
     seen = heard(runner)
     tokens = Driver(runner).generate(Sequence("a", PROMPT), 6, chunks=[7])
     return torch.cat(seen)[: len(PROMPT)], tokens, runner.resolved
@@ -236,7 +234,7 @@ def test_progress_and_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("splittime.models.weights.packing.PIECE_BYTES", 1)
     told = []
     config = RunnerConfig(model_path=str(tmp_path), packed_cache="off", kernels="native")
-    TorchRunner.load(config, on_layer=lambda done, total, num_bytes: told.append((done, total)))
+    load_torch_runner(config, on_layer=lambda done, total, num_bytes: told.append((done, total)))
     assert torch.equal(run(tmp_path, kernels="native")[0], whole)
     assert told == [(1, 2), (2, 2)]
     assert max(end - begin for begin, end in asked) == 64

@@ -6,7 +6,8 @@ import pytest
 
 from server.conftest import LiveServer, say
 from server.fake_engine import FakeEngine
-from splittime.server.config import ModelInfo, ServerConfig
+from splittime.api.limits import ModelInfo
+from splittime.server.config import ServerConfig
 
 openai = pytest.importorskip("openai")
 

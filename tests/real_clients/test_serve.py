@@ -23,7 +23,6 @@ import aiohttp
 import openai
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.server_process import free_port, get_json, wait_until_ready
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.store import open_readonly

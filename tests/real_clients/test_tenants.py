@@ -7,11 +7,9 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.server_process import free_port, wait_until_ready
 
 pytestmark = pytest.mark.timeout(500)

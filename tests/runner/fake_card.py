@@ -2,7 +2,7 @@
 refuses, or waits for, shows without it.
 
     with FakeCard() as card:
-        runner = TorchRunner.load(...)          takes the path of a card, its kernels in Triton's interpreter
+        runner = load_torch_runner(...)          takes the path of a card, its kernels in Triton's interpreter
 
 * An operation, or a launch, that takes tensors of both sides is a `CardError`, as on a card.
 * What makes the host wait (`.item()`, `.tolist()`, indexing by booleans, copies from memory that is not pinned) is

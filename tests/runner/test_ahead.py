@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from splittime.core.errors import EngineError
-from splittime.core.plan import StepPlan, StepResult
+from splittime.core.step import StepPlan, StepResult
 from splittime.runner.ahead import RunnerThread
 
 
@@ -101,7 +101,7 @@ def last():
     held[0].launch(StepPlan(2, ()))
     held[0].collect()
 
-from splittime.core.plan import StepPlan, StepResult
+from splittime.core.step import StepPlan, StepResult
 from splittime.runner.ahead import RunnerThread
 held.append(RunnerThread(lambda plan: StepResult(plan.step_id, ())))
 """

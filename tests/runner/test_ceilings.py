@@ -7,10 +7,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from splittime.kernels.api import WeightScheme, resolve
+from splittime.core.facts import Machine
+from splittime.kernels.api import WeightScheme
+from splittime.kernels.choose import make_backend
 from splittime.kernels.cpu.ops import CpuOps
 from splittime.kernels.native.library import LibraryMissing, library
-from splittime.runner import ceilings, ceilings_file, machine
+from splittime.runner import ceilings, machine
 from splittime.runner.ceilings import Gauge
 
 FLOAT32 = WeightScheme("float32")
@@ -35,7 +37,7 @@ def gauge(folder, ops=None, threads: int = 1) -> Gauge:
     return Gauge(ops or CpuOps(torch.float32), FLOAT32, threads, folder)
 
 
-def measured(one: Gauge) -> ceilings.Ceilings:
+def measured(one: Gauge) -> Machine:
     found = list(one.measure())
     assert found[:-1] == [None] * (len(found) - 1)
     return found[-1]
@@ -79,15 +81,15 @@ def test_a_piece_reads_one_part_and_a_pass_is_their_sum(monkeypatch):
 @pytest.mark.skipif(not native_is_there(), reason="no native kernels")
 @pytest.mark.parametrize("scheme", ["float32", "int8", "int4"])
 def test_native_kernels_are_measured_in_their_scheme(tmp_path, scheme):
-    one = Gauge(resolve("native", torch.float32), WeightScheme(scheme, 64 if scheme == "int4" else 0), 2, tmp_path)
+    one = Gauge(make_backend("native", torch.float32), WeightScheme(scheme, 64 if scheme == "int4" else 0), 2, tmp_path)
     assert measured(one).operations_per_s > 1e7
 
 
 def test_the_best_of_the_last_days_counts(tmp_path):
     measured(gauge(tmp_path))
-    path = tmp_path / ceilings_file.NAME
+    path = tmp_path / ceilings.FILE_NAME
     [(key, [(at_ns, _, _)])] = json.loads(path.read_text()).items()
-    long_ago_ns = at_ns - (ceilings_file.MAX_AGE_S + 60) * 10**9
+    long_ago_ns = at_ns - (ceilings.MAX_AGE_S + 60) * 10**9
     hours_ago_ns = at_ns - 7200 * 10**9
     path.write_text(
         json.dumps(
@@ -115,7 +117,7 @@ def test_the_best_of_the_last_days_counts(tmp_path):
     "damage", ["", "{", "[1]", '{"k": 3}', '{"k": [[1, "a", 3]]}', '{"k": [[1]]}', '{"k": [[1, 2.0, 3.0]]}', "\x00\xff"]
 )
 def test_a_damaged_file_is_as_none(tmp_path, damage):
-    (tmp_path / ceilings_file.NAME).write_bytes(damage.encode("latin-1"))
+    (tmp_path / ceilings.FILE_NAME).write_bytes(damage.encode("latin-1"))
     assert gauge(tmp_path).known().measured_at_unix_ns is None
     assert measured(gauge(tmp_path)) == gauge(tmp_path).known()
 

@@ -9,13 +9,16 @@ import torch
 pytest.importorskip("triton")
 
 from splittime.core.clock import SystemClock
-from splittime.core.errors import ConfigError
-from splittime.core.plan import PENDING, Admitted, Row, StepPlan
+from splittime.core.errors import ConfigError, EngineError
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import PENDING, Admitted, Row, StepPlan
+from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
-from splittime.kernels.api import WeightScheme, resolve
+from splittime.kernels.api import WeightScheme
+from splittime.kernels.choose import make_backend
 from splittime.ledger.steps import verify_steps
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.device import ceilings
 from splittime.runner.device.graphs import DecodeGraphs
@@ -45,24 +48,24 @@ def folder(tmp_path_factory):
 
 def load(folder, kernels: str, **settings) -> TorchRunner:
     given = {"model_path": str(folder), "kernels": kernels, "max_num_seqs": 4, "num_threads": 1, **LIMITS, **settings}
-    return TorchRunner.load(RunnerConfig(**given))
+    return load_torch_runner(RunnerConfig(**given))
 
 
 def generate(runner: TorchRunner, is_ahead: bool, records: list | None = None):
     """Six requests of four kinds of sampling, four at a time, in blocks that do not suffice for all."""
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, num_blocks=runner.resolved.num_blocks, **LIMITS)
     scheduler = Scheduler(config)
-    engine = Engine(scheduler, runner, SystemClock(), runner if is_ahead else None)  # type: ignore[arg-type]
+    crank = Crank(EngineParts(Engine(scheduler, plans_ahead=is_ahead), runner), SystemClock())  # type: ignore[arg-type]
     for number, sampling in enumerate(ASKED):
         prompt = tuple((7 * number + 3 * place) % 61 for place in range(6 + 3 * number))
         request = Request(
             request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling, eos_token_ids=(2,), submitted_ns=0
         )
-        engine.submit(request, 1)
+        crank.submit(request, 1)
     outputs = {f"r{number}": ([], [], []) for number in range(len(ASKED))}
     records = [] if records is None else records
-    while engine.has_work:
-        output = engine.step()
+    while crank.has_work:
+        output = crank.turn()
         scheduler.check()
         assert output is not None
         records += [output.record] if output.record is not None else []
@@ -87,6 +90,7 @@ def device_runner(folder):
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["one after the other", "ahead"])
+@pytest.mark.sample(1)
 def test_the_same_tokens_and_logprobs(device_runner, want, is_ahead):
     compare(generate(device_runner, is_ahead), want)
 
@@ -96,7 +100,7 @@ def test_captured_steps_give_the_same_tokens(folder, want):
     runner = load(folder, "triton")
     runner.capture((3, 5))
     assert runner.resolved.graph_sizes == (3, 5)
-    before, records = runner.ops.bytes_read(), []
+    before, records = runner.decoder.ops.bytes_read(), []
     compare(generate(runner, is_ahead=True, records=records), want)
     for record in records:
         is_decode = record.decode_tokens == len(record.rows)
@@ -105,7 +109,7 @@ def test_captured_steps_give_the_same_tokens(folder, want):
         assert record.padded_rows == (size - len(record.rows) if is_decode else 0)
         assert record.enqueue_ns > 0
     assert any(record.padded_rows for record in records)
-    after = runner.ops.bytes_read()
+    after = runner.decoder.ops.bytes_read()
     assert after["kv.float32"] > before.get("kv.float32", 0)
 
 
@@ -139,8 +143,8 @@ def test_a_row_that_is_not_finite_ends_alone_and_so_does_what_was_planned_upon_i
     runner = load(tmp_path, "triton")
     greedy = ASKED[0]
     admitted = (Admitted("good", (5, 6), 0, greedy, ()), Admitted("bad", (5, 60), 0, greedy, ()))
-    first = (Row("good", 0, (5, 6), (0,), True), Row("bad", 0, (5, 60), (1,), True))
-    following = (Row("good", 2, (PENDING,), (), True), Row("bad", 2, (PENDING,), (), True))
+    first = (Row("good", 0, (5, 6), (0,), 1), Row("bad", 0, (5, 60), (1,), 1))
+    following = (Row("good", 2, (PENDING,), (), 1), Row("bad", 2, (PENDING,), (), 1))
     runner.launch(StepPlan(1, first, admitted))
     runner.launch(StepPlan(2, following))
     good, bad = runner.collect().rows
@@ -151,9 +155,17 @@ def test_a_row_that_is_not_finite_ends_alone_and_so_does_what_was_planned_upon_i
     assert all(torch.isfinite(layer.data).all() for layer in runner.store.layers)
 
 
+def test_rows_with_drafts_are_refused(device_runner):
+    assert not device_runner.verifies_drafts
+    plan = StepPlan(1, (Row("a", 0, (3, 4), (0,), 2, (5,)),), (Admitted("a", (3, 4), 0, ASKED[0], ()),))
+    with pytest.raises(EngineError, match="this runner does not verify drafts"):
+        device_runner.run(plan)
+    device_runner.run(StepPlan(2, (), released=("a",)))
+
+
 def test_a_token_that_no_step_samples_is_an_error_of_the_row(device_runner):
     admitted = (Admitted("lost", (5, 6), 0, ASKED[0], ()),)
-    row = Row("lost", 2, (PENDING,), (0,), True)
+    row = Row("lost", 2, (PENDING,), (0,), 1)
     result = device_runner.run(StepPlan(1, (row,), admitted))
     assert "no token" in (result.rows[0].error or "")
     device_runner.run(StepPlan(2, (), released=("lost",)))
@@ -161,9 +173,9 @@ def test_a_token_that_no_step_samples_is_an_error_of_the_row(device_runner):
 
 def test_a_launch_that_failed_leaves_nothing_to_collect(device_runner, monkeypatch):
     admitted = Admitted("a", (3, 4), 0, SamplingParams(temperature=0.0, max_tokens=4, seed=0), ())
-    plan = StepPlan(1, (Row("a", 0, (3, 4), (0,), True),), (admitted,))
+    plan = StepPlan(1, (Row("a", 0, (3, 4), (0,), 1),), (admitted,))
     with monkeypatch.context() as patch:
-        patch.setattr(device_runner, "_computed", lambda batch: 1 // 0)
+        patch.setattr(device_runner.execution, "forward", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             device_runner.run(plan)
     again = device_runner.run(StepPlan(2, plan.rows, (admitted,), ("a",)))
@@ -182,7 +194,7 @@ def test_a_card_is_needed_where_nothing_is_interpreted(monkeypatch):
         pytest.skip("there is one")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="CUDA device"):
-        resolve("triton", torch.float32)
+        make_backend("triton", torch.float32)
 
 
 def test_what_a_card_can_do_is_measured_on_it(device_runner, monkeypatch):
@@ -190,7 +202,7 @@ def test_what_a_card_can_do_is_measured_on_it(device_runner, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     for name, size in {"COPY_BYTES": 1 << 20, "TOKENS": 16, "WIDTH": 64}.items():
         monkeypatch.setattr(ceilings, name, size)
-    gauge = ceilings.CardGauge(device_runner.ops, WeightScheme("float32"), 1, None)
+    gauge = ceilings.CardGauge(device_runner.decoder.ops, WeightScheme("float32"), 1, None)
     *pieces, found = gauge.measure()
     assert pieces == [None] * len(pieces)
     assert (found.cpu, found.cores) == ("a card", 132)

@@ -14,14 +14,14 @@ pytest.importorskip("triton")
 
 from fake_card import CARD, CardError, FakeCard
 
-from splittime.core.plan import PENDING, Admitted, Row, StepPlan, StepResult
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import PENDING, Admitted, Row, StepPlan, StepResult
 from splittime.kernels.triton import activation
 from splittime.kernels.triton.device import is_interpreted
+from splittime.runner.compose import gauge_of, load_torch_runner, sleeper_of
 from splittime.runner.config import RunnerConfig
 from splittime.runner.device import ceilings, graphs
-from splittime.runner.device.marks import Mark, to_device, to_host
-from splittime.runner.torch_runner import TorchRunner
+from splittime.runner.marks import StreamMark, to_device, to_host
 
 pytestmark = [
     pytest.mark.timeout(600),  # the interpreter is slow
@@ -59,15 +59,15 @@ def write(folder: Path, **changes: Any) -> Path:
 
 def plans(has_host: bool) -> tuple[StepPlan, ...]:
     """Two requests: a prompt beside a chunk of one; the chunk's rest beside a token that is not known yet; decode steps
-    of both and of one. Blocks are copied, to host memory and back."""
+    of both and of one. Blocks are copied to host memory and back."""
     a, b = (Admitted(name, PROMPT, 0, sampling, ()) for name, sampling in DRAWN.items())
     there, back = (((0, 0), (2, 1)), ((0, 4), (1, 5))) if has_host else ((), ())
     return (
-        StepPlan(1, (Row("a", 0, PROMPT, (0, 1), True), Row("b", 0, PROMPT[:4], (2, 3), False)), (a, b)),
-        StepPlan(2, (Row("a", 9, (PENDING,), (), True), Row("b", 4, PROMPT[4:], (), True)), offloads=there),
-        StepPlan(3, (Row("a", 10, (PENDING,), (), True), Row("b", 9, (PENDING,), (), True)), restores=back),
-        StepPlan(4, (Row("a", 11, (PENDING,), (), True), Row("b", 10, (PENDING,), (), True)), copies=((0, 6),)),
-        StepPlan(5, (Row("b", 11, (PENDING,), (), True),), released=("a",)),
+        StepPlan(1, (Row("a", 0, PROMPT, (0, 1), 1), Row("b", 0, PROMPT[:4], (2, 3), 0)), (a, b)),
+        StepPlan(2, (Row("a", 9, (PENDING,), (), 1), Row("b", 4, PROMPT[4:], (), 1)), offloads=there),
+        StepPlan(3, (Row("a", 10, (PENDING,), (), 1), Row("b", 9, (PENDING,), (), 1)), restores=back),
+        StepPlan(4, (Row("a", 11, (PENDING,), (), 1), Row("b", 10, (PENDING,), (), 1))),
+        StepPlan(5, (Row("b", 11, (PENDING,), (), 1),), released=("a",)),
     )
 
 
@@ -95,24 +95,25 @@ def rows_of(results: list[StepResult]) -> list[Any]:
 def test_the_steps_of_a_card(tmp_path: Path) -> None:
     """With copies to host memory, captured and not, before sleep and after it."""
     asked = config(write(tmp_path), kv_offload_memory_bytes=1 << 14)
-    want = rows_of(driven(TorchRunner.load(asked), None))
+    want = rows_of(driven(load_torch_runner(asked), None))
     with FakeCard() as card:
-        runner: Any = TorchRunner.load(asked)
+        runner: Any = load_torch_runner(asked)
         runner.capture((1, 2))
         results = driven(runner, card)
         assert [result.execution for result in results] == ["eager", "eager", "captured", "captured", "captured"]
         assert card.replays == 3
         assert rows_of(results) == want
-        sleeper = runner.sleeper(asked)
+        sleeper = sleeper_of(runner)
         assert sleeper.sleep(1).weights_bytes > 0
         sleeper.wake()
         assert rows_of(driven(runner, card)) == want
         assert card.replays == 6
 
 
+@pytest.mark.sweep
 def test_what_a_start_does(card: FakeCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm-up compiles all that steps need, and captures some; the host waits for what begins a capture alone."""
-    runner: Any = TorchRunner.load(config(write(tmp_path, **MIXTURE), quantization="int4", kv_cache_dtype="fp8"))
+    runner: Any = load_torch_runner(config(write(tmp_path, **MIXTURE), quantization="int4", kv_cache_dtype="fp8"))
     card.waits.clear()
     monkeypatch.setattr(graphs, "REPLAYS", 1)
     runner.warm_up()
@@ -123,15 +124,15 @@ def test_what_a_start_does(card: FakeCard, tmp_path: Path, monkeypatch: pytest.M
     assert card.compiled == compiled, "no request waits for a compiler"
     for name, size in {"COPY_BYTES": 1 << 10, "TOKENS": 16, "WIDTH": 64, "PASSES": 1}.items():
         monkeypatch.setattr(ceilings, name, size)
-    *_, found = runner.gauge(config(tmp_path, quantization="int4")).measure()
+    *_, found = gauge_of(runner).measure()
     assert found.read_bytes_per_s
     assert found.operations_per_s
 
 
 def test_what_the_host_works_out_waits(card: FakeCard, tmp_path: Path) -> None:
     """Penalties and prompt log-probabilities do, which is why the steps of the others are held against `no_waiting`."""
-    runner: Any = TorchRunner.load(config(write(tmp_path)))
-    plan = StepPlan(1, (Row("h", 0, PROMPT, (0, 1), True),), (Admitted("h", PROMPT, 0, HELD, ()),))
+    runner: Any = load_torch_runner(config(write(tmp_path)))
+    plan = StepPlan(1, (Row("h", 0, PROMPT, (0, 1), 1),), (Admitted("h", PROMPT, 0, HELD, ()),))
     with card.no_waiting(), pytest.raises(CardError, match="waits"):
         runner.launch(plan)
     result = runner.run(StepPlan(2, plan.rows, plan.admitted, ("h",)))
@@ -169,7 +170,7 @@ def test_what_waits_is_told(card: FakeCard) -> None:
 def test_copies_take_their_time(card: FakeCard) -> None:
     with card.no_waiting():
         host = to_host(torch.arange(4, device=CARD))
-        end = Mark(CARD)
+        end = StreamMark(CARD)
     assert host.tolist() != [0, 1, 2, 3]
     end.wait()
     assert host.tolist() == [0, 1, 2, 3]
@@ -177,12 +178,17 @@ def test_copies_take_their_time(card: FakeCard) -> None:
     to_device(pinned, CARD)
     pinned.fill_(2)
     with pytest.raises(CardError, match="written to"):
-        Mark(CARD).wait()
+        StreamMark(CARD).wait()
 
 
 def test_what_a_capture_refuses(card: FakeCard) -> None:
     x = torch.ones(2, 3, device=CARD)
-    for attempt in (lambda: activation.finite(x), x.tolist, lambda: to_device(torch.ones(2), CARD), lambda: Mark(CARD)):
+    for attempt in (
+        lambda: activation.finite(x),
+        x.tolist,
+        lambda: to_device(torch.ones(2), CARD),
+        lambda: StreamMark(CARD),
+    ):
         with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(CardError):
             attempt()
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.core.errors import ConfigError, EngineError
-from splittime.core.plan import StepPlan
-from splittime.kernels.api import KvShape
-from splittime.runner import host_room, host_store, machine
+from splittime.core.step import StepPlan
+from splittime.kernels.layer import KvGroup
+from splittime.runner import host_store, machine
 from splittime.runner.config import RunnerConfig
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
@@ -17,10 +17,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 NUM_BLOCKS, NUM_LAYERS = 9, 3
 
 
-def made(dtype: torch.dtype, num_slots: int, head_dim: int = 6, block_size: int = 2) -> KvStore:
+def groups_of(head_dim: int) -> list[KvGroup]:
+    return [KvGroup(tuple(range(NUM_LAYERS)), 3, head_dim, None)]
+
+
+MIXED = [KvGroup((0, 3), 2, 4, None), KvGroup((1,), 3, 6, 8), KvGroup((2,), 3, 6, None)]
+
+
+def made(dtype: torch.dtype, num_slots: int, groups: list[KvGroup]) -> KvStore:
     """Every byte of the cache random."""
-    shape = KvShape(NUM_BLOCKS, block_size, num_kv_heads=3, head_dim=head_dim)
-    store = KvStore(shape, NUM_LAYERS, dtype, DEVICE, num_slots)
+    store = KvStore(groups, NUM_BLOCKS, 2, dtype, DEVICE, num_slots)
     for layer in store.layers:
         for tensor in (layer.data, layer.scales):
             if tensor is not None:
@@ -36,14 +42,14 @@ def blocks_of(store: KvStore) -> list[bytes]:
     return [b"".join(one[block].numpy().tobytes() for one in raw) for block in range(NUM_BLOCKS)]
 
 
-def plan(offloads: tuple = (), restores: tuple = (), copies: tuple = ()) -> StepPlan:
-    return StepPlan(1, (), offloads=offloads, restores=restores, copies=copies)
+def plan(offloads: tuple = (), restores: tuple = ()) -> StepPlan:
+    return StepPlan(1, (), offloads=offloads, restores=restores)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [3, 6, 16])
-def test_what_comes_back_is_what_went(dtype: torch.dtype, head_dim: int) -> None:
-    store = made(dtype, num_slots=5, head_dim=head_dim)
+@pytest.mark.parametrize("groups", [groups_of(3), groups_of(6), groups_of(16), MIXED], ids=["3", "6", "16", "mixed"])
+def test_what_comes_back_is_what_went(dtype: torch.dtype, groups: list[KvGroup]) -> None:
+    store = made(dtype, 5, groups)
     before = blocks_of(store)
     assert store.move(plan(offloads=((3, 4), (0, 1), (8, 2)))) is not None
     for layer in store.layers:
@@ -57,13 +63,13 @@ def test_what_comes_back_is_what_went(dtype: torch.dtype, head_dim: int) -> None
 
 
 def test_kinds_are_made_in_the_order_of_the_plan() -> None:
-    """A block is offloaded before it is restored into, a slot copied from after it was copied to, a copy sees both."""
-    store = made(torch.float32, num_slots=3)
+    """A block is offloaded before it is restored into, a slot copied from after it was copied to."""
+    store = made(torch.float32, 3, MIXED)
     before = blocks_of(store)
     store.move(plan(offloads=((5, 1),)))
-    store.move(plan(offloads=((2, 0),), restores=((1, 2), (0, 6)), copies=((2, 8),)))
+    store.move(plan(offloads=((2, 0),), restores=((1, 2), (0, 6))))
     after = blocks_of(store)
-    assert [after[2], after[6], after[8]] == [before[5], before[2], before[5]]
+    assert [after[2], after[6]] == [before[5], before[2]]
 
 
 MOVES = st.tuples(st.booleans(), st.permutations(range(NUM_BLOCKS)), st.permutations(range(7)), st.integers(1, 7))
@@ -74,11 +80,10 @@ MOVES = st.tuples(st.booleans(), st.permutations(range(NUM_BLOCKS)), st.permutat
 def test_any_moves_through_any_buffer(dtype: torch.dtype, slab: int, staged: int, script: list) -> None:
     """Slabs of one to four slots, a staging buffer of one to four blocks; against a model that keeps bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        shape = KvShape(NUM_BLOCKS, 2, 3, 6)
-        slot_bytes = NUM_LAYERS * 2 * shape.num_kv_heads * shape.block_size * shape.head_dim * dtype.itemsize
+        slot_bytes = NUM_LAYERS * 2 * 3 * 2 * 6 * dtype.itemsize
         patch.setattr(host_store, "SLAB_BYTES", slab * slot_bytes)
         patch.setattr(host_store, "STAGING_BYTES", staged * slot_bytes)
-        store = made(dtype, num_slots=7)
+        store = made(dtype, 7, groups_of(6))
     blocks = blocks_of(store)
     slots: dict[int, bytes] = {}
     for is_offload, some_blocks, some_slots, count in script:
@@ -95,21 +100,20 @@ def test_any_moves_through_any_buffer(dtype: torch.dtype, slab: int, staged: int
 
 
 def test_what_a_step_without_copies_takes_is_not_told() -> None:
-    assert made(torch.float32, num_slots=2).move(plan()) is None
+    assert made(torch.float32, 2, MIXED).move(plan()) is None
 
 
 def test_copies_without_memory_for_them_are_an_error() -> None:
     with pytest.raises(EngineError, match="none was set aside"):
-        made(torch.float32, num_slots=0).move(plan(offloads=((0, 0),)))
+        made(torch.float32, 0, MIXED).move(plan(offloads=((0, 0),)))
 
 
-def test_a_slot_takes_what_a_block_takes() -> None:
-    shape = KvShape(NUM_BLOCKS, 2, 3, 6)
+@pytest.mark.parametrize("groups", [groups_of(6), MIXED], ids=["alike", "mixed"])
+def test_a_slot_takes_what_a_block_takes(groups: list[KvGroup]) -> None:
     for dtype in DTYPES:
-        store = made(dtype, num_slots=4)
-        planes = [plane for plane in (store._host._data, store._host._scales) if plane is not None]
-        num_bytes = sum(slab.nbytes for plane in planes for slab in plane._slabs)
-        assert num_bytes == 4 * bytes_per_block(shape, NUM_LAYERS, dtype)
+        store = made(dtype, 4, groups)
+        num_bytes = sum(slab.nbytes for plane in store._host._planes for slab in plane._slabs)
+        assert num_bytes == 4 * bytes_per_block(groups, 2, dtype)
 
 
 def test_room_that_cannot_be_had_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +122,7 @@ def test_room_that_cannot_be_had_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     def slots(asked: int, kernels: str = "triton", ranks: int = 1) -> int:
         config = RunnerConfig(model_path="", kv_offload_memory_bytes=asked, tensor_parallel_size=ranks)
         config.validate()
-        return host_room.num_host_slots(config, kernels, bytes_per_block=100)
+        return host_store.num_host_slots(config, kernels, bytes_per_block=100)
 
     assert (slots(0, "native"), slots(1000), slots(999), slots(500, ranks=2)) == (0, 10, 9, 5)
     for asked, more, words in (

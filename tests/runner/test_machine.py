@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.api import resolve
+from splittime.kernels.choose import make_backend
 from splittime.kernels.native.library import LibraryMissing
 from splittime.runner import machine
 from splittime.runner.config import RunnerConfig
@@ -53,7 +53,7 @@ def test_kernels_without_the_library(monkeypatch, caplog):
     assert machine.choose_kernels("native") == ("native", "as asked")
     monkeypatch.setattr("splittime.kernels.native.ops.choose_isa", missing)
     with pytest.raises(ConfigError, match="kernels=native: no compiler was there"):
-        resolve("native", torch.float32)
+        make_backend("native", torch.float32)
 
 
 def test_packed_cache_folder(monkeypatch, tmp_path):

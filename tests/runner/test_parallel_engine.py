@@ -9,11 +9,11 @@ import time
 import pytest
 import tiny_checkpoint
 
-from splittime.cli import settings
-from splittime.cli.worker_settings import worker_settings
+from splittime.assemble import settings
+from splittime.assemble.settings import worker_settings
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
-from splittime.engine.process import ProcessClient
+from splittime.drive.process import ProcessClient
 
 PATIENCE_S = 90
 

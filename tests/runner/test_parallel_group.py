@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from splittime.runner.parallel.group import Group, RankLost
+from splittime.runner.ranks.group import RankGroup, RankLost
 
 
 def together(count, folder, work, timeout_s=60.0):
@@ -14,7 +14,7 @@ def together(count, folder, work, timeout_s=60.0):
 
     def live(index):
         try:
-            results[index] = work(Group(index, count, folder, timeout_s, lambda: None))
+            results[index] = work(RankGroup(index, count, folder, timeout_s, lambda: None))
         except Exception as error:
             results[index] = error
 

@@ -10,10 +10,10 @@ import pytest
 import tiny_checkpoint
 
 from splittime.core.errors import ConfigError, EngineError
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.parallel import member
-from splittime.runner.parallel.members import Members
-from splittime.runner.torch_runner import TorchRunner
+from splittime.runner.ranks import member
+from splittime.runner.ranks.members import Members
 
 PATIENCE_S = 60
 
@@ -22,7 +22,7 @@ PATIENCE_S = 60
 def members(monkeypatch):
     """Three other ranks that have arrived."""
     monkeypatch.setattr(member, "MODULE", "fake_rank")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     made = Members(RunnerConfig(model_path="", tensor_parallel_size=4))
     made.meet()
     yield made
@@ -48,7 +48,7 @@ def test_the_one_that_was_killed_is_named_not_those_that_lost_it(members):
 
 def test_the_one_that_says_nothing_is_named(members, monkeypatch):
     """It neither ends nor is stopped; the others lose patience."""
-    monkeypatch.setattr("splittime.runner.parallel.members.CAUSE_PATIENCE_S", 1)
+    monkeypatch.setattr("splittime.runner.ranks.members.CAUSE_PATIENCE_S", 1)
     error = tell(members, rank1="lost", rank2="hold", rank3="lost")
     assert f"rank 2 (process {members.pids[1]})" in str(error)
     assert str(error).endswith("did not answer in time")
@@ -92,4 +92,4 @@ def test_a_rank_that_cannot_even_start_ends_the_load(tmp_path, monkeypatch):
     tiny_checkpoint.write(tmp_path)
     monkeypatch.setattr(member, "MODULE", "no_such_module_at_all")
     with pytest.raises(EngineError, match=r"rank 1 \(process \d+\) ended with exit status 1"):
-        TorchRunner.load(RunnerConfig(model_path=str(tmp_path), tensor_parallel_size=2, packed_cache="off"))
+        load_torch_runner(RunnerConfig(model_path=str(tmp_path), tensor_parallel_size=2, packed_cache="off"))

@@ -16,9 +16,11 @@ import tiny_checkpoint
 from safetensors.torch import save_file
 
 from splittime.core.errors import ConfigError, EngineError
-from splittime.core.plan import PENDING, Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import PENDING, Admitted, Row, StepPlan
+from splittime.runner.compose import load_torch_runner, sleeper_of
 from splittime.runner.config import RunnerConfig
+from splittime.runner.start_memory import prefill_tokens_within
 from splittime.runner.torch_runner import TorchRunner
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -27,7 +29,7 @@ PATIENCE_S = 60
 
 def load(folder, **settings) -> TorchRunner:
     config = RunnerConfig(model_path=str(folder), **{"max_num_seqs": 4, "packed_cache": "off", **settings})
-    return TorchRunner.load(config)
+    return load_torch_runner(config)
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +55,14 @@ def await_gone(pids):
 
 
 def plans():
-    """Prompts and decodes in one batch, drawn tokens, scores, a row that is refused, copies of blocks; then an end."""
+    """Prompts and decodes in one batch, drawn tokens, scores, a row that is refused; then an end."""
     drawn = SamplingParams(temperature=0.9, top_p=0.8, seed=7, logprobs=2, prompt_logprobs=1, logit_bias={5: 0.5})
     admitted = Admitted("a", (3, 4, 5, 6, 7), 0, GREEDY, ()), Admitted("b", tuple(range(20)), 0, drawn, (2,))
-    yield StepPlan(0, (Row("a", 0, (3, 4, 5, 6, 7), (1,), True), Row("b", 0, tuple(range(9)), (2, 4), False)), admitted)
-    yield StepPlan(1, (Row("a", 5, (8,), (), True), Row("b", 9, tuple(range(9, 20)), (), True)), copies=((1, 7),))
+    yield StepPlan(0, (Row("a", 0, (3, 4, 5, 6, 7), (1,), 1), Row("b", 0, tuple(range(9)), (2, 4), 0)), admitted)
+    yield StepPlan(1, (Row("a", 5, (8,), (), 1), Row("b", 9, tuple(range(9, 20)), (), 1)))
     strange = Admitted("c", (1, 99), 0, GREEDY, ())
-    unknown = Row("a", 6, (PENDING,), (), True)
-    yield StepPlan(2, (unknown, Row("b", 20, (9,), (), True), Row("c", 0, (1, 99), (3,), True)), (strange,))
+    unknown = Row("a", 6, (PENDING,), (), 1)
+    yield StepPlan(2, (unknown, Row("b", 20, (9,), (), 1), Row("c", 0, (1, 99), (3,), 1)), (strange,))
     yield StepPlan(3, (), released=("a", "b", "c"))
 
 
@@ -77,7 +79,9 @@ def test_ranks_answer_like_one_and_end_when_one_is_killed(folder):
     one = load(folder, num_threads=1)
     layers, phases = [], []
     config = RunnerConfig(model_path=str(folder), max_num_seqs=4, num_threads=3, tensor_parallel_size=2)
-    runner = TorchRunner.load(config, lambda *phase: phases.append(phase[0]), lambda *progress: layers.append(progress))
+    runner = load_torch_runner(
+        config, lambda *phase: phases.append(phase[0]), lambda *progress: layers.append(progress)
+    )
     runner.warm_up()
     resolved = runner.resolved
     assert resolved.tensor_parallel_size == 2
@@ -88,13 +92,15 @@ def test_ranks_answer_like_one_and_end_when_one_is_killed(folder):
     assert sum(resolved.rank_weights_bytes) >= one.resolved.weights_bytes
     assert [done for done, _, _ in layers] == [1, 2]
     assert phases == ["start ranks", "read config", "load weights", "wait for ranks", "allocate kv cache"]
+    assert sleeper_of(runner) is None, "ranks do not sleep"
     assert resolved.rank_pids[0] == os.getpid()
     assert all(map(is_there, resolved.rank_pids))
-    assert runner.prefill_tokens_within(0.1) >= 1
+    assert prefill_tokens_within(runner, 0.1) >= 1
 
     sent = []
-    send = runner.members.send
-    runner.members.send = lambda content: (sent.append(content), send(content))
+    members = runner.lead.members
+    send = members.send
+    members.send = lambda content: (sent.append(content), send(content))
     for got, want in zip(answers(runner), answers(one), strict=True):
         assert [row.token_ids for row in got] == [row.token_ids for row in want]
         assert [row.error for row in got] == [row.error for row in want]
@@ -127,7 +133,7 @@ def test_a_rank_that_hangs_ends_them_all(folder):
     runner.warm_up()
     other = runner.resolved.rank_pids[1]
     os.kill(other, signal.SIGSTOP)
-    runner.group.set_timeout(0.5)
+    runner.lead.group.set_timeout(0.5)
     with pytest.raises(EngineError, match=rf"rank 1 \(process {other}\) is stopped"):
         runner.warm_up()
     assert not is_there(other)
@@ -135,9 +141,9 @@ def test_a_rank_that_hangs_ends_them_all(folder):
 
 LEADER = """
 import sys, time
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
-runner = TorchRunner.load(RunnerConfig(model_path=sys.argv[1], max_num_seqs=1, tensor_parallel_size=2))
+runner = load_torch_runner(RunnerConfig(model_path=sys.argv[1], max_num_seqs=1, tensor_parallel_size=2))
 print(runner.resolved.rank_pids[1], flush=True)
 time.sleep(600)
 """
@@ -168,9 +174,9 @@ def test_what_one_rank_cannot_read_is_told(folder, tmp_path):
     ("settings", "message"),
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, but the model's num_attention_heads 4"),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0, must be at least 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size = 0 must be 1 to"),
         ({"tensor_parallel_size": 2, "num_threads": 1}, "num_threads is 1, fewer than one for each of"),
-        ({"tensor_parallel_size": 2, "collective_timeout_s": 0}, "collective_timeout_s is 0, must be above 0"),
+        ({"tensor_parallel_size": 2, "collective_timeout_s": 0}, "collective_timeout_s = 0 must be at least"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_process_starts(folder, settings, message, monkeypatch):

@@ -5,11 +5,11 @@ import tiny_checkpoint
 import torch
 
 from splittime.core.errors import ConfigError
-from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted, Row, StepPlan
 from splittime.kernels.native import library
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
 
 PROMPT = tuple(range(1, 20))
 
@@ -20,7 +20,7 @@ def load(tmp_path):
 
     def load(**settings):
         fixed = {"model_path": str(tmp_path), "num_threads": 1, "packed_cache": "off"}
-        return TorchRunner.load(RunnerConfig(**fixed | settings))
+        return load_torch_runner(RunnerConfig(**fixed | settings))
 
     return load
 
@@ -30,7 +30,7 @@ def logits(runner):
     states = []
     runner.on_hidden = lambda batch, hidden: states.append(hidden.clone())
     admitted = Admitted("r", PROMPT, 0, SamplingParams(temperature=0.0, seed=0), ())
-    runner.run(StepPlan(0, (Row("r", 0, PROMPT, (0, 1), False),), (admitted,)))
+    runner.run(StepPlan(0, (Row("r", 0, PROMPT, (0, 1), 0),), (admitted,)))
     with torch.inference_mode():
         return runner.decoder.logits(states[0].contiguous())
 

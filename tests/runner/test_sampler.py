@@ -10,7 +10,7 @@ import torch
 
 from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
-from splittime.kernels import api
+from splittime.kernels.choose import make_backend
 from splittime.runner import penalties, sampler
 from splittime.runner.randomness import uniforms
 
@@ -19,12 +19,12 @@ VOCAB = 300
 
 def native_ops():
     try:
-        return api.resolve("native", torch.float32)
+        return make_backend("native", torch.float32)
     except ConfigError as error:
         pytest.skip(str(error))
 
 
-BACKENDS = {"torch": lambda: api.resolve("torch", torch.float32), "native": native_ops}
+BACKENDS = {"torch": lambda: make_backend("torch", torch.float32), "native": native_ops}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -114,7 +114,7 @@ def test_ties_at_the_threshold_of_top_k_that_are_more_than_the_candidates_all_co
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_candidates_and_the_whole_vocabulary_choose_alike(name, monkeypatch):
-    ops = api.resolve("torch", torch.float32)
+    ops = make_backend("torch", torch.float32)
     choose = partial(sampler.choose, ops=ops)
     params = [SamplingParams(**{"seed": seed, **FILTERS[name]}) for seed in range(60)]
     logits = logits_of(5, rows=60)
@@ -166,6 +166,20 @@ def test_uniforms_are_uniform_and_uncorrelated():
         assert ((counts - 400) ** 2 / 400).sum() < 49 + 5 * math.sqrt(98)
         assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.03
     assert len(set(uniforms(np.array([-1, 0, 1, 2]), np.zeros(4, dtype=np.int64)).tolist())) == 4
+
+
+def test_uniforms_are_those_of_splitmix64_in_every_version():
+    """A seed means the same tokens for as long as anybody keeps it."""
+
+    def mixed(number: int) -> int:
+        number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        number = (number ^ (number >> 27)) * 0x94D049BB133111EB % 2**64
+        return number ^ (number >> 31)
+
+    gamma, seeds, indices = 0x9E3779B97F4A7C15, [0, 1, 42, 42, 2**62], [0, 5, 0, 1, 3]
+    keys = [mixed((seed + gamma) % 2**64) for seed in seeds]
+    wanted = [(mixed((key + gamma * (at + 1)) % 2**64) >> 11) / 2**53 for key, at in zip(keys, indices, strict=True)]
+    assert uniforms(np.array(seeds), np.array(indices)).tolist() == wanted
 
 
 def penalised_by_definition(logits, params: SamplingParams, prompt, outputs):
@@ -227,7 +241,7 @@ def test_a_tiny_repetition_penalty_leaves_logits_that_can_be_drawn_from(penalty,
 @pytest.mark.parametrize("name", FILTERS)
 def test_the_kernel_draws_what_torch_draws(name, vocab):
     """The same definition by two algorithms; they may part only where a uniform falls within rounding of a border."""
-    native, plain = native_ops(), api.resolve("torch", torch.float32)
+    native, plain = native_ops(), make_backend("torch", torch.float32)
     rows = 8 if vocab > 1000 else 40
     params = [SamplingParams(**{"seed": seed, **FILTERS[name]}) for seed in range(rows)]
     logits = logits_of(11, rows=rows, vocab=vocab)

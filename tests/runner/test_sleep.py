@@ -16,16 +16,18 @@ from torch import Tensor
 
 from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError, EngineError
-from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.sleep import SleepAsk
+from splittime.core.step import Admitted, Row, StepPlan
+from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
-from splittime.kernels.api import resolve
+from splittime.kernels.choose import make_backend
 from splittime.runner import parked, sleep
+from splittime.runner.compose import load_torch_runner, sleeper_of
 from splittime.runner.config import RunnerConfig
 from splittime.runner.parked import Emptied, Parked, device_tensors
-from splittime.runner.sleep import Sleeper
+from splittime.runner.sleep import TorchSleeper
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -53,11 +55,11 @@ def thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def load(folder: Path, kernels: str = "native", **settings: Any) -> tuple[TorchRunner, Sleeper]:
+def load(folder: Path, kernels: str = "native", **settings: Any) -> tuple[TorchRunner, TorchSleeper]:
     given = {"max_model_len": 64, "block_size": 8, "max_num_seqs": 2, "num_threads": 1, "packed_cache": "off"}
     config = RunnerConfig(model_path=str(folder), kernels=kernels, **(given | settings))
-    runner = TorchRunner.load(config)
-    sleeper = runner.sleeper(config)
+    runner = load_torch_runner(config)
+    sleeper = sleeper_of(runner)
     assert sleeper is not None
     return runner, sleeper
 
@@ -75,11 +77,11 @@ def generate_little(runner: TorchRunner) -> list[Any]:
 def _generate(runner: TorchRunner, prompt: tuple[int, ...], names: tuple[str, ...], steps: int) -> list[Any]:
     admitted = tuple(Admitted(name, prompt, 0, ASKED[name], ()) for name in names)
     tables = ((0, 1), (2, 3))
-    rows = tuple(Row(name, 0, prompt, table, True) for name, table in zip(names, tables, strict=False))
+    rows = tuple(Row(name, 0, prompt, table, 1) for name, table in zip(names, tables, strict=False))
     results = [runner.run(StepPlan(1, rows, admitted))]
     for step in range(steps):
         last = [row.token_ids for row in results[-1].rows]
-        rows = tuple(Row(name, len(prompt) + step, ids, (), True) for name, ids in zip(names, last, strict=True))
+        rows = tuple(Row(name, len(prompt) + step, ids, (), 1) for name, ids in zip(names, last, strict=True))
         results.append(runner.run(StepPlan(step + 2, rows)))
     runner.run(StepPlan(99, (), released=names))
     return [result.rows for result in results]
@@ -95,6 +97,7 @@ def _generate(runner: TorchRunner, prompt: tuple[int, ...], names: tuple[str, ..
         ("reference", {"dtype": "float32", "quantization": "int4"}),
     ],
 )
+@pytest.mark.sample(2)
 def test_the_same_results_on_a_cpu(folder: Path, kernels: str, settings: dict, level: int) -> None:
     runner, sleeper = load(folder, kernels, **settings)
     before = generate(runner)
@@ -110,6 +113,7 @@ def test_the_same_results_on_a_cpu(folder: Path, kernels: str, settings: dict, l
     ("settings", "level"), [({}, 1), ({}, 2), ({"quantization": "int8"}, 1)], ids=["plain 1", "plain 2", "int8 1"]
 )
 @pytest.mark.timeout(600)  # the interpreter is slow
+@pytest.mark.sample(2)
 def test_the_same_results_where_weights_are_parked_and_steps_captured(
     thin: Path, settings: dict, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +124,7 @@ def test_the_same_results_where_weights_are_parked_and_steps_captured(
     sleeper.parks = True
     before = generate_little(runner)
     slept = sleeper.sleep(level)
-    assert runner.graphs is None  # type: ignore[attr-defined]
+    assert runner.execution.graphs is None  # type: ignore[attr-defined]
     if level == 1:
         left = [one for one in device_tensors(runner.decoder, CPU) if one.untyped_storage().nbytes()]
         assert all(not one.untyped_storage().resizable() for one in left)
@@ -129,39 +133,40 @@ def test_the_same_results_where_weights_are_parked_and_steps_captured(
         assert names == ["pin", "copy", "graphs", "weights", "kv", "give_back"]
     sleeper.wake()
     assert runner.resolved.graph_sizes == (1,)
-    assert runner.graphs is not None  # type: ignore[attr-defined]
+    assert runner.execution.graphs is not None  # type: ignore[attr-defined]
     assert generate_little(runner) == before
 
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.timeout(600)
+@pytest.mark.sample(1)
 def test_through_the_whole_engine_planned_ahead(thin: Path, level: int) -> None:
     pytest.importorskip("triton")
     runner, sleeper = load(thin, "triton")
     runner.capture((2,))
     sleeper.parks = True
     limits = {"block_size": 8, "max_model_len": 64, "num_blocks": runner.resolved.num_blocks}
-    engine = Engine(Scheduler(SchedulerConfig(**limits)), runner, SystemClock(), runner)  # type: ignore[arg-type]
-    engine.bed.sleeper = sleeper
-    before = serve(engine)
+    engine = Engine(Scheduler(SchedulerConfig(**limits)), plans_ahead=True)
+    crank = Crank(EngineParts(engine, runner, sleeper=sleeper), SystemClock())
+    before = serve(crank)
     said: list[Any] = []
-    engine.sleep(SleepAsk(level), 0, said.append)
-    while engine.has_work:
-        engine.step()
+    crank.sleep(SleepAsk(level), 0, said.append)
+    while crank.has_work:
+        crank.turn()
     (report,) = said
     assert (report.level, report.forgotten_tokens) == (level, 8)  # the one full block of both
-    assert engine.wake().slept_ns > 0
-    assert serve(engine) == before
+    assert crank.wake().slept_ns > 0
+    assert serve(crank) == before
 
 
-def serve(engine: Engine) -> dict[str, list[Any]]:
+def serve(crank: Crank) -> dict[str, list[Any]]:
     """Both requests' tokens and logprobs."""
     got: dict[str, list[Any]] = {name: [] for name in ASKED}
     for name, asked in ASKED.items():
         sampling = msgspec.structs.replace(asked, max_tokens=2, ignore_eos=True)
-        engine.submit(Request(request_id=name, prompt_token_ids=PROMPT[:9], sampling=sampling, submitted_ns=0), 1)
-    while engine.has_work:
-        output = engine.step()
+        crank.submit(Request(request_id=name, prompt_token_ids=PROMPT[:9], sampling=sampling, submitted_ns=0), 1)
+    while crank.has_work:
+        output = crank.turn()
         assert output is not None
         for news in output.outputs:
             got[news.request_id] += [news.token_ids, news.logprobs]
@@ -177,7 +182,7 @@ class Read:
 
 def test_what_forgotten_experts_read_stays_counted() -> None:
     pytest.importorskip("triton")
-    ops: Any = resolve("triton", torch.float32)
+    ops: Any = make_backend("triton", torch.float32)
     before = ops.bytes_read().get("weights.int8", 0)
     for _ in range(2):
         ops._experts.append(Read())
@@ -304,7 +309,7 @@ def test_a_waking_that_fails_half_way_is_undone(thin: Path, monkeypatch: pytest.
         patch.setattr(runner, "capture", lambda sizes: torch.empty(1 << 60))
         with pytest.raises(EngineError, match="RuntimeError"):
             sleeper.wake()
-    assert runner.graphs is None  # type: ignore[attr-defined]
+    assert runner.execution.graphs is None  # type: ignore[attr-defined]
     assert all(
         not one.untyped_storage().nbytes() or not one.untyped_storage().resizable()
         for one in device_tensors(runner.decoder, CPU)
@@ -332,9 +337,3 @@ def test_pieces_of_pages_are_zeroed() -> None:
     small: Tensor = torch.ones(50)
     Emptied([small[10:30]]).free()
     assert small.sum() == 30
-
-
-def test_ranks_do_not_sleep() -> None:
-    from splittime.runner.parallel.runner import ParallelRunner
-
-    assert ParallelRunner.sleeper(object(), None) is None  # type: ignore[arg-type, func-returns-value]

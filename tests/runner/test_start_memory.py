@@ -6,11 +6,11 @@ import logging
 import pytest
 import tiny_checkpoint
 
-from splittime.runner import machine, prefill_rate, start_memory, threads
+from splittime.runner import machine, start_memory, threads
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.start_memory import StartMemory
-from splittime.runner.threads import Chosen
-from splittime.runner.torch_runner import TorchRunner
+from splittime.runner.start_memory import StartMemory, prefill_tokens_within
+from splittime.runner.threads import ThreadCount
 
 
 @pytest.fixture(autouse=True)
@@ -32,20 +32,20 @@ def counted():
 
     def measure():
         calls.append(len(calls))
-        return Chosen(2, "so")
+        return ThreadCount(2, "so")
 
     return measure, calls
 
 
 def ask(memory, measure, what="threads", more=()):
-    return memory.get(what, more, Chosen, measure)
+    return memory.get(what, more, ThreadCount, measure)
 
 
 def test_the_second_start_asks_no_machine(memory):
     measure, calls = counted()
     assert ask(memory(), measure)[1] == "remembered for the next start"
     again, told = ask(memory(), measure)
-    assert again == Chosen(2, "so")
+    assert again == ThreadCount(2, "so")
     assert told.startswith("remembered from 2")
     assert len(calls) == 1
 
@@ -61,7 +61,7 @@ def test_another_machine_or_model_or_question_is_measured(memory):
 def test_asked_to_it_measures_again_and_remembers_that(memory):
     measure, calls = counted()
     ask(memory(), measure)
-    ask(memory(remeasure=True), lambda: Chosen(7, "anew"))
+    ask(memory(remeasure=True), lambda: ThreadCount(7, "anew"))
     assert ask(memory(), measure)[0].threads == 7
     assert len(calls) == 1
 
@@ -91,9 +91,9 @@ def test_a_damaged_file_is_ignored_with_a_word(tmp_path, caplog, text):
 @pytest.mark.parametrize("found", [None, {}, {"threads": 0, "reason": ""}, {"threads": "two", "reason": "so"}])
 def test_an_entry_that_makes_no_sense_is_measured_anew(tmp_path, found):
     path = tmp_path / "start.json"
-    ask(StartMemory(path, ()), lambda: Chosen(2, "so"))
+    ask(StartMemory(path, ()), lambda: ThreadCount(2, "so"))
     path.write_text(json.dumps({key: {"at": "then", "found": found} for key in json.loads(path.read_text())}))
-    assert ask(StartMemory(path, ()), lambda: Chosen(3, "anew"))[0].threads == 3
+    assert ask(StartMemory(path, ()), lambda: ThreadCount(3, "anew"))[0].threads == 3
 
 
 def test_five_starts_of_a_runner_decide_the_same(tmp_path, monkeypatch):
@@ -102,9 +102,13 @@ def test_five_starts_of_a_runner_decide_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "num_cores", lambda: 2)
     found = []
     for _ in range(5):
-        runner = TorchRunner.load(config)
-        found.append((runner.resolved.num_threads, runner.prefill_tokens_within(0.25)))
-        for module, name in ((threads, "choose"), (prefill_rate, "measure")):  # nobody measures from the second on
+        runner = load_torch_runner(config)
+        found.append((runner.resolved.num_threads, prefill_tokens_within(runner, 0.25)))
+        # nobody measures from the second on
+        for module, name in (
+            (threads, "choose"),
+            (start_memory, "measure_prefill"),
+        ):
             monkeypatch.setattr(module, name, None)
     assert len(set(found)) == 1
     assert start_memory.NAME in {path.name for path in (tmp_path / "cache").iterdir()}

@@ -5,15 +5,16 @@ import random
 import pytest
 import tiny_checkpoint
 
-from splittime.runner import prefill_rate, threads
+from splittime.runner import start_memory, threads
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.torch_runner import TorchRunner
+from splittime.runner.start_memory import choose_threads, prefill_tokens_within
 
 
 @pytest.fixture
 def runner(tmp_path):
     tiny_checkpoint.write(tmp_path)
-    return TorchRunner.load(RunnerConfig(model_path=str(tmp_path), num_threads=1, packed_cache="off"))
+    return load_torch_runner(RunnerConfig(model_path=str(tmp_path), num_threads=1, packed_cache="off"))
 
 
 class FakeClock:
@@ -88,22 +89,22 @@ def test_a_clear_case_is_short_and_a_doubtful_one_ends(monkeypatch):
 
 
 def test_prefill_tokens_follow_the_time_that_a_step_takes(runner, monkeypatch):
-    assert runner.prefill_tokens_within(10.0) > runner.prefill_tokens_within(1e-9) == 1
-    monkeypatch.setattr(prefill_rate, "_time_ns", lambda step, num_threads: 1e9)
-    assert runner.prefill_tokens_within(0.5) == min(32, runner.resolved.max_model_len) // 2
+    assert prefill_tokens_within(runner, 10.0) > prefill_tokens_within(runner, 1e-9) == 1
+    monkeypatch.setattr(start_memory, "_time_ns", lambda step, num_threads: 1e9)
+    assert prefill_tokens_within(runner, 0.5) == min(32, runner.resolved.max_model_len) // 2
     assert "took 1000.00 ms, the shortest of 3 runs, the next 0% more" in runner.resolved.prefill_reason
     assert not len(runner.slots)
 
 
 def test_a_prompt_is_timed_until_its_shortest_is_confirmed(runner, monkeypatch):
     taken_ms = iter([50, 31, 40, 30.2, 99])
-    monkeypatch.setattr(prefill_rate, "_time_ns", lambda step, num_threads: next(taken_ms) * 1e6)
-    runner.prefill_tokens_within(1.0)
+    monkeypatch.setattr(start_memory, "_time_ns", lambda step, num_threads: next(taken_ms) * 1e6)
+    prefill_tokens_within(runner, 1.0)
     assert "took 30.20 ms, the shortest of 4 runs" in runner.resolved.prefill_reason
 
 
 def test_measuring_leaves_no_trace(runner):
-    runner.choose_threads(2)
+    choose_threads(runner, 2)
     assert runner.resolved.num_threads in (1, 2)
     assert "ms of a decode step of 1, of 16, a prompt of 32 by threads" in runner.resolved.num_threads_reason
     assert not len(runner.slots)

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from splittime.core.errors import ConfigError, EngineError
-from splittime.core.plan import Admitted, Row, StepPlan
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted, Row, StepPlan
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 
@@ -19,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
 def load(folder, **settings) -> TorchRunner:
-    return TorchRunner.load(RunnerConfig(model_path=str(folder), **{"max_num_seqs": 4, **settings}))
+    return load_torch_runner(RunnerConfig(model_path=str(folder), **{"max_num_seqs": 4, **settings}))
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +41,14 @@ def admit(name, *token_ids, sampling=GREEDY, num_outputs=0, stop=()):
 
 def prefill(runner, *admitted, step_id=0):
     """One plan that admits and computes all of these whole, block n + 1 for the n-th."""
-    rows = tuple(Row(one.request_id, 0, one.token_ids, (place + 1,), True) for place, one in enumerate(admitted))
+    rows = tuple(Row(one.request_id, 0, one.token_ids, (place + 1,), 1) for place, one in enumerate(admitted))
     return runner.run(StepPlan(step_id, rows, admitted, tuple(runner.slots._by_id)))
 
 
 def test_what_was_resolved_is_told(folder):
     phases = []
     layers = []
-    runner = TorchRunner.load(
+    runner = load_torch_runner(
         RunnerConfig(model_path=str(folder), max_num_seqs=3, kernels="torch"),
         lambda *phase: phases.append(phase),
         lambda *progress: layers.append(progress),
@@ -136,7 +137,7 @@ def test_results_come_in_the_plans_order(runner):
 
 
 def test_only_rows_that_sample_get_a_token(runner):
-    plan = StepPlan(0, (Row("a", 0, (3, 4), (1,), False), Row("b", 0, (5,), (2,), True)))
+    plan = StepPlan(0, (Row("a", 0, (3, 4), (1,), 0), Row("b", 0, (5,), (2,), 1)))
     admitted = (admit("a", 3, 4, 5), admit("b", 5))
     result = runner.run(msgspec.structs.replace(plan, admitted=admitted))
     assert [len(row.token_ids) for row in result.rows] == [0, 1]
@@ -155,9 +156,37 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path, folder):
     for row in result.rows[2:]:
         assert "not finite" in row.error
         assert row.token_ids == ()
-    silent = StepPlan(2, (Row("z", 0, (50, 3), (5,), False),), (admit("z", 50, 3, 4),))
+    silent = StepPlan(2, (Row("z", 0, (50, 3), (5,), 0),), (admit("z", 50, 3, 4),))
     assert "not finite" in broken.run(silent).rows[0].error
     assert all(layer.data.isfinite().all() for layer in broken.store.layers)
+
+
+def test_a_draft_that_is_not_finite_costs_its_request_nothing(tmp_path, folder):
+    """It was a guess: what was accepted before it counts, and nobody inherits what it left in the cache."""
+    tensors = tiny_checkpoint.write(tmp_path)
+    tensors["model.embed_tokens.weight"][50] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    broken, healthy = load(tmp_path), load(folder)
+    plain = admit("x", 3, 4, 5)
+    (first,) = prefill(healthy, plain).rows[0].token_ids
+    wanted = [healthy.run(StepPlan(1, (Row("x", 3, (first,), (), 1),))).rows[0].token_ids[0]]
+    wanted.append(healthy.run(StepPlan(2, (Row("x", 4, (wanted[0],), (), 1),))).rows[0].token_ids[0])
+    assert prefill(broken, plain).rows[0].token_ids == (first,)
+    row = Row("x", 3, (first,), (), 3, (wanted[0], 50))
+    result = broken.run(StepPlan(1, (row,))).rows[0]
+    assert (result.token_ids, result.error) == (tuple(wanted), None)
+    assert all(layer.data.isfinite().all() for layer in broken.store.layers)
+
+
+def test_a_row_that_fails_takes_its_drafts_with_it(tmp_path):
+    tensors = tiny_checkpoint.write(tmp_path)
+    tensors["model.embed_tokens.weight"][50] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    runner = load(tmp_path)
+    row = Row("x", 0, (3, 50), (1,), 3, (4, 5))
+    result = runner.run(StepPlan(0, (row,), (admit("x", 3, 50),))).rows[0]
+    assert result.token_ids == ()
+    assert "not finite" in result.error
 
 
 @pytest.mark.parametrize(
@@ -178,13 +207,17 @@ def test_ids_that_the_model_lacks_end_their_request_alone(runner, admitted, said
 
 def test_plans_that_make_no_sense_are_our_own_fault(runner):
     with pytest.raises(EngineError, match="not admitted"):
-        runner.run(StepPlan(0, (Row("ghost", 0, (3,), (1,), True),)))
+        runner.run(StepPlan(0, (Row("ghost", 0, (3,), (1,), 1),)))
     with pytest.raises(EngineError, match="do not fit its 0 blocks"):
-        runner.run(StepPlan(0, (Row("a", 0, (3,), (), True),), (admit("a", 3),)))
+        runner.run(StepPlan(0, (Row("a", 0, (3,), (), 1),), (admit("a", 3),)))
     with pytest.raises(EngineError, match="context of 128"):
-        runner.run(StepPlan(0, (Row("a", 128, (3,), tuple(range(9)), True),), (admit("a", 3),)))
-    with pytest.raises(EngineError, match="drafts"):
-        runner.run(StepPlan(0, (Row("a", 0, (3,), (1,), True, (4,)),), (admit("a", 3),)))
+        runner.run(StepPlan(0, (Row("a", 128, (3,), tuple(range(9)), 1),), (admit("a", 3),)))
+    with pytest.raises(EngineError, match="1 drafts, 1 samples"):
+        runner.run(StepPlan(0, (Row("a", 0, (3,), (1,), 1, (4,)),), (admit("a", 3),)))
+    with pytest.raises(EngineError, match="draft 61 is outside the vocabulary of 61"):
+        runner.run(StepPlan(0, (Row("a", 0, (3,), (1,), 2, (61,)),), released=("a",), admitted=(admit("a", 3),)))
+    with pytest.raises(EngineError, match="do not fit its 1 blocks"):
+        runner.run(StepPlan(0, (Row("a", 0, (3,), (1,), 17, (4,) * 16),), released=("a",), admitted=(admit("a", 3),)))
 
 
 def test_min_tokens_holds_back_stop_ids(runner):

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import add, make_scheduler, step, waits
 
-from splittime.core.plan import RowResult, StepResult
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import RowResult, StepResult
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.scheduler import Scheduler
 
@@ -155,7 +155,7 @@ def test_every_wait_has_a_cause_and_the_overtaken_are_those_whose_turn_it_was(da
         plan = scheduler.plan(now_ns)
         if plan is not None:
             history += [("admitted", admitted.request_id) for admitted in plan.admitted]
-            rows = tuple(RowResult(row.request_id, (7,) if row.samples else ()) for row in plan.rows)
+            rows = tuple(RowResult(row.request_id, (7,) if row.num_samples else ()) for row in plan.rows)
             scheduler.commit(plan, StepResult(plan.step_id, rows), now_ns + 5)
         scheduler.check()
         overtaken = {state.request_id for state in scheduler.queue if state.is_overtaken}

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.core.clock import VirtualClock
-from splittime.core.plan import PENDING, Admitted, Row, RowResult, StepPlan, StepResult
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import PENDING, Admitted, Row, RowResult, StepPlan, StepResult
+from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.messages import StepOutput
 from splittime.engine.engine import Engine
-from splittime.engine.messages import StepOutput
 from splittime.ledger.steps import verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -66,7 +67,7 @@ class Contents:
             assert held == tuple(tokens[: position + 1]), f"{row.request_id} reads {held} at position {position}"
         for position in range(row.start, row.start + len(row.token_ids)):
             self.blocks.setdefault(table[position // BLOCK], {})[position % BLOCK] = tuple(tokens[: position + 1])
-        if not row.samples:
+        if not row.num_samples:
             return RowResult(row.request_id)
         tokens.append(len(tokens))
         return RowResult(row.request_id, (tokens[-1],))
@@ -86,29 +87,29 @@ def prompt_of(group: int, length: int) -> Prefix:
     return tuple(100 * group + place for place in range(length))
 
 
-def drained(engine: Engine) -> Iterator[StepOutput]:
-    while engine.has_work:
-        output = engine.step()
-        engine.scheduler.check()
+def drained(crank: Crank) -> Iterator[StepOutput]:
+    while crank.has_work:
+        output = crank.turn()
+        crank.engine.scheduler.check()
         assert output is not None
         yield output
 
 
 @pytest.fixture
-def engine() -> Engine:
+def crank() -> Crank:
     clock = VirtualClock()
-    return Engine(make(), FakeRunner(BLOCK, step_ns=100, clock=clock, move_ns=7), clock)
+    return Crank(EngineParts(Engine(make()), FakeRunner(BLOCK, step_ns=100, clock=clock, move_ns=7)), clock)
 
 
-def test_a_returning_prompt_is_copied_back_and_the_books_say_so(engine: Engine) -> None:
+def test_a_returning_prompt_is_copied_back_and_the_books_say_so(crank: Crank) -> None:
     records, host_tokens = [], {}
     for name, group in (("a", 1), ("b", 2), ("again", 1)):
-        engine.submit(ask(name, prompt_of(group, 25)), 0)
-        for output in drained(engine):
+        crank.submit(ask(name, prompt_of(group, 25)), 0)
+        for output in drained(crank):
             records += [output.record] if output.record is not None else []
             host_tokens |= {news.request_id: news.num_host_tokens for news in output.outputs}
     verify_steps(records)
-    stats = engine.stats()
+    stats = crank.stats()
     assert host_tokens == {"a": 0, "b": 0, "again": 20}  # its first block is still on the device
     assert (stats.prefix_hit_tokens, stats.prefix_host_hit_tokens, stats.restored_tokens) == (24, 20, 20)
     assert [record.restore_ns for record in records if record.restored_blocks] == [7 * 5]
@@ -117,13 +118,13 @@ def test_a_returning_prompt_is_copied_back_and_the_books_say_so(engine: Engine) 
     assert (stats.host_blocks_total, stats.host_blocks_used) == (16, stats.offloaded_tokens // BLOCK)
 
 
-def test_the_time_of_the_copies_is_the_devices(engine: Engine) -> None:
+def test_the_time_of_the_copies_is_the_devices(crank: Crank) -> None:
     from splittime.ledger.derive import device_book, verify_device_book
 
     records = []
     for name, group in (("a", 1), ("b", 2), ("again", 1)):
-        engine.submit(ask(name, prompt_of(group, 25)), 0)
-        records += [output.record for output in drained(engine) if output.record is not None]
+        crank.submit(ask(name, prompt_of(group, 25)), 0)
+        records += [output.record for output in drained(crank) if output.record is not None]
     book = device_book(records)
     verify_device_book(book, records)
     moved_ns = sum(record.offload_ns + record.restore_ns for record in records)
@@ -162,12 +163,12 @@ def test_a_preempted_request_finds_its_blocks_in_host_memory() -> None:
     for num_host_slots in (0, 16):
         clock = VirtualClock()
         scheduler = make(num_blocks=8, num_host_slots=num_host_slots)
-        engine = Engine(scheduler, FakeRunner(BLOCK, step_ns=100, clock=clock), clock)
-        engine.submit(ask("first", prompt_of(1, 13), max_tokens=19), 0)
-        engine.submit(ask("victim", prompt_of(2, 12), max_tokens=19), 0)
-        records = [output.record for output in drained(engine) if output.record is not None]
+        crank = Crank(EngineParts(Engine(scheduler), FakeRunner(BLOCK, step_ns=100, clock=clock)), clock)
+        crank.submit(ask("first", prompt_of(1, 13), max_tokens=19), 0)
+        crank.submit(ask("victim", prompt_of(2, 12), max_tokens=19), 0)
+        records = [output.record for output in drained(crank) if output.record is not None]
         verify_steps(records)
-        assert scheduler.num_preemptions > 0
+        assert scheduler.counts.num_preemptions > 0
         computed[num_host_slots] = sum(
             count for record in records for name, _, count in record.rows if name == "victim"
         )
@@ -212,21 +213,21 @@ def test_every_row_reads_its_own_prefix(
     """Prompts of four families come back through a cache that holds one or two of them."""
     clock, runner = VirtualClock(), Contents()
     scheduler = make(num_blocks, num_host_slots, enable_chunked_prefill=chunks)
-    engine = Engine(scheduler, runner, clock, runner if is_ahead else None)
+    crank = Crank(EngineParts(Engine(scheduler, plans_ahead=is_ahead), runner), clock)
     for number, event in enumerate(script):
         match event:
             case ("ask", group, length, max_tokens):
-                engine.submit(ask(f"r{number}", prompt_of(group, length), max_tokens), clock.now_ns())
+                crank.submit(ask(f"r{number}", prompt_of(group, length), max_tokens), clock.now_ns())
             case ("step", count):
                 for _ in range(count):
-                    engine.step()
+                    crank.turn()
                     scheduler.check()
             case ("abort", which):
-                engine.abort(f"r{which}")
+                crank.abort(f"r{which}")
             case ("knob", name, value):
-                engine.configure({name: value})
-    engine.configure({"paused": False})
-    for _ in drained(engine):
+                crank.configure({name: value})
+    crank.configure({"paused": False})
+    for _ in drained(crank):
         pass
     assert scheduler.cache.num_used == 0
     if scheduler.cache.host is not None:

@@ -4,9 +4,9 @@ import pytest
 from test_scheduler import _with_prompt_logprobs, add, make_scheduler, shape, step
 
 from splittime.core.errors import Conflict
-from splittime.core.plan import PENDING, RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import PENDING, RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.scheduler import Scheduler
 
@@ -18,7 +18,7 @@ def planned(scheduler: Scheduler, now_ns: int) -> StepPlan:
 
 
 def committed(scheduler: Scheduler, plan: StepPlan, now_ns: int) -> None:
-    rows = tuple(RowResult(row.request_id, (7,) if row.samples else ()) for row in plan.rows)
+    rows = tuple(RowResult(row.request_id, (7,) if row.num_samples else ()) for row in plan.rows)
     scheduler.commit(plan, StepResult(plan.step_id, rows), now_ns)
     scheduler.check()
 

@@ -9,8 +9,7 @@ from test_scheduler import add, make_scheduler, step
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.stages import Cause, Stage
-from splittime.scheduler import queue as queue_module
-from splittime.scheduler import turns
+from splittime.scheduler import heap
 from splittime.scheduler.queue import CauseLog, WaitingQueue
 from splittime.scheduler.state import RequestState
 
@@ -118,8 +117,7 @@ def test_crowds_come_and_go_and_the_queue_knows_whose_turn_it_was(script: list[t
     """In any order of rank: who is next and who is overtaken is what a slow count says, and the dead are swept out
     (here as soon as they are the most)."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (queue_module, turns):
-            patch.setattr(module, "SWEEP_FROM", FEW)
+        patch.setattr(heap, "SWEEP_FROM", FEW)
         crowd(script)
 
 
@@ -144,8 +142,8 @@ def crowd(script: list[tuple[str, int, int]]) -> None:
             history.append(("admitted" if what == "admit" else "gone", name))
             (queue.admit if what == "admit" else queue.remove)(here.pop(name))
             kept = 2 * len(here) + FEW
-            assert max(len(queue._by_rank), len(queue._by_age)) <= kept
-            assert len(queue._turns._line) <= kept + 2 * len(queue._turns._early)
+            assert max(queue._by_rank.num_kept, queue._by_age.num_kept) <= kept
+            assert queue._line._line.num_kept <= kept + 2 * len(queue._line._early)
         queue.check()
         assert {name for name, state in here.items() if state.is_overtaken} == turn_by_turn(history, arrived)
 
@@ -158,5 +156,5 @@ def test_who_was_fresh_or_overtaken_in_one_plan_is_not_kept_for_the_next() -> No
             for name, priority in ((f"low{i}", 1), (f"high{i}", 0)):
                 add(scheduler, name, now_ns=10 * i, max_tokens=1, priority=priority)
             step(scheduler, 10 * i + 1)
-            assert (scheduler.queue._fresh, scheduler.queue._passed) == ([], [])
+            assert (scheduler.queue._fresh, scheduler.queue._overtaken) == ({}, [])
         assert scheduler.num_waiting == (0 if max_num_seqs == 2 else 30)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from splittime.core.errors import ConfigError, RequestError
-from splittime.core.plan import Row, RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Row, RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
@@ -38,7 +38,7 @@ def step(scheduler: Scheduler, now_ns: int, token: int = 7) -> tuple[StepPlan, l
     """Plan at `now_ns`, commit 5 ns later."""
     plan = scheduler.plan(now_ns)
     assert plan is not None
-    rows = tuple(RowResult(row.request_id, (token,) if row.samples else ()) for row in plan.rows)
+    rows = tuple(RowResult(row.request_id, (token,) if row.num_samples else ()) for row in plan.rows)
     outputs = scheduler.commit(plan, StepResult(plan.step_id, rows), now_ns + 5)
     scheduler.check()
     return plan, outputs
@@ -213,7 +213,7 @@ def test_prefix_hit_computes_the_rest_only() -> None:
     assert shape(plan) == {"again": 1}
     assert plan.rows[0].start == 12
     assert outputs[0].num_cached_tokens == 12
-    assert scheduler.prefix_hit_tokens == 12
+    assert scheduler.counts.prefix_hit_tokens == 12
 
 
 def test_stop_ids_end_a_request_unless_told_to_ignore() -> None:
@@ -282,7 +282,7 @@ def test_prompt_logprobs_come_once_despite_a_preemption() -> None:
         rows = tuple(_with_prompt_logprobs(row, num_prompt=16) for row in plan.rows)
         for output in scheduler.commit(plan, StepResult(plan.step_id, rows), now_ns + 5):
             seen += [entry.token_id for entry in output.prompt_logprobs if output.request_id == "b"]
-    assert scheduler.num_preemptions > 0
+    assert scheduler.counts.num_preemptions > 0
     assert seen == list(range(1, 16))
 
 
@@ -290,7 +290,7 @@ def _with_prompt_logprobs(row: Row, num_prompt: int) -> RowResult:
     """Entries that are named after the positions they are for."""
     positions = range(row.start + 1, min(row.start + len(row.token_ids) + 1, num_prompt))
     entries = tuple(TokenLogprob(position, -1.0, 1) for position in positions)
-    return RowResult(row.request_id, (7,) if row.samples else (), prompt_logprobs=entries)
+    return RowResult(row.request_id, (7,) if row.num_samples else (), prompt_logprobs=entries)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -306,5 +306,5 @@ def test_what_has_ended_is_forgotten(policy: str) -> None:
         elif i > 0:  # two wait at each step, and the overdue goes first: its entry stays at the bottom of the heap
             step(scheduler, i * 20 + 1)
     queue = scheduler.queue
-    kept = (queue._by_rank, queue._by_age, queue._fresh, queue._log._entries, scheduler._deadlines)
-    assert [len(each) < 200 for each in kept] == [True] * len(kept), [len(each) for each in kept]
+    kept = [heap.num_kept for heap in (queue._by_rank, queue._by_age, scheduler._deadlines)]
+    assert max(*kept, len(queue._fresh), len(queue._log._entries)) < 200, kept

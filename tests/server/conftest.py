@@ -14,12 +14,13 @@ import tokenizers
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers
 
-from splittime.engine.token_bound import byte_alphabet
-from splittime.engine.tokenizer import Tokenizer
+from splittime.api.limits import ModelInfo
 from splittime.ledger.store import Ledger
 from splittime.server.app import build_app
-from splittime.server.config import ModelInfo, ServerConfig
+from splittime.server.config import ServerConfig
 from splittime.server.run import listen, make_server
+from splittime.text.token_bound import byte_alphabet
+from splittime.text.tokenizer import Tokenizer
 
 from .fake_engine import FakeEngine
 
@@ -62,10 +63,20 @@ class LiveServer:
         listener = listen(self.config)
         self.port = listener.getsockname()[1]
         self.server = make_server(self.app, self.config)
-        task = self.loop.create_task(self.server.serve(sockets=[listener]))
+        self._serving = self.loop.create_task(self.server.serve(sockets=[listener]))
         self._started.set()
-        await task
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._serving
+        await self._hang_up()
         self.service.close()
+
+    async def _hang_up(self) -> None:
+        state = self.server.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        for _ in range(100):
+            if state.connections or state.tasks:
+                await asyncio.sleep(0.001)
 
     def start(self) -> None:
         self._thread.start()
@@ -75,8 +86,9 @@ class LiveServer:
                 return
 
     def stop(self) -> None:
-        self.server.should_exit = True
-        self.server.force_exit = True
+        """At once: uvicorn would see that it should end at its next tick, and then give connections a tick to close."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self.loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join(10)
 
     @property

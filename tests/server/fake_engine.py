@@ -8,13 +8,13 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import Conflict, ErrorInfo, Overloaded
-from splittime.core.plan import TokenLogprob
 from splittime.core.request import FinishReason, Request
 from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
-from splittime.engine.client import StreamItem
-from splittime.engine.messages import EngineStats
-from splittime.engine.sleep import refusal
+from splittime.core.step import TokenLogprob
+from splittime.drive.client import StreamItem
+from splittime.drive.residency import refusal
 from splittime.ledger.account import Account, Mark
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Cause, Stage

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from splittime.core.errors import RequestError
-from splittime.server.admission import WINDOW_DEPARTURES, Admission, Bounds, Refused, ServiceRate
+from splittime.scheduler.admission import WINDOW_DEPARTURES, Admission, QueueLimits, Refused, ServiceRate
 
 from .conftest import say
 
@@ -14,7 +14,7 @@ S = 1_000_000_000
 
 
 def admission(requests: int = 4, tokens: int = 1000) -> Admission:
-    return Admission(Bounds(requests, tokens))
+    return Admission(QueueLimits(requests, tokens))
 
 
 def test_the_queue_is_bounded_in_requests_and_tokens() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from splittime.server import connection as connections
+from splittime.web import connection as connections
 
 from .conftest import LiveServer, say
 from .test_loop_stalls import stall

@@ -8,12 +8,12 @@ import time
 import msgspec
 import pytest
 
-from splittime.engine.tokenizer import Tokenizer
-from splittime.server.config import ServerConfig
-from splittime.server.edge import Edge
-from splittime.server.http import receive_nothing
-from splittime.server.inline import INLINE_NS
-from splittime.server.keys import Keys
+from splittime.text.tokenizer import Tokenizer
+from splittime.text.work import INLINE_NS
+from splittime.web.edge import Edge
+from splittime.web.http import receive_nothing
+from splittime.web.origin import Names
+from splittime.web.tenants import ApiKeys
 
 from .conftest import LiveServer, say
 from .test_endings import wait_until
@@ -48,6 +48,70 @@ def test_a_kept_connection_may_rest_and_its_next_head_is_timed(launch) -> None:
     client.sendall(b"GET /hea")
     with contextlib.suppress(ConnectionResetError):
         assert client.recv(100) == b""
+
+
+BEGIN = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+IN_CHUNKS = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "rest"),
+    [
+        (BEGIN, b"x: a\r\n"),
+        (BEGIN + b"x: ", b"a"),
+        (b"GET /", b"a"),
+        (IN_CHUNKS + b"2\r\n{}\r\n0\r\n", b"x: a\r\n"),
+        (IN_CHUNKS + b"2;", b"a"),
+    ],
+)
+def test_what_is_in_no_body_has_a_bound(launch, begin: bytes, rest: bytes) -> None:
+    server = launch()
+    client = connect(server)
+    client.sendall(begin)
+    num_sent, piece = 0, rest * (2**14 // len(rest))
+    with contextlib.suppress(ConnectionError):
+        while num_sent < 2**25:
+            client.sendall(piece)
+            num_sent += len(piece)
+    assert num_sent < 2**25
+    assert server.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_long_body_in_small_chunks_is_no_head(launch, size: int) -> None:
+    server = launch()
+    client = connect(server)
+    body = b'{"prompt":"abc"' + b" " * 100_000 + b"}"
+    chunks = [body[i : i + size] for i in range(0, len(body), size)]
+    client.sendall(IN_CHUNKS + b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in chunks) + b"0\r\n\r\n")
+    assert client.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_behind_an_upgrade_is_not_taken_for_a_request(launch) -> None:
+    """The parser reads no body of a request that asks for another protocol (as Java's client does, for HTTP/2)."""
+    server = launch()
+    client = connect(server)
+    client.settimeout(5)
+    inner = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+    client.sendall(head + b"content-length: %d\r\n\r\n" % len(inner))
+    time.sleep(0.1)
+    with contextlib.suppress(ConnectionError):
+        client.sendall(inner)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := client.recv(1000):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"without Upgrade" in answer
+    assert b'"version"' not in answer
+
+
+def test_a_trailer_is_no_header(launch) -> None:
+    server = launch(config={"api_key": ("secret",)})
+    client = connect(server)
+    client.sendall(IN_CHUNKS + b'10\r\n{"prompt":"abc"}\r\n0\r\nAuthorization: Bearer secret\r\n\r\n')
+    assert client.recv(1000).startswith(b"HTTP/1.1 401")
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions"])
@@ -109,8 +173,7 @@ def test_the_unforeseen_after_an_answer_began_is_left_to_the_connection_and_no_s
     async def send(message) -> None:
         sent.append(message["type"])
 
-    config = ServerConfig()
-    edge = Edge(half_an_answer, config, Keys(config))
+    edge = Edge(half_an_answer, Names("127.0.0.1"), ApiKeys())
     scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
     with pytest.raises(ZeroDivisionError):
         asyncio.run(edge(scope, receive_nothing, send))

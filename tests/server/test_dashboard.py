@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from browser import books
-from splittime.ledger.account import Interval
+from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause, Stage
 from splittime.server import routes_dashboard
 from splittime.server.dashboard import bins, files
@@ -159,7 +159,7 @@ def test_those_who_wait_now_are_told_by_cause(launch) -> None:
 def test_a_request_is_closed_though_the_engine_has_not_let_go_yet(launch) -> None:
     live = launch(say("abc"), step_s=0.3)
     assert live.post("/v1/completions", {"prompt": "x", "stop": "b", "max_tokens": 3})[0] == 200
-    assert live.service.generations
+    assert live.service.groups
     answer = look(live)
     assert (answer["open"], len(answer["rows"])) == ([], 1)
 
@@ -231,5 +231,5 @@ def test_the_parts_of_steps_keep_their_time(count, length_ns) -> None:
 
 
 def test_a_stage_s_key_names_its_cause() -> None:
-    found = bins.spans([Interval(Stage.QUEUE, Cause.KV_BLOCKS, 1, 2), Interval(Stage.DECODE, None, 2, 3)])
+    found = bins.spans([StageInterval(Stage.QUEUE, Cause.KV_BLOCKS, 1, 2), StageInterval(Stage.DECODE, None, 2, 3)])
     assert found == [("queue:kv_blocks", 1, 2), ("decode", 2, 3)]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splittime.api import decode, params
+from splittime.api.schema import MAX_DETOKENIZED
 from splittime.core.errors import RequestError
-from splittime.server import decode, params
-from splittime.server.schema import MAX_DETOKENIZED
 
 from .conftest import say
 

@@ -44,7 +44,7 @@ def nothing_left(live: LiveServer) -> bool:
     return (
         live.engine.is_empty
         and service.num_open == 0
-        and not service.generations
+        and not service.groups
         and not service._reserved
         and service.admission.queued_requests == 0
         and service.admission.queued_prompt_tokens == 0
@@ -107,9 +107,9 @@ def test_a_slow_reader_is_dropped_and_others_notice_nothing(launch) -> None:
     endless = {"prompt": "x", "max_tokens": 500_000, "stream": True, "logprobs": 5}
     slow = connect(live, receive_buffer=4096)
     slow.sendall(raw_request(endless, headers="X-Request-Id: slow\r\n"))
-    wait_until(lambda: "slow" in live.service.generations)
+    wait_until(lambda: "slow" in live.service.groups)
     lags = []
-    while "slow" in live.service.generations:
+    while "slow" in live.service.groups:
         assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 20})[0] == 200
         account = live.ledger.accounts(limit=1)[0]
         lags.append(account.end_ns - account.token_ready_ns[-1])
@@ -200,7 +200,7 @@ def test_an_id_in_flight_is_refused(launch) -> None:
     live = launch(say(TEXT, end=False), step_s=0.005)
     with connect(live) as sock:
         sock.sendall(raw_request({"prompt": "x", "max_tokens": 4000}, headers="X-Request-Id: one\r\n"))
-        wait_until(lambda: "one" in live.service.generations)
+        wait_until(lambda: "one" in live.service.groups)
         status, _, answer = live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": "one"})
         assert (status, answer["error"]["code"]) == (409, "request_id_in_flight")
     wait_until(lambda: nothing_left(live))
@@ -222,6 +222,22 @@ def test_a_body_that_never_comes_is_given_up(launch) -> None:
     with connect(live) as sock:
         sock.sendall(raw_request({"prompt": "x" * 100})[:120])
         assert b" 408 " in sock.recv(1000)
+    wait_until(lambda: nothing_left(live))
+
+
+def test_a_stream_that_breaks_is_an_error_and_the_engine_lets_go(launch, monkeypatch) -> None:
+    live = launch(say(TEXT, end=False), step_s=0.005)
+    whole = live.engine.stream
+
+    async def broken(request_id: str):
+        async for item in whole(request_id):
+            yield item
+            raise ValueError("no such item")
+
+    monkeypatch.setattr(live.engine, "stream", broken)
+    status, _headers, answer = live.post("/v1/completions", {"prompt": "x", "max_tokens": 4000})
+    assert (status, answer["error"]["message"]) == (500, "the engine's stream broke: no such item")
+    assert len(live.engine.aborts) == 1
     wait_until(lambda: nothing_left(live))
 
 
@@ -249,7 +265,8 @@ import sys
 sys.path.insert(0, {tests!r})
 from server.conftest import FakeEngine, ModelInfo, ServerConfig, byte_tokenizer, say
 from splittime.ledger.store import Ledger
-from splittime.server.app import build_app, serve
+from splittime.server.app import build_app
+from splittime.server.run import serve
 engine = FakeEngine(say("abcdefgh", end=False), step_s=0.005)
 config = ServerConfig(port=0, grace_s={grace_s})
 app = build_app(engine, byte_tokenizer(), Ledger(), config, ModelInfo(("fake",), 4096, 257, (256,)))

@@ -6,11 +6,13 @@ import gc
 import msgspec
 import orjson
 
-from splittime.engine import gc_pauses
-from splittime.ledger.facts import Process, ServerFacts, TokenCost
+from splittime.api.limits import ModelInfo
+from splittime.core.facts import TokenCost
+from splittime.drive import gc_pauses
+from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.prompt_parts import prompt_parts
 from splittime.ledger.store import Ledger, open_readonly
-from splittime.server.config import ModelInfo, ServerConfig
+from splittime.server.config import ServerConfig
 from splittime.server.service import Service
 
 from .conftest import byte_tokenizer, say
@@ -59,7 +61,7 @@ def test_of_both_processes_with_what_was_changed(launch) -> None:
 def test_long_collections_are_told(launch, monkeypatch) -> None:
     monkeypatch.setattr(gc_pauses, "LONG_NS", 1)
     live = launch()
-    live.call(live.service.settle)
+    live.call(lambda: live.service.settle(live.model))
     live.call(gc.collect)
     pauses = asked(live).process("server").pauses
     assert pauses
@@ -68,7 +70,7 @@ def test_long_collections_are_told(launch, monkeypatch) -> None:
 
 
 def test_not_before_the_model_is_known() -> None:
-    service = Service(FakeEngine(say("x")), byte_tokenizer(), Ledger(), ServerConfig(), lambda: None)
+    service = Service(FakeEngine(say("x")), byte_tokenizer(), Ledger(), ServerConfig(), None)
     assert service.facts() is None
     assert service.ledger.facts() is None
     service.close()

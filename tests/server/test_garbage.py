@@ -51,7 +51,7 @@ def until(is_so: Callable[[], object]) -> None:
 
 
 def until_all_left(server: LiveServer) -> None:
-    until(lambda: not server.call(lambda: server.service.num_open or server.service.generations))
+    until(lambda: not server.call(lambda: server.service.num_open or server.service.groups))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_request_whose_client_left_leaves_nothing_to_collect(launch) -> None:
 
 def test_a_refusal_leaves_nothing_to_collect(launch) -> None:
     server = launch(say("x" * 1000, end=False), step_s=0.005, config={"max_queued_requests": 1}, max_running=1)
-    body = {"prompt": "abc", "max_tokens": 1000}
+    body = {"prompt": "abc", "max_tokens": 300}
     streams = [server.events_later("/v1/completions", body)]
     until(lambda: server.engine.running and server.get("/stats")[2]["server"]["queued_requests"] == 0)
     streams.append(server.events_later("/v1/completions", body))

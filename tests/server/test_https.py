@@ -12,11 +12,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from splittime.cli.explain import get_json
 from splittime.core.errors import ConfigError, EngineError
-from splittime.loadgen.scrape import ask_first
-from splittime.loadgen.target import Target
 from splittime.server.config import ServerConfig
+from splittime.wire.get_json import get_json
+from splittime.wire.scrape import ask_first
+from splittime.wire.target import Target
 
 from .conftest import say
 from .test_endings import raw_request, wait_until

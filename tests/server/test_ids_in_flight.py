@@ -17,7 +17,7 @@ def busy(launch):
     live: LiveServer = launch(say("x", end=False), step_s=0.005, config={"max_queued_requests": 2})
     with connect(live) as sock:
         sock.sendall(raw_request({"prompt": "x", "max_tokens": 4000}, headers=MINE))
-        wait_until(lambda: "mine" in live.service.generations)
+        wait_until(lambda: "mine" in live.service.groups)
         yield live
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from splittime.server.config import ModelInfo, ServerConfig
-from splittime.server.schema import UNSUPPORTED
+from splittime.api.limits import ModelInfo
+from splittime.api.schema import UNSUPPORTED
+from splittime.server.config import ServerConfig
 
 from .conftest import EOS, LiveServer, say
 from .fake_engine import FakeEngine

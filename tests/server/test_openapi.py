@@ -7,12 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import InvalidArgument, Unsatisfiable
 
+from splittime.api.foreign_fields import ForeignFields
+from splittime.api.limits import ModelInfo
+from splittime.api.openapi import document
+from splittime.api.openapi_bodies import _below
+from splittime.api.schema import ChatBody, CompletionBody
 from splittime.core.sampling import SamplingParams
-from splittime.server.config import ModelInfo, ServerConfig
-from splittime.server.described.bodies import Limits, _below
-from splittime.server.described.openapi import document
-from splittime.server.foreign_fields import ForeignFields
-from splittime.server.schema import ChatBody, CompletionBody
+from splittime.server.config import ServerConfig
 
 from .conftest import LiveServer, say
 from .fake_engine import FakeEngine
@@ -34,7 +35,7 @@ def test_every_sampling_parameter_is_described() -> None:
 
 def test_a_key_is_part_of_the_description() -> None:
     assert "security" not in document(ServerConfig())
-    assert document(ServerConfig(api_key=("k",)))["security"] == [{"key": []}]
+    assert document(ServerConfig(), asks_for_key=True)["security"] == [{"key": []}]
 
 
 def test_strict_servers_describe_no_field_without_effect() -> None:
@@ -44,7 +45,7 @@ def test_strict_servers_describe_no_field_without_effect() -> None:
 
 
 def test_names_and_vocabulary_of_the_model_are_described() -> None:
-    schemas = document(ServerConfig(), Limits(("a", "b"), 1000))["components"]["schemas"]
+    schemas = document(ServerConfig(), ModelInfo(("a", "b"), 512, 1000))["components"]["schemas"]
     assert schemas["ChatBody"]["properties"]["model"]["anyOf"][0]["enum"] == ["a", "b"]
     assert schemas["DetokenizeBody"]["properties"]["tokens"]["items"]["maximum"] == 999
 
@@ -68,6 +69,7 @@ def live(request):
 @pytest.mark.parametrize(
     ("mode", "expected"), [(schemathesis.GenerationMode.POSITIVE, 200), (schemathesis.GenerationMode.NEGATIVE, 400)]
 )
+@pytest.mark.sample(2)
 def test_the_server_does_what_its_description_says(live: LiveServer, mode, expected: int) -> None:
     described = live.get("/openapi.json")[2]
     schema = schemathesis.openapi.from_dict(described if live.config.strict else without_foreign_fields(described))

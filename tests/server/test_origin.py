@@ -6,8 +6,7 @@ import socket
 import pytest
 
 from splittime.core.errors import ConfigError, RequestError
-from splittime.server.config import ServerConfig
-from splittime.server.origin import Names
+from splittime.web.origin import Names
 
 KEY = "k"
 PATHS = ("/ledger/requests", "/metrics", "/v1/models", "/", "/dashboard/static/app.js", "/nowhere")
@@ -109,15 +108,15 @@ def is_taken(names: Names, asked: dict) -> bool:
 
 def test_an_address_that_others_reach_has_a_key_and_any_name_unless_it_is_told_which() -> None:
     """A rebound page has no key; a balancer or a probe calls by a name of its own."""
-    assert is_taken(Names(ServerConfig(host="0.0.0.0", api_key=(KEY,))), scope("svc.cluster.local"))
-    told = Names(ServerConfig(host="0.0.0.0", api_key=(KEY,), allowed_hosts=("api.example",)))
+    assert is_taken(Names("0.0.0.0"), scope("svc.cluster.local"))
+    told = Names("0.0.0.0", ("api.example",))
     assert is_taken(told, scope("api.example"))
     assert is_taken(told, scope("10.0.0.5:8000"))  # the address the connection came to
     assert not is_taken(told, scope("10.0.0.6:8000"))
     assert not is_taken(told, scope("svc.cluster.local"))
-    named = Names(ServerConfig(host="Box.internal", api_key=(KEY,), allowed_hosts=("api.example",)))
+    named = Names("Box.internal", ("api.example",))
     assert is_taken(named, scope("box.internal:8000"))
-    assert is_taken(Names(ServerConfig(host="127.0.0.9")), scope("127.0.0.9:1", at="127.0.0.9"))
+    assert is_taken(Names("127.0.0.9"), scope("127.0.0.9:1", at="127.0.0.9"))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +233,7 @@ def test_without_cors_nothing_is_allowed_beforehand(launch) -> None:
 )
 def test_names_that_could_match_nothing_are_refused_at_start(config: dict) -> None:
     with pytest.raises(ConfigError) as caught:
-        Names(ServerConfig(**config))
+        Names("127.0.0.1", **config)
     assert next(iter(config.values()))[0] in caught.value.info.message
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from splittime.core.errors import ConfigError, ErrorInfo
 from splittime.server.config import ServerConfig
-from splittime.server.http import deadline_ns, respond_error
+from splittime.web.http import deadline_ns, respond_error
 
 from .conftest import say
 

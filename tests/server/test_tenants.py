@@ -8,15 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, Refused
 from splittime.kv.cache import KVCache, Lease
 from splittime.ledger.account import LIMITS_OF_A_KEY
-from splittime.server.admission import Refused
 from splittime.server.app import PATHS
 from splittime.server.config import ServerConfig
-from splittime.server.keys import Keys
-from splittime.server.quota import MINUTE_NS, Bucket, Quota
-from splittime.server.tenants import ANYBODY, TENANT_PATHS, Tenant
+from splittime.web.tenants import ANYBODY, MINUTE_NS, TENANT_PATHS, ApiKeys, Bucket, Quota, Tenant
 
 from .conftest import LiveServer, say
 from .test_endings import connect, raw_request, wait_until
@@ -48,7 +45,7 @@ def test_each_key_is_taken_whole_and_any_other_refused(live) -> None:
 
 def test_all_keys_are_compared_whichever_is_right(monkeypatch) -> None:
     """Else the time would tell which it is, or how much of one is right."""
-    keys, compared = Keys(ServerConfig(api_key=KEYS)), []
+    keys, compared = ApiKeys(KEYS), []
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: (compared.append((a, b)), a == b)[1])
     counts = []
     for given_key in (*KEYS, "wrong", "", "s", "search" * 1000):
@@ -148,10 +145,11 @@ def test_whether_anothers_request_is_open_is_not_told(launch) -> None:
             {"prompt": "x", "max_tokens": 4000}, headers="X-Request-Id: a\r\nAuthorization: Bearer shop\r\n"
         )
         client.sendall(asked)
-        wait_until(lambda: "a@key-3" in live.service.generations)
+        wait_until(lambda: "a@key-3" in live.service.groups)
+        unknown = live.get("/ledger/requests/never-came", **SEARCH)[2]["error"]["hint"]
         for name in ("a", "cmpl-a", "chatcmpl-a"):
             told = [live.get(f"/ledger/requests/{name}", **who)[2]["error"] for who in (OPERATOR, SHOP, SEARCH)]
-            assert [error.get("hint") for error in told] == ["it is still open", "it is still open", None]
+            assert [error.get("hint") for error in told] == ["it is still open", "it is still open", unknown]
 
 
 @pytest.mark.parametrize(("name", "n"), [("a", 1), ("a-0", 1), ("a-1", 2), ("a", 3)])
@@ -174,6 +172,14 @@ def test_an_id_that_another_tenant_has_in_flight_is_free(launch, name: str, n: i
         assert ask(live, SHOP, "a")[0] == 409
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_ids_are_kept_apart_as_soon_as_there_are_two_keys(launch, number: int) -> None:
+    service = launch(say("x"), config={"api_key": KEYS[:number]}).service
+    ids = {service.full_id("same", tenant) for tenant in service.keys.tenants}
+    assert len(ids) == number
+    assert ("same" in ids) == (number == 1)
+
+
 def test_one_tenants_client_that_leaves_ends_its_own_request_alone(launch) -> None:
     live = launch(say("x", end=False), config={"api_key": KEYS}, step_s=0.005)
     asked = {"prompt": "x", "max_tokens": 4000}
@@ -184,7 +190,7 @@ def test_one_tenants_client_that_leaves_ends_its_own_request_alone(launch) -> No
             wait_until(lambda: len(live.engine.running) == 2)
         wait_until(lambda: len(live.engine.running) == 1)
         assert set(live.engine.aborts) == {"a@key-2"}
-        assert set(live.service.generations) <= {"a@key-3", "a@key-2"}
+        assert set(live.service.groups) <= {"a@key-3", "a@key-2"}
         assert live.engine.running[0].request.request_id == "a@key-3"
 
 
@@ -215,7 +221,7 @@ def test_no_request_reaches_another_tenants_cache_whatever_salt_it_names(mine, a
 )
 def test_a_prompt_finds_no_block_of_another_tenant(tokens, probe, asked, theirs) -> None:
     """Every prefix that one tenant could try against what another has computed."""
-    keys = Keys(ServerConfig(api_key=KEYS))
+    keys = ApiKeys(KEYS)
     victim, attacker = keys.tenants[1], keys.tenants[2]
     cache = KVCache(num_blocks=64, block_size=2)
     held = Lease(victim.cache_salt(asked))
@@ -262,7 +268,7 @@ def test_open_requests_are_bounded() -> None:
         come(used, 1)
     assert caught.value.facts["reason"] == "max_open_requests"
     assert (caught.value.facts["queued"], caught.value.info.limit, caught.value.info.status) == (2, 2, 429)
-    used.leave()
+    used.leave(0, 1)
     come(used, 1)
 
 
@@ -300,7 +306,7 @@ def test_a_refused_request_uses_nothing() -> None:
     for _ in range(9):
         with pytest.raises(Refused, match="max_open_requests"):
             come(used, 1)
-    used.leave()
+    used.leave(0, 1)
     come(used, 1)
 
 
@@ -411,7 +417,7 @@ def test_open_requests_come_free_however_they_end(launch, tmp_path) -> None:
 )
 def test_a_file_that_cannot_be_meant_is_refused_at_start(tmp_path, text: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Keys(ServerConfig(api_keys_file=keys_file(tmp_path, text)))
+        ApiKeys(api_keys_file=keys_file(tmp_path, text))
     assert told in caught.value.info.message
     assert caught.value.info.param == "api_keys_file"
 
@@ -419,7 +425,7 @@ def test_a_file_that_cannot_be_meant_is_refused_at_start(tmp_path, text: str, to
 def test_errors_quote_no_key(tmp_path) -> None:
     for text in ("[[key]]\nname = 'a'\nkey = 'se cret'", "[[key]]\nname = 3\nkey = 'secret'", "secret"):
         with pytest.raises(ConfigError) as caught:
-            Keys(ServerConfig(api_keys_file=keys_file(tmp_path, text)))
+            ApiKeys(api_keys_file=keys_file(tmp_path, text))
         assert "cret" not in f"{caught.value.info}"
     for wrong in ("", "has space", "\u00e9t\u00e9", "tab\t"):
         with pytest.raises(ConfigError) as caught:
@@ -428,9 +434,9 @@ def test_errors_quote_no_key(tmp_path) -> None:
     with pytest.raises(ConfigError, match="list"):
         ServerConfig(api_key="secret").validate()
     with pytest.raises(ConfigError, match="same key"):
-        Keys(ServerConfig(api_key=("a", "a")))
+        ApiKeys(("a", "a"))
     with pytest.raises(ConfigError, match="cannot read keys"):
-        Keys(ServerConfig(api_keys_file=str(tmp_path / "missing")))
+        ApiKeys(api_keys_file=str(tmp_path / "missing"))
 
 
 # ---- the key for metrics

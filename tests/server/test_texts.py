@@ -8,10 +8,10 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from splittime.engine.token_bound import TokenBound
-from splittime.engine.tokenizer import Tokenizer
 from splittime.ledger.stages import Cause, Stage
-from splittime.server.admission import INITIAL_BYTES_PER_TOKEN, Admission, Bounds
+from splittime.scheduler.admission import INITIAL_BYTES_PER_TOKEN, Admission, QueueLimits
+from splittime.text.token_bound import TokenBound
+from splittime.text.tokenizer import Tokenizer
 
 from .conftest import say
 from .test_at_once import until
@@ -93,7 +93,7 @@ def test_bodies_teach_nothing_but_their_prompts(launch, path: str) -> None:
 
 
 def test_what_is_learnt_stays_plausible() -> None:
-    admission = Admission(Bounds(10, 1000))
+    admission = Admission(QueueLimits(10, 1000))
     for _ in range(1000):
         admission.learn_ratio(4_000_000, 1)
     assert admission.estimate_tokens(8000) >= 1000

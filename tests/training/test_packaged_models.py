@@ -8,7 +8,7 @@ import pytest
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from splittime.distill.llama import Llama
+from splittime.lab.distill.llama import Llama
 from training.evaluate import RESULTS, complete
 from training.export import PACKAGED, load_folder
 from training.model import SHAPES

@@ -113,7 +113,7 @@ def engines_of(pid: int) -> list[int]:
     for child in parents:
         line = _ancestors(child, parents)
         with suppress(OSError):
-            if pid in line and b"splittime.cli.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if pid in line and b"splittime.assemble.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return found
 

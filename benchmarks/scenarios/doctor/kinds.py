@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.scenarios.doctor.loads import TUNED_SEED, Ask, Size, chats, ids, instants, schedule
-from splittime.loadgen.schedule import Planned, Schedule
+from splittime.bench.schedule import Planned, Schedule
 
 DURATION_S = 10.0
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from splittime.loadgen.schedule import Planned, Schedule
+from splittime.bench.schedule import Planned, Schedule
 
 VOCABULARY = range(10, 4000)
 

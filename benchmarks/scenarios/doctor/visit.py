@@ -20,13 +20,12 @@ from benchmarks.scenarios.doctor.illnesses import Ward
 from benchmarks.scenarios.doctor.large_models import model
 from benchmarks.scenarios.doctor.proxies import proxy
 from benchmarks.server_process import free_port, get_json, served
-from splittime.cli.live_books import books_from_answers
-from splittime.diagnose.books import Books, books_from_run
+from splittime.bench.book.records import Run, save
+from splittime.bench.run import run_schedule
+from splittime.bench.schedule import Schedule
+from splittime.diagnose.books import Books, books_from_answers, books_from_run
 from splittime.diagnose.doctor import Diagnosis, diagnose
-from splittime.ledger.client_book import Run, save
-from splittime.loadgen.run import run_schedule
-from splittime.loadgen.schedule import Schedule
-from splittime.loadgen.target import Target
+from splittime.wire.target import Target
 
 SABOTAGE = str(Path(__file__).with_name("sabotage"))
 BLOCK_S, BLOCK_EVERY_S = 0.08, 0.15

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from splittime.assemble.settings import Settings
 from splittime.cli.options import talk
-from splittime.cli.settings import Settings
-from splittime.cli.startup import Timeline
-from splittime.core.fitted import UNLIMITED, Sentence
+from splittime.cli.startup import StartTimeline
+from splittime.present.tables import UNLIMITED, Sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,13 @@ MIB = 2**20
 
 
 def announce(
-    url: str, model: str, resolved: dict[str, Any], timeline: Timeline, settings: Settings, *, is_verbose: bool = False
+    url: str,
+    model: str,
+    resolved: dict[str, Any],
+    timeline: StartTimeline,
+    settings: Settings,
+    *,
+    is_verbose: bool = False,
 ) -> None:
     """On standard error."""
     console = talk()
@@ -41,7 +47,7 @@ def announce(
     console.print(f"  splittime explain ID --url {url}  # ID: the id in the answer", markup=False)
 
 
-def brief(resolved: dict[str, Any], timeline: Timeline) -> Iterator[tuple[str, str]]:
+def brief(resolved: dict[str, Any], timeline: StartTimeline) -> Iterator[tuple[str, str]]:
     """What a person wants to know at once. Facts that an engine does not tell are left out."""
     said: Callable[[str], Any] = resolved.get
     if said("weights_bytes"):
@@ -64,7 +70,7 @@ def brief(resolved: dict[str, Any], timeline: Timeline) -> Iterator[tuple[str, s
     yield "start", f"{timeline.phases()[-1].end_ms / 1e3:.1f} s: {words} (all with --verbose)"
 
 
-def _say_timeline(console: "Console", timeline: Timeline) -> None:
+def _say_timeline(console: "Console", timeline: StartTimeline) -> None:
     console.print(f"{'start-up, ms since the process began':<{NAME_COLUMNS + 3}}{'begin':>9} {'end':>9}", style="dim")
     for phase in timeline.phases():
         console.print(f"  {phase.name:<{NAME_COLUMNS}} {phase.begin_ms:>9.1f} {phase.end_ms:>9.1f}", markup=False)

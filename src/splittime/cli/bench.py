@@ -64,8 +64,8 @@ def mock_server(
     json: JsonFlag = False,
 ) -> None:
     """Run a server with declared timings: to check a load generator against, or to try one without a model."""
-    from splittime.loadgen.event_loop import run_loop
-    from splittime.loadgen.mock_server import Timings
+    from splittime.bench.event_loop import run_loop
+    from splittime.bench.mock_server import Timings
 
     timings = Timings(
         ttft_ns=time_ns(ttft, "--ttft"),
@@ -89,7 +89,7 @@ def _freeze(text: str) -> tuple[int, int]:
 
 
 async def _serve_mock(timings: "object", host: str, port: int, as_json: bool) -> None:
-    from splittime.loadgen.mock_server import MockServer
+    from splittime.bench.mock_server import MockServer
 
     gc.collect()
     gc.freeze()  # a collection of all that was imported takes longer than a token

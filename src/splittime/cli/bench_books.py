@@ -13,13 +13,12 @@ import typer
 
 from splittime.cli.bench_exit import codes
 from splittime.cli.options import JsonFlag, fails_clearly, wide
-from splittime.core.errors import NotFound
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splittime.ledger.client_book import Run
-    from splittime.loadgen.joined import JoinedBooks, JoinedRequest
+    from splittime.bench.book.records import Run
+    from splittime.bench.join import JoinedBooks
 
 EXAMPLES = f"""\b
 Examples:
@@ -38,39 +37,29 @@ def books(
     json: JsonFlag = False,
 ) -> None:
     """Show both books of a saved run side by side: what the client felt, and what the server did meanwhile."""
-    from splittime.ledger.client_book import load_run
-    from splittime.loadgen.dialects.view import server_view
-    from splittime.loadgen.join import join
+    from splittime.bench.book.records import load_run
+    from splittime.bench.join import find_request, join
+    from splittime.bench.server_view import server_view
 
     run = load_run(run_file)
     arms = range(len(run.arms))
     joined = [join(run, arm) for arm in arms]
-    chosen = _find(joined, request) if request is not None else None
+    chosen = find_request(joined, request) if request is not None else None
     if json:
         whole = {"books": joined, "servers": [server_view(run, arm) for arm in arms]}
         sys.stdout.buffer.write(msgspec.json.encode(chosen if chosen is not None else whole) + b"\n")
         return
     console = wide()
     for arm in arms if chosen is None else ():
-        console.print(_of_arm(run, arm, joined[arm]))
+        console.print(_rendered(run, arm, joined[arm]))
     if chosen is not None:
-        from splittime.loadgen.join_view import render_request
+        from splittime.bench.join_view import render_request
 
         console.print(render_request(chosen))
 
 
-def _of_arm(run: "Run", arm: int, joined: "JoinedBooks") -> "RenderableType":
-    from splittime.loadgen.dialects.view import render_server_view
-    from splittime.loadgen.join_view import render_books
+def _rendered(run: "Run", arm: int, joined: "JoinedBooks") -> "RenderableType":
+    from splittime.bench.join_view import render_books
+    from splittime.bench.server_view import render_server_view
 
     return render_books(joined) if run.arms[arm].kind == "splittime" else render_server_view(run, arm)
-
-
-def _find(joined: "list[JoinedBooks]", wanted: str) -> "JoinedRequest":
-    """Raises `NotFound`, also for a request that is in one book only."""
-    for book in joined:
-        for request in book.requests:
-            if wanted in (request.request_id, str(request.index)):
-                return request
-    hint = "It may not have been sent, not counted, or the server has no account of it."
-    raise NotFound(f"no request {wanted!r} in both books", param="request", value=wanted, hint=hint)

@@ -17,9 +17,8 @@ from splittime.cli.options import JsonFlag, wide, with_options
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from splittime.diagnose.compare import Comparison, Terms
-    from splittime.ledger.client_book import Run
-    from splittime.loadgen.slo import SloResult
+    from splittime.bench.book.slo import SloResult
+    from splittime.diagnose.comparison import Comparison, Terms
 
 EXAMPLES = f"""\b
 Examples:
@@ -54,11 +53,12 @@ class CompareOptions:
 @with_options(CompareOptions)
 def compare(given: CompareOptions) -> None:
     """Compare saved runs: BETTER, WORSE, EQUIVALENT or INCONCLUSIVE, with intervals."""
-    from splittime.loadgen.slo import parse_slo
+    from splittime.bench.book.slo import parse_slo
+    from splittime.diagnose.compare import compare_files
 
     wanted = parse_slo(given.slo) if given.slo else {}
-    found, of_b = _compared(given.files, _terms(given, wanted))
-    results = [result for run, arm in of_b for result in _slo_results(run, wanted, arm)]
+    both = compare_files(given.files, _terms(given, wanted), wanted)
+    found, results = both.comparison, both.slo
     short = found.exit_code == SHORT or any(not result.ok for result in results)
     code = exit_code(falls_short=short, is_unclear=found.exit_code == UNCLEAR)
     if given.json:
@@ -70,8 +70,8 @@ def compare(given: CompareOptions) -> None:
 
 
 def _terms(given: CompareOptions, slo: dict[str, float]) -> "Terms":
-    from splittime.diagnose.compare import DEFAULT_METRICS, Terms
-    from splittime.loadgen.slo import limits_of
+    from splittime.bench.book.slo import limits_of
+    from splittime.diagnose.comparison import DEFAULT_METRICS, Terms
 
     terms = Terms(
         metrics=tuple(given.metric or DEFAULT_METRICS),
@@ -91,42 +91,6 @@ def _show(found: "Comparison", results: Sequence["SloResult"]) -> None:
     for result in results:
         verdict, style = ("kept", "") if result.ok else ("MISSED", "red")
         console.print(f"SLO {verdict}: {result.sentence}", style=style, markup=False)
-
-
-def _compared(files: Sequence[Path], terms: "Terms") -> tuple["Comparison", list[tuple["Run", int]]]:
-    """The comparison, and B's runs with their arms."""
-    from splittime.diagnose.compare import compare as compare_runs
-    from splittime.diagnose.compare import compare_arms
-    from splittime.ledger.client_book import load_run
-
-    _refuse_twice(files)
-    named = [_named(load_run(path), path) for path in files]
-    if len(named) == 1:
-        return compare_arms(named[0], terms), [(named[0], 1)]
-    if len(named) % 2:
-        hint = "name them in turn, A B A B, or one run that was made with two servers"
-        raise ConfigError(f"{len(named)} runs cannot be two sides", param="files", value=len(named), hint=hint)
-    return compare_runs(named[::2], named[1::2], terms), [(run, 0) for run in named[1::2]]
-
-
-def _refuse_twice(files: Sequence[Path]) -> None:
-    """A run beside itself would be EQUIVALENT whatever the server did."""
-    seen: set[Path] = set()
-    for path in files:
-        if path.resolve() in seen:
-            hint = "compare it with another run"
-            raise ConfigError(f"{path} is named twice", param="files", value=str(path), hint=hint)
-        seen.add(path.resolve())
-
-
-def _named(run: "Run", path: Path) -> "Run":
-    return run if run.label else msgspec.structs.replace(run, label=path.name)
-
-
-def _slo_results(run: "Run", slo: dict[str, float], arm: int) -> list["SloResult"]:
-    from splittime.loadgen.slo import check_slo
-
-    return check_slo(run, slo, arm) if slo else []
 
 
 def parse_share(text: str, param: str) -> float:

@@ -5,15 +5,6 @@ was answered is a failure, with or without an SLO, and so is one that Ctrl-C cut
 `MEANINGS` says what each means of which command, in its help and in docs/reference.
 """
 
-import asyncio
-import contextlib
-import signal
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from splittime.ledger.client_book import Run
-
 DONE, SHORT, UNCLEAR, VOID, INTERRUPTED = 0, 1, 2, 3, 130
 NOT_ASKED = "nobody was answered, or no server is there"
 LATE = "VOID: the client was late, so the figures are about it"
@@ -64,7 +55,6 @@ MEANINGS = {
     },
     "mock-server": {UNCLEAR: "a usage error, or the port is taken", INTERRUPTED: "Ctrl-C"},
 }
-ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def codes(command: str = "") -> str:
@@ -75,43 +65,10 @@ def codes(command: str = "") -> str:
 def exit_code(
     *, is_interrupted: bool = False, is_void: bool = False, falls_short: bool = False, is_unclear: bool = False
 ) -> int:
-    """Of what holds, the first in this order: a void run's figures miss no SLO, an interrupted one's keep none."""
+    """Returns the code of the first that holds, in this order: a void run's figures miss no SLO, an interrupted one's
+    keep none."""
     if is_interrupted:
         return INTERRUPTED
     if is_void:
         return VOID
     return SHORT if falls_short else UNCLEAR if is_unclear else DONE
-
-
-def falls_short(run: "Run", slo: Mapping[str, float]) -> bool:
-    """Whether a server of the run answered nobody, or missed a term of the SLO."""
-    from splittime.loadgen.slo import check_slo
-
-    return any(
-        unanswered(run, arm) or any(not result.ok for result in (check_slo(run, slo, arm) if slo else ()))
-        for arm in range(len(run.arms))
-    )
-
-
-def unanswered(run: "Run", arm: int = 0) -> int:
-    """How many requests were meant to be answered, if none was; else 0."""
-    from splittime.ledger.client_book import Ending
-
-    endings = [outcome.ending for outcome in run.measured(arm) if outcome.ending is not Ending.CANCELLED]
-    return 0 if Ending.COMPLETE in endings else len(endings)
-
-
-def interrupted() -> asyncio.Event:
-    """Set by the first Ctrl-C or SIGTERM, which ends the run with what was measured; the second ends the program."""
-    event = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def first() -> None:
-        event.set()
-        for one in ENDING:
-            loop.remove_signal_handler(one)
-
-    with contextlib.suppress(NotImplementedError, ValueError):
-        for one in ENDING:
-            loop.add_signal_handler(one, first)
-    return event

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from splittime.loadgen.progress import OnProgress, Progress
+from splittime.bench.share import OnProgress, Progress
 
 
 @contextmanager

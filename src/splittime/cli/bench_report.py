@@ -2,17 +2,17 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from splittime.cli.bench_exit import codes, exit_code, falls_short
-from splittime.cli.bench_options import DefinitionsFlag
+from splittime.cli.bench_exit import codes, exit_code
+from splittime.cli.bench_flags import DefinitionsFlag
 from splittime.cli.options import JsonFlag, fails_clearly, talk, wide
 
 if TYPE_CHECKING:
-    from splittime.ledger.client_book import Run
+    from splittime.bench.book.records import Run
 
 EXAMPLES = f"""\b
 Examples:
@@ -37,19 +37,18 @@ def report(
     json: JsonFlag = False,
 ) -> None:
     """Show a saved run again: as a table, an HTML page, CSV or JSON."""
-    from splittime.ledger.client_book import load_run
-    from splittime.loadgen.slo import check_terms, limits_of, parse_slo
+    from splittime.bench.book.records import load_run
+    from splittime.bench.book.slo import falls_short, with_slo
 
     run = load_run(run_file)
-    if slo:
-        terms = parse_slo(slo)
-        check_terms(terms, run.slo)
-        run = msgspec.structs.replace(run, slo={**limits_of(terms, run.slo), **terms})
+    run = with_slo(run, slo) if slo else run
     _write_files(run, html, csv)
     if json:
+        from splittime.bench.report import as_json
+
         sys.stdout.buffer.write(msgspec.json.encode(as_json(run)) + b"\n")
     elif html is None and csv is None:
-        from splittime.loadgen.report import render
+        from splittime.bench.report.table import render
 
         wide().print(render(run, with_definitions=definitions))
     if slo:
@@ -58,27 +57,12 @@ def report(
 
 def _write_files(run: "Run", html: Path | None, csv: Path | None) -> None:
     if html is not None:
-        from splittime.loadgen.report.html import write_html
+        from splittime.bench.report.html import write_html
 
         write_html(run, html)
         talk().print(f"wrote {html}", markup=False)
     if csv is not None:
-        from splittime.loadgen.report.csv import write_csv
+        from splittime.bench.report.csv import write_csv
 
         write_csv(run, csv)
         talk().print(f"wrote {csv}", markup=False)
-
-
-def as_json(run: "Run") -> dict[str, Any]:
-    """The figures of each arm, the checks, the SLO's results and what the words mean."""
-    from splittime.ledger.client_figures import definitions, summary
-    from splittime.loadgen.slo import check_slo
-
-    arms = range(len(run.arms))
-    return {
-        "is_void": run.is_void,
-        "checks": run.checks,
-        "summaries": [summary(run, arm) for arm in arms],
-        "slo": [check_slo(run, run.slo, arm) if run.slo else [] for arm in arms],
-        "definitions": dict(definitions()),
-    }

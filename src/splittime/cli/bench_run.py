@@ -3,26 +3,25 @@
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
 
-from splittime.cli.bench_exit import codes, exit_code, falls_short, interrupted, unanswered
-from splittime.cli.bench_flags import spec_of, time_ns, with_load_flags
+from splittime.bench.book.records import Ending, Run, save
+from splittime.bench.event_loop import interrupted, run_loop
+from splittime.cli.bench_exit import codes, exit_code
+from splittime.cli.bench_flags import BenchRunOptions as Given
+from splittime.cli.bench_flags import time_ns, with_load_flags
 from splittime.cli.bench_live import shown_live
-from splittime.cli.bench_options import RunOptions as Given
 from splittime.cli.options import talk, wide
 from splittime.core.errors import ConfigError
-from splittime.ledger.client_book import Ending, Run, save
-from splittime.ledger.whole_file import check_writable
-from splittime.loadgen import schedule as schedules
-from splittime.loadgen.schedule import Schedule
-from splittime.loadgen.target import Interleave, RunOptions
+from splittime.core.whole_file import check_writable
+from splittime.wire.target import Interleave, RunOptions
 
-LOOK_AROUND = {"concurrency": 4, "duration_s": 20.0, "warm_up_requests": 8}  # for whoever types only the URL
-SO_MANY = {"concurrency": 4, "warm_up_requests": 8}  # where a number says how long
-SAYS_HOW_MUCH = {"rate", "concurrency", "trace", "arrivals", "cv", "rate_end", "ramp_s", "warm_up_s", "cool_down_s"}
+if TYPE_CHECKING:
+    from splittime.bench.load_test import LoadRequest
+
 Writer = Callable[[Run, Path], None]
 
 EXAMPLES = f"""\b
@@ -40,10 +39,10 @@ Examples:
 @with_load_flags(Given)
 def run(given: Given, load: dict[str, Any]) -> None:
     """Send a load and measure what becomes of each request, on both clocks."""
-    from splittime.loadgen.event_loop import run_loop
-
     if len(given.url) > 2:
         raise ConfigError(f"{len(given.url)} servers; a run has one or two", param="url", value=len(given.url), limit=2)
+    from splittime.bench.book.slo import falls_short
+
     terms, options = _terms(given), _options(given)
     wanted = ((given.out, save), (given.csv, _write_csv), (given.html, _write_html))
     files = [(path, write) for path, write in wanted if path is not None]
@@ -61,7 +60,7 @@ def run(given: Given, load: dict[str, Any]) -> None:
 
 def _terms(given: Given) -> dict[str, float]:
     """The SLO, checked with what makes a request good."""
-    from splittime.loadgen.slo import check_terms, parse_slo
+    from splittime.bench.book.slo import check_terms, parse_slo
 
     terms = parse_slo(given.slo) if given.slo is not None else {}
     check_terms({**_limits(given), **terms})
@@ -69,7 +68,7 @@ def _terms(given: Given) -> dict[str, float]:
 
 
 def _limits(given: Given) -> dict[str, float]:
-    from splittime.loadgen.slo import parse_slo
+    from splittime.bench.book.slo import parse_slo
 
     return parse_slo(given.goodput) if given.goodput is not None else {}
 
@@ -98,12 +97,26 @@ def _interleave(text: str) -> Interleave:
         raise ConfigError(f"--interleave: {text!r} is no way to", param="interleave", value=text, hint=hint) from None
 
 
+def _load_request(given: Given, load: dict[str, Any]) -> "LoadRequest":
+    from splittime.bench.load_test import LoadRequest
+
+    return LoadRequest(
+        load=load,
+        schedule=given.schedule,
+        keep_as=given.save_schedule,
+        vocab_size=given.vocab_size,
+        max_model_len=given.max_model_len,
+        salt=given.salt,
+    )
+
+
 async def _carry_out(given: Given, load: dict[str, Any], options: RunOptions) -> tuple[Run, bool]:
-    """The run, and whether Ctrl-C cut it short."""
-    from splittime.loadgen.run import run_schedule
+    """Returns the run, and whether Ctrl-C cut it short."""
+    from splittime.bench.load_test import planned
+    from splittime.bench.run import run_schedule
 
     targets = [given.target(url) for url in given.url]
-    schedule = await _schedule(given, load)
+    schedule = await planned(_load_request(given, load), targets[0])
     console = talk()
     for note in schedule.notes:
         console.print(f"note: {note}", markup=False)
@@ -112,35 +125,11 @@ async def _carry_out(given: Given, load: dict[str, Any], options: RunOptions) ->
         return await run_schedule(schedule, targets, options, on_progress, stop), stop.is_set()
 
 
-async def _schedule(given: Given, load: dict[str, Any]) -> Schedule:
-    """Read or drawn, and kept if asked."""
-    if given.schedule is not None:
-        if load:
-            name = next(iter(load)).replace("_", "-")
-            what = f"--schedule says everything, also what --{name} would"
-            raise ConfigError(what, param="schedule", value=str(given.schedule), hint=f"leave out --{name}")
-        schedule = schedules.load_schedule(given.schedule)
-    else:
-        schedule = await _drawn(given, load)
-    if given.save_schedule is not None:
-        schedules.save(schedule, given.save_schedule)
-    return schedule
-
-
-async def _drawn(given: Given, load: dict[str, Any]) -> Schedule:
-    from splittime.cli.bench_draw import corrected, drawn
-    from splittime.loadgen.limits import server_limits
-
-    if not SAYS_HOW_MUCH & set(load):
-        load = {**(SO_MANY if "num_requests" in load else LOOK_AROUND), **load}
-    spec_of(load).validate()
-    limits = await server_limits(given.target(given.url[0]))
-    return drawn(load, corrected(limits, given.vocab_size, given.max_model_len), given.salt)
-
-
 def _tell(run: Run, terms: dict[str, float], files: Sequence[tuple[Path, Writer]], given: Given) -> None:
     """Data to standard output and to files; which files, to standard error. A file that cannot be written takes neither
     the others nor the table with it."""
+    from splittime.bench.book.slo import unanswered
+
     troubles = [trouble for path, write in files if (trouble := _written(run, path, write)) is not None]
     _show(run, terms, given)
     for arm, server in enumerate(run.arms):
@@ -171,18 +160,18 @@ def _show(run: Run, terms: dict[str, float], given: Given) -> None:
     if given.json:
         sys.stdout.buffer.write(msgspec.json.encode(run) + b"\n")
         return
-    from splittime.loadgen.report.table import render
+    from splittime.bench.report.table import render
 
     wide().print(render(run, terms, with_definitions=given.definitions))
 
 
 def _write_csv(run: Run, path: Path) -> None:
-    from splittime.loadgen.report.csv import write_csv
+    from splittime.bench.report.csv import write_csv
 
     write_csv(run, path)
 
 
 def _write_html(run: Run, path: Path) -> None:
-    from splittime.loadgen.report.html import write_html
+    from splittime.bench.report.html import write_html
 
     write_html(run, path)

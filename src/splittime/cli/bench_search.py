@@ -1,18 +1,33 @@
 """`splittime bench search URL --slo TERMS`: the highest rate that keeps an SLO. `bench sweep URL --rates 1,2,4`.
 
-Each run is a `bench run` of its own, with prompts of its own; a rate that is run again gets another seed. `--out` keeps
-every run. Exit codes: `bench_exit`.
+Each run is a `bench run` of its own (`bench.levels`). `--out` keeps every run. Exit codes: `bench_exit`.
 """
 
-from typing import Any
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import typer
+from rich import box
+from rich.table import Table
 
-from splittime.cli.bench_exit import codes, exit_code, unanswered
-from splittime.cli.bench_flags import with_load_flags
-from splittime.cli.bench_options import SearchOptions, SweepOptions
+from splittime.cli.bench_exit import codes, exit_code
+from splittime.cli.bench_flags import SearchOptions, SeriesOptions, SweepOptions, time_ns, with_load_flags
+from splittime.cli.bench_live import shown_live
+from splittime.cli.options import talk, wide
 from splittime.core.errors import ConfigError
+from splittime.present.tables import FittingTable
 
+if TYPE_CHECKING:
+    from splittime.bench.levels import Series
+    from splittime.bench.search import SearchResult, Swept, Trial
+    from splittime.bench.share import OnProgress
+
+Found = TypeVar("Found")
+STYLES = {"kept": "green", "broken": "yellow", "void": "red"}
 SEARCH_EXAMPLES = f"""\b
 Examples:
   splittime bench search http://127.0.0.1:8000 --slo ttft_p99=300ms
@@ -32,20 +47,14 @@ Examples:
 @with_load_flags(SearchOptions, "rate", "rate_end", "ramp_s", "concurrency", "cool_down_requests")
 def search(given: SearchOptions, load: dict[str, Any]) -> None:
     """Find the highest rate that keeps an SLO, as an interval with both ends confirmed."""
-    from splittime.cli.bench_levels import Runs, print_trials, setup
-    from splittime.loadgen.event_loop import run_loop
-    from splittime.loadgen.search import Found, check_search, highest_rate
+    from splittime.bench.levels import SearchBounds, find_rate
+    from splittime.bench.search import check_search
 
-    made = setup(given, load, "rate", given.slo, stop_on_saturation=True)
-    bounds = given.low, given.high, given.resolution, given.confirmations, given.max_runs
-    check_search(*bounds)
-
-    async def work() -> tuple[Found, bool]:
-        runs = await Runs.on(made, [given.low])
-        return await highest_rate(runs.measure, runs.keeps, *bounds, on_trial=runs.tell), runs.is_interrupted
-
-    found, was_interrupted = run_loop(work())
-    print_trials(made, found.trials, found, found.sentence, given.json)
+    series = _series(given, load, "rate", given.slo, stop_on_saturation=True)
+    bounds = SearchBounds(given.low, given.high, given.resolution, given.confirmations, given.max_runs)
+    check_search(*msgspec.structs.astuple(bounds))
+    found, was_interrupted = _carry_out(lambda stop: find_rate(series, bounds, _Display(series), stop))
+    _print(series, found, given.json)
     short = found.kept is None or found.stopped is not None
     raise typer.Exit(exit_code(is_interrupted=was_interrupted, is_void=found.is_void, falls_short=short))
 
@@ -53,22 +62,56 @@ def search(given: SearchOptions, load: dict[str, Any]) -> None:
 @with_load_flags(SweepOptions, "rate", "concurrency")
 def sweep(given: SweepOptions, load: dict[str, Any]) -> None:
     """Run one load at several rates or concurrencies and show them side by side."""
-    from splittime.cli.bench_levels import Runs, print_trials, setup
-    from splittime.loadgen.event_loop import run_loop
-    from splittime.loadgen.search import Swept
-    from splittime.loadgen.search import sweep as run_sweep
+    from splittime.bench.book.slo import unanswered
+    from splittime.bench.levels import sweep_levels
 
     level, levels = _levels(given)
-    made = setup(given, load, level, given.slo)
-
-    async def work() -> tuple[Swept, bool]:
-        runs = await Runs.on(made, levels)
-        return await run_sweep(runs.measure, levels, runs.keeps, on_trial=runs.tell), runs.is_interrupted
-
-    found, was_interrupted = run_loop(work())
-    print_trials(made, found.trials, found, found.sentence, given.json)
+    series = _series(given, load, level, given.slo)
+    found, was_interrupted = _carry_out(lambda stop: sweep_levels(series, levels, _Display(series), stop))
+    _print(series, found, given.json)
     short = found.stopped is not None or any(unanswered(trial.run) for trial in found.trials)
     raise typer.Exit(exit_code(is_interrupted=was_interrupted, is_void=found.is_void, falls_short=short))
+
+
+def _carry_out(work: Callable[[asyncio.Event], Coroutine[Any, Any, Found]]) -> tuple[Found, bool]:
+    """Returns what was found, and whether Ctrl-C cut it short."""
+    from splittime.bench.event_loop import interrupted, run_loop
+
+    async def until_interrupted() -> tuple[Found, bool]:
+        stop = interrupted()
+        return await work(stop), stop.is_set()
+
+    return run_loop(until_interrupted())
+
+
+def _series(
+    given: SeriesOptions, load: dict[str, Any], level: str, slo: str | None, stop_on_saturation: bool = False
+) -> "Series":
+    """Raises `ConfigError` for a flag that cannot be."""
+    from splittime.bench.book.slo import check_terms, parse_slo
+    from splittime.bench.levels import Series
+    from splittime.wire.target import RunOptions
+
+    terms = parse_slo(slo) if slo is not None else {}
+    check_terms(terms)
+    options = RunOptions(
+        timeout_s=given.timeout_s,
+        workers=None,  # not in the process that draws the progress
+        stop_on_saturation=stop_on_saturation,
+        slo=terms,
+    )
+    options.validate()
+    return Series(
+        target=given.target(given.url),
+        load=load,
+        level=level,
+        slo=terms,
+        pause_s=time_ns(given.pause, "--pause") / 1e9,
+        options=options,
+        vocab_size=given.vocab_size,
+        max_model_len=given.max_model_len,
+        out=given.out,
+    )
 
 
 def _levels(given: SweepOptions) -> tuple[str, list[float]]:
@@ -87,3 +130,52 @@ def _levels(given: SweepOptions) -> tuple[str, list[float]]:
     if len(set(levels)) < len(levels):
         raise ConfigError(f"{text!r} names a level twice", param=name, value=text, hint="Name each once.")
     return name, levels
+
+
+class _Display:
+    """Shows a series on standard error."""
+
+    def __init__(self, series: "Series") -> None:
+        self._series, self._console = series, talk()
+
+    def note(self, text: str) -> None:
+        self._console.print(f"note: {text}", markup=False)
+
+    def live(self, is_closed: bool) -> "AbstractContextManager[OnProgress | None]":
+        return shown_live(self._console, is_closed)
+
+    def trial(self, number: int, trial: "Trial") -> None:
+        words = f"run {number:2}: {self._series.level} {trial.level:g}: {trial.verdict.upper()}"
+        why = f" ({trial.run.stopped})" if trial.run.stopped else ""
+        values = ", ".join(f"{name} {text}" for name, text in self._series.figures_of(trial.run).items())
+        in_a_log = not self._console.is_terminal  # one line for each run, however long
+        style = STYLES[trial.verdict]
+        self._console.print(f"{words}{why}  {values}", style=style, markup=False, soft_wrap=in_a_log)
+
+
+def _print(series: "Series", found: "SearchResult | Swept", as_json: bool) -> None:
+    """Data to standard output: a table and the answer, or one JSON document."""
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.encode(series.as_json(found)) + b"\n")
+        return
+    console = wide()
+    console.print(FittingTable(*(_table(series, found, *room) for room in (("_", 1), ("\n", 1), ("\n", 0)))))
+    if found.sentence:
+        console.print(found.sentence, markup=False)
+
+
+def _table(series: "Series", found: "SearchResult | Swept", between: str, padding: int) -> Table:
+    """A row for each run, in the order of the levels. between: the words of a heading."""
+    from splittime.bench.levels import FIGURES
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0))
+    table.add_column(series.level, justify="right", overflow="fold")
+    table.add_column("verdict", overflow="fold")
+    for name in FIGURES:
+        table.add_column(name.replace("_", between), justify="right", overflow="fold")
+    for trial in sorted(found.trials, key=lambda one: one.level):
+        figures = series.figures_of(trial.run)
+        is_judged = series.slo or trial.verdict == "void"
+        verdict = f"[{STYLES[trial.verdict]}]{trial.verdict}[/]" if is_judged else ""
+        table.add_row(f"{trial.level:g}", verdict, *(figures.get(name, "-") for name in FIGURES))
+    return table

@@ -7,8 +7,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from splittime.assemble.settings import Settings
 from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, with_settings
-from splittime.cli.settings import Settings
 
 app = typer.Typer(help="The settings and where they come from.", no_args_is_help=True)
 

@@ -20,10 +20,10 @@ from splittime.cli.progress import bars, doing
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from splittime.cli.distill_local import Hooks, Result
-    from splittime.distill.fidelity import Scores
-    from splittime.distill.trainer import State, Update
-    from splittime.quality.statistics import Estimate
+    from splittime.lab.distill.fidelity import Scores
+    from splittime.lab.distill.run import Hooks, Result
+    from splittime.lab.distill.trainer import State, Update
+    from splittime.stats.paired import BootstrapEstimate
 
 EXAMPLES = """\b
 Examples:
@@ -51,7 +51,7 @@ Exit codes: 0 done, 1 failed, 2 cannot be done as asked, 130 Ctrl-C.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DistillOptions:
     teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="Folder, packaged name, or Hugging Face id.")]
     student: Annotated[
         str, typer.Option("--student", metavar="CONFIG", help="A config.json, a folder with one, or a packaged name.")
@@ -83,23 +83,23 @@ class Options:
         typer.Option("--beside", metavar="MODEL", help="Another student to measure on the same text. May be repeated."),
     ] = None
     matrix_rate: Annotated[float, typer.Option("--matrix-rate", metavar="X", help="Muon's peak learning rate.")] = 0.02
-    other_rate: Annotated[float, typer.Option("--other-rate", metavar="X", help="AdamW's, of the rest.")] = 0.008
+    other_rate: Annotated[float, typer.Option("--other-rate", metavar="X", help="AdamW's peak learning rate.")] = 0.008
     workers: Annotated[int, typer.Option("--workers", metavar="N", help="Threads, a core each.")] = 2
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, windows and samples.")] = 0
     json: JsonFlag = False
 
 
-@with_options(Options)
-def distill(given: Options) -> None:
+@with_options(DistillOptions)
+def distill(given: DistillOptions) -> None:
     """Distil a model into a smaller one with the same tokenizer."""
     with doing("reading"):
-        from splittime.cli import distill_local as local  # brings torch
-        from splittime.cli.distill_inputs import Asked
-        from splittime.distill.settings import Settings
+        from splittime.lab.distill import run as local  # brings torch
+        from splittime.lab.distill.inputs import DistillRequest
+        from splittime.lab.distill.settings import DistillSettings
 
-    settings = Settings(**{field.name: getattr(given, field.name) for field in fields(Settings)})
+    settings = DistillSettings(**{field.name: getattr(given, field.name) for field in fields(DistillSettings)})
     sources = (given.teacher, given.student, given.text, given.held_out or ())
-    asked = Asked(*sources, given.out, given.start_from, given.beside or (), settings)
+    asked = DistillRequest(*sources, given.out, given.start_from, given.beside or (), settings)
     with _progress(settings) as hooks:
         result = local.distill(asked, hooks)
     if given.json:
@@ -111,7 +111,7 @@ def distill(given: Options) -> None:
 @contextmanager
 def _progress(settings: Any) -> Iterator["Hooks"]:
     """A bar of the budget with the loss and its speed; of the measuring afterwards."""
-    from splittime.cli.distill_local import Hooks
+    from splittime.lab.distill.run import Hooks
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with bars(*columns, words=_share_words) as bar:
@@ -169,9 +169,9 @@ def _cells(row: "Scores") -> list[str]:
     return [_with_interval(each) for each in (row.bits_per_byte, row.task, row.kl, row.top1, row.acceptance)]
 
 
-def _with_interval(estimate: "Estimate") -> str:
+def _with_interval(estimate: "BootstrapEstimate") -> str:
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-def _signed(estimate: "Estimate") -> str:
+def _signed(estimate: "BootstrapEstimate") -> str:
     return f"{estimate.value:+.4f} [{estimate.low:+.4f}, {estimate.high:+.4f}]"

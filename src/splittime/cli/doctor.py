@@ -1,5 +1,7 @@
 """`splittime doctor`: what holds the requests back, from a running server, a ledger file, or a run of a bench.
 
+`--self` looks at the installation instead (`assemble.installation`), and needs no server.
+
 A running vLLM, SGLang, TGI or llama.cpp keeps no ledger: `loadgen.look` watches its metrics, and sends an idle one a
 small load.
 
@@ -18,18 +20,21 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from splittime.cli.explain import DEFAULT_URL, get_json, without_controls
-from splittime.cli.options import JsonFlag, fails_clearly, say_error, talk
+from splittime import __version__
+from splittime.cli.explain import DEFAULT_URL, without_controls
+from splittime.cli.options import CleanConsole, JsonFlag, fails_clearly, say_error, talk
 from splittime.core.errors import EngineError, NotFound
+from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND
+from splittime.wire.get_json import get_json
 
 if TYPE_CHECKING:
+    from splittime.bench.observation import Observation
     from splittime.diagnose.books import Books
     from splittime.diagnose.doctor import Diagnosis
     from splittime.diagnose.finding import Finding
 
 MAX_LIMIT = 10_000
 LATEST = 1000  # what the server's page reads too (`diagnose.books.LIVE_ACCOUNTS`)
-NOTHING_FOUND, FOUND, CANNOT_TELL = 0, 1, 3
 NOBODY = (
     "Is `splittime serve` running there? Name another: `splittime doctor http://host:port`; "
     "or a file: `splittime doctor FILE`, a ledger or a bench's run."
@@ -45,6 +50,7 @@ Examples:
   splittime doctor http://host:9000 --no-probe   the same, watched only
   splittime doctor runs/today.sqlite         a ledger file, also after a crash
   splittime doctor run.json --json           a bench run, of any server
+  splittime doctor --self                    is this installation sound?
 
 Exit codes: 0 nothing found, 1 something found, 2 usage, 3 cannot tell.
 """
@@ -65,9 +71,14 @@ def doctor(
         bool,
         typer.Option("--probe/--no-probe", help="Send a small load to another kind of server if it is idle."),
     ] = True,
+    is_self: Annotated[
+        bool, typer.Option("--self", help="Check this installation: kernels, libraries, memory, extras.")
+    ] = False,
     json: JsonFlag = False,
 ) -> None:
     """Name what holds the requests back, with evidence, a prescription, and what would refute it."""
+    if is_self:
+        raise typer.Exit(_check_installation(json))
     from splittime.diagnose.doctor import diagnose
 
     try:
@@ -76,24 +87,29 @@ def doctor(
         say_error(error)
         raise typer.Exit(CANNOT_TELL) from None
     if json:
-        sys.stdout.buffer.write(orjson.dumps(as_json(diagnosis)) + b"\n")
+        sys.stdout.buffer.write(orjson.dumps(diagnosis.as_json()) + b"\n")
     else:
         Console(highlight=False, soft_wrap=True).print(without_controls(told(diagnosis)))
-    raise typer.Exit(exit_code(diagnosis))
+    raise typer.Exit(diagnosis.exit_code)
 
 
-def exit_code(diagnosis: "Diagnosis") -> int:
-    if diagnosis.illnesses:
-        return FOUND
-    return NOTHING_FOUND if diagnosis.could_tell else CANNOT_TELL
+def _check_installation(as_json: bool) -> int:
+    """Shows the checks; `FOUND` if one of them is bad, and not for a note."""
+    from splittime.assemble.installation import examine
 
-
-def as_json(diagnosis: "Diagnosis") -> dict[str, Any]:
-    """The diagnosis and its verdict; each finding with the command that its cure is."""
-    shown = msgspec.to_builtins(diagnosis)
-    for entry, finding in zip(shown["findings"], diagnosis.findings, strict=True):
-        entry["cure"]["command"] = finding.cure.command
-    return {**shown, "healthy": diagnosis.healthy, "exit_code": exit_code(diagnosis)}
+    checks = examine()
+    code = FOUND if any(check.verdict == "bad" for check in checks) else NOTHING_FOUND
+    if as_json:
+        told = {"version": __version__, "exit_code": code, "checks": msgspec.to_builtins(checks)}
+        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+        return code
+    console = CleanConsole(highlight=False, soft_wrap=True)
+    console.print(f"splittime {__version__}")
+    for check in checks:
+        console.print(_wrapped(f"{check.verdict:<5}{check.name:<11} {check.found}", "", " " * 17), end="", markup=False)
+        if check.remedy is not None:
+            console.print(_wrapped(f"try: {check.remedy}", " " * 17, " " * 17), end="", markup=False)
+    return code
 
 
 def _read(source: str, limit: int, api_key: str | None, is_probing: bool) -> "Books":
@@ -117,7 +133,7 @@ def _read(source: str, limit: int, api_key: str | None, is_probing: bool) -> "Bo
 def _ask(base: str, limit: int, api_key: str | None) -> "Books":
     """The server's facts (an older one has none), its latest requests, and the steps in their time. Raises
     `EngineError` if it was restarted meanwhile: its answers would be of two servers."""
-    from splittime.cli.live_books import books_from_answers
+    from splittime.diagnose.books import books_from_answers
 
     facts = _facts(base, api_key)
     accounts = _get(f"{base}/ledger/requests?limit={limit}", api_key)
@@ -129,16 +145,29 @@ def _ask(base: str, limit: int, api_key: str | None) -> "Books":
 
 def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound) -> "Books":
     """A server without a ledger. Raises `NotFound`, with what was asked for, where its kind is not known either."""
-    from splittime.cli.live_books import another_server, books_from_look
-    from splittime.loadgen.event_loop import run_loop
-    from splittime.loadgen.look import look, sentence
-    from splittime.loadgen.target import Target
+    from splittime.bench.event_loop import run_loop
+    from splittime.bench.observation import observe, what_is_sent
+    from splittime.diagnose.books import another_server
+    from splittime.wire.target import Target
 
-    talk().print(f"{base} keeps no ledger; its metrics are watched, and {sentence()}", markup=False)
+    talk().print(f"{base} keeps no ledger; its metrics are watched, and {what_is_sent()}", markup=False)
     try:
-        return books_from_look(run_loop(look(Target(url=base, api_key=api_key), is_probing)))
+        return _books_of_observation(run_loop(observe(Target(url=base, api_key=api_key), is_probing)))
     except NotFound:
         raise NotFound(no_ledger.info.message, hint=another_server(base)) from None
+
+
+def _books_of_observation(found: "Observation") -> "Books":
+    """Returns the books of another kind of server. `source` says what was done to it."""
+    from splittime.diagnose.books import books_from_run
+
+    about = found.run.arms[0]
+    name = f"{about.kind} {about.version}" if about.version else about.kind
+    seconds = (found.run.measured_until_ns - found.run.measured_from_ns) / 1e9
+    how = (
+        f"watched for {seconds:.0f} s, sent nothing" if found.kind == "watched" else f"idle, probed for {seconds:.0f} s"
+    )
+    return books_from_run(found.run, source=f"{name} at {about.url}, {how}")
 
 
 def _facts(base: str, api_key: str | None) -> Any:
@@ -194,7 +223,7 @@ def _nothing(diagnosis: "Diagnosis") -> Text:
         return Text("\nCannot tell: the client was at fault (a VOID run).\n", style="bold yellow not dim")
     if diagnosis.is_unexplained:
         return Text("\nCannot tell what would cure it: see no_cure_known.\n", style="bold yellow not dim")
-    if exit_code(diagnosis) == CANNOT_TELL:
+    if diagnosis.exit_code == CANNOT_TELL:
         return Text("\nCannot tell: there is too little to go by.\n", style="bold yellow not dim")
     return Text("\nNothing found that a setting would cure.\n", style="bold green not dim")
 

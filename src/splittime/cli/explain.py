@@ -1,12 +1,7 @@
 """`splittime explain [REQUEST_ID]`: one request's life, and why it was slow, from a running server or a ledger file."""
 
-import http.client
-import json as json_module
-import ssl
 import sys
-import urllib.error
 import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,15 +14,14 @@ from rich.text import Text
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.export import account_from_json, account_json
+from splittime.ledger.account_json import account_from_json, account_json
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import LedgerFile, open_readonly
+from splittime.wire.get_json import get_json
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_STEPS = 10_000
 MAX_OTHERS = 1_000
-TIMEOUT_S = 10.0
-UNKNOWN_CERTIFICATE = "For a certificate of your own, set SSL_CERT_FILE to its file (cert.pem)."
 NOBODY = "Is `splittime serve` running there? Name another with --url, or a file with --ledger."
 
 EXAMPLES = f"""\b
@@ -39,7 +33,7 @@ Examples:
 {EXIT_CODES}"""
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundAccounts(msgspec.Struct, frozen=True):
     """What to explain, who to hold it against, and the steps in its time."""
 
     accounts: list[ClosedAccount]
@@ -73,7 +67,7 @@ def explain(
     _print(found)
 
 
-def _as_json(found: Found) -> dict[str, Any]:
+def _as_json(found: FoundAccounts) -> dict[str, Any]:
     from splittime.diagnose.against_median import compare
     from splittime.diagnose.explain import steps_of
     from splittime.ledger.device_time import device_time
@@ -87,7 +81,7 @@ def _as_json(found: Found) -> dict[str, Any]:
     }
 
 
-def _print(found: Found) -> None:
+def _print(found: FoundAccounts) -> None:
     from splittime.diagnose.against_median import compare, told
     from splittime.diagnose.explain import explain as explain_account
 
@@ -105,14 +99,14 @@ def without_controls(text: Text) -> Text:
 
 
 def _slowest(others: list[ClosedAccount], number: int, where: str) -> list[ClosedAccount]:
-    """Of those that were served, the slowest first."""
+    """Returns those that were served, the slowest first."""
     served = [account for account in others if account.finish_reason != "refused"]
     if not served:
         raise NotFound(f"no request in {where} yet", param="slowest")
     return sorted(served, key=lambda account: account.start_ns - account.end_ns)[:number]
 
 
-def _from_file(path: Path, request_id: str | None, slowest: int | None) -> Found:
+def _from_file(path: Path, request_id: str | None, slowest: int | None) -> FoundAccounts:
     file = open_readonly(path)
     try:
         return _read(file, path, request_id, slowest)
@@ -120,12 +114,12 @@ def _from_file(path: Path, request_id: str | None, slowest: int | None) -> Found
         file.close()
 
 
-def _read(file: LedgerFile, path: Path, request_id: str | None, slowest: int | None) -> Found:
+def _read(file: LedgerFile, path: Path, request_id: str | None, slowest: int | None) -> FoundAccounts:
     others = file.accounts(limit=MAX_OTHERS)
     accounts = file.account(request_id) if request_id is not None else _slowest(others, slowest or 1, str(path))
     if not accounts:
         raise NotFound(f"no request {request_id!r} in {path}", param="request_id", value=request_id)
-    return Found(accounts, others, file.steps_between(*_step_range(accounts)))
+    return FoundAccounts(accounts, others, file.steps_between(*_step_range(accounts)))
 
 
 def _step_range(accounts: list[ClosedAccount]) -> tuple[int, int]:
@@ -133,19 +127,19 @@ def _step_range(accounts: list[ClosedAccount]) -> tuple[int, int]:
     return min(account.start_ns for account in accounts), max(account.end_ns for account in accounts)
 
 
-def _from_server(url: str, request_id: str | None, slowest: int | None, api_key: str | None) -> Found:
+def _from_server(url: str, request_id: str | None, slowest: int | None, api_key: str | None) -> FoundAccounts:
     base = url.rstrip("/")
     asked = None
     if request_id is not None:
-        asked = get_json(f"{base}/ledger/requests/{urllib.parse.quote(request_id, safe='')}", api_key)
-    listed = get_json(f"{base}/ledger/requests?limit={MAX_OTHERS}", api_key)
+        asked = get_json(f"{base}/ledger/requests/{urllib.parse.quote(request_id, safe='')}", api_key, NOBODY)
+    listed = get_json(f"{base}/ledger/requests?limit={MAX_OTHERS}", api_key, NOBODY)
     steps = _latest_steps(base, api_key)
     try:
         others = [account_from_json(entry) for entry in listed["accounts"]]
         records = msgspec.convert(steps["steps"], list[StepRecord])
         if asked is None:
-            return Found(_slowest(others, slowest or 1, base), others, records)
-        return Found([account_from_json(entry) for entry in asked.get("choices", [asked])], others, records)
+            return FoundAccounts(_slowest(others, slowest or 1, base), others, records)
+        return FoundAccounts([account_from_json(entry) for entry in asked.get("choices", [asked])], others, records)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # msgspec's errors are ValueErrors
         raise EngineError(f"what {base} answered is no account: {error}", hint="Is it a splittime server?") from None
 
@@ -153,33 +147,7 @@ def _from_server(url: str, request_id: str | None, slowest: int | None, api_key:
 def _latest_steps(base: str, api_key: str | None) -> Any:
     """None for a key that may read its own accounts but not the steps, which tell of everybody's requests."""
     try:
-        return get_json(f"{base}/ledger/steps?limit={MAX_STEPS}", api_key)
+        return get_json(f"{base}/ledger/steps?limit={MAX_STEPS}", api_key, NOBODY)
     except ConfigError:
         talk().print("Without the steps, which are the operator's to read.", style="dim")
         return {"steps": []}
-
-
-def get_json(url: str, api_key: str | None, nobody: str = NOBODY) -> Any:
-    """A GET of a running server; raises what a user can act on, with `nobody` as the hint where none answers."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as response:
-            return json_module.load(response)
-    except urllib.error.HTTPError as error:
-        raise _refused(error, url) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        is_unknown = isinstance(reason, ssl.SSLCertVerificationError)
-        raise EngineError(f"cannot ask {url}: {reason}", hint=UNKNOWN_CERTIFICATE if is_unknown else nobody) from None
-
-
-def _refused(error: urllib.error.HTTPError, url: str) -> Exception:
-    try:
-        message = json_module.load(error)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = f"{url} answered {error.code}"
-    if error.code == 404:
-        return NotFound(message)
-    if error.code in (401, 403):
-        return ConfigError(message, hint="Give the server's key with --api-key or SPLITTIME_API_KEY.")
-    return EngineError(message)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from splittime import __version__
-from splittime.cli import bench, distill, doctor, explain, generate, quality, quantize, serve
+from splittime.cli import bench, distill, doctor, explain, quality, quantize, run, serve
 from splittime.cli.config import app as config_app
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
 )
 for _command, _examples, _summary in (  # a summary must fit into a line of 80 columns, or is cut there
     (serve.serve, serve.EXAMPLES, "Serve a model over an OpenAI-compatible HTTP API."),
-    (generate.generate, generate.EXAMPLES, "Stream an answer to the terminal, and where its time went."),
+    (run.run, run.EXAMPLES, "Answer a prompt or chat at the terminal, and say where time went."),
     (explain.explain, explain.EXAMPLES, "Show where a request's time went, and why it was slow."),
     (doctor.doctor, doctor.EXAMPLES, "Say what holds a server's requests back, and what to try."),
     (quantize.quantize, quantize.EXAMPLES, "Quantise or prune a model into a new checkpoint."),
@@ -27,19 +27,24 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
     (quality.quality, quality.EXAMPLES, "Say whether a quantised model is as good as its base."),
 ):
     app.command(name=_command.__name__, epilog=_examples, short_help=_summary)(_command)
+app.command(name="generate", epilog=run.EXAMPLES, short_help="Another name of run.")(run.run)
 app.add_typer(bench.app, name="bench", short_help="Load any OpenAI-compatible server, and measure it.")
 app.add_typer(config_app, name="config", short_help="Show the settings and where they come from.")
 
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"splittime {__version__}")
+        from splittime.assemble.installation import kernels  # numpy: a fifth of a second
+
+        typer.echo(f"splittime {__version__}\nkernels: {kernels()}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and the kernels.")
+    ] = False,
 ) -> None:
     """An LLM inference server that accounts for every nanosecond of every request."""
 

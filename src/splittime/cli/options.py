@@ -18,10 +18,10 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from splittime.cli import settings as settings_module
-from splittime.cli.settings_table import SETTINGS, Setting
+from splittime.assemble import settings as settings_module
 from splittime.core.errors import ConfigError, RequestError, SplittimeError
-from splittime.loadgen.sse import plain
+from splittime.core.settings import Setting, settings_of
+from splittime.present.terminal import plain
 
 TABLE_COLUMNS = 100
 INTERRUPTED = 130
@@ -37,7 +37,8 @@ _TYPES: dict[str, Any] = {
 }
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Folder or Hugging Face id. Default: the model in the package.")
+    str | None,
+    typer.Argument(metavar="MODEL", help="Folder, GGUF file or Hugging Face id. Default: the model in the package."),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 ConfigFlag = Annotated[
@@ -71,7 +72,8 @@ def with_settings(*parts: str) -> Callable[[Callable[..., None]], Callable[..., 
     """Give a command the flags of these parts; it gets them, with file and environment, as `settings`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        chosen = [setting for setting in SETTINGS if set(setting.parts) & set(parts)]
+        taken = {setting.name for part in parts for setting in settings_of(settings_module.PARTS[part])}
+        chosen = [setting for setting in settings_module.SETTINGS if setting.name in taken]
         names = {setting.name for setting in chosen} | {"model"}
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
         shown = [*own, *(_parameter(setting) for setting in chosen), _CONFIG_PARAMETER]
@@ -112,7 +114,7 @@ def sign(command: Any, flags: list[inspect.Parameter]) -> None:
 
 
 def parameters_of(options: Any) -> list[inspect.Parameter]:
-    """Of a dataclass's fields: what must be given first."""
+    """Returns a parameter for each field of a dataclass; what must be given comes first."""
     hints = typing.get_type_hints(options, include_extras=True)
     fields = sorted(dataclasses.fields(options), key=lambda field: field.default is not dataclasses.MISSING)
     empty = inspect.Parameter.empty
@@ -173,10 +175,10 @@ def _parameter(setting: Setting) -> inspect.Parameter:
 
 def _help(setting: Setting) -> str:
     if setting.kind == "texts":
-        return f"{setting.help} May be given again."
-    if setting.default is None:
-        return setting.help
-    return f"{setting.help} Default: {setting.shown_default}."
+        return f"{setting.doc.help} May be given again."
+    if not setting.shown_default:
+        return setting.doc.help
+    return f"{setting.doc.help} Default: {setting.shown_default}."
 
 
 _METAVARS = {"text": "TEXT", "texts": "TEXT", "whole": "N", "number": "X", "bytes": "SIZE"}

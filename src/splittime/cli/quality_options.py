@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from splittime.runner.config import QUANTIZATIONS
+from splittime.cli.options import JsonFlag
+from splittime.runner.config import QUANTIZATIONS, Kernels, KVCacheDtype
 
 ANSWERS = 200
-STANDARD_OUTPUT = "-"
 
 _SIDES, _MARGINS = "How each is run", "Margins"
 
@@ -22,11 +22,11 @@ def _margin(name: str, words: str) -> Any:
     return typer.Option(f"--margin-{name}", metavar="X", help=words, rich_help_panel=_MARGINS)
 
 
-_KINDS, _KV = "|".join(QUANTIZATIONS), "auto|float32|bfloat16|int8|fp8"
+_KINDS, _KV = "|".join(QUANTIZATIONS), "|".join(get_args(KVCacheDtype))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class QualityOptions:
     base: Annotated[str, typer.Argument(metavar="BASE", help="A model: folder, file, packaged name, id, or URL.")]
     candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="The cheaper form of it.")]
     text: Annotated[
@@ -62,7 +62,7 @@ class Options:
     candidate_dtype: Annotated[str, _side("--candidate-dtype", "Of what is not rounded.", "auto|float32|bfloat16")] = (
         "auto"
     )
-    kernels: Annotated[str, _side("--kernels", "Of both.", "auto|native|torch|reference|triton")] = "auto"
+    kernels: Annotated[Kernels, _side("--kernels", "Of both.", "|".join(get_args(Kernels)))] = "auto"
     num_threads: Annotated[int | None, _side("--num-threads", "Of both.", "N")] = None
     max_model_len: Annotated[int | None, _side("--max-model-len", "Of both; the longest context.", "N")] = None
     tokenizer: Annotated[
@@ -75,9 +75,5 @@ class Options:
     margin_top1: Annotated[float | None, _margin("top1", "Share of equal likeliest tokens, at least.")] = None
     margin_accuracy: Annotated[float | None, _margin("accuracy", "Share of questions lost, at most.")] = None
     margin_needle: Annotated[float | None, _margin("needle", "Nats a token of the answer lost, at most.")] = None
-    json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="The whole report; - is stdout.")] = None
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="The report as a page.")] = None
-
-    @property
-    def json_file(self) -> Path | None:
-        return None if self.json in (None, STANDARD_OUTPUT) else Path(self.json)
+    json: JsonFlag = False

@@ -14,7 +14,7 @@ import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from splittime.cli import model_source
+from splittime.assemble import model_source
 from splittime.cli.options import JsonFlag, ModelArgument, wide, with_options
 from splittime.cli.progress import bars, count_words, doing
 from splittime.core.errors import ConfigError
@@ -22,9 +22,9 @@ from splittime.core.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from splittime.quantize.calibration import Calibration
-    from splittime.quantize.settings import Settings
-    from splittime.quantize.summary import Summary
+    from splittime.lab.quantize.calibration import Calibration
+    from splittime.lab.quantize.settings import QuantizeSettings
+    from splittime.lab.quantize.summary import QuantizeSummary
 
 EXAMPLES = """\b
 Examples:
@@ -62,7 +62,7 @@ Exit codes: 0 done, 1 failed, 2 cannot be done as asked, 130 Ctrl-C.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class QuantizeOptions:
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new checkpoint; must not be there yet.")]
     model: ModelArgument = None
     scheme: Annotated[
@@ -117,15 +117,15 @@ class Options:
     json: JsonFlag = False
 
 
-@with_options(Options)
-def quantize(given: Options) -> None:
+@with_options(QuantizeOptions)
+def quantize(given: QuantizeOptions) -> None:
     """Quantise or prune a model into a new checkpoint, layer by layer."""
     folder = model_source.locate(given.model)
     if folder.is_file():
         hint = "start from the folder of safetensors that it was made of"
         raise ConfigError(f"{folder.name} is a GGUF file; it is not read here", param="model", hint=hint)
     with doing("reading the model"):
-        from splittime.quantize import job  # brings torch
+        from splittime.lab.quantize import job  # brings torch
 
         settings = _settings(given)
         text = None if given.calibrate is None else _read_text(folder, given.calibrate, settings)
@@ -137,12 +137,12 @@ def quantize(given: Options) -> None:
         _show(summary)
 
 
-def _settings(given: Options) -> "Settings":
-    """What was given, by the same names; the rest is `Settings`' own. Raises `ConfigError` for what cannot be."""
-    from splittime.quantize.settings import Settings
+def _settings(given: QuantizeOptions) -> "QuantizeSettings":
+    """Returns what was given, by the same names; the rest is the defaults. Raises `ConfigError` for what cannot be."""
+    from splittime.lab.quantize.settings import QuantizeSettings
 
-    fields = {name: getattr(given, name) for name in Settings.__struct_fields__}
-    settings = Settings(**{name: value for name, value in fields.items() if value is not None})
+    fields = {name: getattr(given, name) for name in QuantizeSettings.__struct_fields__}
+    settings = QuantizeSettings(**{name: value for name, value in fields.items() if value is not None})
     settings.resolved()  # to check it; the job fills in the scheme's defaults
     of_text = {name: fields[name] for name in ("samples", "length", "seed") if fields[name] is not None}
     for name, value in of_text.items():
@@ -151,10 +151,10 @@ def _settings(given: Options) -> "Settings":
     return settings
 
 
-def _read_text(folder: Path, path: Path, settings: "Settings") -> "Calibration":
-    from splittime.engine.tokenizer import Tokenizer
+def _read_text(folder: Path, path: Path, settings: "QuantizeSettings") -> "Calibration":
+    from splittime.lab.quantize import calibration
     from splittime.models.config import load_config
-    from splittime.quantize import calibration
+    from splittime.text.tokenizer import Tokenizer
 
     context = load_config(folder).max_position_embeddings
     length = settings.length or min(calibration.DEFAULT_LENGTH, context)
@@ -183,7 +183,7 @@ def _progress() -> Iterator[tuple]:
         )
 
 
-def _show(summary: "Summary") -> None:
+def _show(summary: "QuantizeSummary") -> None:
     console = wide()
     console.print(_table(summary))
     share = summary.bytes_after / summary.bytes_before
@@ -201,7 +201,7 @@ def _show(summary: "Summary") -> None:
         console.print(summary.honest)
 
 
-def _table(summary: "Summary") -> "Table":
+def _table(summary: "QuantizeSummary") -> "Table":
     from rich import box
     from rich.table import Table
 

@@ -18,19 +18,19 @@ import orjson
 import typer
 
 from splittime import __version__
-from splittime.cli import model_source
+from splittime.api.limits import ModelInfo
+from splittime.assemble import model_source
+from splittime.assemble.settings import Settings, worker_settings
 from splittime.cli.announcement import announce
 from splittime.cli.options import JsonFlag, ModelArgument, with_settings
 from splittime.cli.progress import seconds_of
-from splittime.cli.settings import Settings
-from splittime.cli.startup import Timeline
-from splittime.cli.worker_settings import worker_settings
+from splittime.cli.startup import StartTimeline
 from splittime.core.errors import ConfigError, EngineError
-from splittime.server.config import ModelInfo, ServerConfig
+from splittime.server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from splittime.engine.messages import Ready
-    from splittime.engine.process import ProcessClient
+    from splittime.drive.messages import Ready
+    from splittime.drive.process import ProcessClient
     from splittime.ledger.store import Ledger
     from splittime.server.app import App
 
@@ -62,7 +62,7 @@ def serve(
     settings: Settings, model: ModelArgument = None, verbose: VerboseFlag = False, json: JsonFlag = False
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
-    timeline = Timeline()
+    timeline = StartTimeline()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = ServerConfig(**settings.part("server"))
     config.validate()
@@ -78,33 +78,33 @@ async def _serve(
     config: ServerConfig,
     folder: Path,
     engine_settings: bytes,
-    timeline: Timeline,
+    timeline: StartTimeline,
     announcing: Callable[[ModelInfo, "Ready", int], None],
 ) -> None:
-    from splittime.engine.process import ProcessClient
+    from splittime.drive.process import ProcessClient
     from splittime.ledger.store import Ledger
 
-    ledger_settings, known = settings.part("ledger"), list[ModelInfo]()
+    ledger_settings = settings.part("ledger")
     with ExitStack() as starting, closing(Ledger(ledger_settings.pop("ledger_file"), **ledger_settings)) as ledger:
         say = starting.enter_context(seconds_of(f"splittime {__version__}: starting the engine for {folder.name}"))
         client = ProcessClient(
             WORKER_COMMAND,
             engine_settings,
-            lambda step: ledger.add_step(step.record) if step.record is not None else None,
+            ledger.add_step,
             lambda progress: say(f"loading {folder.name}: {progress}"),
         )
 
         def on_ready(ready: "Ready", port: int) -> None:
             starting.close()
             timeline.extend(ready.timeline)
-            known.append(model_info(settings, config, folder, ready))
-            application.service.settle()
+            model = model_info(settings, config, folder, ready)
+            application.service.settle(model)
             timeline.ready()
-            announcing(known[0], ready, port)
+            announcing(model, ready, port)
 
         client.spawn()
         try:
-            application = _application(config, folder, client, ledger, lambda: known[0] if known else None, timeline)
+            application = _application(config, folder, client, ledger, timeline)
             await _run(application, config, client.start(), on_ready)
         finally:
             starting.close()
@@ -116,16 +116,14 @@ def _application(
     folder: Path,
     client: "ProcessClient",
     ledger: "Ledger",
-    model: Callable[[], ModelInfo | None],
-    timeline: Timeline,
+    timeline: StartTimeline,
 ) -> "App":
     """Made while the engine process imports torch."""
     with timeline.phase("import server"):
         from splittime.server.app import build_app
     with timeline.phase("load tokenizer"):
         tokenizer = model_source.load_tokenizer(folder, config.chat_template)
-    application = build_app(client, tokenizer, ledger, config, model)
-    application.service.started_ns = timeline.start_ns
+    application = build_app(client, tokenizer, ledger, config, started_ns=timeline.start_ns)
     application.service.texts.start()
     return application
 
@@ -199,7 +197,7 @@ def asyncio_run(main: Any) -> None:
 def _announce(
     settings: Settings,
     config: ServerConfig,
-    timeline: Timeline,
+    timeline: StartTimeline,
     model: ModelInfo,
     ready: "Ready",
     port: int,

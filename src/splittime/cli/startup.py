@@ -10,13 +10,13 @@ from typing import NamedTuple
 _IMPORTED_NS = time.monotonic_ns()
 
 
-class Phase(NamedTuple):
+class StartPhase(NamedTuple):
     name: str
     begin_ms: float
     end_ms: float
 
 
-class Timeline:
+class StartTimeline:
     """Phases of this process and of its engine process, on one clock."""
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class Timeline:
         now_ns = time.monotonic_ns()
         self._phases.append(("ready", now_ns, now_ns))
 
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[StartPhase]:
         """In order of their ends."""
         ordered = sorted(self._phases, key=lambda phase: phase[2])
-        return [Phase(name, self._ms(begin_ns), self._ms(end_ns)) for name, begin_ns, end_ns in ordered]
+        return [StartPhase(name, self._ms(begin_ns), self._ms(end_ns)) for name, begin_ns, end_ns in ordered]
 
     def _ms(self, instant_ns: int) -> float:
         return round((instant_ns - self.start_ns) / 1e6, 1)

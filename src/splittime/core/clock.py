@@ -1,4 +1,4 @@
-"""Where time comes from. Only the loop and the two edges (receive, send) hold a clock; the rest is told `now_ns`.
+"""Where time comes from. Only drivers and the two edges (receive, send) hold a clock; the rest is told `now_ns`.
 
 `SystemClock` is `CLOCK_MONOTONIC`, which all processes of one Linux host share, so a server and its engine may
 compare readings. `VirtualClock` is moved by hand: the simulator and the law tests run the real loop under it.
@@ -29,3 +29,7 @@ class VirtualClock:
         if delta_ns < 0:
             raise ValueError(f"time cannot go back: delta_ns={delta_ns}")
         self._now_ns += delta_ns
+
+    def advance_to(self, at_ns: int) -> None:
+        """Unless it is later already."""
+        self._now_ns = max(self._now_ns, at_ns)

@@ -6,6 +6,7 @@
         Conflict          409  the request id is already in flight
         DeadlineExceeded  504  the request's own deadline passed before it was done
       Overloaded          429/503  the server is full (429: try again) or not serving (503); carries Retry-After
+        Refused           the same, by this server's admission, with the numbers that led to it
       EngineError         500  our fault; the engine stops admitting, drains and restarts
       ConfigError         -    a setting is unknown or out of range; raised before anything starts
 
@@ -104,11 +105,41 @@ class DeadlineExceeded(RequestError):
     kind = "deadline_exceeded_error"
     code = "deadline_exceeded"
 
+    @classmethod
+    def before(cls, what: str) -> "DeadlineExceeded":
+        """Returns the error of a request whose deadline passed before this happened."""
+        return cls(f"the request's deadline passed before {what}")
+
 
 class Overloaded(SplittimeError):
     status = 429
     kind = "overloaded_error"
     code = "overloaded"
+
+
+class Refused(Overloaded):
+    """A refusal with the numbers that led to it."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str,
+        status: int = 429,
+        queued: int = 0,
+        limit: int | None = None,
+        predicted_wait_s: float | None = None,
+        retry_after_s: float = 1.0,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, code=reason, status=status, retry_after_s=retry_after_s, limit=limit, hint=hint)
+        wait_ms = None if predicted_wait_s is None else round(predicted_wait_s * 1e3, 3)
+        self.reason = reason
+        self.facts = {"reason": reason, "queued": queued, "limit": limit, "predicted_wait_ms": wait_ms}
+
+    def to_body(self) -> dict[str, Any]:
+        body = super().to_body()
+        return {"error": {**body["error"], **self.facts}}
 
 
 class EngineError(SplittimeError):

@@ -49,9 +49,9 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # a NaN fails this too
-                raise RequestError(
-                    f"{name} is {value}, outside {low} to {high}", param=name, value=str(value), limit=[low, high]
-                )
+                least_only = high == _INT64 and low >= 0
+                why = f"must be at least {low}" if least_only else f"outside {low} to {high}"
+                raise RequestError(f"{name} is {value}, {why}", param=name, value=str(value), limit=[low, high])
         if self.top_p == 0.0:
             raise RequestError("top_p is 0, must be above 0", param="top_p", value=0, limit=[0, 1])
         if self.repetition_penalty == 0.0:

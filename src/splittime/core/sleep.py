@@ -3,7 +3,7 @@
     awake --sleep--> falling_asleep --nothing runs any more--> asleep --wake--> waking --> awake
                           |  wake, or the time-out: awake again           a waking that failed: asleep again
 
-`engine.sleep` decides who may go where; a `Sleeper` does the work. Level 1 keeps the weights in the host's memory,
+`drive.residency` decides who may go where; a `Sleeper` does the work. Level 1 keeps the weights in the host's memory,
 level 2 nowhere: they are read from their files again. Either gives the KV cache's memory back, its content forgotten.
 """
 
@@ -106,7 +106,7 @@ class SleepReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts_ns(self) -> dict[str, int]:
-        """Of each name together."""
+        """Returns the sums by name."""
         lengths_ns: dict[str, int] = {}
         for name, begin_ns, end_ns in self.parts:
             lengths_ns[name] = lengths_ns.get(name, 0) + end_ns - begin_ns

@@ -57,7 +57,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         return self.own_ns - self.usual_ns
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class MedianComparison(msgspec.Struct, frozen=True, kw_only=True):
     """thin: why nothing can be said; then there are no differences."""
 
     request_id: str
@@ -69,14 +69,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     thin: str | None = None
 
 
-def compare(account: ClosedAccount, accounts: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> Comparison:
+def compare(account: ClosedAccount, accounts: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> MedianComparison:
     """`accounts` may hold this one and those of other buckets; they are left out."""
     bucket = derive.prompt_bucket(account.prompt_tokens)
     others = [a for a in accounts if a.request_id != account.request_id and is_whole(a)]
     others = [a for a in others if derive.prompt_bucket(a.prompt_tokens) == bucket]
     enough = len(others) >= MIN_OTHERS
     thin = None if enough else f"{len(others)} other requests of {bucket} prompt tokens; {MIN_OTHERS} are the least"
-    return Comparison(
+    return MedianComparison(
         request_id=account.request_id,
         bucket=bucket,
         num_others=len(others),
@@ -196,7 +196,7 @@ def _blame(key: Key, blamed: Blamed) -> tuple[int, int]:
     return (blamed.prefill_tokens, blamed.shared_ns) if by_tokens else (blamed.shared_ns, blamed.tokens)
 
 
-def told(comparison: Comparison) -> Text:
+def told(comparison: MedianComparison) -> Text:
     """For people, in 80 columns."""
     if comparison.thin is not None:
         return Text(_wrapped(f"Not compared: {comparison.thin}."))

@@ -22,7 +22,7 @@ import numpy
 from splittime.diagnose.books import Books, once
 from splittime.diagnose.rules.evidence import served
 from splittime.diagnose.timeline import Part, prompt_ns_of_rows, timeline
-from splittime.ledger.account import ClosedAccount, Interval
+from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 
 
@@ -136,11 +136,11 @@ def _owners(account: ClosedAccount, parts: numpy.ndarray, own_prompt_ns: float) 
         yield _stated(interval), left_ns - sum(ns for _, ns in divided)
 
 
-def _is_divided(interval: Interval) -> bool:
+def _is_divided(interval: StageInterval) -> bool:
     return interval.stage in _DIVIDED or interval.cause is Cause.STEP_IN_FLIGHT
 
 
-def _stated(interval: Interval) -> Owner:
+def _stated(interval: StageInterval) -> Owner:
     if interval.stage is Stage.PREEMPTED:
         return Computed.PREEMPTED
     return interval.cause if interval.cause is not None else interval.stage

@@ -3,20 +3,21 @@
 books_from_file(path)       a ledger file, or what `splittime bench` saved; which, its content says; of a file
                                 that several servers have written to, what belongs to the last one, whose facts it has
 books_from_run(run, arm)    of one server of a run
-(a live server's answers are taken in by `cli.live_books`, which may import the exporters' forms)
+books_from_answers(...)     of a live server's answers; who asks it, over HTTP, is `cli.doctor`
 """
 
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from splittime.bench.book.records import Arm, Run, load_run
 from splittime.core.errors import ConfigError, NotFound
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.client_book import Arm, Run, load_run
+from splittime.ledger.account_json import account_from_json
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import open_readonly
@@ -118,10 +119,32 @@ def make_books(
 def live_books(
     facts: ServerFacts | None, accounts: Sequence[ClosedAccount], steps: Sequence[StepRecord], source: str
 ) -> Books:
-    """Of a live server's latest `LIVE_ACCOUNTS` and `LIVE_STEPS`: without the requests that began before the first of
-    these steps, since where their time went is not known any more."""
+    """Returns the books of a live server's latest `LIVE_ACCOUNTS` and `LIVE_STEPS`: without the requests that began
+    before the first of these steps, since where their time went is not known any more."""
     begin_ns = min((step.begin_ns for step in steps), default=0) if len(steps) >= LIVE_STEPS else 0
     return make_books(facts, [a for a in accounts if a.start_ns >= begin_ns], steps, source)
+
+
+def books_from_answers(facts_json: Any, requests_json: Any, steps_json: Any, source: str) -> Books:
+    """Returns the books of a live server, from the decoded bodies of `/ledger/facts` (None if there was none),
+    `/ledger/requests` and `/ledger/steps`.
+
+    Raises `ConfigError` for what no splittime server answers.
+    """
+    try:
+        facts = None if facts_json is None else msgspec.convert(facts_json, ServerFacts)
+        accounts = [account_from_json(entry) for entry in requests_json["accounts"]]
+        steps = msgspec.convert(steps_json["steps"], list[StepRecord])
+    except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
+        message = f"the ledger of {source} cannot be read: {error!r}"
+        raise ConfigError(message, param="url", hint=another_server(source)) from error
+    return live_books(facts, accounts, steps, source)
+
+
+def another_server(url: str) -> str:
+    """Returns the hint where there is no ledger of ours: `splittime bench` measures any server."""
+    run = f"`splittime bench run {url} --out run.json`, then `splittime doctor run.json`"
+    return f"Is it a splittime server, and of this version? Any other is measured from outside: {run}."
 
 
 def _is_sound(account: ClosedAccount) -> bool:

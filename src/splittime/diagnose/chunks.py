@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy
 
+from splittime.bench.book.records import Outcome
 from splittime.diagnose.rules.evidence import Span, median, overlap_ns, union
-from splittime.ledger.client_book import Outcome
 
 MIN_GAPS = 20  # fewer make no median
 MIN_BATCHES = 3  # different numbers of streams, to draw a line through

@@ -11,7 +11,7 @@ default that is the mean response time: every delay of a request is in it, none 
 a fixed concurrency it is the throughput's inverse (Little's law), and some hundred requests estimate it, where a p99 of
 their TTFT rests on a few of them. A void run makes everything INCONCLUSIVE, unless what voids it is the client's own
 lateness alone: then, and where it is only noted, a verdict stands if it would be the same with all that lateness taken
-off either side (`ledger.client_lateness`).
+off either side (`bench.book.lateness`).
 
 How the interval is made:
     paired     one run of two servers, or two runs of one schedule: each request on both sides, so that what they share
@@ -19,23 +19,37 @@ How the interval is made:
     unpaired   two runs, each on its own
     runs       two or more runs a side: Welch's t on the logarithms of the runs' own figures, as a server differs from
                start to start
-Neighbouring requests count for fewer independent ones, as in a run's own figures (`ledger.client_intervals`).
+Neighbouring requests count for fewer independent ones, as in a run's own figures (`stats.intervals`).
 Shares (goodput, error rate) are compared by their difference, the margin being `SHARE_MARGIN`.
 """
 
 from collections.abc import Mapping, Sequence
 from math import inf
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from splittime.bench.book.lateness import failed_by_lateness, off_ns
+from splittime.bench.book.metrics import Metric, parse_metric
+from splittime.bench.book.records import Run, load_run
+from splittime.bench.book.requests import PER_REQUEST_LIMITS
+from splittime.bench.book.slo import SloResult, check_slo
 from splittime.core.errors import ConfigError
-from splittime.diagnose.compare_intervals import out_of_reach, ratio_interval, share_interval, too_few, welch
 from splittime.diagnose.compare_notes import notes_of, reasons_to_doubt
-from splittime.diagnose.compare_sample import Pairs, Side, contrast, pair, sample, value
+from splittime.diagnose.compare_sample import (
+    Pairs,
+    Side,
+    contrast,
+    out_of_reach,
+    pair,
+    ratio_interval,
+    sample,
+    share_interval,
+    too_few,
+    value,
+)
 from splittime.diagnose.comparison import (
-    DEFAULT_METRICS,
-    EXIT_CODES,
     SHARE_MARGIN,
     Compared,
     Comparison,
@@ -43,27 +57,7 @@ from splittime.diagnose.comparison import (
     Terms,
     Verdict,
 )
-from splittime.ledger.client_book import Run
-from splittime.ledger.client_intervals import Interval
-from splittime.ledger.client_lateness import failed_by_lateness, off_ns
-from splittime.ledger.client_metrics import Metric, parse_metric
-from splittime.ledger.client_request import PER_REQUEST_LIMITS
-
-__all__ = [
-    "DEFAULT_METRICS",
-    "EXIT_CODES",
-    "SHARE_MARGIN",
-    "Compared",
-    "Comparison",
-    "Design",
-    "Terms",
-    "Verdict",
-    "compare",
-    "compare_arms",
-    "judge",
-    "overall",
-    "welch",
-]
+from splittime.stats.intervals import Interval, welch
 
 
 def compare(
@@ -80,6 +74,43 @@ def compare_arms(run: Run, terms: Terms | None = None, **changes: object) -> Com
         hint = "give two runs, or one that was made with two servers"
         raise ConfigError(f"the run has {len(run.arms)} server(s), not two", param="run", hint=hint)
     return _compare([Side(run, 0)], [Side(run, 1)], msgspec.structs.replace(terms or Terms(), **changes))
+
+
+class FileComparison(msgspec.Struct, frozen=True):
+    """A comparison of saved runs, and what became of the SLO that was asked of B alone."""
+
+    comparison: Comparison
+    slo: tuple[SloResult, ...]
+
+
+def compare_files(files: Sequence[Path], terms: Terms, slo: Mapping[str, float]) -> FileComparison:
+    """Compares A and B, or A B A B ..., or the two servers of one run. Raises `ConfigError` for files that cannot be
+    two sides, and what `load_run` does."""
+    _refuse_twice(files)
+    runs = [_labelled(load_run(path), path) for path in files]
+    if len(runs) == 1:
+        found, of_b = compare_arms(runs[0], terms), [(runs[0], 1)]
+    elif len(runs) % 2:
+        hint = "name them in turn, A B A B, or one run that was made with two servers"
+        raise ConfigError(f"{len(runs)} runs cannot be two sides", param="files", value=len(runs), hint=hint)
+    else:
+        found, of_b = compare(runs[::2], runs[1::2], terms), [(run, 0) for run in runs[1::2]]
+    results = [result for run, arm in of_b for result in (check_slo(run, slo, arm) if slo else ())]
+    return FileComparison(found, tuple(results))
+
+
+def _refuse_twice(files: Sequence[Path]) -> None:
+    """Refuses a run beside itself, which would be EQUIVALENT whatever the server did."""
+    seen: set[Path] = set()
+    for path in files:
+        if path.resolve() in seen:
+            hint = "compare it with another run"
+            raise ConfigError(f"{path} is named twice", param="files", value=str(path), hint=hint)
+        seen.add(path.resolve())
+
+
+def _labelled(run: Run, path: Path) -> Run:
+    return run if run.label else msgspec.structs.replace(run, label=path.name)
 
 
 def _compare(a: Sequence[Side], b: Sequence[Side], terms: Terms) -> Comparison:

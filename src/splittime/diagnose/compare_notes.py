@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from splittime.bench.book.lateness import failed_by_lateness, void_for_more
+from splittime.bench.book.rates import Trend, drift
+from splittime.bench.book.records import Ending
+from splittime.bench.book.requests import output_tokens
+from splittime.bench.book.series import complete, series
 from splittime.diagnose.compare_sample import Side
-from splittime.ledger.client_book import Ending
-from splittime.ledger.client_lateness import failed_by_lateness, void_for_more
-from splittime.ledger.client_rates import Trend, drift
-from splittime.ledger.client_request import output_tokens
-from splittime.ledger.client_series import complete, series
 
 NOTED_DIFFERENCE = 0.01
 
@@ -65,5 +65,5 @@ def _mean_outputs(a: Sequence[Side], b: Sequence[Side]) -> Means:
 
 
 def _mean(values: Sequence[int | None]) -> float | None:
-    told = [value for value in values if value]
-    return float(np.mean(told)) if told else None
+    known = [value for value in values if value]
+    return float(np.mean(known)) if known else None

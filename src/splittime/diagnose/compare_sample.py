@@ -2,20 +2,32 @@
 
 A side is one arm of one run. `contrast` gives the metric of both sides and the spread of what lies between them: of the
 same requests where they are paired, of each side on its own where not.
+
+How sure a difference is comes from the spread of one pair of runs, and of several runs from Welch's t.
 """
 
 from collections.abc import Mapping, Sequence
+from math import ceil, log
 from typing import NamedTuple
 
 import numpy as np
 
-from splittime.ledger.client_book import Ending, Outcome, Run
-from splittime.ledger.client_dependence import MIN_REQUESTS, Array
-from splittime.ledger.client_intervals import Pooled, Precision, Spread, nearest_rank, one_each, spread_of, together
-from splittime.ledger.client_metrics import RATES, Metric
-from splittime.ledger.client_rates import rate_parts, rate_window, request_ends
-from splittime.ledger.client_request import PER_REQUEST_LIMITS, is_good
-from splittime.ledger.client_series import complete, in_time_order, per_request, series, token_arrivals
+from splittime.bench.book.metrics import RATES, Metric
+from splittime.bench.book.rates import rate_parts, rate_window, request_ends
+from splittime.bench.book.records import Ending, Outcome, Run
+from splittime.bench.book.requests import PER_REQUEST_LIMITS, is_good
+from splittime.bench.book.series import complete, in_time_order, per_request, series, token_arrivals
+from splittime.stats.dependence import MIN_REQUESTS, Array
+from splittime.stats.intervals import (
+    Interval,
+    Pooled,
+    Precision,
+    Spread,
+    nearest_rank,
+    one_each,
+    spread_of,
+    together,
+)
 
 POOLED = ("chunk_gap", "token_gap")
 
@@ -122,7 +134,7 @@ def _marks(metric: Metric, outcomes: Sequence[Outcome], limits: Mapping[str, flo
 
 
 def _paired(metric: Metric, pairs: Pairs, limits: Mapping[str, float]) -> tuple[Pooled, Pooled]:
-    """Of the pairs in which both sides can tell."""
+    """Returns both samples, from the pairs in which both sides have a value."""
     if metric.is_share:
         counted = [pair for pair in pairs if len(_counted(pair)) == 2]
         first, second = (_marks(metric, [pair[i] for pair in counted], limits) for i in (0, 1))
@@ -138,3 +150,40 @@ def _paired(metric: Metric, pairs: Pairs, limits: Mapping[str, float]) -> tuple[
 
 def _tells(metric: Metric, pair: tuple[Outcome, Outcome]) -> bool:
     return metric.series != "token_gap" or all(len(o.chunk_tokens or ()) == len(o.chunk_ns) for o in pair)
+
+
+def ratio_interval(a: float, b: float, spread: Spread, level: float) -> Interval:
+    """Returns the interval of b / a."""
+    return about(log(b / a), spread, level).exp()
+
+
+def about(middle: float, spread: Spread, level: float) -> Interval:
+    reach = spread.widening() * spread.reach(level)
+    return Interval(middle - reach, middle + reach)
+
+
+def out_of_reach(metric: Metric, found: Contrast, level: float) -> bool:
+    """Whether more than chance may lie beyond the least or greatest value of so few."""
+    if metric.percent is None or found.spread is None:
+        return False
+    share = max(metric.percent, 100 - metric.percent) / 100
+    return share**found.spread.effective > (1 - level) / 2
+
+
+def too_few(metric: Metric, found: Contrast, level: float) -> str:
+    assert metric.percent is not None
+    independent = log((1 - level) / 2) / log(max(metric.percent, 100 - metric.percent) / 100)
+    times = found.num_requests / found.spread.effective if found.spread is not None else 1.0
+    needed = max(2 * found.num_requests, ceil(independent * times / 10) * 10)
+    return f"{found.num_requests} requests do not bound its p{metric.percent:g}; about {needed} would."
+
+
+def share_interval(found: Contrast, level: float) -> Interval:
+    """Returns the interval of the difference. A share of exactly 0 or 1 has no spread in the data, but -ln(tail)/n is
+    still possible."""
+    assert found.spread is not None
+    middle = about(found.b - found.a, found.spread, level)
+    possible = -log((1 - level) / 2) / found.spread.effective
+    up = possible * ((found.b == 0) + (found.a == 1))
+    down = possible * ((found.b == 1) + (found.a == 0))
+    return Interval((middle.low or 0.0) - down, (middle.high or 0.0) + up)

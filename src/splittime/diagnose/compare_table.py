@@ -5,10 +5,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from splittime.core.fitted import Fitted, Sentence, at_most
-from splittime.diagnose.compare import SHARE_MARGIN, Compared, Comparison, Design, Verdict
-from splittime.ledger.client_intervals import Interval
-from splittime.ledger.client_metrics import shown
+from splittime.bench.book.metrics import shown
+from splittime.diagnose.comparison import SHARE_MARGIN, Compared, Comparison, Design, Verdict
+from splittime.present.tables import FittingTable, Sentence, at_most
+from splittime.stats.intervals import Interval
 
 STYLES = {
     Verdict.BETTER: "green",
@@ -24,7 +24,7 @@ def render_comparison(found: Comparison) -> RenderableType:
     lines = [_wrapped(f"A  {found.label_a}"), _wrapped(f"B  {found.label_b}"), _wrapped(_how(found), "dim")]
     why = _wrapped(f"{found.verdict.value}: {found.why}")
     notes = [_wrapped(f"Note: {note}", "yellow") for note in found.notes]
-    return at_most(Group(title, *lines, Text(), _fitted(found), Text(), why, *notes))
+    return at_most(Group(title, *lines, Text(), _fitting(found), Text(), why, *notes))
 
 
 def _how(found: Comparison) -> str:
@@ -40,9 +40,9 @@ def _how(found: Comparison) -> str:
     )
 
 
-def _fitted(found: Comparison) -> Fitted:
+def _fitting(found: Comparison) -> FittingTable:
     """Less space between the columns first; then the ends of an interval one below the other."""
-    return Fitted(_table(found, " ", padding=1), _table(found, " ", padding=0), _table(found, "\n", padding=0))
+    return FittingTable(_table(found, " ", padding=1), _table(found, " ", padding=0), _table(found, "\n", padding=0))
 
 
 def _table(found: Comparison, between: str, padding: int) -> Table:

@@ -4,9 +4,9 @@ from enum import StrEnum
 
 import msgspec
 
+from splittime.bench.book.metrics import parse_metric
 from splittime.core.errors import ConfigError
-from splittime.ledger.client_intervals import CONFIDENCE, Interval
-from splittime.ledger.client_metrics import parse_metric
+from splittime.stats.intervals import CONFIDENCE, Interval
 
 DEFAULT_METRICS = ("e2e_mean", "ttft_p50", "ttft_p99", "tpot_p50", "error_rate")
 MARGIN = 0.05

@@ -14,16 +14,26 @@ server are withheld: what they would explain might not be the time that was lost
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import msgspec
 
 from splittime.diagnose.agree import one_direction
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import RULES, Abstention, Finding, Rule, in_order
+from splittime.diagnose.finding import (
+    CANNOT_TELL,
+    FOUND,
+    NOTHING_FOUND,
+    RULES,
+    Abstention,
+    Finding,
+    Rule,
+    in_order,
+)
+from splittime.diagnose.reported import reported
 from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import num_requests, served, times_ns, total_ns
-from splittime.diagnose.rules.told import MIN_STATES, inside
-from splittime.diagnose.told import told
+from splittime.diagnose.rules.reported import MIN_STATES, inside
 from splittime.diagnose.unexplained import MAX_UNEXPLAINED, Spent, spent, unexplained
 from splittime.diagnose.unexplained import NAME as NO_CURE_KNOWN
 from splittime.diagnose.words import OURS, in_their_words
@@ -32,7 +42,7 @@ from splittime.ledger.stages import Stage
 THEMES = (
     "failures client way delay loop engine_loop stated processor threads order queue refused overload burst kv "
     "interference budget line prompts host sampling device start start_measurement decode "
-    "told_queue told_refusals told_memory told_prefixes told_prompts told_interference"
+    "reported_queue reported_refusals reported_memory reported_prefixes reported_prompts reported_interference"
 )
 for _theme in THEMES.split():
     import_module(f"splittime.diagnose.rules.{_theme}")
@@ -50,7 +60,7 @@ OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book
         "nagle",
         "slow_client",
     )
-) | {name for name, rule in RULES.items() if "told" in rule.needs}
+) | {name for name, rule in RULES.items() if "reported" in rule.needs}
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +101,19 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     def healthy(self) -> bool:
         """Enough was seen to say that nothing was found."""
         return self.could_tell and not self.illnesses
+
+    @property
+    def exit_code(self) -> int:
+        if self.illnesses:
+            return FOUND
+        return NOTHING_FOUND if self.could_tell else CANNOT_TELL
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the diagnosis and its verdict; each finding with the command that its cure is."""
+        shown = msgspec.to_builtins(self)
+        for entry, finding in zip(shown["findings"], self.findings, strict=True):
+            entry["cure"]["command"] = finding.cure.command
+        return {**shown, "healthy": self.healthy, "exit_code": self.exit_code}
 
 
 def diagnose(books: Books) -> Diagnosis:
@@ -141,7 +164,7 @@ def _in_their_time(books: Books) -> Books:
 
 
 def roots() -> dict[str, tuple[str, ...]]:
-    """Of which names each rule is the root."""
+    """Returns for each rule the names that it is the root of."""
     return {rule.name: rule.root_of for rule in RULES.values()}
 
 
@@ -211,13 +234,13 @@ def _from_client(books: Books) -> str | None:
     return f"requests in the run: only {num}; {MIN_REQUESTS} are the least" if num < MIN_REQUESTS else None
 
 
-def _told(books: Books) -> str | None:
+def _lacks_metrics(books: Books) -> str | None:
     """A rule about another's server says itself what it lacks."""
     return _NO_RUN if books.run is None else None
 
 
 def _gauges(books: Books) -> str | None:
-    found = told(books)
+    found = reported(books)
     if found is None or len(found.states) < MIN_STATES:
         return "the server's gauges were not seen"
     return None if any(map(inside, found.states)) else "nothing ran in the server while it was watched"
@@ -230,7 +253,7 @@ _NEEDS: dict[str, Callable[[Books], str | None]] = {
     "floor": _floor,
     "parts": _parts,
     "run": _from_client,
-    "told": _told,
+    "reported": _lacks_metrics,
     "gauges": _gauges,
 }
 

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+NOTHING_FOUND, FOUND, CANNOT_TELL = 0, 1, 3  # exit codes, for a CI; 2 is a usage error
+
 
 class Fact(msgspec.Struct, frozen=True):
     """One piece of evidence: what was looked at, what was found, in which unit."""

@@ -30,7 +30,8 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from splittime.ledger.facts import Machine, ServerFacts, TokenCost
+from splittime.core.facts import Machine, TokenCost
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 
 FROM_CACHE = 1.5  # times memory's rate
@@ -179,7 +180,8 @@ def _positions(step: StepRecord, cost: TokenCost) -> float:
 
 
 def _pairs(start: int, num_tokens: int, window: int | None) -> int:
-    """Of a token and a position that it attends to, for tokens `start` to `start + num_tokens - 1`."""
+    """Returns the number of pairs of a token and a position that it attends to, for tokens `start` to `start +
+    num_tokens - 1`."""
     if window is None:
         return num_tokens * start + num_tokens * (num_tokens + 1) // 2
     growing = min(max(0, window - start), num_tokens)  # tokens that still see all before them

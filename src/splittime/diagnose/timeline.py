@@ -21,7 +21,7 @@ import numpy
 from splittime.diagnose.books import Books, once
 from splittime.diagnose.rules import step_cost
 from splittime.diagnose.rules.evidence import median, overlap_ns, union
-from splittime.ledger.account import Interval
+from splittime.ledger.account import StageInterval
 from splittime.ledger.steps import StepRecord
 
 MIN_QUIET_STEPS = 10  # steps without prompts, to say what such a step takes
@@ -49,7 +49,7 @@ class Timeline:
     def __init__(self, edges_ns: numpy.ndarray, sums_ns: numpy.ndarray, by_step: numpy.ndarray) -> None:
         self.edges_ns, self.sums_ns, self.by_step = edges_ns, sums_ns, by_step
 
-    def within(self, intervals: Sequence[Interval]) -> numpy.ndarray:
+    def within(self, intervals: Sequence[StageInterval]) -> numpy.ndarray:
         """[intervals, parts]: what of each part lies in each interval."""
         begins = numpy.array([interval.begin_ns for interval in intervals], dtype=float)
         ends = numpy.array([interval.end_ns for interval in intervals], dtype=float)

@@ -19,7 +19,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 Names = tuple[str, ...]
 
 
-class Words(NamedTuple):
+class MetricNames(NamedTuple):
     """program: how the server is started, before its flags.
 
     hits, lookups: prompt tokens that came from its prefix cache, and that were looked up in it. prompts: prompt tokens.
@@ -54,8 +54,8 @@ class Words(NamedTuple):
     metrics: str = ""
 
 
-WORDS: dict[str, Words] = {
-    "vllm": Words(
+WORDS: dict[str, MetricNames] = {
+    "vllm": MetricNames(
         program="vllm serve MODEL",
         preemptions=("vllm:num_preemptions_total",),
         hits=("vllm:prefix_cache_hits_total",),
@@ -78,7 +78,7 @@ WORDS: dict[str, Words] = {
         prefixes="--enable-prefix-caching",
         metrics="leave out --disable-log-stats",
     ),
-    "sglang": Words(
+    "sglang": MetricNames(
         program="python -m sglang.launch_server --model-path MODEL",
         preemptions=("sglang:num_retracted_requests_total",),
         hits=("sglang:cached_tokens_total",),
@@ -97,7 +97,7 @@ WORDS: dict[str, Words] = {
         prefixes="no --disable-radix-cache",
         metrics="--enable-metrics",
     ),
-    "tgi": Words(
+    "tgi": MetricNames(
         program="text-generation-launcher --model-id MODEL",
         prompts=("tgi_request_input_length_sum",),
         outputs=("tgi_request_generated_tokens_sum",),
@@ -111,7 +111,7 @@ WORDS: dict[str, Words] = {
         prefixes="PREFIX_CACHING=1",
         metrics="--prometheus-port",
     ),
-    "llama.cpp": Words(
+    "llama.cpp": MetricNames(
         program="llama-server -m MODEL",
         hits=("llamacpp:prompt_tokens_cached_total",),
         prompts=("llamacpp:prompt_tokens_total",),

@@ -6,28 +6,48 @@ to its length exactly.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from splittime.core.plan import StepPlan, StepResult
-from splittime.engine.processor_time import Given, ProcessorTime
-from splittime.engine.sleep import Bed
+from splittime.core.step import StepPlan, StepResult
 from splittime.ledger.steps import StepRecord, gap_room_ns
 from splittime.scheduler.scheduler import Scheduler
 
 
-@dataclass(frozen=True)
-class Flight:
-    """A step that was launched. is_queued: while another ran. victims: preempted to plan it."""
+class InFlight(NamedTuple):
+    """A step that has begun. is_queued: while another ran. victims: preempted to plan it."""
 
     plan: StepPlan
     begin_ns: int
-    planned_ns: int
     is_queued: bool
     victims: tuple[str, ...]
 
 
-class Lapse(NamedTuple):
+class ThreadTime(NamedTuple):
+    """What the kernel gave a thread: how long it ran, and how long it was ready to run and got no processor."""
+
+    ran_ns: int
+    waited_ns: int
+
+
+class StepTimes(NamedTuple):
+    """What a driver measured of one step.
+
+    planned_ns: when its plan was made. waiting_ns: since when the host had nothing left to do but wait for its result.
+    ready_ns: when the result was there. end_ns: when it was committed.
+    slept_ns: how long the engine slept since the step before.
+    thread: what the thread that computes was given since the step before, or since there was work again; None where
+        nobody knows.
+    """
+
+    planned_ns: int
+    waiting_ns: int
+    ready_ns: int
+    end_ns: int
+    slept_ns: int = 0
+    thread: ThreadTime | None = None
+
+
+class Span(NamedTuple):
     """When a step was, and what the host took of it. hidden_ns: as in `StepRecord`."""
 
     begin_ns: int
@@ -37,23 +57,26 @@ class Lapse(NamedTuple):
     hidden_ns: int
 
 
+class StepWork(NamedTuple):
+    """What a step computes, as its record tells it. draft_tokens: among the others."""
+
+    rows: tuple[tuple[str, int, int], ...]
+    num_tokens: int
+    decode_tokens: int
+    draft_tokens: int
+    kv_tokens_read: int
+
+
 class Recorder:
     """Makes the records of one engine, in order."""
 
-    def __init__(self, scheduler: Scheduler, bed: Bed) -> None:
-        self.previous: StepRecord | None = None
+    def __init__(self, scheduler: Scheduler) -> None:
         self.num_steps = 0
-        self._scheduler, self._bed = scheduler, bed
+        self._previous: StepRecord | None = None
+        self._scheduler = scheduler
         self._idle_since_ns: int | None = None
         self._idle_ns = 0
         self._victims: tuple[str, ...] = ()  # preempted for a step that there was nothing left to do in
-        self._processor: ProcessorTime | None = None
-        self._given: Given | None = None  # by the end of the step before, or of idling
-
-    def watch_processor(self, processor: ProcessorTime | None) -> None:
-        """From now on records tell what the processor gave this thread, which is to run the steps."""
-        self._processor = processor
-        self._given = processor.now() if processor is not None else None
 
     def note_victims(self, victims: Sequence[str]) -> None:
         """Preempted for a plan of which no step came: the next record names them."""
@@ -67,23 +90,25 @@ class Recorder:
         if self._idle_since_ns is not None:
             self._idle_ns += now_ns - self._idle_since_ns
             self._idle_since_ns = None
-            self.watch_processor(self._processor)
 
-    def record(self, flight: Flight, result: StepResult, lapse: Lapse) -> StepRecord:
-        """Returns the record of a step that has ended."""
-        plan, (begin_ns, end_ns, plan_ns, commit_ns, hidden_ns) = flight.plan, lapse
+    @property
+    def is_idle(self) -> bool:
+        return self._idle_since_ns is not None
+
+    def record(self, step: InFlight, result: StepResult, times: StepTimes, is_overlapped: bool) -> StepRecord:
+        """Returns the record of a step that has ended. is_overlapped: the host went on while it was computed."""
+        span = self._overlapped(step, times) if is_overlapped else _in_turn(step, times)
+        plan, (begin_ns, end_ns, plan_ns, commit_ns, hidden_ns) = step.plan, span
         ran_ns = end_ns - begin_ns - plan_ns - commit_ns
         told_ns = (result.offload_ns, result.restore_ns, result.device_ns, result.sample_ns)
         (offload_ns, restore_ns, device_ns, sample_ns), launch_ns = _within(ran_ns, told_ns)
-        gap_ns = 0 if self.previous is None else begin_ns - self.previous.end_ns
+        gap_ns = 0 if self._previous is None else begin_ns - self._previous.end_ns
         idle_ns = min(self._idle_ns, gap_ns)
-        rows = tuple((row.request_id, row.start, len(row.token_ids)) for row in plan.rows)
-        num_tokens = sum(row[2] for row in rows)
-        decode_tokens = sum(1 for row in plan.rows if row.samples and len(row.token_ids) == 1)
+        work = _work(plan)
         scheduler = self._scheduler
-        victims, self._victims = flight.victims + self._victims, ()
-        cpu_wait_ns, off_cpu_ns = self._without_processor(end_ns - begin_ns + gap_ns - idle_ns, result)
-        self.previous = StepRecord(
+        victims, self._victims = step.victims + self._victims, ()
+        cpu_wait_ns, off_cpu_ns = _without_processor(times.thread, end_ns - begin_ns + gap_ns - idle_ns, result)
+        self._previous = StepRecord(
             step_id=plan.step_id,
             begin_ns=begin_ns,
             end_ns=end_ns,
@@ -94,15 +119,16 @@ class Recorder:
             commit_ns=commit_ns,
             host_gap_ns=gap_ns - idle_ns,
             idle_ns=idle_ns,
-            asleep_ns=min(self._bed.take_slept_ns(), idle_ns),
-            rows=rows,
-            prefill_tokens=num_tokens - decode_tokens,
-            decode_tokens=decode_tokens,
-            kv_tokens_read=sum(start + count for _, start, count in rows),
+            asleep_ns=min(times.slept_ns, idle_ns),
+            rows=work.rows,
+            prefill_tokens=work.num_tokens - work.decode_tokens,
+            decode_tokens=work.decode_tokens,
+            kv_tokens_read=work.kv_tokens_read,
             blocks_used=scheduler.cache.num_used,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             victims=victims,
+            verified=_verified(plan, result) if work.draft_tokens else (),
             hidden_ns=hidden_ns,
             execution=result.execution,
             padded_rows=result.padded_rows,
@@ -118,25 +144,63 @@ class Recorder:
         )
         self._idle_ns = 0
         self.num_steps += 1
-        return self.previous
+        return self._previous
 
-    def _without_processor(self, lasted_ns: int, result: StepResult) -> tuple[int | None, int | None]:
-        """How long of so much time this thread waited for a processor, and how long it was off it otherwise."""
-        before = self._given
-        if self._processor is None or before is None:
-            return None, None
-        self._given = given = self._processor.now()
-        waited_ns = min(given.waited_ns - before.waited_ns, lasted_ns)
-        if result.execution != "host":
-            return waited_ns, None
-        off_ns = lasted_ns - waited_ns - (given.ran_ns - before.ran_ns) - result.collective_ns
-        return waited_ns, max(0, off_ns)
+    def _overlapped(self, step: InFlight, times: StepTimes) -> Span:
+        """The span of a step beside which the host went on until `waiting_ns`."""
+        previous = self._previous
+        if step.is_queued and previous is not None:
+            hidden_ns = times.waiting_ns - previous.end_ns
+            return Span(previous.end_ns, times.ready_ns, plan_ns=0, commit_ns=0, hidden_ns=hidden_ns)
+        plan_ns, hidden_ns = times.planned_ns - step.begin_ns, times.waiting_ns - times.planned_ns
+        return Span(step.begin_ns, times.ready_ns, plan_ns, commit_ns=0, hidden_ns=hidden_ns)
 
     def _device_gap_ns(self, told_ns: int, host_gap_ns: int, plan_ns: int, launch_ns: int) -> int:
         """What the device's clock says that it waited, held to what the host's says that it can have."""
-        if told_ns <= 0 or self.previous is None:
+        if told_ns <= 0 or self._previous is None:
             return 0
-        return min(told_ns, gap_room_ns(self.previous, host_gap_ns, plan_ns, launch_ns))
+        return min(told_ns, gap_room_ns(self._previous, host_gap_ns, plan_ns, launch_ns))
+
+
+def _in_turn(step: InFlight, times: StepTimes) -> Span:
+    """The span of a step that the host did nothing beside."""
+    plan_ns, commit_ns = times.planned_ns - step.begin_ns, times.end_ns - times.ready_ns
+    return Span(step.begin_ns, times.end_ns, plan_ns, commit_ns, hidden_ns=0)
+
+
+def _without_processor(thread: ThreadTime | None, lasted_ns: int, result: StepResult) -> tuple[int | None, int | None]:
+    """How long of so much time the thread waited for a processor, and how long it was off it otherwise."""
+    if thread is None:
+        return None, None
+    waited_ns = min(thread.waited_ns, lasted_ns)
+    if result.execution != "host":
+        return waited_ns, None
+    return waited_ns, max(0, lasted_ns - waited_ns - thread.ran_ns - result.collective_ns)
+
+
+def _work(plan: StepPlan) -> StepWork:
+    """Counts a plan's rows, in one pass: every row of every step comes by here."""
+    rows = []
+    num_tokens = decode_tokens = draft_tokens = kv_tokens_read = 0
+    for row in plan.rows:
+        num_drafts, start = len(row.draft_token_ids), row.start
+        count = len(row.token_ids) + num_drafts
+        rows.append((row.request_id, start, count))
+        num_tokens += count
+        kv_tokens_read += start + count
+        draft_tokens += num_drafts
+        if row.num_samples and count == 1 + num_drafts:
+            decode_tokens += count
+    return StepWork(tuple(rows), num_tokens, decode_tokens, draft_tokens, kv_tokens_read)
+
+
+def _verified(plan: StepPlan, result: StepResult) -> tuple[tuple[str, int, int], ...]:
+    """The rows with drafts, with how many they had and how many were right."""
+    return tuple(
+        (row.request_id, len(row.draft_token_ids), max(0, len(one.token_ids) - 1))
+        for row, one in zip(plan.rows, result.rows, strict=True)
+        if row.draft_token_ids
+    )
 
 
 def _within(total_ns: int, told_ns: Sequence[int]) -> tuple[list[int], int]:

@@ -1,7 +1,8 @@
-"""The operations a model is made of: one signature each, carried out by one backend that is chosen once.
+"""The contract of a backend: the operations a model is made of, one signature each (`Ops`), and what passes between.
 
-A backend is an object with the methods of `Ops`; `resolve` chooses it by name, the runner holds it and reports it.
-Nothing here is global: a layer is given its `Ops` when it is built and its tensors when it is called.
+`choose.make_backend` makes one by name; nothing here knows one. Nothing is global: a layer is given its `Ops` when it
+is built and its tensors when it is called. A packed weight, a packed norm and an attention plan are opaque: made and
+read by the same backend.
 
 KV store of one layer (`LayerKv`): `[num_blocks + 1, 2, num_kv_heads, block_size * head_dim]`, keys then values.
 
@@ -18,18 +19,15 @@ Rotary embedding turns *adjacent pairs* (2i, 2i + 1) of a head, as one complex p
 so the loader reorders the rows of the query and key weights once (`models.weights.load`): scores do not change.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.core.errors import ConfigError
-from splittime.kernels import reads
-
-BACKENDS = ("native", "torch", "reference", "triton")
+from splittime.kernels.layer_weights import LayerWeights, PackedNorm, PackedWeight
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,18 @@ class RoundedRows:
     scales: Tensor
     zeros: Tensor | None = None
     minima: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LinearShape:
+    """What a packed weight is besides its numbers. bias: [out]. columns: int64 [in], its product is with x[:, columns];
+    None: with x."""
+
+    out_features: int
+    in_features: int
+    bias: Tensor | None
+    scheme: WeightScheme
+    columns: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,20 +117,64 @@ class LayerKv:
     scales: Tensor | None
 
 
-class Ops(Protocol):
-    """What a backend does. Packed weights and plans are opaque: made and read by the same backend.
+class KvPools(Protocol):
+    """The KV cache as a decoder sees it: a store for each layer, and the shape of each of the model's `KvGroup`s."""
 
-    activation_dtype: of every x and y below. device: where they are, and weights and KV stores.
+    @property
+    def layers(self) -> Sequence[LayerKv]: ...
+
+    @property
+    def shapes(self) -> Sequence[KvShape]: ...
+
+
+class AttentionPlan:
+    """What the layers of a `KvGroup` share in one step: indices, masks, places."""
+
+
+class RunnableLayer(Protocol):
+    """A layer that can be run: a backend's own in one, or its parts (`kernels.compose`).
+
+    parts_reason: why it is run part by part; "" for a backend's own. needs_host: whether the host must look at numbers
+    in the middle of it, so that it cannot be captured.
+    """
+
+    @property
+    def weights(self) -> LayerWeights: ...
+
+    @property
+    def parts_reason(self) -> str: ...
+
+    @property
+    def needs_host(self) -> bool: ...
+
+    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan) -> Tensor:
+        """hidden [T, hidden], which may be overwritten; turns: complex64 [T, head_dim / 2]; kv: this layer's; plan: of
+        its group -> [T, hidden], one layer on."""
+
+
+@dataclass(frozen=True)
+class NotFused:
+    """Why a backend has no layer of its own for some weights."""
+
+    reason: str
+
+
+class Ops(Protocol):
+    """What a backend does.
+
+    isa_reason: why with these instructions, "" where there is no choice. activation_dtype: of every x and y below.
+    device: where they are, and weights and KV stores.
     """
 
     name: str
     linear_name: str
     attention_name: str
+    isa_reason: str
     activation_dtype: torch.dtype
     device: torch.device
 
     def set_threads(self, num_threads: int) -> None:
-        """Of this process, for all that the backend computes."""
+        """Sets the threads of this process, for all that the backend computes."""
 
     def product_dtype(self, scheme: WeightScheme) -> str:
         """What activations are rounded to before a product with such a weight."""
@@ -131,7 +185,7 @@ class Ops(Protocol):
     def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> int | None:
         """Size of the one blob that a packed weight is, or None where this backend has no such thing."""
 
-    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> Any:
+    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> PackedWeight:
         """Make the weight of these `parts` [out_i, in], one below the other, and `bias` [out] ready for `linear`.
 
         Parts may be of any float dtype and views of a file mapping; they are read here and not kept. What is returned
@@ -140,63 +194,49 @@ class Ops(Protocol):
         reference backends use and `models.quant` re-states with its error bounds: models import kernels, never back.)
         """
 
-    def pack_rounded(
-        self,
-        parts: Iterable[RoundedRows],
-        out_features: int,
-        in_features: int,
-        bias: Tensor | None,
-        scheme: WeightScheme,
-        columns: Tensor | None = None,
-    ) -> Any:
+    def pack_rounded(self, parts: Iterable[RoundedRows], shape: LinearShape) -> PackedWeight:
         """The same of a weight that is integers already: these rows, one below the other, each part asked for when the
-        one before is done with. columns: int64 [in], its product is with x[:, columns]; None: with x.
+        one before is done with.
 
         `kernels.rounded` says which schemes there are, and raises `ConfigError` for others. `.blob` is there as above.
         """
 
-    def linear_from_blob(
-        self,
-        blob: Tensor,
-        out_features: int,
-        in_features: int,
-        bias: Tensor | None,
-        scheme: WeightScheme,
-        columns: Tensor | None = None,
-    ) -> Any:
+    def linear_from_blob(self, blob: Tensor, shape: LinearShape) -> PackedWeight:
         """What `pack_linear` or `pack_rounded` made, from the blob that it had."""
 
-    def stack_linear(self, packed: Sequence[Any]) -> Any:
+    def stack_linear(self, packed: Sequence[PackedWeight]) -> PackedWeight:
         """These packed weights of the same columns as one, the outputs of each below those of the one before. They may
         differ in scheme and in `columns`, and keep their biases. The result has no blob: its parts have theirs."""
 
-    def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, packed: PackedWeight, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> x W^T + bias (+ residual [T, out], which may be overwritten) [T, out]."""
 
-    def pack_norm(self, weight: Tensor, eps: float) -> Any:
+    def pack_norm(self, weight: Tensor, eps: float) -> PackedNorm:
         """Make the scale `weight` [..., D] ready for `rms_norm`."""
 
-    def rms_norm(self, x: Tensor, packed: Any) -> Tensor:
+    def rms_norm(self, x: Tensor, packed: PackedNorm) -> Tensor:
         """x [T, ..., D] over its root mean square along D, times the scale; a new tensor."""
 
-    def linear_norm(self, x: Tensor, packed: Any, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    def linear_norm(self, x: Tensor, packed: PackedWeight, residual: Tensor, norm: PackedNorm) -> tuple[Tensor, Tensor]:
         """What `linear` gives with this residual, and that normed by `rms_norm`."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2 I] -> silu(gate) * up, [T, I]."""
 
-    def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: Any) -> Any:
+    def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None) -> AttentionPlan:
         """Work out once a step what the layers with this sliding window share: indices and masks.
 
         window_tokens: a query at position p sees positions (p - window_tokens, p]; None for all of [0, p].
         """
 
-    def rope_write(self, qkv: Tensor, qk_norm: Any | None, turns: Tensor, kv: LayerKv, plan: Any) -> None:
-        """qkv [T, num_heads + 2 num_kv_heads, head_dim], in place: norm each query and key head (unless `qk_norm` is
+    def rope_write(
+        self, qkv: Tensor, head_norm: PackedNorm | None, turns: Tensor, kv: LayerKv, plan: AttentionPlan
+    ) -> None:
+        """qkv [T, num_heads + 2 num_kv_heads, head_dim], in place: norm each query and key head (unless `head_norm` is
         None), turn its adjacent pairs by `turns`, complex64 [T, D / 2], and put keys and values at their places."""
 
-    def attention(self, q: Tensor, store: LayerKv, plan: Any, scale: float) -> Tensor:
-        """q [T, num_heads, head_dim] against one layer's `store` -> [T, num_heads * head_dim].
+    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
+        """q [T, num_heads, head_dim] against one layer's `kv` -> [T, num_heads * head_dim].
 
         Query head h reads KV head h // (num_heads // num_kv_heads).
         """
@@ -208,8 +248,8 @@ class Ops(Protocol):
         """The first of the largest of each row of logits [N, vocab]."""
 
     def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
-        """A token for each row of logits [N, vocab], float32, by its line of `draws` (`DRAW`); see `runner.sampler`,
-        which does it when this is None."""
+        """A token for each row of logits [N, vocab], float32, by its line of `draws`, of `kernels.draw.DRAW`; see
+        `runner.sampler`, which does it when this is None."""
 
     def bytes_read(self) -> dict[str, int]:
         """Since this process began, by all of this backend: bytes of weights that products have read, by scheme
@@ -219,113 +259,8 @@ class Ops(Protocol):
         and nothing for no tokens; attention the positions that it looks at, with their scales.
         """
 
-    def fuse_layer(self, layer: Any) -> Any | None:
-        """One callable in the place of a `models.layers.DecoderLayer`, with its signature; None where there is none."""
-
-
-DRAW = np.dtype(
-    [("top_p", "f8"), ("uniform", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("unused", "i4")]
-)
-"""How one token is drawn, `StDraw` of csrc/splittime.h: top_k and min_p are off at 0, top_p at 1; uniform in [0, 1)."""
+    def fuse(self, layer: LayerWeights) -> RunnableLayer | NotFused:
+        """This layer in one, which computes what its parts would (`kernels.compose`), or why there is none."""
 
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Packed weights, the outputs of each beside those of the one before; of backends that compose."""
-
-    parts: tuple[Any, ...]
-
-    def product(self, linear: Callable[[Tensor, Any], Tensor], x: Tensor, residual: Tensor | None) -> Tensor:
-        y = torch.cat([linear(x, part) for part in self.parts], dim=1)
-        return y if residual is None else y.add_(residual)
-
-
-class PlainOps:
-    """What the backends that have no kernels of their own share: they hold no blobs and compose small operations."""
-
-    device = CPU
-
-    def set_threads(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-
-    def product_dtype(self: Any, scheme: WeightScheme) -> str:
-        return str(self.activation_dtype).removeprefix("torch.")
-
-    def keeps(self, scheme: WeightScheme) -> bool:
-        return True
-
-    def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> None:
-        return None
-
-    def linear_from_blob(self, *_: Any) -> Any:
-        raise NotImplementedError("this backend has no blobs")
-
-    def stack_linear(self, packed: Sequence[Any]) -> "Stack":
-        return Stack(tuple(packed))
-
-    def bytes_read(self) -> dict[str, int]:
-        return reads.total()
-
-    def fuse_layer(self, layer: Any) -> None:
-        return None
-
-    def finite(self, x: Tensor) -> list[bool]:
-        return x.sum(-1).isfinite().tolist()
-
-    def argmax(self, logits: Tensor) -> list[int]:
-        return logits.argmax(-1).tolist()
-
-    def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
-        return None
-
-    def linear_norm(self: Any, x: Tensor, packed: Any, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        total = self.linear(x, packed, residual)
-        return total, self.rms_norm(total, norm)
-
-    def rope_write(self: Any, qkv: Tensor, qk_norm: Any | None, turns: Tensor, kv: LayerKv, plan: Any) -> None:
-        num_kv_heads = kv.data.shape[2]
-        turned = qkv[:, :-num_kv_heads]
-        if qk_norm is not None:
-            turned.copy_(self.rms_norm(turned, qk_norm))
-        self.rotate(turned, turns)
-        self.write_kv(qkv[:, -2 * num_kv_heads :], kv, plan)
-
-
-def resolve(name: str, dtype: torch.dtype) -> Ops:
-    """The backend called `name` for weights of `dtype`. Raises `ConfigError` for a name that is not in `BACKENDS`, for
-    "native" where its library is missing, and for "triton" where there is no card."""
-    if name == "native":
-        return _resolve_native()
-    if name == "torch":
-        from splittime.kernels.cpu.ops import CpuOps
-
-        return CpuOps(dtype)
-    if name == "triton":
-        return _resolve_triton(dtype)
-    if name == "reference":
-        from splittime.kernels.reference.ops import ReferenceOps
-
-        return ReferenceOps(dtype)
-    raise ConfigError(f"kernel backend {name!r} is not one of {', '.join(BACKENDS)}", param="kernels", value=name)
-
-
-def _resolve_triton(dtype: torch.dtype) -> Ops:
-    try:
-        from splittime.kernels.triton.ops import TritonOps
-    except ImportError as error:
-        message = f"kernels=triton: {error}"
-        raise ConfigError(message, param="kernels", value="triton", hint="pip install triton") from error
-    return TritonOps(dtype)
-
-
-def _resolve_native() -> Ops:
-    from splittime.kernels.native.library import LibraryMissing
-    from splittime.kernels.native.ops import NativeOps
-
-    try:
-        return NativeOps()
-    except LibraryMissing as error:
-        raise ConfigError(f"kernels=native: {error}", param="kernels", value="native", hint="kernels=torch") from error

@@ -5,8 +5,8 @@
     fp8     e4m3 in the place of integers; one scale a row (group 0), or groups of 128 columns; nothing besides
 
 A group that spans the whole row is `in_features` rounded up to a multiple of these. Scales and minima of groups of
-integers are kept as float16 (`models.quant.bounds` says what that costs), so they must lie within its range; those of
-fp8 stay float32.
+integers are kept as float16 (tests/models/product_bounds.py says what that costs), so they must lie within its range;
+those of fp8 stay float32.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
 
 UNITS = {"int8": 16, "int4": 32, "fp8": 128}  # columns of a group: a multiple of these
 RANGES = {"int4": (0, 15)}
@@ -45,14 +45,12 @@ def num_groups(in_features: int, scheme: WeightScheme) -> int:
     return -(-in_features // scheme.group) if scheme.group else 1
 
 
-def checked(
-    parts: Iterable[RoundedRows], out_features: int, in_features: int, scheme: WeightScheme
-) -> Iterator[RoundedRows]:
+def checked(parts: Iterable[RoundedRows], shape: LinearShape) -> Iterator[RoundedRows]:
     """The parts, one after another, each looked at when it is asked for. Raises `ConfigError`."""
-    check_scheme(scheme)
-    rows = 0
+    check_scheme(shape.scheme)
+    rows, out_features = 0, shape.out_features
     for part in parts:
-        _check_part(part, in_features, scheme)
+        _check_part(part, shape.in_features, shape.scheme)
         rows += len(part.integers)
         if rows > out_features:
             break

@@ -1,4 +1,4 @@
-"""The one door to KV memory: match, reserve, commit, free, check. It moves block ids; the runner moves the bytes.
+"""The one door to KV memory: match, reserve, commit, trim, free, check. It moves block ids; the runner moves the bytes.
 
 A lease is what one request holds. Blocks come to it in two ways: found by prefix (`match`) or taken from the pool
 (`reserve`). After a step, `commit` puts the blocks that became full into the prefix index, so that later requests (and
@@ -118,6 +118,14 @@ class KVCache:
             i = lease.num_indexed
             self._index.add(self._name(lease, i, token_ids), lease.block_ids[i])
             lease.num_indexed += 1
+
+    def trim(self, lease: Lease, num_tokens: int) -> None:
+        """Take the blocks back that the first `num_tokens` do not need. Drafts had them; none is in the index."""
+        keep = self.blocks_for(num_tokens)
+        assert lease.num_indexed <= keep, "a block of the index would be taken back"
+        while len(lease.block_ids) > keep:
+            self._pool.release(lease.block_ids.pop(), is_indexed=False)
+        lease.num_sent = min(lease.num_sent, keep)
 
     def free(self, lease: Lease) -> None:
         """Take all blocks back, last first, so that the tail of a prefix is evicted before its head."""

@@ -25,7 +25,7 @@ class Mark(msgspec.Struct, frozen=True, gc=False, array_like=True):
     begin_ns: int
 
 
-class Interval(msgspec.Struct, frozen=True, gc=False):
+class StageInterval(msgspec.Struct, frozen=True, gc=False):
     """A stage with both its ends, in ns of the host's monotonic clock."""
 
     stage: Stage
@@ -39,35 +39,28 @@ class Interval(msgspec.Struct, frozen=True, gc=False):
 
 
 class Account:
-    """The open book of one request."""
+    """The open book of one request. stage, cause: those of the last mark, which each step asks of each request."""
 
-    __slots__ = ("end_ns", "marks", "request_id", "start_ns")
+    __slots__ = ("cause", "end_ns", "marks", "request_id", "stage", "start_ns")
 
     def __init__(self, request_id: str, start_ns: int, stage: Stage) -> None:
         self.request_id = request_id
         self.start_ns = start_ns
+        self.stage = stage
+        self.cause: Cause | None = None
         self.marks: list[Mark] = [Mark(stage, None, start_ns)]
         self.end_ns: int | None = None
 
-    @property
-    def stage(self) -> Stage:
-        return self.marks[-1].stage
-
-    @property
-    def cause(self) -> Cause | None:
-        return self.marks[-1].cause
-
     def enter(self, stage: Stage, now_ns: int, cause: Cause | None = None) -> None:
         """Close the current stage at `now_ns` and open `stage`; nothing happens if that is the current one."""
-        last = self.marks[-1]
-        if last.stage is stage and last.cause is cause:
+        if self.stage is stage and self.cause is cause:
             return
         if self.end_ns is not None:
             raise ValueError(f"account {self.request_id} is closed; cannot enter {stage}")
-        if now_ns < last.begin_ns:
-            raise ValueError(
-                f"account {self.request_id}: {stage} at {now_ns} is before {last.stage} at {last.begin_ns}"
-            )
+        last_ns = self.marks[-1].begin_ns
+        if now_ns < last_ns:
+            raise ValueError(f"account {self.request_id}: {stage} at {now_ns} is before {self.stage} at {last_ns}")
+        self.stage, self.cause = stage, cause
         self.marks.append(Mark(stage, cause, now_ns))
 
     def extend(self, marks: Iterable[Mark]) -> None:
@@ -83,20 +76,20 @@ class Account:
             raise ValueError(f"account {self.request_id}: end {now_ns} is before its last mark")
         self.end_ns = now_ns
 
-    def intervals(self, until_ns: int | None = None) -> list[Interval]:
+    def intervals(self, until_ns: int | None = None) -> list[StageInterval]:
         """The stages so far, contiguous, the last one ending at `until_ns` (default: the account's end)."""
         end_ns = until_ns if until_ns is not None else self.end_ns
         if end_ns is None:
             raise ValueError(f"account {self.request_id} is open: say until when")
         ends = [mark.begin_ns for mark in self.marks[1:]] + [end_ns]
-        return [Interval(m.stage, m.cause, m.begin_ns, e) for m, e in zip(self.marks, ends, strict=True)]
+        return [StageInterval(m.stage, m.cause, m.begin_ns, e) for m, e in zip(self.marks, ends, strict=True)]
 
     def verify(self) -> None:
         """Raise ValueError unless the account is closed, contiguous, and sums to its wall time exactly."""
         verify_intervals(self.intervals(), self.start_ns, self.end_ns)
 
 
-def verify_intervals(intervals: list[Interval], start_ns: int, end_ns: int | None) -> None:
+def verify_intervals(intervals: list[StageInterval], start_ns: int, end_ns: int | None) -> None:
     """The ledger's first law on plain intervals: contiguous from start to end, none negative. So their sum is exact."""
     expected_ns = start_ns
     for interval in intervals:
@@ -122,7 +115,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     prompt_parts: (hash, start, num_tokens) of the prompt's parts, cut by content (`ledger.prompt_parts`); () for a
         short one, and for one that was refused before it was tokenised.
     unseen_ns: how long before `start_ns` the request lay in its socket, because the server's event loop was busy, as
-        the kernel says (`server.socket_wait`); 0 below 8 ms. Part of no sum: the account begins when it is seen.
+        the kernel says (`web.connection`); 0 below 8 ms. Part of no sum: the account begins when it is seen.
     tenant: the name of the key that asked (`server.tenants`); empty where none is asked for.
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     """
@@ -134,7 +127,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     started_at_unix_ns: int
     start_ns: int
     end_ns: int
-    intervals: tuple[Interval, ...]
+    intervals: tuple[StageInterval, ...]
     finish_reason: str
     error: ErrorInfo | None = None
     prompt_tokens: int = 0

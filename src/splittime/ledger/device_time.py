@@ -20,7 +20,7 @@ PACED = 0.9
 
 
 class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Of some steps. num_rows, num_padded: of the captured ones."""
+    """What the device did in some steps. num_rows, num_padded: of the captured ones."""
 
     num_steps: int
     num_captured: int
@@ -42,12 +42,12 @@ class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def captured_share(self) -> float:
-        """Of the steps."""
+        """Returns the share of the steps that were captured."""
         return self.num_captured / max(1, self.num_steps)
 
     @property
     def padded_share(self) -> float:
-        """Of the rows that captured steps computed."""
+        """Returns the share of padding among the rows that captured steps computed."""
         return self.num_padded / max(1, self.num_rows + self.num_padded)
 
 

@@ -56,7 +56,8 @@ def _mixed(tokens: np.ndarray) -> np.ndarray:
 
 
 def _first_windows(mixed: np.ndarray) -> list[int]:
-    """Of each part, the index in `mixed` of the first window that is summed: 0, and after each cut but the last."""
+    """Returns for each part the index in `mixed` of the first window that is summed: 0, and after each cut but the
+    last."""
     firsts, before = [0], -MIN_TOKENS
     for cut in (mixed[:-1] < _THRESHOLD).nonzero()[0].tolist():
         if cut - before >= MIN_TOKENS:

@@ -33,6 +33,8 @@ class Cause(StrEnum):
     TOKEN_BUDGET = "token_budget"
     POLICY = "policy"
     GRAMMAR = "grammar"
+    LORA_SLOTS = "lora_slots"
+    KV_TRANSFER = "kv_transfer"
     PAUSED = "paused"
     STEP_IN_FLIGHT = "step_in_flight"
     ENGINE_LOOP = "engine_loop"
@@ -66,8 +68,10 @@ CAUSE_MEANING: dict[Cause, str] = {
     Cause.TOKEN_BUDGET: "the step's token budget (max_num_batched_tokens, max_prefill_tokens) is spent",
     Cause.POLICY: "the policy let another request go first",
     Cause.GRAMMAR: "its grammar is still being compiled",
+    Cause.LORA_SLOTS: "as many adapters are in use as there is room for",
+    Cause.KV_TRANSFER: "keys and values of its prompt are on their way from elsewhere",
     Cause.PAUSED: "the engine is paused",
-    Cause.STEP_IN_FLIGHT: "it arrived while a step was running",
+    Cause.STEP_IN_FLIGHT: "a step was running that had been planned without it",
     Cause.ENGINE_LOOP: "it arrived between steps: the engine's loop was waking up, taking in others, or telling news",
     Cause.MEASURING: "it arrived while a quiet server measured what its machine can do, a short piece at a time",
     Cause.ENGINE_DIED: "the engine process died",

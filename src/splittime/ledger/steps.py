@@ -34,15 +34,17 @@ EXECUTIONS = ("host", "eager", "captured")
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
-    """One step. `rows` are (request_id, start, num_tokens). `kv_tokens_read` counts the cached positions that attention
-    read over all rows. `decode_tokens` counts the rows of one token that sample, so a prompt of one token, or a last
-    chunk of one, is among them. `victims` are the requests preempted while planning it. `hidden_ns`: what the host did
-    for other steps while this one ran; part of no sum. `execution`, `padded_rows`, `enqueue_ns` and
-    `collective_ns` are those of `core.plan.StepResult`; `enqueue_ns` is part of no sum, as the device may work then.
-    `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to host memory, and back. `num_refused`: requests
-    that the server had refused for want of room since its start when it took this record in; accounts are kept of the
-    latest of them only. `server_ran_ns`, `others_ran_ns`: how long this server's processes, and all others, had run on
-    its processors since the machine began, as of then or up to a second before; None where the system does not tell."""
+    """One step. `rows` are (request_id, start, num_tokens). `kv_tokens_read` counts the cached positions that
+    attention read over all rows. `decode_tokens` counts the tokens of rows that sample after one known token, drafts
+    among them, so a prompt of one token, or a last chunk of one, is too. `verified`: the rows with drafts, as
+    (request_id, drafts, accepted drafts); their `num_tokens` holds all drafts, since all were computed. `victims`
+    are the requests preempted while planning it. `hidden_ns`: what the host did for other steps while this one ran;
+    part of no sum. `execution`, `padded_rows`, `enqueue_ns` and `collective_ns` are those of `core.step.StepResult`;
+    `enqueue_ns` is part of no sum, as the device may work then. `offload_ns`, `restore_ns`: copies of so many blocks
+    of KV cache to host memory, and back. `num_refused`: requests that the server had refused for want of room since
+    its start when it took this record in; accounts are kept of the latest of them only. `server_ran_ns`,
+    `others_ran_ns`: how long this server's processes, and all others, had run on its processors since the machine
+    began, as of then or up to a second before; None where the system does not tell."""
 
     step_id: int
     begin_ns: int
@@ -78,6 +80,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     num_refused: int = 0
     server_ran_ns: int | None = None
     others_ran_ns: int | None = None
+    verified: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def parts_ns(self) -> int:
@@ -103,6 +106,7 @@ def verify_steps(records: Sequence[StepRecord]) -> None:
             raise ValueError(f"step {record.step_id}: asleep for {record.asleep_ns} ns of {record.idle_ns} idle ones")
         _verify_execution(record)
         _verify_processor(record)
+        _verify_drafts(record)
         for moved_ns, blocks in (
             (record.offload_ns, record.offloaded_blocks),
             (record.restore_ns, record.restored_blocks),
@@ -116,6 +120,13 @@ def verify_steps(records: Sequence[StepRecord]) -> None:
         room_ns = gap_room_ns(before, after.host_gap_ns, after.plan_ns, after.launch_ns)
         if after.step_id == before.step_id + 1 and after.gap_ns > room_ns:
             raise ValueError(f"step {after.step_id}: the device waited {after.gap_ns} ns, the host only {room_ns} ns")
+
+
+def _verify_drafts(record: StepRecord) -> None:
+    num_tokens = {request_id: count for request_id, _, count in record.rows} if record.verified else {}
+    for request_id, drafts, accepted in record.verified:
+        if not 0 <= accepted <= drafts < num_tokens.get(request_id, 0):
+            raise ValueError(f"step {record.step_id}: {accepted} of {drafts} drafts accepted for {request_id}")
 
 
 def gap_room_ns(before: StepRecord, host_gap_ns: int, plan_ns: int, launch_ns: int) -> int:

@@ -21,10 +21,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
+from splittime.core.settings import Doc
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.sqlite_file import FileWriter, LedgerFile
@@ -44,6 +45,7 @@ class Ran(NamedTuple):
 
 
 TellRan = Callable[[], Ran | None]
+MAX_FILE_ACCOUNTS, MAX_FILE_STEPS = 100_000, 1_000_000
 ID_PREFIXES = ("cmpl-", "chatcmpl-")
 
 
@@ -58,6 +60,14 @@ class LedgerCounts(msgspec.Struct, frozen=True):
     unwritten: int = 0
 
 
+class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the ledger's file."""
+
+    ledger_file: Annotated[str | None, Doc("SQLite file for all accounts and steps; default: memory only.")] = None
+    max_file_accounts: Annotated[int, Doc("Accounts kept in the ledger file.", 1)] = MAX_FILE_ACCOUNTS
+    max_file_steps: Annotated[int, Doc("Steps kept in the ledger file.", 1)] = MAX_FILE_STEPS
+
+
 class Ledger:
     """All closed accounts and step records of this process, the latest in memory and optionally more in a file."""
 
@@ -67,8 +77,8 @@ class Ledger:
         *,
         max_accounts: int = 4096,
         max_steps: int = 16384,
-        max_file_accounts: int = 100_000,
-        max_file_steps: int = 1_000_000,
+        max_file_accounts: int = MAX_FILE_ACCOUNTS,
+        max_file_steps: int = MAX_FILE_STEPS,
     ) -> None:
         self._lock = threading.Lock()
         self._served: deque[ClosedAccount] = deque()
@@ -78,8 +88,8 @@ class Ledger:
         self._steps: deque[StepRecord] = deque(maxlen=max_steps)
         self._subscribers: list[Subscriber] = []
         self._num_accounts = self._num_steps = self._num_invalid = self._num_subscriber_errors = self._num_refused = 0
-        self.tell_facts: TellFacts = lambda: None
-        self.tell_ran: TellRan = lambda: None  # set by who serves, too
+        self._tell_facts: TellFacts | None = None
+        self._tell_ran: TellRan | None = None
         self._file = (
             FileWriter(Path(path), max_file_accounts, max_file_steps, tell_facts=self.facts)
             if path is not None
@@ -117,7 +127,7 @@ class Ledger:
             told["step_id"] = record.step_id + self._num_steps_before
         if self._num_refused:
             told["num_refused"] = self._num_refused
-        ran = self.tell_ran()
+        ran = self._tell_ran() if self._tell_ran is not None else None
         if ran is not None:
             told |= {"server_ran_ns": ran.server_ns, "others_ran_ns": ran.others_ns}
         return msgspec.structs.replace(record, **told) if told else record
@@ -150,8 +160,12 @@ class Ledger:
             return list(islice(reversed(self._steps), limit))[::-1]
 
     def facts(self) -> ServerFacts | None:
-        """What the server says of itself now (`tell_facts`, set by who serves); the file's thread asks too."""
-        return self.tell_facts()
+        """What the server says of itself now (`describe_by`); the file's thread asks too."""
+        return self._tell_facts() if self._tell_facts is not None else None
+
+    def describe_by(self, facts: TellFacts | None, ran: TellRan | None = None) -> None:
+        """From now on ask these what the server is, and how long it and others have run: by whoever serves."""
+        self._tell_facts, self._tell_ran = facts, ran
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call `subscriber` with each account and step from now on, on the adding thread: it must be quick."""

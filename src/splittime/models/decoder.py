@@ -1,60 +1,91 @@
 """The one decoder: embed, layers, final norm, head. Which architecture it is was settled when its layers were built.
 
-It holds weights and nothing else: the KV stores, the positions and the batch come in with each call, and two calls
-with the same arguments return the same tensors.
+It holds weights and nothing else: the KV cache, the positions and the batch come in with each call, and two calls with
+the same arguments return the same tensors.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, Ops
+from splittime.kernels.api import AttentionBatch, AttentionPlan, KvPools, LayerKv, Ops, RunnableLayer
+from splittime.kernels.layer import KvGroup, LayerSpec, RopeSpec, kv_groups
+from splittime.kernels.layer_weights import PackedNorm, PackedWeight
 from splittime.models.config import ModelConfig
-from splittime.models.layers import DecoderLayer, SharedLayer, embed
 from splittime.models.ranks import Ranks
+from splittime.models.weights.source import Table
+
+Position = tuple[RopeSpec, int]  # and the head_dim
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """embedding: [vocab, hidden], or a `weights.source.Table`; turns: complex64 [positions, head_dim / 2]; head: packed
-    [vocab, hidden].
+    """embedding: [vocab, hidden], or a `Table`; turns: of each position that some layer has, its rotary turns; head:
+    packed [vocab, hidden].
 
-    layers: each a `DecoderLayer`, or the backend's one call in its place (`Ops.fuse_layer`).
     ranks: those that share the model, of which this is one's part; None: it is whole.
     """
 
     config: ModelConfig
     ops: Ops
-    embedding: Any
-    turns: Tensor
-    layers: tuple[DecoderLayer | SharedLayer, ...]
-    final_norm: Any
-    head: Any
+    embedding: Tensor | Table
+    turns: Mapping[Position, Tensor]
+    layers: tuple[RunnableLayer, ...]
+    final_norm: PackedNorm
+    head: PackedWeight
     ranks: Ranks | None = None
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, stores: Sequence[LayerKv], batch: AttentionBatch, shape: KvShape
-    ) -> Tensor:
-        """token_ids, positions: int64 [T]; stores: one a layer -> the last layer's output, [T, hidden], not normed."""
-        plans = {
-            window: self.ops.plan_attention(batch, shape, window, self.ops.activation_dtype)
-            for window in dict.fromkeys(self.config.layer_windows)
-        }
-        return self.compute(token_ids, positions, stores, plans)
+    @cached_property
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """How keys and values are kept: a pool of the KV cache for each."""
+        return kv_groups(self.config.layers)
+
+    @cached_property
+    def _walk(self) -> tuple[tuple[RunnableLayer, int, int], ...]:
+        """The layers, each with the number of its turns and of its KV group."""
+        group_of = {layer: number for number, group in enumerate(self.kv_groups) for layer in group.layers}
+        positions = list(self.turns)
+        tables = [positions.index(position_of(layer)) for layer in self.config.layers]
+        return tuple((layer, tables[index], group_of[index]) for index, layer in enumerate(self.layers))
+
+    def without_weights(self) -> "Decoder":
+        """What is left is the configuration and the operations: nothing can be run."""
+        nothing = torch.empty(0)
+        return replace(self, embedding=nothing, turns={}, layers=(), final_norm=PackedNorm(), head=PackedWeight())
+
+    def forward(self, token_ids: Tensor, positions: Tensor, kv: KvPools, batch: AttentionBatch) -> Tensor:
+        """token_ids, positions: int64 [T] -> the last layer's output, [T, hidden], not normed."""
+        plans = [
+            self.ops.plan_attention(batch, shape, group.window_tokens)
+            for group, shape in zip(self.kv_groups, kv.shapes, strict=True)
+        ]
+        return self.compute(token_ids, positions, kv.layers, plans)
 
     def compute(
-        self, token_ids: Tensor, positions: Tensor, stores: Sequence[LayerKv], plans: Mapping[int | None, Any]
+        self, token_ids: Tensor, positions: Tensor, stores: Sequence[LayerKv], plans: Sequence[AttentionPlan]
     ) -> Tensor:
-        """`forward`, with the attention planned: by the layers' windows."""
+        """`forward`, with the attention planned: one plan for each of `kv_groups`."""
         hidden = embed(self.embedding, token_ids, self.ops.activation_dtype)
-        turns = self.turns.index_select(0, positions)
-        for layer, store in zip(self.layers, stores, strict=True):
-            hidden = layer(hidden, turns, store, plans[layer.attention.window_tokens])
+        turns = [table.index_select(0, positions) for table in self.turns.values()]
+        for (layer, table, group), store in zip(self._walk, stores, strict=True):
+            hidden = layer(hidden, turns[table], store, plans[group])
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden], rows of what `forward` returned -> float32 [N, vocab]."""
         logits = self.ops.linear(self.ops.rms_norm(hidden, self.final_norm), self.head).float()
         return logits if self.ranks is None else self.ranks.join(logits, self.config.vocab_size)
+
+
+def position_of(layer: LayerSpec) -> Position:
+    return layer.mixer.position, layer.mixer.head_dim
+
+
+def embed(table: Tensor | Table, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """table [vocab, hidden] (it may be a view of a file: only the rows asked for are read), token_ids int64 [T] -> a
+    new tensor [T, hidden] of `dtype`."""
+    rows = torch.index_select(table, 0, token_ids) if isinstance(table, Tensor) else table.look_up(token_ids)
+    return rows.to(dtype)

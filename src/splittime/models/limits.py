@@ -6,7 +6,7 @@ model; it keeps each size small enough to be multiplied and looped over. Whether
 is asked later, with the tensors' own shapes (`weights.checkpoint`) and the free memory (`runner.load`).
 
 A field has one name here for `config.json` and one for GGUF; a field without a row cannot be read as a number at all.
-`fields.Fields` and `gguf.keys.Keys` look rows up; tests/models/test_limits.py holds both to it.
+`fields.Fields` and `gguf.keys.GgufKeys` look rows up; tests/models/test_limits.py holds both to it.
 """
 
 from typing import NamedTuple

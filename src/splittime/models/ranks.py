@@ -1,11 +1,16 @@
 """What a model asks of the ranks that share it: processes that hold a part of every layer each and compute in lockstep.
 
-`runner.parallel.group` does it with torch.distributed; `weights.shards` says which part is whose.
+`runner.ranks.group` does it with torch.distributed; `weights.shards` says which part is whose.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from splittime.kernels.api import AttentionPlan, LayerKv, Ops
+from splittime.kernels.compose import attend, feed_forward
+from splittime.kernels.layer_weights import LayerWeights, MixtureWeights
 
 
 class Ranks(Protocol):
@@ -25,3 +30,31 @@ class Ranks(Protocol):
 
     def each(self, number: int) -> list[int]:
         """Every rank's `number`, by rank."""
+
+
+@dataclass(frozen=True)
+class SharedLayer:
+    """A layer of which each rank has a part, run as its parts: the ranks' contributions are summed, and the first rank
+    brings the residual."""
+
+    ops: Ops
+    weights: LayerWeights
+    ranks: Ranks
+
+    @property
+    def parts_reason(self) -> str:
+        return f"{self.ranks.count} ranks add up what each has of a layer"
+
+    @property
+    def needs_host(self) -> bool:
+        return isinstance(self.weights.feed_forward, MixtureWeights)
+
+    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan) -> Tensor:
+        ops, layer = self.ops, self.weights
+        mixed = attend(ops, layer.mixer, ops.rms_norm(hidden, layer.mixer_norm), turns, kv, plan)
+        hidden = self.ranks.sum(ops.linear(mixed, layer.mixer.output, self._brought(hidden)))
+        normed = ops.rms_norm(hidden, layer.feed_forward_norm)
+        return self.ranks.sum(feed_forward(ops, layer.feed_forward, normed, self._brought(hidden)))
+
+    def _brought(self, hidden: Tensor) -> Tensor | None:
+        return hidden if self.ranks.index == 0 else None

@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from splittime.models.rope_config import RopeConfig
+from splittime.kernels.layer import RopeSpec
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     """Radians per position of each pair, float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / rope.theta**exponents
@@ -27,14 +27,14 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return _llama3(plain, rope)
 
 
-def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
+def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
     turns_in_context = rope.original_max_position_embeddings * plain / (2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
     share_kept = ((turns_in_context - low) / (high - low)).clamp(0.0, 1.0)  # 0: slow, scaled; 1: fast, kept
     return (1.0 - share_kept) * plain / rope.factor + share_kept * plain
 
 
-def turns(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+def turns(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
     """complex64 [num_positions, head_dim / 2]."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, frequencies(rope, head_dim))

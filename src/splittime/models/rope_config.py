@@ -11,11 +11,9 @@ that is not known here may change the arithmetic, so it is refused by name; so a
 from collections.abc import Collection
 from typing import Any
 
-import msgspec
-
 from splittime.core.errors import ConfigError
+from splittime.kernels.layer import RopeSpec
 from splittime.models.fields import Fields, bad
-from splittime.models.registry import Architecture
 
 ROPE_TYPES = ("default", "linear", "llama3")
 NEW, OLD = "rope_parameters", "rope_scaling"
@@ -26,39 +24,24 @@ KNOWN = {
 LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
-class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding; all after `theta` are read only by the types that use them.
-
-    divisors: of type "divided", which is how GGUF files say what they do: each pair's frequency is divided by its own.
-    """
-
-    rope_type: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-    divisors: tuple[float, ...] = ()
-
-
-def parse_rope(fields: Fields, facts: Architecture, max_positions: int, kinds: Collection[str]) -> RopeConfig:
+def parse_rope(fields: Fields, default_theta: float, max_positions: int, kinds: Collection[str]) -> RopeSpec:
     """kinds: of `LAYER_KINDS`, those that the model has. Raises `ConfigError` naming what is not carried out."""
     found = {
-        told: _parse(values, told, fields, facts, max_positions)
+        where: _parse(values, where, fields, default_theta, max_positions)
         for key in (NEW, OLD)
-        for told, values in _forms(key, fields.values.get(key), kinds).items()
+        for where, values in _forms(key, fields.values.get(key), kinds).items()
     }
     if not found:
-        return _parse({}, OLD, fields, facts, max_positions)
+        return _parse({}, OLD, fields, default_theta, max_positions)
     (first, rope), *others = found.items()
-    for told, other in others:
+    for where, other in others:
         if other != rope:
             raise ConfigError(
-                f"config.json: {first} is {_told(rope)}, {told} is {_told(other)}; only one rotary embedding for all "
-                "layers is implemented",
-                param=told,
-                value=_told(other),
-                limit=_told(rope),
+                f"config.json: {first} is {_shown(rope)}, {where} is {_shown(other)}; "
+                "only one rotary embedding for all layers is implemented",
+                param=where,
+                value=_shown(other),
+                limit=_shown(rope),
             )
     return rope
 
@@ -77,29 +60,29 @@ def _forms(key: str, given: Any, kinds: Collection[str]) -> dict[str, dict[str, 
     return {f"{key}.{kind}": given[kind] for kind in kinds}
 
 
-def _parse(values: dict[str, Any], told: str, fields: Fields, facts: Architecture, max_positions: int) -> RopeConfig:
+def _parse(values: dict[str, Any], where: str, fields: Fields, default_theta: float, max_positions: int) -> RopeSpec:
     for name in values:
         if name not in KNOWN and values[name] is not None:
-            raise bad(f"{told}.{name}", values[name], f"absent: only {', '.join(sorted(KNOWN))} are implemented")
-    own = Fields(values, f"{told}.")
-    theta = own.number("rope_theta", fields.number("rope_theta", facts.rope_theta_default))
+            raise bad(f"{where}.{name}", values[name], f"absent: only {', '.join(sorted(KNOWN))} are implemented")
+    own = Fields(values, f"{where}.")
+    theta = own.number("rope_theta", fields.number("rope_theta", default_theta))
     partial = own.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise bad("partial_rotary_factor", partial, "1 (partial rotary embedding is not implemented)")
     rope_type = own.text("rope_type", own.text("type", "default"))
     if rope_type not in ROPE_TYPES:
-        raise bad(f"{told}.rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
+        raise bad(f"{where}.rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
     if rope_type == "default":
-        return RopeConfig("default", theta)
+        return RopeSpec("default", theta)
     factor = own.number("factor")
     if rope_type == "linear":
-        return RopeConfig("linear", theta, factor)
+        return RopeSpec("linear", theta, factor)
     low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
     if high <= low:
-        raise bad(f"{told}.high_freq_factor", high, f"above low_freq_factor, {low}")
+        raise bad(f"{where}.high_freq_factor", high, f"above low_freq_factor, {low}")
     original = own.count("original_max_position_embeddings", max_positions)
-    return RopeConfig("llama3", theta, factor, low, high, original)
+    return RopeSpec("llama3", theta, factor, low, high, original)
 
 
-def _told(rope: RopeConfig) -> str:
+def _shown(rope: RopeSpec) -> str:
     return f"{rope.rope_type} with theta {rope.theta:g} and factor {rope.factor:g}"

@@ -1,4 +1,4 @@
-"""A runner made a `core.plan.AsyncRunner`: a thread of its own carries out the steps in order, while the engine plans.
+"""A runner made a `core.step.AsyncRunner`: a thread of its own carries out the steps in order, while the engine plans.
 
 Worth it where the runner leaves the interpreter alone while it computes, as native kernels do. What the runner raises
 comes out of `collect`, then and ever after, since there is no step after it. The thread ends when its `RunnerThread` is
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from splittime.core.errors import EngineError
-from splittime.core.plan import StepPlan, StepResult
+from splittime.core.step import StepPlan, StepResult
 
 Plans = SimpleQueue[StepPlan | None]  # None: end
 Results = SimpleQueue[StepResult | BaseException]

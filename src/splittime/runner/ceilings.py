@@ -8,7 +8,7 @@ operations a second of the product that the weights use.
 What they are worth: two virtual cores of one machine read 31 GB/s at one time and 18 some minutes later, for all
 programs alike (a neighbour's doing), so a share of a ceiling may be wrong by a factor of 1.7 either way. A program that
 runs beside the measurement takes its part of it: half of the operations, on two cores. So what counts is the best of
-what was measured in `ceilings_file.MAX_AGE_S`, and a start measures again when the last time is `RENEW_AFTER_S` ago.
+what was measured in `MAX_AGE_S`, and a start measures again when the last time is `RENEW_AFTER_S` ago.
 A product with one token has read up to a fifth more than a plain sum of one thread, so both are tried.
 
 Why several sizes: a step reads its weights and keys again and again, and how fast that goes depends on how many bytes
@@ -16,30 +16,35 @@ they are. The cache that the machine reports says little: a virtual machine of t
 shared with others, and read 300 MiB at 7 GB/s.
 
 The figures are kept beside the packed weights, by processor, cores, threads, kernels and scheme. It takes some tenths
-of a second, in pieces of some milliseconds while nobody is served (`engine.loop`): a pass reads the memory in parts of
+of a second, in pieces of some milliseconds while nobody is served (`drive.loop`): a pass reads the memory in parts of
 `PART_BYTES`, each a piece, and takes the sum of their times.
 """
 
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import Ops, WeightScheme
-from splittime.runner import ceilings_file, machine
-from splittime.runner.ceilings_file import Found
+from splittime.core.facts import Machine
+from splittime.kernels.api import LinearShape, Ops, WeightScheme
+from splittime.runner import kept_json, machine
 
 log = logging.getLogger("splittime.runner")
 
+FILE_NAME = "ceilings.json"
+MAX_AGE_S = 3 * 24 * 3600
+Found = tuple[int, tuple[float, ...], float]
+"""When (unix ns), bytes read a second by size, operations a second; 0 for what failed."""
 RENEW_AFTER_S = 3600
 READ_SIZES = (4 << 20, 16 << 20, 64 << 20, 256 << 20)
 TOUCH_BYTES = 2 << 20
@@ -50,39 +55,27 @@ TOKENS, WIDTH = 128, 1024
 FILLING = 60  # two of it are 0.0115 as a bfloat16: nothing here is zero, infinite or denormal
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Field by field as in `ledger.facts.Machine`, which says what they mean."""
-
-    cpu: str
-    cores: int
-    threads: int
-    cache_bytes: int | None
-    read_rates: tuple[tuple[int, float], ...] = ()
-    read_bytes_per_s: float | None = None
-    operations_per_s: float | None = None
-    measured_at_unix_ns: int | None = None
-
-
 class Gauge:
     """For one backend, scheme of weights and number of threads. folder: where ceilings are kept; None for nowhere."""
 
     def __init__(self, ops: Ops, scheme: WeightScheme, threads: int, folder: Path | None) -> None:
         self._ops, self._scheme = ops, scheme
-        self._path = None if folder is None else folder / ceilings_file.NAME
+        self._path = None if folder is None else folder / FILE_NAME
         self._sizes: tuple[int, ...] = READ_SIZES
-        self._plain = Ceilings(machine.cpu_name(), machine.num_cores(), threads, machine.cache_bytes(threads))
+        self._plain = Machine(
+            cpu=machine.cpu_name(), cores=machine.num_cores(), threads=threads, cache_bytes=machine.cache_bytes(threads)
+        )
         self._key = self._make_key()
 
-    def known(self) -> Ceilings:
+    def known(self) -> Machine:
         """The best of what earlier starts measured lately; without figures if none did."""
-        return self._best(ceilings_file.recall(self._path).get(self._key, []))
+        return self._best(recall(self._path).get(self._key, []))
 
     def is_due(self) -> bool:
         """It is time to measure again."""
         return time.time_ns() - (self.known().measured_at_unix_ns or 0) > RENEW_AFTER_S * 10**9
 
-    def measure(self) -> Iterator[Ceilings | None]:
+    def measure(self) -> Iterator[Machine | None]:
         """Each `next` is a short piece of the work, the last one yields the result and keeps it. Does not raise: what
         could not be measured is None."""
         best: list[tuple[float, ...]] = []
@@ -95,7 +88,7 @@ class Gauge:
             except (MemoryError, RuntimeError) as error:  # torch's words for no memory are a RuntimeError
                 log.warning("a ceiling of the machine could not be measured: %s", error)
         found = (time.time_ns(), best[0] or (0.0,) * len(self._sizes), (*best[1], 0.0)[0])
-        yield self._best(ceilings_file.remember(self._path, self._key, found) if self._path is not None else [found])
+        yield self._best(remember(self._path, self._key, found) if self._path is not None else [found])
 
     def _read(self) -> Iterator[tuple[float, ...]]:
         """Bytes a second of each size, the best so far; none while the memory is being touched."""
@@ -121,8 +114,9 @@ class Gauge:
         for reads in zip(*(self._reads(part, threads) for part in memory.split(PART_BYTES)), strict=True):
             for _ in range(PASSES):
                 pass_s = 0.0
-                for read in reads:
+                for before, read in zip((reads[-1], *reads), reads, strict=False):
                     yield len(memory) / best_s
+                    _repeat(before, times)  # untimed: cores and threads wake, and the cache holds what it would then
                     pass_s += _seconds(partial(_repeat, read, times)) / times
                 best_s = min(best_s, pass_s)
         yield len(memory) / best_s
@@ -134,7 +128,7 @@ class Gauge:
             return [numbers.sum]  # torch has its own threads
         chunks = numbers.chunk(self._plain.threads)
         scheme, width = WeightScheme("bfloat16"), 2 * WIDTH
-        weight = self._ops.linear_from_blob(part, len(part) // (2 * width) // 16 * 16, width, None, scheme)
+        weight = self._ops.linear_from_blob(part, LinearShape(len(part) // (2 * width) // 16 * 16, width, None, scheme))
         token = torch.ones(1, width)
         return [lambda: list(threads.map(torch.sum, chunks)), lambda: self._ops.linear(token, weight)]
 
@@ -160,7 +154,7 @@ class Gauge:
                 best_s = min(best_s, _seconds(lambda: self._ops.linear(tokens, weight)))
                 yield (2 * TOKENS * WIDTH * WIDTH / best_s,)
 
-    def _best(self, found: Sequence[Found]) -> Ceilings:
+    def _best(self, found: Sequence[Found]) -> Machine:
         if not found:
             return self._plain
         times_ns, reads, operations = zip(*found, strict=True)
@@ -168,7 +162,7 @@ class Gauge:
         for size, best in sorted(zip(self._sizes, map(max, zip(*reads, strict=True)), strict=True), reverse=True):
             so_far = max(so_far, best)  # fewer bytes are read as fast at the least
             rates.append((size, so_far))
-        return replace(
+        return msgspec.structs.replace(
             self._plain,
             read_rates=tuple(reversed(rates)) if rates[0][1] else (),
             read_bytes_per_s=rates[0][1] or None,
@@ -178,19 +172,14 @@ class Gauge:
 
     def _make_key(self) -> str:
         plain = self._plain
-        facts = [plain.cpu, plain.cores, plain.threads, self._sizes, asdict(self._scheme)]
-        facts += [self._ops.name, self._ops.linear_name, str(self._ops.activation_dtype), kernels_build(self._ops)]
+        facts: list[object] = [plain.cpu, plain.cores, plain.threads, self._sizes, asdict(self._scheme)]
+        facts += [
+            self._ops.name,
+            self._ops.linear_name,
+            str(self._ops.activation_dtype),
+            machine.kernels_build(self._ops),
+        ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-def kernels_build(ops: Ops) -> list[object]:
-    """Which build of the kernels: another one may be faster."""
-    if ops.name != "native":
-        return [torch.__version__]
-    from splittime.kernels.native.library import library
-
-    status = os.stat(library()._name)
-    return [status.st_size, status.st_mtime_ns]
 
 
 def _repeat(work: Callable[[], object], times: int) -> None:
@@ -202,3 +191,31 @@ def _seconds(work: Callable[[], object]) -> float:
     begin_ns = time.monotonic_ns()
     work()
     return max(1, time.monotonic_ns() - begin_ns) / 1e9
+
+
+# ---- what is kept between starts
+
+
+def recall(path: Path | None) -> dict[str, list[Found]]:
+    """What the file holds that is not too old; of a damaged one, nothing."""
+    return _fresh(kept_json.read(path))
+
+
+def _fresh(memory: dict[str, Any]) -> dict[str, list[Found]]:
+    oldest_ns = time.time_ns() - MAX_AGE_S * 10**9
+    try:
+        lists = {
+            key: [(int(at_ns), tuple(map(float, reads)), float(operations)) for at_ns, reads, operations in entries]
+            for key, entries in memory.items()
+        }
+    except (ValueError, TypeError):
+        return {}
+    return {key: fresh for key, found in lists.items() if (fresh := [one for one in found if one[0] > oldest_ns])}
+
+
+def remember(path: Path, key: str, found: Found) -> list[Found]:
+    """Returns all that is known now."""
+    memory = recall(path)
+    known = [*memory.get(key, []), found]
+    kept_json.write(path, memory | {key: known})
+    return known

@@ -3,108 +3,118 @@
 What cannot be honoured is refused here, by name, before anything is loaded.
 """
 
-from typing import Any
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.core.settings import Doc, StepLimits, check
+from splittime.kernels.choose import Backend
 
-DTYPES = ("auto", "float32", "bfloat16")
-KV_CACHE_DTYPES = (*DTYPES, "int8", "fp8")
-BACKENDS = ("auto", "native", "torch", "reference", "triton")
+Dtype = Literal["auto", "float32", "bfloat16"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8"]
+Kernels = Literal["auto", Backend]
+Quantization = Literal["int8", "int4", "w8a8", "fp8"]
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 COLLECTIVE_TIMEOUT_S = 30.0
 GPU_MEMORY_UTILIZATION = 0.9
-GENERATION_CONFIGS = ("auto", "vllm", "none")
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8")
 
 
-class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the runner.
+class RunnerConfig(StepLimits, frozen=True, kw_only=True):
+    """Settings of the runner; each says what it does, and the following more of some.
 
     model_path: a local folder with config.json and safetensors, or a .gguf file.
-    load_format: "auto" tells which of the two by the path, "safetensors" and "gguf" insist; "dummy" reads config.json
-        alone and makes random weights.
-    generation_config: what to take of the checkpoint's file of that name, see `models.generation`.
-    dtype: of weights that are not quantised, and of activations with all kernels but the native ones. "auto":
-        `runner.machine.choose_dtype`.
-    activation_dtype: what activations are in products; what cannot be had is refused. "auto": with native kernels
-        float32 where the weight is a float, int8 where it is an integer; with others dtype, unless the scheme rounds
-        them. "bfloat16", with native kernels and weights of bfloat16: rounded before each product, on every processor
-        alike, which those with instructions for it do in half the time.
-    quantization: round the linear weights while loading, see `models.quant.plan`; None leaves them as they are. "w8a8"
-        (int8) and "fp8" round activations too; "fp8" needs "triton", "w8a8" that or "native". A checkpoint that is
-        quantised already is served as it is and refuses this.
-    kv_cache_dtype: "auto" is as the weights' dtype. "fp8" is e4m3 with a scale for each token and head, of "triton".
-    kernels: "auto" takes "triton" where there is a CUDA card, else "native", and "torch" where the native library is
-        missing; "reference" is the slow oracle.
-    packed_cache: the folder for quantised weights; "auto" is one below the user's cache folder, "off" keeps none.
-    num_threads: None chooses by the size of the weights, and for small ones by measuring.
-    remeasure: measure what earlier starts have remembered (`runner.start_memory`), and remember that.
-    max_model_len: longest context in tokens; None takes the checkpoint's.
-    gpu_memory_utilization: share of a card's memory that weights, steps and KV cache may take together.
+    dtype: "auto" is `runner.machine.choose_dtype`.
+    activation_dtype: "bfloat16" rounds activations before each product, on every processor alike; a processor with
+        instructions for it needs half the time. What the kernels do not support is refused.
+    quantization: see `models.quant.plan`. "w8a8" (int8) and "fp8" round activations too; "fp8" needs "triton", "w8a8"
+        that or "native". A checkpoint that is quantised already is served as it is and refuses this.
+    kv_cache_dtype: "fp8" is e4m3 with a scale for each token and head.
     kv_cache_memory_bytes: None takes what `max_num_seqs` full contexts need, at most half of the free memory.
-    kv_offload_memory_bytes: host memory, pinned at start, for copies of blocks that a card's KV cache has no room for;
-        0: what is evicted is lost. Each rank takes as much.
-    tensor_parallel_size: ranks that share the model, a process each (`runner.parallel`). The threads are divided among
-        them; kv_cache_memory_bytes is what each of them takes.
-    enforce_eager: on a card, launch every step's kernels one by one: capture no CUDA graphs.
-    async_scheduling: plan the next step while one runs, in a thread of its own.
-    collective_timeout_s: a rank that keeps the others waiting for longer is taken for hung, and ends them all.
+    kv_offload_memory_bytes: pinned at start; each rank takes as much.
+    tensor_parallel_size: a process for each rank (`runner.ranks`); kv_cache_memory_bytes is what each rank takes.
     """
 
     model_path: str
-    dtype: str = "auto"
-    activation_dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    num_threads: int | None = None
-    remeasure: bool = False
-    max_model_len: int | None = None
-    block_size: int = 16
-    kv_cache_memory_bytes: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    load_format: str = "auto"
-    generation_config: str = "auto"
-    quantization: str | None = None
-    kernels: str = "auto"
-    packed_cache: str = "auto"
-    tensor_parallel_size: int = 1
-    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
-    async_scheduling: bool = False
-    enforce_eager: bool = False
-    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
-    kv_offload_memory_bytes: int = 0
+    dtype: Annotated[Dtype, Doc("Weights that are not quantised; of other than native kernels activations too.")] = (
+        "auto"
+    )
+    activation_dtype: Annotated[
+        Dtype,
+        Doc(
+            "Activations in products. auto, native kernels: float32 by float weights, int8 by integers, on any "
+            "processor; others: as dtype. bfloat16 (native, bfloat16 weights) rounds them: faster with AVX512-BF16."
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization | None,
+        Doc(
+            "Round linear weights while loading: int8, int4 (groups of 64, the head int8), w8a8 (int8, and "
+            "activations), fp8 (a card; and activations); default: not."
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[KVCacheDtype, Doc("KV cache; auto is as dtype; fp8 needs a card.")] = "auto"
+    max_model_len: Annotated[int | None, Doc("Longest prompt plus output, in tokens; default: the model's.", 1)] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None, Doc("KV cache, as 512MiB or 4GiB; default: for max_num_seqs contexts, on a card what is free.", 1)
+    ] = None
+    kv_offload_memory_bytes: Annotated[
+        int, Doc("On a card: host memory for copies of blocks that the KV cache has no room for, as 16GiB; 0: none.", 0)
+    ] = 0
+    num_threads: Annotated[
+        int | None,
+        Doc(
+            "CPU threads; default: one a core. Small models: native kernels measure it at start (up to 256 MiB of "
+            "weights), the others take one (up to 128 MiB).",
+            1,
+            1024,
+        ),
+    ] = None
+    remeasure: Annotated[
+        bool,
+        Doc("Measure threads and prompt tokens a step again, rather than take what an earlier start has remembered."),
+    ] = False
+    kernels: Annotated[
+        Kernels,
+        Doc("auto is triton with a card, else native, or torch (slower) without its library; reference is slow."),
+    ] = "auto"
+    packed_cache: Annotated[
+        str,
+        Doc(
+            "Folder that keeps quantised weights, or off; auto: splittime/packed in your cache folder. Delete to clear."
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"],
+        Doc("auto tells safetensors and gguf apart by the path; dummy makes random weights, to measure speed by."),
+    ] = "auto"
+    generation_config: Annotated[
+        Literal["auto", "vllm", "none"],
+        Doc(
+            "What applies of generation_config.json: auto all of it, where a request says nothing; vllm its ends of "
+            "sequence, not its sampling; none nothing."
+        ),
+    ] = "auto"
+    gpu_memory_utilization: Annotated[
+        float, Doc("Share of a card's memory for weights, steps and KV cache together.", 0.01, 1.0)
+    ] = GPU_MEMORY_UTILIZATION
+    enforce_eager: Annotated[bool, Doc("On a card, capture no CUDA graphs: kernels are launched one by one.")] = False
+    async_scheduling: Annotated[
+        bool, Doc("Plan the next step while one runs; a new request may wait for one step more.")
+    ] = False
+    tensor_parallel_size: Annotated[
+        int, Doc("Processes that share the model, each with its part of every layer; they divide num_threads.", 1, 64)
+    ] = 1
+    collective_timeout_s: Annotated[
+        float,
+        Doc("Seconds that such a process may keep the others waiting before all are ended and started anew.", 0.001),
+    ] = COLLECTIVE_TIMEOUT_S
 
     def validate(self) -> None:
-        """Raise `ConfigError` naming the first setting that is not honoured."""
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("activation_dtype", self.activation_dtype, DTYPES)
-        _one_of("kernels", self.kernels, BACKENDS)
-        _one_of("load_format", self.load_format, LOAD_FORMATS)
-        _one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if self.quantization is not None:
-            _one_of("quantization", self.quantization, QUANTIZATIONS)
+        """Raises `ConfigError` that names the first setting that cannot be honoured."""
+        check(self)
         if not self.packed_cache:
             raise ConfigError("packed_cache is empty", param="packed_cache", value="", hint="off, auto, or a folder")
-        for name in ("num_threads", "max_model_len", "kv_cache_memory_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}, must be at least 1", param=name, value=value)
-        if self.kv_offload_memory_bytes < 0:
-            message = f"kv_offload_memory_bytes is {self.kv_offload_memory_bytes}, must be at least 0, which is off"
-            raise ConfigError(message, param="kv_offload_memory_bytes", value=self.kv_offload_memory_bytes)
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name} is {value}, must be at least 1", param=name, value=value)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            message = f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 and at most 1"
-            raise ConfigError(message, param="gpu_memory_utilization", value=self.gpu_memory_utilization)
-        if not self.collective_timeout_s > 0:
-            message = f"collective_timeout_s is {self.collective_timeout_s}, must be above 0"
-            raise ConfigError(message, param="collective_timeout_s", value=self.collective_timeout_s)
         if self.tensor_parallel_size == 1 and self.collective_timeout_s != COLLECTIVE_TIMEOUT_S:
             message = "collective_timeout_s is how long ranks wait for each other, and there is one rank"
             hint = "leave it out, or share the model: --tensor-parallel-size 2"
@@ -116,10 +126,12 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
     kernels, linear_backend: which kernels, and with which instructions. activation_dtype: of what goes from one
         operation to the next. products: of weights by activations, as each is multiplied.
+    layers: whether the kernels compute each in one call, or part by part and why.
     weights: the schemes of the packed weights, with the format of a checkpoint that came in them. weights_bytes: what
         they take in memory. embedding_bytes: what the embedding table takes in the checkpoint's mapping; only rows that
         are looked up come into memory.
     packed_cache: what became of the cache of packed weights.
+    execution: how steps are computed, by the "host" while it waits or on a "device" beside it; execution_reason: why.
     prefill_ns_per_token: what a token of a prompt takes, measured at start, 0 where it was not; prefill_reason: how.
     unused_tensors: the first few that the checkpoint holds and the architecture has no place for.
     default_sampling: what the model's makers advise, for requests that do not say, by the names of `SamplingParams`.
@@ -140,6 +152,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     dtype_reason: str
     activation_dtype: str
     products: str
+    layers: str
     weights: str
     weights_bytes: int
     embedding_bytes: int
@@ -160,6 +173,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     context_length: int
     sliding_window: int | None
+    execution: str = "host"
+    execution_reason: str = ""
     num_host_slots: int = 0
     prefill_ns_per_token: int = 0
     prefill_reason: str = ""
@@ -170,9 +185,3 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     rank_pids: tuple[int, ...] = ()
     unused_tensors: tuple[str, ...] = ()
     default_sampling: dict[str, float | int] = {}
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        message = f"{name} is {value!r}, which is not supported; supported: {', '.join(allowed)}"
-        raise ConfigError(message, param=name, value=value, limit=list(allowed))

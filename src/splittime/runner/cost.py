@@ -5,63 +5,42 @@ looked up, and the arithmetic of everything that is not a product. Of a mixture 
 a step of several tokens reads more, how many more depends on the text.
 """
 
-from dataclasses import dataclass
-
+from splittime.core.facts import TokenCost
 from splittime.kernels.api import Ops, WeightScheme
+from splittime.kernels.layer import LayerSpec, MixtureSpec
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan, kept_bytes
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Field by field as in `ledger.facts.TokenCost`, which says what they mean."""
-
-    weight_bytes: int
-    kv_bytes_per_token: int
-    operations_per_token: int
-    operations_per_context_token: int
-    head_bytes: int
-    operations_per_sample: int
-    window_tokens: int | None
-    windowed_share: float
-
-
-def cost(model: ModelConfig, plan: WeightPlan, ops: Ops, weights_bytes: int, kv_bytes_per_token: int) -> Cost:
+def cost(model: ModelConfig, plan: WeightPlan, ops: Ops, weights_bytes: int, kv_bytes_per_token: int) -> TokenCost:
     """weights_bytes: of all packed weights, the head's and every expert's among them."""
-    windows = [window for window in model.layer_windows if window is not None]
-    return Cost(
-        weight_bytes=weights_bytes - _idle_expert_bytes(model, plan, ops),
+    mixers = [layer.mixer for layer in model.layers]
+    return TokenCost(
+        weight_bytes=weights_bytes
+        - sum(_idle_expert_bytes(layer, model.hidden_size, plan, ops) for layer in model.layers),
         kv_bytes_per_token=kv_bytes_per_token,
-        operations_per_token=2 * _layer_weights(model),
-        operations_per_context_token=4 * model.num_layers * model.num_heads * model.head_dim,
+        operations_per_token=2 * sum(_layer_weights(layer, model.hidden_size) for layer in model.layers),
+        operations_per_context_token=4 * sum(mixer.query_width for mixer in mixers),
         head_bytes=_bytes(ops, model.vocab_size, model.hidden_size, plan.head),
         operations_per_sample=2 * model.vocab_size * model.hidden_size,
-        window_tokens=max(windows, default=None),
-        windowed_share=len(windows) / model.num_layers,
+        window_tokens=max(model.windows, default=None),
+        windowed_share=len(model.windows) / model.num_layers,
     )
 
 
-def _layer_weights(model: ModelConfig) -> int:
-    """That one token is multiplied by, in all layers."""
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads
-    attention = model.num_layers * model.hidden_size * heads * model.head_dim
-    plain_mlp = 3 * model.hidden_size * model.intermediate_size
-    if model.moe is None:
-        return attention + model.num_layers * plain_mlp
-    moe, sparse = model.moe, sum(model.moe.layers)
-    chosen = 3 * model.hidden_size * moe.intermediate_size * moe.num_experts_per_tok
-    router = model.hidden_size * moe.num_experts
-    return attention + sparse * (chosen + router) + (model.num_layers - sparse) * plain_mlp
+def _layer_weights(layer: LayerSpec, hidden_size: int) -> int:
+    """That one token is multiplied by."""
+    return layer.mixer.num_weights(hidden_size) + layer.feed_forward.num_weights(hidden_size)
 
 
-def _idle_expert_bytes(model: ModelConfig, plan: WeightPlan, ops: Ops) -> int:
-    """Of the experts that one token does not choose."""
-    moe = model.moe
-    if moe is None:
+def _idle_expert_bytes(layer: LayerSpec, hidden_size: int, plan: WeightPlan, ops: Ops) -> int:
+    """Returns the bytes of the experts that one token does not choose."""
+    part = layer.feed_forward
+    if not isinstance(part, MixtureSpec):
         return 0
-    gate_up = _bytes(ops, 2 * moe.intermediate_size, model.hidden_size, plan.layers)
-    down = _bytes(ops, model.hidden_size, moe.intermediate_size, plan.layers)
-    return sum(moe.layers) * (moe.num_experts - moe.num_experts_per_tok) * (gate_up + down)
+    gate_up = _bytes(ops, 2 * part.expert.inner, hidden_size, plan.layers)
+    down = _bytes(ops, hidden_size, part.expert.inner, plan.layers)
+    return (part.router.num_experts - part.router.num_chosen) * (gate_up + down)
 
 
 def _bytes(ops: Ops, out_features: int, in_features: int, scheme: WeightScheme) -> int:

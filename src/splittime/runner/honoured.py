@@ -4,10 +4,12 @@ from pathlib import Path
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import Ops
+from splittime.kernels.choose import BACKENDS
 from splittime.models.config import ModelConfig
+from splittime.models.opening import is_gguf, open_source
 from splittime.models.quant.plan import WeightPlan
-from splittime.models.weights.source import PLAIN, is_gguf, open_source
-from splittime.runner.config import BACKENDS, GPU_MEMORY_UTILIZATION, RunnerConfig
+from splittime.models.weights.source import PLAIN
+from splittime.runner.config import GPU_MEMORY_UTILIZATION, RunnerConfig
 
 EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
 

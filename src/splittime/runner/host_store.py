@@ -7,7 +7,8 @@ buffer, one launch a layer for any number of blocks, and scattered from it on th
     offload    layers [blocks, piece]  --gather-->  staging [n, layers, piece]  --bus-->  slots [n, layers, piece]
     restore    slots  --bus-->  staging  --scatter-->  layers
 
-Pieces are copied as integers, whatever they stand for; scales of int8 and fp8 are a second `Plane` of the same kind.
+Pieces are copied as integers, whatever they stand for; tensors of one shape (the values of a KV group's
+layers, the scales of int8 and fp8) are a `Plane`.
 
 All of it is put on the stream of the steps and nothing is waited for: the staging buffer is used over and over, a slot
 may be overwritten by the next step, and the order of the stream keeps that right. The price is that a step's rows begin
@@ -26,11 +27,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from splittime.core.plan import StepResult
+from splittime.core.errors import ConfigError
+from splittime.core.step import StepResult
 from splittime.kernels.api import LayerKv
-from splittime.runner.device.marks import Mark, to_device
+from splittime.runner import machine
+from splittime.runner.config import RunnerConfig
+from splittime.runner.marks import StreamMark, to_device
 
 Moves = Sequence[tuple[int, int]]  # block and slot, in this order
+PARAM = "kv_offload_memory_bytes"
 SLAB_BYTES = 256 << 20
 STAGING_BYTES = 64 << 20
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -42,17 +47,17 @@ def staged_blocks(bytes_per_block: int) -> int:
 
 
 def staging_bytes(bytes_per_block: int) -> int:
-    """Of the device's memory."""
+    """Returns the bytes of the device's memory that staging takes."""
     return staged_blocks(bytes_per_block) * bytes_per_block
 
 
 @dataclass(frozen=True)
-class Moved:
+class CopyMarks:
     """A step's copies on the stream. Figures are to be had once `end` is reached."""
 
-    begin: Mark
-    between: Mark
-    end: Mark
+    begin: StreamMark
+    between: StreamMark
+    end: StreamMark
 
     def told(self, result: StepResult) -> StepResult:
         """The step's result with what its copies took."""
@@ -116,26 +121,59 @@ class HostStore:
     """Slots for `num_slots` blocks of these layers; another set of layers of the same shapes may be moved later."""
 
     def __init__(self, layers: Sequence[LayerKv], num_slots: int) -> None:
-        first, count = layers[0], len(layers)
-        num_staged = staged_blocks(first.data[0].nbytes * count)
-        self._data = Plane(first.data, count, num_slots, num_staged)
-        self._scales = None if first.scales is None else Plane(first.scales, count, num_slots, num_staged)
+        num_staged = staged_blocks(sum(layer.data[0].nbytes for layer in layers))
+        self._planes = [Plane(alike[0], len(alike), num_slots, num_staged) for alike in _alike(layers)]
 
-    def move(self, layers: Sequence[LayerKv], offloads: Moves, restores: Moves) -> Moved:
+    def move(self, layers: Sequence[LayerKv], offloads: Moves, restores: Moves) -> CopyMarks:
         """Offloads (block, slot), then restores (slot, block)."""
-        device = layers[0].data.device
-        data = [layer.data for layer in layers]
-        scales = [layer.scales for layer in layers if layer.scales is not None]
+        pairs = list(zip(self._planes, _alike(layers), strict=True))
         back = [(block, slot) for slot, block in restores]
-        begin = between = end = Mark(device)
+        begin = between = end = StreamMark(layers[0].data.device)
         if offloads:
-            self._data.offload(data, offloads)
-            if self._scales is not None:
-                self._scales.offload(scales, offloads)
-            between = end = Mark(device)
+            for plane, tensors in pairs:
+                plane.offload(tensors, offloads)
+            between = end = StreamMark(layers[0].data.device)
         if restores:
-            self._data.restore(data, back)
-            if self._scales is not None:
-                self._scales.restore(scales, back)
-            end = Mark(device)
-        return Moved(begin, between, end)
+            for plane, tensors in pairs:
+                plane.restore(tensors, back)
+            end = StreamMark(layers[0].data.device)
+        return CopyMarks(begin, between, end)
+
+
+def _alike(layers: Sequence[LayerKv]) -> list[list[Tensor]]:
+    """The layers' tensors, those of one shape and dtype together."""
+    found: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+    for tensor in [layer.data for layer in layers] + [layer.scales for layer in layers if layer.scales is not None]:
+        found.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+    return list(found.values())
+
+
+# ---- how many there are
+
+
+def num_host_slots(config: RunnerConfig, kernels: str, bytes_per_block: int) -> int:
+    """0: none asked for. Raises `ConfigError`: the cache is in host memory already, not one block fits, or that much
+    is not free; pinned memory is taken whole, at start."""
+    asked = config.kv_offload_memory_bytes
+    if not asked:
+        return 0
+    if kernels != "triton":
+        message = f"{PARAM} is {asked}, but the KV cache of the {kernels} kernels is in host memory already"
+        raise ConfigError(message, param=PARAM, value=asked, limit=0, hint="kv_cache_memory_bytes makes it larger")
+    if asked < bytes_per_block:
+        message = f"{PARAM} is {asked}, less than one block of KV cache, {bytes_per_block} bytes"
+        raise ConfigError(message, param=PARAM, value=asked, limit=bytes_per_block)
+    room, ranks = machine.free_memory_bytes(), config.tensor_parallel_size
+    if asked * ranks > room:
+        each = f" for each of {ranks} ranks" if ranks > 1 else ""
+        message = f"{PARAM} is {asked}{each}, but {room} bytes of host memory are free"
+        raise ConfigError(message, param=PARAM, value=asked, limit=room // ranks)
+    return asked // bytes_per_block
+
+
+def story(num_slots: int, block_size: int, bytes_per_block: int) -> str:
+    """For the start-up's list."""
+    if not num_slots:
+        return "off: evicted blocks are lost"
+    num_bytes = num_slots * bytes_per_block
+    return f"{num_slots * block_size} tokens of evicted blocks in {num_bytes} bytes of host memory"

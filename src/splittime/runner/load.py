@@ -4,23 +4,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.api import KvShape, Ops, resolve
+from splittime.core.facts import TokenCost
+from splittime.kernels.api import Ops
+from splittime.kernels.choose import make_backend
+from splittime.kernels.layer import kv_groups
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
+from splittime.models.opening import read_config
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.ranks import Ranks
 from splittime.models.weights.load import Loaded, OnLayer, load_decoder
 from splittime.models.weights.shards import counted, own_config
-from splittime.models.weights.source import read_config
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
-from splittime.runner.cost import Cost, cost
+from splittime.runner.cost import cost
 from splittime.runner.device.memory import largest_step_bytes, room_bytes
 from splittime.runner.honoured import (
     check_activations,
@@ -29,8 +31,7 @@ from splittime.runner.honoured import (
     check_rounding,
     check_share_of_card,
 )
-from splittime.runner.host_room import num_host_slots, story
-from splittime.runner.host_store import staging_bytes
+from splittime.runner.host_store import num_host_slots, staging_bytes, story
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
 OnPhase = Callable[[str, int, int], None]
@@ -40,7 +41,7 @@ SURE_LAYERS = 4  # some models begin with layers of another size
 
 def load(
     config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer | None = None, ranks: Ranks | None = None
-) -> tuple[Decoder, KvStore, Resolved, Cost]:
+) -> tuple[Decoder, KvStore, Resolved, TokenCost]:
     """Raises `ConfigError` for what cannot be honoured, before the weights are read where that is possible.
 
     Also sets the number of threads, for this process. ranks: those that share the model; all of this is then of one
@@ -116,7 +117,7 @@ class _Choices:
         choices = _Choices(
             whole=model,
             model=own,
-            ops=resolve(kernels, dtype),
+            ops=make_backend(kernels, dtype),
             plan=machine.choose_weights(config, _name(dtype), kernels),
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
@@ -124,8 +125,8 @@ class _Choices:
             num_host_slots=num_host_slots(config, kernels, _bytes_per_block(config, own, kv_cache_dtype)),
             reasons={"kernels_reason": kernels_reason, "dtype_reason": dtype_reason},
         )
-        if isinstance(reason := getattr(choices.ops, "isa_reason", None), str):
-            choices.reasons["kernels_reason"] += f"; {reason}"
+        if choices.ops.isa_reason:
+            choices.reasons["kernels_reason"] += f"; {choices.ops.isa_reason}"
         check_activations(config.activation_dtype, choices.plan, choices.ops)
         check_share_of_card(config, choices.ops)
         _refuse_beyond_memory(config, choices)
@@ -166,9 +167,12 @@ def _refuse_beyond_memory(config: RunnerConfig, choices: _Choices) -> None:
     """What is made of the config's numbers alone, with no file's size to warn: a turn of each position, and of random
     weights the largest matrix. Raises `ConfigError` where either is more than this machine's free memory."""
     model, room = choices.model, machine.free_memory_bytes()
-    widest = max(model.vocab_size, model.intermediate_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+    widest = max(model.vocab_size, *(layer.widest for layer in model.layers))
     matrix_bytes = widest * model.hidden_size * choices.dtype.itemsize if config.load_format == "dummy" else 0
-    needed = {"max_model_len": choices.max_model_len * model.head_dim * TURN_BYTES, "model": matrix_bytes}
+    needed = {
+        "max_model_len": choices.max_model_len * max(layer.mixer.head_dim for layer in model.layers) * TURN_BYTES,
+        "model": matrix_bytes,
+    }
     for param, num_bytes in needed.items():
         if num_bytes > room:
             message = f"{param} needs {num_bytes} bytes, more than is free, {room}"
@@ -187,16 +191,14 @@ def _allocate(config: RunnerConfig, choices: _Choices, decoder: Decoder, ranks: 
     num_blocks, reason = _choose_num_blocks(config, choices, step_bytes)
     if ranks is not None:
         num_blocks, num_slots = min(ranks.each(num_blocks)), min(ranks.each(num_slots))
-    model = choices.model
-    shape = KvShape(num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
+    sizes = (num_blocks, config.block_size, choices.kv_cache_dtype, choices.ops.device, num_slots)
     with torch.inference_mode():
-        store = KvStore(shape, model.num_layers, choices.kv_cache_dtype, choices.ops.device, num_slots)
+        store = KvStore(decoder.kv_groups, *sizes)
     return store, reason
 
 
 def _bytes_per_block(config: RunnerConfig, model: ModelConfig, kv_cache_dtype: torch.dtype) -> int:
-    shape = KvShape(0, config.block_size, model.num_kv_heads, model.head_dim)
-    return bytes_per_block(shape, model.num_layers, kv_cache_dtype)
+    return bytes_per_block(kv_groups(model.layers), config.block_size, kv_cache_dtype)
 
 
 def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int = 0) -> tuple[int, str]:
@@ -212,16 +214,16 @@ def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int 
 
 def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: KvStore, num_threads: int) -> Resolved:
     model, ops = choices.model, choices.ops
-    windows = [window for window in model.layer_windows if window is not None]
-    block_bytes = bytes_per_block(store.shape, model.num_layers, choices.kv_cache_dtype)
-    values: dict[str, Any] = {
+    block_bytes = _bytes_per_block(config, model, choices.kv_cache_dtype)
+    values: dict[str, object] = {
         "architecture": model.architecture,
         "model_path": config.model_path,
         "num_parameters": loaded.num_parameters,
         "kernels": ops.name,
         "dtype": _name(choices.dtype),
         "activation_dtype": _name(ops.activation_dtype),
-        "products": _products(loaded.plan, ops, model.moe is not None),
+        "products": _products(loaded.plan, ops, model.has_routers),
+        "layers": loaded.layers,
         "weights": loaded.weights,
         "weights_bytes": loaded.weights_bytes,
         "embedding_bytes": loaded.embedding_bytes,
@@ -232,7 +234,7 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "attention_backend": ops.attention_name,
         "num_threads": num_threads,
         "block_size": config.block_size,
-        "num_blocks": store.shape.num_blocks,
+        "num_blocks": store.num_blocks,
         "kv_bytes_per_block": block_bytes,
         "max_model_len": choices.max_model_len,
         "max_num_seqs": config.max_num_seqs,
@@ -241,7 +243,7 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "eos_token_ids": model.eos_token_ids,
         "default_sampling": model.sampling,
         "context_length": model.max_position_embeddings,
-        "sliding_window": min(windows) if windows else None,
+        "sliding_window": min(model.windows, default=None),
         "num_host_slots": store.num_host_slots,
         "kv_offload": story(store.num_host_slots, config.block_size, block_bytes),
     }

@@ -1,29 +1,75 @@
 """Log-probabilities under the model: log-softmax of the raw logits, before penalties, temperature and filters.
 
-`score_prompt` does the same for prompt tokens, in chunks that bound the logits held at once.
+`describe` is made of torch's own operations, none of which waits for a device; `told` says the same in plain values.
+`score_prompt` does both for prompt tokens, in chunks that bound the logits held at once.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from splittime.core.plan import TokenLogprob
+from splittime.core.sampling import SamplingParams
+from splittime.core.step import TokenLogprob
+from splittime.runner.marks import to_device, to_host
 
 MAX_LOGITS_ELEMENTS = 1 << 24  # 64 MiB of float32
 
 
-def describe(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
-    """logits: float32 [N, vocab], raw; token_ids, num_top: N each -> one `TokenLogprob` a row."""
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Log-probabilities of N rows. chosen: float32 [N], ranks: int64 [N], 1 for the likeliest. values, ids: [N, n], the
+    n likeliest."""
+
+    chosen: Tensor
+    ranks: Tensor
+    values: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class LineLogprobs:
+    """`found` is of these lines of a step's logits, on the host once the step's last mark is reached. counts: how many
+    alternatives each wants."""
+
+    lines: list[int]
+    counts: list[int]
+    found: Logprobs
+
+    def told(self, tokens: Sequence[int]) -> dict[int, TokenLogprob]:
+        """By line. tokens: chosen, of all lines."""
+        return dict(zip(self.lines, told(self.found, [tokens[line] for line in self.lines], self.counts), strict=True))
+
+
+def describe(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
+    """logits: float32 [N, vocab], raw; tokens: int64 [N], chosen; all on one device."""
     logprobs = logits.log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))  # [N, 1]
-    ranks = (logprobs > chosen).sum(-1).add_(1).tolist()
-    values, ids = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
-    rows = zip(token_ids, chosen.flatten().tolist(), ranks, ids.tolist(), values.tolist(), num_top, strict=True)
+    chosen = logprobs.gather(1, tokens.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(-1) + 1
+    values, ids = torch.topk(logprobs, min(num_top, logits.shape[-1]), dim=-1)
+    return Logprobs(chosen.squeeze(1), ranks, values, ids)
+
+
+def told(found: Logprobs, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """One for each of the N rows: what was described of its token, and as many alternatives as it wants."""
+    lists = (one.tolist() for one in (found.chosen, found.ranks, found.ids, found.values))
     return [
-        TokenLogprob(token, value, rank, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
-        for token, value, rank, top_ids, top_values, count in rows
+        TokenLogprob(token, chosen, rank, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, count, chosen, rank, ids, values in zip(tokens, counts, *lists, strict=True)
     ]
+
+
+def describe_lines(raw: Tensor, tokens: Tensor | list[int], params: Sequence[SamplingParams]) -> LineLogprobs | None:
+    """Returns them for the lines of raw, float32 [N, vocab], whose request wants them; None if no request does."""
+    lines = [line for line, one in enumerate(params) if one.logprobs is not None]
+    if not lines:
+        return None
+    counts = [params[line].logprobs or 0 for line in lines]
+    there = to_device(torch.tensor(lines), raw.device)
+    chosen = to_device(torch.tensor(tokens), raw.device) if isinstance(tokens, list) else tokens
+    found = describe(raw.index_select(0, there), chosen.index_select(0, there), max(counts))
+    return LineLogprobs(lines, counts, Logprobs(*map(to_host, (found.chosen, found.ranks, found.values, found.ids))))
 
 
 def score_prompt(
@@ -34,5 +80,6 @@ def score_prompt(
     scores: list[TokenLogprob] = []
     for begin in range(0, len(next_tokens), chunk):
         tokens = next_tokens[begin : begin + chunk]
-        scores += describe(logits_of(hidden[begin : begin + chunk]), tokens, [num_top] * len(tokens))
+        found = describe(logits_of(hidden[begin : begin + chunk]), torch.tensor(tokens, device=hidden.device), num_top)
+        scores += told(found, tokens, [num_top] * len(tokens))
     return scores

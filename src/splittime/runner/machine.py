@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from splittime.core.errors import ConfigError
+from splittime.kernels.api import Ops
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan, choose
@@ -118,6 +119,14 @@ def packed_cache_folder(setting: str) -> Path | None:
     if not is_usable:
         raise ConfigError(f"packed_cache is {setting!r}, which is no folder", param="packed_cache", value=setting)
     return folder.absolute()
+
+
+def kernels_build(ops: Ops) -> list[object]:
+    """Which build of the kernels: another one may be faster."""
+    if ops.name != "native":
+        return [torch.__version__]
+    status = os.stat(library()._name)
+    return [status.st_size, status.st_mtime_ns]
 
 
 def num_cores() -> int:

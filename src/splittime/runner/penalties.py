@@ -7,6 +7,7 @@ positive, else multiplied by it. Order: repetition, then frequency and presence,
 ids while fewer than `min_tokens` are out.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,13 @@ class TokenCounts:
         self.outputs.index_add_(0, ids, torch.ones(len(token_ids)))
         self.seen[ids] = True
 
+    def followed_by(self, token_ids: np.ndarray) -> "TokenCounts":
+        """A copy that counts these outputs too."""
+        other = copy.copy(self)
+        other.outputs, other.seen = self.outputs.clone(), self.seen.clone()
+        other.add_outputs(token_ids)
+        return other
+
 
 def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
     """Whether `adjust` would do anything for a request with so many outputs out."""
@@ -56,7 +64,13 @@ def adjusted(raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int]) -
     logits = raw.clone()
     for line in lines:
         slot, one = slots[line], logits[line].cpu()  # on the CPU, the line itself
-        adjust(one, slot.admitted.sampling, slot.counts, slot.admitted.stop_token_ids, num_outputs[line])
+        adjust(
+            one,
+            slot.admitted.sampling,
+            slot.counts_at(num_outputs[line]),
+            slot.admitted.stop_token_ids,
+            num_outputs[line],
+        )
         if logits.device != one.device:
             logits[line] = one.to(logits.device)
     return logits

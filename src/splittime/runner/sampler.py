@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from splittime.core.sampling import SamplingParams
-from splittime.kernels.api import DRAW, Ops
+from splittime.kernels.api import Ops
+from splittime.kernels.draw import DRAW
 from splittime.runner.randomness import uniforms
 
 CANDIDATES = (128, 2048)
@@ -86,7 +87,7 @@ def _draw(logits: Tensor, params: list[SamplingParams], indices: list[int], ops:
 
 
 def draws(params: list[SamplingParams], indices: list[int]) -> np.ndarray:
-    """`kernels.api.DRAW` [N]; of greedy rows, temperature 0."""
+    """`kernels.draw.DRAW` [N]; of greedy rows, temperature 0."""
     draws = np.zeros(len(params), dtype=DRAW)
     draws["top_p"] = [one.top_p for one in params]
     draws["uniform"] = _uniforms(params, indices)

@@ -20,9 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,27 +28,24 @@ from torch import Tensor
 from splittime.core.errors import ConfigError, EngineError, SplittimeError, error_from_info
 from splittime.core.sleep import Moved, Part
 from splittime.models.decoder import Decoder
+from splittime.models.opening import read_config
 from splittime.models.weights.load import load_decoder
-from splittime.models.weights.source import read_config
 from splittime.runner import machine
-from splittime.runner.config import RunnerConfig
 from splittime.runner.parked import Emptied, Parked, device_tensors, storages_of
-
-if TYPE_CHECKING:
-    from splittime.runner.torch_runner import TorchRunner
+from splittime.runner.torch_runner import TorchRunner
 
 MEMORY_MAP = Path("/proc/self/smaps_rollup")
 STAY = "weights stay where they are, in host memory; level 2 drops them too"
 
 
-class Sleeper:
-    """A `core.sleep.Sleeper` for a runner made with `config`. Make it with `TorchRunner.sleeper`.
+class TorchSleeper:
+    """A `core.sleep.Sleeper` for a `TorchRunner` of one process.
 
     parks: level 1 moves the weights to host memory.
     """
 
-    def __init__(self, runner: "TorchRunner", config: RunnerConfig) -> None:
-        self._runner, self._config = runner, config
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
         self._device = runner.decoder.ops.device
         self.parks = self._device.type == "cuda"
         self._parked: Parked | None = None
@@ -67,14 +62,14 @@ class Sleeper:
         runner = self._runner
         parked = self._park() if level == 1 and self.parks else None
         with self._part("graphs"):
-            self._graph_sizes = runner.drop_captured()
+            self._graph_sizes = runner.execution.drop_captured()
         with self._part("weights"):
             if parked is not None:
                 parked.free_device()
                 self._weights_bytes = parked.num_bytes
             elif level == 2:
                 self._weights_bytes = self._held_bytes()
-                runner.drop_weights()
+                self._drop_weights()
             else:
                 self._weights_bytes = 0
         resident = self._memory_bytes()
@@ -104,7 +99,7 @@ class Sleeper:
         return self._moved(before, self._memory_bytes(), kv_bytes, "")
 
     def _held_bytes(self) -> int:
-        """Of the weights. On a CPU the embedding stays in its file, and is none of them."""
+        """Returns the bytes of the weights. On a CPU the embedding stays in its file, and is none of them."""
         if self._device.type == "cpu":
             return self._runner.resolved.weights_bytes
         return sum(one.nbytes() for one in storages_of(device_tensors(self._runner.decoder, self._device)))
@@ -152,9 +147,14 @@ class Sleeper:
         elif self._level == 2:
             self._runner.decoder = self._loaded()
 
+    def _drop_weights(self) -> None:
+        """What is left of the decoder is its configuration and its operations; nothing can be run."""
+        self._runner.decoder = self._runner.decoder.without_weights()
+        self._runner.execution.forget_weights()
+
     def _loaded(self) -> Decoder:
         """From the same files, with the same operations, as the runner was."""
-        config, resolved, old = self._config, self._runner.resolved, self._runner.decoder
+        config, resolved, old = self._runner.config, self._runner.resolved, self._runner.decoder
         path, ops = Path(config.model_path), old.ops
         if read_config(path, config.generation_config) != old.config:
             message = f"{path} holds another model than the one that was put to sleep"
@@ -186,12 +186,11 @@ class Sleeper:
             )
 
     def _undo(self) -> None:
-        runner = self._runner
-        runner.drop_captured()
+        self._runner.execution.drop_captured()
         if self._parked is not None:
             self._parked.free_device()
         elif self._level == 2:
-            runner.drop_weights()
+            self._drop_weights()
         self._kv.free()
         self._return_memory()
 
@@ -231,14 +230,9 @@ class Sleeper:
             self._parts.append((name, begin_ns, time.monotonic_ns()))
 
 
-def without_weights(decoder: Decoder) -> Decoder:
-    """What is left of it is its configuration and its operations."""
-    return replace(decoder, embedding=None, turns=torch.empty(0), layers=(), final_norm=None, head=None)
-
-
 def resident_bytes() -> int:
-    """Of this process, its files' pages among them; 0 where the system does not tell. (/proc/self/statm would be
-    cheaper, and is off by up to a batch of pages for each core since Linux 6.2.)"""
+    """Returns what this process holds, its files' pages too; 0 where the system does not tell. (/proc/self/statm would
+    be cheaper, and is off by up to a batch of pages for each core since Linux 6.2.)"""
     try:
         lines = MEMORY_MAP.read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024

@@ -10,12 +10,13 @@ import msgspec
 import numpy as np
 
 from splittime.core.errors import EngineError
-from splittime.core.plan import PENDING, Admitted, Row
+from splittime.core.step import PENDING, Admitted, Row
 from splittime.runner.penalties import TokenCounts
 
 
 class Slot:
-    """State of one request. tokens: int64 [max_tokens + 1], known up to `num_known`.
+    """State of one request. tokens: int64 [max_tokens + 1], known up to `num_known`; behind that, while a row with
+    drafts runs, its drafts.
 
     place: a small number that no other slot has at the time.
     error: why no row of it can be computed, or None.
@@ -58,14 +59,31 @@ class Slot:
         return msgspec.structs.replace(row, token_ids=(int(self.tokens[row.start]),))
 
     def learn(self, row: Row) -> None:
-        """Take in what a row brings: its blocks, and its tokens if it has them."""
+        """Take in what a row brings: its blocks, its tokens if it has them, and its drafts."""
         self.block_ids.extend(row.new_block_ids)
         if row.token_ids != (PENDING,):
             self._learn(row.start, row.token_ids)
+        if row.draft_token_ids:
+            self.tokens[self.num_known : self.num_known + len(row.draft_token_ids)] = row.draft_token_ids
 
     def learn_sampled(self, position: int, token_id: int) -> None:
-        """The token that a row gave, whose position follows those of the row."""
+        """The token that was sampled for this position."""
         self._learn(position, (token_id,))
+
+    def knows(self, position: int, token_id: int) -> bool:
+        """Whether this token is known to stand there; of a draft, whether it was right."""
+        return position < self.num_known and int(self.tokens[position]) == token_id
+
+    def drop_blocks(self, block_size: int) -> None:
+        """Forget the blocks behind that of the last known token whose KV was written: all but the very last."""
+        del self.block_ids[-(-(self.num_known - 1) // block_size) :]
+
+    def counts_at(self, num_outputs: int) -> "TokenCounts | None":
+        """The counts of the first `num_outputs` outputs, drafts among them; None where nothing counts them."""
+        end = self.prompt_len + num_outputs
+        if self.counts is None or end <= self.num_known:
+            return self.counts
+        return self.counts.followed_by(self.tokens[self.num_known : end])
 
     def _learn(self, start: int, token_ids: tuple[int, ...]) -> None:
         end = start + len(token_ids)

@@ -5,6 +5,10 @@ cores, the build of the kernels, and of the model all that its speed depends on:
 one of these measures again; `--remeasure` does too, and so does deleting the file. A damaged file is told and ignored.
 
 A measurement beside somebody else's work is worth less: it is used, but not kept, and the next start tries again.
+
+What a token of a prompt takes decides how much of a prompt one step computes. The shortest of some runs counts, if a
+second one confirms it. Of the native kernels it is the processors' time, shared among the threads, where that is less
+than the time that went by: what a neighbour takes from the cores is not in it.
 """
 
 import hashlib
@@ -12,17 +16,19 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from splittime.models.decoder import Decoder
-from splittime.runner import kept_json, machine
-from splittime.runner.ceilings import kernels_build
-from splittime.runner.config import Resolved, RunnerConfig
+from splittime.runner import kept_json, machine, threads
+from splittime.runner.torch_runner import TorchRunner
+from splittime.runner.warm_up import Probe
 
 T = TypeVar("T", bound=msgspec.Struct)
 NAME = "start.json"
+MIN_RUNS, MAX_RUNS = 3, 12  # of a prompt
+BUDGET_S = 0.5  # beyond the least number of runs
+CONFIRMED = 0.03  # the next shortest is within this share
 DISTURBED_CORES = 0.25  # that others kept busy while it was measured
 
 
@@ -63,10 +69,94 @@ def _entry(kept: Any, kind: type[T]) -> tuple[T, str] | None:
         return None
 
 
-def of(config: RunnerConfig, resolved: Resolved, decoder: Decoder) -> StartMemory:
-    """Returns what is remembered of this model as it is computed here."""
+def memory_of(runner: TorchRunner) -> StartMemory:
+    """Returns what is remembered of this model as it is computed here. Ranks remember nothing."""
+    config, resolved, decoder = runner.config, runner.resolved, runner.decoder
     folder = machine.packed_cache_folder(config.packed_cache)
+    if folder is None or resolved.tensor_parallel_size > 1:
+        return StartMemory(None, ())
     computed = (resolved.weights, resolved.weights_bytes, resolved.kv_cache_dtype, resolved.linear_backend)
-    facts = (machine.cpu_name(), machine.num_cores(), kernels_build(decoder.ops), repr(decoder.config), computed)
-    where = None if folder is None else folder / NAME
-    return StartMemory(where, (*facts, resolved.max_model_len, resolved.max_num_seqs), config.remeasure)
+    facts = (
+        machine.cpu_name(),
+        machine.num_cores(),
+        machine.kernels_build(decoder.ops),
+        repr(decoder.config),
+        computed,
+    )
+    return StartMemory(folder / NAME, (*facts, resolved.max_model_len, resolved.max_num_seqs), config.remeasure)
+
+
+# ---- what is measured
+
+
+def wants_threads(runner: TorchRunner) -> bool:
+    """Nobody has said how many, and it is not clear beforehand."""
+    is_small = runner.resolved.weights_bytes <= threads.LARGE_BYTES
+    return runner.config.num_threads is None and runner.decoder.ops.name == "native" and is_small
+
+
+def choose_threads(runner: TorchRunner, cores: int) -> None:
+    """Keep the number of threads that this model wants, remembered or measured, and note it in `resolved`."""
+    set_threads = runner.decoder.ops.set_threads
+
+    def measure() -> threads.ThreadCount:
+        with Probe(runner.run, runner.resolved) as probe:
+            return threads.choose(probe.steps(), set_threads, cores)
+
+    found, told = memory_of(runner).get("threads", (cores,), threads.ThreadCount, measure)
+    set_threads(found.threads)
+    reason = f"{found.reason}; {told}"
+    runner.resolved = msgspec.structs.replace(runner.resolved, num_threads=found.threads, num_threads_reason=reason)
+
+
+def prefill_tokens_within(runner: TorchRunner, seconds: float) -> int:
+    """Returns how many prompt tokens a step computes in this time, at least 1: remembered, or measured by running some.
+    Notes in `resolved` what one takes."""
+    is_alone = runner.decoder.ops.name == "native" and runner.lead is None
+    num_threads = runner.resolved.num_threads
+
+    def measure() -> PrefillRate:
+        with Probe(runner.run, runner.resolved) as probe:
+            return measure_prefill(probe, num_threads if is_alone else None)
+
+    found, told = memory_of(runner).get("prefill", (num_threads,), PrefillRate, measure)
+    ns, reason = round(found.ns_per_token), f"measured, {found.evidence}; {told}"
+    runner.resolved = msgspec.structs.replace(runner.resolved, prefill_ns_per_token=ns, prefill_reason=reason)
+    return max(1, int(seconds * 1e9 / found.ns_per_token))
+
+
+class PrefillRate(msgspec.Struct, frozen=True):
+    """evidence: in words."""
+
+    ns_per_token: Annotated[float, msgspec.Meta(gt=0)]
+    evidence: str
+
+
+def measure_prefill(probe: Probe, threads: int | None) -> PrefillRate:
+    """threads: that do all the work of this process; None where others do some, and only the clock can tell."""
+    probe.prefill()
+    taken_ns: list[float] = []
+    begin_ns = time.monotonic_ns()
+    while len(taken_ns) < MIN_RUNS or not _is_confirmed(taken_ns):
+        is_out_of_time = time.monotonic_ns() - begin_ns > BUDGET_S * 1e9
+        if len(taken_ns) >= MIN_RUNS and (is_out_of_time or len(taken_ns) == MAX_RUNS):
+            break
+        taken_ns.append(_time_ns(probe.prefill, threads))
+    shortest, following = sorted(taken_ns)[:2]
+    evidence = (
+        f"a prompt of {probe.max_tokens} tokens took {shortest / 1e6:.2f} ms, the shortest of {len(taken_ns)} runs"
+    )
+    evidence += f", the next {following / shortest - 1:.0%} more"
+    return PrefillRate(shortest / probe.max_tokens, evidence)
+
+
+def _is_confirmed(taken_ns: list[float]) -> bool:
+    shortest, following = sorted(taken_ns)[:2]
+    return following <= (1 + CONFIRMED) * shortest
+
+
+def _time_ns(step: Callable[[], object], threads: int | None) -> float:
+    wall_ns, cpu_ns = time.monotonic_ns(), time.process_time_ns()
+    step()
+    wall_ns, cpu_ns = time.monotonic_ns() - wall_ns, time.process_time_ns() - cpu_ns
+    return max(1, wall_ns if threads is None else min(wall_ns, cpu_ns / threads))

@@ -29,7 +29,7 @@ AGREE = 0.8  # of the rounds
 Step = Callable[[], object]
 
 
-class Chosen(msgspec.Struct, frozen=True):
+class ThreadCount(msgspec.Struct, frozen=True):
     """reason: the evidence, in words."""
 
     threads: Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -48,7 +48,7 @@ class Round:
         return math.prod(one / other for one, other in pairs) ** (1 / len(self.taken_ns[more]))
 
 
-def choose(steps: Mapping[str, Step], set_threads: Callable[[int], None], cores: int) -> Chosen:
+def choose(steps: Mapping[str, Step], set_threads: Callable[[int], None], cores: int) -> ThreadCount:
     """The number of threads to keep; it is set. steps: by what they are."""
     counts, rounds = _counts(cores), list[Round]()
     begin_ns = time.monotonic_ns()
@@ -58,7 +58,7 @@ def choose(steps: Mapping[str, Step], set_threads: Callable[[int], None], cores:
         rounds.append(_round(list(steps.values()), set_threads, counts))
     best = _best(rounds, counts)
     set_threads(best)
-    return Chosen(best, _reason(list(steps), rounds, counts))
+    return ThreadCount(best, _reason(list(steps), rounds, counts))
 
 
 def _counts(cores: int) -> list[int]:

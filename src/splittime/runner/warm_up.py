@@ -5,8 +5,8 @@ They write into the cache's first blocks, which nobody has been given yet.
 
 from collections.abc import Callable, Iterator
 
-from splittime.core.plan import Admitted, Row, StepPlan, StepResult
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted, Row, StepPlan, StepResult
 from splittime.runner.config import Resolved
 
 BATCH = 4
@@ -26,23 +26,19 @@ def warm_up_plans(resolved: Resolved) -> Iterator[StepPlan]:
     admitted = tuple(Admitted(name, prompt, 0, kinds[place % 3], ()) for place, name in enumerate(names))
     half = length // 2
     tables = [tuple(range(place * blocks, (place + 1) * blocks)) for place in range(count)]
-    first = [Row(name, 0, prompt[:half], table, False) for name, table in zip(names, tables, strict=True)]
-    rest = [Row(name, half, prompt[half:], (), True) for name in names]
-    decode = [Row(name, length, (0,), (), True) for name in names]
+    first = [Row(name, 0, prompt[:half], table, 0) for name, table in zip(names, tables, strict=True)]
+    rest = [Row(name, half, prompt[half:], (), 1) for name in names]
+    decode = [Row(name, length, (0,), (), 1) for name in names]
     if half:
         yield StepPlan(0, tuple(first), admitted)
         yield StepPlan(0, tuple(rest))
     else:
-        yield StepPlan(0, tuple(Row(*_whole(row, prompt)) for row in first), admitted)
+        yield StepPlan(0, tuple(Row(row.request_id, 0, prompt, row.new_block_ids, 1) for row in first), admitted)
     if length < resolved.max_model_len:
         yield StepPlan(0, tuple(decode))
         yield StepPlan(0, (decode[0],))
     moves = ((0, 0),) if resolved.num_host_slots else ()
     yield StepPlan(0, (), released=tuple(names), offloads=moves, restores=moves)
-
-
-def _whole(row: Row, prompt: tuple[int, ...]) -> tuple[str, int, tuple[int, ...], tuple[int, ...], bool]:
-    return row.request_id, 0, prompt, row.new_block_ids, True
 
 
 class Probe:
@@ -61,7 +57,7 @@ class Probe:
         tokens = (0,) * self.max_tokens
         greedy = SamplingParams(temperature=0.0, seed=0)
         admitted = tuple(Admitted(name, tokens, 1, greedy, ()) for name in self._names)
-        self.run(StepPlan(0, (Row(self._names[0], 0, tokens, self._tables[0], True),), admitted))
+        self.run(StepPlan(0, (Row(self._names[0], 0, tokens, self._tables[0], 1),), admitted))
         others = [self._decoded(name, table) for name, table in zip(self._names, self._tables, strict=True)][1:]
         if others:
             self.run(StepPlan(0, tuple(others)))  # what they attend to is whatever lies in the cache: only time counts
@@ -82,7 +78,7 @@ class Probe:
         self.run(StepPlan(0, tuple(self._decoded(name) for name in self._names)))
 
     def prefill(self) -> None:
-        self.run(StepPlan(0, (Row(self._names[0], 0, (0,) * self.max_tokens, (), True),)))
+        self.run(StepPlan(0, (Row(self._names[0], 0, (0,) * self.max_tokens, (), 1),)))
 
     def _decoded(self, name: str, new_block_ids: tuple[int, ...] = ()) -> Row:
-        return Row(name, self.max_tokens - 1, (0,), new_block_ids, True)
+        return Row(name, self.max_tokens - 1, (0,), new_block_ids, 1)

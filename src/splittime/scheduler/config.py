@@ -1,11 +1,12 @@
 """The scheduler's settings. All of `LIVE_KNOBS` can be changed while requests run."""
 
 import difflib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.core.settings import Doc, StepLimits, check, settings_of
 
 LIVE_KNOBS = (
     "max_num_seqs",
@@ -20,45 +21,46 @@ LIVE_KNOBS = (
 )
 
 
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """max_num_seqs: requests that run at once.
-    max_num_batched_tokens: tokens one step may compute, over all rows.
-    max_prefill_tokens: of these, tokens of prompts: it bounds how long a step makes the others wait for their next
-        token. None: as many as fit.
+class SchedulerConfig(StepLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the scheduler; each says what it does, and the following more of some.
+
+    max_prefill_tokens: bounds how long a step makes the others wait for their next token. None: as many as fit.
     max_model_len: longest prompt plus output, in tokens.
-    block_size, num_blocks: the KV cache; it must hold at least one request of max_model_len.
+    num_blocks: blocks of the KV cache; it must hold at least one request of max_model_len.
     num_host_slots: blocks of host memory for what is evicted from it; 0: what is evicted is lost.
-    policy: who goes first; see `scheduler.policy`.
-    batching: 'continuous' admits at every step; 'static' fills a batch and runs it to its end (the usual baseline).
-    starvation_bound_ms: a request that has waited longer goes first under every policy.
-    enable_prefix_caching: reuse the KV of equal prefixes.
-    enable_chunked_prefill: cut long prompts to fit the token budget; without it a prompt is computed whole in one step.
+    policy: see `scheduler.policy`.
     paused: admit and compute nothing until it is false again.
     """
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_prefill_tokens: int | None = None
     max_model_len: int = 2048
-    block_size: int = 16
     num_blocks: int = 1024
     num_host_slots: int = 0
-    policy: Literal["fcfs", "priority", "shortest_prefill", "deadline"] = "fcfs"
-    batching: Literal["continuous", "static"] = "continuous"
-    starvation_bound_ms: float = 10_000.0
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
+    max_prefill_tokens: Annotated[
+        int | None,
+        Doc(
+            "Prompt tokens of these; default: what a step computes in 0.25 s, measured once, at least 16. "
+            "Not heeded without chunked prefill.",
+            1,
+        ),
+    ] = None
+    policy: Annotated[Literal["fcfs", "priority", "shortest_prefill", "deadline"], Doc("Who goes first.")] = "fcfs"
+    batching: Annotated[
+        Literal["continuous", "static"],
+        Doc("continuous admits at every step; static fills a batch and runs it to its end."),
+    ] = "continuous"
+    starvation_bound_ms: Annotated[float, Doc("A request that has waited longer goes first under every policy.", 0)] = (
+        10_000.0
+    )
+    enable_prefix_caching: Annotated[bool, Doc("Reuse the KV cache of equal prefixes.")] = True
+    enable_chunked_prefill: Annotated[bool, Doc("Cut long prompts to fit the token budget.")] = True
     paused: bool = False
 
     def validate(self) -> "SchedulerConfig":
         """Returns itself; raises ConfigError naming the first setting out of range."""
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        if self.max_prefill_tokens is not None:
-            _require(self.max_prefill_tokens >= 1, "max_prefill_tokens", self.max_prefill_tokens, "at least 1")
+        check(self)
+        _require(self.num_blocks >= 1, "num_blocks", self.num_blocks, "at least 1")
         _require(self.num_host_slots >= 0, "num_host_slots", self.num_host_slots, "at least 0")
         _require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2: a prompt and an output")
-        _require(self.starvation_bound_ms >= 0, "starvation_bound_ms", self.starvation_bound_ms, "at least 0")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "max_num_batched_tokens",
@@ -83,7 +85,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         try:
             changed = msgspec.convert({**msgspec.to_builtins(self), **knobs}, SchedulerConfig)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"bad knob value: {error}", value=str(knobs)) from None
+            known = [s for s in settings_of(SchedulerConfig) if s.name in knobs and s.choices]
+            choices = "; ".join(f"{setting.name}: {', '.join(setting.choices)}" for setting in known) or None
+            raise ConfigError(f"bad knob value: {error}", value=str(knobs), hint=choices) from None
         return changed.validate()
 
     def prefill_tokens(self, num_decodes: int) -> int:

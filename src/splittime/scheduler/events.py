@@ -3,8 +3,8 @@
 import msgspec
 
 from splittime.core.errors import ErrorInfo
-from splittime.core.plan import TokenLogprob
 from splittime.core.request import FinishReason
+from splittime.core.step import TokenLogprob
 from splittime.ledger.account import Mark
 
 

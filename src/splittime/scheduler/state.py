@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from splittime.core.plan import Row, RowResult, TokenLogprob
-from splittime.core.request import Request
+from splittime.core.request import FinishReason, Request
+from splittime.core.step import Row, RowResult, TokenLogprob
 from splittime.kv.cache import Lease
 from splittime.ledger.account import Account, Mark
 from splittime.ledger.stages import Cause, Stage
@@ -11,14 +11,20 @@ from splittime.ledger.stages import Cause, Stage
 if TYPE_CHECKING:
     from splittime.scheduler.queue import CauseLog
 
+DECODE = Stage.DECODE  # looked up once: Python 3.11 calls a function for each look at a member of an enumeration
+
 Rank = tuple[int, float, int]  # (0 once overdue else 1, the policy's key, order of arrival): lower goes first
 
 
 class RequestState:
-    """A request in the engine: waiting (in the queue), or running (holds blocks, gets rows).
+    """A request in the engine: waiting (in the queue, or held beside it), or running (holds blocks, gets rows).
 
     token_ids: prompt, then outputs. The KV of the first `num_computed` is in the lease's blocks, or will be when the
-        steps that were planned have run; these sample `num_promised` tokens that are not known yet.
+        steps that were planned have run; these sample `num_promised` tokens that are not known yet. Of drafts, all
+        count as computed and promised until the step's result says how many were accepted.
+    draft_token_ids: guesses of what follows `token_ids`, for the next row.
+    plan_until: it gets no row while it has so many tokens, promised ones included. The most that it may have, since the
+        last of them is never computed; 0 while its next row has to wait for what is accepted.
     recompute_until: after a preemption, tokens [0, recompute_until) had been computed before.
     """
 
@@ -26,6 +32,7 @@ class RequestState:
         "account",
         "arrival",
         "cause_log",
+        "draft_token_ids",
         "is_known_to_runner",
         "is_overtaken",
         "lease",
@@ -39,6 +46,7 @@ class RequestState:
         "num_promised",
         "num_prompt",
         "num_prompt_logprobs",
+        "plan_until",
         "pushed",
         "rank",
         "recompute_until",
@@ -61,6 +69,8 @@ class RequestState:
         self.stop_ids = frozenset(eos_ids) | frozenset(sampling.stop_token_ids)
         self.num_computed = 0
         self.num_promised = 0
+        self.draft_token_ids: tuple[int, ...] = ()
+        self.plan_until = self.max_num_tokens
         self.recompute_until = 0
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0  # entries passed on, for positions 1 to this
@@ -89,6 +99,10 @@ class RequestState:
         return self.num_computed < self.recompute_until
 
     @property
+    def waiting_stage(self) -> Stage:
+        return Stage.PREEMPTED if self.num_preemptions else Stage.QUEUE
+
+    @property
     def computing_stage(self) -> Stage:
         """The stage of a request that catches up with its known tokens."""
         return Stage.RECOMPUTE if self.is_recomputing else Stage.PREFILL
@@ -96,9 +110,21 @@ class RequestState:
     def next_row(self, num_tokens: int) -> Row:
         """Its row for the next `num_tokens` pending tokens, all known; they count as computed from now on."""
         start, end = self.num_computed, self.num_computed + num_tokens
-        samples = end == len(self.token_ids)
-        self.num_computed, self.num_promised = end, int(samples)
-        return Row(self.request_id, start, tuple(self.token_ids[start:end]), self.lease.unsent(), samples)
+        num_samples = int(end == len(self.token_ids))
+        self.num_computed, self.num_promised = end, num_samples
+        return Row(self.request_id, start, tuple(self.token_ids[start:end]), self.lease.unsent(), num_samples)
+
+    def cut_at_end(self, num_new: int) -> tuple[FinishReason | None, int]:
+        """Cut off what follows the token that ends the request, if one of the last `num_new` does. Returns why it ends,
+        and how many of them are left."""
+        begin = len(self.token_ids) - num_new
+        for end, token_id in enumerate(self.token_ids[begin:], begin + 1):
+            is_free_to_stop = end - self.num_prompt >= self.request.sampling.min_tokens
+            is_stop = token_id in self.stop_ids and is_free_to_stop
+            if is_stop or end >= self.max_num_tokens:
+                del self.token_ids[end:]
+                return (FinishReason.STOP if is_stop else FinishReason.LENGTH), end - begin
+        return None, num_new
 
     def new_prompt_logprobs(self, row: Row, row_result: RowResult) -> tuple[TokenLogprob, ...]:
         """A row's prompt log-probabilities, without those that were passed on before a preemption."""
@@ -107,8 +133,16 @@ class RequestState:
         return new
 
     def stall(self, cause: Cause, now_ns: int) -> None:
-        """It runs and gets no row. A recomputation that stalls is a stall of what the preemption interrupted."""
+        """It runs and gets no row. While it recomputes, it stalls in what the preemption interrupted, prefill or
+        decode."""
         self.account.enter(Stage.DECODE_STALL if self.num_output else Stage.PREFILL_STALL, now_ns, cause)
+
+    def resume(self, now_ns: int) -> None:
+        """It gets a row for one token: if it stalled, it does no longer."""
+        if self.account.stage is Stage.DECODE_STALL:
+            self.account.enter(DECODE, now_ns)
+        elif self.account.stage is Stage.PREFILL_STALL:  # one token of its prompt is left
+            self.account.enter(self.computing_stage, now_ns)
 
     def new_marks(self) -> tuple[Mark, ...]:
         """The account's marks since the last call."""

@@ -1,33 +1,39 @@
 """The application: which path is answered by what. `run.serve` puts it on a socket."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-import orjson
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.routing import Route as Path
-
-from splittime.core.errors import NotFound, RequestError, error_body
-from splittime.engine.client import EngineClient
-from splittime.engine.tokenizer import Tokenizer
+from splittime.api.limits import ModelInfo
+from splittime.core.errors import NotFound, RequestError, SplittimeError
+from splittime.drive.client import EngineClient
 from splittime.ledger.store import Ledger
-from splittime.server import routes_dashboard, routes_docs, routes_info, routes_ledger, routes_sleep
-from splittime.server.config import ModelInfo, ServerConfig
-from splittime.server.edge import Edge
-from splittime.server.http import AnswerAtOnce, AtOnce, Receive, Scope, Send
-from splittime.server.routes_generate import GenerationEndpoint
-from splittime.server.routes_info import Handler, Route
-from splittime.server.run import serve
+from splittime.server import routes_dashboard, routes_info, routes_ledger, routes_sleep
+from splittime.server.config import ServerConfig
+from splittime.server.dashboard import files
 from splittime.server.service import Service
+from splittime.server.visit import Visit
+from splittime.text.tokenizer import Tokenizer
+from splittime.web import http
+from splittime.web.edge import Edge
+from splittime.web.origin import Names
 
+Handler = Callable[[Service, http.Scope, http.Receive, http.Send], Awaitable[None]]
+
+
+async def complete(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    await Visit(service, "completions", scope, receive, send).serve()
+
+
+async def answer_chat(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    await Visit(service, "chat", scope, receive, send).serve()
+
+
+# a name in braces, at the end of a path, stands for the rest of it: `http.PATH_REST` in the scope
 PATHS: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/completions", complete),
+    ("POST", "/v1/chat/completions", answer_chat),
     ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
-    ("GET", "/v1/models/{name:path}", routes_info.one_model),
+    ("GET", "/v1/models/{name}", routes_info.one_model),
     ("POST", "/tokenize", routes_info.tokenize),
     ("POST", "/detokenize", routes_info.detokenize),
     ("GET", "/health", routes_info.health),
@@ -47,76 +53,17 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/wake_up", routes_sleep.wake),
     ("GET", "/is_sleeping", routes_sleep.is_sleeping),
     ("GET", "/ledger/requests", routes_ledger.requests),
-    ("GET", "/ledger/requests/{request_id:path}", routes_ledger.one_request),
+    ("GET", "/ledger/requests/{request_id}", routes_ledger.one_request),
     ("GET", "/ledger/steps", routes_ledger.steps),
     ("GET", "/ledger/facts", routes_ledger.facts),
     ("GET", "/ledger/trace.json", routes_ledger.trace_json),
     ("GET", "/dashboard/data", routes_dashboard.data),
-    ("GET", "/dashboard/requests/{request_id:path}", routes_dashboard.one_request),
+    ("GET", "/dashboard/requests/{request_id}", routes_dashboard.one_request),
     ("GET", "/dashboard/findings", routes_dashboard.findings),
     ("GET", "/dashboard/static/{name}", routes_dashboard.static),
-    ("GET", "/openapi.json", routes_docs.openapi),
-    ("GET", "/docs", routes_docs.docs),
+    ("GET", "/openapi.json", routes_info.openapi),
+    ("GET", "/docs", routes_info.docs),
 )
-
-
-class App:
-    """The ASGI application; `service` is what it serves with (drain it before the process ends)."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        hot = {
-            "/v1/completions": GenerationEndpoint(service, "completions"),
-            "/v1/chat/completions": GenerationEndpoint(service, "chat"),
-        }
-        self._at_once: dict[tuple[str, str], AnswerAtOnce] = {("GET", "/health"): routes_info.health_at_once}
-        self._at_once |= {("POST", path): endpoint.refuse_at_once for path, endpoint in hot.items()}
-        routes = [
-            *(Path(path, endpoint, methods=["POST"]) for path, endpoint in hot.items()),
-            *(_path(service, path) for path in dict.fromkeys(path for _, path, _ in PATHS)),
-        ]
-        paths = Paths(routes=routes, exception_handlers={HTTPException: _http_error})
-        self._edge = Edge(Shortcut(hot, paths), service.config, service.keys)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._edge(scope, receive, send)
-
-    def at_once(self, scope: Scope) -> AtOnce | None:
-        """The answer to a request whose head is known, where that is enough to tell it; else None."""
-        answer = self._at_once.get((scope["method"], scope["path"]))
-        return None if answer is None else self._edge.at_once(scope, answer)
-
-
-class Paths(Starlette):
-    """Starlette less its outermost layer: that answers the unforeseen in plain text, `Edge` in OpenAI's form."""
-
-    def build_middleware_stack(self) -> Any:
-        return ExceptionMiddleware(self.router, handlers=self.exception_handlers)
-
-
-class Shortcut:
-    """Leads POSTs to the hot endpoints past the framework, whose layers around `send` would be paid for each chunk."""
-
-    def __init__(self, hot: dict[str, GenerationEndpoint], others: Starlette) -> None:
-        self._hot, self._others = hot, others
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._hot.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        await (endpoint or self._others)(scope, receive, send)
-
-
-def _path(service: Service, path: str) -> Path:
-    """All methods of one path, as one route (so that a wrong method is a 405, not a 404)."""
-    by_method = {method: Route(service, handler) for method, at, handler in PATHS if at == path}
-    if "GET" in by_method:
-        by_method["HEAD"] = by_method["GET"]
-
-    class ByMethod:
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            await by_method[scope["method"]](scope, receive, send)
-
-    return Path(path, ByMethod(), methods=list(by_method))
-
 
 OF_OPENAI = "splittime speaks OpenAI's API: POST /v1/chat/completions and /v1/completions"
 OTHER_APIS = {  # what a client of another API asks for
@@ -134,20 +81,63 @@ OTHER_APIS = {  # what a client of another API asks for
 }
 
 
-async def _http_error(request: HttpRequest, error: Exception) -> Response:
-    """Starlette's own refusals (no such path, wrong method) in OpenAI's form."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        hint = OTHER_APIS.get(request.url.path.rstrip("/"), "GET /openapi.json lists all paths")
-        ours: RequestError = NotFound(f"no such path: {request.url.path}", hint=hint)
-    elif error.status_code == 405:
-        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
-        message = f"{request.url.path} is not for {request.method}"
-        ours = RequestError(message, code="http_error", status=405, value=request.method, hint=f"use {allowed}")
-    else:
-        ours = RequestError(str(error.detail), code="http_error", status=error.status_code)
-    headers = dict(error.headers or {})
-    return Response(orjson.dumps(error_body(ours.info)), error.status_code, headers, media_type="application/json")
+class App:
+    """The ASGI application; `service` is what it serves with (drain it before the process ends)."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, config = service, service.config
+        self._methods: dict[str, dict[str, Handler]] = {}  # by path; "HEAD" is answered as "GET"
+        for method, path, handler in PATHS:
+            handlers = self._methods.setdefault(path.partition("{")[0], {})
+            handlers |= {method: handler} | ({"HEAD": handler} if method == "GET" else {})
+        self._folders = tuple(path.partition("{")[0] for _, path, _ in PATHS if "{" in path)
+        self._at_once: dict[tuple[str, str], http.AnswerAtOnce] = {
+            ("GET", "/health"): routes_info.health_at_once,
+            ("POST", "/v1/completions"): lambda scope: Visit(service, "completions", scope).refuse_at_once(),
+            ("POST", "/v1/chat/completions"): lambda scope: Visit(service, "chat", scope).refuse_at_once(),
+        }
+        names = Names(config.host, config.allowed_hosts, config.cors_origins)
+        self._edge = Edge(
+            self._answer,
+            names,
+            service.keys,
+            root_path=config.root_path,
+            cors_origins=config.cors_origins,
+            pages=files.paths(),
+        )
+
+    async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        await self._edge(scope, receive, send)
+
+    def at_once(self, scope: http.Scope) -> http.AtOnce | None:
+        """The answer to a request whose head is known, where that is enough to tell it; else None."""
+        answer = self._at_once.get((scope["method"], scope["path"]))
+        return None if answer is None else self._edge.at_once(scope, answer)
+
+    async def _answer(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        """Lead a request to its handler; what that raises for the client to know is answered here."""
+        path, method = scope["path"], scope["method"]
+        handlers = self._methods.get(path)
+        if handlers is None and (folder := next((each for each in self._folders if path.startswith(each)), "")):
+            handlers, scope[http.PATH_REST] = self._methods[folder], path.removeprefix(folder)
+        try:
+            if handlers is None:
+                hint = OTHER_APIS.get(path, "GET /openapi.json lists all paths")
+                raise NotFound(f"no such path: {path}", hint=hint)
+            if method in handlers:
+                await handlers[method](self.service, scope, receive, send)
+            else:
+                await _refuse_method(scope, sorted(handlers), send)
+        except SplittimeError as error:
+            await http.respond_error(send, error)
+        except http.Disconnected:
+            pass
+
+
+async def _refuse_method(scope: http.Scope, allowed: list[str], send: http.Send) -> None:
+    listed, message = ", ".join(allowed), f"{scope['path']} is not for {scope['method']}"
+    error = RequestError(message, code="http_error", status=405, value=scope["method"], hint=f"use {listed}")
+    await http.respond_error(send, error, headers=[(b"allow", listed.encode())])
 
 
 def build_app(
@@ -155,10 +145,8 @@ def build_app(
     tokenizer: Tokenizer,
     ledger: Ledger,
     config: ServerConfig,
-    model: ModelInfo | Callable[[], ModelInfo | None],
+    model: ModelInfo | None = None,
+    started_ns: int | None = None,
 ) -> App:
-    """The ASGI application. `model` may be a callable that answers None until the engine is ready."""
-    return App(Service(client, tokenizer, ledger, config, model))
-
-
-__all__: list[Any] = ["App", "build_app", "serve"]
+    """The ASGI application. Without a model it is not ready until `service.settle` names one."""
+    return App(Service(client, tokenizer, ledger, config, model, started_ns))

@@ -1,47 +1,71 @@
-"""What the server may be told, and what it learns of the model. Both are values; nothing here is read twice."""
+"""The settings of the HTTP server."""
 
-import ipaddress
 import re
 import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Annotated
 
+from splittime.api.limits import BodyLimits
 from splittime.core.errors import ConfigError
+from splittime.core.settings import Doc, check
+from splittime.web.origin import is_loopback
+from splittime.web.tenants import check_key
 
 
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """Settings of the HTTP server. `validate()` refuses what cannot be meant."""
+class ServerConfig(BodyLimits, frozen=True, kw_only=True):
+    """Settings of the HTTP server, and what only its own code sets. `validate()` refuses what makes no sense.
 
-    host: str = "127.0.0.1"  # address to bind; any other than loopback needs a key
-    port: int = 8000  # TCP port; 0 lets the system choose
-    api_key: tuple[str, ...] = ()  # asked for as `Authorization: Bearer KEY`; the first is the operator's (`tenants`)
-    api_keys_file: str | None = None  # more keys, with names, limits and salts (`tenants`)
-    metrics_api_key: str | None = None  # opens /metrics and nothing else; asked for there even without other keys
-    root_path: str = ""  # what a proxy has before our paths, whether it takes it away or not
-    ssl_certfile: str | None = None  # PEM file of the certificate (and its chain): HTTPS instead of HTTP
-    ssl_keyfile: str | None = None  # PEM file of its key; default: it is in `ssl_certfile`
-    allowed_hosts: tuple[str, ...] = ()  # names it may be called by beside its own (`origin` says which those are)
-    cors_origins: tuple[str, ...] = ()  # origins whose pages may use it from a browser
-    served_model_name: tuple[str, ...] = ()  # names in the API; default: the model's own
-    max_body_bytes: int = 4 * 2**20  # a longer request body is refused with 413
-    max_queued_requests: int = 256  # generations that may wait for their first step; one more is refused with 429
-    max_queued_prompt_tokens: int = 262_144  # prompt tokens that may wait; more is refused with 429
-    max_n: int = 16  # largest `n`
-    max_choices: int = 128  # largest prompts x n of one HTTP request
-    inline_tokenize_chars: int = 1024  # longer prompts are tokenised in another process (so many take about 1 ms)
-    tokenize_cpu_s: float = 10.0  # processor time that one request's texts may take; beyond it 400
-    tokenize_memory_bytes: int = 2**30  # and memory
-    chat_template: str | None = None  # file with a template in place of the model's
-    slow_reader_buffer_bytes: int = 256 * 1024  # undelivered output of one stream; beyond it the client is dropped
-    slow_reader_s: float = 20.0  # seconds that a stream may make no progress; beyond it the client is dropped
-    send_buffer_bytes: int = 256 * 1024  # the system's buffer of each connection (SO_SNDBUF); 0 leaves it alone
-    body_timeout_s: float = 60.0  # seconds for a client to send its body; beyond it the request ends with 408
-    strict: bool = False  # refuse fields without effect and values that would be bent to fit
-    grace_s: float = 30.0  # seconds that open requests get to finish after SIGTERM
+    allowed_hosts: `web.origin` says which names are allowed besides.
+    inline_tokenize_chars: a longer prompt is tokenised in another process (so many characters take about 1 ms).
+    send_buffer_bytes: the system's buffer of each connection (SO_SNDBUF); 0 leaves it alone.
+    """
+
+    host: Annotated[str, Doc("Address to bind; any but loopback needs api_key.")] = "127.0.0.1"
+    port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8000
+    api_key: Annotated[
+        tuple[str, ...],
+        Doc(
+            "Asked for as `Authorization: Bearer KEY`. The first is the operator's, each other one a tenant's.",
+            is_secret=True,
+        ),
+    ] = ()
+    api_keys_file: Annotated[str | None, Doc("TOML file of keys with names, limits and salts.")] = None
+    metrics_api_key: Annotated[str | None, Doc("A key for /metrics alone.", is_secret=True)] = None
+    root_path: Annotated[str, Doc("What a proxy has before these paths, as /llm.")] = ""
+    ssl_certfile: Annotated[str | None, Doc("PEM file of a certificate, to serve HTTPS.")] = None
+    ssl_keyfile: Annotated[str | None, Doc("PEM file of its key; default: in ssl_certfile.")] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Doc(
+            "Names by which requests may call the server (Host header), beside those it listens on: api.example, "
+            "*.example, or * for any. Default: none on loopback, any on other addresses (which ask for a key)."
+        ),
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Doc("Pages of these origins may use the API from a browser: https://app.example, or * for all."),
+    ] = ()
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Doc("Names in the API: answers carry the first, requests may use any. Default: the model's own."),
+    ] = ()
+    chat_template: Annotated[str | None, Doc("File with a Jinja chat template, in place of the model's.")] = None
+    tokenize_cpu_s: Annotated[
+        float, Doc("Processor time that the texts of one request may take to render and tokenise (400).", 0.001)
+    ] = 10.0
+    tokenize_memory_bytes: Annotated[int, Doc("Memory that they may take.", 2**20)] = 2**30
+    max_body_bytes: Annotated[int, Doc("A longer request body is refused (413).", 1)] = 4 * 2**20
+    max_queued_requests: Annotated[int, Doc("Requests that may wait; one more is refused (429).", 1)] = 256
+    max_queued_prompt_tokens: Annotated[int, Doc("Prompt tokens that may wait; more is 429.", 1)] = 262_144
+    slow_reader_buffer_bytes: Annotated[int, Doc("Unread output at which a client is dropped.", 1)] = 256 * 1024
+    slow_reader_s: Annotated[float, Doc("Seconds without progress at which a client is dropped.", 0.001)] = 20.0
+    body_timeout_s: Annotated[float, Doc("Seconds for a client to send its body (408).", 0.001)] = 60.0
+    grace_s: Annotated[float, Doc("Seconds that open requests get after SIGTERM.", 0)] = 30.0
+    inline_tokenize_chars: int = 1024
+    send_buffer_bytes: int = 256 * 1024
 
     def validate(self) -> None:
-        """Raise `ConfigError` for an unprotected public address or a bound that lets nothing through."""
+        """Raises `ConfigError` for an unprotected public address or a bound that lets nothing through."""
+        check(self)
         self._check_keys()
         if not is_loopback(self.host) and not self.asks_for_key:
             raise ConfigError(
@@ -54,9 +78,6 @@ class ServerConfig:
             hint = "such as /llm: with a slash before, and none behind"
             raise ConfigError("root_path is no path", param="root_path", value=self.root_path, hint=hint)
         _check_certificate(self.ssl_certfile, self.ssl_keyfile)
-        for name in _POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above 0", param=name, value=getattr(self, name))
 
     @property
     def asks_for_key(self) -> bool:
@@ -72,27 +93,7 @@ class ServerConfig:
             check_key(self.metrics_api_key, "metrics_api_key")
 
 
-def check_key(key: str, param: str) -> None:
-    """Raise `ConfigError`, without the key, for one that no client could send, or that anybody could guess."""
-    if not _KEY.fullmatch(key):
-        hint = "use letters, digits and punctuation; several keys: --api-key once for each, or --api-keys-file"
-        raise ConfigError(f"{param} is empty, or has a space or a character beyond ASCII", param=param, hint=hint)
-
-
-_KEY = re.compile(r"[!-~]+")
 _ROOT_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
-_POSITIVE = (
-    "max_body_bytes",
-    "max_queued_requests",
-    "max_queued_prompt_tokens",
-    "max_n",
-    "max_choices",
-    "tokenize_cpu_s",
-    "tokenize_memory_bytes",
-    "slow_reader_buffer_bytes",
-    "slow_reader_s",
-    "body_timeout_s",
-)
 
 
 def _check_certificate(certfile: str | None, keyfile: str | None) -> None:
@@ -109,34 +110,3 @@ def _check_certificate(certfile: str | None, keyfile: str | None) -> None:
         hint = "two PEM files, or one that holds both; the key must not ask for a password"
         message = f"cannot serve HTTPS with {files}: {error}"
         raise ConfigError(message, param="ssl_certfile", value=certfile, hint=hint) from error
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """The model being served, as the API shows it and as requests are checked against it.
-
-    names: the first is what responses say; the others are accepted too.
-    eos_token_ids: end a generation unless it asks otherwise.
-    default_sampling: of what a request does not say, by the names of `SamplingParams`; what is not in it is neutral.
-        Its max_tokens is what a chat gets at most that names no number itself.
-    """
-
-    names: tuple[str, ...]
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
-    created_unix_s: int = 0
-    default_sampling: Mapping[str, float | int] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.names[0]

@@ -29,9 +29,10 @@ from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
-from splittime.server import http, routes_info
+from splittime.server import routes_info
 from splittime.server.dashboard import bins, files, rows
 from splittime.server.service import Service
+from splittime.web import http
 
 MAX_ROWS, MAX_STEPS, MAX_OPEN, MAX_STEPS_SEARCHED = 1_000, 8_000, 256, 16_384
 DIAGNOSED_FOR_S = 5.0  # a diagnosis is kept so long, whoever asks
@@ -47,8 +48,8 @@ WORDS = {
 _diagnoses: WeakKeyDictionary[Ledger, tuple[float, bytes]] = WeakKeyDictionary()  # when it was made, and its answer
 
 
-class Cursor(NamedTuple):
-    """Records that the page has been told of, since the start."""
+class PageCursor(NamedTuple):
+    """How many records, since the start, the page has."""
 
     accounts: int = 0
     steps: int = 0
@@ -85,14 +86,14 @@ async def _respond(send: http.Send, work: Callable[..., bytes], *args: Any) -> N
 
 async def index(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The page for a browser, a few words in JSON for everybody else."""
-    if files.wants_html(scope):
+    if http.wants_html(scope):
         await files.send_file(scope, send, "index.html")
     else:
         await routes_info.index(service, scope, receive, send)
 
 
 async def static(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await files.send_file(scope, send, scope["path_params"]["name"])
+    await files.send_file(scope, send, scope[http.PATH_REST])
 
 
 async def data(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -103,7 +104,7 @@ async def data(service: Service, scope: http.Scope, receive: http.Receive, send:
 
 async def one_request(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """A closed account with the steps of its time."""
-    await _respond(send, _waterfall, service.ledger, scope["path_params"]["request_id"])
+    await _respond(send, _waterfall, service.ledger, scope[http.PATH_REST])
 
 
 async def findings(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -111,7 +112,7 @@ async def findings(service: Service, scope: http.Scope, receive: http.Receive, s
     await _respond(send, _findings, service.ledger, service.facts())
 
 
-def _read_cursor(text: str | None, service: Service) -> Cursor | None:
+def _read_cursor(text: str | None, service: Service) -> PageCursor | None:
     """None for a first look, and for a cursor of another process."""
     process, _, rest = (text or "").partition(".")
     if process != PROCESS:
@@ -119,13 +120,13 @@ def _read_cursor(text: str | None, service: Service) -> Cursor | None:
     numbers = rest.split(".")
     if len(numbers) != 2 or not all(number.isascii() and number.isdigit() and len(number) < 20 for number in numbers):
         raise RequestError("not a cursor of this page", param="after", value=(text or "")[:64])
-    cursor, counts = Cursor(*map(int, numbers)), service.ledger.counts()
+    cursor, counts = PageCursor(*map(int, numbers)), service.ledger.counts()
     return cursor if cursor.accounts <= counts.accounts and cursor.steps <= counts.steps else None
 
 
-def _look(service: Service, after: Cursor | None) -> View:
+def _look(service: Service, after: PageCursor | None) -> View:
     ledger, counts = service.ledger, service.ledger.counts()
-    since = after or Cursor()
+    since = after or PageCursor()
     num_accounts, num_steps = counts.accounts - since.accounts, counts.steps - since.steps
     accounts = ledger.accounts(None, min(num_accounts, MAX_ROWS))
     steps = ledger.steps(min(num_steps, MAX_STEPS))
@@ -137,7 +138,7 @@ def _look(service: Service, after: Cursor | None) -> View:
         "engine": msgspec.to_builtins(service.client.stats()),
         **({"words": WORDS} if after is None else {}),
     }
-    open_books = list(islice(rows.open_books(list(service.generations.values())), MAX_OPEN))
+    open_books = list(islice(rows.open_books(list(service.groups.values())), MAX_OPEN))
     return View(head, time.monotonic_ns(), accounts, steps, open_books)
 
 

@@ -1,45 +1,29 @@
-"""Everything that is not a generation and not the ledger: probes, models, tokens, metrics, knobs."""
+"""Everything that is not a generation and not the ledger: probes, models, tokens, metrics, knobs, the description."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import msgspec
 
 from splittime import __version__
-from splittime.core.errors import ConfigError, RequestError, SplittimeError
+from splittime.api.decode import decode_body, decode_once, whole
+from splittime.api.limits import ModelInfo
+from splittime.api.openapi import document
+from splittime.api.params import check_model, check_token_ids, template_options
+from splittime.api.schema import DetokenizeBody, TokenizeBody
+from splittime.core.errors import ConfigError, RequestError
 from splittime.core.sleep import FALLING_ASLEEP
-from splittime.engine.text_work import Decode, Encode, Render, TextDone, TextWork
-from splittime.engine.text_worker import TextTask
-from splittime.server import http
-from splittime.server.admission import MAX_BOUND
-from splittime.server.config import ModelInfo
+from splittime.scheduler.admission import MAX_BOUND, QueueLimits
+from splittime.scheduler.config import SchedulerConfig
 from splittime.server.dashboard.files import send_file
-from splittime.server.decode import decode_body, decode_once, whole
-from splittime.server.params import check_model, check_token_ids, template_options
-from splittime.server.schema import DetokenizeBody, TokenizeBody
 from splittime.server.service import Service
+from splittime.text.work import Decode, Encode, Render, TextDone, TextWork
+from splittime.text.worker import TextTask
+from splittime.web import http
 
-Handler = Callable[[Service, http.Scope, http.Receive, http.Send], Awaitable[None]]
-
-ADMISSION_KNOBS = ("max_queued_requests", "max_queued_prompt_tokens")
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what can be said to the engine
-
-
-class Route:
-    """An ASGI application of one handler; what it raises for the client to know is answered here."""
-
-    def __init__(self, service: Service, handler: Handler) -> None:
-        self._service, self._handler = service, handler
-
-    async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-        try:
-            await self._handler(self._service, scope, receive, send)
-        except SplittimeError as error:
-            await http.respond_error(send, error)
-        except http.Disconnected:
-            pass
 
 
 ALIVE = {"status": "ok"}
@@ -105,7 +89,7 @@ async def models(service: Service, scope: http.Scope, receive: http.Receive, sen
 
 
 async def one_model(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    model, name = service.require_model(), scope["path_params"]["name"]
+    model, name = service.require_model(), scope[http.PATH_REST]
     check_model(name, model)
     await http.respond_json(send, _card(name, model))
 
@@ -206,7 +190,7 @@ async def change_knobs(service: Service, scope: http.Scope, receive: http.Receiv
     """Change some; all of them come back. A bad one changes nothing."""
     body = await _read_body(service, scope, receive)
     wanted = decode_knobs(body)
-    own = {name: wanted.pop(name) for name in ADMISSION_KNOBS if name in wanted}
+    own = {name: wanted.pop(name) for name in QueueLimits.__dataclass_fields__ if name in wanted}
     for name, value in own.items():
         if type(value) is not int or not 1 <= value <= MAX_BOUND:
             raise RequestError(f"{name} must be a whole number above 0", param=name, value=value)
@@ -251,3 +235,38 @@ def decode_knobs(body: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not an object of knobs: {error}", code="invalid_json") from error
     return {name: whole(value) for name, value in given.items()}
+
+
+async def openapi(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    config, knobs = service.config, knob_schemas(service.client.stats().knobs)
+    described = document(
+        config,
+        service.model,
+        needs_text=not service.tokenizer.encode(""),
+        knobs=knobs,
+        root_path=config.root_path,
+        asks_for_key=config.asks_for_key,
+    )
+    await http.respond_json(send, described)
+
+
+async def docs(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """A page that shows the description, with nothing fetched from elsewhere."""
+    await send_file(scope, send, "docs.html")
+
+
+def knob_schemas(names: Iterable[str]) -> dict[str, Any]:
+    """Returns the JSON schema of each knob: of these of the engine, and of the admission's bounds."""
+    of_engine = msgspec.json.schema(SchedulerConfig)["$defs"]["SchedulerConfig"]["properties"]
+    bound = {"type": "integer", "minimum": 1, "maximum": MAX_BOUND}
+    return {
+        **{name: _bounded(of_engine.get(name, {})) for name in names},
+        **dict.fromkeys(QueueLimits.__dataclass_fields__, bound),
+    }
+
+
+def _bounded(knob: dict[str, Any]) -> dict[str, Any]:
+    """Whole numbers among the engine's knobs are counts."""
+    if "anyOf" in knob:
+        return {**knob, "anyOf": [_bounded(kind) for kind in knob["anyOf"]]}
+    return {**knob, "minimum": 1, "maximum": MAX_BOUND} if knob.get("type") == "integer" else knob

@@ -10,11 +10,11 @@ import orjson
 
 from splittime.core.errors import NotFound, RequestError
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.export.account_json import account_json
+from splittime.ledger.account_json import account_json
 from splittime.ledger.export.chrome_trace import trace
-from splittime.server import http
 from splittime.server.service import Service
-from splittime.server.tenants import tenant_of
+from splittime.web import http
+from splittime.web.tenants import tenant_of
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 
@@ -22,10 +22,12 @@ DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 async def one_request(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The closed account of a request, by the id in its response or by its X-Request-Id. With several choices: that of
     the one that ended last, and all of them in `choices`."""
-    request_id, tenant = scope["path_params"]["request_id"], tenant_of(scope)
+    request_id, tenant = scope[http.PATH_REST], tenant_of(scope)
     found = await _beside(service, service.ledger.account, request_id, tenant.sees)
     if not found:
-        hint = "it is still open" if service.is_open(request_id, tenant) else None
+        hint = "it never came or is no longer kept; GET /ledger/requests lists the latest"
+        if service.is_open(request_id, tenant):
+            hint = "it is still open"
         raise NotFound(f"no closed account of {request_id!r}", code="request_not_found", value=request_id, hint=hint)
     last = max(found, key=lambda account: account.end_ns)
     answer = account_json(last)

@@ -1,4 +1,4 @@
-"""`POST /sleep`, `POST /wake` (`/wake_up`, as vLLM has it) and `GET /is_sleeping`: see docs/sleep.md.
+"""`POST /sleep`, `POST /wake` (`/wake_up`, as vLLM has it) and `GET /is_sleeping`: see docs/guides/sleep.md.
 
 What is asked is in the query, as vLLM's users write it: `POST /sleep?level=1&mode=abort`. The answer comes when it is
 done, and says where the time went. A client that goes away changes nothing: what it asked for is done all the same.
@@ -12,8 +12,8 @@ import msgspec
 
 from splittime.core.errors import RequestError
 from splittime.core.sleep import AWAKE, SleepAsk, SleepReport
-from splittime.server import http
 from splittime.server.service import Service
+from splittime.web import http
 
 MAX_BODY_BYTES = 64
 NO_BODY = (b"", b"{}")
@@ -57,10 +57,10 @@ async def _unless_draining(service: Service, call: Coroutine[Any, Any, SleepRepo
 
 async def _answer(service: Service, report: SleepReport, send: http.Send) -> None:
     service.exporter.observe_sleep(report)
-    await http.respond_json(send, told(report))
+    await http.respond_json(send, report_json(report))
 
 
-def told(report: SleepReport) -> dict[str, Any]:
+def report_json(report: SleepReport) -> dict[str, Any]:
     """A report in JSON: durations in ms, in the order in which they came."""
     fields = msgspec.structs.asdict(report)
     begin_ns, end_ns = fields.pop("begin_ns"), fields.pop("end_ns")

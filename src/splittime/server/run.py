@@ -10,50 +10,35 @@ TCP_NODELAY needs nothing: uvloop sets it on every connection (a test says so).
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import uvicorn
 import uvloop
 
-from splittime.server import sparing
+from splittime.server.app import App
 from splittime.server.config import ServerConfig
-from splittime.server.connection import ConnectionProtocol
+from splittime.web import log_limit
+from splittime.web.connection import ConnectionProtocol, ManyAcceptingServer
 
 BACKLOG = 2048  # connections that may wait to be accepted
-ACCEPTS_PER_TURN = 16
 EXIT_AT_ONCE = 130
 STALL_MORE_S = 5.0  # after `slow_reader_s`, so that a stream is dropped by itself, with its reason
 SHUTDOWN_S = 5  # for connections to close after the drain
 
 
-class DrainingServer(uvicorn.Server):
-    """uvicorn's server; `run` handles the signals. It accepts many connections in a turn of the event loop:
-    libuv accepts one from each listening socket, so there are several that share one queue. With a single one, a
-    client that came while turns were long waited for as many turns as there were newcomers before it."""
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        own = list(sockets or ())
-        await super().serve([*own, *(one.dup() for one in own for _ in range(ACCEPTS_PER_TURN - 1))])
-
-    def capture_signals(self) -> Any:
-        return contextlib.nullcontext()
-
-
-def make_server(app: Any, config: ServerConfig) -> DrainingServer:
-    sparing.install()
+def make_server(app: App, config: ServerConfig) -> ManyAcceptingServer:
+    log_limit.install()
     protocol = partial(
         ConnectionProtocol,
         head_s=config.body_timeout_s,
         stall_s=config.slow_reader_s + STALL_MORE_S,
         at_once=app.at_once,
     )
-    return DrainingServer(
+    return ManyAcceptingServer(
         uvicorn.Config(
             app,
             host=config.host,
@@ -86,7 +71,7 @@ def listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-async def run(app: Any, config: ServerConfig, *, on_listening: Callable[[int], None] = lambda port: None) -> None:
+async def run(app: App, config: ServerConfig, *, on_listening: Callable[[int], None] = lambda port: None) -> None:
     """Serve until a signal has drained it. `on_listening` is told the port."""
     listener = listen(config)
     server = make_server(app, config)
@@ -105,13 +90,13 @@ async def run(app: Any, config: ServerConfig, *, on_listening: Callable[[int], N
     app.service.close()
 
 
-async def _drain(app: Any, server: DrainingServer) -> None:
+async def _drain(app: App, server: ManyAcceptingServer) -> None:
     try:
         await app.service.drain()
     finally:
         server.should_exit = True
 
 
-def serve(app: Any, config: ServerConfig, *, on_listening: Callable[[int], None] = lambda port: None) -> None:
+def serve(app: App, config: ServerConfig, *, on_listening: Callable[[int], None] = lambda port: None) -> None:
     """Run to the end of the process's serving; returns after a drain."""
     uvloop.run(run(app, config, on_listening=on_listening))

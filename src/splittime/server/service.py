@@ -3,35 +3,36 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import msgspec
+import orjson
 
 from splittime import __version__
+from splittime.api.choice import Choice
+from splittime.api.limits import ModelInfo
 from splittime.core.clock import SystemClock
-from splittime.core.errors import ErrorInfo
+from splittime.core.errors import ErrorInfo, Refused
 from splittime.core.sleep import AWAKE, WAY_OUT
-from splittime.engine.client import EngineClient
-from splittime.engine.gc_pauses import GcPauses, freeze_heap
-from splittime.engine.machine_time import machine_time
-from splittime.engine.text_process import TextLimits
-from splittime.engine.text_work import Encode, TextWork
-from splittime.engine.text_workers import TextWorkers
-from splittime.engine.tokenizer import Tokenizer
+from splittime.drive.client import EngineClient
+from splittime.drive.gc_pauses import GcPauses, freeze_heap
+from splittime.drive.machine_time import machine_time
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import send_lag_ns
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import ID_PREFIXES, Ledger
-from splittime.server.admission import Admission, Bounds, Refused
-from splittime.server.config import ModelInfo, ServerConfig
-from splittime.server.generation import Generation, conflict
-from splittime.server.inline import InlineTokenizing
-from splittime.server.keys import Keys
-from splittime.server.quota import Quota
-from splittime.server.tenants import ANYBODY, Tenant
+from splittime.scheduler.admission import Admission, QueueLimits
+from splittime.server.config import ServerConfig
+from splittime.server.group import Group, conflict
+from splittime.text.process import TextLimits
+from splittime.text.tokenizer import Tokenizer
+from splittime.text.work import Encode, InlineTokenizing, TextWork
+from splittime.text.workers import TextWorkers
+from splittime.web.http import Headers
+from splittime.web.tenants import ANYBODY, ApiKeys, Quota, Tenant
 
 log = logging.getLogger("splittime.server")
 
@@ -48,18 +49,20 @@ class Service:
         tokenizer: Tokenizer,
         ledger: Ledger,
         config: ServerConfig,
-        model: ModelInfo | Callable[[], ModelInfo | None],
+        model: ModelInfo | None,
+        started_ns: int | None = None,
     ) -> None:
+        """model: None until the engine has said what it serves (`settle`). started_ns: when the process began."""
         config.validate()
         self.client, self.tokenizer, self.ledger, self.config = client, tokenizer, ledger, config
-        self._model = model
-        self.keys = Keys(config)
+        self.model = model
+        self.keys = ApiKeys(config.api_key, config.api_keys_file, config.metrics_api_key)
         self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.exporter = PrometheusExporter(ledger, client.stats)
         self.gc_pauses: GcPauses | None = None
-        self.started_ns = self._ready_ns = time.monotonic_ns()  # until who made the process says better
-        ledger.tell_facts, ledger.tell_ran = self.facts, machine_time() or ledger.tell_ran
-        bounds = Bounds(config.max_queued_requests, config.max_queued_prompt_tokens)
+        self.started_ns = self._ready_ns = time.monotonic_ns() if started_ns is None else started_ns
+        ledger.describe_by(self.facts, machine_time())
+        bounds = QueueLimits(config.max_queued_requests, config.max_queued_prompt_tokens)
         self.admission = Admission(bounds, self.exporter.count_refusal)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         limits = TextLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
@@ -68,16 +71,11 @@ class Service:
         self.inline = InlineTokenizing(config.inline_tokenize_chars)
         self.is_draining = False
         self.began_draining = asyncio.Event()
-        self.generations: dict[str, Generation] = {}  # by `full_id`, as what is reserved
+        self.groups: dict[str, Group] = {}  # by `full_id`, as what is reserved
         self._reserved: dict[str, asyncio.Event] = {}
         self.num_open = 0  # HTTP requests for generations that are being served
 
     # ---- may a request come in
-
-    @property
-    def model(self) -> ModelInfo | None:
-        """None until the engine has said what it serves."""
-        return self._model() if callable(self._model) else self._model
 
     @property
     def is_serving(self) -> bool:
@@ -112,8 +110,10 @@ class Service:
     def quota(self, tenant: Tenant) -> Quota:
         return self._quotas[tenant.name]
 
-    def settle(self) -> None:
-        """Start-up is over: take what it made out of the garbage collector's sight, and count the pauses from here."""
+    def settle(self, model: ModelInfo) -> None:
+        """Start-up is over and this model is served: take what it made out of the garbage collector's sight, and count
+        the pauses from here."""
+        self.model = model
         freeze_heap()
         self.gc_pauses = GcPauses(SystemClock())
         self._ready_ns = time.monotonic_ns()
@@ -161,14 +161,14 @@ class Service:
         """Take an id. One whose answer has been given, but which the engine still holds, is free within a step."""
         full_id = self.full_id(request_id, tenant)
         while full_id in self._reserved:
-            generation = self.generations.get(full_id)
-            if generation is None or not generation.all_done.is_set():
+            group = self.groups.get(full_id)
+            if group is None or not group.all_done.is_set():
                 raise conflict(request_id)
             await self._reserved[full_id].wait()
         self._reserved[full_id] = asyncio.Event()
 
     def release(self, full_id: str) -> None:
-        self.generations.pop(full_id, None)
+        self.groups.pop(full_id, None)
         self._reserved.pop(full_id).set()
 
     def is_open(self, request_id: str, tenant: Tenant) -> bool:
@@ -176,7 +176,7 @@ class Service:
         operator is told."""
         whose = self.keys.tenants if tenant.is_operator else ()
         names = {request_id, *map(request_id.removeprefix, ID_PREFIXES)}
-        return any(self.full_id(name, each) in self.generations for name in names for each in (tenant, *whose))
+        return any(self.full_id(name, each) in self.groups for name in names for each in (tenant, *whose))
 
     # ---- the ledger
 
@@ -188,6 +188,26 @@ class Service:
         if account.cancelled_ns is not None and account.freed_ns is not None:
             self.exporter.observe_cancel_to_freed(account.freed_ns - account.cancelled_ns)
 
+    def count_prompts(self, choices: Sequence[Choice], n: int) -> None:
+        """Tell the exporter what no choice's own account knows of the prompt that it answers, of which each has `n`
+        answers. One that no step computed is left out."""
+        for begin in range(0, len(choices), n):
+            answers = choices[begin : begin + n]
+            if any(choice.has_started for choice in answers):
+                limits = [choice.request.sampling.max_tokens or 0 for choice in answers]
+                self.exporter.observe_prompt(limits, max(choice.num_output_tokens for choice in answers))
+
+    def load_report(self, wanted: str) -> Headers:
+        """The load report that Envoy and llm-d ask for (ORCA), in the form they ask for."""
+        stats = self.client.stats()
+        named = {"kv_cache_usage_perc": round(stats.kv_cache_usage, 6), "num_requests_waiting": stats.num_waiting}
+        if wanted.upper() == "JSON":
+            return [(b"endpoint-load-metrics", b"JSON " + orjson.dumps({"named_metrics": named}))]
+        if wanted.upper() == "TEXT":
+            text = ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+            return [(b"endpoint-load-metrics", f"TEXT {text}".encode())]
+        return []
+
     # ---- the end
 
     async def drain(self, grace_s: float | None = None) -> None:
@@ -198,11 +218,11 @@ class Service:
         grace_s = self.config.grace_s if grace_s is None else grace_s
         await self._until_empty(time.monotonic() + grace_s)
         error = ErrorInfo("overloaded_error", "the server is shutting down", "draining", 503, retry_after_s=1.0)
-        for generation in list(self.generations.values()):
-            generation.end_early(error)
+        for group in list(self.groups.values()):
+            group.end_early(error)
         await self._until_empty(time.monotonic() + ENGINE_ANSWER_S)
-        for generation in list(self.generations.values()):
-            generation.give_up(error)
+        for group in list(self.groups.values()):
+            group.give_up(error)
         await self._until_empty(time.monotonic() + LAST_WORDS_S)
 
     async def _until_empty(self, deadline_s: float) -> None:

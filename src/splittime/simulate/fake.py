@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from splittime.core.clock import Clock, SystemClock, VirtualClock
-from splittime.core.plan import PENDING, Admitted, Row, RowResult, StepPlan, StepResult
+from splittime.core.step import PENDING, Admitted, Row, RowResult, StepPlan, StepResult
 
 
 class FakeRunner:
     """block_size: of the KV cache. vocab_size: tokens are 1..vocab_size - 1; 0 is end-of-sequence if `eos_every` > 0:
     a token is 0 when its hash divides by `eos_every`. execution: of `StepResult`; other than "host", it is a device
     that tells how long it waited."""
+
+    verifies_drafts = True
 
     def __init__(
         self,
@@ -77,10 +79,8 @@ class FakeRunner:
             self._host[slot] = array("I", self._kv[block])
         for slot, block in plan.restores:
             self._kv[block] = array("I", self._host[slot])
-        for source, target in plan.copies:
-            self._kv[target] = array("I", self._kv[source])
         rows = tuple(self._run_row(row) for row in plan.rows)
-        device_ns = self._step_ns + self._token_ns * sum(len(row.token_ids) for row in plan.rows)
+        device_ns = self._step_ns + self._token_ns * sum(row.num_tokens for row in plan.rows)
         gap_ns = 0
         if self._execution != "host" and self._free_ns is not None:
             gap_ns = self._begin_ns() - self._free_ns
@@ -102,14 +102,27 @@ class FakeRunner:
         blocks = self._blocks[row.request_id]
         blocks.extend(row.new_block_ids)
         token_ids = (self._sampled[row.request_id],) if row.token_ids == (PENDING,) else row.token_ids
-        for position, token_id in enumerate(token_ids, row.start):
+        for position, token_id in enumerate((*token_ids, *row.draft_token_ids), row.start):
             block = self._kv.setdefault(blocks[position // self._block_size], array("I", bytes(4 * self._block_size)))
             block[position % self._block_size] = token_id
-        if not row.samples:
+        if not row.num_samples:
             return RowResult(row.request_id)
-        token = self._next_token(self._read(blocks, row.start + len(row.token_ids)))
-        self._sampled[row.request_id] = token
-        return RowResult(row.request_id, (token,))
+        accepted = self._accept(blocks, row)
+        self._sampled[row.request_id] = accepted[-1]
+        return RowResult(row.request_id, tuple(accepted))
+
+    def _accept(self, blocks: list[int], row: Row) -> list[int]:
+        """The tokens that follow the known ones, up to the first that its draft did not guess."""
+        end = row.start + len(row.token_ids)
+        accepted = [self._next_token(self._read(blocks, end))]
+        for draft in row.draft_token_ids:
+            if draft != accepted[-1]:
+                break
+            accepted.append(self._next_token(self._read(blocks, end + len(accepted))))
+        if row.draft_token_ids:
+            num_computed = end + len(accepted) - 1
+            del blocks[-(-num_computed // self._block_size) :]
+        return accepted
 
     def _read(self, blocks: list[int], num_tokens: int) -> bytes:
         """The first `num_tokens` tokens, as the blocks hold them."""

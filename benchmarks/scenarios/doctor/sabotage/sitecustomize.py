@@ -28,16 +28,16 @@ def _slower(whole: type, name: str, burn: Callable[[Any], None]) -> None:
     setattr(whole, name, slow)
 
 
-def _spoil_host(engine_class: type) -> None:
-    def dawdle(engine: Any) -> None:
+def _spoil_host(crank_class: type) -> None:
+    def dawdle(crank: Any) -> None:
         until = time.monotonic() + HOST_S
-        while engine.scheduler.has_requests and time.monotonic() < until:
+        while crank.engine.scheduler.has_requests and time.monotonic() < until:
             pass
 
-    _slower(engine_class, "step", dawdle)
+    _slower(crank_class, "turn", dawdle)
 
 
-def _spoil_heap(engine_class: type) -> None:
+def _spoil_heap(crank_class: type) -> None:
     while gc.get_freeze_count() == 0:  # what exists before the heap is frozen is never collected
         time.sleep(0.05)
     kept = [[] for _ in range(1_000_000)]
@@ -62,9 +62,9 @@ def _spoil_loop(server_class: type) -> None:
 
 
 ILLNESSES = {
-    "host": ("splittime.engine.engine", "Engine", _spoil_host),
-    "gc": ("splittime.engine.engine", "Engine", _spoil_heap),
-    "tokenizer": ("splittime.engine.tokenizer", "Tokenizer", _spoil_tokenizer),
+    "host": ("splittime.drive.crank", "Crank", _spoil_host),
+    "gc": ("splittime.drive.crank", "Crank", _spoil_heap),
+    "tokenizer": ("splittime.text.tokenizer", "Tokenizer", _spoil_tokenizer),
     "loop": ("splittime.server.run", "DrainingServer", _spoil_loop),
 }
 
@@ -78,9 +78,9 @@ def _when_loaded(module: str, name: str, spoil: Callable[[type], None]) -> None:
 def _is_meant() -> bool:
     """The process that is to fall ill; not the benchmark itself."""
     name = os.environ["SABOTAGE"]
-    words = {"serve"} if name in IN_SERVER else {"splittime.cli.worker"}
+    words = {"serve"} if name in IN_SERVER else {"splittime.assemble.worker"}
     if name == "tokenizer":
-        words.add("splittime.engine.text_process")
+        words.add("splittime.text.process")
     return bool(words & set(sys.orig_argv))
 
 

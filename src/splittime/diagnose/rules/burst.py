@@ -10,7 +10,7 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import LIKELY, Span, num_requests, overlap_ns, served, union, worst
 from splittime.diagnose.rules.share import of_requests
-from splittime.ledger.account import ClosedAccount, Interval
+from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Cause, Stage
 
 AT_ONCE_NS = 100_000_000  # a client that sends all it has is done within this
@@ -85,7 +85,7 @@ def _densest(accounts: Sequence[ClosedAccount], span: Span) -> tuple[ClosedAccou
 
 def _is_all(
     accounts: Sequence[ClosedAccount],
-    waits: Sequence[tuple[str, Interval]],
+    waits: Sequence[tuple[str, StageInterval]],
     spans: Sequence[Span],
     behind: dict[str, float],
     sent: set[str],

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from splittime.bench.book.records import Outcome, RunCheck
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import (
@@ -22,7 +23,6 @@ from splittime.diagnose.rules.evidence import (
 from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, ratio
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.client_book import Outcome
 from splittime.ledger.stages import Stage
 
 MIN_CHUNKS = 8  # fewer make no pattern
@@ -84,6 +84,11 @@ def _sent_as(account: ClosedAccount) -> str:
     return account.group_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
+def failed_checks(books: Books) -> list[RunCheck]:
+    """The client's own checks of itself that make its run void."""
+    return [check for check in books.run.checks if check.voids and not check.ok] if books.run is not None else []
+
+
 def felt_ns(outcomes: Sequence[Outcome]) -> int:
     """The time from the intended start to the end, over all that ended."""
     return max(1, sum(o.end_ns - o.intended_ns for o in outcomes if o.end_ns is not None))
@@ -99,8 +104,7 @@ def of_outcomes(lost_ns: Mapping[str, float], outcomes: Sequence[Outcome], least
 @rule("run", root_of=("buffering_proxy", "nagle", "slow_client"))
 def client_bound(books: Books) -> Answer:
     """The load generator itself was late or busy: what it measured is about it."""
-    assert books.run is not None
-    failed = [check for check in books.run.checks if check.voids and not check.ok]
+    failed = failed_checks(books)
     lags = {o.request_id: float(_lag_ns(o)) for o in sent(books) if _lag_ns(o) > 0}
     share = of_outcomes(lags, sent(books))
     if not failed and not share.is_worth_it:

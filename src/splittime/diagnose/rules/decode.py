@@ -48,7 +48,7 @@ def _part(some: Sequence[FloorGroup], groups: Sequence[FloorGroup]) -> float:
 
 
 def _share(books: Books, owners: Sequence[str], part: float, least: float) -> Share:
-    """Of the requests' time: so much of what these owners have of it."""
+    """Returns how much of the requests' time these owners have."""
     lost = {request_id: ns * part for request_id, ns in attribution(books).of(*owners).items() if part}
     return of_requests(lost, served(books.accounts), least)
 
@@ -65,7 +65,7 @@ def _then_ns(group: FloorGroup, bound: Bound, kept: float) -> float:
 
 
 def _kept(now: str | None, smaller: str | None) -> float:
-    """Of the bytes, where both dtypes are known and the second is smaller."""
+    """Returns the ratio of the bytes, where both dtypes are known and the second is smaller."""
     before, after = BYTES_OF.get(now or ""), BYTES_OF.get(smaller or "")
     return after / before if before and after and after < before else 1.0
 
@@ -89,7 +89,7 @@ def _evidence(groups: Sequence[FloorGroup]) -> tuple[Fact, ...]:
 
 
 def _read_share(groups: Sequence[FloorGroup], bound: Bound) -> str:
-    """Of the steps' time: reading what they are bound by, and not what else they read."""
+    """Returns the share of the steps' time that reading what they are bound by takes, without what else they read."""
     device_ns = sum(group.device_ns for group in groups)
     return f"{min(1.0, sum(_read_ns(group, bound) for group in groups) / max(1, device_ns)):.0%}"
 

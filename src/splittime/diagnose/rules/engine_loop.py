@@ -10,7 +10,7 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import CERTAIN, median, ms, num_requests, overlap_ns, served, worst
 from splittime.diagnose.rules.share import of_requests
-from splittime.ledger.account import Interval
+from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause
 from splittime.ledger.steps import StepRecord
 
@@ -88,7 +88,7 @@ def _waits(books: Books) -> Waits:
     return Waits(by_request, waking_ns, between_ns)
 
 
-def _idle_ns(wait: Interval, steps: Sequence[StepRecord], begins: Sequence[int]) -> int:
+def _idle_ns(wait: StageInterval, steps: Sequence[StepRecord], begins: Sequence[int]) -> int:
     """How much of a wait lies in the time for which the engine had no work, before the step that ended it."""
     after = bisect_left(begins, wait.end_ns)
     if after == len(steps):

@@ -9,7 +9,7 @@ from typing import Any
 
 from splittime.core.request import FinishReason
 from splittime.diagnose.books import Books
-from splittime.ledger.account import ClosedAccount, Interval
+from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
@@ -35,11 +35,11 @@ def num_requests(accounts: Iterable[ClosedAccount], wanted: Iterable[str] | None
     return len({account.group_id for account in accounts if ids is None or account.request_id in ids})
 
 
-def time_ns(account: ClosedAccount, wanted: Callable[[Interval], bool]) -> int:
+def time_ns(account: ClosedAccount, wanted: Callable[[StageInterval], bool]) -> int:
     return sum(interval.duration_ns for interval in account.intervals if wanted(interval))
 
 
-def times_ns(accounts: Iterable[ClosedAccount], wanted: Callable[[Interval], bool]) -> dict[str, int]:
+def times_ns(accounts: Iterable[ClosedAccount], wanted: Callable[[StageInterval], bool]) -> dict[str, int]:
     """By request id, those with none left out."""
     found = ((account.request_id, time_ns(account, wanted)) for account in accounts)
     return {request_id: ns for request_id, ns in found if ns > 0}
@@ -58,11 +58,11 @@ def threads_and_cores(books: Books) -> tuple[int, int]:
     return machine.threads, machine.cores if machine.cores is not None else machine.threads
 
 
-def in_stages(*stages: Stage) -> Callable[[Interval], bool]:
+def in_stages(*stages: Stage) -> Callable[[StageInterval], bool]:
     return lambda interval: interval.stage in stages
 
 
-def waits_for(cause: Cause, *stages: Stage) -> Callable[[Interval], bool]:
+def waits_for(cause: Cause, *stages: Stage) -> Callable[[StageInterval], bool]:
     """Intervals of a cause, in these stages if any are given."""
     return lambda interval: interval.cause is cause and (not stages or interval.stage in stages)
 

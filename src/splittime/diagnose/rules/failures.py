@@ -7,12 +7,12 @@ What such a request lost is all of its time, and more; so requests are counted h
 from collections import Counter
 from collections.abc import Sequence
 
+from splittime.bench.book.records import Ending
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.client import sent
 from splittime.diagnose.rules.evidence import CERTAIN
 from splittime.diagnose.rules.share import counted
-from splittime.ledger.client_book import Ending
 
 MIN_FAILED = 3  # fewer happen to anybody
 FAILED_SHARE = 0.02

@@ -21,7 +21,7 @@ from splittime.diagnose.rules.evidence import (
     worst,
 )
 from splittime.diagnose.rules.share import Share, of_requests
-from splittime.ledger.account import ClosedAccount, Interval
+from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
@@ -70,7 +70,7 @@ def _waits_behind(account: ClosedAccount, spans: Mapping[str, Sequence[Span]]) -
     return [(name, waited_ns) for name, waited_ns in behind if waited_ns]
 
 
-def _waits_for_budget(interval: Interval) -> bool:
+def _waits_for_budget(interval: StageInterval) -> bool:
     """Somebody else had the step's tokens, or the step itself was running when it came."""
     by_budget = interval.cause is Cause.TOKEN_BUDGET and interval.stage in (Stage.QUEUE, Stage.PREFILL_STALL)
     return by_budget or (interval.cause is Cause.STEP_IN_FLIGHT and interval.stage is Stage.QUEUE)

@@ -5,13 +5,13 @@ from math import sqrt
 
 import msgspec
 
+from splittime.bench.book.records import Outcome
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.client import sent
 from splittime.diagnose.rules.evidence import LIKELY, POSSIBLE, in_stages, median, ms, time_ns, worst
 from splittime.diagnose.rules.refused import has_room, num_turned_away
 from splittime.diagnose.rules.share import MIN_SHARE, Share, counted, ratio
-from splittime.ledger.client_book import Outcome
 from splittime.ledger.stages import Cause, Stage
 
 NUM_WINDOWS = 10  # enough for a rank test, few enough that each holds several requests
@@ -66,7 +66,7 @@ def _seen(outcome: Outcome, wait_ns: int, is_refused: bool = False) -> Arrival:
 
 
 @rule(
-    root_of=("head_of_line", "token_budget_bound", "prefill_interference", "told_queue", "deadlines_missed"),
+    root_of=("head_of_line", "token_budget_bound", "prefill_interference", "reported_queue", "deadlines_missed"),
     explains=(Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET, Cause.KV_BLOCKS, Cause.POLICY, Cause.STEP_IN_FLIGHT, Stage.QUEUE),
 )
 def overload(books: Books) -> Answer:
@@ -147,7 +147,7 @@ def _serves(arrivals: Sequence[Arrival], served_ones: Sequence[Arrival], span_s:
 
 
 def _ended(arrivals: Sequence[Arrival]) -> float:
-    """Of those that came long enough before the last one to be served without a wait, how many had ended by then."""
+    """Returns how many had ended by then, of those that came early enough to be served without a wait."""
     due = _due(arrivals)
     return sum(a.end_ns <= arrivals[-1].at_ns for a in due) / len(due) if due else 1.0
 

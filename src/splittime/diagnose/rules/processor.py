@@ -86,17 +86,17 @@ def cpu_starved(books: Books) -> Answer:
         return Abstention("cpu_starved", NOT_STATED)
     threads, cores = threads_and_cores(books)
     ran = beside(books)
-    whole, lost = _lost(books, Computed.CPU_WAIT, STARVED_SHARE)
-    share = whole
-    if ran is not None:
-        lost = {request_id: ns * ran.others_part for request_id, ns in lost.items()}
-        share = of_requests(lost, served(books.accounts))
     if threads > cores:
         return None
+    accounts, lost = served(books.accounts), attribution(books).of(Computed.CPU_WAIT)
+    share = whole = of_requests(lost, accounts, STARVED_SHARE)
+    if ran is not None:
+        lost = {request_id: ns * ran.others_part for request_id, ns in lost.items()}
+        share = of_requests(lost, accounts)
     if not share.is_worth_it:
         return share.unsure("cpu_starved") or _as_usual(whole, share, ran)
     waited_ns = sum(step.cpu_wait_ns or 0 for step in books.steps)
-    tokens = sum(account.output_tokens for account in served(books.accounts))
+    tokens = sum(account.output_tokens for account in accounts)
     each = ms(sum(lost.values()) / max(1, tokens))
     return Finding(
         name="cpu_starved",
@@ -188,11 +188,6 @@ def too_many_threads(books: Books) -> Answer:
         counter_check=f"With {cores} threads and the same load TPOT p50 does not fall.",
         regime="any load; the longer the products, the more is lost",
     )
-
-
-def _lost(books: Books, owner: Computed, least: float = MIN_SHARE) -> tuple[Share, dict[str, float]]:
-    lost = attribution(books).of(owner)
-    return of_requests(lost, served(books.accounts), least), lost
 
 
 def _steps_with_most(books: Books, part: Part) -> tuple[int, ...]:

@@ -4,7 +4,7 @@
     interval  = share + what the mean of (lost - share * felt) may be off / mean of felt  (the ratio, linearised)
 
 Neighbouring requests lose together, and count for fewer, and a run that was spared the long queues reaches further
-upward (`ledger.client_intervals`). The interval says what another run of the same load would show; it is wide where few
+upward (`stats.intervals`). The interval says what another run of the same load would show; it is wide where few
 requests, or one event, lost it all. A finding is told only if the whole interval is worth acting on: `of_requests` and
 `ratio` make the share, `unsure` says what to answer where it is not.
 """
@@ -16,8 +16,8 @@ import numpy
 
 from splittime.diagnose.finding import Abstention
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.client_dependence import MIN_REQUESTS
-from splittime.ledger.client_intervals import spread_of, upward
+from splittime.stats.dependence import MIN_REQUESTS
+from splittime.stats.intervals import spread_of, upward
 
 MIN_SHARE = 0.10  # below a tenth of the requests' time a cure cannot be told from noise in a re-measurement
 MIN_LOSERS = 5  # fewer are a few odd requests
@@ -57,7 +57,7 @@ def of_requests(lost_ns: Mapping[str, float], accounts: Sequence[ClosedAccount],
 
 
 def ratio(lost: Sequence[float], felt: Sequence[float], least: float = MIN_SHARE) -> Share:
-    """Of requests in the order of their begins. What more was lost than felt counts as all of it."""
+    """Returns the share for requests in the order of their begins. What more was lost than felt counts as all of it."""
     losses, times = numpy.asarray(lost, dtype=float), numpy.asarray(felt, dtype=float)
     value = float(min(1.0, max(0.0, losses.sum() / max(1.0, times.sum()))))
     num_losers = int((losses > 0).sum())
@@ -67,12 +67,13 @@ def ratio(lost: Sequence[float], felt: Sequence[float], least: float = MIN_SHARE
 
 
 def counted(value: float, num_losers: int, least: float = MIN_SHARE) -> Share:
-    """Of what was counted whole and will not come again, as a start: there is no other run to be unsure about."""
+    """Returns a share that was counted whole and will not come again, as a start: it needs no interval."""
     return Share(value=value, interval=(value, value) if num_losers else None, num_losers=num_losers, least=least)
 
 
 def happened(lost_ns: Mapping[str, float], accounts: Sequence[ClosedAccount]) -> Share:
-    """Of what somebody did to this run, such as a pause, and the books state: true whatever another run would show."""
+    """Returns the share of what somebody did to this run, such as a pause: the books state it, so it needs no
+    interval."""
     share = of_requests(lost_ns, accounts)
     return counted(share.value, share.num_losers, share.least)
 

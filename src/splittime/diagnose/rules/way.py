@@ -7,13 +7,13 @@ chunks must do, with less confidence.
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from splittime.bench.book.records import Outcome
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.client import MIN_SPREAD_NS, Pair, of_outcomes, pairs, spread_ns, streamed
+from splittime.diagnose.rules.client import MIN_SPREAD_NS, Pair, failed_checks, of_outcomes, pairs, spread_ns, streamed
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, POSSIBLE, median, ms, worst
 from splittime.diagnose.rules.share import MIN_SHARE, Share
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.client_book import Outcome
 
 BUFFERED_SPREAD = 0.5  # the chunks come within half of the time in which the server wrote them
 BUFFERED_GAP = 0.2  # or the usual gap is a fifth of the server's: they come in bursts
@@ -46,8 +46,8 @@ def buffering_proxy(books: Books) -> Answer:
     if len(both) >= MIN_PAIRS:
         return _buffered_by_both(both)
     outcomes = [o for o in streamed(books) if _first_share(o) >= LATE_TTFT and _burst_share(o) >= BURST_SHARE]
-    if both or len(outcomes) < max(MIN_PAIRS, len(streamed(books)) / 2):
-        return None
+    if both or len(outcomes) < max(MIN_PAIRS, len(streamed(books)) / 2) or failed_checks(books):
+        return None  # the client's clock alone is no witness where its own checks failed: it may have read late
     lost = {o.request_id: _first_share(o) * (o.end_ns - o.intended_ns) for o in outcomes if o.end_ns is not None}
     facts = (Fact("of a request's time before its first chunk", f"{_first_share(outcomes[0]):.0%}"),)
     share = of_outcomes(lost, streamed(books))

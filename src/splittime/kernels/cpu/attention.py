@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels import reads
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
+from splittime.kernels.api import AttentionBatch, AttentionPlan, KvShape, LayerKv
 from splittime.kernels.reference import kv_rounding
 
 MAX_PIECE_TOKENS = 512
@@ -40,7 +40,7 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True)
-class Piece:
+class QueryPiece:
     """Query tokens [begin, end) of the batch against gathered keys [key_begin, key_end).
 
     mask: [queries, keys], or None when both start the context (then causal from the top left).
@@ -54,20 +54,25 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class PrefillRow:
+class PrefillGather:
     tiles: Tensor  # int64 [2 * Hkv * blocks]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[QueryPiece, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class GatherPlan(AttentionPlan):
     shape: KvShape
     write_rows: Tensor  # int64 [T, 2 * Hkv], rows of the store seen as [-1, head_dim], and of its scales
     groups: tuple[DecodeGroup, ...]
-    prefills: tuple[PrefillRow, ...]
+    prefills: tuple[PrefillGather, ...]
 
 
-def plan(batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: torch.dtype) -> Plan:
+def own(plan: AttentionPlan) -> GatherPlan:
+    assert isinstance(plan, GatherPlan), "a plan of another backend"
+    return plan
+
+
+def plan(batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: torch.dtype) -> GatherPlan:
     heads = torch.arange(2 * shape.num_kv_heads)  # tiles of a block: K heads, then V heads
     write_tiles = batch.token_blocks[:, None] * len(heads) + heads
     write_rows = write_tiles * shape.block_size + batch.token_offsets[:, None]
@@ -77,7 +82,7 @@ def plan(batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype
     )
     rows = range(batch.num_decode_rows, len(batch.context_lens))
     prefills = tuple(_prefill_row(batch, shape, heads, window_tokens, dtype, row) for row in rows)
-    return Plan(shape, write_rows, groups, prefills)
+    return GatherPlan(shape, write_rows, groups, prefills)
 
 
 def _group_bounds(batch: AttentionBatch, shape: KvShape, window_tokens: int | None) -> list[tuple[int, int]]:
@@ -126,7 +131,7 @@ def _decode_group(
 
 def _prefill_row(
     batch: AttentionBatch, shape: KvShape, heads: Tensor, window_tokens: int | None, dtype: torch.dtype, row: int
-) -> PrefillRow:
+) -> PrefillGather:
     begin, end = batch.query_begins[row], batch.query_begins[row + 1]
     context = batch.context_lens[row]
     start = context - (end - begin)  # position of the first query token
@@ -140,17 +145,17 @@ def _prefill_row(
         pieces.append(
             _piece(begin + offset, begin + stop, start + offset, first_block * shape.block_size, window_tokens, dtype)
         )
-    return PrefillRow(tiles, tuple(pieces))
+    return PrefillGather(tiles, tuple(pieces))
 
 
 def _piece(
     begin: int, end: int, start: int, gathered_from: int, window_tokens: int | None, dtype: torch.dtype
-) -> Piece:
+) -> QueryPiece:
     """Queries at positions [start, start + end - begin) of a row whose gathered keys begin at `gathered_from`."""
     stop = start + end - begin
     is_windowed = window_tokens is not None and stop > window_tokens
     if start == 0 and not is_windowed:
-        return Piece(begin, end, 0, stop, None)
+        return QueryPiece(begin, end, 0, stop, None)
     key_from = gathered_from
     if window_tokens is not None:
         key_from = max(gathered_from, start - window_tokens + 1)
@@ -159,10 +164,10 @@ def _piece(
     if window_tokens is not None:
         hidden |= keys <= queries - window_tokens
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    return Piece(begin, end, key_from - gathered_from, stop - gathered_from, mask)
+    return QueryPiece(begin, end, key_from - gathered_from, stop - gathered_from, mask)
 
 
-def write_kv(kv: Tensor, store: LayerKv, plan: Plan) -> None:
+def write_kv(kv: Tensor, store: LayerKv, plan: GatherPlan) -> None:
     rows = store.data.view(-1, plan.shape.head_dim)
     if store.scales is None:
         rows.index_put_((plan.write_rows,), kv.to(rows.dtype))
@@ -172,7 +177,7 @@ def write_kv(kv: Tensor, store: LayerKv, plan: Plan) -> None:
         store.scales.view(-1).index_put_((plan.write_rows,), scales)
 
 
-def attend(q: Tensor, store: LayerKv, plan: Plan, scale: float) -> Tensor:
+def attend(q: Tensor, store: LayerKv, plan: GatherPlan, scale: float) -> Tensor:
     """q [T, Hq, D] -> [T, Hq * D]; see `kernels.api.Ops.attention`."""
     if len(plan.groups) == 1 and not plan.prefills:
         return _attend_group(q, store, plan.shape, plan.groups[0], scale).reshape(q.shape[0], -1)
@@ -204,7 +209,9 @@ def _attend_group(q: Tensor, store: LayerKv, shape: KvShape, group: DecodeGroup,
     return _flash(folded, keys, values, attn_mask=group.mask, scale=scale)[0]
 
 
-def _attend_prefill(q: Tensor, store: LayerKv, shape: KvShape, prefill: PrefillRow, scale: float, out: Tensor) -> None:
+def _attend_prefill(
+    q: Tensor, store: LayerKv, shape: KvShape, prefill: PrefillGather, scale: float, out: Tensor
+) -> None:
     """Write rows of `out` [T, Hq, D]."""
     heads, dim = shape.num_kv_heads, shape.head_dim
     kv = _gather(store, shape, prefill.tiles, q.dtype).view(2, heads, 1, -1, dim)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splittime.kernels import reads
+from splittime.kernels.layer_weights import PackedWeight
 
 TINY_WEIGHT_ELEMENTS = 1 << 18
 SMALL_WEIGHT_ELEMENTS = 1 << 21
@@ -31,7 +32,7 @@ _linear_pointwise_add = _onednn._linear_pointwise.binary
 
 
 @dataclass(frozen=True)
-class PackedLinear:
+class CpuWeight(PackedWeight):
     """A weight [out, in] in at least one of three layouts."""
 
     packed: Tensor | None  # opaque oneDNN tensor
@@ -47,19 +48,19 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(_onednn._is_mkldnn_bf16_supported()))
 
 
-def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+def pack(weight: Tensor, bias: Tensor | None) -> CpuWeight:
     """Lay out `weight` [out, in] for `apply`."""
     if not can_pack(weight.dtype):
-        return PackedLinear(None, None, weight.contiguous(), bias)
+        return CpuWeight(None, None, weight.contiguous(), bias)
     is_wide = weight.dtype == torch.float32
     transposed = weight.t().contiguous() if is_wide and weight.numel() <= SMALL_WEIGHT_ELEMENTS else None
     if transposed is not None and weight.numel() <= TINY_WEIGHT_ELEMENTS:
-        return PackedLinear(None, transposed, None, bias)
+        return CpuWeight(None, transposed, None, bias)
     packed = _onednn._reorder_linear_weight(weight.contiguous(), PACKING_ROWS_HINT)
-    return PackedLinear(packed, transposed, None, bias)
+    return CpuWeight(packed, transposed, None, bias)
 
 
-def apply(x: Tensor, linear: PackedLinear, residual: Tensor | None = None) -> Tensor:
+def apply(x: Tensor, linear: CpuWeight, residual: Tensor | None = None) -> Tensor:
     """x [T, in] -> [T, out], see `kernels.api.Ops.linear`."""
     if len(x):
         _count(linear)
@@ -73,7 +74,7 @@ def apply(x: Tensor, linear: PackedLinear, residual: Tensor | None = None) -> Te
     return _linear_pointwise_add(x, residual, linear.packed, linear.bias, "add")
 
 
-def _count(linear: PackedLinear) -> None:
+def _count(linear: CpuWeight) -> None:
     weight = next(one for one in (linear.packed, linear.transposed, linear.dense) if one is not None)
     reads.count_weight(str(weight.dtype).removeprefix("torch."), weight)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from splittime.kernels.api import DRAW
+from splittime.kernels.draw import DRAW
 from splittime.kernels.native import library as native
 from splittime.kernels.native.library import (
     BFLOAT16,
@@ -24,9 +24,9 @@ from splittime.kernels.native.library import (
     INT8,
     MINIMA,
     ROUNDED_ACTIVATIONS,
-    Batch,
-    Kv,
-    Linear,
+    StBatch,
+    StKv,
+    StLinear,
     library,
 )
 
@@ -106,7 +106,7 @@ def bytes_read() -> np.ndarray:
 
 
 def results() -> list[np.ndarray]:
-    """Of the selected instruction set, the same cases each time."""
+    """Returns what the selected instruction set computes, for the same cases each time."""
     products = [_product(*kind, tokens) for kind in PRODUCTS for tokens in TOKENS]
     products += [_product_of_integers(scheme, tokens) for scheme in (INT8, INT4) for tokens in TOKENS]
     return [*products, *_elementwise(), *(_attention(kv_type) for kv_type in (FLOAT32, BFLOAT16, INT8)), *_choices()]
@@ -135,12 +135,12 @@ def _product(scheme: int, group: int, extras: int, tokens: int) -> np.ndarray:
     return y
 
 
-def _packed(scheme: int, group: int, extras: int, rows: int, columns: int) -> tuple[np.ndarray, Linear]:
+def _packed(scheme: int, group: int, extras: int, rows: int, columns: int) -> tuple[np.ndarray, StLinear]:
     """Random weights, and the memory that they lie in."""
     weight = _normal(scheme, rows, columns)
     raw, blob = _aligned(library().st_packed_bytes(scheme, rows, columns, group, extras))
     library().st_pack(scheme, rows, columns, group, weight.ctypes.data, FLOAT32, 0, rows, blob)
-    return raw, Linear(scheme, rows, columns, group, extras, blob)
+    return raw, StLinear(scheme, rows, columns, group, extras, blob)
 
 
 def _product_of_integers(scheme: int, tokens: int) -> np.ndarray:
@@ -152,12 +152,12 @@ def _product_of_integers(scheme: int, tokens: int) -> np.ndarray:
     arrays = (integers.ctypes.data, scales.ctypes.data, None, minima.ctypes.data)
     lib.st_pack_rounded(scheme, OUT, IN, GROUP, MINIMA, *arrays, 0, OUT, blob)
     columns = rng.permutation(IN).astype(np.int32)
-    y = _times(Linear(scheme, OUT, IN, GROUP, MINIMA, blob, None, columns.ctypes.data), x)
+    y = _times(StLinear(scheme, OUT, IN, GROUP, MINIMA, blob, None, columns.ctypes.data), x)
     del raw
     return y
 
 
-def _times(linear: Linear, x: np.ndarray) -> np.ndarray:
+def _times(linear: StLinear, x: np.ndarray) -> np.ndarray:
     rows, columns = linear.out_features, linear.in_features
     y = np.zeros((len(x), rows), dtype=np.float32)
     library().st_linear(ctypes.byref(linear), len(x), x.ctypes.data, columns, None, y.ctypes.data, rows)
@@ -178,7 +178,7 @@ def _attention(kv_type: int) -> np.ndarray:
     itemsize = {FLOAT32: 4, BFLOAT16: 2, INT8: 1}[kv_type]
     raw, data = _aligned(4 * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM * itemsize)
     scales = np.zeros((4, 2, KV_HEADS, BLOCK_SIZE), dtype=np.float32)
-    kv = Kv(kv_type, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM, data, scales.ctypes.data)
+    kv = StKv(kv_type, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM, data, scales.ctypes.data)
     _attend(kv, [0, 19], [19], [[0, 1]], list(range(19)), 0)
     found = _attend(kv, [0, 1, 7], [20, 6], [[0, 1], [2, 3]], [19, *range(6)], 1)
     del raw
@@ -186,7 +186,7 @@ def _attention(kv_type: int) -> np.ndarray:
 
 
 def _attend(
-    kv: Kv, begins: list[int], contexts: list[int], tables: list[list[int]], positions: list[int], decode_rows: int
+    kv: StKv, begins: list[int], contexts: list[int], tables: list[list[int]], positions: list[int], decode_rows: int
 ) -> np.ndarray:
     tokens = begins[-1]
     rows = np.repeat(np.arange(len(contexts)), np.diff(begins))
@@ -196,7 +196,7 @@ def _attend(
     angles = np.outer(positions, np.linspace(1, 0.01, HEAD_DIM // 2))
     turns = np.stack((np.cos(angles), np.sin(angles)), axis=-1).astype(np.float32)
     addresses = [array.ctypes.data for array in arrays]
-    batch = Batch(len(contexts), tokens, decode_rows, 2, *addresses, turns.ctypes.data)
+    batch = StBatch(len(contexts), tokens, decode_rows, 2, *addresses, turns.ctypes.data)
     heads, norm = _normal(tokens, tokens, HEADS + 2 * KV_HEADS, HEAD_DIM), _normal(3, HEADS + KV_HEADS, HEAD_DIM)
     out, stride = np.zeros((tokens, HEADS * HEAD_DIM), dtype=np.float32), heads[0].size
     lib, step, store = library(), ctypes.byref(batch), ctypes.byref(kv)

@@ -27,7 +27,7 @@ class LibraryMissing(Exception):
     """There is no usable library; says why."""
 
 
-class Linear(Structure):
+class StLinear(Structure):
     """`below` is the address of another; whoever sets it keeps that one alive."""
 
     _fields_ = (
@@ -43,13 +43,13 @@ class Linear(Structure):
     )
 
 
-def chain(weights: Sequence[Linear]) -> None:
+def chain(weights: Sequence[StLinear]) -> None:
     """Put each below the one before, as a stack that begins with the first; valid while all of them live."""
     for one, below in pairwise(weights):
         one.below = ctypes.addressof(below)
 
 
-class Kv(Structure):
+class StKv(Structure):
     _fields_ = (
         ("type", c_int32),
         ("num_blocks", c_int32),
@@ -61,7 +61,7 @@ class Kv(Structure):
     )
 
 
-class Batch(Structure):
+class StBatch(Structure):
     _fields_ = (
         ("rows", c_int32),
         ("tokens", c_int32),
@@ -76,12 +76,12 @@ class Batch(Structure):
     )
 
 
-class Layer(Structure):
+class StLayer(Structure):
     _fields_ = (
-        ("qkv", Linear),
-        ("output", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
+        ("qkv", StLinear),
+        ("output", StLinear),
+        ("gate_up", StLinear),
+        ("down", StLinear),
         ("input_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("qk_norm", c_void_p),
@@ -93,7 +93,7 @@ class Layer(Structure):
 
 
 _I, _L, _F, _P = c_int32, c_int64, c_float, c_void_p
-_LINEAR, _KV, _BATCH, _LAYER = POINTER(Linear), POINTER(Kv), POINTER(Batch), POINTER(Layer)
+_LINEAR, _KV, _BATCH, _LAYER = POINTER(StLinear), POINTER(StKv), POINTER(StBatch), POINTER(StLayer)
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_interface_version": (_I, ()),
     "st_isa_name": (c_char_p, (_I,)),
@@ -141,7 +141,7 @@ def library() -> ctypes.CDLL:
 
 def _built_path() -> str:
     folder = Path(__file__).parent
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+    for suffix in reversed(importlib.machinery.EXTENSION_SUFFIXES):  # the last is bare: builds before it named a Python
         if (folder / f"_kernels{suffix}").exists():
             return str(folder / f"_kernels{suffix}")
     raise LibraryMissing("the kernels were not built at install (is there a C++ compiler?)")

@@ -1,42 +1,49 @@
 """`Ops` by the C++ kernels. Activations are float32 between products whatever the weights are (`product_dtype` says
 what a product makes of them); packed weights are one blob each.
 
-A dense decoder layer is one call (`fused`); what is composed in Python goes through `torch_ops`.
+A dense decoder layer is one call (`fused`); what is composed in Python calls the library once an operation.
 """
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from ctypes import byref
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import CPU, AttentionBatch, KvShape, LayerKv, RoundedRows, WeightScheme
-from splittime.kernels.native import check, packed, torch_ops
+from splittime.kernels.api import (
+    CPU,
+    AttentionBatch,
+    AttentionPlan,
+    KvShape,
+    LayerKv,
+    LinearShape,
+    NotFused,
+    RoundedRows,
+    RunnableLayer,
+    WeightScheme,
+)
+from splittime.kernels.layer_weights import LayerWeights, PackedNorm, PackedWeight
+from splittime.kernels.native import check, packed
 from splittime.kernels.native.check import choose_isa
-from splittime.kernels.native.library import READ_KINDS, Batch, library
-from splittime.kernels.native.packed import SCHEMES, PackedLinear, PackedStack, extras
+from splittime.kernels.native.fused import fuse
+from splittime.kernels.native.library import READ_KINDS, StBatch, library
+from splittime.kernels.native.packed import (
+    SCHEMES,
+    NativeNorm,
+    NativePlan,
+    NativeStack,
+    NativeWeight,
+    address,
+    kv_of,
+    norm_of,
+    plan_of,
+    weight_of,
+)
 from splittime.kernels.rounded import check_columns, check_scheme
 
 READS = [*(f"weights.{scheme}" for scheme in SCHEMES), "kv.float32", "kv.bfloat16", "kv.int8"]  # `st_bytes_read`
-
-
-@dataclass(frozen=True)
-class PackedNorm:
-    weight: Tensor  # float32 [..., D]
-    eps: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """arrays: the int32 arrays of `StBatch`, which points into them."""
-
-    arrays: list[Tensor]
-    batch: Batch
-    shape: KvShape
-    window_tokens: int
 
 
 class NativeOps:
@@ -69,73 +76,54 @@ class NativeOps:
     def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> int:
         return packed.packed_bytes(out_features, in_features, scheme)
 
-    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> PackedLinear:
-        out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-        return self.linear_from_blob(packed.pack_floats(parts, scheme), out_features, in_features, bias, scheme)
+    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> NativeWeight:
+        shape = LinearShape(sum(len(part) for part in parts), parts[0].shape[1], bias, scheme)
+        return self.linear_from_blob(packed.pack_floats(parts, scheme), shape)
 
-    def pack_rounded(
-        self,
-        parts: Iterable[RoundedRows],
-        out_features: int,
-        in_features: int,
-        bias: Tensor | None,
-        scheme: WeightScheme,
-        columns: Tensor | None = None,
-    ) -> PackedLinear:
-        blob = packed.pack_integers(parts, out_features, in_features, scheme)
-        return self.linear_from_blob(blob, out_features, in_features, bias, scheme, columns)
+    def pack_rounded(self, parts: Iterable[RoundedRows], shape: LinearShape) -> NativeWeight:
+        return self.linear_from_blob(packed.pack_integers(parts, shape), shape)
 
-    def linear_from_blob(
-        self,
-        blob: Tensor,
-        out_features: int,
-        in_features: int,
-        bias: Tensor | None,
-        scheme: WeightScheme,
-        columns: Tensor | None = None,
-    ) -> PackedLinear:
+    def linear_from_blob(self, blob: Tensor, shape: LinearShape) -> NativeWeight:
+        columns = shape.columns
         if columns is not None:
-            check_scheme(scheme)
-            check_columns(columns, in_features)
-        wide = None if bias is None else bias.float().contiguous()
+            check_scheme(shape.scheme)
+            check_columns(columns, shape.in_features)
+        wide = None if shape.bias is None else shape.bias.float().contiguous()
         order = None if columns is None else columns.to(torch.int32).contiguous()
-        return PackedLinear(blob, scheme, out_features, in_features, wide, order)
+        return NativeWeight(blob, shape.scheme, shape.out_features, shape.in_features, wide, order)
 
-    def stack_linear(self, packed: Sequence[PackedLinear | PackedStack]) -> PackedStack:
-        return PackedStack(packed)
+    def stack_linear(self, packed: Sequence[PackedWeight]) -> NativeStack:
+        return NativeStack(packed)
 
-    def linear(self, x: Tensor, packed: PackedLinear | PackedStack, residual: Tensor | None = None) -> Tensor:
-        if isinstance(packed, PackedStack):
-            return torch.ops.splittime.linear_stack.default(x, *packed.tensors, residual, *packed.numbers)
-        scheme = packed.scheme
-        return torch.ops.splittime.linear.default(
-            x,
-            packed.blob,
-            packed.bias,
-            packed.columns,
-            residual,
-            SCHEMES[scheme.name],
-            packed.out_features,
-            scheme.group,
-            extras(scheme),
-        )
+    def linear(self, x: Tensor, packed: PackedWeight, residual: Tensor | None = None) -> Tensor:
+        weight = weight_of(packed)
+        y = x.new_empty((len(x), weight.out_features))
+        lines = x if x.stride(1) == 1 else x.contiguous()
+        added = None if residual is None else residual.contiguous()
+        arrays = (lines.data_ptr(), lines.stride(0), address(added), y.data_ptr(), weight.out_features)
+        library().st_linear(byref(weight.struct), len(lines), *arrays)
+        return y
 
-    def pack_norm(self, weight: Tensor, eps: float) -> PackedNorm:
-        return PackedNorm(weight.float().contiguous(), eps)
+    def pack_norm(self, weight: Tensor, eps: float) -> NativeNorm:
+        return NativeNorm(weight.float().contiguous(), eps)
 
     def rms_norm(self, x: Tensor, packed: PackedNorm) -> Tensor:
-        return torch.ops.splittime.rms_norm.default(x, packed.weight, packed.eps)
+        norm, y = norm_of(packed), torch.empty(x.shape)
+        arrays = (x.data_ptr(), x.stride(0), norm.weight.data_ptr(), norm.eps, y.data_ptr())
+        library().st_rms_norm(len(x), x.shape[1], *arrays)
+        return y
 
-    def linear_norm(
-        self, x: Tensor, packed: PackedLinear | PackedStack, residual: Tensor, norm: PackedNorm
-    ) -> tuple[Tensor, Tensor]:
+    def linear_norm(self, x: Tensor, packed: PackedWeight, residual: Tensor, norm: PackedNorm) -> tuple[Tensor, Tensor]:
         total = self.linear(x, packed, residual)
         return total, self.rms_norm(total, norm)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return torch.ops.splittime.silu_mul.default(gate_up)
+        inner = gate_up.shape[1] // 2
+        y = gate_up.new_empty((len(gate_up), inner))
+        library().st_silu_mul(len(gate_up), inner, gate_up.data_ptr(), y.data_ptr())
+        return y
 
-    def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: Any) -> Plan:
+    def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None) -> NativePlan:
         arrays = [
             torch.tensor(batch.query_begins, dtype=torch.int32),
             torch.tensor(batch.context_lens, dtype=torch.int32),
@@ -143,29 +131,28 @@ class NativeOps:
             batch.token_blocks.int(),
             batch.token_offsets.int(),
         ]
-        return Plan(arrays, torch_ops.batch_of(arrays, batch.num_decode_rows, None), shape, window_tokens or 0)
+        _, contexts, tables, blocks, _ = arrays
+        sizes = (len(contexts), len(blocks), batch.num_decode_rows, tables.shape[1])
+        step = StBatch(*sizes, *(array.data_ptr() for array in arrays))
+        return NativePlan(arrays, step, shape, window_tokens or 0)
 
-    def rope_write(self, qkv: Tensor, qk_norm: PackedNorm | None, turns: Tensor, kv: LayerKv, plan: Plan) -> None:
-        shape = plan.shape
-        torch.ops.splittime.rope_write.default(
-            qkv,
-            kv.data,
-            kv.scales,
-            None if qk_norm is None else qk_norm.weight,
-            torch.view_as_real(turns),
-            plan.arrays,
-            plan.batch.decode_rows,
-            qkv.shape[1] - 2 * shape.num_kv_heads,
-            shape.block_size,
-            shape.head_dim,
-            0.0 if qk_norm is None else qk_norm.eps,
-        )
+    def rope_write(
+        self, qkv: Tensor, head_norm: PackedNorm | None, turns: Tensor, kv: LayerKv, plan: AttentionPlan
+    ) -> None:
+        own, norm = plan_of(plan), None if head_norm is None else norm_of(head_norm)
+        own.batch.turns = turns.data_ptr()
+        scale, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+        num_heads = qkv.shape[1] - 2 * own.shape.num_kv_heads
+        store = byref(kv_of(kv, own.shape))
+        library().st_rope_write(byref(own.batch), store, num_heads, scale, eps, qkv.data_ptr())
 
-    def attention(self, q: Tensor, kv: LayerKv, plan: Plan, scale: float) -> Tensor:
-        shape, rows = plan.shape, plan.batch.decode_rows
-        return torch.ops.splittime.attention.default(
-            q, kv.data, kv.scales, plan.arrays, rows, shape.block_size, shape.head_dim, plan.window_tokens, scale
-        )
+    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
+        """q: heads of a token next to each other."""
+        own, out = plan_of(plan), q.new_empty((len(q), q.shape[1] * q.shape[2]))
+        arrays = (q.data_ptr(), q.stride(0), out.data_ptr())
+        store = byref(kv_of(kv, own.shape))
+        library().st_attention(byref(own.batch), store, q.shape[1], own.window_tokens, scale, *arrays)
+        return out
 
     def finite(self, x: Tensor) -> list[bool]:
         lines, flags = x.contiguous(), np.empty(len(x), dtype=np.bool_)
@@ -188,7 +175,5 @@ class NativeOps:
         counts -= check.bytes_read()
         return {kind: int(count) for kind, count in zip(READS, counts, strict=True) if count}
 
-    def fuse_layer(self, layer: Any) -> Any | None:
-        from splittime.kernels.native.fused import fuse
-
+    def fuse(self, layer: LayerWeights) -> RunnableLayer | NotFused:
         return fuse(layer)

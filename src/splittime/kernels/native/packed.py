@@ -1,4 +1,5 @@
-"""Weights in the kernels' layout: packed from floats or from integers, one blob each, and stacks of them.
+"""What the kernels take: weights in their layout, packed from floats or from integers, one blob each; stacks of them;
+norms; the plan of a step's attention.
 
 A packed weight knows its `StLinear` (`struct`), which points into it. A stack is a chain of those: the library lets
 each weight write its outputs to their place, so nothing is copied, and a fused layer takes a stack like any weight.
@@ -6,24 +7,27 @@ each weight write its outputs to their place, so nothing is copied, and a fused 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels import rounded
-from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.kernels.api import AttentionPlan, KvShape, LayerKv, LinearShape, RoundedRows, WeightScheme
+from splittime.kernels.layer_weights import PackedNorm, PackedWeight
 from splittime.kernels.native import library as native
-from splittime.kernels.native import memory, torch_ops
+from splittime.kernels.native import memory
 from splittime.kernels.native.library import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, chain, library
 
 SCHEMES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 PANEL_ROWS = 16  # a part of a weight can be packed on its own if it begins at a multiple of these
 
 
 @dataclass(frozen=True)
-class PackedLinear:
+class NativeWeight(PackedWeight):
     """blob: uint8, see csrc/splittime.h; bias: float32 [out] or None; columns: int32 [in] or None."""
 
     blob: Tensor
@@ -33,50 +37,80 @@ class PackedLinear:
     bias: Tensor | None
     columns: Tensor | None = None
 
-    def struct(self) -> native.Linear:
+    def new_struct(self) -> native.StLinear:
         """Valid while this object lives."""
-        return native.Linear(
+        return native.StLinear(
             SCHEMES[self.scheme.name],
             self.out_features,
             self.in_features,
             self.scheme.group,
             extras(self.scheme),
             self.blob.data_ptr(),
-            torch_ops.address(self.bias),
-            torch_ops.address(self.columns),
+            address(self.bias),
+            address(self.columns),
         )
 
+    @cached_property
+    def struct(self) -> native.StLinear:
+        return self.new_struct()
 
-class PackedStack:
+
+class NativeStack(PackedWeight):
     """Packed weights of the same columns, the outputs of each below those of the one before."""
 
-    def __init__(self, parts: Sequence["PackedLinear | PackedStack"]) -> None:
-        self.parts: list[PackedLinear] = []
-        for part in parts:
-            self.parts += part.parts if isinstance(part, PackedStack) else [part]
+    def __init__(self, parts: Sequence[PackedWeight]) -> None:
+        self.parts: list[NativeWeight] = []
+        for part in map(weight_of, parts):
+            self.parts += part.parts if isinstance(part, NativeStack) else [part]
         widths = {part.in_features for part in self.parts}
         if len(widths) != 1:
             raise ConfigError(f"a stack of weights of {sorted(widths)} columns", param="weights", value=str(widths))
         self.in_features = self.parts[0].in_features
         self.out_features = sum(part.out_features for part in self.parts)
-        self._structs = [part.struct() for part in self.parts]
+        self._structs = [part.new_struct() for part in self.parts]
         chain(self._structs)
+        self.struct = self._structs[0]  # of the first part, with the others below; valid while this object lives
 
-        self.tensors = (
-            [part.blob for part in self.parts],
-            [part.bias for part in self.parts],
-            [part.columns for part in self.parts],
-        )  # these and the numbers: as `torch.ops.splittime.linear_stack` takes them
-        self.numbers = (
-            [one.scheme for one in self._structs],
-            [one.out_features for one in self._structs],
-            [one.group for one in self._structs],
-            [one.extras for one in self._structs],
-        )
 
-    def struct(self) -> native.Linear:
-        """Of the first part, with the others below; valid while this object lives."""
-        return self._structs[0]
+def weight_of(packed: PackedWeight) -> NativeWeight | NativeStack:
+    assert isinstance(packed, NativeWeight | NativeStack), "a weight of another backend"
+    return packed
+
+
+@dataclass(frozen=True)
+class NativeNorm(PackedNorm):
+    weight: Tensor  # float32 [..., D]
+    eps: float
+
+
+def norm_of(packed: PackedNorm) -> NativeNorm:
+    assert isinstance(packed, NativeNorm), "a norm of another backend"
+    return packed
+
+
+@dataclass(frozen=True)
+class NativePlan(AttentionPlan):
+    """arrays: the int32 arrays of `StBatch`, which points into them."""
+
+    arrays: list[Tensor]
+    batch: native.StBatch
+    shape: KvShape
+    window_tokens: int
+
+
+def plan_of(plan: AttentionPlan) -> NativePlan:
+    assert isinstance(plan, NativePlan), "a plan of another backend"
+    return plan
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def kv_of(kv: LayerKv, shape: KvShape) -> native.StKv:
+    """Valid while its tensors live."""
+    sizes = (KV_TYPES[kv.data.dtype], len(kv.data) - 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    return native.StKv(*sizes, kv.data.data_ptr(), address(kv.scales))
 
 
 def extras(scheme: WeightScheme) -> int:
@@ -108,17 +142,18 @@ def pack_floats(parts: Sequence[Tensor], scheme: WeightScheme) -> Tensor:
     return blob
 
 
-def pack_integers(parts: Iterable[RoundedRows], out_features: int, in_features: int, scheme: WeightScheme) -> Tensor:
+def pack_integers(parts: Iterable[RoundedRows], shape: LinearShape) -> Tensor:
     """The blob of these rows. Raises `ConfigError` for what `kernels.rounded` refuses."""
+    scheme, out_features, in_features = shape.scheme, shape.out_features, shape.in_features
     rounded.check_scheme(scheme)
     blob = memory.allocate(packed_bytes(out_features, in_features, scheme))
     sizes, begin = (SCHEMES[scheme.name], out_features, in_features, scheme.group, extras(scheme)), 0
-    for part in rounded.in_panels(rounded.checked(parts, out_features, in_features, scheme), PANEL_ROWS):
+    for part in rounded.in_panels(rounded.checked(parts, shape), PANEL_ROWS):
         rows = rounded.as_packed(part, scheme)
         kept = [
             None if one is None else one.contiguous() for one in (rows.integers, rows.scales, rows.zeros, rows.minima)
         ]
         end = begin + len(part.integers)
-        library().st_pack_rounded(*sizes, *map(torch_ops.address, kept), begin, end, blob.data_ptr())
+        library().st_pack_rounded(*sizes, *map(address, kept), begin, end, blob.data_ptr())
         begin = end
     return blob

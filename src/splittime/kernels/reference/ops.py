@@ -2,18 +2,27 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from splittime.kernels import reads, rounded
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, RoundedRows, Stack, WeightScheme
-from splittime.kernels.reference import eight_bits, kv_rounding, rounding
+from splittime.kernels.api import (
+    AttentionBatch,
+    AttentionPlan,
+    KvShape,
+    LayerKv,
+    LinearShape,
+    RoundedRows,
+    WeightScheme,
+)
+from splittime.kernels.layer_weights import PackedNorm, PackedWeight
+from splittime.kernels.plain import HostOps, Stack
+from splittime.kernels.reference import kv_rounding, products, rounding
 
 
 @dataclass(frozen=True)
-class RoundedWeight:
+class RoundedWeight(PackedWeight):
     """Integers and what they stand for, just as given; bias: [out] or None; columns: of x, or None."""
 
     rows: RoundedRows
@@ -34,7 +43,33 @@ class RoundedWeight:
         return weight if rows.minima is None else weight - rows.minima[:, group]
 
 
-class ReferenceOps(PlainOps):
+@dataclass(frozen=True)
+class ReferenceWeight(PackedWeight):
+    """weight [out, in], bias [out] or None, of the activations' dtype."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class ReferenceNorm(PackedNorm):
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class ReferencePlan(AttentionPlan):
+    batch: AttentionBatch
+    shape: KvShape
+    window_tokens: int | None
+
+
+def own(plan: AttentionPlan) -> ReferencePlan:
+    assert isinstance(plan, ReferencePlan), "a plan of another backend"
+    return plan
+
+
+class ReferenceOps(HostOps):
     name = "reference"
     linear_name = "matmul"
     attention_name = "loop over rows and heads"
@@ -42,50 +77,42 @@ class ReferenceOps(PlainOps):
     def __init__(self, dtype: torch.dtype) -> None:
         self.activation_dtype = dtype
 
-    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> Any:
+    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> PackedWeight:
         weight = torch.cat(list(parts))
         bias = None if bias is None else bias.to(self.activation_dtype)
         if scheme.name in rounding.INTEGER_SCHEMES:
             return RoundedWeight(RoundedRows(*rounding.quantize(weight, scheme)), scheme, bias, None)
         if scheme.name == "fp8":
-            return RoundedWeight(eight_bits.fp8_rows(weight), scheme, bias, None)
-        return weight.to(self.activation_dtype), bias
+            return RoundedWeight(products.fp8_rows(weight), scheme, bias, None)
+        return ReferenceWeight(weight.to(self.activation_dtype), bias)
 
-    def pack_rounded(
-        self,
-        parts: Iterable[RoundedRows],
-        out_features: int,
-        in_features: int,
-        bias: Tensor | None,
-        scheme: WeightScheme,
-        columns: Tensor | None = None,
-    ) -> RoundedWeight:
-        rounded.check_columns(columns, in_features)
-        rows = rounded.joined(rounded.checked(parts, out_features, in_features, scheme))
-        return RoundedWeight(rows, scheme, None if bias is None else bias.to(self.activation_dtype), columns)
+    def pack_rounded(self, parts: Iterable[RoundedRows], shape: LinearShape) -> RoundedWeight:
+        rounded.check_columns(shape.columns, shape.in_features)
+        bias = None if shape.bias is None else shape.bias.to(self.activation_dtype)
+        return RoundedWeight(rounded.joined(rounded.checked(parts, shape)), shape.scheme, bias, shape.columns)
 
-    def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, packed: PackedWeight, residual: Tensor | None = None) -> Tensor:
         if isinstance(packed, Stack):
             return packed.product(self.linear, x, residual)
         if isinstance(packed, RoundedWeight):
             x = x if packed.columns is None else x[:, packed.columns]
-            y, bias = _rounded_product(x, packed), packed.bias
+            y = _rounded_product(x, packed)
         else:
-            weight, bias = packed
-            y = x @ weight.T
+            assert isinstance(packed, ReferenceWeight), "a weight of another backend"
+            y = x @ packed.weight.T
         if len(x):
             _count(packed)
-        if bias is not None:
-            y = y + bias
+        if packed.bias is not None:
+            y = y + packed.bias
         return y if residual is None else y + residual
 
-    def pack_norm(self, weight: Tensor, eps: float) -> Any:
-        return weight, eps
+    def pack_norm(self, weight: Tensor, eps: float) -> ReferenceNorm:
+        return ReferenceNorm(weight, eps)
 
-    def rms_norm(self, x: Tensor, packed: Any) -> Tensor:
-        weight, eps = packed
+    def rms_norm(self, x: Tensor, packed: PackedNorm) -> Tensor:
+        assert isinstance(packed, ReferenceNorm), "a norm of another backend"
         wide = x.float()
-        return (wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+        return (wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + packed.eps)).to(x.dtype) * packed.weight
 
     def rotate(self, x: Tensor, turns: Tensor) -> None:
         even, odd = x[..., 0::2].float(), x[..., 1::2].float()  # [T, H, D / 2]
@@ -100,11 +127,11 @@ class ReferenceOps(PlainOps):
     def product_dtype(self, scheme: WeightScheme) -> str:
         return scheme.name if scheme.rounds_activations else super().product_dtype(scheme)
 
-    def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: Any) -> Any:
-        return batch, shape, window_tokens
+    def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None) -> ReferencePlan:
+        return ReferencePlan(batch, shape, window_tokens)
 
-    def write_kv(self, kv: Tensor, store: LayerKv, plan: Any) -> None:
-        batch, shape, _ = plan
+    def write_kv(self, kv: Tensor, store: LayerKv, plan: AttentionPlan) -> None:
+        batch, shape = own(plan).batch, own(plan).shape
         rows = kv.view(-1, 2, shape.num_kv_heads, shape.head_dim)
         tiles = _tiles(store, shape)
         places = zip(batch.token_blocks.tolist(), batch.token_offsets.tolist(), strict=True)
@@ -115,11 +142,11 @@ class ReferenceOps(PlainOps):
                 values, scales = kv_rounding.quantize(rows[token], tiles.dtype)
                 tiles[block, :, :, offset], store.scales[block, :, :, offset] = values, scales
 
-    def attention(self, q: Tensor, store: LayerKv, plan: Any, scale: float) -> Tensor:
-        batch, shape, window_tokens = plan
+    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
+        batch, shape, window_tokens = own(plan).batch, own(plan).shape, own(plan).window_tokens
         out = torch.empty_like(q)
         for row, context_tokens in enumerate(batch.context_lens):
-            keys, values = _read_row(store, shape, batch.block_tables[row], context_tokens)
+            keys, values = _read_row(kv, shape, batch.block_tables[row], context_tokens)
             begin, end = batch.query_begins[row], batch.query_begins[row + 1]
             for token in range(begin, end):
                 position = context_tokens - (end - token)
@@ -134,17 +161,16 @@ class ReferenceOps(PlainOps):
 
 def _rounded_product(x: Tensor, packed: RoundedWeight) -> Tensor:
     if packed.scheme.rounds_activations:
-        return eight_bits.product(x, packed.rows, packed.scheme)
+        return products.eight_bit_product(x, packed.rows, packed.scheme)
     return x @ packed.dense().to(x.dtype).T
 
 
-def _count(packed: Any) -> None:
+def _count(packed: RoundedWeight | ReferenceWeight) -> None:
     if isinstance(packed, RoundedWeight):
         rows = packed.rows
         reads.count_weight(packed.scheme.name, rows.integers, rows.scales, rows.zeros, rows.minima)
     else:
-        weight, _ = packed
-        reads.count_weight(str(weight.dtype).removeprefix("torch."), weight)
+        reads.count_weight(str(packed.weight.dtype).removeprefix("torch."), packed.weight)
 
 
 def _tiles(store: LayerKv, shape: KvShape) -> Tensor:

@@ -3,6 +3,8 @@
     fp8     weights and activations rounded to e4m3, one scale an output, one a token: s = largest magnitude / 448
     int8    the same with integers of -127..127, s = largest / 127, ties to even
 
+    fp8 in groups of 128 columns: the same for each group, with scales of its own (DeepSeek-V3, arXiv:2412.19437, 3.3.1)
+
 Activations are multiplied by 127 (448) / largest, a float32, as the kernels do, so that both round alike to the bit.
 Where the largest is below 1e-30 all of a token is 0.
 """
@@ -11,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from splittime.kernels.api import RoundedRows, WeightScheme
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -36,6 +40,22 @@ def rounded_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """x [T, in] rounded as the values [out, in] are, float32 scales [out] -> float64 [T, out]."""
     steps, x_scales = round_rows(x, values.dtype)
     return (steps.double() @ values.double().T) * x_scales.double()[:, None] * scales.double()
+
+
+def fp8_rows(weight: Tensor) -> RoundedRows:
+    """weight [out, in] of any float dtype, rounded to e4m3 with one scale an output."""
+    values, scales = quantize_fp8(weight)
+    return RoundedRows(values, scales.unsqueeze(1))
+
+
+def eight_bit_product(x: Tensor, rows: RoundedRows, scheme: WeightScheme) -> Tensor:
+    """x [T, in] -> [T, out], rounded once, to the dtype of x."""
+    width = scheme.group or x.shape[1]
+    total = torch.zeros(len(x), len(rows.integers), dtype=torch.float64)
+    for group, begin in enumerate(range(0, x.shape[1], width)):
+        here = slice(begin, begin + width)
+        total += rounded_product(x[:, here], rows.integers[:, here], rows.scales[:, group])
+    return total.to(x.dtype)
 
 
 def choose_experts(

@@ -13,7 +13,7 @@ float16, as in the native kernels. What comes as e4m3 stays e4m3, with float32 s
 
 The product rebuilds a chunk of rows at a time in the activations' dtype, so that the weight stays integers in memory.
 It serves the torch backend and is the reference for the kernels. Those also round the activations, this does not:
-`models.quant.bounds` says how far either may be from the unrounded product.
+tests/models/product_bounds.py says how far either may be from the unrounded product.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splittime.kernels import reads, rounded
-from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
+from splittime.kernels.layer_weights import PackedWeight
 from splittime.kernels.rounded import INT4_ZERO
 
 CHUNK_ELEMENTS = 1 << 22  # rebuilt at a time: 16 MiB of float32
@@ -32,7 +33,7 @@ INTEGER_SCHEMES = ("int8", "int4")
 
 
 @dataclass(frozen=True)
-class IntegerLinear:
+class RebuiltWeight(PackedWeight):
     """values: int8 (or e4m3) [out, in], or for int4 uint8 [out, in / 2 rounded up], the even column in the lower half.
     scales: [out, groups], float32, of groups of integers float16; bias: [out] or None.
     zeros: uint8, minima: float16, both [out, groups] or None; columns: as in `Ops.pack_rounded`."""
@@ -89,27 +90,21 @@ def dequantize(
     return steps.flatten(1)[:, : values.shape[1]]
 
 
-def pack(parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> IntegerLinear:
+def pack(parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> RebuiltWeight:
     """The weight of these parts [out_i, in], one below the other; at most a chunk of it is unpacked at a time."""
     in_features = parts[0].shape[1]
     chunks = (quantize(chunk, scheme) for part in parts for chunk in part.split(_chunk_rows(in_features)))
-    return _packed((RoundedRows(*chunk) for chunk in chunks), in_features, bias, scheme, None)
+    shape = LinearShape(sum(len(part) for part in parts), in_features, bias, scheme)
+    return _packed((RoundedRows(*chunk) for chunk in chunks), shape)
 
 
-def pack_rounded(
-    parts: Iterable[RoundedRows],
-    out_features: int,
-    in_features: int,
-    bias: Tensor | None,
-    scheme: WeightScheme,
-    columns: Tensor | None,
-) -> IntegerLinear:
+def pack_rounded(parts: Iterable[RoundedRows], shape: LinearShape) -> RebuiltWeight:
     """See `kernels.api.Ops.pack_rounded`."""
-    rounded.check_columns(columns, in_features)
-    return _packed(rounded.checked(parts, out_features, in_features, scheme), in_features, bias, scheme, columns)
+    rounded.check_columns(shape.columns, shape.in_features)
+    return _packed(rounded.checked(parts, shape), shape)
 
 
-def product(x: Tensor, linear: IntegerLinear, residual: Tensor | None = None) -> Tensor:
+def product(x: Tensor, linear: RebuiltWeight, residual: Tensor | None = None) -> Tensor:
     """x [T, in] -> [T, out], see `kernels.api.Ops.linear`."""
     y = x.new_empty(x.shape[0], len(linear.scales))
     if linear.columns is not None:
@@ -129,15 +124,14 @@ def _groups(values: Tensor, scheme: WeightScheme) -> Tensor:
     return F.pad(values, (0, -values.shape[1] % width)).unflatten(1, (-1, width))
 
 
-def _packed(
-    parts: Iterable[RoundedRows], in_features: int, bias: Tensor | None, scheme: WeightScheme, columns: Tensor | None
-) -> IntegerLinear:
-    kept = rounded.joined([_kept(part, scheme) for part in parts])
-    return IntegerLinear(kept.integers, kept.scales, in_features, scheme, bias, kept.zeros, kept.minima, columns)
+def _packed(parts: Iterable[RoundedRows], shape: LinearShape) -> RebuiltWeight:
+    kept, scheme = rounded.joined([_kept(part, shape.scheme) for part in parts]), shape.scheme
+    extras = (kept.zeros, kept.minima, shape.columns)
+    return RebuiltWeight(kept.integers, kept.scales, shape.in_features, scheme, shape.bias, *extras)
 
 
 def _kept(part: RoundedRows, scheme: WeightScheme) -> RoundedRows:
-    """In the form of `IntegerLinear`; a copy, whatever the part is a view of."""
+    """In the form of `RebuiltWeight`; a copy, whatever the part is a view of."""
     part = rounded.as_packed(part, scheme)
     values, scales, minima = part.integers.clone(memory_format=torch.contiguous_format), part.scales, part.minima
     if scheme.name == "int4":

@@ -9,12 +9,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import LayerKv
+from splittime.kernels.api import AttentionPlan, LayerKv
 from splittime.kernels.triton.attention_decode import DecodeTiles, attend_decode
-from splittime.kernels.triton.attention_plan import Plan, kv_bytes, plan, positions_read
+from splittime.kernels.triton.attention_plan import PagedPlan, kv_bytes, plan, positions_read
 from splittime.kernels.triton.attention_prefill import PrefillTiles, attend_prefill
 
-__all__ = ["DecodeTiles", "Plan", "PrefillTiles", "attend", "kv_bytes", "plan", "positions_read"]
+__all__ = ["DecodeTiles", "PagedPlan", "PrefillTiles", "attend", "kv_bytes", "plan", "positions_read"]
 
 NAME = "paged flash-decoding and flash-attention-2"
 
@@ -22,7 +22,7 @@ NAME = "paged flash-decoding and flash-attention-2"
 def attend(
     q: Tensor,
     store: LayerKv,
-    plan: Plan,
+    plan: PagedPlan,
     scale: float,
     decode_tiles: DecodeTiles | None = None,
     prefill_tiles: PrefillTiles | None = None,
@@ -39,6 +39,11 @@ def attend(
     if plan.prefill is not None:
         attend_prefill(q, store, out, plan, scale, processors, prefill_tiles)
     return out
+
+
+def own(plan: AttentionPlan) -> PagedPlan:
+    assert isinstance(plan, PagedPlan), "a plan of another backend"
+    return plan
 
 
 @cache

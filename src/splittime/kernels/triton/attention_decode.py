@@ -5,7 +5,7 @@ A program does one part of one KV head of one row, for all query heads that shar
 so that keys and values are read once. Whether there are few rows or many, about as many programs should run as the card
 holds at once; `choose_splits` says into how many parts to cut. It depends on shapes and capacities alone: which tokens
 a part covers, each program works out from its row's length, so that a captured launch fits whatever lengths come. Parts
-that have nothing to do leave at once. More than one part leaves partial softmaxes, and `attention_parts.Parts` puts
+that have nothing to do leave at once. More than one part leaves partial softmaxes, and `SoftmaxParts` puts
 them together.
 """
 
@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from splittime.kernels.api import KvShape, LayerKv
-from splittime.kernels.triton.attention_parts import Parts, store_lines
-from splittime.kernels.triton.attention_plan import Plan
+from splittime.kernels.triton.attention_parts import SoftmaxParts, store_lines
+from splittime.kernels.triton.attention_plan import PagedPlan
 from splittime.kernels.triton.attention_tile import (
     LOG2_E,
     columns_of,
@@ -119,7 +119,13 @@ def _decode(
 
 
 def attend_decode(
-    q: Tensor, store: LayerKv, out: Tensor, plan: Plan, scale: float, processors: int, tiles: DecodeTiles | None = None
+    q: Tensor,
+    store: LayerKv,
+    out: Tensor,
+    plan: PagedPlan,
+    scale: float,
+    processors: int,
+    tiles: DecodeTiles | None = None,
 ) -> None:
     """The first tokens of q [T, Hq, D], one a decode row -> their lines of out [T, Hq * D]."""
     rows, shape = plan.num_decode_rows, plan.shape
@@ -132,7 +138,7 @@ def attend_decode(
         tiles.min_part_tokens,
     )
     assert tiles.tokens % shape.block_size == 0, "a tile is whole blocks"
-    parts = Parts(out[:rows], shape.head_dim, splits)
+    parts = SoftmaxParts(out[:rows], shape.head_dim, splits)
     _decode[(rows, shape.num_kv_heads, splits)](
         q, q.stride(0), parts.target, parts.sums, store.data, store.scales, plan.block_tables,
         plan.block_tables.stride(0), plan.context_lens, scale * LOG2_E, tiles.min_part_tokens,

@@ -63,7 +63,7 @@ def _merge(
     tl.store(out + line * HEAD_DIM + columns, result.to(out.dtype.element_ty), mask=columns < HEAD_DIM)
 
 
-class Parts:
+class SoftmaxParts:
     """Where a launch that cuts contexts into `num_splits` parts leaves what it finds: in `out` itself if there is one,
     else in partial results, `target` with `sums`, until `merge` puts them into `out` [tokens, Hq * D]."""
 

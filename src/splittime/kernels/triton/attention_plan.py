@@ -1,8 +1,8 @@
 """What the attention of one step works from: where rows begin and end and where their tokens lie, on the device.
 
 `plan` makes it from a step's batch: one copy to the device, of one pinned buffer, and no waiting. A captured step
-(a CUDA graph) makes it once from buffers that stay, `Plan(...)` itself, and before each replay writes other values into
-those buffers.
+(a CUDA graph) makes it once from buffers that stay, `PagedPlan(...)` itself, and before each replay writes other values
+into those buffers.
 
 *What the graph fixes* is what is not in a tensor of the plan, because the host chooses launches from it: the shape and
 the window; that all rows are decode rows (`prefill` None) and how many there are, `num_decode_rows`, so T; the width of
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
+from splittime.kernels.api import AttentionBatch, AttentionPlan, KvShape, LayerKv
 from splittime.kernels.triton.device import dot_dtype
 
 MAX_HEAD_DIM = 256
@@ -65,7 +65,7 @@ def tile_table(prefill: PrefillRows, tile_tokens: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PagedPlan(AttentionPlan):
     """All tensors int32, on the device. R rows, decode rows first; T query tokens.
 
     window_tokens: None, or how many positions back a query sees. query_begins [R + 1], context_lens [R], block_tables
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def max_seen_tokens(self) -> int:
-        """Of a decode row: its context, or what of it is in the window."""
+        """Returns the most tokens that a decode row attends to: its context, or what of it is in the window."""
         if self.window_tokens is None:
             return self.max_context_tokens
         return min(self.max_context_tokens, self.window_tokens)
@@ -100,7 +100,7 @@ def plan(
     window_tokens: int | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> Plan:
+) -> PagedPlan:
     """The plan of one step whose batch is on the host. dtype: of the activations."""
     check(shape, dtype)
     query_begins = torch.tensor(batch.query_begins, dtype=torch.int32)
@@ -109,7 +109,7 @@ def plan(
     lengths = query_begins.diff().numpy()
     decode = batch.num_decode_rows
     there = _on_together(device, parts)
-    return Plan(
+    return PagedPlan(
         shape=shape,
         window_tokens=window_tokens,
         query_begins=there[0],
@@ -145,7 +145,7 @@ def positions_read(context_lens: Sequence[int], query_lens: Sequence[int], windo
     return total
 
 
-def kv_bytes(plan: Plan, store: LayerKv, positions: int | None = None) -> int:
+def kv_bytes(plan: PagedPlan, store: LayerKv, positions: int | None = None) -> int:
     """Bytes of keys, values and their scales that one layer's attention looks at: at `positions` positions, or as many
     as the plan knows of."""
     seen = plan.positions_read if positions is None else positions

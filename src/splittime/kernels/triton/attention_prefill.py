@@ -7,7 +7,7 @@ edge or the window's edge crosses a tile of keys are there masks; the tiles betw
 Query lengths are known when a step is planned, so which tile is whose is a table made on the host
 (`attention_plan.tile_table`), the tiles with the longest contexts first: they start first, and the short ones fill the
 end. A few short chunks of long rows do not fill the card; then the keys are split, as for decode rows, and
-`attention_parts.Parts` puts them together.
+`attention_parts.SoftmaxParts` puts them together.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from splittime.kernels.api import KvShape, LayerKv
-from splittime.kernels.triton.attention_parts import Parts, store_lines
-from splittime.kernels.triton.attention_plan import Plan
+from splittime.kernels.triton.attention_parts import SoftmaxParts, store_lines
+from splittime.kernels.triton.attention_plan import PagedPlan
 from splittime.kernels.triton.attention_tile import (
     LOG2_E,
     columns_of,
@@ -162,7 +162,13 @@ def _prefill(
 
 
 def attend_prefill(
-    q: Tensor, store: LayerKv, out: Tensor, plan: Plan, scale: float, processors: int, tiles: PrefillTiles | None = None
+    q: Tensor,
+    store: LayerKv,
+    out: Tensor,
+    plan: PagedPlan,
+    scale: float,
+    processors: int,
+    tiles: PrefillTiles | None = None,
 ) -> None:
     """The tokens of q [T, Hq, D] after those of the decode rows -> their lines of out [T, Hq * D]."""
     rows, shape = plan.prefill, plan.shape
@@ -175,7 +181,7 @@ def attend_prefill(
     splits = tiles.num_splits or choose_splits(
         programs, processors * tiles.programs_per_processor, rows.longest_context, tiles.min_part_tokens
     )
-    parts = Parts(out[plan.num_decode_rows :], shape.head_dim, splits)
+    parts = SoftmaxParts(out[plan.num_decode_rows :], shape.head_dim, splits)
     _prefill[(programs, splits)](
         q, q.stride(0), parts.target, parts.sums, store.data, store.scales, plan.block_tables,
         plan.block_tables.stride(0), plan.query_begins, plan.context_lens, table, plan.num_decode_rows,

@@ -8,8 +8,6 @@ Nothing that is masked is loaded: a stale NaN times a probability of 0 would be 
 but what lies in it is addressed by 64: a store may have more than 2^31 elements.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -133,11 +131,11 @@ def step(
 
 @triton.jit
 def first_unit(scales):
-    """Of a store without scales 1, of another less than any scale."""
+    """Returns 1 for a store without scales, for another less than any scale."""
     return 1.0 if scales is None else _LEAST_UNIT
 
 
-def dot_of(q: Tensor, store: LayerKv) -> Any:
+def dot_of(q: Tensor, store: LayerKv) -> object:
     """What queries and keys are multiplied as: as they are, or as float16 where keys are of 8 bits."""
     is_rounded = store.scales is not None and q.dtype != torch.float32
     return tl.float16 if is_rounded else dot_dtype(q.dtype)

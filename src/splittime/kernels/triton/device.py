@@ -8,7 +8,7 @@ importing this module mends that.
 """
 
 import os
-from typing import Any
+from typing import Protocol
 
 import torch
 import triton.language as tl
@@ -32,9 +32,15 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def dot_dtype(dtype: torch.dtype) -> Any:
+def dot_dtype(dtype: torch.dtype) -> object:
     """What operands of `dtype` are multiplied as. float32 wants `input_precision="ieee"` beside it."""
     return tl.float32 if is_interpreted() and dtype == torch.bfloat16 else _DOT_DTYPES[dtype]
+
+
+class Scope(Protocol):
+    """What triton.runtime.interpreter patches with, until it puts it back."""
+
+    def set_attr(self, owner: object, name: str, value: object) -> None: ...
 
 
 def _mend_interpreter() -> None:
@@ -42,7 +48,7 @@ def _mend_interpreter() -> None:
 
     patch_tensor = interpreter._patch_lang_tensor
 
-    def patch(tensor: Any, scope: Any) -> None:
+    def patch(tensor: object, scope: Scope) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 

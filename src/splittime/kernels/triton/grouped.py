@@ -20,17 +20,17 @@ of the kernels, so that what a captured graph reads when it is replayed counts t
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
+from splittime.kernels.layer_weights import PackedWeight
 from splittime.kernels.triton import integers, w8a8
 from splittime.kernels.triton.device import dot_dtype
 from splittime.kernels.triton.grouped_kernels import combine, products
-from splittime.kernels.triton.linear import DenseLinear, kept
+from splittime.kernels.triton.linear import DenseWeight, Own, kept
 from splittime.kernels.triton.routing import Routes, route
 from splittime.kernels.triton.tiles import PROCESSORS, Tiles
 
@@ -38,16 +38,14 @@ ALONE_TOKENS = 2
 COMBINED = 1024  # outputs of a program of the sum
 MAX_EXPERTS = 1024
 
-Weights = DenseLinear | integers.IntegerLinear | w8a8.RoundedLinear
-
 
 @dataclass(frozen=True, eq=False)
 class Experts:
     """gate_up: of [E, 2 I, H], gate first; down: of [E, H, I]; both stacked over the experts.
     run: int64 [1] on the device, experts that ran so far."""
 
-    gate_up: Weights
-    down: Weights
+    gate_up: Own
+    down: Own
     num_experts: int
     run: Tensor
 
@@ -61,9 +59,9 @@ class Experts:
         return dict(read)
 
 
-def stack_experts(gate_ups: Sequence[Any], downs: Sequence[Any]) -> Experts:
-    """Of weights that `linear` packed, one for each expert. Raises `ConfigError` for experts that are not alike, have a
-    bias or an order of columns, or a scheme that there is no grouped product for."""
+def stack_experts(gate_ups: Sequence[PackedWeight], downs: Sequence[PackedWeight]) -> Experts:
+    """Stacks weights that `linear` packed, one for each expert. Raises `ConfigError` for experts that are not alike,
+    have a bias or an order of columns, or a scheme that there is no grouped product for."""
     gate_up, down = _stacked(gate_ups), _stacked(downs)
     num_experts, device = len(gate_ups), kept(down)[1][0].device
     if num_experts > MAX_EXPERTS:
@@ -71,30 +69,31 @@ def stack_experts(gate_ups: Sequence[Any], downs: Sequence[Any]) -> Experts:
     return Experts(gate_up, down, num_experts, torch.zeros(1, dtype=torch.int64, device=device))
 
 
-def _stacked(packed: Sequence[Any]) -> Weights:
-    first, kinds = packed[0], {_kind(one) for one in packed}
-    if len(kinds) != 1 or None in kinds.pop() or any(one.bias is not None for one in packed):
+def _stacked(packed: Sequence[PackedWeight]) -> Own:
+    alike = [one for one in packed if isinstance(one, Own) and one.bias is None]
+    kinds = {_kind(one) for one in alike}
+    if len(alike) < len(packed) or len(kinds) != 1 or None in kinds.pop():
         found = ", ".join(sorted({type(one).__name__ for one in packed}))
         message = f"experts kept as {found} have no grouped product"
         raise ConfigError(
             message, param="experts", value=found, limit="dense, int8, int4 or fp8, all alike, without a bias"
         )
-    stacks = [torch.stack(tensors) for tensors in zip(*(kept(one)[1] for one in packed), strict=True)]
-    if isinstance(first, DenseLinear):
-        return DenseLinear(stacks[0])
-    if isinstance(first, w8a8.RoundedLinear):
+    first, stacks = alike[0], [torch.stack(tensors) for tensors in zip(*(kept(one)[1] for one in alike), strict=True)]
+    if isinstance(first, DenseWeight):
+        return DenseWeight(stacks[0])
+    if isinstance(first, w8a8.EightBitWeight):
         return replace(first, values=stacks[0], scales=stacks[1])
     return replace(first, words=stacks[0], scales=stacks[1])
 
 
-def _kind(one: Any) -> tuple[Any, ...]:
+def _kind(one: Own) -> tuple[object, ...]:
     """What all have alike whose tensors can be one."""
-    if not isinstance(one, Weights) or kept(one)[1][0].dtype == torch.int8:  # `w8a8` has int8 for rounded x alone
+    if kept(one)[1][0].dtype == torch.int8:  # `w8a8` has int8 for rounded x alone
         return (type(one), None)
     shapes = tuple(tensor.shape for tensor in kept(one)[1])
-    if isinstance(one, w8a8.RoundedLinear):
+    if isinstance(one, w8a8.EightBitWeight):
         return type(one), shapes, one.unit
-    return type(one), shapes, *((one.group, one.has_minima) if isinstance(one, integers.IntegerLinear) else ())
+    return type(one), shapes, *((one.group, one.has_minima) if isinstance(one, integers.IntegerWeight) else ())
 
 
 def choose(num_pairs: int, num_experts: int, out_features: int) -> Tiles:
@@ -112,7 +111,7 @@ def choose(num_pairs: int, num_experts: int, out_features: int) -> Tiles:
 def lines(experts: Experts, num_chosen: int) -> list[int]:
     """Numbers of tokens that compile all that this layer will need: one of each line of `choose`."""
     inner, width = experts.gate_up.out_features // 2, experts.down.out_features
-    firsts: dict[tuple[Any, ...], int] = {}
+    firsts: dict[tuple[object, ...], int] = {}
     for tokens in range(1, 65 * experts.num_experts // num_chosen + 2):
         cuts = (choose(tokens * num_chosen, experts.num_experts, out) for out in (inner, width))
         firsts.setdefault((tokens if tokens <= ALONE_TOKENS else 0, *cuts), tokens)
@@ -123,7 +122,7 @@ def grouped(
     x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None = None, *,
     gate_up_tiles: Tiles | None = None, down_tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `models.layers.MixtureOfExperts` does once it has chosen: x [T, H], chosen integers [T, k] experts of each
+    """What `kernels.compose.mixture` does once it has chosen: x [T, H], chosen integers [T, k] experts of each
     token, all different, below 0 for none, weights [T, k] -> residual + the experts' outputs times their weights,
     [T, H]. No value on the device is waited for. Tiles, of the same number of tokens: for benchmarks; else `choose`."""
     num_tokens, num_chosen = chosen.shape
@@ -150,7 +149,7 @@ def grouped(
 
 
 def _run(
-    x: Tensor, chosen: Tensor, routes: Routes | None, shares: Tensor | None, weights: Weights, y: Tensor, tiles: Tiles
+    x: Tensor, chosen: Tensor, routes: Routes | None, shares: Tensor | None, weights: Own, y: Tensor, tiles: Tiles
 ) -> None:
     """One of the two products: gate and up where there are no shares, else down. Every pair alone without routes."""
     lines = chosen.numel() if routes is None else len(routes.tiles)
@@ -163,20 +162,27 @@ def _run(
     )  # fmt: skip
 
 
-def _operands(weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    if isinstance(weights, integers.IntegerLinear):
+def _operands(weights: Own, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, dict[str, object]]:
+    if isinstance(weights, integers.IntegerWeight):
         return weights.words, weights.scales, {**integers.constants(weights, dtype), "FLOAT8": False}
-    plain = {"BITS": 16, "GROUP": 0, "UNIT": 1, "HAS_MINIMA": False, "IS_WHOLE": True, "FLOAT8": False}
+    plain: dict[str, object] = {
+        "BITS": 16,
+        "GROUP": 0,
+        "UNIT": 1,
+        "HAS_MINIMA": False,
+        "IS_WHOLE": True,
+        "FLOAT8": False,
+    }
     plain |= {"DOT": dot_dtype(dtype), "FAST": False}
-    if isinstance(weights, w8a8.RoundedLinear):
+    if isinstance(weights, w8a8.EightBitWeight):
         return weights.values, weights.scales, {**plain, "UNIT": weights.unit, "FLOAT8": True}
     return weights.weight, None, plain
 
 
-def _sizes(weights: Weights) -> tuple[int, int]:
+def _sizes(weights: Own) -> tuple[int, int]:
     """Tiles of integers (or columns) of an output's weights, and groups; see `grouped_kernels`."""
-    if isinstance(weights, w8a8.RoundedLinear):
+    if isinstance(weights, w8a8.EightBitWeight):
         return weights.values.shape[-1], weights.scales[0].numel()
-    if isinstance(weights, DenseLinear):
+    if isinstance(weights, DenseWeight):
         return weights.weight.shape[-1], 1
     return weights.words.shape[-3], weights.scales.shape[-2] if weights.group else 1

@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 
 from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.kernels.layer_weights import PackedWeight
 from splittime.kernels.rounded import INT4_ZERO
 from splittime.kernels.triton.device import dot_dtype
 from splittime.kernels.triton.integers_kernels import SLAB_COLUMNS, multiply
@@ -42,7 +43,7 @@ CENTRES = {4: 0, 8: 128}  # what is added to an integer to keep it
 
 
 @dataclass(frozen=True)
-class IntegerLinear:
+class IntegerWeight(PackedWeight):
     """words: int32 [tiles, out, 32]; scales: int32 [groups, out], of as many groups as whole tiles have, or float32
     [out] where `group` is 0; see above. group: columns of one, a multiple of 32 (int8: of 16). bits: 4 or 8."""
 
@@ -63,7 +64,7 @@ def tile_columns(bits: int) -> int:
     return SLAB_COLUMNS * 32 // bits
 
 
-def empty(out_features: int, in_features: int, scheme: WeightScheme, device: torch.device) -> IntegerLinear:
+def empty(out_features: int, in_features: int, scheme: WeightScheme, device: torch.device) -> IntegerWeight:
     """A weight to `put` rows in. Its columns are filled up to whole tiles, with scales of 0."""
     bits = 4 if scheme.name == "int4" else 8
     tiles = -(-in_features // tile_columns(bits))
@@ -73,10 +74,10 @@ def empty(out_features: int, in_features: int, scheme: WeightScheme, device: tor
         scales = torch.zeros(groups, out_features, dtype=torch.int32, device=device)
     else:
         scales = torch.zeros(out_features, dtype=torch.float32, device=device)
-    return IntegerLinear(words, scales, in_features, bits, scheme.group, scheme.has_minima)
+    return IntegerWeight(words, scales, in_features, bits, scheme.group, scheme.has_minima)
 
 
-def put(weight: IntegerLinear, begin: int, rows: RoundedRows) -> None:
+def put(weight: IntegerWeight, begin: int, rows: RoundedRows) -> None:
     """Rows as `rounded.as_packed` makes them, at outputs [begin, ..)."""
     device, here = weight.words.device, slice(begin, begin + len(rows.integers))
     weight.words[:, here] = _words(rows.integers.to(device), weight.bits)
@@ -102,7 +103,7 @@ def _words(integers: Tensor, bits: int) -> Tensor:
     return words
 
 
-def unpacked(weight: IntegerLinear) -> RoundedRows:
+def unpacked(weight: IntegerWeight) -> RoundedRows:
     """The integers again: int8 [out, in], and scales, zeros and minima as kept, in float32."""
     bits = weight.bits
     fields = [weight.words >> bits * slab & (1 << bits) - 1 for slab in range(32 // bits)]
@@ -116,7 +117,7 @@ def unpacked(weight: IntegerLinear) -> RoundedRows:
     return RoundedRows(integers, scales, zeros, minima)
 
 
-def choose(num_tokens: int, weight: IntegerLinear, dtype: torch.dtype) -> Tiles:
+def choose(num_tokens: int, weight: IntegerWeight, dtype: torch.dtype) -> Tiles:
     """Few tokens: 64 outputs are the fewest rows of a warp group's matrix instruction; where there are enough of them
     for all processors, twice as many share what a step of the loop costs besides unpacking. More tokens: wide tiles, so
     that unpacking is shared by more of them; at 128 x 128 three stages of int4 would be more shared memory than a
@@ -135,7 +136,7 @@ def choose(num_tokens: int, weight: IntegerLinear, dtype: torch.dtype) -> Tiles:
 
 
 def linear(
-    x: Tensor, weight: IntegerLinear, residual: Tensor | None = None, tiles: Tiles | None = None, end: End = add_parts
+    x: Tensor, weight: IntegerWeight, residual: Tensor | None = None, tiles: Tiles | None = None, end: End = add_parts
 ) -> Tensor:
     """x [T, in], of contiguous rows -> x W^T + bias (+ residual) [T, out]. tiles: for benchmarks; else `choose`."""
     num_tokens, out_features = x.shape[0], weight.out_features
@@ -156,7 +157,7 @@ def linear(
     return y
 
 
-def constants(weight: IntegerLinear, dtype: torch.dtype) -> dict[str, object]:
+def constants(weight: IntegerWeight, dtype: torch.dtype) -> dict[str, object]:
     """What `product` is compiled for."""
     columns = tile_columns(weight.bits)
     return {

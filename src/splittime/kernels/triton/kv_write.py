@@ -11,8 +11,6 @@ Triton that its interpreter has too, and adding and subtracting a power of two r
 and a maximum of floats loses a NaN, but a maximum of their bits keeps it (bits of absolute values are ordered alike).
 """
 
-from typing import Any
-
 import numpy as np
 import triton
 import triton.language as tl
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from splittime.kernels.api import LayerKv
 from splittime.kernels.reference import kv_rounding
+from splittime.kernels.triton.attention_plan import PagedPlan
 
 _LEAST_BITS = tl.constexpr(int(np.float32(kv_rounding.LEAST_SCALE).view(np.int32)))  # it is subnormal: a double here
 _INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -118,9 +117,9 @@ def _write_kv(
     )  # fmt: skip
 
 
-def write_kv(kv: Tensor, store: LayerKv, plan: Any) -> None:
+def write_kv(kv: Tensor, store: LayerKv, plan: PagedPlan) -> None:
     """kv [T, 2 Hkv, D], keys then values, a view whose heads lie one after the other, to `plan`'s places (a
-    `triton.attention.Plan`)."""
+    `triton.attention.PagedPlan`)."""
     num_tokens, num_lines, head_dim = kv.shape
     assert kv.stride()[1:] == (head_dim, 1), "heads must be contiguous"
     if num_tokens:

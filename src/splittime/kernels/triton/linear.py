@@ -14,7 +14,6 @@ replays it adds what was counted while it was captured (`kernels.reads`).
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,9 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels import reads, rounded
-from splittime.kernels.api import RoundedRows, Stack, WeightScheme
+from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
+from splittime.kernels.layer_weights import PackedWeight
+from splittime.kernels.plain import Stack
 from splittime.kernels.reference import products, rounding
 from splittime.kernels.triton import integers, norm, w8a8
 from splittime.kernels.triton.tiles import End, add_parts
@@ -32,7 +33,7 @@ SCHEMES = (*DENSE, "int8", "int4", "fp8")
 
 
 @dataclass(frozen=True)
-class DenseLinear:
+class DenseWeight(PackedWeight):
     """weight [out, in], bias [out] or None, of the activations' dtype."""
 
     weight: Tensor
@@ -44,10 +45,10 @@ class DenseLinear:
 
 
 @dataclass(frozen=True)
-class Reordered:
+class Reordered(PackedWeight):
     """A weight whose product is with x[:, columns]."""
 
-    weight: integers.IntegerLinear | w8a8.RoundedLinear
+    weight: integers.IntegerWeight | w8a8.EightBitWeight
     columns: Tensor
 
     @property
@@ -55,12 +56,12 @@ class Reordered:
         return self.weight.out_features
 
 
-Packed = DenseLinear | integers.IntegerLinear | w8a8.RoundedLinear | Reordered | Stack
+Own = DenseWeight | integers.IntegerWeight | w8a8.EightBitWeight
 
 
 def pack_linear(
     parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme, dtype: torch.dtype, device: torch.device
-) -> Packed:
+) -> PackedWeight:
     """See `kernels.api.Ops.pack_linear`. dtype: of activations, and of the bias."""
     _check(scheme)
     bias = None if bias is None else bias.to(device, dtype)
@@ -69,59 +70,53 @@ def pack_linear(
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         for begin, rows in _chunks(parts, device):
             weight[begin : begin + len(rows)] = rows
-        return DenseLinear(weight, bias)
+        return DenseWeight(weight, bias)
     if scheme.name == "fp8":
         kept = w8a8.empty(out_features, in_features, torch.float8_e4m3fn, device)
         for begin, rows in _chunks(parts, device):
             w8a8.put(kept, begin, *products.quantize_fp8(rows))
         return replace(kept, bias=bias)
     weights = (RoundedRows(*rounding.quantize(rows, scheme)) for _, rows in _chunks(parts, device))
-    return _pack(weights, out_features, in_features, bias, scheme, device)
+    return _pack(weights, LinearShape(out_features, in_features, bias, scheme), device)
 
 
 def pack_rounded(
-    parts: Iterable[RoundedRows],
-    out_features: int,
-    in_features: int,
-    bias: Tensor | None,
-    scheme: WeightScheme,
-    columns: Tensor | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Packed:
+    parts: Iterable[RoundedRows], shape: LinearShape, dtype: torch.dtype, device: torch.device
+) -> PackedWeight:
     """See `kernels.api.Ops.pack_rounded`."""
-    _check(scheme)
-    rounded.check_columns(columns, in_features)
-    bias = None if bias is None else bias.to(device, dtype)
-    checked = rounded.checked(parts, out_features, in_features, scheme)
-    packed = _pack(checked, out_features, in_features, bias, scheme, device)
-    return packed if columns is None else Reordered(packed, columns.to(device))
+    _check(shape.scheme)
+    rounded.check_columns(shape.columns, shape.in_features)
+    bias = None if shape.bias is None else shape.bias.to(device, dtype)
+    packed = _pack(rounded.checked(parts, shape), replace(shape, bias=bias), device)
+    return packed if shape.columns is None else Reordered(packed, shape.columns.to(device))
 
 
-def stack(packed: Sequence[Packed]) -> Stack:
-    """See `kernels.api.Ops.stack_linear`. Weights that are alike are packed as one and never come here."""
-    return Stack(tuple(packed))
+def own(packed: PackedWeight) -> Own:
+    assert isinstance(packed, Own), "a weight of another backend"
+    return packed
 
 
-def linear(x: Tensor, packed: Packed, residual: Tensor | None = None, end: End = add_parts) -> Tensor:
+def linear(x: Tensor, packed: PackedWeight, residual: Tensor | None = None, end: End = add_parts) -> Tensor:
     """x [T, in] -> x W^T + bias (+ residual [T, out], which may be overwritten) [T, out]; float32 sums, rounded once at
     the end."""
     if isinstance(packed, Stack):
         return packed.product(linear, x, residual)
     if isinstance(packed, Reordered):
         return linear(x.index_select(1, packed.columns), packed.weight, residual, end)
+    weight = own(packed)
     if not len(x):
-        return x.new_empty(0, packed.out_features)
-    _count(packed)
-    if isinstance(packed, DenseLinear):
-        return _dense(x, packed, residual)
+        return x.new_empty(0, weight.out_features)
+    _count(weight)
+    if isinstance(weight, DenseWeight):
+        return _dense(x, weight, residual)
     x = x if x.stride(1) == 1 else x.contiguous()
     residual = None if residual is None else residual.contiguous()
-    kernels: Any = integers if isinstance(packed, integers.IntegerLinear) else w8a8
-    return kernels.linear(x, packed, residual, end=end)
+    if isinstance(weight, integers.IntegerWeight):
+        return integers.linear(x, weight, residual, end=end)
+    return w8a8.linear(x, weight, residual, end=end)
 
 
-def linear_norm(x: Tensor, packed: Packed, residual: Tensor, scale: norm.Norm) -> tuple[Tensor, Tensor]:
+def linear_norm(x: Tensor, packed: PackedWeight, residual: Tensor, scale: norm.TritonNorm) -> tuple[Tensor, Tensor]:
     """`linear`, and its `rms_norm`. Sums that several programs shared are added and normed in one kernel; cuBLAS, and a
     product that ends in its own kernel, add the residual there, and the norm is all that is left."""
     made: list[Tensor] = []
@@ -134,33 +129,33 @@ def linear_norm(x: Tensor, packed: Packed, residual: Tensor, scale: norm.Norm) -
     return total, made[0] if made else norm.rms_norm(total, scale)
 
 
-def unpacked(packed: Packed) -> Tensor:
+def unpacked(packed: PackedWeight) -> Tensor:
     """What a packed weight stands for, float32 [out, in], in the order of x's columns: for tests and for saving."""
     if isinstance(packed, Stack):
         return torch.cat([unpacked(part) for part in packed.parts])
     if isinstance(packed, Reordered):
         inner = unpacked(packed.weight)
         return torch.zeros_like(inner).index_add_(1, packed.columns, inner)
-    if isinstance(packed, DenseLinear):
-        return packed.weight.float()
-    if isinstance(packed, w8a8.RoundedLinear):
-        return packed.values[:, : packed.in_features].float() * w8a8.scales_of(packed)
-    rows = integers.unpacked(packed)
-    scheme = WeightScheme(f"int{packed.bits}", packed.group)
+    weight = own(packed)
+    if isinstance(weight, DenseWeight):
+        return weight.weight.float()
+    if isinstance(weight, w8a8.EightBitWeight):
+        return weight.values[:, : weight.in_features].float() * w8a8.scales_of(weight)
+    rows = integers.unpacked(weight)
+    scheme = WeightScheme(f"int{weight.bits}", weight.group)
     return rounding.dequantize(rows.integers, rows.scales, scheme, rows.zeros, rows.minima)
 
 
-def kept(packed: Packed) -> tuple[str, list[Tensor]]:
+def kept(packed: Own) -> tuple[str, list[Tensor]]:
     """The scheme's name, and what of the weight lies in memory (without the bias)."""
-    if isinstance(packed, DenseLinear):
+    if isinstance(packed, DenseWeight):
         return str(packed.weight.dtype).removeprefix("torch."), [packed.weight]
-    if isinstance(packed, integers.IntegerLinear):
+    if isinstance(packed, integers.IntegerWeight):
         return f"int{packed.bits}", [packed.words, packed.scales]
-    assert isinstance(packed, w8a8.RoundedLinear)
     return "fp8" if packed.values.dtype == torch.float8_e4m3fn else "int8", [packed.values, packed.scales]
 
 
-def _dense(x: Tensor, packed: DenseLinear, residual: Tensor | None) -> Tensor:
+def _dense(x: Tensor, packed: DenseWeight, residual: Tensor | None) -> Tensor:
     if residual is None:
         return F.linear(x, packed.weight, packed.bias)
     y = residual.addmm_(x, packed.weight.t())  # in place: `addmm` copies the residual first, a launch of its own
@@ -168,13 +163,9 @@ def _dense(x: Tensor, packed: DenseLinear, residual: Tensor | None) -> Tensor:
 
 
 def _pack(
-    parts: Iterable[RoundedRows],
-    out_features: int,
-    in_features: int,
-    bias: Tensor | None,
-    scheme: WeightScheme,
-    device: torch.device,
-) -> Any:
+    parts: Iterable[RoundedRows], shape: LinearShape, device: torch.device
+) -> integers.IntegerWeight | w8a8.EightBitWeight:
+    scheme, bias, out_features, in_features = shape.scheme, shape.bias, shape.out_features, shape.in_features
     begin = 0
     if scheme.name == "fp8" or scheme.rounds_activations:
         dtype = torch.float8_e4m3fn if scheme.name == "fp8" else torch.int8
@@ -212,6 +203,6 @@ def _check(scheme: WeightScheme) -> None:
         )  # fmt: skip
 
 
-def _count(packed: Packed) -> None:
+def _count(packed: Own) -> None:
     name, tensors = kept(packed)
     reads.count_weight(name, *tensors)

@@ -2,46 +2,35 @@
 captured step choose no expert."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from splittime.kernels.api import LayerKv
+from splittime.kernels import compose
+from splittime.kernels.api import AttentionPlan, LayerKv, Ops
+from splittime.kernels.layer import RouterSpec
+from splittime.kernels.layer_weights import LayerWeights, PackedWeight
 from splittime.kernels.triton import attention, choosing, grouped
-
-if TYPE_CHECKING:
-    from splittime.kernels.triton.ops import TritonOps
-
-
-@dataclass(frozen=True)
-class GroupedExperts:
-    """In the place of a `models.layers.MixtureOfExperts`: all experts in one product."""
-
-    ops: "TritonOps"
-    router: Any
-    experts: grouped.Experts
-    num_chosen: int
-    normalises: bool
-
-    def __call__(self, x: Tensor, residual: Tensor | None, token_blocks: Tensor | None = None) -> Tensor:
-        """token_blocks: [T], below 0 for tokens that are not there; None: all are."""
-        logits = self.ops.linear(x, self.router)
-        chosen, shares = choosing.choose_experts(logits, self.num_chosen, self.normalises, x.dtype, token_blocks)
-        return grouped.grouped(x, chosen, shares, self.experts, residual)
 
 
 @dataclass(frozen=True)
 class MixtureLayer:
-    """Has the signature of `models.layers.DecoderLayer`."""
+    """A `kernels.api.RunnableLayer` whose experts are all in one product."""
 
-    ops: "TritonOps"
-    input_norm: Any
-    attention: Any
-    mlp_norm: Any
-    mlp: GroupedExperts
+    ops: Ops
+    weights: LayerWeights
+    router: PackedWeight
+    spec: RouterSpec
+    experts: grouped.Experts
+    parts_reason, needs_host = "", False
 
-    def __call__(self, hidden: Tensor, turns: Tensor, store: LayerKv, plan: attention.Plan) -> Tensor:
-        attention = self.attention
-        mixed = attention.attend(self.ops.rms_norm(hidden, self.input_norm), turns, store, plan)
-        hidden, normed = self.ops.linear_norm(mixed, attention.output, hidden, self.mlp_norm)
-        return self.mlp(normed, hidden, plan.token_blocks)
+    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan) -> Tensor:
+        ops, layer = self.ops, self.weights
+        mixed = compose.attend(ops, layer.mixer, ops.rms_norm(hidden, layer.mixer_norm), turns, kv, plan)
+        hidden, normed = ops.linear_norm(mixed, layer.mixer.output, hidden, layer.feed_forward_norm)
+        return self.feed_forward(normed, hidden, attention.own(plan).token_blocks)
+
+    def feed_forward(self, x: Tensor, residual: Tensor, token_blocks: Tensor) -> Tensor:
+        """token_blocks: [T], below 0 for tokens that are not there."""
+        logits, spec = self.ops.linear(x, self.router), self.spec
+        chosen, shares = choosing.choose_experts(logits, spec.num_chosen, spec.normalises, x.dtype, token_blocks)
+        return grouped.grouped(x, chosen, shares, self.experts, residual)

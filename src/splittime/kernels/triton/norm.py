@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from splittime.kernels.layer_weights import PackedNorm
+
 MAX_WIDTH = 32768  # of a line that is held in registers
 
 
 @dataclass(frozen=True)
-class Norm:
+class TritonNorm(PackedNorm):
     """weight: [D] or [H, D], a line for each of the H lines that x [.., H, D] has."""
 
     weight: Tensor
@@ -39,9 +41,14 @@ def tiles_of(width: int) -> NormTiles:
     return NormTiles(lines, columns, num_warps=min(16, max(1, lines * columns // 512)))
 
 
-def pack(weight: Tensor, eps: float) -> Norm:
+def own(packed: PackedNorm) -> TritonNorm:
+    assert isinstance(packed, TritonNorm), "a norm of another backend"
+    return packed
+
+
+def pack(weight: Tensor, eps: float) -> TritonNorm:
     assert weight.shape[-1] <= MAX_WIDTH, f"a norm over {weight.shape[-1]} is wider than {MAX_WIDTH}"
-    return Norm(weight.contiguous(), eps)
+    return TritonNorm(weight.contiguous(), eps)
 
 
 @triton.jit
@@ -81,7 +88,7 @@ def _rms_norm(
     tl.store(y + places, normed(wide, scale, EPS, WIDTH, y.dtype.element_ty), mask=is_inside)
 
 
-def rms_norm(x: Tensor, packed: Norm, tiles: NormTiles | None = None) -> Tensor:
+def rms_norm(x: Tensor, packed: TritonNorm, tiles: NormTiles | None = None) -> Tensor:
     """x [T, ..., D] -> a new tensor."""
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -89,7 +96,9 @@ def rms_norm(x: Tensor, packed: Norm, tiles: NormTiles | None = None) -> Tensor:
     return y
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, packed: Norm, tiles: NormTiles | None = None) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, packed: TritonNorm, tiles: NormTiles | None = None
+) -> tuple[Tensor, Tensor]:
     """x, residual [T, ..., D] -> x + residual, and that normed; new tensors."""
     x = x.contiguous()
     total, y = torch.empty_like(x), torch.empty_like(x)
@@ -98,7 +107,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, packed: Norm, tiles: NormTiles | N
 
 
 def add_parts_rms_norm(
-    parts: Tensor, bias: Tensor | None, residual: Tensor, packed: Norm, total: Tensor, tiles: NormTiles | None = None
+    parts: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    packed: TritonNorm,
+    total: Tensor,
+    tiles: NormTiles | None = None,
 ) -> Tensor:
     """parts: float32 [splits, T, D], added in their order, then bias [D] and residual [T, D] -> total [T, D], which is
     written, as `tiles.add_parts` does it; and that normed, a new tensor."""
@@ -108,7 +122,7 @@ def add_parts_rms_norm(
 
 
 def _launch(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, packed: Norm, total: Tensor | None, y: Tensor,
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, packed: TritonNorm, total: Tensor | None, y: Tensor,
     tiles: NormTiles | None,
 ) -> None:  # fmt: skip
     width = y.shape[-1]

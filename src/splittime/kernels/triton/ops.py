@@ -4,10 +4,8 @@ The three that answer with lists (`finite`, `argmax`, `draw`) do wait. Whoever m
 tensors instead: `finite_flags` and `draw_tokens`.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +13,23 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels import reads
-from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, PlainOps, RoundedRows, WeightScheme
+from splittime.kernels.api import (
+    AttentionBatch,
+    AttentionPlan,
+    KvShape,
+    LayerKv,
+    LinearShape,
+    NotFused,
+    RoundedRows,
+    RunnableLayer,
+    WeightScheme,
+)
+from splittime.kernels.layer_weights import LayerWeights, MixtureWeights, PackedNorm, PackedWeight
+from splittime.kernels.plain import PlainOps
 from splittime.kernels.triton import activation, attention, grouped, linear, norm, rotary, sampling
 from splittime.kernels.triton.device import device, is_interpreted
-from splittime.kernels.triton.mixture import GroupedExperts, MixtureLayer
+from splittime.kernels.triton.mixture import MixtureLayer
 from splittime.kernels.triton.weights import Draws
-
-log = logging.getLogger("splittime.kernels")
 
 
 class TritonOps(PlainOps):
@@ -39,68 +47,55 @@ class TritonOps(PlainOps):
         is_rounded = scheme.rounds_activations or scheme.name == "fp8"
         return scheme.name if is_rounded else super().product_dtype(scheme)
 
-    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> Any:
+    def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> PackedWeight:
         return linear.pack_linear(parts, bias, scheme, self.activation_dtype, self.device)
 
-    def pack_rounded(
-        self,
-        parts: Iterable[RoundedRows],
-        out_features: int,
-        in_features: int,
-        bias: Tensor | None,
-        scheme: WeightScheme,
-        columns: Tensor | None = None,
-    ) -> Any:
-        sizes = (out_features, in_features)
-        return linear.pack_rounded(parts, *sizes, bias, scheme, columns, self.activation_dtype, self.device)
+    def pack_rounded(self, parts: Iterable[RoundedRows], shape: LinearShape) -> PackedWeight:
+        return linear.pack_rounded(parts, shape, self.activation_dtype, self.device)
 
-    def stack_linear(self, packed: Sequence[Any]) -> Any:
-        return linear.stack(packed)
-
-    def linear(self, x: Tensor, packed: Any, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, packed: PackedWeight, residual: Tensor | None = None) -> Tensor:
         return linear.linear(x, packed, residual)
 
-    def pack_norm(self, weight: Tensor, eps: float) -> norm.Norm:
+    def pack_norm(self, weight: Tensor, eps: float) -> norm.TritonNorm:
         return norm.pack(weight.to(self.device), eps)
 
-    def rms_norm(self, x: Tensor, packed: norm.Norm) -> Tensor:
-        return norm.rms_norm(x, packed)
+    def rms_norm(self, x: Tensor, packed: PackedNorm) -> Tensor:
+        return norm.rms_norm(x, norm.own(packed))
 
-    def linear_norm(self, x: Tensor, packed: Any, residual: Tensor, norm: norm.Norm) -> tuple[Tensor, Tensor]:
-        return linear.linear_norm(x, packed, residual, norm)
+    def linear_norm(
+        self, x: Tensor, packed: PackedWeight, residual: Tensor, scale: PackedNorm
+    ) -> tuple[Tensor, Tensor]:
+        return linear.linear_norm(x, packed, residual, norm.own(scale))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)
 
-    def plan_attention(
-        self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: torch.dtype
-    ) -> attention.Plan:
-        return attention.plan(batch, shape, window_tokens, dtype, self.device)
+    def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None) -> attention.PagedPlan:
+        return attention.plan(batch, shape, window_tokens, self.activation_dtype, self.device)
 
     def rope_write(
-        self, qkv: Tensor, qk_norm: norm.Norm | None, turns: Tensor, kv: LayerKv, plan: attention.Plan
+        self, qkv: Tensor, head_norm: PackedNorm | None, turns: Tensor, kv: LayerKv, plan: AttentionPlan
     ) -> None:
-        rotary.rope_write(qkv, qk_norm, turns, kv, plan.shape, plan.token_blocks, plan.token_offsets)
+        scale, mine = None if head_norm is None else norm.own(head_norm), attention.own(plan)
+        rotary.rope_write(qkv, scale, turns, kv, mine.shape, mine.token_blocks, mine.token_offsets)
 
-    def attention(self, q: Tensor, store: LayerKv, plan: attention.Plan, scale: float) -> Tensor:
-        if plan.positions_read is not None:
-            reads.count_kv_bytes(store.data.dtype, attention.kv_bytes(plan, store))
-        return attention.attend(q, store, plan, scale)
+    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
+        mine = attention.own(plan)
+        if mine.positions_read is not None:
+            reads.count_kv_bytes(kv.data.dtype, attention.kv_bytes(mine, kv))
+        return attention.attend(q, kv, mine, scale)
 
-    def fuse_layer(self, layer: Any) -> Any | None:
-        """A layer of experts, with all of them in one product; None for others, which are composed: a layer without
-        experts, and one whose experts are kept as there is no such product for (act-order, say)."""
-        experts = getattr(layer.mlp, "experts", None)
-        if experts is None:
-            return None
+    def fuse(self, layer: LayerWeights) -> RunnableLayer | NotFused:
+        """A layer of experts, with all of them in one product, where there is one for how they are kept."""
+        part = layer.feed_forward
+        if not isinstance(part, MixtureWeights):
+            return NotFused("each part of a dense layer is a kernel of its own")
         try:
-            together = grouped.stack_experts([one.gate_up for one in experts], [one.down for one in experts])
+            experts = grouped.stack_experts([one.gate_up for one in part.experts], [one.down for one in part.experts])
         except ConfigError as error:
-            log.warning("experts are computed one after the other, and no step is captured: %s", error)
-            return None
-        self._experts.append(together)
-        mlp = GroupedExperts(self, layer.mlp.router, together, layer.mlp.num_chosen, layer.mlp.normalises)
-        return MixtureLayer(self, layer.input_norm, layer.attention, layer.mlp_norm, mlp)
+            return NotFused(f"experts are computed one after the other, and no step is captured: {error}")
+        self._experts.append(experts)
+        return MixtureLayer(self, layer, part.router, part.spec, experts)
 
     def forget_experts(self) -> None:
         """Their weights are dropped; what was read of them stays counted."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from splittime.kernels.api import KvShape, LayerKv
 from splittime.kernels.triton.kv_write import store_kv_heads
-from splittime.kernels.triton.norm import Norm, normed
+from splittime.kernels.triton.norm import TritonNorm, normed
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _rope_write(
 
 def rope_write(
     qkv: Tensor,
-    qk_norm: Norm | None,
+    qk_norm: TritonNorm | None,
     turns: Tensor,
     kv: LayerKv,
     shape: KvShape,

@@ -9,7 +9,6 @@ the device, so all of it can be captured in a CUDA graph.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -112,7 +111,7 @@ def _checked(logits: Tensor, chunks: Chunks | None) -> Chunks:
 def _scan(logits: Tensor, counters: _Counters | None, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """-> each chunk's largest logit, float32 [N, chunks], and its first place, int32."""
     rows, vocab = logits.shape
-    cut: dict[str, Any] = chunks.cut(vocab)
+    cut = chunks.cut(vocab)
     del cut["CHUNKS"]
     maxima = logits.new_empty(rows, cut["NUM_CHUNKS"])
     places = torch.empty_like(maxima, dtype=torch.int32)

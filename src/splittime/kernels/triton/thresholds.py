@@ -124,8 +124,8 @@ def gather_bracket(
 
 @triton.jit
 def _sums_from(line, num, keys, most, inverse, min_p, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the `num` logits at `line` that are at or above each of `keys`, int32 [WAYS]: how many they are, or what they
-    weigh; int64 [WAYS]."""
+    """Returns, int64 [WAYS], how many of the `num` logits at `line` are at or above each of `keys`, int32 [WAYS], or
+    what they weigh."""
     found = tl.zeros(keys.shape, tl.int64)
     for begin in range(0, num, BLOCK):
         places = begin + tl.arange(0, BLOCK)

@@ -16,7 +16,7 @@ scale a token.
             scales would be 3 % of the weight's bytes.
 
 Beside a weight-only product this halves the bytes of activations and doubles the matrix rate, at the price of rounding
-x; `kernels.reference.eight_bits` says all in plain torch. Rounding a token is a kernel of its own, `round_rows`, which
+x; `kernels.reference.products` says all in plain torch. Rounding a token is a kernel of its own, `round_rows`, which
 every product with the same x could share. The kernels: `w8a8_kernels`.
 """
 
@@ -26,6 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
+from splittime.kernels.layer_weights import PackedWeight
 from splittime.kernels.triton.device import is_interpreted
 from splittime.kernels.triton.tiles import FEW_TOKENS, SOME_TOKENS, End, Tiles, add_parts, splits_for, sums_target
 from splittime.kernels.triton.w8a8_kernels import TILE, multiply, round_each, round_groups
@@ -36,7 +37,7 @@ SHARING = (128, 64, 32, 16)  # outputs that may share their scales
 
 
 @dataclass(frozen=True)
-class RoundedLinear:
+class EightBitWeight(PackedWeight):
     """values: int8 or float8_e4m3fn [out, columns filled up to whole tiles]. scales: float32 [out], or where e4m3 is in
     groups [groups, out / unit, rounded up]; unit: outputs that share them, 0 where there are no groups."""
 
@@ -53,22 +54,22 @@ class RoundedLinear:
 
 def empty(
     out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, in_groups: bool = False
-) -> RoundedLinear:
+) -> EightBitWeight:
     """A weight to `put` rows in."""
     tiles = -(-in_features // TILE.value)
     values = torch.zeros(out_features, tiles * TILE.value, dtype=torch.int8, device=device).view(dtype)
     sizes = (tiles, out_features) if in_groups else (out_features,)
-    return RoundedLinear(values, torch.zeros(sizes, device=device), in_features, unit=int(in_groups))
+    return EightBitWeight(values, torch.zeros(sizes, device=device), in_features, unit=int(in_groups))
 
 
-def put(weight: RoundedLinear, begin: int, values: Tensor, scales: Tensor) -> None:
+def put(weight: EightBitWeight, begin: int, values: Tensor, scales: Tensor) -> None:
     """values [rows, in] of the weight's dtype and scales [rows], or [rows, groups], at outputs [begin, ..)."""
     here, bits = slice(begin, begin + len(values)), torch.int8
     weight.values.view(bits)[here, : weight.in_features] = values.view(bits).to(weight.values.device)
     weight.scales[..., here] = scales.t().to(weight.scales.device)
 
 
-def with_shared_scales(weight: RoundedLinear) -> RoundedLinear:
+def with_shared_scales(weight: EightBitWeight) -> EightBitWeight:
     """Once all rows are there: of outputs that share their scales one is kept, of as many as possible."""
     scales = weight.scales
     for unit in SHARING if weight.unit else ():
@@ -78,15 +79,15 @@ def with_shared_scales(weight: RoundedLinear) -> RoundedLinear:
     return weight
 
 
-def scales_of(weight: RoundedLinear) -> Tensor:
-    """Of each value: float32, of a shape that broadcasts to [out, in]."""
+def scales_of(weight: EightBitWeight) -> Tensor:
+    """Returns the scale of each value: float32, of a shape that broadcasts to [out, in]."""
     if not weight.unit:
         return weight.scales[:, None]
     rows = weight.scales.repeat_interleave(weight.unit, 1)[:, : weight.out_features]
     return rows.t().repeat_interleave(TILE.value, 1)[:, : weight.in_features]
 
 
-def choose(num_tokens: int, weight: RoundedLinear) -> Tiles:
+def choose(num_tokens: int, weight: EightBitWeight) -> Tiles:
     """Both operands are read from shared memory as they are and nothing is unpacked: only the shape matters. 64 outputs
     are the fewest of the 8-bit matrix instruction of a warp group; below, float8 would be widened to float16."""
     splits = splits_for(triton.cdiv(weight.out_features, 64), weight.values.shape[1] // TILE.value)
@@ -125,7 +126,7 @@ def round_row_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear(
-    x: Tensor, weight: RoundedLinear, residual: Tensor | None = None, tiles: Tiles | None = None, end: End = add_parts
+    x: Tensor, weight: EightBitWeight, residual: Tensor | None = None, tiles: Tiles | None = None, end: End = add_parts
 ) -> Tensor:
     """x [T, in], of contiguous rows -> x W^T + bias (+ residual) [T, out]. tiles: for benchmarks; else `choose`."""
     values, scales = round_row_groups(x) if weight.unit else round_rows(x, weight.values.dtype)
@@ -133,7 +134,7 @@ def linear(
 
 
 def product(
-    values: Tensor, scales: Tensor, weight: RoundedLinear, residual: Tensor | None, dtype: torch.dtype,
+    values: Tensor, scales: Tensor, weight: EightBitWeight, residual: Tensor | None, dtype: torch.dtype,
     tiles: Tiles | None = None, end: End = add_parts,
 ) -> Tensor:  # fmt: skip
     """The same, of what `round_rows` (or `round_row_groups`) made: -> [T, out] of `dtype`."""

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splittime.kernels.api import DRAW
+from splittime.kernels.draw import DRAW
 
 MAX_VOCAB = 1 << 21
 LEAST_KEY = tl.constexpr(-(2**31))  # of no float: as a threshold it keeps all
@@ -40,7 +40,7 @@ _DOUBLES, _FLOATS = tl.constexpr(DRAW.itemsize // 8), tl.constexpr(DRAW.itemsize
 class Draws:
     """How the token of each of N rows is drawn, on the device. Temperature 0 is greedy.
 
-    lines: uint8 [N, DRAW.itemsize], `kernels.api.DRAW`. seeds, indices: int64 [N], which make the uniform number in the
+    lines: uint8 [N, DRAW.itemsize], `DRAW`. seeds, indices: int64 [N], which make the uniform number in the
     place of the line's, unless they are None.
     """
 
@@ -84,7 +84,7 @@ def scale_of(floats, row):
 
 @triton.jit
 def largest_of(maxima, row, NUM_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Of a row's logits, from its chunks' maxima [N, NUM_CHUNKS]."""
+    """Returns the largest of a row's logits, from its chunks' maxima [N, NUM_CHUNKS]."""
     chunks = tl.arange(0, CHUNKS)
     found = tl.load(maxima + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=-float("inf"))
     return tl.max(found, axis=0)

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from splittime.ledger import derive
-from splittime.ledger.account import ClosedAccount, Interval
+from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 from splittime.ledger.steps import StepRecord
 
@@ -103,7 +103,7 @@ def _request_events(account: ClosedAccount, tid: int, origin_ns: int) -> Iterato
         }
 
 
-def _stage_event(interval: Interval, tid: int, origin_ns: int) -> Event:
+def _stage_event(interval: StageInterval, tid: int, origin_ns: int) -> Event:
     stage, cause = interval.stage, interval.cause
     name = f"{stage.value} ({cause.value})" if cause is not None else stage.value
     args = {"meaning": STAGE_MEANING[stage], "why": CAUSE_MEANING[cause] if cause is not None else None}

@@ -1,7 +1,7 @@
 """The ledger on `/metrics`: histograms fed by subscription, gauges read from the engine at each scrape.
 
 Histograms are our own (`histogram.py`); counters and gauges go by prometheus_client. `METRICS` lists our names,
-`vllm_names.ALIASES` the same figures under vLLM's; `vllm_series.py` fills those of them that are counters and gauges.
+`vllm.ALIASES` the same figures under vLLM's; `vllm.alias_series` fills those of them that are counters and gauges.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +12,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from splittime.core.engine_stats import EngineStats
 from splittime.core.sleep import SleepReport
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.export.gauges import Gauges
 from splittime.ledger.export.histogram import Histogram
 from splittime.ledger.export.metrics import METRICS, MetricSpec
-from splittime.ledger.export.vllm_names import ALIASES, ENGINE, TOKENS, request_amounts
-from splittime.ledger.export.vllm_series import alias_series
+from splittime.ledger.export.vllm import ALIASES, ENGINE, TOKENS, alias_series, request_amounts
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
 
@@ -31,7 +30,7 @@ class PrometheusExporter(Collector):
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, ledger: Ledger, stats: Callable[[], Gauges]) -> None:
+    def __init__(self, ledger: Ledger, stats: Callable[[], EngineStats]) -> None:
         self._ledger, self._stats = ledger, stats
         self._histograms = {spec.name: Histogram() for spec in METRICS if spec.kind == "histogram"}
         for alias in ALIASES:
@@ -151,7 +150,7 @@ class PrometheusExporter(Collector):
 _STEP_FIELDS = tuple(((part,), f"{part}_ns") for part in STEP_PARTS)
 
 
-def _totals(stats: Gauges) -> dict[str, float]:
+def _totals(stats: EngineStats) -> dict[str, float]:
     return {
         "splittime_steps_total": stats.num_steps,
         "splittime_preemptions_total": stats.num_preemptions,
@@ -165,7 +164,7 @@ def _totals(stats: Gauges) -> dict[str, float]:
     }
 
 
-def _gauges(stats: Gauges) -> dict[str, float]:
+def _gauges(stats: EngineStats) -> dict[str, float]:
     return {
         "splittime_requests_waiting": stats.num_waiting,
         "splittime_requests_running": stats.num_running,

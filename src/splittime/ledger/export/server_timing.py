@@ -7,11 +7,11 @@ Durations are milliseconds; a cause goes into `desc`. Repeated stages are added 
 
 from collections.abc import Iterable
 
-from splittime.ledger.account import Interval
+from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause, Stage
 
 
-def header(intervals: Iterable[Interval], start_ns: int) -> str:
+def header(intervals: Iterable[StageInterval], start_ns: int) -> str:
     """The header's value. `total` runs from `start_ns` to the end of the last interval."""
     totals_ns: dict[tuple[Stage, Cause | None], int] = {}
     end_ns = start_ns

@@ -19,7 +19,7 @@ from splittime.models.gguf import blocks
 from splittime.models.gguf.file import GgufFile, TensorPlace
 from splittime.models.gguf.names import gguf_name, split_name
 from splittime.models.gguf.shards import open_model
-from splittime.models.weights.stored import StoredWeight
+from splittime.models.weights.source import StoredWeight
 
 CONFIG_TENSORS = ("rope_freqs.weight",)  # read by `config`
 PAIRED_ARCHITECTURES = ("llama",)

@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from splittime.models import registry
-from splittime.models.config import ModelConfig, MoeConfig
-from splittime.models.gguf.keys import Keys
+from splittime.kernels.layer import AttentionSpec, MixtureSpec, MlpSpec, NormSpec, RopeSpec, RouterSpec
+from splittime.models import parts
+from splittime.models.config import ModelConfig
+from splittime.models.gguf.keys import GgufKeys
 from splittime.models.gguf.shards import GgufModel, open_model
-from splittime.models.rope_config import RopeConfig
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+LLAMA = "llama"
+ARCHITECTURES = (LLAMA, "qwen2", "qwen3", "qwen3moe")
+HEAD_NORMED = ("qwen3", "qwen3moe")
 NAMES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 READ = {
     *("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"),
@@ -65,55 +67,63 @@ CONTROL = 3
 def load_gguf_config(path: Path) -> ModelConfig:
     """Raises `ConfigError` naming the key, or the tensor, that cannot be served."""
     model = open_model(path)
-    architecture = Keys(model, "general.").text("architecture")
+    architecture = GgufKeys(model, "general.").text("architecture")
     if architecture not in ARCHITECTURES:
         said = f"is {architecture!r}, which is not served; these are: {', '.join(ARCHITECTURES)}"
         raise model.broken("general.architecture", said, architecture, list(ARCHITECTURES))
-    keys = Keys(model, f"{architecture}.")
+    keys = GgufKeys(model, f"{architecture}.")
     keys.refuse_unknown(READ | SILENT, NEUTRAL)
     return _config(model, keys, architecture)
 
 
-def _config(model: GgufModel, keys: Keys, architecture: str) -> ModelConfig:
-    num_heads, num_layers = keys.count("attention.head_count"), keys.count("block_count")
-    hidden_size, head_dim = keys.count("embedding_length"), _head_dim(keys, num_heads)
+def _config(model: GgufModel, keys: GgufKeys, architecture: str) -> ModelConfig:
+    num_layers, hidden_size = keys.count("block_count"), keys.count("embedding_length")
     window = keys.count_or_zero("attention.sliding_window")
-    vocab_size = _vocab_size(model)
-    moe = _moe(model, keys, architecture, num_layers)
-    name = NAMES.get(architecture) or _llama_name(window, moe)
-    if window and registry.find(name).window != "all":
+    norm = NormSpec(keys.number("attention.layer_norm_rms_epsilon"))
+    mlp = MlpSpec(keys.count("feed_forward_length"), "blk.0.ffn_up.bias" in model.file_of)
+    mixture = _mixture(keys, architecture)
+    if window and architecture != LLAMA:
         raise keys.bad("attention.sliding_window", window, "0: which layers have the window is not said")
+    mixers = [_attention(model, keys, norm if architecture in HEAD_NORMED else None, window or None)] * num_layers
+    feed_forwards = [mixture if mixture and _has_router(model, index) else mlp for index in range(num_layers)]
+    vocab_size = _vocab_size(model)
     return ModelConfig(
-        architecture=name,
+        architecture=NAMES.get(architecture) or _llama_name(window, mixture),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=keys.count("feed_forward_length"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=_kv_heads(keys, num_heads),
-        head_dim=head_dim,
+        layers=parts.layers(norm, mixers, feed_forwards),
+        norm=norm,
         max_position_embeddings=keys.count("context_length"),
-        rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(model, keys, head_dim),
         tie_word_embeddings="output.weight" not in model.file_of,
-        qkv_bias="blk.0.attn_q.bias" in model.file_of,
-        output_bias="blk.0.attn_output.bias" in model.file_of,
-        mlp_bias="blk.0.ffn_up.bias" in model.file_of,
-        qk_norm=registry.find(name).qk_norm,
-        layer_windows=(window or None,) * num_layers,
-        moe=moe,
         checkpoint_dtype=_dtype(model),
         eos_token_ids=_eos_token_ids(model, vocab_size),
     )
 
 
-def _llama_name(window: int, moe: MoeConfig | None) -> str:
-    if moe is not None:
+def _llama_name(window: int, mixture: MixtureSpec | None) -> str:
+    if mixture is not None:
         return "MixtralForCausalLM"
     return "MistralForCausalLM" if window else "LlamaForCausalLM"
 
 
-def _head_dim(keys: Keys, num_heads: int) -> int:
+def _attention(
+    model: GgufModel, keys: GgufKeys, head_norm: NormSpec | None, window_tokens: int | None
+) -> AttentionSpec:
+    num_heads = keys.count("attention.head_count")
+    head_dim = _head_dim(keys, num_heads)
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=_kv_heads(keys, num_heads),
+        head_dim=head_dim,
+        position=_rope(model, keys, head_dim),
+        window_tokens=window_tokens,
+        head_norm=head_norm,
+        qkv_bias="blk.0.attn_q.bias" in model.file_of,
+        output_bias="blk.0.attn_output.bias" in model.file_of,
+    )
+
+
+def _head_dim(keys: GgufKeys, num_heads: int) -> int:
     hidden_size = keys.count("embedding_length")
     head_dim = keys.count("attention.key_length", hidden_size // num_heads)
     if head_dim % 2:
@@ -124,7 +134,7 @@ def _head_dim(keys: Keys, num_heads: int) -> int:
     return head_dim
 
 
-def _kv_heads(keys: Keys, num_heads: int) -> int:
+def _kv_heads(keys: GgufKeys, num_heads: int) -> int:
     num_kv_heads = keys.count("attention.head_count_kv", num_heads)
     if num_heads % num_kv_heads:
         raise keys.bad("attention.head_count_kv", num_kv_heads, f"a divisor of attention.head_count, {num_heads}")
@@ -138,17 +148,17 @@ def _vocab_size(model: GgufModel) -> int:
     return file.tensors["token_embd.weight"].shape[0]
 
 
-def _rope(model: GgufModel, keys: Keys, head_dim: int) -> RopeConfig:
+def _rope(model: GgufModel, keys: GgufKeys, head_dim: int) -> RopeSpec:
     theta = keys.number("rope.freq_base", 10_000.0)
-    kind = keys.text("rope.scaling.type", "linear" if keys.has("rope.scale_linear") else "none")
+    kind = keys.text("rope.scaling.type", "linear" if "rope.scale_linear" in keys.values else "none")
     if kind not in ("none", "linear"):
         raise keys.bad("rope.scaling.type", kind, "none or linear; Llama 3.1's comes as rope_freqs.weight")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) if kind == "linear" else 1.0
     if "rope_freqs.weight" in model.file_of:
         if factor != 1.0:
             raise keys.bad("rope.scaling.factor", factor, "1 beside rope_freqs.weight")
-        return RopeConfig("divided", theta, divisors=_divisors(model, head_dim))
-    return RopeConfig("default", theta) if factor == 1.0 else RopeConfig("linear", theta, factor)
+        return RopeSpec("divided", theta, divisors=_divisors(model, head_dim))
+    return RopeSpec("default", theta) if factor == 1.0 else RopeSpec("linear", theta, factor)
 
 
 def _divisors(model: GgufModel, head_dim: int) -> tuple[float, ...]:
@@ -163,22 +173,21 @@ def _divisors(model: GgufModel, head_dim: int) -> tuple[float, ...]:
     return tuple(values.tolist())
 
 
-def _moe(model: GgufModel, keys: Keys, architecture: str, num_layers: int) -> MoeConfig | None:
+def _mixture(keys: GgufKeys, architecture: str) -> MixtureSpec | None:
     num_experts = keys.count_or_zero("expert_count")
     if not num_experts:
         return None
-    if architecture not in ("llama", "qwen3moe"):
+    if architecture not in (LLAMA, "qwen3moe"):
         raise keys.bad("expert_count", num_experts, f"0 for {architecture}")
     chosen = keys.count("expert_used_count")
     if chosen > num_experts:
         raise keys.bad("expert_used_count", chosen, f"at most expert_count, {num_experts}")
-    return MoeConfig(
-        num_experts=num_experts,
-        num_experts_per_tok=chosen,
-        intermediate_size=keys.count("expert_feed_forward_length", keys.count("feed_forward_length")),
-        normalises=keys.flag("expert_weights_norm", True),
-        layers=tuple(f"blk.{layer}.ffn_gate_inp.weight" in model.file_of for layer in range(num_layers)),
-    )
+    inner = keys.count("expert_feed_forward_length", keys.count("feed_forward_length"))
+    return MixtureSpec(RouterSpec(num_experts, chosen, keys.flag("expert_weights_norm", True)), MlpSpec(inner))
+
+
+def _has_router(model: GgufModel, index: int) -> bool:
+    return f"blk.{index}.ffn_gate_inp.weight" in model.file_of
 
 
 def _dtype(model: GgufModel) -> str:
@@ -197,7 +206,7 @@ def _dtype(model: GgufModel) -> str:
 
 def _eos_token_ids(model: GgufModel, vocab_size: int) -> tuple[int, ...]:
     """The ids that the file names, then control tokens that are known to end a turn."""
-    keys = Keys(model, "tokenizer.ggml.")
+    keys = GgufKeys(model, "tokenizer.ggml.")
     named = [keys.index(f"{kind}_token_id", vocab_size) for kind in ("eos", "eot", "eom")]
     tokens = model.metadata.get("tokenizer.ggml.tokens", [])
     kinds = model.metadata.get("tokenizer.ggml.token_type", ())

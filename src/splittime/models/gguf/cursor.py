@@ -16,7 +16,7 @@ MAX_NESTED = 4
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
-class Cursor:
+class GgufCursor:
     """at: the next byte. Fields are named as the format's own description names them."""
 
     def __init__(self, content: Any, path: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from splittime.core.errors import ConfigError
-from splittime.models.gguf.cursor import Cursor
+from splittime.models.gguf.cursor import GgufCursor
 from splittime.models.gguf.types import OTHERS, SERVED, TensorType
 from splittime.models.limits import EXPERTS
 
@@ -49,7 +49,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.content = _map(path)
-        cursor = Cursor(self.content, path.name)
+        cursor = GgufCursor(self.content, path.name)
         self.version = _version(cursor)
         num_tensors = cursor.count("tensor_count", LEAST_TENSOR_BYTES)
         num_keys = cursor.count("metadata_kv_count", LEAST_KEY_BYTES)
@@ -65,7 +65,7 @@ class GgufFile:
         place = self.tensors[name]
         return np.frombuffer(self.content, np.uint8, place.num_bytes, place.begin)
 
-    def _check_places(self, cursor: Cursor) -> None:
+    def _check_places(self, cursor: GgufCursor) -> None:
         places = sorted((place.begin, place.begin + place.num_bytes, name) for name, place in self.tensors.items())
         for begin, _, name in places:
             if begin % self.alignment:
@@ -88,7 +88,7 @@ def _map(path: Path) -> mmap.mmap:
         raise ConfigError(f"cannot read {path}: {error}", param="model_path", value=str(path)) from error
 
 
-def _version(cursor: Cursor) -> int:
+def _version(cursor: GgufCursor) -> int:
     cursor.need(4, "magic")
     magic, cursor.at = bytes(cursor.content[:4]), 4
     if magic != MAGIC:
@@ -101,7 +101,7 @@ def _version(cursor: Cursor) -> int:
     raise cursor.broken("version", f"is {version}; {' and '.join(map(str, VERSIONS))} are read", version)
 
 
-def _metadata(cursor: Cursor, count: int) -> dict[str, Any]:
+def _metadata(cursor: GgufCursor, count: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number in range(count):
         key = cursor.text(f"metadata key {number}")
@@ -111,7 +111,7 @@ def _metadata(cursor: Cursor, count: int) -> dict[str, Any]:
     return found
 
 
-def _alignment(cursor: Cursor, metadata: dict[str, Any]) -> int:
+def _alignment(cursor: GgufCursor, metadata: dict[str, Any]) -> int:
     given = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     is_power = type(given) is int and given > 0 and given & (given - 1) == 0
     if not is_power or not MIN_ALIGNMENT <= given <= MAX_ALIGNMENT:
@@ -120,7 +120,7 @@ def _alignment(cursor: Cursor, metadata: dict[str, Any]) -> int:
     return given
 
 
-def _headers(cursor: Cursor, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
+def _headers(cursor: GgufCursor, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
     """By name: dimensions as the file has them, type, offset."""
     found: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for number in range(count):
@@ -136,7 +136,7 @@ def _headers(cursor: Cursor, count: int) -> dict[str, tuple[tuple[int, ...], int
     return found
 
 
-def _place(cursor: Cursor, name: str, header: tuple[tuple[int, ...], int, int], data_begin: int) -> TensorPlace:
+def _place(cursor: GgufCursor, name: str, header: tuple[tuple[int, ...], int, int], data_begin: int) -> TensorPlace:
     dims, number, offset = header
     field = f"tensor {name!r}"
     kind = SERVED.get(number)

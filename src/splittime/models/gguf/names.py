@@ -6,31 +6,40 @@ lm_head             output          model.layers.N....experts.E.w1   matrix E of
 """
 
 import re
+from dataclasses import astuple
 
 from splittime.core.errors import ConfigError
+from splittime.models.architectures import ARCHITECTURES
 
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
+    "input_norm": "attn_norm",
+    "mlp_norm": "ffn_norm",
+    "query": "attn_q",
+    "key": "attn_k",
+    "value": "attn_v",
+    "output": "attn_output",
+    "query_norm": "attn_q_norm",
+    "key_norm": "attn_k_norm",
+    "router": "ffn_gate_inp",
 }
-OF_EXPERT = {
-    **{"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"},
-    **{"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"},
-}
+"""By the fields of `LayerNames`."""
+MLP = ("ffn_gate", "ffn_up", "ffn_down")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+
+
+def _modules() -> dict[str, str]:
+    """By the name of a module below its layer; an expert's number is N in it."""
+    found: dict[str, str] = {}
+    for names in {one.names for one in ARCHITECTURES.values()}:
+        found |= {getattr(names, field): own for field, own in IN_LAYER.items()}
+        found |= dict(zip(astuple(names.mlp), MLP, strict=True))
+        place = names.experts.format("N")
+        found |= {f"{place}{name}": f"{own}_exps" for name, own in zip(astuple(names.expert), MLP, strict=True)}
+    return found
+
+
+MODULES = _modules()
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -46,9 +55,9 @@ def gguf_name(module: str) -> tuple[str, int | None]:
     if module in WHOLE:
         return WHOLE[module], None
     layer = _LAYER.fullmatch(module)
-    if layer is not None and layer[2] in IN_LAYER:
-        return f"blk.{layer[1]}.{IN_LAYER[layer[2]]}", None
-    expert = _EXPERT.fullmatch(layer[2]) if layer is not None else None
-    if layer is not None and expert is not None and expert[2] in OF_EXPERT:
-        return f"blk.{layer[1]}.{OF_EXPERT[expert[2]]}", int(expert[1])
-    raise ConfigError(f"weights: {module} has no name in GGUF", param=module)
+    within = "" if layer is None else layer[2]
+    number = re.search(r"(?<=\.)\d+(?=\.)", within)
+    own = MODULES.get(within if number is None else f"{within[: number.start()]}N{within[number.end() :]}")
+    if layer is None or own is None:
+        raise ConfigError(f"weights: {module} has no name in GGUF", param=module)
+    return f"blk.{layer[1]}.{own}", None if number is None else int(number[0])

@@ -31,15 +31,6 @@ from splittime.models.weights.source import PLAIN, Source
 log = logging.getLogger("splittime.weights")
 
 ROW_ORDER_VERSION = 1  # raise with any change to which rows a packed weight has, or their order (`load`)
-CONFIG_FIELDS = (
-    "architecture",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "tie_word_embeddings",
-)
 NOTE = "packed weights, made from checkpoints by splittime; may be deleted at any time\n"
 
 
@@ -129,12 +120,14 @@ def open_cache(folder: Path, source: Source, config: ModelConfig, plan: WeightPl
     except OSError as error:
         log.warning("no cache of packed weights: %s", error)
         return None
+    mixers = [layer.mixer for layer in config.layers]
     facts = {
         "tensors": {tensor: hashes[path] for tensor, path in source.content_of.items()},
         "stored": [source.format, source.recipe],
         "schemes": [astuple(scheme) for scheme in (plan.layers, plan.head, plan.router)],
         "versions": [INTERFACE_VERSION, ROW_ORDER_VERSION],
-        "config": [getattr(config, name) for name in CONFIG_FIELDS],
+        "config": [config.architecture, config.hidden_size, config.tie_word_embeddings],
+        "heads": [[mixer.num_heads, mixer.num_kv_heads, mixer.head_dim] for mixer in mixers],
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     label = plan.layers.name if source.format == PLAIN else source.format

@@ -22,8 +22,7 @@ from splittime.models.weights.formats import gptq
 from splittime.models.weights.formats import read as formats
 from splittime.models.weights.formats.recipe import Recipe
 from splittime.models.weights.shard_files import open_files
-from splittime.models.weights.source import PLAIN
-from splittime.models.weights.stored import StoredWeight
+from splittime.models.weights.source import PLAIN, StoredWeight
 
 log = logging.getLogger("splittime.weights")
 
@@ -128,7 +127,7 @@ class Checkpoint:
         return sorted(name for name in self._left if not name.endswith(IGNORED_SUFFIXES) and not self._is_no_bias(name))
 
     def _pass_over_scales(self) -> None:
-        """Of keys, values and activations, which were measured beforehand: say that they are not used."""
+        """Says that scales of keys, values and activations, measured beforehand, are not used."""
         recipe = self._quantization
         scales = [name for name in self._left if recipe is not None and name.endswith(formats.KV_SCALES)]
         self._left.difference_update(scales)

@@ -12,7 +12,7 @@ from torch import Tensor
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import RoundedRows, WeightScheme
 from splittime.kernels.rounded import UNITS
-from splittime.models.weights.stored import StoredWeight
+from splittime.models.weights.source import StoredWeight
 
 HINT = "a smaller tensor_parallel_size, or another checkpoint of the model"
 

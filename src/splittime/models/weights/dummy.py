@@ -10,8 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from splittime.models.weights.source import PLAIN
-from splittime.models.weights.stored import StoredWeight
+from splittime.models.weights.source import PLAIN, StoredWeight
 
 
 class DummySource:

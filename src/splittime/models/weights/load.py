@@ -10,28 +10,29 @@ and which of its weights are integers already is the `source`'s business.
 """
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import Ops
+from splittime.kernels.api import NotFused, Ops, RunnableLayer
+from splittime.kernels.compose import ComposedLayer
 from splittime.models import rope
 from splittime.models.config import ModelConfig
-from splittime.models.decoder import Decoder
-from splittime.models.layers import DecoderLayer, SharedLayer
+from splittime.models.decoder import Decoder, position_of
+from splittime.models.opening import open_source
 from splittime.models.quant.plan import INTEGERS, WeightPlan
-from splittime.models.ranks import Ranks
+from splittime.models.ranks import Ranks, SharedLayer
 from splittime.models.weights.cache import PackedCache, open_cache
 from splittime.models.weights.dummy import DummySource
 from splittime.models.weights.layer import LayerBuilder
 from splittime.models.weights.packed_file import PackedFileBroken
-from splittime.models.weights.packing import Packer, Rows
+from splittime.models.weights.packing import Packer, WeightRows
 from splittime.models.weights.shards import CutSource, own_config
-from splittime.models.weights.source import PLAIN, Source, Table, open_source
-from splittime.models.weights.stored import StoredWeight
+from splittime.models.weights.source import PLAIN, Source, StoredWeight, Table
 
 log = logging.getLogger("splittime.weights")
 
@@ -43,15 +44,17 @@ OnLayer = Callable[[int, int, int], None]  # layers done, of how many, bytes of 
 @dataclass(frozen=True)
 class Loaded:
     """num_parameters: as stored, a tied head is not counted again. weights_bytes: of packed weights, in memory;
-    embedding_bytes: of the table, in the file. cache_story: what became of the cache of packed weights. weights: in
-    which schemes they are, told in one line; plan: the same as a plan, of which layers in several schemes have the one
-    that most bytes are in. unused_tensors: what the checkpoint holds and this architecture has no place for."""
+    embedding_bytes: of the table, in the file. cache_story: what became of the cache of packed weights. layers: whether
+    each is one call of the backend. weights: in which schemes they are, told in one line; plan: the same as a plan, of
+    which layers in several schemes have the one that most bytes are in. unused_tensors: what the checkpoint holds and
+    this architecture has no place for."""
 
     decoder: Decoder
     num_parameters: int
     weights_bytes: int
     embedding_bytes: int
     cache_story: str
+    layers: str
     weights: str
     plan: WeightPlan
     unused_tensors: tuple[str, ...]
@@ -89,17 +92,26 @@ def load_decoder(
         cache.close()
         story = cache.story
     found = packer.found
-    told = plan.describe(config.moe is not None) if source.format == PLAIN else found.describe(source.format)
+    told = plan.describe(config.has_routers) if source.format == PLAIN else found.describe(source.format)
     return Loaded(
         decoder=decoder,
         num_parameters=source.num_parameters,
         weights_bytes=found.num_bytes,
         embedding_bytes=decoder.embedding.nbytes,
         cache_story=story,
+        layers=_told_layers(decoder.layers),
         weights=told,
         plan=found.plan(plan),
         unused_tensors=_not_taken(source),
     )
+
+
+def _told_layers(layers: Sequence[RunnableLayer]) -> str:
+    """As in "fused", or "4 fused, 12 as parts: " and why."""
+    reasons = Counter(layer.parts_reason for layer in layers)
+    whole = reasons.pop("", 0)
+    told = [f"{count} as parts: {reason}" for reason, count in reasons.items()]
+    return ", ".join([f"{whole} fused"] * bool(whole) + told) if told else "fused"
 
 
 def _not_taken(source: Source) -> tuple[str, ...]:
@@ -170,19 +182,21 @@ class _Model:
     def build(self, num_positions: int) -> Decoder:
         config, ops, source = self.config, self.packer.ops, self.packer.source
         embedding = _on_device(source.take_table(EMBEDDING, config.vocab_size, config.hidden_size), config, ops)
-        head = self.packer.linear("lm_head", [Rows(self._head())], [], self.plan.head, "head")
+        head = self.packer.linear("lm_head", [WeightRows(self._head())], [], self.plan.head, "head")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         norm = source.take("model.norm.weight", config.hidden_size).to(ops.activation_dtype, copy=True)
-        turns = rope.turns(config.rope, config.head_dim, num_positions).to(ops.device)
-        final_norm = ops.pack_norm(norm, config.rms_norm_eps)
+        kinds = dict.fromkeys(map(position_of, config.layers))
+        turns = {kind: rope.turns(*kind, num_positions).to(ops.device) for kind in kinds}
+        final_norm = ops.pack_norm(norm, config.norm.eps)
         return Decoder(config, ops, embedding, turns, layers, final_norm, head, self.ranks)
 
-    def _layer(self, index: int) -> DecoderLayer | SharedLayer:
-        layer = LayerBuilder(self.packer, self.config, self.plan, index).build()
+    def _layer(self, index: int) -> RunnableLayer:
+        ops, weights = self.packer.ops, LayerBuilder(self.packer, self.config, self.plan, index).build()
         self.on_layer(index + 1, self.config.num_layers, self.packer.found.num_bytes)
         if self.ranks is not None:
-            return SharedLayer(layer, self.ranks)
-        return self.packer.ops.fuse_layer(layer) or layer
+            return SharedLayer(ops, weights, self.ranks)
+        fused = ops.fuse(weights)
+        return ComposedLayer(ops, weights, fused.reason) if isinstance(fused, NotFused) else fused
 
     def _head(self) -> Tensor | StoredWeight:
         source, config = self.packer.source, self.config

@@ -11,32 +11,32 @@ stacked.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import Ops, RoundedRows, WeightScheme
+from splittime.kernels.api import LinearShape, Ops, RoundedRows, WeightScheme
+from splittime.kernels.layer_weights import PackedWeight
 from splittime.kernels.reference.rounding import dequantize
 from splittime.kernels.rounded import UNITS
-from splittime.models.quant.plan import INTEGERS, kept_bytes
+from splittime.models.quant.plan import INTEGERS, WeightPlan, kept_bytes
 from splittime.models.weights.cache import PackedCache
-from splittime.models.weights.found import Found
-from splittime.models.weights.source import Source
-from splittime.models.weights.stored import StoredWeight
+from splittime.models.weights.source import Source, StoredWeight
 
 log = logging.getLogger("splittime.weights")
 
+KINDS = ("layers", "head", "router")  # of weights, as `WeightPlan` has them
 PIECE_BYTES = 8 << 20
 PIECE_ROWS = 64  # pieces begin at multiples of these: the kernels' panels are 16 rows
 
 
 @dataclass(frozen=True)
-class Rows:
+class WeightRows:
     """Some rows of a weight: a mapped tensor [out, in] or [out], or what is stored as integers; and the head_dim within
     which halves become pairs (0: they stay as they are)."""
 
@@ -60,6 +60,53 @@ def pair_rows(rows: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).flatten(0, 2)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    scheme: WeightScheme
+    is_reordered: bool
+
+    def describe(self) -> str:
+        scheme = self.scheme
+        parts = [f"{scheme.name} in groups of {scheme.group}" if scheme.group else scheme.name]
+        parts += ["zero points"] if scheme.has_zeros else []
+        parts += ["minima"] if scheme.has_minima else []
+        parts += ["act-order"] if self.is_reordered else []
+        return ", ".join(parts)
+
+
+class FoundSchemes:
+    """Which weights turned out to be kept in which scheme, and the bytes of each."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, Counter[_Kept]] = {kind: Counter() for kind in KINDS}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(sum(kept.values()) for kept in self._bytes.values())
+
+    def note(self, kind: str, scheme: WeightScheme, is_reordered: bool, num_bytes: int) -> None:
+        """kind: one of `KINDS`."""
+        self._bytes[kind][_Kept(scheme, is_reordered)] += num_bytes
+
+    def plan(self, asked: WeightPlan) -> WeightPlan:
+        """The scheme that most bytes of each kind are in; as asked where there are none."""
+        most = {kind: kept.most_common(1)[0][0].scheme for kind, kept in self._bytes.items() if kept}
+        return WeightPlan(*(most.get(kind, getattr(asked, kind)) for kind in KINDS))
+
+    def describe(self, source_format: str) -> str:
+        """As in "awq: int4 in groups of 128, zero points; head bfloat16"."""
+        told = {kind: self._describe(kind) for kind in KINDS if self._bytes[kind]}
+        others = [f"; {kind} {what}" for kind, what in told.items() if kind != "layers" and what != told["layers"]]
+        return f"{source_format}: {told['layers']}{''.join(others)}"
+
+    def _describe(self, kind: str) -> str:
+        kept = self._bytes[kind]
+        if len(kept) == 1:
+            return next(iter(kept)).describe()
+        total = sum(kept.values())
+        return " + ".join(f"{one.describe()} ({size / total:.0%})" for one, size in kept.most_common())
+
+
 class Packer:
     """Packs each weight, or takes it from the cache; notes what was found."""
 
@@ -67,20 +114,20 @@ class Packer:
         self.ops = ops
         self.source = source
         self.cache = cache
-        self.found = Found()
+        self.found = FoundSchemes()
         self._has_told = False
 
     def linear(
         self,
         name: str,
-        parts: Sequence[Rows],
-        biases: Sequence[Rows],
+        parts: Sequence[WeightRows],
+        biases: Sequence[WeightRows],
         scheme: WeightScheme,
         kind: str = "layers",
         is_expert: bool = False,
-    ) -> Any:
+    ) -> PackedWeight:
         """The packed weight of these parts, one below the other; `biases` of all of them or of none. scheme: of what is
-        floats in the checkpoint. kind: as in `found.KINDS`. is_expert: one of many with the same tokens, whose products
+        floats in the checkpoint. kind: one of `KINDS`. is_expert: one of many with the same tokens, whose products
         are with activations as they are: a card has all of these in one."""
         bias = torch.cat([part.arranged().float() for part in biases]) if biases else None
         packed, begin = [], 0
@@ -92,40 +139,35 @@ class Packer:
             begin = end
         return packed[0] if len(packed) == 1 else self.ops.stack_linear(packed)
 
-    def _one(self, name: str, parts: Sequence[Rows], bias: Tensor | None, scheme: WeightScheme, kind: str) -> Any:
-        """Of parts that are alike."""
+    def _one(
+        self, name: str, parts: Sequence[WeightRows], bias: Tensor | None, scheme: WeightScheme, kind: str
+    ) -> PackedWeight:
+        """Packs parts that are alike."""
         first = parts[0].content
         columns = None if isinstance(first, Tensor) else first.columns
-        out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        blob_bytes = self.ops.packed_bytes(out_features, in_features, scheme)
-        num_bytes = blob_bytes or kept_bytes(out_features, in_features, scheme)
+        shape = LinearShape(sum(part.shape[0] for part in parts), parts[0].shape[1], bias, scheme, columns)
+        blob_bytes = self.ops.packed_bytes(shape.out_features, shape.in_features, scheme)
+        num_bytes = blob_bytes or kept_bytes(shape.out_features, shape.in_features, scheme)
         self.found.note(kind, scheme, columns is not None, num_bytes)
         cache = self.cache if scheme.name in INTEGERS and blob_bytes is not None else None
         if cache is not None and blob_bytes is not None:
             blob = cache.find(name, blob_bytes)
             if blob is not None:
-                return self.ops.linear_from_blob(blob, out_features, in_features, bias, scheme, columns)
-        packed = self._pack(parts, (out_features, in_features), bias, scheme, columns)
-        if cache is not None:
+                return self.ops.linear_from_blob(blob, shape)
+        packed = self._pack(parts, shape)
+        if cache is not None and packed.blob is not None:
             cache.keep(name, packed.blob)
         return packed
 
-    def _pack(
-        self,
-        parts: Sequence[Rows],
-        shape: tuple[int, int],
-        bias: Tensor | None,
-        scheme: WeightScheme,
-        columns: Tensor | None,
-    ) -> Any:
-        first = parts[0].content
+    def _pack(self, parts: Sequence[WeightRows], shape: LinearShape) -> PackedWeight:
+        first, scheme = parts[0].content, shape.scheme
         if isinstance(first, Tensor):
-            return self.ops.pack_linear(_Pieces(parts, self.source), bias, scheme)
+            return self.ops.pack_linear(_Pieces(parts, self.source), shape.bias, scheme)
         if scheme.name not in UNITS:
-            return self.ops.pack_linear(_widened(parts, self.source, first.scheme), bias, scheme)
-        return self.ops.pack_rounded(_rounded_pieces(parts, self.source), *shape, bias, scheme, columns)
+            return self.ops.pack_linear(_widened(parts, self.source, first.scheme), shape.bias, scheme)
+        return self.ops.pack_rounded(_rounded_pieces(parts, self.source), shape)
 
-    def _kept(self, run: Sequence[Rows], scheme: WeightScheme, is_expert: bool) -> WeightScheme:
+    def _kept(self, run: Sequence[WeightRows], scheme: WeightScheme, is_expert: bool) -> WeightScheme:
         """scheme: of floats. fp8 that the backend has no product for becomes float32, which holds a scale times an e4m3
         to the last bit where the scale has no more than 20 bits."""
         first = run[0].content
@@ -141,37 +183,31 @@ class Packer:
         return WeightScheme("float32")
 
 
-def _runs(parts: Sequence[Rows]) -> list[list[Rows]]:
+def _runs(parts: Sequence[WeightRows]) -> list[list[WeightRows]]:
     """The parts in order, neighbours together that one packed weight can hold."""
     return [list(run) for _, run in groupby(parts, _likeness)]
 
 
-def _likeness(part: Rows) -> Any:
+def _likeness(part: WeightRows) -> object:
     content = part.content
     if isinstance(content, Tensor):
         return None
     return content.scheme, None if content.columns is None else content.columns.numpy().tobytes()
 
 
-class _Pieces(Sequence[Tensor]):
-    """The rows of these parts as a sequence of tensors, each released when the next is taken or the walk ends."""
+class _Pieces(list[Tensor]):
+    """The rows of these parts as tensors, each released when the next is taken or the walk ends."""
 
-    def __init__(self, parts: Sequence[Rows], source: Source) -> None:
+    def __init__(self, parts: Sequence[WeightRows], source: Source) -> None:
         self._source = source
-        self._pieces = [piece for part in parts for piece in self._split(part)]
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._pieces[place]
+        super().__init__(piece for part in parts for piece in self._split(part))
 
     def __iter__(self) -> Iterator[Tensor]:
-        for piece in self._pieces:
+        for piece in super().__iter__():
             yield piece
             self._source.release(piece)
 
-    def _split(self, rows: Rows) -> Sequence[Tensor]:
+    def _split(self, rows: WeightRows) -> Sequence[Tensor]:
         """Rows that change their order are copied, here and now."""
         arranged = rows.arranged()
         if rows.head_dim:
@@ -180,7 +216,7 @@ class _Pieces(Sequence[Tensor]):
         return arranged.split(_piece_rows(arranged.shape[1] * arranged.element_size(), PIECE_ROWS))
 
 
-def _rounded_pieces(parts: Sequence[Rows], source: Source) -> Iterator[RoundedRows]:
+def _rounded_pieces(parts: Sequence[WeightRows], source: Source) -> Iterator[RoundedRows]:
     """The rows of these parts, of integers: a piece is made when it is asked for, a part released after its last."""
     for part in parts:
         for begin, end in _split_rounded(part):
@@ -188,13 +224,13 @@ def _rounded_pieces(parts: Sequence[Rows], source: Source) -> Iterator[RoundedRo
         source.release(part.content)
 
 
-def _widened(parts: Sequence[Rows], source: Source, scheme: WeightScheme) -> list[Tensor]:
+def _widened(parts: Sequence[WeightRows], source: Source, scheme: WeightScheme) -> list[Tensor]:
     """The same as float32: what the numbers stored in `scheme` stand for."""
     pieces = _rounded_pieces(parts, source)
     return [dequantize(piece.integers, piece.scales, scheme, piece.zeros, piece.minima) for piece in pieces]
 
 
-def _split_rounded(rows: Rows) -> list[tuple[int, int]]:
+def _split_rounded(rows: WeightRows) -> list[tuple[int, int]]:
     """Pieces of whole heads."""
     out_features, in_features = rows.shape
     step = _piece_rows(in_features, lcm(PIECE_ROWS, rows.head_dim or 1))
@@ -205,7 +241,7 @@ def _piece_rows(row_bytes: int, unit: int) -> int:
     return max(unit, PIECE_BYTES // row_bytes // unit * unit)
 
 
-def _rounded(rows: Rows, begin: int, end: int) -> RoundedRows:
+def _rounded(rows: WeightRows, begin: int, end: int) -> RoundedRows:
     assert not isinstance(rows.content, Tensor)
     piece = rows.content.rows(begin, end)
     if not rows.head_dim:

@@ -14,6 +14,7 @@ Of the embedding only the rows that are looked up are read.
 rows are mapped, and let go.
 """
 
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,24 +23,31 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.models import registry
+from splittime.kernels.layer import LayerSpec, MixtureSpec, MlpSpec
+from splittime.models.architectures import ARCHITECTURES
 from splittime.models.config import ModelConfig
 from splittime.models.ranks import Ranks
 from splittime.models.weights.cut import ColumnsOf, RowsOf
-from splittime.models.weights.source import Source, Table
-from splittime.models.weights.stored import StoredWeight
+from splittime.models.weights.source import Source, StoredWeight, Table
 
 Cut = Literal["rows", "kv", "columns", "head", "whole"]
-_EXPERTS = [facts.moe for facts in registry.ARCHITECTURES.values() if facts.moe is not None]
-CUTS: dict[str, Cut] = {
-    **dict.fromkeys(("q_proj", "gate_proj", "up_proj"), "rows"),
-    **{name: "rows" for names in _EXPERTS for name in (names.gate, names.up)},
-    **dict.fromkeys(("k_proj", "v_proj"), "kv"),
-    **dict.fromkeys(("o_proj", "down_proj"), "columns"),
-    **{names.down: "columns" for names in _EXPERTS},
-    **dict.fromkeys(("lm_head", "embed_tokens"), "head"),
-}
-"""By the last part of a module's name; what is not here stays whole."""
+EXPERTS_INNER = "experts' intermediate_size"
+
+
+def _cuts() -> dict[str, Cut]:
+    """By the last part of a module's name; what is not here stays whole."""
+    found: dict[str, Cut] = {"lm_head": "head", "embed_tokens": "head"}
+    for names in (one.names for one in ARCHITECTURES.values()):
+        attention: dict[str, Cut] = {names.query: "rows", names.key: "kv", names.value: "kv", names.output: "columns"}
+        mlps = {
+            name: cut for mlp in (names.mlp, names.expert) for name, cut in zip(astuple(mlp), MLP_CUTS, strict=True)
+        }
+        found |= {module.rpartition(".")[2]: cut for module, cut in (attention | mlps).items()}
+    return found
+
+
+MLP_CUTS: tuple[Cut, ...] = ("rows", "rows", "columns")  # gate, up, down
+CUTS = _cuts()
 
 
 def bounds(total: int, index: int, count: int) -> tuple[int, int]:
@@ -48,29 +56,24 @@ def bounds(total: int, index: int, count: int) -> tuple[int, int]:
 
 
 def widest(total: int, count: int) -> int:
-    """Of these parts."""
+    """Returns the size of the widest of these parts."""
     return -(-total // count)
 
 
 def check(model: ModelConfig, count: int) -> None:
     """Raises `ConfigError` for a number of ranks that this model cannot be cut for."""
-    heads, kv_heads = model.num_heads, model.num_kv_heads
-    if heads % count:
-        raise _refusal(count, f"num_attention_heads {heads} is no multiple of it", heads)
-    if kv_heads % count and count % kv_heads:
-        raise _refusal(count, f"num_key_value_heads {kv_heads} is neither a multiple nor a divisor of it", kv_heads)
-    for name, size in _inner_sizes(model).items():
-        if size % count:
-            raise _refusal(count, f"{name} {size} is no multiple of it", size)
+    for layer in dict.fromkeys(model.layers):
+        heads, kv_heads = layer.mixer.num_heads, layer.mixer.num_kv_heads
+        if heads % count:
+            raise _refusal(count, f"num_attention_heads {heads} is no multiple of it", heads)
+        if kv_heads % count and count % kv_heads:
+            raise _refusal(count, f"num_key_value_heads {kv_heads} is neither a multiple nor a divisor of it", kv_heads)
+        part = layer.feed_forward
+        name, mlp = ("intermediate_size", part) if isinstance(part, MlpSpec) else (EXPERTS_INNER, part.expert)
+        if mlp.inner % count:
+            raise _refusal(count, f"{name} {mlp.inner} is no multiple of it", mlp.inner)
     if model.vocab_size < count:
         raise _refusal(count, f"vocab_size is {model.vocab_size}", model.vocab_size)
-
-
-def _inner_sizes(model: ModelConfig) -> dict[str, int]:
-    """That some layer of the model has."""
-    moe = model.moe
-    sizes = {"intermediate_size": model.intermediate_size} if moe is None or not all(moe.layers) else {}
-    return sizes if moe is None else {**sizes, "experts' intermediate_size": moe.intermediate_size}
 
 
 def _refusal(count: int, why: str, limit: int) -> ConfigError:
@@ -82,16 +85,19 @@ def _refusal(count: int, why: str, limit: int) -> ConfigError:
 def own_config(model: ModelConfig, ranks: Ranks) -> ModelConfig:
     """The shape of one rank's part; vocab_size stays the whole model's. Raises `ConfigError`."""
     check(model, ranks.count)
-    moe = model.moe
-    if moe is not None:
-        moe = msgspec.structs.replace(moe, intermediate_size=moe.intermediate_size // ranks.count)
-    return msgspec.structs.replace(
-        model,
-        num_heads=model.num_heads // ranks.count,
-        num_kv_heads=max(1, model.num_kv_heads // ranks.count),
-        intermediate_size=model.intermediate_size // ranks.count,
-        moe=moe,
-    )
+    own = {layer: _own_layer(layer, ranks.count) for layer in dict.fromkeys(model.layers)}
+    return msgspec.structs.replace(model, layers=tuple(own[layer] for layer in model.layers))
+
+
+def _own_layer(layer: LayerSpec, count: int) -> LayerSpec:
+    mixer, part = layer.mixer, layer.feed_forward
+    heads = replace(mixer, num_heads=mixer.num_heads // count, num_kv_heads=max(1, mixer.num_kv_heads // count))
+    own: MlpSpec | MixtureSpec
+    if isinstance(part, MlpSpec):
+        own = replace(part, inner=part.inner // count)
+    else:
+        own = replace(part, expert=replace(part.expert, inner=part.expert.inner // count))
+    return replace(layer, mixer=heads, feed_forward=own)
 
 
 def counted(own: ModelConfig, ranks: Ranks) -> ModelConfig:
@@ -107,8 +113,7 @@ class CutSource:
         """model: the whole one's shape."""
         self._whole = whole
         self._index, self._count = ranks.index, ranks.count
-        self._kv_rows = model.num_kv_heads * model.head_dim
-        self._kv_begin = model.num_kv_heads * ranks.index // ranks.count * model.head_dim
+        self._layers = model.layers
 
     @property
     def format(self) -> str:
@@ -129,7 +134,7 @@ class CutSource:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """The parameters of the whole model."""
         return self._whole.num_parameters
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -140,7 +145,7 @@ class CutSource:
             return bias if self._index == 0 else torch.zeros_like(bias)
         if cut == "whole":
             return self._whole.take(name, *shape)
-        rows, begin = self._place(cut, shape[0])
+        rows, begin = self._place(module, cut, shape[0])
         return self._whole.take(name, rows)[begin : begin + shape[0]]
 
     def take_linear(self, module: str, out_features: int, in_features: int) -> Tensor | StoredWeight:
@@ -152,14 +157,17 @@ class CutSource:
         if cut == "head":
             begin, end = bounds(out_features, self._index, self._count)
             return _rows(self._whole.take_linear(module, out_features, in_features), begin, end)
-        rows, begin = self._place(cut, out_features)
+        rows, begin = self._place(module, cut, out_features)
         return _rows(self._whole.take_linear(module, rows, in_features), begin, begin + out_features)
 
-    def _place(self, cut: Cut, own: int) -> tuple[int, int]:
+    def _place(self, module: str, cut: Cut, own: int) -> tuple[int, int]:
         """How many rows there are in all, and where this rank's `own` begin."""
         if cut == "whole":
             return own, 0
-        return (self._kv_rows, self._kv_begin) if cut == "kv" else (own * self._count, own * self._index)
+        if cut == "rows":
+            return own * self._count, own * self._index
+        mixer = self._layers[int(module.split(".")[2])].mixer  # model.layers.N.
+        return mixer.kv_width, mixer.num_kv_heads * self._index // self._count * mixer.head_dim
 
     def take_table(self, module: str, num_rows: int, width: int) -> Tensor | Table:
         return self._whole.take_table(module, num_rows, width)
@@ -174,7 +182,7 @@ class CutSource:
             self._whole.release(read.whole if isinstance(read, RowsOf | ColumnsOf) else read)
 
     def _whole_rows(self, read: Tensor) -> Tensor:
-        """Of a weight cut by columns, the rows that these are in: only pages that hold nothing else are let go."""
+        """Returns the whole rows of a weight cut by columns: only pages that hold nothing else are let go."""
         if read.dim() < 2 or read.is_contiguous() or read.stride(1) != 1:
             return read
         width = read.stride(0)

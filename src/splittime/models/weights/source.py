@@ -3,21 +3,37 @@
 Names are those of Hugging Face checkpoints ("model.layers.0.self_attn.q_proj"), shapes those of the config. A source
 gives each weight as a tensor, or as a `StoredWeight` where it is already integers; what a module is stored as is the
 source's to know, the loader asks by module. `checkpoint.Checkpoint` reads safetensors folders, plain and quantised,
-`gguf.checkpoint.GgufCheckpoint` reads GGUF files; `open_source` takes the one for a path.
+`gguf.checkpoint.GgufCheckpoint` reads GGUF files; `opening` takes the one for a path.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from splittime.models.weights.stored import StoredWeight
+from splittime.kernels.api import RoundedRows, WeightScheme
 
-if TYPE_CHECKING:
-    from splittime.models.config import ModelConfig
-
-GGUF_SUFFIX = ".gguf"
 PLAIN = "safetensors"  # the format of what is not quantised
+
+
+class StoredWeight(Protocol):
+    """One linear weight [out_features, in_features] of a quantised checkpoint: integers and what they stand for.
+
+    Published formats differ in how they lay integers out and agree on what they mean (`kernels.api.RoundedRows`). A
+    reader of a format turns its own layout into `RoundedRows` when rows are asked for, so that no more than a piece of
+    a large weight is in memory in this form. No value passes through 16 bits where scheme and arithmetic allow that.
+
+    columns: int64 [in], for a weight whose groups are not neighbouring columns (GPTQ's act-order): column j of what
+    `rows` gives multiplies x[columns[j]]; None: as they stand.
+    """
+
+    out_features: int
+    in_features: int
+    scheme: WeightScheme
+    columns: Tensor | None
+
+    def rows(self, begin: int, end: int) -> RoundedRows:
+        """Rows [begin, end), their columns in the order of `columns`."""
 
 
 class Table(Protocol):
@@ -76,30 +92,3 @@ class Source(Protocol):
 
     def not_taken(self) -> list[str]:
         """The tensors that no part of the model asked for, in order, but for those that are known to say nothing."""
-
-
-def open_source(path: Path, config: "ModelConfig") -> Source:
-    """Opens a folder with safetensors, or a .gguf file. Cheap: no weight is read."""
-    if is_gguf(path):
-        from splittime.models.gguf.checkpoint import GgufCheckpoint
-
-        return GgufCheckpoint(path)
-    from splittime.models.weights.checkpoint import Checkpoint
-
-    return Checkpoint(path, config.quantization)
-
-
-def read_config(path: Path, generation: str = "auto") -> "ModelConfig":
-    """Reads the config of either: `config.json`, or the file's own metadata. generation: what to take of a folder's
-    `generation_config.json`, see `models.generation`."""
-    if is_gguf(path):
-        from splittime.models.gguf.config import load_gguf_config
-
-        return load_gguf_config(path)
-    from splittime.models.config import load_config
-
-    return load_config(path, generation)
-
-
-def is_gguf(path: Path) -> bool:
-    return path.suffix == GGUF_SUFFIX and not path.is_dir()

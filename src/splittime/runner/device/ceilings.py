@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
+from splittime.core.facts import Machine
 from splittime.kernels.api import Ops, WeightScheme
-from splittime.runner.ceilings import Ceilings, Gauge
-from splittime.runner.device.marks import Mark
+from splittime.runner.ceilings import Gauge
+from splittime.runner.marks import StreamMark
 
 COPY_BYTES = 512 << 20  # many times a card's cache
 TOKENS, WIDTH = 4096, 4096
@@ -21,7 +22,9 @@ class CardGauge(Gauge):
     def __init__(self, ops: Ops, scheme: WeightScheme, threads: int, folder: Path | None) -> None:
         super().__init__(ops, scheme, threads, folder)
         card = torch.cuda.get_device_properties(ops.device)
-        self._plain = Ceilings(card.name, card.multi_processor_count, threads, card.L2_cache_size)
+        self._plain = Machine(
+            cpu=card.name, cores=card.multi_processor_count, threads=threads, cache_bytes=card.L2_cache_size
+        )
         self._sizes = (COPY_BYTES,)
         self._key = self._make_key()
 
@@ -44,9 +47,9 @@ class CardGauge(Gauge):
         work()
         best_s = float("inf")
         for _ in range(PASSES):
-            begin = Mark(self._ops.device)
+            begin = StreamMark(self._ops.device)
             work()
-            end = Mark(self._ops.device)
+            end = StreamMark(self._ops.device)
             end.wait()
             best_s = min(best_s, max(1, end.ns_since(begin)) / 1e9)
             yield best_s

@@ -41,23 +41,23 @@ def _choose_experts(decoder: Decoder) -> None:
     layer = next((one for one in decoder.layers if isinstance(one, MixtureLayer)), None)
     if layer is None:
         return
-    ops, experts = decoder.ops, layer.mlp.experts
-    for tokens in grouped.lines(experts, layer.mlp.num_chosen):
+    ops, experts = decoder.ops, layer.experts
+    for tokens in grouped.lines(experts, layer.spec.num_chosen):
         x = torch.zeros(tokens, experts.down.out_features, dtype=ops.activation_dtype, device=ops.device)
-        layer.mlp(x, x, torch.zeros(tokens, dtype=torch.int32, device=ops.device))
+        layer.feed_forward(x, x, torch.zeros(tokens, dtype=torch.int32, device=ops.device))
 
 
 def _attend(decoder: Decoder, store: KvStore, max_model_len: int) -> None:
     """Chunks of some tokens, with no context before them and after a long one, all of it the first block."""
-    ops, config, shape = decoder.ops, decoder.config, store.shape
-    group, longest = config.num_heads // config.num_kv_heads, min(LONG_CONTEXT, max_model_len)
-    for tokens in attention_prefill.lines(shape, group, ops.activation_dtype.itemsize):
-        length = min(tokens, longest)
-        q = torch.zeros(length, config.num_heads, config.head_dim, dtype=ops.activation_dtype, device=ops.device)
-        for context in sorted({length, longest}):
-            tables = torch.zeros(1, -(-context // shape.block_size), dtype=torch.int64)
-            nowhere = torch.full((length,), -1)
-            batch = AttentionBatch([0, length], [context], tables, nowhere, nowhere, num_decode_rows=0)
-            for window in dict.fromkeys(config.layer_windows):
-                plan = ops.plan_attention(batch, shape, window, ops.activation_dtype)
-                ops.attention(q, store.layers[0], plan, 1.0)
+    ops = decoder.ops
+    for group, shape in zip(decoder.kv_groups, store.shapes, strict=True):
+        mixer, kv = decoder.config.layers[group.layers[0]].mixer, store.layers[group.layers[0]]
+        sharing, longest = mixer.num_heads // mixer.num_kv_heads, min(LONG_CONTEXT, max_model_len)
+        for tokens in attention_prefill.lines(shape, sharing, ops.activation_dtype.itemsize):
+            length = min(tokens, longest)
+            q = torch.zeros(length, mixer.num_heads, mixer.head_dim, dtype=ops.activation_dtype, device=ops.device)
+            for context in sorted({length, longest}):
+                tables = torch.zeros(1, -(-context // shape.block_size), dtype=torch.int64)
+                nowhere = torch.full((length,), -1)
+                batch = AttentionBatch([0, length], [context], tables, nowhere, nowhere, num_decode_rows=0)
+                ops.attention(q, kv, ops.plan_attention(batch, shape, group.window_tokens), 1.0)

@@ -7,26 +7,34 @@ replays the smallest capture that has room; rows that are left over have context
 
 Without a card there is nothing to capture: the chain is run again over the same buffers, which is what tests need.
 Captured from token ids to logits; tokens are chosen outside, since how depends on who is served.
+
+More sizes are less padding, but each keeps memory and takes start-up time. Which pay depends on the model and the card:
+where a step is as long as reading the weights takes, 5 rows cost what 8 cost. So candidates are captured, replayed and
+timed, and one is kept only if the next larger one that is kept would take noticeably longer.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from splittime.kernels import reads
+from splittime.kernels.api import KvShape
+from splittime.kernels.layer import KvGroup
 from splittime.kernels.triton import attention
 from splittime.models.decoder import Decoder
 from splittime.runner.batch import Batch
-from splittime.runner.device.marks import Mark, to_device
-from splittime.runner.device.sizes import worth_keeping
 from splittime.runner.kv_store import KvStore
+from splittime.runner.marks import StreamMark, to_device
 
+CANDIDATES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+LEAST_SAVING = 0.02
+"""The least saving that counts, of a step's time: less is within the spread of replays."""
 REPLAYS = 5  # of each size when it is timed
 ALIGNED = 4  # ints: 16 bytes
+Graph = torch.cuda.CUDAGraph
 Computed = tuple[Tensor, Tensor]  # hidden states [rows, hidden], logits float32 [rows, vocab]
 
 
@@ -65,7 +73,7 @@ class Captured:
     buffers: Buffers
     replay: Callable[[], None]
     computed: Computed
-    plans: dict[int | None, attention.Plan]
+    plans: list[attention.PagedPlan]
     read: Counter[str]
 
 
@@ -83,9 +91,9 @@ class DecodeGraphs:
 
     def capture(self, sizes: Sequence[int]) -> None:
         """The largest first: the memory of its intermediate results then serves the others too."""
-        pool = None
+        other = None
         for size in sorted(sizes, reverse=True):
-            captured, pool = self._capture(size, pool)
+            captured, other = self._capture(size, other)
             self._captured[size] = captured
         self._captured = dict(sorted(self._captured.items()))
 
@@ -112,18 +120,18 @@ class DecodeGraphs:
 
     def _replay_ns(self, captured: Captured) -> float:
         captured.replay()
-        begin = Mark(self._latest.device)
+        begin = StreamMark(self._latest.device)
         for _ in range(REPLAYS):
             captured.replay()
-        end = Mark(self._latest.device)
+        end = StreamMark(self._latest.device)
         end.wait()
         return end.ns_since(begin) / REPLAYS
 
-    def _capture(self, size: int, pool: Any) -> tuple[Captured, Any]:
-        shape = self._store.shape
-        buffers = Buffers(size, -(-self._max_model_len // shape.block_size), self._latest.device)
+    def _capture(self, size: int, other: Graph | None) -> tuple[Captured, Graph | None]:
+        buffers = Buffers(size, -(-self._max_model_len // self._store.block_size), self._latest.device)
         buffers.by_name["token_blocks"].fill_(-1)
-        plans = {window: self._plan(buffers, window) for window in dict.fromkeys(self._decoder.config.layer_windows)}
+        groups = zip(self._decoder.kv_groups, self._store.shapes, strict=True)
+        plans = [self._plan(buffers, group, shape) for group, shape in groups]
 
         def compute() -> Computed:
             ids = buffers.by_name["ids"].to(torch.int64)
@@ -135,14 +143,14 @@ class DecodeGraphs:
         before = Counter(reads.total())
         compute()  # compiles what was not compiled, which cannot be captured
         read = Counter(reads.total()) - before
-        replay, computed, pool = _captured(compute, pool) if self._latest.is_cuda else _repeated(compute)
-        return Captured(buffers, replay, computed, plans, read), pool
+        replay, computed, graph = _captured(compute, other) if self._latest.is_cuda else _repeated(compute)
+        return Captured(buffers, replay, computed, plans, read), graph
 
-    def _plan(self, buffers: Buffers, window_tokens: int | None) -> attention.Plan:
+    def _plan(self, buffers: Buffers, group: KvGroup, shape: KvShape) -> attention.PagedPlan:
         lines = buffers.by_name
-        return attention.Plan(
-            self._store.shape,
-            window_tokens,
+        return attention.PagedPlan(
+            shape,
+            group.window_tokens,
             buffers.query_begins,
             lines["context_lens"],
             buffers.tables,
@@ -157,17 +165,19 @@ class DecodeGraphs:
         if self._latest.is_cuda:  # the repeated chain has counted its weights itself
             reads.add(captured.read)
         contexts = batch.attention.context_lens
-        for window, store in zip(self._decoder.config.layer_windows, self._store.layers, strict=True):
-            positions = attention.positions_read(contexts, [1] * len(contexts), window)
-            reads.count_kv_bytes(store.data.dtype, attention.kv_bytes(captured.plans[window], store, positions))
+        for group, plan in zip(self._decoder.kv_groups, captured.plans, strict=True):
+            positions = attention.positions_read(contexts, [1] * len(contexts), group.window_tokens)
+            for store in (self._store.layers[layer] for layer in group.layers):
+                reads.count_kv_bytes(store.data.dtype, attention.kv_bytes(plan, store, positions))
 
 
-def _captured(compute: Callable[[], Computed], pool: Any) -> tuple[Callable[[], None], Computed, Any]:
+def _captured(compute: Callable[[], Computed], other: Graph | None) -> tuple[Callable[[], None], Computed, Graph]:
+    """other: a graph whose memory may be used again."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
         computed = compute()
-    return graph.replay, computed, graph.pool()
+    return graph.replay, computed, graph
 
 
 def _repeated(compute: Callable[[], Computed]) -> tuple[Callable[[], None], Computed, None]:
@@ -179,3 +189,19 @@ def _repeated(compute: Callable[[], Computed]) -> tuple[Callable[[], None], Comp
             place.copy_(tensor)
 
     return replay, kept, None
+
+
+def candidates(max_num_seqs: int) -> tuple[int, ...]:
+    """Up to the smallest that holds as many as may run, if there is one."""
+    below = [size for size in CANDIDATES if size < max_num_seqs]
+    return (*below, *[size for size in CANDIDATES if size >= max_num_seqs][:1])
+
+
+def worth_keeping(times_ns: Mapping[int, float], least_saving: float = LEAST_SAVING) -> tuple[int, ...]:
+    """Returns the sizes to keep, whose replays take so long: the largest, and each that saves enough beside the
+    next."""
+    kept: list[int] = []
+    for size in sorted(times_ns, reverse=True):
+        if not kept or times_ns[size] <= (1 - least_saving) * times_ns[kept[-1]]:
+            kept.append(size)
+    return tuple(reversed(kept))

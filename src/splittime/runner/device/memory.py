@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from splittime.kernels.api import AttentionBatch, KvShape
+from splittime.kernels.api import AttentionBatch
 from splittime.models.decoder import Decoder
 from splittime.runner.config import RunnerConfig
 from splittime.runner.kv_store import KvStore
@@ -23,30 +23,27 @@ def room_bytes(device: torch.device, utilization: float, step_bytes: int) -> int
 def largest_step_bytes(decoder: Decoder, config: RunnerConfig, kv_dtype: torch.dtype, max_model_len: int) -> int:
     """Peak of what is allocated beside weights and cache by a step of `max_num_batched_tokens` prompt tokens and logits
     of `max_num_seqs` rows; 0 where torch does not count (no card)."""
-    device, model = decoder.ops.device, decoder.config
+    device = decoder.ops.device
     lengths = _lengths(config.max_num_batched_tokens, max_model_len)
     blocks = [-(-length // config.block_size) for length in lengths]
-    shape = KvShape(sum(blocks), config.block_size, model.num_kv_heads, model.head_dim)
-    store = KvStore(shape, model.num_layers, kv_dtype, device)
+    store = KvStore(decoder.kv_groups, sum(blocks), config.block_size, kv_dtype, device)
     before = _allocated(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    hidden = decoder.forward(
-        torch.zeros_like(positions), positions, store.layers, _batch(lengths, blocks, shape), shape
-    )
+    hidden = decoder.forward(torch.zeros_like(positions), positions, store, _batch(lengths, blocks, store))
     decoder.logits(hidden[: config.max_num_seqs])
     return (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0) - before
 
 
 def _lengths(tokens: int, max_model_len: int) -> list[int]:
-    """Of prompts that are so many tokens together."""
+    """Returns the lengths of prompts that are so many tokens together."""
     count = math.ceil(tokens / max_model_len)
     return [tokens // count + (1 if place < tokens % count else 0) for place in range(count)]
 
 
-def _batch(lengths: list[int], blocks: list[int], shape: KvShape) -> AttentionBatch:
-    tables = torch.full((len(lengths), max(blocks)), shape.num_blocks)
+def _batch(lengths: list[int], blocks: list[int], store: KvStore) -> AttentionBatch:
+    tables = torch.full((len(lengths), max(blocks)), store.zero_block)
     first = 0
     for line, count in zip(tables, blocks, strict=True):
         line[:count] = torch.arange(first, first + count)
@@ -57,8 +54,8 @@ def _batch(lengths: list[int], blocks: list[int], shape: KvShape) -> AttentionBa
         query_begins=[0, *torch.tensor(lengths).cumsum(0).tolist()],
         context_lens=lengths,
         block_tables=tables,
-        token_blocks=tables[rows, places // shape.block_size],
-        token_offsets=places % shape.block_size,
+        token_blocks=tables[rows, places // store.block_size],
+        token_offsets=places % store.block_size,
         num_decode_rows=0,
     )
 

@@ -8,7 +8,7 @@ say of the same second is added by the page. Presence is time-averaged: 3e9 ns i
 from collections import defaultdict
 from collections.abc import Iterable
 
-from splittime.ledger.account import Interval
+from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
@@ -38,7 +38,7 @@ def stage_key(stage: Stage, cause: Cause | None) -> str:
     return stage.value if cause is None else f"{stage.value}:{cause.value}"
 
 
-def spans(intervals: Iterable[Interval]) -> list[Span]:
+def spans(intervals: Iterable[StageInterval]) -> list[Span]:
     return [(stage_key(i.stage, i.cause), i.begin_ns, i.end_ns) for i in intervals]
 
 

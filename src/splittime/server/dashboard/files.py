@@ -1,6 +1,6 @@
 """The page's files, read once, and the headers that they go out with.
 
-They say nothing of this server, so they are given without its API key (`is_page`): the page must load to ask for one.
+They say nothing of this server, so they are given without its API key (`paths`): the page must load to ask for one.
 The Content-Security-Policy lets the browser load and run only what came from this server, so that a text of a request,
 should it ever end up in the page as HTML, could do nothing.
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from splittime.core.errors import NotFound
-from splittime.server import http
+from splittime.web import http
 
 FOLDER = Path(__file__).parent
+COLOURS = FOLDER.parents[1] / "present" / "assets" / "colours.css"  # that all pages share
 PREFIX = "/dashboard/static/"
-FILES = ("/docs", "/favicon.ico")
 CONTENT_TYPES = {
     ".html": b"text/html; charset=utf-8",
     ".css": b"text/css; charset=utf-8",
@@ -41,7 +41,7 @@ class File(NamedTuple):
 @cache
 def files() -> dict[str, File]:
     """By name."""
-    paths = (path for path in sorted(FOLDER.iterdir()) if path.suffix in CONTENT_TYPES)
+    paths = [COLOURS, *(path for path in sorted(FOLDER.iterdir()) if path.suffix in CONTENT_TYPES)]
     return {path.name: _read(path) for path in paths}
 
 
@@ -51,18 +51,9 @@ def _read(path: Path) -> File:
     return File(body, CONTENT_TYPES[path.suffix], b'"%b"' % digest)
 
 
-def wants_html(scope: http.Scope) -> bool:
-    """A browser says so; a client of the API does not."""
-    return "text/html" in (http.header(scope, b"accept") or "")
-
-
-def is_page(scope: http.Scope) -> bool:
-    """Is this a request for the pages' own files? A browser asks for them before it knows that there is a key."""
-    if scope["method"] not in ("GET", "HEAD"):
-        return False
-    path: str = scope["path"]
-    is_file = path in FILES or (path.startswith(PREFIX) and path[len(PREFIX) :] in files())
-    return is_file or (path == "/" and wants_html(scope))
+def paths() -> frozenset[str]:
+    """Returns the paths of all files of pages, for which no key is needed."""
+    return frozenset({"/docs", "/favicon.ico", *(PREFIX + name for name in files())})
 
 
 async def send_file(scope: http.Scope, send: http.Send, name: str) -> None:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount, Mark
-from splittime.ledger.export.account_json import account_json
+from splittime.ledger.account_json import account_json
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 from splittime.server.dashboard.bins import Span, spans, stage_key
-from splittime.server.generation import Generation
+from splittime.server.group import Group
 
 MAX_STEPS = 2_000  # of one waterfall
 MAX_NEIGHBOURS = 50
@@ -44,19 +44,19 @@ class OpenBook(NamedTuple):
         return list(zip(keys, begins, [*begins[1:], max(now_ns, begins[-1])], strict=True))
 
 
-def open_books(generations: Sequence[Generation]) -> list[OpenBook]:
+def open_books(groups: Sequence[Group]) -> list[OpenBook]:
     return [
         OpenBook(
             choice.request.request_id,
-            "chat" if generation.group_id.startswith("chat") else "completions",
+            "chat" if group.group_id.startswith("chat") else "completions",
             choice.account.start_ns,
             tuple(choice.account.marks),
             len(choice.request.prompt_token_ids),
             choice.cached_tokens,
             len(choice.token_ids),
         )
-        for generation in generations
-        for choice in generation.choices
+        for group in groups
+        for choice in group.choices
         if not choice.is_closed
     ]
 
@@ -104,12 +104,12 @@ def _totals(book: Sequence[Span]) -> list[tuple[str, int]]:
 
 def waterfall(account: ClosedAccount, records: Sequence[StepRecord]) -> Line:
     """The account, the steps that ran while the engine had it, and with whom it shared those it was in."""
-    told = account_json(account)
+    shown = account_json(account)
     within = [r for r in records if r.end_ns > account.start_ns and r.begin_ns < account.end_ns]
-    told["num_steps"] = len(within)
-    told["steps"] = [_step(account, record) for record in within[:MAX_STEPS]]
-    told["neighbours"] = _neighbours(account.request_id, within)
-    return told
+    shown["num_steps"] = len(within)
+    shown["steps"] = [_step(account, record) for record in within[:MAX_STEPS]]
+    shown["neighbours"] = _neighbours(account.request_id, within)
+    return shown
 
 
 def _step(account: ClosedAccount, record: StepRecord) -> Line:

@@ -1,9 +1,10 @@
 // y = x W^T: hands a weight to the kernel of its scheme.
-#include "linear_float.inl"
-#include "linear_int.inl"
 #include "reads.h"
 
 namespace ST_ISA {
+
+using Multiply = void(const StLinear *, int32_t, const float *, int64_t, const float *, float *, int64_t, int64_t);
+Multiply linear_float, linear_int;  // parts of their own
 
 void linear(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
             int64_t y_stride, int64_t residual_stride) {

@@ -163,7 +163,7 @@ class CompressedWeight(GroupedWeight):
 
 
 def _take_zeros(tensors: Tensors, name: str, recipe: Recipe, out_features: int, groups: int) -> Tensor | None:
-    """Of a symmetric weight some exports have them all the same."""
+    """Takes the zero points; some exports have them for a symmetric weight all the same."""
     if recipe.symmetric and name not in tensors:
         return None
     if recipe.layout == PACKED and not tensors.is_int8(name):

@@ -14,7 +14,7 @@ from splittime.models.weights.formats.recipe import Recipe, an_object, one_of_ea
 
 LAYOUTS = ("float-quantized", "naive-quantized")  # the second is its name in older exports
 STRATEGIES = {"tensor": ("token", "tensor"), "channel": ("token", "tensor"), "block": ("group",)}
-"""Of weights, and those of activations beside them."""
+"""The strategies for weights, and those for activations that may stand beside each."""
 WEIGHTS, ACTIVATIONS = "config_groups.weights", "config_groups.input_activations"
 
 

@@ -1,0 +1,244 @@
+"""How an answer is rendered: OpenAI's two forms, whole and in chunks, with what it says of its own time.
+
+A chunk without extras (no logprobs, no token ids, no usage so far) is a few preformatted bytes around the text: that is
+the hot path. Everything else goes through a dict. Each entry of logprobs stands for one output token, also for the stop
+token.
+
+An answer's timing is the account so far, sealed at the instant the last bytes are made. The account itself closes a
+little later, when those bytes have been given to the socket, and `/ledger/requests/ID` has it.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from splittime.api.choice import Choice, NewOutput, Scored
+from splittime.api.params import Ask
+from splittime.core.request import FinishReason
+from splittime.core.step import TokenLogprob
+from splittime.ledger.account_json import stages_json
+from splittime.ledger.export.server_timing import header
+from splittime.text.output import token_text
+from splittime.text.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity
+
+Timing = dict[str, Any]
+
+
+class Renderer:
+    """Renders the answer to one HTTP request, whole or in server-sent events."""
+
+    def __init__(self, ask: Ask, group_id: str, tokenizer: Tokenizer) -> None:
+        self.ask = ask
+        self._form = ChatForm(ask, tokenizer) if ask.is_chat else CompletionForm(ask, tokenizer)
+        self._head: dict[str, Any] = {"id": group_id, "created": int(time.time()), "model": ask.model}
+        self.is_plain = not ask.return_token_ids and ask.sampling.logprobs is None
+        self._usage_field: dict[str, Any] = {"usage": None} if ask.include_usage else {}
+        self._is_preformatted = self.is_plain and not ask.continuous_usage
+        self._opened: set[int] = set()
+        self._plain_parts = self._preformat()
+
+    def _preformat(self) -> tuple[bytes, bytes, bytes]:
+        """The bytes before the index, between index and text, and after the text of a plain chunk."""
+        marker = NewOutput("\x00", (), ())
+        probe = orjson.dumps(self._chunk([{"index": -1, **self._form.piece(marker), "finish_reason": None}]))
+        before, rest = probe.split(b'"index":-1', 1)
+        between, after = rest.split(b'"\\u0000"', 1)
+        return b"data: " + before + b'"index":', between, after + b"\n\n"
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {"object": self._form.object_chunk, **self._head, "choices": choices, **self._usage_field, **more}
+
+    # ---- streamed
+
+    def event(self, choice: Choice) -> bytes:
+        """A chunk with all that is new of a choice that goes on."""
+        new = choice.take()
+        if self._is_preformatted and choice.index in self._opened:
+            before, between, after = self._plain_parts
+            return b"%b%d%b%b%b" % (before, choice.index, between, orjson.dumps(new.text), after)
+        piece = {**self._piece(choice, new), "finish_reason": None}
+        return self._opening(choice) + self._event(piece, **self._so_far(choice, choice.num_output_tokens))
+
+    def last_event(self, choice: Choice, own_timing: Timing | None = None, /, **more: Any) -> bytes:
+        """The chunk that says why a choice ended; `more` goes beside the choices."""
+        piece = {**self._piece(choice, choice.take()), "finish_reason": finish_word(choice)}
+        if own_timing is not None:
+            piece["timing"] = own_timing
+        so_far = self._so_far(choice, choice.num_output_tokens)
+        return self._opening(choice) + self._event(piece, **so_far, **more)
+
+    def usage_event(self, choices: Sequence[Choice], **more: Any) -> bytes:
+        return b"data: " + orjson.dumps({**self._chunk([]), "usage": usage(choices, self.ask.n), **more}) + b"\n\n"
+
+    def _opening(self, choice: Choice) -> bytes:
+        """Chats begin with a chunk that names the role."""
+        if choice.index in self._opened:
+            return b""
+        self._opened.add(choice.index)
+        opening = self._form.opening()
+        if opening is None:
+            return b""
+        return self._event({"index": choice.index, **opening, "finish_reason": None}, **self._so_far(choice, 0))
+
+    def _so_far(self, choice: Choice, output_tokens: int) -> dict[str, Any]:
+        """The tokens of one choice up to this chunk, for whoever asked for them in each."""
+        if not self.ask.continuous_usage:
+            return {}
+        return {"usage": _counted(len(choice.request.prompt_token_ids), output_tokens, choice.cached_tokens)}
+
+    def _piece(self, choice: Choice, new: NewOutput) -> dict[str, Any]:
+        piece = {"index": choice.index, **self._form.piece(new)}
+        if self.ask.return_token_ids:
+            piece["token_ids"] = list(new.token_ids)
+            if choice.index not in self._opened:
+                piece["prompt_token_ids"] = list(choice.request.prompt_token_ids)
+        return piece
+
+    def _event(self, piece: dict[str, Any], **more: Any) -> bytes:
+        return b"data: " + orjson.dumps(self._chunk([piece], **more)) + b"\n\n"
+
+    # ---- whole
+
+    def body(self, choices: Sequence[Choice], now_ns: int, notices: Sequence[str]) -> bytes:
+        """The whole answer. Its time is that of the choice that ended last; several choices have each their own."""
+        has_own = self.ask.include_timing and len(choices) > 1
+        written = [self._whole(choice, timing(choice, now_ns) if has_own else None) for choice in choices]
+        answer = {"object": self._form.object_whole, **self._head, "choices": written}
+        answer["usage"] = usage(choices, self.ask.n)
+        if self.ask.include_timing:
+            answer["timing"] = timing(last_ended(choices), now_ns)
+        if notices:
+            answer["notices"] = notices
+        return orjson.dumps(answer)
+
+    def _whole(self, choice: Choice, own_timing: Timing | None) -> dict[str, Any]:
+        new = choice.take()
+        written = {"index": choice.index, **self._form.whole(new), "finish_reason": finish_word(choice)}
+        if self.ask.return_token_ids:
+            written["token_ids"] = list(new.token_ids)
+            written["prompt_token_ids"] = list(choice.request.prompt_token_ids)
+        if own_timing is not None:
+            written["timing"] = own_timing
+        return written
+
+
+def finish_word(choice: Choice) -> str:
+    return "stop" if choice.finish_reason is FinishReason.STOP else "length"
+
+
+def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+    """Each prompt counts once, however many answers it got (choices are in the order of the prompts)."""
+    prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in choices[::n])
+    completion_tokens = sum(choice.num_output_tokens for choice in choices)
+    return _counted(prompt_tokens, completion_tokens, sum(choice.cached_tokens for choice in choices[::n]))
+
+
+def _counted(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def timing(choice: Choice, now_ns: int) -> Timing:
+    """`{start_ns, sealed_ns, ttft_ns, stages}`; begin and end from the start, contiguous, up to `sealed_ns`.
+
+    A first token that is only now being written counts as written at `sealed_ns`.
+    """
+    account = choice.account
+    sealed_ns = now_ns if account.end_ns is None else account.end_ns
+    first_written_ns = choice.written_ns[0] if choice.written_ns else sealed_ns if choice.token_ids else None
+    return {
+        "start_ns": account.start_ns,
+        "sealed_ns": sealed_ns,
+        "ttft_ns": None if first_written_ns is None else first_written_ns - account.start_ns,
+        "first_token_ready_ns": choice.ready_ns[0] - account.start_ns if choice.ready_ns else None,
+        "stages": stages_json(account.intervals(sealed_ns), account.start_ns),
+    }
+
+
+def server_timing(choice: Choice, now_ns: int) -> bytes:
+    """The `Server-Timing` header of an answer: what is known of the choice by now."""
+    return header(choice.account.intervals(now_ns), choice.account.start_ns).encode("latin-1")
+
+
+def last_ended(choices: Sequence[Choice]) -> Choice:
+    """The choice that the response waited for."""
+    return max(choices, key=lambda choice: choice.ready_ns[-1] if choice.ready_ns else 0)
+
+
+class CompletionForm:
+    """What is particular to completions: the fields of a choice, whole and in pieces."""
+
+    object_whole = object_chunk = "text_completion"
+
+    def __init__(self, ask: Ask, tokenizer: Tokenizer) -> None:
+        self._has_logprobs = ask.sampling.logprobs is not None
+        self._num_top = ask.sampling.logprobs or 0
+        self._tokenizer = tokenizer
+
+    def opening(self) -> dict[str, Any] | None:
+        return None
+
+    def whole(self, new: NewOutput) -> dict[str, Any]:
+        return self.piece(new)
+
+    def piece(self, new: NewOutput) -> dict[str, Any]:
+        return {"text": new.text, "logprobs": self._logprobs(new.scored)}
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        return {
+            "tokens": [token_text(self._tokenizer, entry.token_id) for entry in scored],
+            "token_logprobs": [None if e.logprob is None else _finite(e.logprob.logprob) for e in scored],
+            "top_logprobs": [None if e.logprob is None else self._top(e.logprob) for e in scored],
+            "text_offset": [entry.text_offset for entry in scored],
+        }
+
+    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
+        """The likeliest, and the chosen one if it is not among them."""
+        pairs = [*logprob.top[: self._num_top], (logprob.token_id, logprob.logprob)]
+        return {token_text(self._tokenizer, token_id): _finite(value) for token_id, value in pairs}
+
+
+class ChatForm(CompletionForm):
+    """The same for chats."""
+
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+
+    def opening(self) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def whole(self, new: NewOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": new.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(new.scored)}
+
+    def piece(self, new: NewOutput) -> dict[str, Any]:
+        return {"delta": {"content": new.text}, "logprobs": self._logprobs(new.scored)}
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        return {"content": [self._entry(e) for e in scored if e.logprob is not None], "refusal": None}
+
+    def _entry(self, entry: Scored) -> dict[str, Any]:
+        assert entry.logprob is not None
+        top = [self._token(token_id, value) for token_id, value in entry.logprob.top[: self._num_top]]
+        return {**self._token(entry.token_id, entry.logprob.logprob), "top_logprobs": top}
+
+    def _token(self, token_id: int, value: float) -> dict[str, Any]:
+        spelled = self._tokenizer.token_bytes(token_id)
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": _finite(value), "bytes": list(spelled)}
+
+
+def _finite(value: float) -> float:
+    return value if value >= MIN_LOGPROB else MIN_LOGPROB  # a NaN becomes MIN_LOGPROB too

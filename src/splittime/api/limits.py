@@ -1,0 +1,39 @@
+"""What bodies are checked against: the limits of the server, and the model that it serves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from splittime.core.settings import Doc
+
+
+class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """max_choices: largest prompts x n of one HTTP request."""
+
+    strict: Annotated[bool, Doc("Refuse request fields that have no effect, and clamp nothing.")] = False
+    max_n: Annotated[int, Doc("Largest n.", 1, 128)] = 16
+    max_choices: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model being served, as the API shows it and as requests are checked against it.
+
+    names: the first is what responses say; the others are accepted too.
+    eos_token_ids: end a generation unless it asks otherwise.
+    default_sampling: of what a request does not say, by the names of `SamplingParams`; what is not in it is neutral.
+        Its max_tokens is what a chat gets at most that names no number itself.
+    """
+
+    names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    created_unix_s: int = 0
+    default_sampling: Mapping[str, float | int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]

@@ -1,0 +1,191 @@
+"""`/openapi.json`: the paths, with what may be sent (`openapi_bodies`) and what comes back (`openapi_answers`)."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from splittime import __version__
+from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.openapi_answers import ANSWER_SCHEMAS, OBJECT, TEXT
+from splittime.api.openapi_bodies import Schema, body_schemas
+from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
+
+_ERRORS = {
+    400: "Something in the request is not valid or not supported; the error names it.",
+    401: "No API key, or a wrong one.",
+    404: "No such model, request or page.",
+    408: "The body took too long to arrive.",
+    409: "The X-Request-Id is in flight, or the server is not in a state for that.",
+    413: "The body is too large.",
+    415: "The body is compressed.",
+    429: "The queue is full, or the deadline cannot be met. Retry-After says when to come back.",
+    500: "The engine failed.",
+    503: "Not ready, or shutting down. Retry-After says when to come back.",
+    504: "The request's own deadline passed.",
+}
+_GENERATION_ERRORS = (400, 404, 408, 409, 413, 415, 429, 500, 503, 504)
+
+# In words only: a tool that draws requests would draw deadlines too, and a deadline that passes is a 504 by right.
+_DEADLINE = "The header X-Request-Deadline-Ms (1 to 10^10, counted from arrival) ends the request when it passes."
+
+_PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
+EXAMPLES: dict[str, Any] = {
+    "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
+    "ChatBody": {"messages": _HELLO, "max_tokens": 40},
+    "TokenizeBody": {"prompt": "Hello"},
+    "DetokenizeBody": {"tokens": [1, 2, 3]},
+}
+
+
+def document(
+    limits: BodyLimits,
+    model: ModelInfo | None = None,
+    *,
+    needs_text: bool = True,
+    knobs: Schema | None = None,
+    root_path: str = "",
+    asks_for_key: bool = False,
+) -> Schema:
+    """Returns the whole description, OpenAPI 3.1. knobs: the schema of each that can be changed. needs_text: the model
+    refuses an empty prompt."""
+    described: Schema = {
+        "openapi": "3.1.0",
+        "info": {"title": "splittime", "version": __version__, "description": "An OpenAI-compatible server."},
+        "paths": _paths(knobs or {}),
+        "components": {"schemas": {**body_schemas(limits, model, needs_text), **ANSWER_SCHEMAS}},
+    }
+    if root_path:
+        described["servers"] = [{"url": root_path}]
+    if asks_for_key:
+        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        described["security"] = [{"key": []}]
+    return described
+
+
+def _paths(knobs: Schema) -> Schema:
+    limit = _query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000}, "Most entries; default 100.")
+    slower = _query("slower_than_ms", {"type": "number", "minimum": 0}, "Only requests that took longer.")
+    name, request_id = _in_path("name"), _in_path("request_id")
+    models = _get("The models served", answer="Models", errors=(503,))
+    html = {"text/html": {"schema": TEXT}}
+    return {
+        "/v1/completions": {"post": _generation("CompletionBody", "Complete prompts", "Completion")},
+        "/v1/chat/completions": {"post": _generation("ChatBody", "Answer a conversation", "ChatCompletion")},
+        "/v1/models": {"get": models},
+        "/v1/models/{name}": {"get": _get("One of them", [name], answer="Model", errors=(404, 503))},
+        "/tokenize": {"post": _post("TokenizeBody", "Text to token ids", "Tokens", (400, 404, 413, 503))},
+        "/detokenize": {"post": _post("DetokenizeBody", "Token ids to text", "Text", (400, 404, 413, 503))},
+        "/tokenizer_info": {"get": _get("Special tokens, chat templates and sizes of the vocabulary", errors=(503,))},
+        "/health": {"get": _get("Alive")},
+        "/ping": {"get": _get("Alive, as SageMaker asks"), "post": _bodyless("The same", [], (400,))},
+        "/ready": {"get": _get("Would a request be served now", errors=(503,))},
+        "/version": {"get": _get("This program's version")},
+        "/metrics": {"get": _get("Prometheus metrics", content={"text/plain": {"schema": TEXT}})},
+        "/stats": {"get": _get("Gauges and counters")},
+        "/knobs": {"get": _get("What can be changed while serving"), "patch": _change_knobs(knobs)},
+        "/reset_prefix_cache": {"post": _bodyless("Forget the prefixes that no request uses", [], (400, 413, 503))},
+        "/sleep": {"post": _bodyless("Give the memory back", _SLEEP_QUERY, (400, 409, 500, 503))},
+        "/wake": {"post": _bodyless("Take it again, and serve", [], (400, 500, 503))},
+        "/wake_up": {"post": _bodyless("The same", [], (400, 500, 503))},
+        "/is_sleeping": {"get": _get("Whether it sleeps")},
+        "/ledger/requests": {"get": _get("The latest accounts", [slower, limit], errors=(400,))},
+        "/ledger/requests/{request_id}": {"get": _get("A request's account", [request_id], errors=(404,))},
+        "/ledger/steps": {"get": _get("The latest steps", [limit], errors=(400,))},
+        "/ledger/facts": {"get": _get("What the server knows of itself: settings, costs, ceilings", errors=(503,))},
+        "/ledger/trace.json": {"get": _get("A trace for Perfetto", [limit], errors=(400,))},
+        "/openapi.json": {"get": _get("This description")},
+        "/docs": {"get": _get("A page that shows it", content=html)},
+        "/": {"get": _get("What this is; the page, for a browser")},
+    }
+
+
+# ---- operations
+
+
+def _generation(body: str, summary: str, answer: str) -> Schema:
+    described = _post(body, summary, answer, _GENERATION_ERRORS)
+    described["parameters"], described["description"] = _GENERATION_HEADERS, _DEADLINE
+    described["responses"]["200"]["content"]["text/event-stream"] = {"schema": _ref("ServerSentEvent")}
+    return described
+
+
+def _post(body: str, summary: str, answer: str, errors: Iterable[int]) -> Schema:
+    content = {"application/json": {"schema": _ref(body), "example": EXAMPLES[body]}}
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": content},
+        "responses": _responses(errors, _json(_ref(answer))),
+    }
+
+
+def _bodyless(summary: str, parameters: list[Schema], errors: Iterable[int]) -> Schema:
+    return {"summary": summary, "parameters": parameters, "responses": _responses(errors, _json(OBJECT))}
+
+
+def _change_knobs(knobs: Schema) -> Schema:
+    """Some bounds depend on the other knobs, which the error then says."""
+    body = {"type": "object", "properties": knobs, "additionalProperties": False}
+    return {
+        "summary": "Change some of them",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": {}}}},
+        "responses": _responses((400, 413, 503), _json(OBJECT)),
+    }
+
+
+def _get(
+    summary: str,
+    parameters: list[Schema] | None = None,
+    *,
+    answer: str | None = None,
+    errors: Iterable[int] = (),
+    content: Schema | None = None,
+) -> Schema:
+    found = content or _json(_ref(answer) if answer else OBJECT)
+    described: Schema = {"summary": summary, "responses": _responses(errors, found)}
+    if parameters:
+        described["parameters"] = parameters
+    return described
+
+
+def _responses(errors: Iterable[int], content: Schema) -> Schema:
+    refused = {
+        str(status): {"description": _ERRORS[status], "content": _json(_ref("Error"))} for status in (*errors, 401)
+    }
+    return {"200": {"description": "OK", "content": content}, **refused}
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+# ---- parameters
+
+
+def _parameter(name: str, place: str, schema: Schema, description: str) -> Schema:
+    return {"name": name, "in": place, "schema": schema, "description": description}
+
+
+def _query(name: str, schema: Schema, description: str) -> Schema:
+    return _parameter(name, "query", schema, description)
+
+
+def _in_path(name: str) -> Schema:
+    return {**_parameter(name, "path", {"type": "string", "minLength": 1}, ""), "required": True}
+
+
+_GENERATION_HEADERS = [
+    _parameter(
+        "X-Request-Id", "header", {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}, "Becomes part of the id."
+    ),
+    _parameter("X-Include-Timing", "header", {"enum": ["1", "true", "0", "false"]}, "The answer carries its account."),
+]
+_SLEEP_QUERY = [
+    _query("level", {"type": "integer", "enum": list(LEVELS)}, "1: weights are kept in host memory; 2: dropped."),
+    _query("mode", {"type": "string", "enum": list(MODES)}, "What becomes of running requests; default wait."),
+    _query(
+        "timeout_s", {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S}, "How long to wait; default: no end."
+    ),
+]

@@ -1,0 +1,284 @@
+"""From a body to an `Ask`: what is wanted, checked against every limit that can be checked before tokenising.
+
+`Ask` is the one form that the rest of the server knows; completions and chats differ only in how they get here and in
+how their answers are written (`answer.py`).
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.schema import (
+    MAX_STOP_CHARS,
+    UNSUPPORTED,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    TokenizeBody,
+)
+from splittime.core.errors import NotFound, RequestError
+from splittime.core.sampling import MAX_STOP_STRINGS, SamplingParams
+from splittime.text.token_bound import require_at_most
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_CACHE_SALT_CHARS = 256
+LEAST_TOP_P = 1e-6  # `top_p` 0: the likeliest token alone has more than this, in any vocabulary
+MAX_PRIORITY = 2**31 - 1
+_TOO_MANY = "asks for too many choices (prompts x n)"
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One HTTP request for generations.
+
+    prompts: texts or token ids; a chat has none yet, its prompt is rendered from `messages`, by `template_options`.
+    sampling: validated; `max_tokens` None means "to the end of the context"; `seed` is set.
+    echo_only: the prompt is all that was wanted (max_tokens 0); the engine's one token is dropped.
+    """
+
+    endpoint: str
+    model: str
+    prompts: tuple[Prompt, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    template_options: dict[str, Any] = field(default_factory=dict)
+    sampling: SamplingParams
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    include_timing: bool = False
+    return_token_ids: bool = False
+    echo: bool = False
+    echo_only: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint == "chat"
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * max(1, len(self.prompts))
+
+    def sampling_of(self, sample: int, max_tokens: int) -> SamplingParams:
+        """Parameters of the `sample`-th answer to a prompt: each has a seed of its own."""
+        seed = self.sampling.seed or 0
+        wrapped = (seed + sample + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self.sampling, seed=wrapped, max_tokens=max_tokens)
+
+
+def ask_of(body: ChatBody | CompletionBody, model: ModelInfo, limits: BodyLimits, timing: bool) -> Ask:
+    """timing: a header asks for it. Raises `RequestError`."""
+    if isinstance(body, ChatBody):
+        return _ask_chat(body, model, limits, timing)
+    return _ask_completion(body, model, limits, timing)
+
+
+def _ask_completion(body: CompletionBody, model: ModelInfo, limits: BodyLimits, timing: bool) -> Ask:
+    prompts = _prompts(body.prompt, model, limits.max_choices)
+    default = min(DEFAULT_COMPLETION_TOKENS, model.default_sampling.get("max_tokens", DEFAULT_COMPLETION_TOKENS))
+    max_tokens = int(default) if body.max_tokens is None else _to_the_end(body.max_tokens, limits)
+    echo_only = max_tokens == 0 and bool(body.echo)
+    _require(max_tokens != 0 or echo_only, "max_tokens", 0, "0 needs echo: nothing else would be answered")
+    ask = _ask("completions", body, model, limits, timing)
+    echo, max_tokens = bool(body.echo), 1 if echo_only else max_tokens
+    sampling = _sampling(body, model, limits, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo)
+    ask = replace(ask, prompts=prompts, echo=echo, echo_only=echo_only, sampling=sampling)
+    return _check_against_model(ask, model, limits)
+
+
+def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, timing: bool) -> Ask:
+    max_tokens = _to_the_end(_max_tokens(body, limits), limits)
+    _check_tools(body)
+    _require(body.top_logprobs is None or bool(body.logprobs), "top_logprobs", body.top_logprobs, "needs logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    ask = _ask("chat", body, model, limits, timing)
+    ask = replace(
+        ask,
+        messages=tuple(message.to_template() for message in body.messages),
+        template_options=template_options(body),
+        sampling=_sampling(body, model, limits, max_tokens=max_tokens, logprobs=logprobs, echo=False),
+    )
+    return _check_against_model(ask, model, limits)
+
+
+def _max_tokens(body: ChatBody, limits: BodyLimits) -> int | None:
+    """`max_tokens` under either of its names; under both only if they agree."""
+    older, newer = body.max_tokens, body.max_completion_tokens
+    if older is not None and newer is not None:
+        agree = older == newer and not limits.strict
+        _require(agree, "max_tokens", older, "differs from max_completion_tokens; give one of them", newer)
+    return older if newer is None else newer
+
+
+def _to_the_end(max_tokens: int | None, limits: BodyLimits) -> int | None:
+    """None, "to the end of the context", for the -1 by which llama.cpp and others write it."""
+    return None if max_tokens == -1 and not limits.strict else max_tokens
+
+
+def _check_tools(body: ChatBody) -> None:
+    """Tools that the model must not call are no different from none; any others are not supported."""
+    if body.tools and body.tool_choice != "none":
+        raise RequestError(
+            f"tools: {UNSUPPORTED['tools']}",
+            code="unsupported_field",
+            param="tools",
+            hint="leave it out, or send tool_choice none",
+        )
+
+
+def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """What the chat template is told besides the messages."""
+    continues = bool(body.continue_final_message)
+    opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    both = "cannot be true together with add_generation_prompt"
+    _require(not (opens and continues), "continue_final_message", True, both)
+    more = body.chat_template_kwargs or {}
+    return {"add_generation_prompt": opens, "continue_final_message": continues, "variables": more}
+
+
+def _check_against_model(ask: Ask, model: ModelInfo, limits: BodyLimits) -> Ask:
+    """What concerns the whole ask: number of choices, and token ids that the model has."""
+    count, limit = ask.num_choices, limits.max_choices
+    _require(count <= limit, "n" if ask.n > 1 else "prompt", count, _TOO_MANY, limit)
+    check_token_ids(ask.sampling.stop_token_ids, model.vocab_size, "stop_token_ids")
+    check_token_ids(tuple(ask.sampling.logit_bias), model.vocab_size, "logit_bias")
+    return ask
+
+
+def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, limits: BodyLimits, timing: bool) -> Ask:
+    """The fields that both kinds share; `sampling` is filled in by the caller."""
+    check_model(body.model, model)
+    stream = bool(body.stream)
+    _require(stream or body.stream_options is None, "stream_options", None, "needs stream")
+    options = body.stream_options
+    n = 1 if body.n is None else body.n
+    _require(1 <= n <= limits.max_n, "n", n, f"must be 1 to {limits.max_n}", [1, limits.max_n])
+    priority = body.priority or 0
+    _require(abs(priority) <= MAX_PRIORITY, "priority", str(priority), "out of range", [-MAX_PRIORITY, MAX_PRIORITY])
+    salt = body.cache_salt or ""
+    _require(len(salt) <= MAX_CACHE_SALT_CHARS, "cache_salt", len(salt), "is too long", MAX_CACHE_SALT_CHARS)
+    return Ask(
+        endpoint=endpoint,
+        model=body.model or model.name,
+        sampling=SamplingParams(),
+        n=n,
+        stream=stream,
+        include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.continuous_usage_stats,
+        include_timing=timing or (options is not None and options.include_timing),
+        return_token_ids=bool(body.return_token_ids),
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+def _sampling(
+    body: GenerationBody,
+    model: ModelInfo,
+    limits: BodyLimits,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    echo: bool,
+) -> SamplingParams:
+    """Sampling parameters with every absent field at the model's default, or its own, validated."""
+    stop = _stop_strings(body.stop, limits)
+    for text in stop:
+        _require(len(text) <= MAX_STOP_CHARS, "stop", len(text), "has a string that is too long", MAX_STOP_CHARS)
+    given: dict[str, Any] = {name: value for name, value in model.default_sampling.items() if name != "max_tokens"}
+    given |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    given["top_k"] = 0 if given.get("top_k") == -1 else given.get("top_k", 0)
+    if given.get("top_p") == 0.0 and not limits.strict:
+        given["top_p"] = LEAST_TOP_P
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        seed=secrets.randbits(62) if body.seed is None else body.seed,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        **given,
+    )
+    sampling.validate()
+    wrong = limits.strict and max_tokens is not None and sampling.min_tokens > max_tokens
+    _require(not wrong, "min_tokens", sampling.min_tokens, "is above max_tokens", max_tokens)
+    return sampling
+
+
+def _stop_strings(stop: str | Sequence[str] | None, limits: BodyLimits) -> tuple[str, ...]:
+    """The stop strings; an empty one stops nothing, and is refused by `SamplingParams` where `--strict` keeps it."""
+    listed = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    _require(len(listed) <= MAX_STOP_STRINGS, "stop", len(listed), "has too many strings", MAX_STOP_STRINGS)
+    return listed if limits.strict else tuple(text for text in listed if text)
+
+
+_SAME_NAME = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        _require(key.isascii() and key.isdigit() and len(key) <= 10, "logit_bias", key, "has a key that is no token id")
+        bias[int(key)] = value
+    return bias
+
+
+def check_model(name: str | None, model: ModelInfo) -> None:
+    if name is not None and name not in model.names:
+        raise NotFound(
+            f"no model {name!r} here",
+            code="model_not_found",
+            param="model",
+            value=name,
+            hint=f"served: {', '.join(model.names)}",
+        )
+
+
+def _prompts(prompt: str | Sequence[str | int | list[int]], model: ModelInfo, most: int) -> tuple[Prompt, ...]:
+    """One entry for each prompt. A list is all texts, all token ids (one prompt), or all lists of token ids."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    _require(bool(prompt), "prompt", None, "is an empty list")
+    kinds = {type(entry) for entry in prompt}
+    _require(len(kinds) == 1, "prompt", None, "mixes texts and token ids")
+    if kinds == {str}:
+        return tuple(prompt)  # type: ignore[arg-type]
+    lists = [prompt] if kinds == {int} else prompt
+    _require(len(lists) <= most, "prompt", len(lists), _TOO_MANY, most)  # before any of them is looked at
+    for ids in lists:
+        require_at_most(len(ids), model.max_model_len - 1)  # type: ignore[arg-type]
+    return tuple(check_token_ids(ids, model.vocab_size, "prompt") for ids in lists)  # type: ignore[arg-type]
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> tuple[int, ...]:
+    """The ids, if all are of the vocabulary."""
+    if ids:
+        least, most = min(ids), max(ids)
+        worst = least if least < 0 else most
+        inside = 0 <= worst < vocab_size
+        _require(inside, param, str(worst), "has a token id outside the vocabulary", [0, vocab_size - 1])
+    return tuple(ids)
+
+
+def _require(holds: bool, param: str, value: Any, why: str, limit: Any = None) -> None:
+    if not holds:
+        raise RequestError(f"{param} {why}", param=param, value=value, limit=limit)

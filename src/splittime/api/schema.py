@@ -1,0 +1,200 @@
+"""The bodies that the API accepts, and nothing else: an unknown field is refused, never skipped.
+
+Each field has one of three fates, which `/docs` and docs/reference/fields.md show:
+
+    honoured          the answer depends on it
+    no effect         the API promises nothing that a client could miss (a label, a hint); `--strict` refuses it
+    refused           only the value that is true without effect is taken (`null`, an empty list, `{"type": "text"}`);
+                      any other is refused by name, with the reason in `UNSUPPORTED`
+
+`described` makes the documentation from these classes. What needs the model's limits is checked in `params.py`; what
+only vLLM and llama.cpp know is in `foreign_fields.py`; `decode.py` makes values of bytes.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from splittime.api.foreign_fields import FOREIGN, ForeignFields, Strict, no_effect
+
+MAX_STOP_CHARS = 1024
+MAX_DETOKENIZED = 2**18  # ids in one body of /detokenize
+
+
+def _number(description: str, **bounds: float) -> Meta:
+    """A documented range that `SamplingParams.validate` checks, so that its error can say value and limit."""
+    return Meta(description=description, extra_json_schema=bounds)
+
+
+PROMPT_FORMS = {
+    "description": "A text, texts, token ids, or lists of token ids.",
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}, "minItems": 1},
+    ],
+}
+
+OPENS_ANSWER = (
+    "The template writes what begins the model's answer; default: true, unless the last message is continued."
+)
+CONTINUES = "The model goes on with the last message, which is left open; not with add_generation_prompt."
+TEMPLATE_VARIABLES = "More that the model's chat template may read, as {'enable_thinking': false}."
+
+
+class StreamOptions(Strict, kw_only=True):
+    include_usage: Annotated[
+        bool, Meta(description="A chunk before the end mark counts the tokens of all choices.")
+    ] = False
+    continuous_usage_stats: Annotated[
+        bool, Meta(description="vLLM's: each chunk carries `usage`, the tokens of its own choice so far.")
+    ] = False
+    include_timing: Annotated[bool, Meta(description="The last chunk carries the request's account.")] = False
+
+
+class TextFormat(Strict, kw_only=True):
+    type: Literal["text"]
+
+
+class GenerationBody(ForeignFields, kw_only=True):
+    """What both generation endpoints take."""
+
+    model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[
+        int | None, _number("Most output tokens; -1, or more than the context has left: all that is left.", minimum=-1)
+    ] = None
+    min_tokens: Annotated[int | None, _number("No end and no stop counts before so many.", minimum=0)] = None
+    temperature: Annotated[float | None, _number("0 is greedy.", minimum=0, maximum=100)] = None
+    top_p: Annotated[float | None, _number("Nucleus; 0 leaves the likeliest.", minimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, _number("0 or -1 is off.", minimum=-1)] = None
+    min_p: Annotated[float | None, _number("Relative to the likeliest token.", minimum=0, maximum=1)] = None
+    seed: Annotated[int | None, _number("Same seed, same tokens, whatever the batch.")] = None
+    presence_penalty: Annotated[float | None, _number("", minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, _number("", minimum=-2, maximum=2)] = None
+    repetition_penalty: Annotated[float | None, _number("1 is off.", exclusiveMinimum=0, maximum=10)] = None
+    logit_bias: Annotated[dict[str, float] | None, Meta(description="Token id to bias, -100 to 100.")] = None
+    n: Annotated[int | None, _number("Answers to each prompt.", minimum=1)] = None
+    stop: Annotated[str | list[str] | None, Meta(description="Cut from the text where first found.")] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int | None, Meta(description="Lower goes first, under the priority policy.")] = None
+    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
+    return_token_ids: Annotated[bool | None, Meta(description="Adds token_ids to each choice.")] = None
+    response_format: TextFormat | None = None
+    store: Annotated[Literal[False] | None, Meta(description="Answers are not stored.")] = None
+    user: Annotated[str | None, no_effect("a label of the client's.")] = None
+    safety_identifier: Annotated[str | None, no_effect("a label of the client's.")] = None
+    prompt_cache_key: Annotated[str | None, no_effect("every prompt's prefix is looked up; see cache_salt.")] = None
+    metadata: Annotated[dict[str, str] | None, no_effect("labels for stored answers; none are stored.")] = None
+    service_tier: Annotated[str | None, no_effect("there is one tier.")] = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: Annotated[str | list[str | int | list[int]], Meta(description="See PROMPT_FORMS.")]
+    echo: bool | None = None
+    logprobs: Annotated[int | None, _number("Alternatives listed beside each token.", minimum=0, maximum=20)] = None
+    add_special_tokens: Annotated[Literal[True] | None, no_effect("the prompt gets them.")] = None
+    suffix: Literal[""] | None = None
+
+
+CacheControl = Annotated[dict[str, Any] | None, no_effect("every prompt's prefix is looked up without being told.")]
+
+
+class TextPart(Strict, kw_only=True):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = None
+
+
+class Message(Strict, kw_only=True):
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: Annotated[str | None, Meta(description="For the templates that write it.")] = None
+    cache_control: CacheControl = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_call_id: None = None
+    function_call: None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """As templates read it: text parts joined by line breaks, absent fields absent."""
+        content = self.content if self.content is not None else ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
+        given = {name: value for name, value in optional.items() if value is not None}
+        return {"role": self.role, "content": text, **given}
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    add_generation_prompt: Annotated[bool | None, Meta(description=OPENS_ANSWER)] = None
+    add_special_tokens: Annotated[Literal[False] | None, no_effect("the template writes them.")] = None
+    continue_final_message: Annotated[bool | None, Meta(description=CONTINUES)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
+    max_completion_tokens: Annotated[int | None, _number("The newer name of max_tokens.", minimum=-1)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, _number("Needs logprobs.", minimum=0, maximum=20)] = None
+    modalities: list[Literal["text"]] | None = None
+    tools: Annotated[list[Any] | None, no_effect("taken empty, or with tool_choice none.")] = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, no_effect("no tool is called.")] = None
+    parallel_tool_calls: Annotated[bool | None, no_effect("no tool is called.")] = None
+    echo: Annotated[Literal[False] | None, no_effect("no chat is echoed.")] = None
+    include_reasoning: Annotated[Literal[True] | None, no_effect("reasoning is part of the text.")] = None
+    chat_template: None = None
+    documents: None = None
+    mm_processor_kwargs: None = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, no_effect("a hint to models that reason.")
+    ] = None
+    verbosity: None = None
+    web_search_options: None = None
+
+
+class TokenizeBody(Strict, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Default: true for prompt, false for messages.")] = None
+    add_generation_prompt: Annotated[bool | None, Meta(description=OPENS_ANSWER)] = None
+    continue_final_message: Annotated[bool | None, Meta(description=CONTINUES)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Strict, kw_only=True):
+    model: str | None = None
+    tokens: Annotated[list[int], Meta(max_length=MAX_DETOKENIZED)]
+    skip_special_tokens: bool = False
+
+
+UNSUPPORTED = {
+    **FOREIGN,
+    "add_special_tokens": "a prompt given as a text gets special tokens, a chat gets its template's; give token ids",
+    "store": "answers are not stored",
+    "suffix": "infilling is not supported",
+    "refusal": "refusals are not supported",
+    "annotations": "annotations are not supported",
+    "audio": "audio is not supported",
+    "tool_calls": "tool calls are not supported",
+    "tool_call_id": "tool calls are not supported",
+    "function_call": "tool calls are not supported",
+    "functions": "tool calls are not supported",
+    "tools": "tool calls are not supported",
+    "tool_choice": "tool calls are not supported",
+    "response_format": "only {'type': 'text'} is supported",
+    "modalities": "only text is supported",
+    "type": "only text parts are supported",
+    "prediction": "predicted outputs are not supported",
+    "verbosity": "verbosity is not supported",
+    "web_search_options": "web search is not supported",
+}

@@ -1,0 +1,172 @@
+"""From what the user calls a model to a folder, or a GGUF file, on this machine; and its tokenizer, from either.
+
+nothing, "code"          the model that ships in the package; "code-draft", the smaller one beside it
+an existing folder       that folder; if it holds no config.json but one .gguf file, that file
+a .gguf file             that file, which brings its config and its tokenizer; of several parts, the first
+owner/name               a Hugging Face repository: its config, safetensors and tokenizer, fetched once and kept in
+                         the Hub's own cache; no code and no pickles are ever fetched
+"""
+
+import re
+import shlex
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from splittime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from splittime.text.tokenizer import Tokenizer
+
+PACKAGED = ("code", "code-draft")
+WEIGHTS = "*.safetensors"
+HUB_PATTERNS = ("*.json", WEIGHTS, "*.jinja", "tokenizer.model")
+GGUF_SUFFIX = ".gguf"
+_PART = re.compile(r"-(\d{5})-of-(\d{5})$")
+SHOWN_CHARS = 200  # of what was looked for
+_NAME = re.compile(r"[\w./~:@+-]+")  # what models, folders and files are called
+_LIKE_A_PATH = re.compile(r"(\.{0,2}|~[\w-]*)/[\w./~:@+-]*|[\w./~:@+-]+\.gguf")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def locate(model: str | None, load_format: str = "auto") -> Path:
+    """The model's folder, or its (first) GGUF file. Raises `ConfigError` that says what was looked for. load_format:
+    of "dummy" no weights are looked for, nor fetched."""
+    has_weights = load_format != "dummy"
+    if model is None:
+        return _packaged(PACKAGED[0])
+    try:
+        folder = Path(model).expanduser()
+        is_folder, is_file = folder.is_dir(), folder.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, one that may not be entered, ~nobody, a \0
+        message = f"cannot look for the model {model[:SHOWN_CHARS]!r}: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError(message, param="model", hint=_hint(model)) from None
+    if is_folder:
+        return _gguf_in(folder) or _complete(folder, has_weights)
+    if is_file:
+        return _gguf(folder)
+    if model in PACKAGED:
+        return _packaged(model)
+    if _HUB_ID.fullmatch(model):
+        return _from_hub(model, has_weights)
+    raise ConfigError(
+        f"no folder {model!r}, and it is neither a Hugging Face id (owner/name) nor {' or '.join(PACKAGED)}",
+        param="model",
+        value=model,
+        hint=_hint(model),
+    )
+
+
+def is_meant(word: str) -> bool:
+    """Whether a word of a command line names a model, or what could only be one: a path, a file, an id of the Hub."""
+    if word in PACKAGED or _HUB_ID.fullmatch(word) or _LIKE_A_PATH.fullmatch(word):
+        return True
+    try:
+        return Path(word).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
+def reads_like_a_prompt(word: str) -> bool:
+    """Whether no name of a model looks like this."""
+    return _NAME.fullmatch(word) is None
+
+
+def is_packaged(model: str | None) -> bool:
+    """Whether this is what a model of the package is called, and nothing here has the same name."""
+    return model is None or (model in PACKAGED and not Path(model).exists())
+
+
+def _hint(model: str) -> str | None:
+    """What to type, of a text that was meant as a prompt."""
+    if not reads_like_a_prompt(model):
+        return None
+    shown = model if len(model) <= SHOWN_CHARS and model.isprintable() else "PROMPT"
+    return f"this reads like a prompt, where a model is expected; to answer it: splittime run {shlex.quote(shown)}"
+
+
+def default_name(model: str | None, folder: Path) -> str:
+    """What the API calls it: the id as given, or the folder's name, or the file's without its suffix."""
+    if model is None or is_packaged(model):
+        return f"splittime-{model or PACKAGED[0]}"
+    if folder.is_file():
+        return _PART.sub("", folder.stem)
+    return folder.name if Path(model).expanduser().is_dir() else model
+
+
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> "Tokenizer":
+    """Returns the tokenizer of what `locate` found. Imports no torch. chat_template: a file with one to use instead."""
+    from splittime.text.tokenizer import Tokenizer
+    from splittime.text.tokenizer_files import read_template
+
+    template = None if chat_template is None else read_template(chat_template)
+    if not folder.is_file():
+        return Tokenizer.load(folder, template)
+    from splittime.models.gguf.file import GgufFile
+    from splittime.text.gguf_tokenizer import build
+
+    return build(GgufFile(folder).metadata, template)
+
+
+def _packaged(name: str) -> Path:
+    folder = Path(str(files("splittime") / "packaged" / name))
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            "this installation has no packaged model",
+            param="model",
+            value=str(folder),
+            hint="name a folder or a Hugging Face id, or train it: see training/",
+        )
+    return folder
+
+
+def _gguf(path: Path) -> Path:
+    if path.suffix != GGUF_SUFFIX:
+        said = f"{path} is a file, and no {GGUF_SUFFIX}; name the folder that holds config.json"
+        raise ConfigError(said, param="model", value=str(path))
+    part = _PART.search(path.stem)
+    if part is not None and int(part[1]) != 1:
+        first = path.with_name(f"{_PART.sub('', path.stem)}-00001-of-{part[2]}{GGUF_SUFFIX}")
+        raise ConfigError(
+            f"{path.name} is part {int(part[1])} of {int(part[2])}; name the first, {first}", param="model"
+        )
+    return path
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    """The one GGUF model in a folder that is no checkpoint of another kind."""
+    if (folder / "config.json").is_file():
+        return None
+    found = sorted(path for path in folder.glob(f"*{GGUF_SUFFIX}") if path.is_file())
+    parts = {path: _PART.search(path.stem) for path in found}
+    firsts = [path for path in found if (part := parts[path]) is None or int(part[1]) == 1]
+    if len(firsts) > 1:
+        shown = ", ".join(path.name for path in firsts[:5])
+        raise ConfigError(f"{folder} holds {len(firsts)} models ({shown}); name one file", param="model")
+    return firsts[0] if firsts else None
+
+
+def _complete(folder: Path, has_weights: bool) -> Path:
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    if has_weights and not any(folder.glob(WEIGHTS)):
+        missing.append(WEIGHTS)
+    if missing:
+        raise ConfigError(f"{folder} lacks {', '.join(missing)}", param="model", value=str(folder))
+    return folder
+
+
+def _from_hub(model: str, has_weights: bool) -> Path:
+    from huggingface_hub import snapshot_download  # half a second to import, for this branch only
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = [pattern for pattern in HUB_PATTERNS if has_weights or pattern != WEIGHTS]
+    try:
+        return _complete(Path(snapshot_download(model, allow_patterns=wanted)), has_weights)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"no folder {model!r} here, and the Hugging Face Hub did not give it: {reason}",
+            param="model",
+            value=model,
+            hint="check the name; for gated models set HF_TOKEN; offline, name a folder",
+        ) from None

@@ -1,0 +1,115 @@
+"""The engine process: `python -m splittime.assemble.worker TO_ENGINE FROM_ENGINE`, started by `drive.process` alone.
+
+Here the two columns meet: the torch runner is put under the scheduler. Settings come as one line of JSON on standard
+input (`WorkerSettings`).
+"""
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from splittime import __version__
+from splittime.core.facts import Machine
+from splittime.drive.crank import EngineParts
+from splittime.drive.worker import Tell, Timeline, work
+from splittime.engine.engine import Engine
+from splittime.ledger.facts import ServerFacts
+from splittime.runner.config import RunnerConfig
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from splittime.runner.torch_runner import TorchRunner
+
+
+MIN_PREFILL_TOKENS = 16
+PREFILL_SLICE_S = 0.25
+"""How long a step may compute prompts while others wait for their next token, unless `max_prefill_tokens` is set.
+Products are as fast for some dozens of tokens as for thousands, so small slices cost little."""
+
+
+NOT_TOLD = ("model_path", "packed_cache")  # where things lie is nobody's business
+DECIDED = (
+    *("dtype", "kv_cache_dtype", "kernels", "num_threads", "num_threads_reason", "linear_backend", "attention_backend"),
+    *("weights", "weights_bytes", "activation_dtype", "products", "num_blocks", "kv_bytes_per_block", "num_parameters"),
+    *("context_length", "sliding_window", "vocab_size", "architecture"),
+    *("prefill_ns_per_token", "prefill_reason"),
+)
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """What a worker needs; the scheduler's `num_blocks`, `block_size` and `max_model_len` are the runner's to say."""
+
+    runner: RunnerConfig
+    scheduler: SchedulerConfig
+
+
+def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progress: None) -> EngineParts:
+    """The engine, warmed up, and what its driver needs beside it. Raises ConfigError for what it cannot serve."""
+    begin_ns = time.monotonic_ns()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the server process's core
+    from splittime.runner import compose  # two seconds of torch: a phase of its own in the timeline
+
+    timeline.append(("import torch", begin_ns, time.monotonic_ns()))
+    config = msgspec.json.decode(settings, type=WorkerSettings)
+    runner = compose.load_torch_runner(
+        config.runner,
+        lambda name, begin, end: timeline.append((name, begin, end)),
+        lambda done, total, num_bytes: tell(f"layer {done} of {total}, {num_bytes / 1e6:.0f} MB"),
+    )
+    begin_ns = time.monotonic_ns()
+    runner.warm_up()
+    scheduler_config = _fit(config.scheduler, runner)
+    timeline.append(("warm-up", begin_ns, time.monotonic_ns()))
+    ahead = compose.overlap_of(runner) if config.runner.async_scheduling else None
+    gauge = compose.gauge_of(runner)
+    return EngineParts(
+        engine=Engine(Scheduler(scheduler_config), plans_ahead=ahead is not None),
+        runner=ahead or runner,
+        facts=_facts(config, scheduler_config, runner, gauge.known()),
+        sleeper=compose.sleeper_of(runner),
+        measuring=gauge.measure() if gauge.is_due() else None,
+        watch=runner.watch,
+        resolved={**msgspec.to_builtins(runner.resolved), "scheduler": msgspec.to_builtins(scheduler_config)},
+    )
+
+
+def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:
+    """The scheduler's settings, with what the runner found out about the model and the machine filled in."""
+    from splittime.runner.start_memory import prefill_tokens_within
+
+    resolved = runner.resolved
+    prefill_tokens = config.max_prefill_tokens
+    if prefill_tokens is None:
+        measured = max(MIN_PREFILL_TOKENS, prefill_tokens_within(runner, PREFILL_SLICE_S))
+        prefill_tokens = min(measured, config.max_num_batched_tokens)
+    return msgspec.structs.replace(
+        config,
+        num_blocks=resolved.num_blocks,
+        num_host_slots=resolved.num_host_slots,
+        block_size=resolved.block_size,
+        max_model_len=resolved.max_model_len,
+        max_prefill_tokens=prefill_tokens,
+    )
+
+
+def _facts(config: WorkerSettings, scheduler: SchedulerConfig, runner: "TorchRunner", known: Machine) -> ServerFacts:
+    """By their flags' names: what was asked, then what the machine decided, then what the scheduler goes by."""
+    resolved = msgspec.structs.asdict(runner.resolved)
+    decided = {name: resolved[name] for name in DECIDED}
+    asked = {name: value for name, value in msgspec.structs.asdict(config.runner).items() if name not in NOT_TOLD}
+    return ServerFacts(
+        version=__version__,
+        model=runner.resolved.architecture,
+        max_model_len=runner.resolved.max_model_len,
+        settings=asked | decided | msgspec.structs.asdict(scheduler),
+        cost=runner.cost,
+        machine=known,
+    )
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], sys.argv[2], build_engine)

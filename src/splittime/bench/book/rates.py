@@ -1,0 +1,147 @@
+"""Rates over a window of time, concurrency, and drift within a run: what belongs to time and not to one request.
+
+A rate counts what *arrived* in the measured window, whoever's it was (warm-up's and cool-down's requests too), over the
+window's length. A mean over the wall time of a run would be low by its ramps, and so would the tokens of the measured
+requests alone, whose last arrive after the window. A run that was stopped has the window until its last end. Only where
+the window is shorter than the median request (all sent at once) is it the time from the window's begin to the last end,
+and `RateWindow.is_makespan` says so.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from math import log
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from splittime.bench.book.records import Outcome, Run
+from splittime.bench.book.requests import service_ns
+from splittime.bench.book.series import complete
+from splittime.ledger import derive
+from splittime.stats.dependence import MIN_REQUESTS, Array
+from splittime.stats.intervals import (
+    Estimate,
+    Interval,
+    Precision,
+    never_negative,
+    one_each,
+    spread_beside_a_trend,
+    together,
+)
+
+RATE_BINS = 200
+DRIFT_MARGIN = 0.10
+DRIFT_CONFIDENCE = 0.99
+MIN_DRIFT_REQUESTS = 40
+
+
+class RateWindow(msgspec.Struct, frozen=True):
+    """[from_ns, until_ns) of the run's clock."""
+
+    from_ns: int
+    until_ns: int
+    is_makespan: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return (self.until_ns - self.from_ns) / 1e9
+
+
+def rate_window(run: Run, arm: int = 0) -> RateWindow:
+    measured = run.measured(arm)
+    whole = complete(measured)
+    durations_ns = [ns for outcome in whole if (ns := service_ns(outcome)) is not None]
+    typical_ns = derive.percentile(durations_ns, 50) or 0
+    last_ns = max((o.end_ns for o in measured if o.end_ns is not None), default=run.measured_until_ns)
+    until_ns = min(run.measured_until_ns, last_ns) if run.stopped else run.measured_until_ns
+    if until_ns - run.measured_from_ns >= max(1, typical_ns):
+        return RateWindow(run.measured_from_ns, until_ns)
+    return RateWindow(run.measured_from_ns, max(last_ns, run.measured_from_ns + 1), is_makespan=True)
+
+
+def rate(at_ns: NDArray[np.int64], amounts: Array, window: RateWindow) -> Estimate:
+    """Per second: what of these amounts came within the window."""
+    parts = rate_parts(at_ns, amounts, window)
+    value = float(parts.mean())
+    if len(at_ns) < MIN_REQUESTS or not value:
+        return Estimate(value)
+    found = Precision(one_each(parts)).mean()
+    return Estimate(value, None if found is None else never_negative(found))
+
+
+def request_ends(outcomes: Sequence[Outcome]) -> tuple[NDArray[np.int64], Array]:
+    """When each complete request ended, one each."""
+    ends = np.array([o.end_ns for o in complete(outcomes) if o.end_ns is not None], dtype=np.int64)
+    return ends, np.ones(len(ends))
+
+
+def prompts_read(outcomes: Sequence[Outcome]) -> tuple[NDArray[np.int64], Array]:
+    """When each first chunk came, and the prompt tokens that had been read for it."""
+    known = [(o.chunk_ns[0], o.prompt_tokens) for o in outcomes if o.chunk_ns and o.prompt_tokens is not None]
+    at_ns, tokens = np.array(known, dtype=np.int64).reshape(-1, 2).T
+    return at_ns, tokens.astype(np.float64)
+
+
+def rate_parts(at_ns: NDArray[np.int64], amounts: Array, window: RateWindow) -> Array:
+    """Per second, in each of `RATE_BINS` equal parts of the window."""
+    span_ns = window.until_ns - window.from_ns
+    inside = (at_ns >= window.from_ns) & (at_ns < window.until_ns)
+    part = ((at_ns - window.from_ns) * (RATE_BINS / span_ns)).astype(np.int64)[inside]
+    sums: Array = np.bincount(part, amounts[inside], minlength=RATE_BINS)[:RATE_BINS].astype(np.float64)
+    return sums * (RATE_BINS / window.seconds)
+
+
+class Concurrency(msgspec.Struct, frozen=True):
+    """Requests between sent and ended, of any phase, while the window lasted."""
+
+    mean: float
+    peak: int
+
+
+def concurrency(outcomes: Sequence[Outcome], window: RateWindow) -> Concurrency:
+    spans = [(o.sent_ns, o.end_ns) for o in outcomes if o.sent_ns is not None and o.end_ns is not None]
+    if not spans:
+        return Concurrency(0.0, 0)
+    begins, ends = np.clip(np.array(spans, dtype=np.int64).T, window.from_ns, window.until_ns)
+    lasting = ends > begins
+    begins, ends = np.sort(begins[lasting]), np.sort(ends[lasting])
+    running = np.arange(1, len(begins) + 1) - np.searchsorted(ends, begins, side="right")
+    mean = float((ends - begins).sum()) / (window.until_ns - window.from_ns)
+    return Concurrency(mean, int(running.max(initial=0)))
+
+
+class Trend(StrEnum):
+    STEADY = "steady"
+    RISING = "rising"
+    FALLING = "falling"
+    UNCLEAR = "unclear"
+
+
+class Drift(msgspec.Struct, frozen=True):
+    """The second half's mean over the first half's. Steady is an interval wholly within `DRIFT_MARGIN`; rising or
+    falling is one that leaves out 1 and is not steady; else there is too little to tell."""
+
+    ratio: float | None
+    interval: Interval | None
+    trend: Trend
+
+
+def drift(values: Array) -> Drift:
+    """Returns how the second half of values in time order differs from the first, at `DRIFT_CONFIDENCE`."""
+    if len(values) < MIN_DRIFT_REQUESTS or values.min() <= 0:
+        return Drift(None, None, Trend.UNCLEAR)
+    first, second = values[: len(values) // 2], values[len(values) // 2 :]
+    before, after = (spread_beside_a_trend(half / half.mean()) for half in (first, second))
+    middle, reach = log(second.mean() / first.mean()), together(before, after).reach(DRIFT_CONFIDENCE)
+    ratio = Interval(middle - reach, middle + reach).exp()
+    return Drift(float(second.mean() / first.mean()), ratio, _trend(ratio))
+
+
+def _trend(ratio: Interval) -> Trend:
+    low, high = ratio.low or 0.0, ratio.high or 0.0
+    if low > 1 / (1 + DRIFT_MARGIN) and high < 1 + DRIFT_MARGIN:
+        return Trend.STEADY
+    if low > 1:
+        return Trend.RISING
+    return Trend.FALLING if high < 1 else Trend.UNCLEAR

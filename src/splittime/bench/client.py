@@ -1,0 +1,230 @@
+"""One request, from turning to it until its end: the body that a server of this kind understands, and the outcome.
+
+A connection that the server had closed while it lay idle is replaced in silence: nothing of an answer had been read. A
+request that is to be hung up on counts its delay from being sent; a slow reader really stops reading its socket.
+"""
+
+import time
+from typing import Any
+
+import msgspec
+
+from splittime.bench.alarm import Alarm, AlarmEntry
+from splittime.bench.book.records import Ending, Outcome
+from splittime.bench.exchange import TimedExchange
+from splittime.bench.jobs import Job
+from splittime.bench.schedule import Planned
+from splittime.core.errors import ConfigError
+from splittime.present.terminal import clipped
+from splittime.wire.connection import Connection
+from splittime.wire.pool import SLOW_READER_BUFFER_BYTES, Pool
+from splittime.wire.target import Target, check_key
+
+now_ns = time.monotonic_ns
+
+KNOWS_IGNORE_EOS = frozenset({"splittime", "vllm", "sglang", "llama.cpp", "mock"})
+TELLS_TOKEN_IDS = frozenset({"splittime", "mock"})
+TELLS_USAGE_PER_CHUNK = frozenset({"vllm", "sglang"})  # their token ids would bring the whole prompt back as well
+_encode = msgspec.json.Encoder().encode
+
+
+def body_of(planned: Planned, kind: str, model: str | None) -> bytes:
+    """The JSON of a request, as far as a server of this kind understands it."""
+    options = {"include_usage": True}
+    if kind in TELLS_USAGE_PER_CHUNK:
+        options["continuous_usage_stats"] = True
+    body: dict[str, Any] = {"max_tokens": planned.output_tokens, "stream": True, "stream_options": options}
+    if model is not None:
+        body["model"] = model
+    if planned.messages is not None:
+        body["messages"] = planned.messages
+    else:
+        body["prompt"] = planned.prompt
+    if planned.exact_output and kind in KNOWS_IGNORE_EOS:
+        body["ignore_eos"] = True
+    if kind in TELLS_TOKEN_IDS:
+        body["return_token_ids"] = True
+    elif kind == "llama.cpp":
+        body["timings_per_token"] = True
+    return _encode({**body, **planned.body})
+
+
+class Client:
+    """Sends jobs to one arm. `begin_ns` is the run's begin, to be set before the first: outcomes count from it."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        kind: str,
+        model: str | None,
+        run_id: str,
+        alarm: Alarm,
+        timeout_s: float,
+        worker: int = 0,
+    ) -> None:
+        self.pool = Pool(target)
+        self.in_flight: set[TimedExchange] = set()
+        self.first_chunks: list[
+            tuple[int, int]
+        ] = []  # when each came, and its response TTFT; whoever reads it clears it
+        self._kind, self._model, self._run_id, self._worker = kind, model, run_id, worker
+        self._alarm, self._timeout_ns = alarm, int(timeout_s * 1e9)
+        self.begin_ns = 0
+        self._head = _head(target)
+
+    async def send(self, job: Job, intended_ns: int, held_ns: int = 0) -> Outcome:
+        """Turn to a job now. `intended_ns` is an instant of the clock. Never raises for what the server does."""
+        picked_up_ns = now_ns()
+        planned = job.planned
+        request_id = f"{self._run_id}-{planned.index}-{job.arm}"
+        request = self._request(request_id, planned)
+        exchange, connect_ns = await self._exchange(request, planned, intended_ns)
+        return self._outcome(job, request_id, exchange, intended_ns, picked_up_ns, connect_ns, held_ns)
+
+    def hang_up_all(self, why: str) -> None:
+        """The run is stopped: whatever is in flight ends now."""
+        for exchange in list(self.in_flight):
+            exchange.finish(Ending.CANCELLED, why, now_ns())
+
+    def _request(self, request_id: str, planned: Planned) -> bytes:
+        body = body_of(planned, self._kind, self._model)
+        path = b"/v1/chat/completions" if planned.messages is not None else b"/v1/completions"
+        return b"POST %b%b%bX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n%b" % (
+            self._head[0],
+            path,
+            self._head[1],
+            request_id.encode("ascii"),
+            len(body),
+            body,
+        )
+
+    async def _exchange(self, request: bytes, planned: Planned, intended_ns: int) -> tuple[TimedExchange, int | None]:
+        """Carry out, on another connection if the idle one turns out to be closed."""
+        deadline_ns = now_ns() + self._timeout_ns
+        while True:
+            exchange = TimedExchange(
+                lambda at_ns: self.first_chunks.append((at_ns - self.begin_ns, at_ns - intended_ns))
+            )
+            self.in_flight.add(exchange)
+            connect_ns = None
+            try:
+                connection, connect_ns = await self._connect(planned, (deadline_ns - now_ns()) / 1e9)
+                await self._carry_out(connection, request, exchange, planned, deadline_ns)
+            except OSError as error:
+                is_late = isinstance(error, TimeoutError) or now_ns() >= deadline_ns  # its clock is coarser
+                ending = Ending.TIMED_OUT if is_late else Ending.FAILED
+                exchange.finish(ending, clipped(f"cannot connect: {error}"), now_ns())
+            finally:
+                self.in_flight.discard(exchange)
+            was_stale = connect_ns == 0 and exchange.ending is Ending.FAILED and not exchange.has_begun
+            if not was_stale:
+                return exchange, connect_ns
+
+    async def _connect(self, planned: Planned, within_s: float) -> tuple[Connection, int]:
+        """A slow reader gets a connection of its own with a small buffer: else the kernel would read for it."""
+        if not planned.read_delay_ns:
+            return await self.pool.take(within_s)
+        connection, connect_ns = await self.pool.connect(within_s, SLOW_READER_BUFFER_BYTES)
+        connection.is_for_one = True
+        return connection, connect_ns
+
+    async def _carry_out(
+        self, connection: Connection, request: bytes, exchange: TimedExchange, planned: Planned, deadline_ns: int
+    ) -> None:
+        if planned.read_delay_ns:
+            exchange.after_reading = lambda: self._pause(connection, planned.read_delay_ns)
+        if exchange.ending is None:
+            connection.ask(request, exchange)
+        timers = [self._end_at(deadline_ns, exchange, Ending.TIMED_OUT, f"no end within {self._timeout_ns / 1e9:g} s")]
+        if planned.cancel_after_ns is not None:
+            at_ns = (exchange.sent_ns or now_ns()) + planned.cancel_after_ns
+            timers.append(self._end_at(at_ns, exchange, Ending.CANCELLED, None))
+        try:
+            await exchange.ended
+        finally:
+            for timer in timers:
+                timer.cancel()
+            if not exchange.is_over_on_the_wire:
+                connection.hang_up()
+
+    def _end_at(self, at_ns: int, exchange: TimedExchange, ending: Ending, error: str | None) -> AlarmEntry:
+        return self._alarm.call_at(at_ns, lambda: exchange.finish(ending, error, now_ns()))
+
+    def _pause(self, connection: Connection, delay_ns: int) -> None:
+        if connection.is_open:
+            connection.pause_reading()
+            self._alarm.call_at(now_ns() + delay_ns, connection.resume_reading)
+
+    def _outcome(
+        self,
+        job: Job,
+        request_id: str,
+        exchange: TimedExchange,
+        intended_ns: int,
+        picked_up_ns: int,
+        connect_ns: int | None,
+        held_ns: int,
+    ) -> Outcome:
+        begin_ns, reading = self.begin_ns, exchange.reading
+        assert exchange.ending is not None
+        return Outcome(
+            **facts_of(job, request_id, self._worker),
+            ending=exchange.ending,
+            intended_ns=intended_ns - begin_ns,
+            held_ns=held_ns,
+            picked_up_ns=picked_up_ns - begin_ns,
+            connect_ns=connect_ns,
+            sent_ns=_since(begin_ns, exchange.sent_ns),
+            headers_ns=_since(begin_ns, exchange.headers_ns),
+            chunk_ns=tuple(at_ns - begin_ns for at_ns in reading.chunk_ns),
+            chunk_tokens=reading.chunk_tokens,
+            end_ns=_since(begin_ns, exchange.end_ns),
+            status=exchange.status,
+            error=exchange.error,
+            finish_reason=reading.finish_reason,
+            prompt_tokens=reading.prompt_tokens,
+            output_tokens=reading.output_tokens,
+            cached_tokens=reading.cached_tokens,
+        )
+
+
+def unsent(job: Job, run_id: str, intended_ns: int, worker: int = 0) -> Outcome:
+    """A request whose turn did not come. `intended_ns` counts from the run's begin."""
+    facts = facts_of(job, f"{run_id}-{job.planned.index}-{job.arm}", worker)
+    return Outcome(**facts, ending=Ending.UNSENT, intended_ns=intended_ns)
+
+
+def facts_of(job: Job, request_id: str, worker: int) -> dict[str, Any]:
+    """What an outcome says whatever became of the request."""
+    planned = job.planned
+    return {
+        "index": planned.index,
+        "request_id": request_id,
+        "phase": planned.phase,
+        "arm": job.arm,
+        "session": planned.session,
+        "turn": planned.turn,
+        "worker": worker,
+        "expected_prompt_tokens": planned.expected_prompt_tokens,
+        "expected_output_tokens": planned.output_tokens if planned.exact_output else None,
+        "expected_cached_tokens": planned.expected_cached_tokens,
+        "tags": planned.tags,
+    }
+
+
+def _since(begin_ns: int, at_ns: int | None) -> int | None:
+    return None if at_ns is None else at_ns - begin_ns
+
+
+def _head(target: Target) -> tuple[bytes, bytes]:
+    """What stands before and after the path of every request."""
+    address = target.address
+    check_key(target.api_key)
+    lines = [f" HTTP/1.1\r\nHost: {address.authority}", "Content-Type: application/json", "Accept: text/event-stream"]
+    if target.api_key is not None:
+        lines.append(f"Authorization: Bearer {target.api_key}")
+    try:
+        return address.path.encode("ascii"), ("\r\n".join(lines) + "\r\n").encode("latin-1")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the URL or the key has a character that HTTP cannot send: {error}", param="url") from None

@@ -1,0 +1,122 @@
+"""Distributions by their text: `512`, `uniform:LOW:HIGH`, `lognormal:MEAN:CV`, `exponential:MEAN`.
+
+Each is drawn by inversion, `at(u)` for uniform u, so that a spread of u (`randomness.spread`) covers its whole range.
+With mean m and coefficient of variation c, the log-normal's logarithm has variance s^2 = ln(1 + c^2) and mean
+ln m - s^2 / 2.
+
+Where all chance in a schedule comes from: streams of PCG64, one for each purpose, named by the seed and words.
+
+Streams of different names are independent, so that another rate draws the same prompts, and more warm-up leaves what is
+measured as it was. Inversion gives the same ranks for the same seed at another rate or mean.
+"""
+
+import math
+from collections.abc import Callable
+from hashlib import blake2b
+from statistics import NormalDist
+
+import msgspec
+import numpy as np
+from numpy.random import PCG64, Generator, SeedSequence
+from numpy.typing import NDArray
+
+from splittime.core.errors import ConfigError
+
+Floats = NDArray[np.float64]
+
+
+def bit_stream(seed: int, *name: str) -> PCG64:
+    """The same bits for the same seed and name, on every machine."""
+    words = blake2b("\0".join(name).encode(), digest_size=16).digest()
+    return PCG64(SeedSequence([seed, *np.frombuffer(words, dtype="<u4").tolist()]))
+
+
+def stream(seed: int, *name: str) -> Generator:
+    return Generator(bit_stream(seed, *name))
+
+
+def spread(rng: Generator, count: int) -> Floats:
+    """Uniform numbers in [0, 1) in random order, exactly one in each of `count` equal parts: they reach both ends."""
+    return np.asarray((rng.permutation(count) + rng.random(count)) / max(1, count))
+
+
+def uniform(rng: Generator, count: int, evenly: bool) -> Floats:
+    return spread(rng, count) if evenly else rng.random(count)
+
+
+FORMS = "N, uniform:LOW:HIGH, lognormal:MEAN:CV or exponential:MEAN"
+MAX_VALUE = 1e9
+_NUM_NUMBERS = {"fixed": 1, "uniform": 2, "lognormal": 2, "exponential": 1}
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """`first` and `second` are the numbers of its text."""
+
+    kind: str
+    first: float
+    second: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return (self.first + self.second) / 2 if self.kind == "uniform" else self.first
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.kind == "fixed"
+
+    def at(self, u: Floats) -> Floats:
+        """The values below which a share of u in [0, 1) of all lie."""
+        return _INVERSES[self.kind](self, u)
+
+    def whole_at(self, u: Floats) -> NDArray[np.int64]:
+        """As whole numbers of at least 1; the uniform's ends are both as likely as what is between them."""
+        if self.kind == "uniform":
+            low, high = round(self.first), round(self.second)
+            return (low + np.floor(u * (high - low + 1))).astype(np.int64)
+        return np.maximum(1, np.rint(self.at(u))).astype(np.int64)
+
+
+def _lognormal(dist: Distribution, u: Floats) -> Floats:
+    variance = math.log1p(dist.second**2)
+    normal = NormalDist(math.log(dist.first) - variance / 2, math.sqrt(variance))
+    inside = np.clip(u, 2.0**-54, 1 - 2.0**-53)
+    return np.array([math.exp(normal.inv_cdf(one)) for one in inside.tolist()])
+
+
+_INVERSES: dict[str, Callable[[Distribution, Floats], Floats]] = {
+    "fixed": lambda dist, u: np.full(len(u), dist.first),
+    "uniform": lambda dist, u: dist.first + u * (dist.second - dist.first),
+    "lognormal": _lognormal,
+    "exponential": lambda dist, u: -dist.first * np.log1p(-u),
+}
+
+
+def parse_distribution(text: str, param: str, lowest: float = 0.0) -> Distribution:
+    """Raises `ConfigError` for a text that is none, or one that goes below `lowest`."""
+    kind, *numbers = ("fixed", text) if ":" not in text else text.split(":")
+    values = [_number(one) for one in numbers]
+    if kind not in _NUM_NUMBERS or len(values) != _NUM_NUMBERS[kind] or any(one is None for one in values):
+        raise ConfigError(f"{param} {text!r} is no distribution", param=param, value=text, limit=FORMS, hint=FORMS)
+    dist = Distribution(kind, *(one for one in values if one is not None))
+    _check(dist, text, param, lowest)
+    return dist
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _check(dist: Distribution, text: str, param: str, lowest: float) -> None:
+    if not lowest <= dist.first <= MAX_VALUE:
+        limit = f"{lowest:g} to {MAX_VALUE:g}"
+        raise ConfigError(f"{param} {text!r} is out of range", param=param, value=text, limit=limit, hint=limit)
+    if dist.kind == "uniform" and not dist.first <= dist.second <= MAX_VALUE:
+        hint = "The first number is the lower end, the second the upper."
+        raise ConfigError(f"{param} {text!r} has its ends the wrong way round", param=param, value=text, hint=hint)
+    if dist.kind == "lognormal" and not (dist.first > 0 and 0 < dist.second <= 100):
+        hint = "The second number is the coefficient of variation, above 0; for no variation give the number alone."
+        raise ConfigError(f"{param} {text!r} is no log-normal distribution", param=param, value=text, hint=hint)

@@ -1,0 +1,221 @@
+"""From what is asked (`LoadSpec`) to what is sent (`Schedule`), whole, before the first byte leaves.
+
+    starts (when) + workload (what) -> turns on the clock -> manners (who hangs up, who reads slowly) -> expected hits
+
+The same spec, vocabulary, limits and salt draw the same schedule, to the digest: all chance comes from
+`distributions.stream`, and `tests/bench/test_draw.py` keeps a digest. Two runs that are not to find each other's
+prompts in the server's cache are drawn with different salts; the shape of the load does not change with the salt.
+
+`EndlessCache` works out from the prompts alone what a prefix cache should find. The law is `kv/cache.py`'s, and vLLM's:
+full blocks only, named by their own tokens and all before them, and never the whole prompt, since its last token must
+be computed. The cache is taken as endless, and each prompt as done before the next comes; what a server finds is at
+most this, and the difference is its evictions and what was still being computed.
+"""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from splittime.bench.book.records import Phase
+from splittime.bench.distributions import parse_distribution, stream
+from splittime.bench.file_workload import Conversations, FileRequests
+from splittime.bench.lengths import Fitter
+from splittime.bench.prompts import Alphabet, Salt, token_ids, words
+from splittime.bench.schedule import Planned, Schedule
+from splittime.bench.sessions import NS_PER_MS, NS_PER_S, SessionClock, SyntheticSessions, Turn
+from splittime.bench.spec import LoadSpec, spec_of
+from splittime.bench.starts import Starts, draw_starts
+from splittime.bench.traces import Trace, read_trace
+from splittime.bench.workload import Synthetic, TraceWorkload, Workload
+from splittime.core.errors import ConfigError
+from splittime.wire.limits import ServerLimits
+
+
+class EndlessCache:
+    """The names of all blocks seen so far."""
+
+    def __init__(self, block_size: int) -> None:
+        if block_size < 1:
+            raise ConfigError("a block holds a token or more", param="block_size", value=block_size, limit=1)
+        self._block_size = block_size
+        self._names: set[int] = set()
+
+    def cached_tokens(self, prompt: Sequence[int]) -> int:
+        """How many of the prompt's first tokens were there before it; then they all are."""
+        size, names = self._block_size, self._names
+        name = num_hits = 0
+        is_hit = True
+        for end in range(size, len(prompt) + 1, size):
+            name = hash((name, *prompt[end - size : end]))
+            is_hit = is_hit and name in names
+            num_hits += is_hit
+            names.add(name)
+        return min(num_hits, (len(prompt) - 1) // size) * size
+
+
+def cached_tokens(prompts: Iterable[Sequence[int]], block_size: int) -> list[int]:
+    """For each prompt, in the order in which they come."""
+    cache = EndlessCache(block_size)
+    return [cache.cached_tokens(prompt) for prompt in prompts]
+
+
+Placed = tuple[Phase, Turn]
+USUAL_VOCAB_SIZE = 32_000
+
+
+def draw(
+    spec: LoadSpec,
+    *,
+    vocab_size: int | None,
+    max_model_len: int | None,
+    block_size: int | None = None,
+    salt: str | None = None,
+) -> Schedule:
+    """The whole schedule. `vocab_size` may be None where no token ids are sent; `block_size` is the prefix cache's, and
+    without it only "nothing shared" can be expected. Raises `ConfigError` and `NotFound`."""
+    spec.validate()
+    trace = read_trace(spec) if spec.trace is not None else None
+    workload = _workload(spec, trace, vocab_size, max_model_len, Salt(spec.seed, salt, spec.reuse_prompts))
+    starts = draw_starts(spec, trace)
+    placed, notes = _placed(spec, workload, starts)
+    if not any(phase is Phase.MEASURED for phase, _ in placed):
+        hint = "Make the window longer, or the rate higher."
+        raise ConfigError("no request falls into the measured window", param="duration_s", hint=hint)
+    server = {"vocab_size": vocab_size, "max_model_len": max_model_len, "block_size": block_size, "salt": salt}
+    return Schedule(
+        seed=spec.seed,
+        concurrency=spec.concurrency,
+        duration_ns=starts.end_ns,
+        measured_from_ns=starts.from_ns,
+        measured_until_ns=starts.until_ns,
+        settings={**_asked(spec), **server},
+        notes=(*workload.notes(), *notes),
+        requests=tuple(_planned(spec, placed, block_size)),
+    )
+
+
+def draw_for(load: dict[str, Any], limits: ServerLimits, salt: str | None = None) -> Schedule:
+    """Returns a schedule for one server: `load` has the fields of `LoadSpec` that were given, `limits` what the server
+    says of itself. The schedule's notes say what was assumed. Raises `ConfigError`."""
+    spec = spec_of(load)
+    if spec.prompt_form is None and not limits.takes_ids:
+        spec = msgspec.structs.replace(spec, prompt_form="text")
+    schedule = draw(
+        spec,
+        vocab_size=USUAL_VOCAB_SIZE if limits.vocab_size is None else limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        block_size=limits.block_size,
+        salt=None if spec.reuse_prompts else salt or secrets.token_hex(6),
+    )
+    if limits.vocab_size is not None or spec.prompt_form not in (None, "ids"):
+        return schedule
+    note = f"the server does not tell its vocabulary: ids below {USUAL_VOCAB_SIZE:,} are used (--vocab-size)"
+    return msgspec.structs.replace(schedule, notes=(*schedule.notes, note))
+
+
+def _asked(spec: LoadSpec) -> dict[str, Any]:
+    """What differs from the defaults, and what the defaults came to."""
+    plain: dict[str, Any] = msgspec.to_builtins(LoadSpec())
+    asked = {name: value for name, value in msgspec.to_builtins(spec).items() if value != plain[name]}
+    arrivals = {} if spec.is_closed else {"arrivals": spec.arrival_kind}
+    return {**asked, "seed": spec.seed, "workload": spec.workload_kind, **arrivals}
+
+
+def _workload(
+    spec: LoadSpec, trace: Trace | None, vocab_size: int | None, max_model_len: int | None, salt: Salt
+) -> Workload:
+    kind = spec.workload_kind
+    if kind == "sharegpt":
+        return Conversations(spec, salt)
+    if kind == "jsonl":
+        return FileRequests(spec, salt, vocab_size)
+    fitter, alphabet = Fitter(max_model_len), _alphabet(spec, vocab_size)
+    if kind == "trace":
+        assert trace is not None
+        return TraceWorkload(spec, trace, alphabet, salt, fitter)
+    synthetic = Synthetic(spec, alphabet, salt, fitter)
+    return SyntheticSessions(spec, synthetic) if spec.has_sessions else synthetic
+
+
+def _alphabet(spec: LoadSpec, vocab_size: int | None) -> Alphabet:
+    return token_ids(vocab_size) if spec.prompt_form in (None, "ids") else words()
+
+
+def _placed(spec: LoadSpec, workload: Workload, starts: Starts) -> tuple[list[Placed], list[str]]:
+    """All turns in the order in which they are to start; what would start after the end is left out."""
+    placed: list[Placed] = []
+    num_sessions = num_before = 0
+    for phase in Phase:
+        instants = starts.at_ns[phase]
+        clock = SessionClock(spec, phase)
+        conversations = workload.draw(phase, len(instants), num_before)
+        for at_ns, conversation in zip(instants, conversations, strict=True):
+            placed += _in_phase(clock.turns(conversation, num_sessions, at_ns), phase, starts)
+            num_sessions += 1
+        num_before = len(instants) if phase is Phase.MEASURED else 0
+    if spec.is_closed:
+        return placed, []
+    end_ns = starts.end_ns or 0
+    kept = [(phase, turn) for phase, turn in placed if (turn.at_ns or 0) < end_ns]
+    kept.sort(key=lambda one: one[1].at_ns or 0)  # stable: at the same instant, as drawn
+    left_out = len(placed) - len(kept)
+    return kept, [f"{left_out} later turns would start after the end and are left out"] if left_out else []
+
+
+def _in_phase(turns: Sequence[Turn], phase: Phase, starts: Starts) -> list[Placed]:
+    """A session begins in its phase and goes on into the next ones."""
+    first, *later = turns
+    return [(phase, first)] + [(phase if turn.at_ns is None else starts.phase_at(turn.at_ns), turn) for turn in later]
+
+
+def _planned(spec: LoadSpec, placed: Sequence[Placed], block_size: int | None) -> list[Planned]:
+    cache = None if block_size is None else EndlessCache(block_size)
+    manners = zip(_cancel_after_ns(spec, len(placed)), _read_delays_ns(spec, len(placed)), strict=True)
+    return [
+        _one(index, phase, turn, _expected_hit(spec, turn, cache), *manner)
+        for index, ((phase, turn), manner) in enumerate(zip(placed, manners, strict=True))
+    ]
+
+
+def _one(
+    index: int, phase: Phase, turn: Turn, cached_tokens: int | None, cancel_after_ns: int | None, read_delay_ns: int
+) -> Planned:
+    asked = msgspec.structs.asdict(turn.content)
+    asked.pop("may_hit")  # for the expectation only
+    return Planned(
+        **asked,
+        index=index,
+        at_ns=turn.at_ns,
+        phase=phase,
+        expected_cached_tokens=cached_tokens,
+        session=turn.session,
+        turn=turn.number,
+        think_ns=turn.think_ns,
+        expected_ns=turn.expected_ns,
+        cancel_after_ns=cancel_after_ns,
+        read_delay_ns=read_delay_ns,
+    )
+
+
+def _expected_hit(spec: LoadSpec, turn: Turn, cache: EndlessCache | None) -> int | None:
+    """Known for token ids and a known block; for anything else only if nothing is shared. A chat's template may be."""
+    content = turn.content
+    if spec.reuse_prompts:
+        return None  # it depends on the runs before
+    if cache is not None and isinstance(content.prompt, tuple) and content.prompt:
+        return cache.cached_tokens(content.prompt)
+    return None if content.may_hit or content.messages is not None else 0
+
+
+def _cancel_after_ns(spec: LoadSpec, count: int) -> list[int | None]:
+    rng = stream(spec.seed, "cancel")
+    chosen = (rng.random(count) < spec.cancel_probability).tolist()
+    after_s = parse_distribution(spec.cancel_after_s, "cancel_after_s").at(rng.random(count)).tolist()
+    return [round(one_s * NS_PER_S) if is_chosen else None for is_chosen, one_s in zip(chosen, after_s, strict=True)]
+
+
+def _read_delays_ns(spec: LoadSpec, count: int) -> list[int]:
+    chosen = stream(spec.seed, "slow readers").random(count) < spec.slow_reader_share
+    return [round(spec.slow_reader_delay_ms * NS_PER_MS) if one else 0 for one in chosen.tolist()]

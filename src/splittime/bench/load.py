@@ -1,0 +1,210 @@
+"""The load that one process makes: its share of the jobs, sent by `open_loop` or `closed_loop`, and how it fared.
+
+`Load.run` returns one outcome for each job of its share (of a closed loop that is ended by the clock: for each that was
+begun). Whatever stops it early, what was not sent is UNSENT and what was in flight is hung up. The garbage collector
+ought to be off meanwhile (`no_garbage_collection`): a full collection would stop all reading for its while.
+"""
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from splittime.bench import sockets
+from splittime.bench.alarm import Alarm
+from splittime.bench.book.records import Ending, Outcome
+from splittime.bench.client import Client, unsent
+from splittime.bench.jobs import Job
+from splittime.bench.pacing import closed_loop, open_loop
+from splittime.bench.share import LoadShare, News, Vitals
+
+now_ns = time.monotonic_ns
+LAG_PROBE_NS = 5_000_000
+HANG_UP_S = 0.2  # for what is in flight to say so
+FAILURES = (Ending.FAILED, Ending.REFUSED, Ending.TIMED_OUT)
+
+
+class Load:
+    """`send` is for the two loops; `news` and `stop` are for whoever watches."""
+
+    def __init__(self, share: LoadShare, *, is_alone: bool = True) -> None:
+        self.share, self._is_alone = share, is_alone
+        self.begin_ns = 0
+        self.alarm = Alarm()
+        self.clients = [
+            Client(
+                target,
+                kind=kind,
+                model=model,
+                run_id=share.run_id,
+                alarm=self.alarm,
+                timeout_s=share.timeout_s,
+                worker=share.worker,
+            )
+            for target, kind, model in zip(share.targets, share.kinds, share.models, strict=True)
+        ]
+        self.is_over = False
+        self._over = asyncio.Event()
+        self._outcomes: dict[tuple[int, int], Outcome] = {}
+        self._measured_left = sum(job.is_measured for job in share.jobs)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(share.max_in_flight) if share.max_in_flight else None
+        self._news = News()
+        self._why = ""
+        self._lag_ns: list[int] = []
+        self._cpu_share = 0.0
+
+    # ---- for the loops
+
+    def spawn(self, job: Job, intended_ns: int) -> asyncio.Task[None]:
+        """Send a job now, whatever became of the others."""
+        return self.spawn_work(self.send(job, intended_ns, intended_ns))
+
+    def spawn_work(self, work: object) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def send(self, job: Job, intended_ns: int, due_ns: int) -> Outcome:
+        """Send a job and note its outcome. due_ns: since when nothing but a cap held it back."""
+        held_ns = max(0, due_ns - intended_ns)
+        if self._room is not None:
+            waits_from_ns = now_ns()
+            await self._room.acquire()
+            held_ns += now_ns() - waits_from_ns
+        try:
+            self._news.begun += 1
+            outcome = await self.clients[job.arm].send(job, intended_ns, held_ns)
+        finally:
+            if self._room is not None:
+                self._room.release()
+        self._note(job, outcome)
+        return outcome
+
+    def _note(self, job: Job, outcome: Outcome) -> None:
+        self._outcomes[job.planned.index, job.arm] = outcome
+        news = self._news
+        news.ended += 1
+        news.failed += outcome.ending in FAILURES
+        news.output_tokens += outcome.output_tokens or 0
+        self._measured_left -= job.is_measured
+        if self._measured_left == 0 and self._is_alone:
+            self.stop("the run was over")  # what is left only kept the load up
+
+    # ---- for whoever watches
+
+    def news(self) -> News:
+        in_flight = tuple(len(client.in_flight) for client in self.clients)
+        news, self._news = self._news, News()
+        for client in self.clients:
+            news.ttft_ns += client.first_chunks
+            client.first_chunks.clear()
+        return msgspec.structs.replace(news, in_flight=in_flight, is_measured_done=self._measured_left == 0)
+
+    def stop(self, why: str) -> None:
+        """Begin nothing more and hang up."""
+        if not self.is_over:
+            self.is_over, self._why = True, why
+            self._over.set()
+
+    # ---- the whole
+
+    async def prepare(self) -> None:
+        """What would be late if it were done after the begin. Raises `ConfigError` if a server takes no connection."""
+        await asyncio.gather(*(client.pool.look_up() for client in self.clients))
+
+    async def run(self, begin_ns: int) -> tuple[list[Outcome], Vitals]:
+        self.begin_ns = begin_ns
+        for client in self.clients:
+            client.begin_ns = begin_ns
+        probe = asyncio.create_task(self._probe_lag())
+        begin_cpu_s, begin_s = time.process_time(), time.monotonic()
+        try:
+            await self._carry_out()
+        finally:
+            probe.cancel()
+            self._cpu_share = (time.process_time() - begin_cpu_s) / max(1e-9, time.monotonic() - begin_s)
+            await self.close()
+        return self._all_outcomes(), self._vitals()
+
+    async def close(self) -> None:
+        for client in self.clients:
+            client.pool.close()
+        self.alarm.close()
+
+    async def _carry_out(self) -> None:
+        share = self.share
+        pacing = asyncio.create_task(
+            open_loop(self, share.jobs) if share.concurrency is None else closed_loop(self, share.jobs)
+        )
+        over = asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait({pacing, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+            await self._hang_up()
+            pacing.cancel()
+            await asyncio.gather(pacing, over, return_exceptions=True)
+        if not pacing.cancelled() and pacing.exception() is not None:
+            raise pacing.exception()  # type: ignore[misc]
+
+    async def _hang_up(self) -> None:
+        self.is_over = True
+        for client in self.clients:
+            client.hang_up_all(self._why or "the run was stopped")
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=HANG_UP_S)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _all_outcomes(self) -> list[Outcome]:
+        jobs: Sequence[Job] = self.share.jobs
+        ends_by_clock = self.share.concurrency is not None and self.share.duration_ns is not None
+        outcomes = []
+        for job in jobs:
+            outcome = self._outcomes.get((job.planned.index, job.arm))
+            if outcome is not None:
+                outcomes.append(outcome)
+            elif not ends_by_clock:
+                at_ns = job.at_ns if job.at_ns is not None else now_ns() - self.begin_ns
+                outcomes.append(unsent(job, self.share.run_id, at_ns, self.share.worker))
+        return outcomes
+
+    async def _probe_lag(self) -> None:
+        await self.alarm.sleep_until(self.begin_ns)
+        due_ns = now_ns()
+        while True:
+            due_ns = max(due_ns + LAG_PROBE_NS, now_ns())
+            await self.alarm.sleep_until(due_ns)
+            self._lag_ns.append(now_ns() - due_ns)
+
+    def _vitals(self) -> Vitals:
+        pools = [client.pool for client in self.clients]
+        return Vitals(
+            worker=self.share.worker,
+            loop_lag_ns=tuple(self._lag_ns),
+            cpu_share=self._cpu_share,
+            most_sockets=sum(pool.most_open for pool in pools),
+            sockets_limit=sockets.limit(),
+            out_of_sockets=sum(pool.out_of_sockets for pool in pools),
+            sockets_without_nodelay=sum(pool.sockets_without_nodelay for pool in pools),
+        )
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()

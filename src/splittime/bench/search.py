@@ -1,0 +1,263 @@
+"""The highest rate that keeps a promise, and sweeps: which runs to make next, from the verdicts of those made.
+
+Near the knee a run's verdict is a coin with a bias: the same server kept a p99 of 700 ms in one run and missed 1,700 ms
+in the next (NVIDIA/aicr, issue 1196). So no single run decides:
+
+    bracket   double the rate from `low` until a run breaks
+    narrow    halve the bracket's ratio until it is at most 1 + `resolution`
+    confirm   both ends are run again until `confirmations` runs of each agree; an end that turns out otherwise moves,
+              and the bracket is narrowed again
+
+The kept end is the highest rate below the lowest broken one, so a lucky run above the knee claims nothing. The answer
+is the interval, with every run's verdict. A void run, of which nobody can tell whether the promise was kept because the
+client itself was at fault, says nothing about the server: it is made again once, and if the client fails again, the
+rate counts as the lowest that this client cannot judge. The search goes on below it, and says so.
+`tests/bench/test_search.py` holds it against a noisy queue.
+
+`SearchResult` and `Swept` hold every run with its verdict, the two ends of the knee, and a sentence for people.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from splittime.bench.book.records import Run
+from splittime.core.errors import ConfigError
+
+
+class LevelVerdict(StrEnum):
+    KEPT = "kept"
+    BROKEN = "broken"
+    VOID = "void"
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One run. `level` is its rate, or its concurrency in a sweep of those."""
+
+    level: float
+    verdict: LevelVerdict
+    run: Run
+
+
+class SearchResult(msgspec.Struct, frozen=True):
+    """The knee is in [kept, broken]. None: not even `low` keeps, or not even `high` breaks. `stopped`: why the search
+    ended before both ends were confirmed, if it did. is_unjudged: at `broken` the client was at fault each time, so
+    that the knee may lie higher."""
+
+    kept: float | None
+    broken: float | None
+    trials: tuple[Trial, ...]
+    stopped: str | None = None
+    is_unjudged: bool = False
+
+    @property
+    def is_void(self) -> bool:
+        """Nothing was found but that the client is at fault."""
+        return self.is_unjudged and self.kept is None
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        runs = _counted(self.trials)
+        if self.stopped is not None:
+            return f"the search ended early: {self.stopped} {runs}{self._so_far}"
+        if self.is_unjudged:
+            kept = "nothing was found" if self.kept is None else f"{self.kept:g} requests/s keep the promise"
+            fault = f"at {self.broken:g} the client itself was at fault, so nothing higher was judged"
+            return f"{kept}; {fault} {runs}: {self._fault}"
+        if self.kept is None:
+            return f"not even {self.broken:g} requests/s keep the promise {runs}"
+        if self.broken is None:
+            return f"{self.kept:g} requests/s, the most that was asked for, keep the promise {runs}"
+        return f"{self.kept:g} requests/s keep the promise, {self.broken:g} break it {runs}"
+
+    @property
+    def _fault(self) -> str:
+        return next((_faults(one.run) for one in reversed(self.trials) if one.verdict is LevelVerdict.VOID), "")
+
+    @property
+    def _so_far(self) -> str:
+        """Which rates it had come to, though not both were confirmed."""
+        ends = ((self.kept, "kept"), (None if self.is_unjudged else self.broken, "broke"))
+        known = [f"{rate:g} requests/s {verb} the promise" for rate, verb in ends if rate is not None]
+        return f"; so far {', '.join(known)}" if known else ""
+
+
+class Swept(msgspec.Struct, frozen=True):
+    """The runs in order; `stopped` if they did not all take place."""
+
+    trials: tuple[Trial, ...]
+    stopped: str | None = None
+
+    @property
+    def is_void(self) -> bool:
+        """At some level the client was at fault each time."""
+        return bool(self._unjudged)
+
+    @property
+    def sentence(self) -> str:
+        """For people; empty if all is in the table."""
+        if self.stopped is not None:
+            return f"the sweep ended early: {self.stopped} {_counted(self.trials)}"
+        if not self._unjudged:
+            return ""
+        last = self._unjudged[-1]
+        levels = ", ".join(f"{one.level:g}" for one in self._unjudged)
+        return f"at {levels} the client itself was at fault each time: {_faults(last.run)}"
+
+    @property
+    def _unjudged(self) -> list[Trial]:
+        last = {trial.level: trial for trial in self.trials}
+        return [trial for trial in last.values() if trial.verdict is LevelVerdict.VOID]
+
+
+def _counted(trials: Sequence[Trial]) -> str:
+    return f"({len(trials)} run{'' if len(trials) == 1 else 's'})"
+
+
+def _faults(run: Run) -> str:
+    return "; ".join(check.sentence for check in run.checks if check.voids and not check.ok)
+
+
+MIN_RESOLUTION = 0.005
+MAX_RUNS = 40
+VOIDS_AT_A_LEVEL = 2
+
+Measure = Callable[[float], Awaitable[Run]]
+Keeps = Callable[[Run], bool | None]  # None: nobody can tell
+
+
+OnTrial = Callable[[Trial], None]
+
+
+class Stopped(Exception):
+    """For `measure` to raise: no more runs can be made, and the text says why. Those that were made are kept."""
+
+
+async def sweep(
+    measure: Measure, levels: Sequence[float], keeps: Keeps | None = None, on_trial: OnTrial | None = None
+) -> Swept:
+    """A run for each level in order, a second where the first is void. Without `keeps` every run that is not void
+    counts as kept."""
+    trials: list[Trial] = []
+    for level in levels:
+        for _ in range(VOIDS_AT_A_LEVEL):
+            try:
+                trials.append(await _try(measure, keeps or is_usable, level, on_trial))
+            except Stopped as end:
+                return Swept(tuple(trials), str(end))
+            if trials[-1].verdict is not LevelVerdict.VOID:
+                break
+    return Swept(tuple(trials))
+
+
+def is_usable(run: Run) -> bool | None:
+    """What counts as kept where nothing is asked."""
+    return None if run.is_void else True
+
+
+async def highest_rate(
+    measure: Measure,
+    keeps: Keeps,
+    low: float,
+    high: float,
+    resolution: float = 0.05,
+    confirmations: int = 2,
+    max_runs: int = MAX_RUNS,
+    on_trial: OnTrial | None = None,
+) -> SearchResult:
+    """Raises `ConfigError` for bounds that are none, and what `measure` raises."""
+    check_search(low, high, resolution, confirmations, max_runs)
+    votes = _Votes(confirmations)
+    while len(votes.trials) < max_runs:
+        rate = _next_rate(votes, low, high, resolution)
+        if rate is None:
+            return votes.found()
+        try:
+            votes.trials.append(await _try(measure, keeps, rate, on_trial))
+        except Stopped as end:
+            return votes.found(str(end))
+    return votes.found(f"{max_runs} runs did not agree; make them longer, or the resolution coarser")
+
+
+def check_search(low: float, high: float, resolution: float, confirmations: int, max_runs: int) -> None:
+    """Raises `ConfigError` for bounds that are none."""
+    if not 0 < low < high < math.inf:
+        hint = "The lower one is above 0 and below the higher one."
+        raise ConfigError(f"no rates lie between {low:g} and {high:g}", param="low", value=low, limit=high, hint=hint)
+    if not MIN_RESOLUTION <= resolution < 1:
+        limit = f"{MIN_RESOLUTION} to 1"
+        what = f"the resolution is {resolution:g}; it must be {limit}"
+        raise ConfigError(what, param="resolution", value=resolution, limit=limit, hint="0.05 is 5%.")
+    if confirmations < 1:
+        what = f"an end is run at least once, not {confirmations} times"
+        raise ConfigError(what, param="confirmations", value=confirmations, limit=1)
+    if max_runs < confirmations:
+        what = f"{max_runs} runs cannot confirm anything {confirmations} times"
+        raise ConfigError(what, param="max_runs", value=max_runs, limit=confirmations, hint="Allow more --max-runs.")
+
+
+class _Votes:
+    """What the runs said, by rate. A rate is settled when `confirmations` of its runs agree."""
+
+    def __init__(self, confirmations: int) -> None:
+        self._confirmations = confirmations
+        self.trials: list[Trial] = []
+
+    def count(self, rate: float, verdict: LevelVerdict) -> int:
+        return sum(trial.level == rate and trial.verdict is verdict for trial in self.trials)
+
+    def is_kept(self, rate: float) -> bool:
+        """By majority; a tie is not."""
+        return self.count(rate, LevelVerdict.KEPT) > self.count(rate, LevelVerdict.BROKEN)
+
+    def is_unjudged(self, rate: float) -> bool:
+        """Void so often, and never anything else."""
+        voids = self.count(rate, LevelVerdict.VOID)
+        return voids >= VOIDS_AT_A_LEVEL and voids == sum(trial.level == rate for trial in self.trials)
+
+    def is_settled(self, rate: float) -> bool:
+        most = max(self.count(rate, verdict) for verdict in (LevelVerdict.KEPT, LevelVerdict.BROKEN))
+        return most >= self._confirmations or self.is_unjudged(rate)
+
+    def ends(self) -> tuple[float | None, float | None]:
+        """The highest kept rate below the lowest broken one, and that one, or one that this client cannot judge."""
+        judged = {trial.level for trial in self.trials if trial.verdict is not LevelVerdict.VOID}
+        rates = judged | {trial.level for trial in self.trials if self.is_unjudged(trial.level)}
+        broken = min((rate for rate in rates if not self.is_kept(rate)), default=None)
+        kept = max((rate for rate in rates if broken is None or rate < broken), default=None)
+        return kept, broken
+
+    def found(self, stopped: str | None = None) -> SearchResult:
+        kept, broken = self.ends()
+        is_unjudged = broken is not None and self.is_unjudged(broken)
+        return SearchResult(kept, broken, tuple(self.trials), stopped, is_unjudged)
+
+
+def _next_rate(votes: _Votes, low: float, high: float, resolution: float) -> float | None:
+    """What to run next; None: both ends are close enough, and settled."""
+    kept, broken = votes.ends()
+    if kept is None and broken is None:
+        return low
+    if broken is None and kept is not None and kept < high:
+        return min(_rounded(2 * kept), high)
+    if kept is not None and broken is not None and broken / kept > 1 + resolution:
+        return _rounded(math.sqrt(kept * broken))
+    return next((end for end in (kept, broken) if end is not None and not votes.is_settled(end)), None)
+
+
+def _rounded(rate: float) -> float:
+    """Four digits are enough for people, and finer than any resolution."""
+    return float(f"{rate:.4g}")
+
+
+async def _try(measure: Measure, keeps: Keeps, level: float, on_trial: OnTrial | None) -> Trial:
+    run = await measure(level)
+    is_kept = keeps(run)
+    verdict = LevelVerdict.VOID if is_kept is None else LevelVerdict.KEPT if is_kept else LevelVerdict.BROKEN
+    trial = Trial(level, verdict, run)
+    if on_trial is not None:
+        on_trial(trial)
+    return trial

@@ -1,0 +1,218 @@
+"""One server of a run, from outside: which it is, how far away it is, and what it says of itself.
+
+    arm = await open_arm(session, target)                     before the load: recognise, probe, scrape
+    gauges = await sample(session, arm, target)               meanwhile, in one cheap GET
+    arm = await close_arm(session, arm, target, outcomes)     after it: scrape, probe again, fetch its own book
+
+Nothing is raised because a server lacks something: it is absent in the arm, and `Arm.notes` says in a sentence what
+cannot be told and how it could. Only a server that does not answer at all is refused, by `open_arm`, before the load.
+A splittime server also exports three gauges under vLLM's names, so it is asked for first.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from splittime.bench import own_book
+from splittime.bench.book.records import Arm, Outcome
+from splittime.present.terminal import clipped
+from splittime.wire import probe
+from splittime.wire.dialects import DIALECTS
+from splittime.wire.scrape import MAX_BODY_BYTES, Response, Samples, ask_first, get, get_json, parse
+from splittime.wire.target import Target
+
+OWNERS = {"splittime": "splittime", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
+MOCK = "mock"
+MAX_NAME_CHARS = 500
+
+
+class ServerGauges(NamedTuple):
+    """Requests waiting and running, the used share of the KV cache, and of the waiting ones those that wait for
+    something of their own; None for what is not told."""
+
+    waiting: float | None = None
+    running: float | None = None
+    kv_usage: float | None = None
+    deferred: float | None = None
+
+
+NO_GAUGES = ServerGauges()
+
+
+class FirstAnswers(NamedTuple):
+    """What the first questions brought: the answer to /v1/models, its first card, /info, and /metrics."""
+
+    answer: Response
+    card: dict[str, Any]
+    info: dict[str, Any]
+    asked_metrics: Response | None
+
+    @property
+    def metrics(self) -> Samples:
+        return self.asked_metrics.samples if self.asked_metrics is not None else {}
+
+    @property
+    def model(self) -> str | None:
+        """The name of the first model, if it is one."""
+        name = self.card.get("id") or self.info.get("model_id")
+        return name if isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS else None
+
+
+async def open_arm(session: aiohttp.ClientSession, target: Target) -> Arm:
+    """Raises `EngineError` if nothing answers there, `ConfigError` if the server wants another key."""
+    seen = await _first_answers(session, target)
+    kind = recognise(seen)
+    version, max_model_len = await _details(session, target, kind, seen)
+    path = cheap_path(kind)
+    return Arm(
+        url=target.url,
+        kind=kind,
+        model=target.model or seen.model,
+        version=version,
+        max_model_len=max_model_len,
+        connect_ns=await probe.connect_times(target),
+        round_trip_ns=await probe.round_trips(session, target, path),
+        metrics_before=seen.metrics,
+        notes=tuple(_notes(kind, seen, target.model)),
+    )
+
+
+async def _first_answers(session: aiohttp.ClientSession, target: Target) -> FirstAnswers:
+    answer = await ask_first(session, target)
+    listed = answer.json
+    cards = listed.get("data") if isinstance(listed, dict) else None
+    card = cards[0] if isinstance(cards, list) and cards and isinstance(cards[0], dict) else {}
+    info = None if str(card.get("owned_by")) in OWNERS else await get_json(session, target, "/info")
+    return FirstAnswers(answer, card, info if isinstance(info, dict) else {}, await get(session, target, "/metrics"))
+
+
+def recognise(seen: FirstAnswers) -> str:
+    """The kind of server, by who says to own the model, by its metrics' names, by what only it answers."""
+    owner = str(seen.card.get("owned_by", "")).lower()
+    software = seen.answer.headers.get("Server", "").lower()
+    if MOCK in owner or MOCK in software:
+        return MOCK
+    if owner in OWNERS:
+        return OWNERS[owner]
+    if any(name.startswith("splittime_") for name in seen.metrics):
+        return "splittime"
+    for kind, dialect in DIALECTS.items():
+        if any(name.startswith(dialect.prefix) for name in seen.metrics):
+            return kind
+    if "max_total_tokens" in seen.info and "model_id" in seen.info:
+        return "tgi"
+    return "llama.cpp" if software == "llama.cpp" else "unknown"
+
+
+VERSION_AT = {
+    "splittime": ("/", "version"),
+    "vllm": ("/version", "version"),
+    "sglang": ("/server_info", "version"),
+    "llama.cpp": ("/props", "build_info"),
+}
+
+
+async def _details(
+    session: aiohttp.ClientSession, target: Target, kind: str, seen: FirstAnswers
+) -> tuple[str | None, int | None]:
+    """Version and longest context, each where this kind of server says it."""
+    version = seen.info.get("version")
+    if kind in VERSION_AT:
+        path, field = VERSION_AT[kind]
+        about = await get_json(session, target, path)
+        version = about.get(field) if isinstance(about, dict) else None
+    meta = seen.card.get("meta")
+    n_ctx = meta.get("n_ctx") if isinstance(meta, dict) else None
+    length = seen.card.get("max_model_len") or n_ctx or seen.info.get("max_total_tokens")
+    return (clipped(str(version)) if version is not None else None), (length if is_whole(length) else None)
+
+
+def is_whole(value: Any) -> bool:
+    """A number that can count something; what else a server says counts as not told."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**53
+
+
+def cheap_path(kind: str) -> str:
+    """A path that answers without the model."""
+    if kind in DIALECTS:
+        return DIALECTS[kind].cheap_path
+    return "/health" if kind == "splittime" else "/v1/models"
+
+
+def _notes(kind: str, seen: FirstAnswers, model: str | None) -> list[str]:
+    notes = []
+    named = seen.card.get("id") or seen.info.get("model_id")
+    if model is None and named is not None and seen.model is None:
+        text = clipped(repr(named)[:MAX_NAME_CHARS])
+        notes.append(f"The server calls its first model {text}, which is no name, so none was sent: --model gives one.")
+    if kind == "unknown":
+        notes.append("The server is none that is known here; it is measured from outside only.")
+    if seen.asked_metrics is not None and seen.asked_metrics.is_too_long:
+        notes.append(_too_long("/metrics"))
+    elif kind in DIALECTS and not seen.metrics:
+        hint = DIALECTS[kind].metrics_hint
+        notes.append(f"This {kind} server shows no metrics, so it tells nothing of its inside. {hint}".strip())
+    return notes
+
+
+def _too_long(path: str) -> str:
+    return f"The server's {path} is longer than {MAX_BODY_BYTES:,} bytes and was not read."
+
+
+async def sample(session: aiohttp.ClientSession, arm: Arm, target: Target) -> ServerGauges:
+    if arm.kind == "splittime":
+        return _own_gauges(await get_json(session, target, "/stats"))
+    if arm.kind not in DIALECTS or not arm.metrics_before:
+        return NO_GAUGES
+    answer = await get(session, target, "/metrics")
+    if answer is None or answer.status != 200:
+        return NO_GAUGES
+    dialect = DIALECTS[arm.kind]
+    wanted = tuple(name for state in ServerGauges._fields for name in dialect.metrics(state))
+    samples = parse(answer.body.decode("utf-8", "replace"), wanted)
+    found = {state: dialect.state_values(state, samples) for state in ServerGauges._fields}
+    return ServerGauges(**{state: _of_many(state, known) for state, known in found.items() if known})
+
+
+def _of_many(state: str, known: Sequence[float]) -> float:
+    """Over a server's engines: requests together, the use of the fullest cache."""
+    return max(known) if state == "kv_usage" else sum(known)
+
+
+def _own_gauges(stats: Any) -> ServerGauges:
+    """From a splittime server's /stats."""
+    engine = stats.get("engine") if isinstance(stats, dict) else None
+    if not isinstance(engine, dict):
+        return NO_GAUGES
+    blocks, used = _number(engine.get("blocks_total")), _number(engine.get("blocks_used"))
+    usage = used / blocks if blocks and used is not None else None
+    return ServerGauges(_number(engine.get("num_waiting")), _number(engine.get("num_running")), usage)
+
+
+def _number(value: Any) -> float | None:
+    """What a server says of a quantity, if it is one."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**53 else None
+
+
+async def close_arm(session: aiohttp.ClientSession, arm: Arm, target: Target, outcomes: Sequence[Outcome]) -> Arm:
+    """The arm with all that can be known after the load. Never raises: what the server does not tell is a note."""
+    asked_metrics = await get(session, target, "/metrics")
+    metrics = asked_metrics.samples if asked_metrics is not None else {}
+    connects, trips = await probe.connect_times(target), await probe.round_trips(session, target, cheap_path(arm.kind))
+    notes = list(arm.notes)
+    if arm.round_trip_ns and not trips:
+        notes.append("The server did not answer any more after the load.")
+    if asked_metrics is not None and asked_metrics.is_too_long and _too_long("/metrics") not in notes:
+        notes.append(_too_long("/metrics"))
+    arm = msgspec.structs.replace(
+        arm,
+        connect_ns=arm.connect_ns + connects,
+        round_trip_ns=arm.round_trip_ns + trips,
+        metrics_after=metrics,
+        notes=tuple(notes),
+    )
+    if arm.kind != "splittime" or not trips:
+        return arm
+    return await own_book.fetch(session, arm, target, outcomes)

@@ -1,0 +1,96 @@
+"""The values that cross between a run and its processes, unchanged by a pipe, and the progress that their news add up
+to.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from splittime.bench.jobs import Job
+from splittime.ledger.derive import percentile
+from splittime.wire.target import Target
+
+
+class LoadShare(msgspec.Struct, frozen=True, kw_only=True):
+    """One process' part of a run, as plain data. `concurrency` is of each arm; None for an open loop."""
+
+    jobs: tuple[Job, ...]
+    concurrency: int | None
+    duration_ns: int | None
+    targets: tuple[Target, ...]
+    kinds: tuple[str, ...]
+    models: tuple[str | None, ...]
+    run_id: str
+    timeout_s: float
+    max_in_flight: int | None = None
+    worker: int = 0
+
+
+class Vitals(msgspec.Struct, frozen=True, kw_only=True):
+    """How one process of the client fared. loop_lag_ns: how late a callback came, every `LAG_PROBE_NS`."""
+
+    worker: int
+    loop_lag_ns: tuple[int, ...] = ()
+    cpu_share: float = 0.0
+    most_sockets: int = 0
+    sockets_limit: int = 0
+    out_of_sockets: int = 0
+    sockets_without_nodelay: int = 0
+    died: str | None = None
+
+
+class News(msgspec.Struct, kw_only=True):
+    """What happened since the last news. in_flight: by arm, now. ttft_ns: of each first chunk, when it came from the
+    run's begin, and its response TTFT."""
+
+    begun: int = 0
+    ended: int = 0
+    failed: int = 0
+    output_tokens: int = 0
+    in_flight: tuple[int, ...] = ()
+    ttft_ns: list[tuple[int, int]] = []
+    is_measured_done: bool = False
+
+    def add(self, later: "News") -> None:
+        """Counts what happened since; what holds now is the later news'."""
+        self.begun += later.begun
+        self.ended += later.ended
+        self.failed += later.failed
+        self.output_tokens += later.output_tokens
+        self.ttft_ns += later.ttft_ns
+        self.in_flight, self.is_measured_done = later.in_flight, later.is_measured_done
+
+    def latest_ttft_s(self, percent: float) -> float | None:
+        """Returns a percentile of the latest first chunks' TTFT."""
+        found = percentile([ttft for _, ttft in self.ttft_ns[-LATEST:]], percent)
+        return None if found is None else found / 1e9
+
+
+LATEST = 500  # of first chunks, for the percentiles so far
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """So far. `begun_per_s` over the time since the begin; TTFT is response time, of the latest first chunks."""
+
+    elapsed_s: float
+    planned: int
+    due: int
+    begun: int
+    ended: int
+    failed: int
+    in_flight: int
+    output_tokens: int
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    ends_at_s: float | None
+
+    @property
+    def begun_per_s(self) -> float:
+        return self.begun / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def due_per_s(self) -> float:
+        return self.due / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+OnProgress = Callable[[Progress], None]

@@ -1,0 +1,188 @@
+"""`splittime run`, and `generate`, its other name: one answer, or a chat, from an engine in this process.
+
+    splittime run "def f(x):"              the packaged model answers, then its account is shown
+    splittime run MODEL "PROMPT"           another model; `-` reads the prompt from standard input
+    splittime run MODEL                    a chat, if a person sits at the terminal; else standard input is the prompt
+
+A prompt becomes a message of a chat where the model has a chat template; without one, with `--raw`, and by the packaged
+models, which were trained on code alone, its text is continued as it stands. One word could be either: `words_of` says
+how it is read.
+"""
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
+
+import msgspec
+import orjson
+import typer
+from rich.console import Console
+
+from splittime.assemble import model_source
+from splittime.assemble.settings import Settings
+from splittime.cli.options import EXIT_CODES, JsonFlag, talk, with_settings
+from splittime.core.errors import ConfigError, RequestError
+from splittime.core.sampling import SamplingParams
+from splittime.ledger.account_json import account_json
+from splittime.present.terminal import plain
+
+if TYPE_CHECKING:
+    from splittime.llm import LLM, Output, Prompt
+
+PANEL = "Sampling"
+ADVISED = "Default: the model's own advice."
+MAX_TOKENS = 128  # of a text that is continued: nothing else would end it
+STDIN = "-"
+
+EXAMPLES = f"""\b
+Examples:
+  splittime run "def read_json(path):" --max-tokens 60
+  splittime run Qwen/Qwen3-0.6B "Why is the sky blue?"
+  splittime run Qwen/Qwen3-0.6B              a chat; /exit ends it
+  echo "def main(" | splittime run - --temperature 0 --json
+
+{EXIT_CODES}"""
+
+
+class RunWords(NamedTuple):
+    """What the command line says; None for what it leaves open."""
+
+    model: str | None
+    prompt: str | None
+
+
+@with_settings("runner", "scheduler")
+def run(
+    settings: Settings,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [PROMPT]", help="The model in the package, unless another is named. - is stdin."
+        ),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, whatever it looks like.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the model's chat template.")] = False,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            "-n",
+            help=f"Default: {MAX_TOKENS}; in a chat, a quarter of the context.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help=ADVISED, rich_help_panel=PANEL)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help=ADVISED, rich_help_panel=PANEL)] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help=f"0 is off. {ADVISED}", rich_help_panel=PANEL)] = None,
+    seed: Annotated[int | None, typer.Option("--seed", rich_help_panel=PANEL)] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="May be repeated.", rich_help_panel=PANEL)] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Answer a prompt, or chat at the terminal; then show where the time went."""
+    flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    given["stop"] = tuple(stop or ())
+    SamplingParams(**given).validate()
+    model, text = words_of(words or [], prompt)
+    is_chat = text is None and sys.stdin.isatty() and not json
+    text = None if is_chat else _read(text)
+    llm = _loaded(settings, model)
+    sampling = msgspec.structs.replace(llm.default_sampling, **given)
+    if is_chat:
+        from splittime.cli.chat import chat
+
+        return chat(llm, sampling, raw)
+    assert text is not None
+    raw = raw or model_source.is_packaged(model or settings["model"])
+    output = stream(llm, *asked(llm, [{"role": "user", "content": text}], sampling, raw), is_shown=not json)
+    if json:
+        answer = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
+        sys.stdout.buffer.write(orjson.dumps({**answer, "account": account_json(output.account)}) + b"\n")
+
+
+def words_of(words: list[str], prompt: str | None = None) -> RunWords:
+    """Tells the model from the prompt. Raises `ConfigError`, with what to type, where it cannot.
+
+    Of two words the first is the model. One word is a model if it names one or looks like a path or an id
+    (`model_source.is_meant`), else a prompt if no name looks like it; a bare word that names nothing is refused.
+    """
+    if len(words) + (prompt is not None) > 2:
+        raise _unclear(
+            "more words than a model and a prompt", f"quote the prompt: splittime run {shlex.quote(_text(words))}"
+        )
+    if prompt is not None:
+        return RunWords(words[0] if words else None, prompt)
+    if len(words) == 2:
+        return RunWords(words[0], words[1])
+    if not words:
+        return RunWords(None, None)
+    (word,) = words
+    if word in ("", STDIN) or (model_source.reads_like_a_prompt(word) and not model_source.is_meant(word)):
+        return RunWords(None, word)
+    if not model_source.is_meant(word):
+        raise _unclear(f"{word!r} is no model that is here", f"to give it as a prompt: splittime run -p {word}")
+    return RunWords(word, None)
+
+
+def asked(
+    llm: "LLM", messages: list[dict[str, str]], sampling: SamplingParams, raw: bool
+) -> "tuple[Prompt, SamplingParams]":
+    """Returns the prompt of a conversation: by the model's chat template, or its last text as it stands."""
+    if not raw and llm.tokenizer.has_chat_template:
+        return llm.chat_prompt(messages), sampling
+    return messages[-1]["content"], msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens or MAX_TOKENS)
+
+
+def stream(llm: "LLM", prompt: "Prompt", sampling: SamplingParams, is_shown: bool = True) -> "Output":
+    """Writes the answer as it comes, and then its account as a bar. Raises `RequestError` if it ended in an error."""
+    output = None
+    for piece in llm.stream(prompt, sampling):
+        if is_shown:
+            sys.stdout.write(plain(piece.text) if sys.stdout.isatty() else piece.text)
+            sys.stdout.flush()
+        output = piece.output or output
+    assert output is not None
+    if output.error is not None:
+        raise RequestError(output.error.message, hint=output.error.hint)
+    if is_shown:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        show_account(output)
+    return output
+
+
+def show_account(output: "Output") -> None:
+    from splittime.diagnose.explain import bar
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print("\n", bar(output.account), sep="")
+
+
+def _loaded(settings: Settings, model: str | None) -> "LLM":
+    name = model or settings["model"]
+    model_source.locate(name, settings["load_format"])  # a download shows its own progress, before the spinner
+    with talk().status("loading the model"):
+        from splittime.llm import LLM  # brings torch
+
+        return LLM(name, **(settings.part("runner") | settings.part("scheduler")))
+
+
+def _read(text: str | None) -> str:
+    """Returns the prompt itself: that of the command line, or standard input's."""
+    if text == STDIN or (text is None and not sys.stdin.isatty()):
+        text = sys.stdin.read()
+    return text or _no_prompt()
+
+
+def _text(words: list[str]) -> str:
+    return " ".join(words)
+
+
+def _unclear(message: str, hint: str) -> ConfigError:
+    return ConfigError(message, param="prompt", hint=hint)
+
+
+def _no_prompt() -> NoReturn:
+    raise _unclear("no prompt", 'splittime run "PROMPT", or --prompt TEXT, or pipe one into standard input')

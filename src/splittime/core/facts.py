@@ -1,0 +1,52 @@
+"""What both columns know of a machine and a model: the runner measures and counts it, the ledger's facts hold it.
+
+What follows from it (a step's floor, a share of the roofline) is an estimate, made in `diagnose` and stored nowhere.
+"""
+
+import msgspec
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Ceilings, measured by short loops on this machine with the server's own number of threads.
+
+    read_rates: (bytes, bytes a second), by rising size: what so many bytes are read at when they are read over and
+        over, as a step reads weights and keys; small ones come from a cache, the largest from memory. No size of a
+        cache that the machine reports is believed: of a virtual one it may be another's.
+    read_bytes_per_s: that of the largest.
+    operations_per_s: of the product that the weights use, where a
+    multiplication and its addition are two; None if it could not be measured, or not yet. cache_bytes: the processor's
+    last-level cache as the machine reports it, for information. cores: that the process may use.
+    measured_at_unix_ns: when, which may be some days before the start: ceilings are kept between starts.
+    """
+
+    cpu: str
+    threads: int
+    read_rates: tuple[tuple[int, float], ...] = ()
+    read_bytes_per_s: float | None = None
+    operations_per_s: float | None = None
+    measured_at_unix_ns: int | None = None
+    cache_bytes: int | None = None
+    cores: int | None = None
+
+
+class TokenCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model's shape makes a step need, at the least; where ranks share the model, of the first one.
+
+    weight_bytes: read by a step in which a row samples, the packed weights as they lie in memory; of a mixture of
+        experts only those that one token chooses. head_bytes: of these the head's, which a step without a sampling row
+        leaves alone.
+    kv_bytes_per_token: read for each token of context that a row attends to, and written for each new one.
+    operations_per_token: of the layers' products, for each token computed; a multiplication and its addition are two.
+    operations_per_sample: of the head's product, for each row that samples.
+    operations_per_context_token: of attention, for each pair of a computed token and one that it attends to.
+    window_tokens, windowed_share: a sliding window, and the share of layers that have it.
+    """
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    operations_per_token: int
+    operations_per_context_token: int
+    head_bytes: int = 0
+    operations_per_sample: int = 0
+    window_tokens: int | None = None
+    windowed_share: float = 0.0

@@ -1,0 +1,134 @@
+"""A setting is declared once: as a field of the struct that uses it, with what it means and what it may be.
+
+    num_threads: Annotated[int | None, Doc("CPU threads.", least=1, most=1024)] = None
+
+`settings_of` reads these declarations: flags, the settings file, `config show`, the reference page and `check` are all
+made from them. A field without a `Doc` is no setting: other code sets it.
+The kind follows from the type (and from the unit in the name: `_bytes` is a size), the choices from a `Literal`.
+"""
+
+import functools
+import types
+import typing
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+
+ENV_PREFIX = "SPLITTIME_"
+Kind = Literal["text", "texts", "whole", "number", "switch", "bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """What a user reads about a setting, and its bounds, both included. is_secret: never printed."""
+
+    help: str
+    least: float | None = None
+    most: float | None = None
+    is_secret: bool = False
+
+
+class Setting(NamedTuple):
+    """One setting as flags, file and reference show it. A default of None: the machine or the model decides."""
+
+    name: str
+    kind: Kind
+    default: Any
+    doc: Doc
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def shown_default(self) -> str:
+        """Returns the default as the settings file would have it; empty if the machine or the model decides."""
+        if self.default is None:
+            return ""
+        if self.kind == "switch":
+            return str(self.default).lower()
+        if self.kind == "texts":
+            return " ".join(self.default)
+        return f"{self.default:g}" if self.kind == "number" else str(self.default)
+
+    @property
+    def shown_range(self) -> str:
+        """Returns the bounds in words; empty if there are none."""
+        if self.doc.least is None:
+            return ""
+        return f"at least {self.doc.least}" if self.doc.most is None else f"{self.doc.least} to {self.doc.most}"
+
+    @property
+    def limit(self) -> list[Any]:
+        """Returns the choices, or the two bounds."""
+        return list(self.choices) or [self.doc.least, self.doc.most]
+
+    def fault(self, value: Any) -> str | None:
+        """Returns what is wrong with a value of the right type; None if it may be had."""
+        if value is None:
+            return None
+        if self.choices:
+            return None if value in self.choices else f"is none of {', '.join(self.choices)}"
+        low, high = self.doc.least, self.doc.most
+        is_within = (low is None or value >= low) and (high is None or value <= high)
+        return None if is_within else f"must be {self.shown_range}"
+
+
+class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step may hold: the scheduler plans within it, the runner makes room for it."""
+
+    max_num_seqs: Annotated[int, Doc("Requests that run at once.", 1, 65536)] = 64
+    max_num_batched_tokens: Annotated[int, Doc("Tokens that one step may compute, over all rows.", 1)] = 512
+    block_size: Annotated[int, Doc("Tokens in a block of KV cache.", 1, 1024)] = 16
+
+
+@functools.cache
+def settings_of(config: type[msgspec.Struct]) -> tuple[Setting, ...]:
+    """Returns the settings that a struct declares, in the order of its fields."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    fields = {field.name: field for field in msgspec.structs.fields(config)}
+    found = ((name, hints[name], _doc(hints[name]), field.default) for name, field in fields.items())
+    return tuple(
+        Setting(name, _kind(name, _plain_type(hint)), default, doc, _choices(_plain_type(hint)))
+        for name, hint, doc, default in found
+        if doc is not None
+    )
+
+
+def check(config: msgspec.Struct) -> None:
+    """Raises `ConfigError` that names the first setting whose value is out of its bounds or none of its choices."""
+    for setting in settings_of(type(config)):
+        value = getattr(config, setting.name)
+        fault = setting.fault(value)
+        if fault is not None:
+            message = f"{setting.name} = {value!r} {fault}"
+            raise ConfigError(message, param=setting.name, value=value, limit=setting.limit, hint=setting.doc.help)
+
+
+def _doc(hint: Any) -> Doc | None:
+    return next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Doc)), None)
+
+
+def _plain_type(hint: Any) -> Any:
+    """Returns the type without its `Doc` and without None."""
+    plain = hint.__origin__ if hasattr(hint, "__metadata__") else hint
+    if typing.get_origin(plain) in (typing.Union, types.UnionType):
+        plain = next(part for part in typing.get_args(plain) if part is not types.NoneType)
+    return plain
+
+
+def _kind(name: str, plain: Any) -> Kind:
+    kinds: dict[Any, Kind] = {bool: "switch", float: "number", int: "bytes" if name.endswith("_bytes") else "whole"}
+    return kinds.get(plain) or ("texts" if typing.get_origin(plain) is tuple else "text")
+
+
+def _choices(plain: Any) -> tuple[str, ...]:
+    return typing.get_args(plain) if typing.get_origin(plain) is Literal else ()

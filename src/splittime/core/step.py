@@ -1,0 +1,157 @@
+"""The one contract between scheduling and computing: `StepPlan` in, `StepResult` out, `Runner` in between.
+
+Both records hold ints, strings and tuples only, so they cross a process or a file unchanged and a recorded plan can be
+replayed. A row says "compute tokens [start, start + len(token_ids)) of this request"; prefill, a chunk of it, and
+decode are all rows. The KV cache of tokens [0, start) is already in the request's blocks when a row runs.
+
+    blocks of a request:   [ 7 ][ 3 ][ 12 ]          block_size = 4
+    token positions:        0..3 4..7 8..11          position p lives in block_ids[p // block_size], slot p % block_size
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from splittime.core.sampling import SamplingParams
+
+PENDING = -1
+"""In the place of a row's one token: the token that this request samples in the step before, which is still running."""
+
+
+class Admitted(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A request the runner must know from this step on (first admission, or again after a preemption).
+
+    token_ids: all tokens known so far, prompt then outputs; the last `num_output_tokens` are outputs
+    (penalties count them apart). `sampling.seed` is never None here.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_output_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]  # end-of-sequence and stop ids together; masked until min_tokens are out
+
+
+class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """One request's part of a step: known tokens, then drafts of those that may follow.
+
+    start: position of `token_ids[0]`.
+    token_ids: tokens whose KV this row writes, at least one. (`PENDING`,) where the token is not known yet.
+    new_block_ids: appended to the request's block table before the row runs. The table is empty at admission; after a
+        row with drafts it ends with the block of the last accepted token whose KV was written.
+    num_samples: so many of the row's last positions are sampled. 0: a chunk of a prompt. 1: the token that follows.
+        With drafts 1 + len(draft_token_ids): the last known position and that of each draft.
+    draft_token_ids: guesses of the tokens that follow. Their KV is written behind that of the known ones. The token
+        sampled at a position is accepted while all drafts before it are what was sampled in their places.
+    """
+
+    request_id: str
+    start: int
+    token_ids: tuple[int, ...]
+    new_block_ids: tuple[int, ...]
+    num_samples: int
+    draft_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the row computes, drafts among them."""
+        return len(self.token_ids) + len(self.draft_token_ids)
+
+
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
+    """What one step computes. A runner carries a plan out in this order:
+
+    1. It forgets the `released` requests and learns the `admitted` ones; a request may be in both.
+    2. It makes the `offloads`, copies of whole blocks to slots of host memory: (block, slot).
+    3. It makes the `restores`, copies back: (slot, block).
+    4. It runs the rows. Each request has at most one.
+
+    Within a kind the copies are independent of each other: no block is offloaded twice or restored into twice, and no
+    slot is the target of two offloads. Between the kinds the order counts: a block may be offloaded and then restored
+    into, and a slot may be copied to and then from.
+    """
+
+    step_id: int
+    rows: tuple[Row, ...]
+    admitted: tuple[Admitted, ...] = ()
+    released: tuple[str, ...] = ()
+    offloads: tuple[tuple[int, int], ...] = ()
+    restores: tuple[tuple[int, int], ...] = ()
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Log-probability of a token under the model (before temperature and filters), its rank (1 is the most likely),
+    and the most likely alternatives as (token_id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What came of a row; results are in the order of the plan's rows.
+
+    token_ids: the accepted tokens. None for a chunk, one without drafts, and with drafts one more than were right.
+    logprobs: one for each accepted token, for requests with `sampling.logprobs`.
+    prompt_logprobs: for requests with `sampling.prompt_logprobs`, one entry for each row token but the last of the
+    prompt: the entry at i is the log-probability of the *next* prompt token, at position start + i + 1.
+        After a preemption the same entries may come again.
+    draft_token_ids: guesses of what follows `token_ids`, for the request's next row to verify. The scheduler passes on
+        as many as there are tokens and blocks to spare for.
+    error: this row alone failed, sampling or not (say, its logits are not finite); its request ends, the others go on.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    draft_token_ids: tuple[int, ...] = ()
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """`device_ns` is the model's forward pass, `sample_ns` choosing tokens; what else `run` took is launch.
+
+    execution: "host": run synchronously, by the host or on cards that it waited for. On a device apart from the host:
+        "eager" (kernel by kernel) or "captured" (as one launch, with `padded_rows` rows for nobody).
+    gap_ns: by the device's own marks, how long it had nothing to do between the step before and this one.
+    enqueue_ns: what the host took to tell the device all of it.
+    collective_ns: of `device_ns` and `sample_ns`, how long this process exchanged results with the ranks that share its
+        model, waiting for the slowest of them included.
+    offload_ns, restore_ns: copies of blocks to host memory, and back.
+    """
+
+    step_id: int
+    rows: tuple[RowResult, ...]
+    device_ns: int = 0
+    sample_ns: int = 0
+    execution: str = "host"
+    padded_rows: int = 0
+    gap_ns: int = 0
+    enqueue_ns: int = 0
+    collective_ns: int = 0
+    offload_ns: int = 0
+    restore_ns: int = 0
+
+
+class Runner(Protocol):
+    """What carries out a step: torch, a fake with declared delays, or the simulator's cost model.
+
+    verifies_drafts: it runs rows with drafts. One that does not raises `EngineError` for such a row.
+    """
+
+    @property
+    def verifies_drafts(self) -> bool: ...
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class AsyncRunner(Protocol):
+    """A runner that is given the next step while it computes one. Steps are carried out one after the other, in the
+    order in which they were launched; `collect` waits for the oldest that was not collected, and raises what it raised.
+    """
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...

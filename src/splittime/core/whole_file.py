@@ -1,0 +1,73 @@
+"""Files that are written whole or not at all: runs, schedules, tables and reports.
+
+`write_whole` writes beside the file and puts it in its place at the end, so a full disk or a second Ctrl-C leaves what
+was there before. `check_writable` refuses beforehand what could not be written after hours of measuring: a device or a
+pipe (which would be replaced by a file), a folder, a folder that may not be written to.
+`tests/core/test_whole_file.py` checks both.
+"""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from splittime.core.errors import ConfigError
+
+MAX_NAME_CHARS = 200
+
+
+def check_writable(path: Path, param: str = "out") -> None:
+    """Raises `ConfigError` if `write_whole` could not write there now. Leaves nothing behind but folders."""
+    _refuse_what_is_no_file(path, param)
+    try:
+        _put(path, None)
+    except OSError as error:
+        raise _cannot(path, param, error) from error
+
+
+def write_whole(path: Path, data: bytes, *, param: str = "out", keeps: bool = False) -> None:
+    """Raises `ConfigError` where it cannot be written; `keeps`: after putting it into the folder for temporary files,
+    because it could not be made again, and the hint says where."""
+    _refuse_what_is_no_file(path, param)
+    try:
+        _put(path, data)
+    except OSError as error:
+        raise _cannot(path, param, error, _kept(path, data) if keeps else None) from error
+
+
+def _refuse_what_is_no_file(path: Path, param: str) -> None:
+    """A folder's own error would come too late: its name can be taken as a file's."""
+    try:
+        is_other = path.exists() and not path.is_file()
+    except OSError as error:
+        raise _cannot(path, param, error) from error
+    if is_other:
+        hint = "Name a file; what --json prints can be sent anywhere."
+        raise ConfigError(f"cannot write {path}: it is no file", param=param, value=str(path), hint=hint)
+
+
+def _put(path: Path, data: bytes | None) -> None:
+    """Checks with no data, and leaves nothing behind."""
+    path = Path(os.path.realpath(path))  # a link stays one
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name[:MAX_NAME_CHARS]}.{os.getpid()}")
+    try:
+        beside.write_bytes(data or b"")
+        if data is not None:
+            beside.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def _kept(path: Path, data: bytes) -> str | None:
+    elsewhere = Path(tempfile.gettempdir(), f"{os.getpid()}-{path.name[-MAX_NAME_CHARS:]}")
+    try:
+        _put(elsewhere, data)
+    except OSError as error:
+        return f"Nor could it be kept at {elsewhere}: {error.strerror}. TMPDIR names another folder for such cases."
+    return f"Nothing is lost: it is at {elsewhere}."
+
+
+def _cannot(path: Path, param: str, error: OSError, hint: str | None = None) -> ConfigError:
+    return ConfigError(f"cannot write {path}: {error.strerror or error}", param=param, value=str(path), hint=hint)

@@ -1,0 +1,207 @@
+"""Requests wait inside another's server, by its own count; and for what, as far as its gauges tell.
+
+The queue is laid to one cause only (`cause_of`), so that no two findings explain the same wait differently:
+
+    KV       what is free in its cache is less than the next prompt needs (it admits a prompt whole), or none is free,
+             for most of the wait; or it throws requests out
+    budget   prompts are cut into many small steps (`reported_prompts.small_steps`)
+    slots    it runs as many as it ever ran, or one less: the gauge is read after a step's finished requests have left
+    own      something of their own (a grammar, an adapter, a transfer), where the server counts those apart
+    unknown  none of these
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from math import ceil, log2
+
+from splittime.bench.book.records import Outcome, Sample
+from splittime.diagnose.books import Books
+from splittime.diagnose.chunks import gain_of_more, split
+from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.reported import Reported
+from splittime.diagnose.rules.evidence import LIKELY, POSSIBLE, median, worst
+from splittime.diagnose.rules.overload import TREND_Z, growth
+from splittime.diagnose.rules.reported import inside, with_states
+from splittime.diagnose.rules.reported_prompts import prefill_ns, small_steps
+from splittime.diagnose.rules.share import Share, ratio
+
+FULL = 0.95  # of the KV cache
+MOSTLY = 0.5  # of the wait
+MIN_PREEMPTIONS, PREEMPTED_SHARE = 5, 0.05  # to a request: fewer harm few
+AT_MOST, NEAR_MOST = 0.5, 0.8  # of the samples with a queue: at the most that ever ran; at that or one less
+LITTLE_GAIN = 1.25  # twice the slots would serve less than a quarter more: the machine is full, not the slots
+ENOUGH_SLOTS = 16  # to ask for at once, if not twice as many
+
+
+class Held(StrEnum):
+    KV = "KV memory"
+    BUDGET = "the token budget"
+    SLOTS = "slots"
+    OWN = "something of their own"
+    UNKNOWN = "unknown"
+
+
+def cause_of(found: Reported) -> Held | None:
+    """What the queue waits for; None where there is none."""
+    waiting = [state for state in found.states if state.waiting]
+    total = sum(state.waiting or 0.0 for state in waiting)
+    if not total:
+        return None
+    if sum(state.deferred or 0.0 for state in waiting) >= MOSTLY * total:
+        return Held.OWN
+    full = sum(state.waiting or 0.0 for state in waiting if is_full(found, state))
+    if full and (full >= MOSTLY * total or is_preempting(found)):
+        return Held.KV
+    if small_steps(found) is not None:
+        return Held.BUDGET
+    return Held.SLOTS if _is_plateau(waiting) else Held.UNKNOWN
+
+
+def share_of(found: Reported, cause: Held) -> Share:
+    """Returns the share of the requests' time in the server that they wait for this."""
+    is_it = cause_of(found) is cause
+    return ratio([(s.waiting or 0.0) * is_it for s in found.states], [inside(state) for state in found.states])
+
+
+def is_preempting(found: Reported) -> bool:
+    """More than happens to a healthy server now and then."""
+    preemptions = found.grew(found.words.preemptions) or 0.0
+    return preemptions >= max(MIN_PREEMPTIONS, PREEMPTED_SHARE * found.num_requests)
+
+
+def is_full(found: Reported, state: Sample) -> bool:
+    if state.kv_usage is None:
+        return False
+    if state.kv_usage >= FULL:
+        return True
+    need, size = needed_tokens(found, state), found.kv_tokens
+    return need is not None and size is not None and (1 - state.kv_usage) * size < need
+
+
+def needed_tokens(found: Reported, state: Sample) -> float | None:
+    """What the next one in the queue needs, in whole blocks: its prompt, by the client's book; else the mean prompt."""
+    waiting = int(state.waiting or 0)
+    pending = sorted((o for o in found.outcomes if _is_pending(o, state.at_ns)), key=lambda o: o.sent_ns or 0)
+    next_ones = pending[-min(waiting, len(pending)) :][:1] if waiting and pending else []
+    prompts = [o.prompt_tokens or o.expected_prompt_tokens or 0 for o in next_ones or found.outcomes]
+    tokens: float | None = sum(prompts) / len(prompts) if any(prompts) else None
+    if tokens is None:
+        grew = found.grew(found.words.prompts)
+        tokens = grew / found.num_requests if grew and found.num_requests else None
+    block = found.block_tokens or 1
+    return None if tokens is None else ceil(tokens / block) * block
+
+
+def _is_pending(outcome: Outcome, at_ns: int) -> bool:
+    if outcome.sent_ns is None or outcome.sent_ns > at_ns or (outcome.end_ns or at_ns) < at_ns:
+        return False
+    return not outcome.chunk_ns or outcome.chunk_ns[0] > at_ns
+
+
+def most(states: Sequence[Sample]) -> float:
+    return max((state.running or 0.0 for state in states), default=0.0)
+
+
+def _is_plateau(waiting: Sequence[Sample]) -> bool:
+    top = most(waiting)
+    at = sum((s.running or 0.0) >= top for s in waiting)
+    near = sum((s.running or 0.0) >= top - 1 for s in waiting)
+    return bool(top) and at >= AT_MOST * len(waiting) * (top <= 2) and near >= NEAR_MOST * len(waiting)
+
+
+@rule("reported", root_of=("overload", "reported_queue"))
+def reported_slots(books: Books) -> Answer:
+    """By another server's own count, requests wait while it runs as many at once as it may."""
+    found = with_states(books, "reported_slots")
+    if not isinstance(found, Reported):
+        return found
+    share = share_of(found, Held.SLOTS)
+    if not share.is_worth_it:
+        return share.unsure("reported_slots")
+    top = most(found.states)
+    gaps = split(found.outcomes, prefill_ns(found) or 0.0)
+    gain = gain_of_more(gaps.quiet, found.outcomes, top)
+    return _slots(found, share, top, gain)
+
+
+def _slots(found: Reported, share: Share, top: float, gain: float | None) -> Finding:
+    is_full = gain is not None and gain < LITTLE_GAIN
+    told_gain = "not told: the number of streams hardly changed" if gain is None else f"{gain - 1:+.0%}"
+    mean_waiting = sum(state.waiting or 0.0 for state in found.states) / len(found.states)
+    wanted = 2 ** ceil(log2(max(2 * top, top + mean_waiting)))
+    more = min(wanted, max(ENOUGH_SLOTS, int(2 * top)))
+    sentence = (
+        f"More slots ({found.words.slots}) would hardly serve more: its steps grow with what runs in them."
+        if is_full
+        else f"It runs no more than {top:.0f} at once while others wait: more slots ({found.words.slots} {more})."
+    )
+    return _queue_finding(
+        found,
+        "reported_slots",
+        share,
+        f"it runs {top:.0f} at once and never more",
+        Cure(sentence=sentence, flags=() if is_full else (found.words.slots, str(more)), program=found.words.program),
+        (Fact("twice as many at once would serve", told_gain),),
+        is_limit=is_full,
+    )
+
+
+@rule("reported")
+def reported_queue(books: Books) -> Answer:
+    """By another server's own count, requests wait inside it, and neither slots nor KV memory explain it."""
+    found = with_states(books, "reported_queue")
+    if not isinstance(found, Reported):
+        return found
+    own, unknown = share_of(found, Held.OWN), share_of(found, Held.UNKNOWN)
+    share = max(own, unknown, key=lambda one: one.value)
+    if not share.is_worth_it:
+        return share.unsure("reported_queue")
+    if share is own:
+        claim = "most for something of their own: a grammar that is compiled, an adapter, a transfer of their KV"
+        sentence = "Ask for fewer different grammars or adapters; neither slots nor memory would let them in sooner."
+        return _queue_finding(found, "reported_queue", share, claim, Cure(sentence=sentence), ())
+    has_gauge = any(state.kv_usage is not None for state in found.states)
+    kv = "" if has_gauge else f" ({found.lacks('the use of its cache')})"
+    cure = Cure(sentence="Lower the rate, or add a server: its gauges show no limit that a setting would lift.")
+    claim = f"it does not run as many as it did at other times, and its KV cache is not known to be full{kv}"
+    return _queue_finding(found, "reported_queue", share, claim, cure, ())
+
+
+def _queue_finding(
+    found: Reported, name: str, share: Share, why: str, cure: Cure, facts: tuple[Fact, ...], is_limit: bool = False
+) -> Finding:
+    waiting = [state for state in found.states if state.waiting]
+    counts = [state.waiting or 0.0 for state in found.states]
+    trend = growth([(state.at_ns, state.waiting or 0.0) for state in found.states])
+    grows = trend is not None and trend[0] >= TREND_Z
+    return Finding(
+        name=name,
+        claim=f"{found.kind} says that requests wait in it: {sum(counts) / len(counts):.1f} at a time on average, up "
+        f"to {max(counts):.0f}, {share.value:.0%} of the time they spend in it{', and more and more' * grows}; {why}.",
+        evidence=(
+            Fact("samples with a queue", f"{len(waiting)} of {len(found.states)}"),
+            Fact("running at most", most(found.states), "requests"),
+            Fact("KV cache in use while they wait, median", used(waiting)),
+            Fact("Mann-Kendall z of the queue over time", round(trend[0], 2) if trend else "not told"),
+            *facts,
+        ),
+        request_ids=slow_to_begin(found.outcomes),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=LIKELY if name == "reported_slots" else POSSIBLE,
+        confidence_from="the server's own gauges, sampled, and Little's law; why each one waited it does not tell",
+        cure=cure,
+        cost="A larger batch lengthens each token's time; a slower rate or another server costs what it costs.",
+        counter_check="With the change and the same load the server's own count of waiting requests stays.",
+        regime="this rate and mix; the queue of other clients of the same server is in it too",
+        is_limit=is_limit,
+    )
+
+
+def used(states: Sequence[Sample]) -> str:
+    usage = median(state.kv_usage for state in states if state.kv_usage is not None)
+    return "not told" if usage is None else f"{usage:.0%}"
+
+
+def slow_to_begin(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    return worst({o.request_id: o.chunk_ns[0] - o.intended_ns for o in outcomes if o.chunk_ns})

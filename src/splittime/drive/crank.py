@@ -1,0 +1,238 @@
+"""One turn of an engine: begin a step, have it computed, end it, with its record. Every driver turns this crank.
+
+    in the engine process     `drive.loop`           waits in real time for messages
+    in your own process       `drive.inline`         `splittime.LLM`
+    under a virtual clock     `simulate.virtual`     the same loop; its messages come at instants of virtual time
+
+The crank owns what an engine must not know: the clock, the runner, whether the engine sleeps (`residency`), the pieces
+in which the machine is measured (`measuring`), pauses of the garbage collector and the processor time of the thread
+that turns it. Who waits for work is outside.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+
+from splittime.core.clock import Clock
+from splittime.core.engine_stats import EngineStats
+from splittime.core.errors import SplittimeError
+from splittime.core.request import Request
+from splittime.core.sleep import SleepAsk, Sleeper, SleepReport
+from splittime.core.step import AsyncRunner, Runner, StepPlan, StepResult
+from splittime.drive.gc_pauses import GcPauses
+from splittime.drive.measuring import Measuring, Pieces
+from splittime.drive.messages import StepOutput
+from splittime.drive.processor_time import ProcessorTime
+from splittime.drive.residency import Answer, Residency, ended_by_sleep
+from splittime.engine.engine import Engine
+from splittime.engine.recorder import StepTimes, ThreadTime
+from splittime.ledger.facts import ServerFacts
+
+Watch = Callable[[Callable[[SplittimeError], None]], None]  # be told, in another thread, that no step can be run
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """An engine and what its driver needs beside it, complete; `assemble.worker.build_engine` makes it.
+
+    runner: an `AsyncRunner` if the engine plans ahead. sleeper: None: this engine cannot sleep. measuring: pieces of
+    measuring the machine's ceilings that are still to be done. watch: tells that the runner has failed for good.
+    resolved: what the machine decided.
+    """
+
+    engine: Engine
+    runner: Runner | AsyncRunner
+    facts: ServerFacts | None = None
+    sleeper: Sleeper | None = None
+    measuring: Pieces | None = None
+    watch: Watch | None = None
+    resolved: dict[str, Any] = field(default_factory=dict)
+
+
+class Crank:
+    """Not thread-safe. `pauses`, `processor`: what is to be told of the collector, and of the thread that turns."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        clock: Clock,
+        pauses: GcPauses | None = None,
+        processor: ProcessorTime | None = None,
+    ) -> None:
+        self.engine = parts.engine
+        self.facts = parts.facts
+        self.residency = Residency(parts.sleeper, clock)
+        self.measuring = Measuring(parts.measuring, clock)
+        ahead = parts.engine.plans_ahead
+        self._runner = cast(AsyncRunner, parts.runner) if ahead else InTurn(cast(Runner, parts.runner))
+        self._clock = clock
+        self._planned_ns: deque[int] = deque()  # of the steps in flight
+        self._pauses = pauses
+        self._pauses_told: tuple[tuple[int, int], ...] = ()
+        self._processor = None if ahead else processor  # ahead, another thread computes
+        self._thread = processor.now() if processor is not None else None
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, received_ns: int) -> None:
+        """Take a request in; one that cannot be served, ever or while the engine sleeps, ends at once with `error`."""
+        error = self.residency.refusal()
+        if error is not None:
+            self.engine.refuse(request, received_ns, error)
+            return
+        self._skip_idle_time()
+        self.engine.submit(request, received_ns, self._clock.now_ns(), self.measuring.ended_ns)
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is still here. Its blocks are free when this returns."""
+        self.engine.abort(request_id, self._clock.now_ns())
+
+    def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Change live knobs; returns them all. Raises ConfigError with nothing changed."""
+        return self.engine.configure(knobs)
+
+    # ---- sleep ----------------------------------------------------------------------------------------------------
+
+    def sleep(self, ask: SleepAsk, asked_ns: int, answer: Answer) -> None:
+        """Sleep as soon as nothing runs. From now on new requests are refused; `answer` is called once, now or in a
+        later `turn`, with the report or with why the engine is awake."""
+        at_once = self.residency.answer_at_once(ask)
+        if at_once is not None:
+            answer(at_once)
+            return
+        ends_requests = ask.mode == "abort"
+        num_ended = self.engine.fail_all(ended_by_sleep(), self._clock.now_ns()) if ends_requests else 0
+        self.residency.ask(ask, asked_ns, num_ended, answer)
+
+    def wake(self) -> SleepReport:
+        """Raises what kept it asleep. One that is falling asleep stays awake."""
+        return self.residency.wake()
+
+    @property
+    def falls_asleep_next(self) -> bool:
+        """The next `turn` puts it to sleep: somebody waits for that, and nothing runs any more."""
+        return self.residency.is_awaited and self.engine.is_empty
+
+    def _fall_asleep(self) -> bool:
+        """Puts the engine to sleep if somebody waits for that and nothing runs any more; returns whether it did."""
+        if not self.residency.is_awaited:
+            return False
+        if self.engine.is_empty:
+            self.residency.fall_asleep(self.engine.forget_cache)
+            return True
+        self.residency.give_up_late(self._clock.now_ns(), len(self.engine.scheduler.request_ids))
+        return False
+
+    # ---- turning --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """A turn would have something to do (or to say)."""
+        return self.engine.has_work or self.falls_asleep_next
+
+    def seconds_to_deadline(self) -> float | None:
+        """How long until a turn has something to do though nothing comes in; None: it never has."""
+        known = (self.engine.next_deadline_ns(), self.residency.deadline_ns)
+        deadline_ns = min((at_ns for at_ns in known if at_ns is not None), default=None)
+        return None if deadline_ns is None else max(deadline_ns - self._clock.now_ns(), 0) / 1e9
+
+    def turn(self) -> StepOutput | None:
+        """Ends one step, with the next one launched before it if the engine plans ahead. None if there was nothing to
+        do and nothing to say. An interrupt while it waits for an `AsyncRunner` leaves all steps in flight, for the
+        next call."""
+        if self.residency.is_awaited and self._fall_asleep():
+            return None
+        engine, clock = self.engine, self._clock
+        self._skip_idle_time()
+        if not engine.num_in_flight and not self._launch():
+            return self._without_step()
+        if engine.may_begin:
+            self._launch()
+        waiting_ns = clock.now_ns() if engine.plans_ahead else 0
+        result = self._collect()
+        ready_ns = clock.now_ns()
+        engine.end(result, ready_ns)
+        end_ns = clock.now_ns()
+        slept_ns, thread = self.residency.take_slept_ns(), self._thread_time()
+        times = StepTimes(self._planned_ns.popleft(), waiting_ns, ready_ns, end_ns, slept_ns, thread)
+        record = engine.close(times)
+        outputs, pauses = engine.take_outputs(), self._new_pauses()
+        return StepOutput(record.step_id, ready_ns, outputs, self._stats(end_ns), record, pauses)
+
+    def _launch(self) -> bool:
+        """Plans a step and has it begun; returns whether there was one."""
+        plan = self.engine.begin(self._clock.now_ns())
+        if plan is None:
+            return False
+        self._planned_ns.append(self._clock.now_ns())
+        self._runner.launch(plan)
+        return True
+
+    def _collect(self) -> StepResult:
+        try:
+            return self._runner.collect()
+        except BaseException:
+            if not self.engine.plans_ahead:  # its runner has stopped half-way, and nothing comes of the step
+                self.engine.call_off()
+                self._planned_ns.pop()
+            raise
+
+    def _without_step(self) -> StepOutput | None:
+        """What there is to say without a step: refusals, aborts, expired deadlines."""
+        if not self.engine.has_outputs:
+            return None
+        now_ns = self._clock.now_ns()
+        return StepOutput(0, now_ns, self.engine.take_outputs(), self._stats(now_ns))
+
+    # ---- what only a driver knows ---------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters as of now."""
+        return self._stats(self._clock.now_ns())
+
+    def _stats(self, now_ns: int) -> EngineStats:
+        stats, rest, pauses = self.engine.stats(now_ns), self.residency.rest, self._pauses
+        if pauses is None:
+            return msgspec.structs.replace(stats, rest=rest)
+        collections = pauses.num_collections
+        return msgspec.structs.replace(stats, rest=rest, gc_pause_ns=pauses.total_ns, gc_collections=collections)
+
+    def _new_pauses(self) -> tuple[tuple[int, int], ...]:
+        """The long collections of garbage since it was last asked."""
+        latest = self._pauses.latest if self._pauses is not None else ()
+        if latest is self._pauses_told:
+            return ()
+        last_ns = self._pauses_told[-1][0] if self._pauses_told else -1
+        self._pauses_told = latest
+        return tuple(pause for pause in latest if pause[0] > last_ns)
+
+    def _skip_idle_time(self) -> None:
+        """What the thread is given while there is nothing to do belongs to no step."""
+        if self._processor is not None and self.engine.is_idle:
+            self._thread = self._processor.now()
+
+    def _thread_time(self) -> ThreadTime | None:
+        """What the thread was given since the last call, or since the engine was idle."""
+        if self._processor is None or self._thread is None:
+            return None
+        before, self._thread = self._thread, self._processor.now()
+        return ThreadTime(self._thread.ran_ns - before.ran_ns, self._thread.waited_ns - before.waited_ns)
+
+
+class InTurn:
+    """A `Runner` as an `AsyncRunner`: a step is computed when its result is asked for."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._plan: StepPlan | None = None
+
+    def launch(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def collect(self) -> StepResult:
+        plan, self._plan = self._plan, None
+        assert plan is not None, "no step was launched"
+        return self._runner.run(plan)

@@ -1,0 +1,297 @@
+"""The client's side of the process boundary: an engine in a process of its own, restarted when it dies.
+
+Owns the process (`incarnation`), one queue for each request in flight (`streams`), the calls that await an answer
+(`calls`) and what is known of sleep (`sleeping`). Promises that every stream ends: when the process dies, each request
+in flight gets a terminal output with `engine_died`, `is_ready` turns false, the cause is logged, and a successor is
+started (not if it never got ready even once: the same would happen again; nor, before it is woken, if it slept).
+"""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import zmq.asyncio
+
+from splittime.core.engine_stats import EngineStats
+from splittime.core.errors import EngineError, Overloaded, SplittimeError
+from splittime.core.request import Request
+from splittime.core.sleep import AWAKE, WAKING, Rest, SleepAsk, SleepReport
+from splittime.drive.calls import Calls
+from splittime.drive.client import StreamItem
+from splittime.drive.incarnation import Incarnation, cause_of_death, failure
+from splittime.drive.known_facts import KnownFacts
+from splittime.drive.messages import (
+    Abort,
+    Configure,
+    ConfigureDone,
+    Fatal,
+    FromEngine,
+    Loading,
+    Measured,
+    Ready,
+    SleepDone,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
+from splittime.drive.residency import refusal, shutting_down, stays_asleep
+from splittime.drive.sleeping import Sleeping
+from splittime.drive.streams import Streams
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.steps import StepRecord
+
+log = logging.getLogger("splittime.engine")
+
+RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)  # after deaths in a row; a minute of health starts over
+HEALTHY_AFTER_S = 60.0
+LAST_WORDS_S = 0.02  # for what a process said last to come out of its socket
+
+
+class ProcessClient:
+    """An `EngineClient`. `spawn` may be called before there is an event loop, to win time; `start` awaits readiness.
+
+    command: starts a worker; the two endpoints are appended to it. settings: one line of JSON for its standard input.
+    on_record: called with every step's record, in the event loop's thread, before the streams have its tokens.
+    on_loading: called with the progress of a start, as text.
+    """
+
+    def __init__(
+        self,
+        command: list[str] | None,
+        settings: bytes,
+        on_record: Callable[[StepRecord], None] | None = None,
+        on_loading: Callable[[str], None] | None = None,
+    ) -> None:
+        self._command = command or [sys.executable, "-m", "splittime.assemble.worker"]
+        self._settings, self._on_record, self._on_loading = settings, on_record, on_loading
+        self._streams, self._calls, self._known_facts = Streams(), Calls(), KnownFacts()
+        self._sleeping = Sleeping(self._require_up, self._call, self._start_anew, self._known_facts)
+        self._changed_knobs: dict[str, Any] = {}
+        self._stats = EngineStats(now_ns=time.monotonic_ns())
+        self._num_steps_before = self._last_step_id = 0  # of engine processes before this one; told by this one
+        self._incarnation: Incarnation | None = None
+        self._started: asyncio.Future[Ready] | None = None  # of who waits for a process to be ready
+        self._last_words: Fatal | None = None
+        self._died_ns: int | None = None  # when a predecessor did, until there is one that is ready
+        self._num_deaths_in_row = 0
+        self._is_stopping = self._was_ever_ready = False
+        self._context: zmq.asyncio.Context | None = None
+        self.num_restarts = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self._incarnation is not None and self._incarnation.is_ready and not self._is_stopping
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._incarnation is None else self._incarnation.process.pid
+
+    def spawn(self) -> None:
+        """Start the process now; `start` does it otherwise."""
+        if self._is_stopping:
+            raise shutting_down()
+        self._incarnation = Incarnation(self._command, self._settings)
+
+    async def start(self) -> Ready:
+        """Start if need be, and return when the engine can serve. Raises EngineError if it cannot start at all."""
+        self._loop, self._context = asyncio.get_running_loop(), zmq.asyncio.Context()
+        self._started = self._loop.create_future()
+        if self._incarnation is None:
+            self.spawn()
+        self._attend()
+        return await self._started
+
+    async def stop(self) -> None:
+        """End the process; requests still in flight get a terminal output."""
+        self._is_stopping = True
+        if self._incarnation is not None:
+            self._streams.end_all("the server is shutting down")
+            incarnation, self._incarnation = self._incarnation, None
+            self._calls.fail_all(shutting_down())
+            if self._was_ever_ready:
+                self._fail_start(shutting_down())
+            await incarnation.end()
+        if self._context is not None:
+            self._context.term()
+
+    # ---- the client's calls ---------------------------------------------------------------------------------------
+
+    @property
+    def rest(self) -> Rest:
+        return self._sleeping.rest
+
+    def submit(self, request: Request) -> None:
+        if self.rest.state != AWAKE:
+            raise refusal(self.rest)
+        self._require_up()
+        self._streams.open(request)
+        self._send(Submit(request))
+
+    def stream(self, request_id: str) -> AsyncIterator[StreamItem]:
+        return self._streams.read(request_id)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._streams and self.is_ready:
+            self._send(Abort(request_id))
+
+    def stats(self) -> EngineStats:
+        return msgspec.structs.replace(self._stats, rest=self.rest)
+
+    def facts(self) -> ServerFacts | None:
+        return self._known_facts.now(self._stats.knobs)
+
+    async def configure(self, knobs: dict[str, Any], *, lasts: bool = True) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._call(lambda call_id: Configure(call_id, knobs))
+        if lasts:
+            self._changed_knobs |= knobs
+        return answer
+
+    async def sleep(self, ask: SleepAsk) -> SleepReport:
+        return await self._sleeping.sleep(ask)
+
+    async def wake(self) -> SleepReport:
+        if self._is_stopping:
+            raise shutting_down()
+        return await self._sleeping.wake()
+
+    async def _call(self, message: Callable[[int], ToEngine]) -> Any:
+        """Send what `message` makes of a call's number, and await its answer."""
+        self._require_up()
+        number = self._calls.new_number()
+        self._send(message(number))
+        return await self._calls.answer(number)
+
+    def _require_up(self) -> None:
+        if not self.is_ready:
+            raise Overloaded("the engine is not running", status=503, code="engine_not_ready", retry_after_s=2.0)
+
+    def _send(self, message: ToEngine) -> None:
+        assert self._incarnation is not None
+        self._incarnation.send(message)
+
+    # ---- what the engine says -------------------------------------------------------------------------------------
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case StepOutput():
+                self._take_step(message)
+            case Loading():
+                if self._on_loading is not None:
+                    self._on_loading(message.progress)
+            case Ready():
+                self._take_ready(message)
+            case Measured(machine):
+                self._known_facts.take_machine(machine)
+            case ConfigureDone():
+                self._take_knobs(message)
+            case SleepDone():
+                self._stats = message.stats
+                self._sleeping.take(message)
+                self._calls.settle(message.call_id, message.report, message.error)
+            case Fatal():
+                self._last_words = message
+
+    def _take_step(self, output: StepOutput) -> None:
+        if self._num_steps_before:
+            output = output.counted_on(self._num_steps_before)
+        self._last_step_id = max(self._last_step_id, output.step_id)
+        self._stats = output.stats
+        if output.pauses:
+            self._known_facts.add_pauses(output.pauses)
+        if output.record is not None and self._on_record is not None:
+            self._on_record(output.record)
+        self._streams.put(output)
+
+    def _take_ready(self, ready: Ready) -> None:
+        assert self._incarnation is not None
+        self._stats = ready.stats
+        self._known_facts.take_ready(ready, self._incarnation.started_ns, self.num_restarts)
+        if self._changed_knobs:  # they hold for a successor too; it hears of them before any request
+            self._send(Configure(self._calls.new_number(), self._changed_knobs))
+        if self._died_ns is not None and self.rest.state == AWAKE:
+            log.warning("the engine is ready again after %.1f s", (time.monotonic_ns() - self._died_ns) / 1e9)
+        self._incarnation.is_up = self._was_ever_ready = True
+        self._died_ns = None
+        self._sleeping.take_ready()
+        if self._started is not None and not self._started.done():
+            self._started.set_result(ready)
+
+    def _take_knobs(self, answer: ConfigureDone) -> None:
+        if answer.error is None:
+            is_paused = bool(answer.knobs.get("paused"))
+            self._stats = msgspec.structs.replace(self._stats, knobs=answer.knobs, is_paused=is_paused)
+        self._calls.settle(answer.call_id, answer.knobs, answer.error)
+
+    # ---- death and succession -------------------------------------------------------------------------------------
+
+    def _attend(self) -> None:
+        assert self._incarnation is not None
+        assert self._context is not None
+        self._incarnation.attend(self._context, self._take, self._on_death)
+
+    def _on_death(self, dead: Incarnation, status: int) -> None:
+        if dead is self._incarnation and not self._is_stopping:
+            self._loop.create_task(self._bury(dead, status))
+
+    async def _bury(self, dead: Incarnation, status: int) -> None:
+        dead.is_up = False
+        await asyncio.sleep(LAST_WORDS_S)
+        words, self._last_words = self._last_words, None
+        cause = cause_of_death(status, words)
+        self._streams.end_all(f"the engine process died: {cause}")
+        died: SplittimeError = EngineError("the engine process died", hint="try again when /ready says so")
+        self._calls.fail_all(stays_asleep(failure(cause, words)) if self.rest.state == WAKING else died)
+        dead.close()
+        self._stats = EngineStats(now_ns=time.monotonic_ns())
+        self._sleeping.take_death()
+        if self._sleeping.is_dead:
+            log.error("engine process %d died asleep: %s; waking starts a new one", dead.process.pid, cause)
+            self._incarnation = None
+            self._fail_start(stays_asleep(failure(cause, words)))
+        elif not self._was_ever_ready:
+            self._fail_start(failure(cause, words))
+        else:
+            log.error("engine process %d died: %s", dead.process.pid, cause)
+            self._died_ns = self._died_ns or time.monotonic_ns()
+            await self._restart(dead)
+
+    def _fail_start(self, error: SplittimeError) -> None:
+        """Tell whoever waits for a process to be ready."""
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error)
+
+    async def _restart(self, dead: Incarnation) -> None:
+        if time.monotonic_ns() - dead.started_ns > HEALTHY_AFTER_S * 1e9:
+            self._num_deaths_in_row = 0
+        while not self._is_stopping:
+            delay_s = RESTART_DELAYS_S[min(self._num_deaths_in_row, len(RESTART_DELAYS_S) - 1)]
+            self._num_deaths_in_row += 1
+            self.num_restarts += 1
+            log.warning("starting a new engine process in %.0f s (restart %d)", delay_s, self.num_restarts)
+            await asyncio.sleep(delay_s)
+            if self._is_stopping or self._succeed():
+                return
+
+    async def _start_anew(self) -> Ready:
+        """For who wakes an engine that died in its sleep. Raises what keeps it asleep."""
+        self._started = self._loop.create_future()
+        self.num_restarts += not self._is_stopping
+        if not self._succeed():
+            raise stays_asleep(EngineError("the system would not start a process"))
+        return await self._started
+
+    def _succeed(self) -> bool:
+        """Start a successor; False if the system would not have it now (no memory, no file descriptors)."""
+        try:
+            self.spawn()
+        except OSError as error:
+            log.error("no new engine process: %s", error)
+            return False
+        if self._last_step_id:
+            self._num_steps_before = self._last_step_id + 1  # no step of its own follows one of its predecessor's
+        self._attend()
+        return True

@@ -1,0 +1,133 @@
+"""The engine's side of the process boundary: sockets, the receiving thread, the last words. No model here: the caller
+builds the engine (`assemble.worker` does) and hands it in.
+
+The parent writes one line of JSON settings to our standard input and keeps it open: end of file there means that the
+parent is gone, whatever killed it, and so do we go. SIGINT and SIGTERM are left to the parent: a terminal or a service
+manager sends them to both of us, and the parent wants to drain first.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from splittime.core.clock import SystemClock
+from splittime.core.errors import EngineError, SplittimeError
+from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.gc_pauses import GcPauses, freeze_heap
+from splittime.drive.loop import Inbox, run_loop
+from splittime.drive.messages import Fatal, FromEngine, Loading, Ping, Pong, Ready, ToEngine
+from splittime.drive.processor_time import processor_time
+
+Timeline = list[tuple[str, int, int]]
+Tell = Callable[[str], None]
+Build = Callable[[bytes, Timeline, Tell], EngineParts]
+TELL_EVERY_NS = 500_000_000
+
+
+def work(inbound: str, outbound: str, build: Build) -> None:
+    """Build the engine from the settings on standard input, say `Ready`, run the loop; does not return.
+
+    inbound, outbound: ZeroMQ endpoints to pull messages from and push messages to.
+    build: makes the engine and what its driver needs; appends its phases (name, begin_ns, end_ns) to the timeline and
+        tells its progress, as often as it likes: what comes within half a second of the last is dropped.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    context = zmq.Context()
+    push = context.socket(zmq.PUSH)
+    push.setsockopt(zmq.SNDHWM, 0)
+    push.setsockopt(zmq.LINGER, 1000)
+    push.connect(outbound)
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: FromEngine) -> None:
+        push.send(encoder.encode(message))
+
+    status = _work(inbound, outbound, build, send)
+    push.close()
+    context.term()  # waits until the last words are delivered
+    os._exit(status)  # the receiving thread sits in a system call, and nothing is left to clean up
+
+
+def _work(inbound: str, outbound: str, build: Build, send: Callable[[FromEngine], None]) -> int:
+    try:
+        settings = sys.stdin.buffer.readline()
+        _leave_with_parent(inbound)
+        timeline: Timeline = []
+        parts = build(settings, timeline, _teller(send))
+        freeze_heap()
+        clock = SystemClock()
+        crank = Crank(parts, clock, GcPauses(clock), processor_time())
+        inbox = _receive(inbound, outbound)
+        if parts.watch is not None:
+            parts.watch(inbox.fail)
+        send(Ready(parts.resolved, tuple(timeline), crank.stats(), parts.facts))
+        run_loop(crank, inbox, send)
+    except SplittimeError as error:  # of whoever wrote the settings: the message says it all
+        send(Fatal(str(error), error=error.info))
+        return 1
+    except Exception as error:  # ours; the one edge where an engine's failure becomes a message
+        send(Fatal(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        return 1
+    return 0
+
+
+def _teller(send: Callable[[FromEngine], None]) -> Tell:
+    """Sends progress, but not too often."""
+    last_ns = 0
+
+    def tell(progress: str) -> None:
+        nonlocal last_ns
+        now_ns = time.monotonic_ns()
+        if now_ns - last_ns >= TELL_EVERY_NS:
+            last_ns = now_ns
+            send(Loading(progress))
+
+    return tell
+
+
+def _leave_with_parent(inbound: str) -> None:
+    """At the end of standard input, remove the sockets' folder (a parent that was killed could not) and go."""
+
+    def watch() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        shutil.rmtree(os.path.dirname(inbound.removeprefix("ipc://")), ignore_errors=True)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _receive(inbound: str, outbound: str) -> Inbox:
+    """Start the receiving thread; it alone uses its sockets."""
+    inbox = Inbox()
+    decoder = msgspec.msgpack.Decoder(ToEngine)
+    pong = msgspec.msgpack.encode(Pong())
+
+    def receive() -> None:
+        context = zmq.Context()
+        pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        pull.setsockopt(zmq.RCVHWM, 0)
+        pull.connect(inbound)
+        push.connect(outbound)
+        while True:
+            try:
+                message = decoder.decode(pull.recv())
+            except msgspec.MsgspecError as error:  # whoever sent it would wait for ever: end, with words
+                inbox.fail(EngineError(f"a message to the engine cannot be taken in: {error}"))
+                continue
+            if isinstance(message, Ping):
+                push.send(pong)
+            else:
+                inbox.put(message, time.monotonic_ns())
+
+    threading.Thread(target=receive, name="receive", daemon=True).start()
+    return inbox

@@ -1,0 +1,1 @@
+"""Offline work on models: quantise, measure quality, distil."""

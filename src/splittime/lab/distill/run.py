@@ -1,0 +1,194 @@
+"""What `splittime distill` does, from files to a student's folder: the parts that need the engine and the runner.
+
+OUT.unfinished/     manifest, the teacher's own outputs, the last checkpoint, the result being put together
+OUT/                the student as a model folder, and `distillation.json`: how it was made and what it is worth
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from splittime.core.errors import EngineError
+from splittime.core.sampling import SamplingParams
+from splittime.lab.distill import fidelity, own, student, text
+from splittime.lab.distill.fidelity import STUDENT, TEACHER, BytesOf, FidelityDifference, Scores
+from splittime.lab.distill.inputs import DistillRequest, Inputs, folder_of, identity, read
+from splittime.lab.distill.job import DistillRun, OnCheckpoint, OnUpdate, Task
+from splittime.lab.distill.llama import parameter_count
+from splittime.lab.distill.settings import DistillSettings
+from splittime.lab.distill.teacher import Teacher
+from splittime.lab.distill.trainer import State
+from splittime.lab.quality.documents import plan, prefix_of
+from splittime.lab.quality.local import LocalModel
+from splittime.lab.quality.margins import MIN_DOCUMENTS
+from splittime.lab.quantize import tensor_file
+from splittime.lab.quantize.work import Work
+from splittime.models.config import load_config
+from splittime.runner.config import RunnerConfig
+from splittime.text.tokenizer import Tokenizer
+
+REPORT = "distillation.json"
+MEASURED_TOKENS = 50_000
+MEASURED_LENGTH = 512
+SIMULTANEOUS = 16
+Tell = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, of how much."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What `distillation.json` holds."""
+
+    out: str
+    teacher: str
+    teacher_parameters: int
+    student_parameters: int
+    settings: dict[str, object]
+    learnt_documents: int
+    learnt_tokens: int
+    own_tokens: int
+    seen_tokens: int
+    updates: int
+    seconds: float
+    notes: tuple[str, ...]
+    scores: tuple[Scores, ...]
+    differences: tuple[FidelityDifference, ...]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Who is told. every: updates between checkpoints, None goes by the clock."""
+
+    tell: Tell
+    on_update: OnUpdate
+    on_checkpoint: OnCheckpoint = lambda state: None
+    every: int | None = None
+
+
+def distill(asked: DistillRequest, hooks: Hooks) -> Result:
+    """The whole of it. What was begun with the same arguments goes on; with others it is refused."""
+    inputs = read(asked)
+    work = Work(asked.out)
+    try:
+        learnt = text.stream(inputs.learnt, inputs.tokenizer, inputs.end)
+        work.adopt(identity(asked, inputs, learnt, work.folder), asked.settings.workers)
+        said = _own_outputs(asked.settings, inputs, work.folder, hooks.tell)
+        run = _train(asked, inputs, np.concatenate((learnt, said)), work.folder, hooks)
+        out = work.begin_result()
+        student.write_folder(out, inputs.plan, run.model.state_dict(), inputs.folder)
+        result = _report(asked, inputs, out, run, (len(learnt), len(said)), hooks.tell)
+        tensor_file.write_json(out / REPORT, msgspec.to_builtins(result))
+        work.finish()
+        return result
+    finally:
+        work.close()
+
+
+def _own_outputs(settings: DistillSettings, inputs: Inputs, folder: Path, tell: Tell) -> np.ndarray:
+    if settings.own_outputs == 0:
+        return np.zeros(0, dtype=np.uint32)
+    prefix = prefix_of(inputs.tokenizer)
+    room = min(inputs.limit, own.PROMPT_TOKENS + own.OUTPUT_TOKENS)
+    length = min(own.PROMPT_TOKENS, room // 2) - len(prefix)
+    cut = own.prompts(inputs.learnt, settings.own_outputs, length, settings.seed)
+    asked = [(*prefix, *prompt) for prompt in cut]
+    writer = _Writer(inputs, room, settings.workers)
+    most = room - length - len(prefix)
+    return own.sequences(
+        folder, asked, settings.seed, most, writer, lambda done, of: tell("the teacher writes", done, of)
+    )
+
+
+class _Writer:
+    """`own.Write` by the server's engine, which is loaded when the first sequence is missing."""
+
+    def __init__(self, inputs: Inputs, room: int, num_threads: int) -> None:
+        self.inputs, self.room, self.num_threads = inputs, room, num_threads
+        self._llm: Any = None
+
+    def __call__(self, prompts: own.Prompts, seeds: Sequence[int], output_tokens: int) -> list[tuple[int, ...]]:
+        from splittime.llm import LLM
+
+        if self._llm is None:
+            limits: Mapping[str, Any] = {"max_model_len": self.room, "max_num_seqs": SIMULTANEOUS}
+            self._llm = LLM(self.inputs.folder, num_threads=self.num_threads, **limits)
+        sampling = [SamplingParams(temperature=1.0, max_tokens=output_tokens, seed=seed) for seed in seeds]
+        outputs = self._llm.generate(prompts, sampling)
+        wrong = next((output.error for output in outputs if output.error is not None), None)
+        if wrong is not None:
+            raise EngineError(f"the teacher's own outputs: {wrong.message}", hint=wrong.hint)
+        return [output.token_ids for output in outputs]
+
+
+def _train(asked: DistillRequest, inputs: Inputs, tokens: np.ndarray, folder: Path, hooks: Hooks) -> DistillRun:
+    settings, shape = asked.settings, inputs.plan.shape
+    teacher = Teacher.load(inputs.folder, inputs.limit, settings.workers) if settings.alpha > 0 else None
+    start = student.read_weights(asked.start_from, shape) if asked.start_from else None
+    run = DistillRun(Task(settings, inputs.plan, tokens, folder, inputs.folder, teacher, start, inputs.limit))
+    try:
+        run.train(hooks.on_update, hooks.on_checkpoint, hooks.every)
+    finally:
+        run.close()
+    return run
+
+
+def _report(
+    asked: DistillRequest, inputs: Inputs, out: Path, run: DistillRun, tokens: tuple[int, int], tell: Tell
+) -> Result:
+    folders = {STUDENT: out, **{name: folder_of(name) for name in asked.beside}}
+    contexts = [load_config(folder).max_position_embeddings for folder in folders.values()]
+    length = min(MEASURED_LENGTH, inputs.limit, *contexts)
+    teacher = _load(TEACHER, inputs.folder, length)
+    students = {name: _load(name, folder, length) for name, folder in folders.items()}
+    windows = plan(inputs.held_out, length, 0, prefix_of(inputs.tokenizer), MEASURED_TOKENS)
+    measured = fidelity.measure(
+        windows, teacher, students, _byte_counter(inputs.tokenizer), lambda done, of: tell("measuring", done, of)
+    )
+    own_sums = (STUDENT, measured[STUDENT])
+    sizes = teacher.runner.resolved.num_parameters, parameter_count(run.model)
+    return Result(
+        out=str(asked.out),
+        teacher=asked.teacher,
+        teacher_parameters=sizes[0],
+        student_parameters=sizes[1],
+        settings=asked.settings.values(),
+        learnt_documents=len(inputs.learnt),
+        learnt_tokens=tokens[0],
+        own_tokens=tokens[1],
+        seen_tokens=run.state.tokens,
+        updates=run.state.step,
+        seconds=round(run.state.seconds, 1),
+        notes=_notes(inputs, sizes, tokens, run.state),
+        scores=tuple(fidelity.scores(name, sums) for name, sums in measured.items()),
+        differences=tuple(fidelity.difference(own_sums, (name, measured[name])) for name in asked.beside),
+    )
+
+
+def _byte_counter(tokenizer: Tokenizer) -> BytesOf:
+    if not tokenizer.has_token_bytes:
+        return lambda ids: len(tokenizer.decode(ids).encode())
+    return lambda ids: sum(len(tokenizer.token_bytes(token)) for token in ids)
+
+
+def _load(name: str, folder: Path, length: int) -> LocalModel:
+    config = RunnerConfig(model_path=str(folder), max_model_len=length, max_num_seqs=2)
+    return LocalModel.load(name, config)
+
+
+def _notes(inputs: Inputs, sizes: tuple[int, int], tokens: tuple[int, int], state: State) -> tuple[str, ...]:
+    found = []
+    if sizes[1] >= sizes[0]:
+        found.append(f"the student has {sizes[1]:,} parameters, the teacher {sizes[0]:,}: it is no smaller")
+    if inputs.split.dropped:
+        found.append(f"{inputs.split.dropped} documents of the text are held out, and were not learnt from")
+    if len(inputs.held_out) < MIN_DOCUMENTS:
+        found.append(
+            f"intervals of {len(inputs.held_out)} held-out documents say little of how documents differ; give "
+            f"{MIN_DOCUMENTS} at least, with --held-out"
+        )
+    if state.tokens > sum(tokens):
+        found.append(f"the text was seen {state.tokens / sum(tokens):.1f} times; more text would be learnt from better")
+    return tuple(found)

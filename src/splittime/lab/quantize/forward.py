@@ -1,0 +1,190 @@
+"""Calibration text through one layer at a time: the model's own layers (`kernels.compose`) on float32 weights by name.
+
+`Tapped` stands where a packed weight stands; `TapOps.linear` hands the input of each that is watched to its
+`Gatherer`. Sequences go through one by one, whole, so that no sum depends on how they were batched.
+
+The hidden states between two layers are in memory, or in a file where they are too large (`begin_states`): 4 bytes x
+samples x length x hidden_size, 536 MB for 128 samples of 512 tokens at a width of 2048.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from splittime.kernels.api import AttentionBatch, AttentionPlan, KvShape, LayerKv
+from splittime.kernels.compose import ComposedLayer
+from splittime.kernels.cpu.ops import CpuOps
+from splittime.kernels.layer import AttentionSpec, KvGroup, MlpSpec, NormSpec, kv_groups
+from splittime.kernels.layer_weights import (
+    AttentionWeights,
+    LayerWeights,
+    MixtureWeights,
+    MlpWeights,
+    PackedNorm,
+    PackedWeight,
+)
+from splittime.lab.quantize import layer_map
+from splittime.lab.quantize.layer_map import K, O, Q, V
+from splittime.lab.quantize.moments import Gatherer
+from splittime.lab.quantize.tensor_file import unwritable
+from splittime.models import rope
+from splittime.models.config import ModelConfig
+from splittime.models.decoder import embed
+from splittime.models.weights.packing import pair_rows
+
+IN_MEMORY_BYTES = 512 << 20
+Weights = Mapping[str, Tensor]  # float32, by their names below the layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Tapped(PackedWeight):
+    """A linear under the name of its group's tap. weight: float32 [out, in]."""
+
+    tap: str
+    weight: Tensor
+    bias: Tensor | None
+
+
+class TapOps(CpuOps):
+    """The torch backend in float32 on weights that were not packed; `watched`: whose inputs to gather."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.watched: dict[str, Gatherer] = {}
+
+    def linear(self, x: Tensor, packed: PackedWeight, residual: Tensor | None = None) -> Tensor:
+        assert isinstance(packed, Tapped)
+        gatherer = self.watched.get(packed.tap)
+        if gatherer is not None:
+            gatherer.add(x)
+        y = F.linear(x, packed.weight, packed.bias)
+        return y if residual is None else y.add_(residual)
+
+
+def build(config: ModelConfig, index: int, weights: Weights, ops: TapOps) -> ComposedLayer:
+    """The layer that these weights are."""
+    spec = config.layers[index]
+    norms = [
+        ops.pack_norm(weights[f"{name}.weight"], spec.norm.eps) for name in (layer_map.INPUT_NORM, layer_map.MLP_NORM)
+    ]
+    mixer, part = _attention(spec.mixer, weights, ops), _feed_forward(config, index, weights)
+    return ComposedLayer(
+        ops, LayerWeights(spec, norms[0], mixer, norms[1], part), "the inputs of its parts are gathered"
+    )
+
+
+def _tapped(tap: str, names: tuple[str, ...], weights: Weights, head_dims: tuple[int, ...] = ()) -> Tapped:
+    """These linears as one, one below the other; heads with a head_dim get their halves as pairs, as the kernels turn
+    them."""
+    dims = head_dims or (0,) * len(names)
+
+    def joined(suffix: str) -> Tensor:
+        rows = [weights[name + suffix] for name in names]
+        return torch.cat([pair_rows(part, dim) if dim else part for part, dim in zip(rows, dims, strict=True)])
+
+    return Tapped(tap, joined(".weight"), joined(".bias") if f"{names[0]}.bias" in weights else None)
+
+
+def _attention(spec: AttentionSpec, weights: Weights, ops: TapOps) -> AttentionWeights:
+    return AttentionWeights(
+        spec=spec,
+        qkv=_tapped(Q, (Q, K, V), weights, (spec.head_dim, spec.head_dim, 0)),
+        output=_tapped(O, (O,), weights),
+        head_norm=None if spec.head_norm is None else _head_norm(spec, spec.head_norm, weights, ops),
+    )
+
+
+def _head_norm(spec: AttentionSpec, norm: NormSpec, weights: Weights, ops: TapOps) -> PackedNorm:
+    query, key = (pair_rows(weights[f"self_attn.{name}_norm.weight"], spec.head_dim) for name in "qk")
+    scales = torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))
+    return ops.pack_norm(scales, norm.eps)
+
+
+def _feed_forward(config: ModelConfig, index: int, weights: Weights) -> MlpWeights | MixtureWeights:
+    spec = config.layers[index].feed_forward
+    mlp = spec if isinstance(spec, MlpSpec) else spec.expert
+    parts = tuple(
+        MlpWeights(
+            mlp,
+            _tapped(layer_map.tap_of(part), (part.gate, part.up), weights),
+            _tapped(part.down, (part.down,), weights),
+        )
+        for part in layer_map.mlps(config, index)
+    )
+    gate = layer_map.router(config, index)
+    if isinstance(spec, MlpSpec) or gate is None:
+        return parts[0]
+    return MixtureWeights(spec.router, _tapped(gate, (gate,), weights), parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """What the layers of a KV group are given besides their input."""
+
+    group: KvGroup
+    store: LayerKv
+    turns: Tensor
+    plan: AttentionPlan
+
+
+class Sequences:
+    """Runs sequences of one length through layers, with a KV store of one block that all of them reuse."""
+
+    def __init__(self, config: ModelConfig, length: int) -> None:
+        self.config = config
+        self.ops = TapOps()
+        place = torch.zeros(length, dtype=torch.int64)
+        batch = AttentionBatch([0, length], [length], place[:1, None], place, torch.arange(length), 0)
+        self._places = [self._place(group, length, batch) for group in kv_groups(config.layers)]
+
+    def _place(self, group: KvGroup, length: int, batch: AttentionBatch) -> "_Place":
+        mixer = self.config.layers[group.layers[0]].mixer
+        shape = KvShape(1, length, group.num_kv_heads, group.head_dim)
+        store = LayerKv(torch.zeros(2, 2, group.num_kv_heads, length * group.head_dim), None)
+        turns = rope.turns(mixer.position, group.head_dim, length)
+        return _Place(group, store, turns, self.ops.plan_attention(batch, shape, group.window_tokens))
+
+    def run(self, index: int, weights: Weights, hidden: Tensor, into: Tensor | None) -> None:
+        """hidden: float32 [N, length, hidden]; what the layer makes of it goes to `into`, which may be the same."""
+        layer = build(self.config, index, weights, self.ops)
+        place = next(place for place in self._places if index in place.group.layers)
+        for number, sequence in enumerate(hidden):
+            out = layer(sequence, place.turns, place.store, place.plan)
+            if into is not None:
+                into[number] = out
+
+    def gather(self, index: int, weights: Weights, hidden: Tensor, widths: Mapping[str, int]) -> dict[str, Gatherer]:
+        """The inputs of these taps (name and width) over all sequences."""
+        self.ops.watched = {tap: Gatherer(width) for tap, width in widths.items()}
+        try:
+            self.run(index, weights, hidden, None)
+            return self.ops.watched
+        finally:
+            self.ops.watched = {}
+
+
+def begin_states(windows: Tensor, embedding: Tensor, file: Path, in_memory_bytes: int) -> Tensor:
+    """Returns the embeddings of windows [N, length]: float32 [N, length, hidden], mapped from `file` if too large."""
+    count, length = windows.shape
+    width = embedding.shape[1]
+    states = _allocate((count, length, width), file, in_memory_bytes)
+    for number, ids in enumerate(windows):
+        states[number] = embed(embedding, ids, torch.float32)
+    return states
+
+
+def _allocate(shape: tuple[int, int, int], file: Path, in_memory_bytes: int) -> Tensor:
+    num_elements = shape[0] * shape[1] * shape[2]
+    if 4 * num_elements <= in_memory_bytes:
+        return torch.empty(shape)
+    try:
+        with open(file, "wb") as made:
+            os.posix_fallocate(made.fileno(), 0, 4 * num_elements)  # a full disk is an error here, and a crash later
+    except OSError as error:
+        raise unwritable(file, error) from error
+    return torch.from_file(str(file), shared=True, size=num_elements, dtype=torch.float32).view(shape)

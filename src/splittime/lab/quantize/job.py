@@ -1,0 +1,208 @@
+"""Quantising a checkpoint: layer by layer, in bounded memory, so that it can be killed and goes on.
+
+    for each layer: finished before?  else read it -> treat it -> write it to the work folder
+                    then, while layers are left, the calibration text's hidden states one layer on
+    at the end:     put the checkpoint together from the layers' files and rename it into place
+
+In memory at a time: one layer in float32 as it was and as it becomes, at most `treat.GRAM_BYTES` of gram matrices (or
+one, if that is larger) and what its factorisation needs, and the hidden states (`forward.begin_states`). The result
+depends on the checkpoint, the settings, the windows of text and the number of threads, which the manifest keeps:
+nothing else, so a run that was killed and one that was not end in the same bytes.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from splittime import __version__
+from splittime.core.errors import ConfigError
+from splittime.lab.quantize import layer_map, result, treat
+from splittime.lab.quantize.calibration import Calibration
+from splittime.lab.quantize.forward import IN_MEMORY_BYTES, Sequences, begin_states
+from splittime.lab.quantize.layouts import LAYOUTS, SUFFIXES, unpack
+from splittime.lab.quantize.moments import Moments
+from splittime.lab.quantize.settings import QuantizeSettings
+from splittime.lab.quantize.source import QuantizeSource
+from splittime.lab.quantize.summary import QuantizeSummary, summarise
+from splittime.lab.quantize.treat import Treatment
+from splittime.lab.quantize.work import Work
+
+SMALL_LAYER_ELEMENTS = 4 << 20
+FORMAT = 1  # raise with any change to what a layer's file holds
+OnLayer = Callable[[int, int], None]
+
+
+def quantize(
+    model: Path,
+    out: Path,
+    settings: QuantizeSettings,
+    calibration: Calibration | None = None,
+    *,
+    on_layer: OnLayer = lambda done, total: None,
+    on_step: treat.OnStep = lambda text: None,
+    in_memory_bytes: int = IN_MEMORY_BYTES,
+    shard_bytes: int = result.SHARD_BYTES,
+) -> QuantizeSummary:
+    """Write `model` to `out` as `settings` say. on_layer(done, of) is called when a layer is on the disk.
+
+    Raises `ConfigError` for what cannot be done, before work begins where that can be known.
+    """
+    settings = settings.resolved()
+    if calibration is None and settings.needs_text:
+        raise _no_text(settings)
+    source = QuantizeSource(model)
+    layer_map.check_fit(source.config, settings)
+    work = Work(out)
+    previous = torch.get_num_threads()
+    try:
+        threads = work.adopt(_identity(source, settings, calibration, work.folder), _num_threads(source, previous))
+        torch.set_num_threads(threads)
+        job = _Job(source, work, settings, calibration, in_memory_bytes, on_step)
+        with torch.inference_mode():
+            return job.run(on_layer, shard_bytes)
+    finally:
+        torch.set_num_threads(previous)
+        work.close()
+
+
+def _no_text(settings: QuantizeSettings) -> ConfigError:
+    what = settings.scheme or "wanda"
+    other = {"w8a8": "--smooth 0, plain rounding", "wanda": "--metric magnitude"}.get(what, "--scheme w4a16")
+    return ConfigError(
+        f"{what} looks at what the model's layers see in text, and there is none",
+        param="calibrate",
+        hint=f"give --calibrate FILE with text like what the model will be asked, or use {other}",
+    )
+
+
+def _identity(
+    source: QuantizeSource, settings: QuantizeSettings, calibration: Calibration | None, folder: Path
+) -> dict[str, object]:
+    """What the result depends on; plain data, as JSON gives it back."""
+    return {
+        "format": FORMAT,
+        "splittime": __version__,
+        "torch": torch.__version__,
+        "checkpoint": source.identity(folder),
+        "calibration": None if calibration is None else calibration.digest,
+        **msgspec.to_builtins(settings),
+    }
+
+
+def _num_threads(source: QuantizeSource, usual: int) -> int:
+    """One for small layers: dividing their many short operations costs more than it saves, on a busy machine 10 times
+    as much (704 x 256 by GPTQ: 0.2 s with one thread, 2 s with two beside another process)."""
+    elements = sum(rows * columns for rows, columns in layer_map.linear_shapes(source.config, 0).values())
+    return usual if elements >= SMALL_LAYER_ELEMENTS else 1
+
+
+class _Job:
+    def __init__(
+        self,
+        source: QuantizeSource,
+        work: Work,
+        settings: QuantizeSettings,
+        calibration: Calibration | None,
+        in_memory_bytes: int,
+        on_step: treat.OnStep,
+    ) -> None:
+        self.source = source
+        self.work = work
+        self.settings = settings
+        self.calibration = calibration
+        self.on_step = on_step
+        self.in_memory_bytes = in_memory_bytes
+        dtype = getattr(torch, source.config.checkpoint_dtype)
+        self.grid = None if settings.scheme is None else treat.grid_of(settings, dtype)
+        self.states: Tensor | None = None
+        self.sequences: Sequences | None = None
+
+    def run(self, on_layer: OnLayer, shard_bytes: int) -> QuantizeSummary:
+        begin_ns = time.monotonic_ns()
+        total = self.source.config.num_layers
+        finished = [self.work.is_done or self.work.layer_path(index).exists() for index in range(total)]
+        if self.calibration is not None and not all(finished):
+            self._begin_states(self.calibration)
+        for index in range(total):
+            carried = None if finished[index] else self._make(index)
+            on_layer(index + 1, total)
+            if not all(finished[index + 1 :]):
+                self._carry(index, carried)
+        self.states = None
+        errors = [self.work.errors(index) for index in range(total)]
+        if not self.work.is_done:
+            self.on_step("writing the checkpoint")
+            result.assemble(self.source, self.work, self.settings, shard_bytes)
+        self.work.finish()
+        return summarise(
+            self.source,
+            self.work.out,
+            self.settings,
+            self.calibration,
+            errors,
+            sum(finished),
+            time.monotonic_ns() - begin_ns,
+        )
+
+    def _begin_states(self, calibration: Calibration) -> None:
+        windows, config = calibration.windows, self.source.config
+        largest = int(windows.max())
+        if largest >= config.vocab_size:
+            raise ConfigError(
+                f"the calibration text has token id {largest}, the model has {config.vocab_size} tokens",
+                param="calibrate",
+                value=largest,
+                limit=config.vocab_size,
+                hint="the folder's tokenizer.json is of another model",
+            )
+        self.on_step("reading the calibration text")
+        embedding = self.source.embedding()
+        self.states = begin_states(windows, embedding, self.work.folder / "hidden.f32", self.in_memory_bytes)
+        self.source.checkpoint.release(embedding)
+        self.sequences = Sequences(config, windows.shape[1])
+
+    def _make(self, index: int) -> Mapping[str, Tensor]:
+        """Treat the layer and write it; -> the weights that the text goes on through."""
+        original = self.source.layer(index)
+        gather = self._gather(index) if self.states is not None else None
+        treatment = Treatment(
+            self.settings, self.grid, self.source.config, index, original, self.source.dtypes, gather, self.on_step
+        )
+        treatment.run()
+        self.work.keep_layer(index, treatment.tensors(), treatment.errors_in_order())
+        return treatment.weights if treat.is_sequential(self.settings) else original
+
+    def _gather(self, index: int) -> treat.Gather:
+        def gather(weights: Mapping[str, Tensor], widths: Mapping[str, int]) -> dict[str, Moments | None]:
+            assert self.sequences is not None
+            assert self.states is not None
+            found = self.sequences.gather(index, weights, self.states, widths)
+            return {tap: gatherer.moments() for tap, gatherer in found.items()}
+
+        return gather
+
+    def _carry(self, index: int, weights: Mapping[str, Tensor] | None) -> None:
+        """The text one layer on; of a layer that an earlier run finished, the weights are read again."""
+        if self.states is None or self.sequences is None:
+            return
+        self.on_step("text through the layer")
+        self.sequences.run(index, weights or self._finished_weights(index), self.states, self.states)
+
+    def _finished_weights(self, index: int) -> Mapping[str, Tensor]:
+        original = self.source.layer(index)
+        if not treat.is_sequential(self.settings):
+            return original
+        prefix = layer_map.layer_prefix(index)
+        stored = self.work.layer_tensors(index)
+        linears = layer_map.linear_shapes(self.source.config, index) if self.grid is not None else {}
+        found = {name: stored[prefix + name].float() for name in original if prefix + name in stored}
+        for name in linears:
+            assert self.grid is not None
+            layout = LAYOUTS[self.settings.scheme or ""]
+            parts = {suffix: stored[f"{prefix}{name}.{suffix}"] for suffix in SUFFIXES[layout]}
+            found[f"{name}.weight"] = unpack(layout, parts, self.grid).values()
+        return found

@@ -1,0 +1,202 @@
+"""One layer: which inputs to look at in which order, what to fold into what came before, how to round.
+
+    awq     from the last group to the first, so that rows a later group divides by its scales (v, up) are not yet
+            rounded; inputs are those of the layer as it was
+    w8a8    the same, with SmoothQuant's scales, into norms only
+    gptq    from the first group to the last, each seeing the inputs that the groups before it now produce
+    wanda   the same
+    others  no inputs are needed; where there is text it serves to measure the error
+
+A norm is stored in the checkpoint's own type, so what it is divided by is worked out backwards from what it became
+(`_fold_norm`): folding is then exact, whatever the type. Groups whose gram matrices fit in `GRAM_BYTES` together are
+gathered in one pass over the text.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from splittime.lab.quantize import gptq, layer_map, prune
+from splittime.lab.quantize.channel_scales import awq_clip, awq_scales, smooth_scales
+from splittime.lab.quantize.grid import Grid, Rounded, RoundedFloats, round_to_e4m3, round_to_nearest
+from splittime.lab.quantize.layer_map import INPUT_NORM, MLP_NORM, K, LinearGroup, Q, V
+from splittime.lab.quantize.layouts import LAYOUTS, pack
+from splittime.lab.quantize.moments import Moments, relative_error
+from splittime.lab.quantize.settings import WHOLE_ROW, QuantizeSettings
+from splittime.models.config import ModelConfig
+
+GRAM_BYTES = 512 << 20
+NORMS = (INPUT_NORM, MLP_NORM)
+Gather = Callable[[Mapping[str, Tensor], Mapping[str, int]], Mapping[str, Moments | None]]
+OnStep = Callable[[str], None]
+
+
+def grid_of(settings: QuantizeSettings, checkpoint_dtype: torch.dtype) -> Grid:
+    """The grid of resolved settings with a scheme. Scales: float16 in AWQ and GPTQ files, and of 4 bits (kernels keep
+    them so) where the checkpoint is float32; float32 of fp8 where it is float16, since a small row's 448th is below
+    what that holds; else of the checkpoint's type."""
+    assert settings.bits is not None
+    group = 0 if settings.group_size in (None, WHOLE_ROW) else settings.group_size or 0
+    is_half = settings.scheme in ("awq", "gptq") or (settings.bits == 4 and checkpoint_dtype == torch.float32)
+    is_small = settings.scheme == "fp8" and checkpoint_dtype == torch.float16
+    dtype = torch.float16 if is_half else torch.float32 if is_small else checkpoint_dtype
+    return Grid(settings.bits, group, settings.scheme != "awq", dtype)
+
+
+def is_sequential(settings: QuantizeSettings) -> bool:
+    """Whether a layer's inputs are those that the finished layers before it produce."""
+    return settings.scheme == "gptq" or settings.metric == "wanda"
+
+
+@dataclass
+class Treatment:
+    """original: as read; weights: as they become. gather: the moments of taps under some weights; None without text."""
+
+    settings: QuantizeSettings
+    grid: Grid | None
+    config: ModelConfig
+    index: int
+    original: Mapping[str, Tensor]
+    dtypes: Mapping[str, torch.dtype]
+    gather: Gather | None
+    on_step: OnStep
+    errors: dict[str, float] = field(default_factory=dict)
+    rounded: dict[str, Rounded | RoundedFloats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.weights = dict(self.original)
+        self._in_features = {name: shape[1] for name, shape in layer_map.linear_shapes(self.config, self.index).items()}
+
+    def run(self) -> None:
+        """Treat every linear; `weights`, `rounded` and `errors` are then whole."""
+        sequential = is_sequential(self.settings)
+        found = layer_map.groups(self.config, self.index, joint=not sequential)
+        for batch in self._batches(found if sequential else found[::-1]):
+            widths = {group.tap: self._in_features[group.linears[0]] for group in batch}
+            seen: Mapping[str, Moments | None] = {}
+            if self.gather is not None:
+                self.on_step(f"text through {', '.join(layer_map.kind_of(tap) for tap in widths)}")
+                seen = self.gather(self.weights if sequential else self.original, widths)
+            for group in batch:
+                self._treat(group, seen.get(group.tap))
+
+    def errors_in_order(self) -> dict[str, float]:
+        """In the order of the layer, whatever the order of work was."""
+        return {name: self.errors[name] for name in self._in_features}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the new checkpoint holds of this layer, by full name."""
+        prefix = layer_map.layer_prefix(self.index)
+        found: dict[str, Tensor] = {}
+        for name, weight in self.weights.items():
+            linear = name.removesuffix(".weight")
+            if linear in self.rounded:
+                assert self.grid is not None
+                packed = pack(LAYOUTS[self.settings.scheme or ""], self.rounded[linear], self.grid)
+                found |= {f"{prefix}{linear}.{suffix}": tensor for suffix, tensor in packed.items()}
+            else:
+                found[prefix + name] = weight.to(self.dtypes[prefix + name])
+        return found
+
+    def _batches(self, groups: Sequence[LinearGroup]) -> Iterator[list[LinearGroup]]:
+        """Sequential groups of one MLP wait for each other; experts of one kind do not."""
+        batch: list[LinearGroup] = []
+        taken_bytes = 0
+        for group in groups:
+            need = 4 * self._in_features[group.linears[0]] ** 2
+            must_wait = is_sequential(self.settings) and batch and not _same_kind(batch[-1], group)
+            if batch and (must_wait or taken_bytes + need > GRAM_BYTES):
+                yield batch
+                batch, taken_bytes = [], 0
+            batch.append(group)
+            taken_bytes += need
+        if batch:
+            yield batch
+
+    def _treat(self, group: LinearGroup, moments: Moments | None) -> None:
+        if moments is not None and group.source is not None:
+            scales = self._scales(group, moments)
+            if scales is not None:
+                scales = self._fold(group, group.source, scales)
+                moments = moments.divided(scales)
+        for name in group.linears:
+            self.on_step(name)
+            weight = self.weights[f"{name}.weight"]
+            kept = self._pruned(weight, moments) if self.grid is None else self._rounded(name, weight, moments)
+            self.errors[name] = relative_error(weight, kept, moments)
+            self.weights[f"{name}.weight"] = kept
+
+    def _rounded(self, name: str, weight: Tensor, moments: Moments | None) -> Tensor:
+        assert self.grid is not None
+        scheme = self.settings.scheme
+        found: Rounded | RoundedFloats
+        if scheme == "fp8":
+            found = round_to_e4m3(weight, self.grid.scale_dtype)
+        elif scheme == "gptq" and moments is not None:
+            settings = self.settings
+            found = gptq.quantize(weight, moments.gram, self.grid, settings.act_order, settings.static_groups)
+        elif scheme == "awq" and moments is not None and name not in (Q, K):
+            found = round_to_nearest(awq_clip(weight, moments.gram, self.grid), self.grid)
+        else:
+            found = round_to_nearest(weight, self.grid)
+        self.rounded[name] = found
+        return found.values()
+
+    def _pruned(self, weight: Tensor, moments: Moments | None) -> Tensor:
+        by_row = self.settings.metric == "wanda"
+        score = prune.scores(weight, moments.gram.diagonal() if by_row and moments is not None else None)
+        if self.settings.prune == "2:4":
+            return prune.semi_structured(weight, score)
+        return prune.unstructured(weight, score, self.settings.sparsity or 0.0, by_row)
+
+    def _scales(self, group: LinearGroup, moments: Moments) -> Tensor | None:
+        """What to divide the group's input by, if this scheme and group do so."""
+        weights = [self.weights[f"{name}.weight"] for name in group.linears]
+        if self.settings.scheme == "w8a8" and self.settings.smooth and group.source in NORMS:
+            return smooth_scales(weights, moments, self.settings.smooth)
+        if self.settings.scheme == "awq":
+            assert self.grid is not None
+            return awq_scales(weights, moments, self._typical(group, moments.mean_abs), self.grid)
+        return None
+
+    def _typical(self, group: LinearGroup, mean_abs: Tensor) -> Tensor:
+        """Query heads that read one value head must share its scales: they get their mean."""
+        return self._by_value_head(mean_abs, group).mean(1, keepdim=True).expand(-1, self._sharing(group), -1).flatten()
+
+    def _by_value_head(self, channels: Tensor, group: LinearGroup) -> Tensor:
+        """[value heads, query heads of each, head_dim]; [1, 1, in] for what is not attention's output."""
+        if group.source != V:
+            return channels.view(1, 1, -1)
+        mixer = self.config.layers[self.index].mixer
+        return channels.view(mixer.num_kv_heads, self._sharing(group), mixer.head_dim)
+
+    def _sharing(self, group: LinearGroup) -> int:
+        mixer = self.config.layers[self.index].mixer
+        return mixer.num_heads // mixer.num_kv_heads if group.source == V else 1
+
+    def _fold(self, group: LinearGroup, source: str, scales: Tensor) -> Tensor:
+        """Divide the group's input by these scales where it is made, and multiply its weights; -> what it came to."""
+        if source in NORMS:
+            scales = self._fold_norm(source, scales)
+        else:
+            rows = self._by_value_head(scales, group)[:, 0].flatten()
+            for name, shape in ((f"{source}.weight", (-1, 1)), (f"{source}.bias", (-1,))):
+                if name in self.weights:
+                    self.weights[name] = self.weights[name] / rows.view(shape)
+        for name in (*group.linears, *group.others):
+            self.weights[f"{name}.weight"] = self.weights[f"{name}.weight"] * scales
+        return scales
+
+    def _fold_norm(self, source: str, scales: Tensor) -> Tensor:
+        name = f"{source}.weight"
+        norm, dtype = self.weights[name], self.dtypes[layer_map.layer_prefix(self.index) + name]
+        folded = (norm / scales).to(dtype).float()
+        is_usable = folded.isfinite() & (folded != 0)
+        self.weights[name] = torch.where(is_usable, folded, norm)
+        return torch.where(is_usable, norm / self.weights[name], 1.0)
+
+
+def _same_kind(left: LinearGroup, right: LinearGroup) -> bool:
+    return [layer_map.kind_of(name) for name in left.linears] == [layer_map.kind_of(name) for name in right.linears]

@@ -1,0 +1,178 @@
+"""Makes a runner of its parts, and what goes with it. `load_torch_runner` is the one way from a `RunnerConfig` to one.
+
+    execution    the kernels of a card: on its stream, decode steps captured; all others: on the host's own time
+    ranks        with tensor_parallel_size above 1: this process leads, the others are started and loaded first
+    overlap      what carries out steps while the next are planned: the runner itself on a card, else a thread
+    sleeper      what gives its memory away and takes it back; ranks do not sleep
+    gauge        what measures the machine's ceilings with its kernels and threads
+
+`Resolved.execution` and `execution_reason` say what was chosen and why.
+"""
+
+import os
+import time
+import weakref
+from pathlib import Path
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+from splittime.core.step import AsyncRunner
+from splittime.models.decoder import Decoder
+from splittime.models.opening import read_config
+from splittime.models.ranks import Ranks
+from splittime.models.weights.load import OnLayer
+from splittime.models.weights.shards import check
+from splittime.runner import machine, start_memory
+from splittime.runner.ahead import RunnerThread
+from splittime.runner.ceilings import Gauge
+from splittime.runner.config import RunnerConfig
+from splittime.runner.device.ceilings import CardGauge
+from splittime.runner.execution import Execution, HostExecution
+from splittime.runner.load import OnPhase, load
+from splittime.runner.ranks.group import RankGroup, RankLost, device_of
+from splittime.runner.ranks.lead import Lead
+from splittime.runner.ranks.members import Members
+from splittime.runner.sleep import TorchSleeper
+from splittime.runner.torch_runner import TorchRunner
+
+
+def load_torch_runner(
+    config: RunnerConfig, on_phase: OnPhase | None = None, on_layer: OnLayer | None = None
+) -> TorchRunner:
+    """Read the checkpoint and allocate the KV cache; `on_phase(name, begin_ns, end_ns)` is told of each part, and
+    `on_layer(done, of, bytes)` of each layer.
+
+    Raises `ConfigError` naming what cannot be honoured, `EngineError` naming a rank that failed.
+    """
+    told = on_phase or (lambda name, begin_ns, end_ns: None)
+    config.validate()
+    if config.tensor_parallel_size > 1:
+        return _load_with_ranks(config, told, on_layer)
+    runner = load_part(config, told, on_layer)
+    if start_memory.wants_threads(runner):
+        begin_ns = time.monotonic_ns()
+        start_memory.choose_threads(runner, machine.num_cores())
+        told("measure threads", begin_ns, time.monotonic_ns())
+    return runner
+
+
+def load_part(
+    config: RunnerConfig,
+    on_phase: OnPhase,
+    on_layer: OnLayer | None = None,
+    ranks: Ranks | None = None,
+    lead: Lead | None = None,
+) -> TorchRunner:
+    """The runner of one rank's part of a model, which without `ranks` is all of it."""
+    decoder, store, resolved, cost = load(config, on_phase, on_layer, ranks)
+    execution, reason = _choose_execution(config, decoder)
+    kind = "device" if execution.is_apart else "host"
+    resolved = msgspec.structs.replace(resolved, execution=kind, execution_reason=reason)
+    return TorchRunner(config, decoder, store, resolved, cost, execution, lead)
+
+
+def _choose_execution(config: RunnerConfig, decoder: Decoder) -> tuple[Execution, str]:
+    """How this model's steps are computed, and why."""
+    ops = decoder.ops
+    if ops.name != "triton":
+        return HostExecution(ops), f"{ops.name} kernels compute while they are called"
+    if decoder.ranks is not None:
+        return HostExecution(ops), "ranks launch their kernels one by one and wait for each step: nothing is captured"
+    from splittime.kernels.triton.ops import TritonOps  # there is no Triton where there is no card
+    from splittime.runner.device.execution import DeviceExecution
+
+    assert isinstance(ops, TritonOps)
+    if config.enforce_eager:
+        return DeviceExecution(ops, captures=False), "on its stream, kernel by kernel, as asked: enforce_eager"
+    if any(layer.needs_host for layer in decoder.layers):
+        reason = "on its stream, kernel by kernel: the host looks which experts are chosen, for which there is no"
+        return DeviceExecution(ops, captures=False), f"{reason} grouped product in this scheme"
+    return DeviceExecution(ops, captures=True), "on its stream, decode steps captured and replayed"
+
+
+# ---- ranks
+
+
+def _load_with_ranks(config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer | None) -> TorchRunner:
+    """Start the other ranks, load with them, and meet them."""
+    check(read_config(Path(config.model_path)), config.tensor_parallel_size)
+    config, reason = _divided(config)
+    device = device_of(config, 0)
+    begin_ns = time.monotonic_ns()
+    members = Members(config)
+    on_phase("start ranks", begin_ns, time.monotonic_ns())
+    try:
+        group = RankGroup(
+            0, config.tensor_parallel_size, members.folder, config.collective_timeout_s, members.meet, device
+        )
+        members.on_death(group.abort)
+        runner = load_part(config, on_phase, _checking(members, on_layer), group, Lead(members, group))
+        weights_bytes = group.each(runner.resolved.weights_bytes)
+        members.forget_meeting()
+    except RankLost as error:
+        cause = members.cause()
+        members.end()
+        raise cause from error
+    except BaseException:
+        members.end()
+        raise
+    members.set_timeout(config.collective_timeout_s)
+    runner.resolved = msgspec.structs.replace(
+        runner.resolved,
+        num_threads_reason=reason,
+        tensor_parallel_size=config.tensor_parallel_size,
+        rank_weights_bytes=tuple(weights_bytes),
+        rank_pids=(os.getpid(), *members.pids),
+    )
+    weakref.finalize(runner, members.end)
+    return runner
+
+
+def _checking(members: Members, on_layer: OnLayer | None) -> OnLayer:
+    """Between two layers, a rank that has ended while loading ends the start."""
+
+    def note(done: int, total: int, num_bytes: int) -> None:
+        members.check()
+        if on_layer is not None:
+            on_layer(done, total, num_bytes)
+
+    return note
+
+
+def _divided(config: RunnerConfig) -> tuple[RunnerConfig, str]:
+    """The settings of each rank, and why it has so many threads."""
+    count, asked = config.tensor_parallel_size, config.num_threads
+    if asked is not None and asked < count:
+        message = f"num_threads is {asked}, fewer than one for each of tensor_parallel_size={count} ranks"
+        raise ConfigError(message, param="num_threads", value=asked, limit=count)
+    threads = asked or machine.num_cores()
+    told = f"{threads} as asked" if asked is not None else f"{threads} cores"
+    each = max(1, threads // count)
+    return msgspec.structs.replace(config, num_threads=each), f"{told}, among {count} ranks"
+
+
+# ---- what goes with a runner
+
+
+def overlap_of(runner: TorchRunner) -> AsyncRunner:
+    """What carries out this runner's steps while the next are planned."""
+    if runner.execution.is_apart:
+        return runner
+    return RunnerThread(runner.run, lambda: runner.decoder.ops.set_threads(runner.resolved.num_threads))
+
+
+def sleeper_of(runner: TorchRunner) -> TorchSleeper | None:
+    """What puts this runner to sleep and wakes it; None for ranks, which do not sleep."""
+    return TorchSleeper(runner) if runner.lead is None else None
+
+
+def gauge_of(runner: TorchRunner, remembers: bool = True) -> Gauge:
+    """What measures the machine for this runner. remembers: what was measured lately counts, and this is kept."""
+    config, resolved, ops = runner.config, runner.resolved, runner.decoder.ops
+    scheme = machine.choose_weights(config, resolved.dtype, resolved.kernels).layers
+    folder = machine.packed_cache_folder(config.packed_cache) if remembers else None
+    given = (ops, scheme, resolved.num_threads, folder)
+    if ops.device.type == "cuda" and runner.lead is None:
+        return CardGauge(*given)
+    return Gauge(*given)

@@ -1,0 +1,101 @@
+"""Another rank: `python -m splittime.runner.ranks.follower CHANNEL PARENT`, started by `members` alone.
+
+It loads its part of the model and runs every plan that the first rank hands on, as the first rank does: it draws tokens
+too, from the same logits, and nobody asks for them. What a step leaves behind (what of the cache was scrubbed, say) is
+so the same everywhere. Tokens of the next step come with its plan, so that two draws could not part ways.
+
+It leaves when its channel ends, and is killed by the system when its parent dies (PR_SET_PDEATHSIG, prctl(2)).
+"""
+
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from splittime.runner.ranks.channel import Channel
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Leave this process to die with its parent; at once, if it is gone already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def leave_with(end: socket.socket) -> None:
+    """In a thread: wait for the other end to be closed, whatever the main thread is doing, and go."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(end, 0)  # its closing is told of unasked
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main(descriptor: int, parent: int) -> int:
+    die_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the first rank hears them, and ends us
+    logging.getLogger("splittime").setLevel(logging.ERROR)  # of the rest the first rank tells
+    end = socket.socket(fileno=descriptor)
+    leave_with(end)
+    from splittime.core.errors import SplittimeError
+    from splittime.runner.ranks.channel import Channel, Failed, encode
+    from splittime.runner.ranks.group import RankLost
+    from splittime.runner.ranks.member import LOST_STATUS
+
+    channel = Channel(end)
+    try:
+        follow(channel)
+    except RankLost:
+        return LOST_STATUS
+    except SplittimeError as error:
+        channel.send(encode(Failed(str(error), error=error.info)))
+        return 1
+    except Exception as error:  # the one edge where a rank's failure becomes a message
+        channel.send(encode(Failed(f"{type(error).__name__}: {error}", traceback.format_exc())))
+        return 1
+    return 0
+
+
+def follow(channel: "Channel") -> None:
+    """Load, then run plans until there are no more."""
+    import msgspec
+
+    from splittime.core.step import StepPlan
+    from splittime.runner.compose import load_part
+    from splittime.runner.ranks.channel import Arrived, Begin, encode
+    from splittime.runner.ranks.group import RankGroup, device_of
+
+    begin = msgspec.msgpack.decode(channel.receive() or b"", type=Begin)
+    config = begin.config
+    group = RankGroup(
+        begin.index,
+        config.tensor_parallel_size,
+        Path(begin.folder),
+        config.collective_timeout_s,
+        lambda: channel.send(encode(Arrived())),
+        device_of(config, begin.index),
+    )
+    runner = load_part(config, lambda name, begin_ns, end_ns: None, None, group)
+    group.each(runner.resolved.weights_bytes)
+    decoder = msgspec.msgpack.Decoder(StepPlan)
+    while (content := channel.receive()) is not None:
+        runner.run(decoder.decode(content))
+
+
+if __name__ == "__main__":
+    os._exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,176 @@
+"""The prompts of one request: how long they are, as far as can be said before, and where they are tokenised.
+
+A prompt given as token ids has its length. A text has a least number of tokens, which is proved (`text.token_bound`):
+what cannot fit by it is refused at once. And it has a likely number, learnt from the texts before it
+(`Admission.estimate_tokens`), which counts in the queue until the true one is known. A long text counts as nothing
+until then: it waits among its like (`text.workers`), and may be refused in the end.
+
+A text is tokenised here if that surely takes a short time (`InlineTokenizing`), else in a worker process. The request's
+account says which part of the time is waiting for a worker (`tokenize_queue`, with its cause) and which is work
+(`tokenize`). A request that ends first, because its client went away or its deadline passed, takes its text back.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from splittime.api.choice import Choice, Echo
+from splittime.api.limits import ModelInfo
+from splittime.api.params import Ask, Prompt
+from splittime.core.errors import DeadlineExceeded, RequestError
+from splittime.core.request import Request
+from splittime.ledger.account import Account
+from splittime.ledger.prompt_parts import PromptParts, prompt_parts
+from splittime.ledger.stages import Stage
+from splittime.server.service import Service
+from splittime.text.output import OutputText, make_detokenizer
+from splittime.text.token_bound import num_bytes, require_at_most
+from splittime.text.tokenizer import Tokenizer
+from splittime.text.work import Encode, Render, TextDone, TextWork, carry_out
+from splittime.text.worker import TextTask
+from splittime.text.workers import SHORT_CHARS
+from splittime.web.http import Disconnected
+
+now_ns = time.monotonic_ns
+
+
+class TokenizedPrompt(NamedTuple):
+    """given: as the client sent it; a chat's as token ids."""
+
+    token_ids: tuple[int, ...]
+    parts: PromptParts
+    given: Prompt
+
+    def choice(self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer) -> Choice:
+        """Returns one answer to this prompt, as far as it is: with no token yet."""
+        sampling = request.sampling
+        text = OutputText(tokenizer, self.token_ids, stop=sampling.stop, min_tokens=sampling.min_tokens)
+        echo = self._echo(tokenizer, with_offsets=sampling.prompt_logprobs is not None) if ask.echo else None
+        return Choice(index, request, account, text, echo, ask.echo_only, self.parts)
+
+    def _echo(self, tokenizer: Tokenizer, *, with_offsets: bool) -> Echo:
+        """The prompt as it was given, and where each of its tokens begins."""
+        text = self.given if isinstance(self.given, str) else tokenizer.decode(self.token_ids)
+        if not with_offsets:
+            return Echo(text)
+        detokenizer, offsets, length = make_detokenizer(tokenizer), [], 0
+        for token_id in self.token_ids:
+            offsets.append(min(length, len(text)))
+            length += len(detokenizer.push(token_id))
+        return Echo(text, offsets)
+
+
+class Prompts:
+    """work: what makes token ids of the texts; None if the prompts are token ids already. account: the request's own,
+    in which the stages are entered."""
+
+    def __init__(self, ask: Ask, model: ModelInfo, service: Service, account: Account) -> None:
+        self._service, self._account, self._most_tokens = service, account, max(0, model.max_model_len - 1)
+        self._task: TextTask | None = None  # the text that a worker has, or will have
+        self._given = ask.prompts
+        self._given_ids = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
+        self.work: TextWork | None = None
+        if ask.is_chat:
+            self.work = Render(ask.messages, ask.template_options, most_tokens=self._most_tokens)
+        elif len(self._given_ids) < len(ask.prompts):
+            texts = tuple(prompt for prompt in ask.prompts if isinstance(prompt, str))
+            self.work = Encode(texts, most_tokens=self._most_tokens)
+
+    @property
+    def is_long(self) -> bool:
+        return self.work is not None and self.work.size > SHORT_CHARS
+
+    def require_possible(self) -> None:
+        """Raise `RequestError` if a text cannot fit the model's context. A chat passes: its template decides how
+        long it becomes."""
+        bound = self._service.tokenizer.bound
+        if isinstance(self.work, Encode) and bound is not None:
+            for text in self.work.texts:
+                require_at_most(bound.least_tokens(text), self._most_tokens)
+
+    def estimate_tokens(self) -> int:
+        """Returns the tokens of all prompts together, as far as they are known now."""
+        if self.work is None:
+            return sum(map(len, self._given_ids))
+        if self.is_long:
+            return 0
+        sizes = [num_bytes(text) for text in self.work.texts] if isinstance(self.work, Encode) else [self.work.size]
+        return sum(min(self._service.admission.estimate_tokens(size), self._most_tokens) for size in sizes)
+
+    async def tokenize(self, deadline_ns: int | None) -> list[TokenizedPrompt]:
+        """Raises what the client must be told, or `Disconnected` after `drop`."""
+        ids = await self._token_ids(deadline_ns)
+        pairs = zip(ids, self._given or ids, strict=True)
+        return [TokenizedPrompt(token_ids, prompt_parts(token_ids), given) for token_ids, given in pairs]
+
+    async def _token_ids(self, deadline_ns: int | None) -> tuple[tuple[int, ...], ...]:
+        if self.work is None:
+            self._account.enter(Stage.TOKENIZE, now_ns())
+            return self._given_ids
+        is_inline = self._service.takes_inline(self.work)
+        done = self._here(self.work) if is_inline else await self._in_worker(self.work, deadline_ns)
+        self._service.admission.learn_ratio(done.num_bytes, sum(map(len, done.ids)))
+        return done.ids
+
+    def drop(self) -> None:
+        """Nobody wants the ids any more: end the work on them, if there is any."""
+        if self._task is not None and not self._task.done.done():
+            self._service.texts.drop(self._task, Disconnected())
+
+    def _here(self, work: TextWork) -> TextDone:
+        begin_ns = now_ns()
+        self._account.enter(Stage.TOKENIZE, begin_ns)
+        done = carry_out(work, self._service.tokenizer)
+        self._service.inline.learn(work.size, now_ns() - begin_ns)
+        return done
+
+    async def _in_worker(self, work: TextWork, deadline_ns: int | None) -> TextDone:
+        texts, account = self._service.texts, self._account
+        self._task = texts.submit(work, lambda: account.enter(Stage.TOKENIZE, now_ns()))
+        if self._task.cause is not None:
+            account.enter(Stage.TOKENIZE_QUEUE, now_ns(), self._task.cause)
+        alarm = None
+        if deadline_ns is not None:
+            left_s = (deadline_ns - now_ns()) / 1e9
+            alarm = asyncio.get_running_loop().call_later(left_s, texts.drop, self._task, too_late())
+        try:
+            return await self._task.done
+        finally:
+            self._task = None  # the error that it may hold knows this frame: a circle, left to the collector
+            if alarm is not None:
+                alarm.cancel()
+
+
+def too_late() -> DeadlineExceeded:
+    return DeadlineExceeded.before("it reached the engine")
+
+
+def output_budget(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, *, is_strict: bool = False) -> int:
+    """Returns the output tokens that the request may get: those it asks for, but no more than the context has left.
+
+    Raises `RequestError` if the prompt is empty or leaves no room; `is_strict`: also if less is left than is asked.
+    """
+    room = model.max_model_len - len(prompt_ids)
+    wanted = ask.sampling.max_tokens
+    if not prompt_ids:
+        raise RequestError("the prompt has no tokens", code="empty_prompt", param="prompt", value=0)
+    if room < 1 or (is_strict and room < (wanted or 1)):
+        raise RequestError(
+            f"the model's context is {model.max_model_len} tokens; the prompt has {len(prompt_ids)} and "
+            f"{wanted or 1} were asked for",
+            code="context_length_exceeded",
+            param="messages" if ask.is_chat else "prompt" if room < 1 else "max_tokens",
+            value=len(prompt_ids) + (wanted or 1),
+            limit=model.max_model_len,
+            hint=f"ask for at most {room} tokens" if room > 0 else "shorten the prompt",
+        )
+    return int(min(model.default_sampling.get("max_tokens", room) if wanted is None else wanted, room))
+
+
+def clamp_notices(ask: Ask, budgets: Sequence[int], model: ModelInfo) -> list[str]:
+    """Says that fewer output tokens are left than were asked for, if so."""
+    wanted, least = ask.sampling.max_tokens, min(budgets)
+    if wanted is None or least >= wanted:
+        return []
+    return [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]

@@ -1,0 +1,1 @@
+"""Statistics that several parts share: intervals, dependence between samples, paired tests, saturation."""

@@ -1,0 +1,127 @@
+"""Chat templates: from messages to the prompt's text, as the model's author wrote it in Jinja.
+
+A template comes with the model, so it is somebody else's program: it runs in Jinja's immutable sandbox, sees only the
+messages, the request's options and the special tokens, and whatever it raises is the request's error (400), not ours.
+It can still loop for hours and fill the memory, so a server lets it run in a worker only (`text_process`). It is
+compiled without Jinja's optimizer, which would compute `{{ "x" * 10**10 }}` at start.
+
+It gets what templates of the Hugging Face hub expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes,
+loop controls, and the `{% generation %}` block (which marks assistant text for training and prints its body here).
+
+`continue_final_message` leaves the last message open, so that the model goes on with it: a mark is put after its text,
+and what the template writes from the mark on is cut off. That is Hugging Face's way of doing it, and vLLM's.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from splittime.core.errors import ConfigError, RequestError
+from splittime.text.foreign_code import too_costly
+
+MARK = "\ue000end of what is to be continued\ue000 "
+OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` prints what is between."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 reads it from the class)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One compiled template with the special tokens that it may name (`bos_token`, ...)."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        environment = _environment()
+        self._taken_names = OWN_NAMES | environment.globals.keys() | self._special_tokens.keys()
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateSyntaxError, RecursionError) as error:
+            raise ConfigError(f"the model's chat template does not parse: {error}", param="chat_template") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. variables: what a request wants the template to see besides. Raises `RequestError`, with
+        the template's own words if it refuses the messages."""
+        options = {**self._checked(variables or {}), "add_generation_prompt": add_generation_prompt}
+        if not continue_final_message:
+            return self._render(messages, options)
+        if add_generation_prompt or not messages:
+            why = "add_generation_prompt must be false" if messages else "there is no message"
+            raise _refusal(f"{why} where the final message is to be continued", "continue_final_message")
+        *before, last = messages
+        text = str(last.get("content") or "")
+        rendered = self._render([*before, {**last, "content": text + MARK}], options)
+        at = rendered.rfind(MARK.rstrip())
+        if at < 0 or text.strip() not in rendered[:at]:
+            raise _refusal("it leaves out the last message, which was to be continued", "continue_final_message")
+        keeps_space = rendered.startswith(MARK, at)
+        return rendered[:at] if keeps_space else rendered[:at].rstrip()
+
+    def _checked(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuse names that the template reads as something else."""
+        for name in sorted(variables.keys() & self._taken_names):
+            raise RequestError(
+                f"chat_template_kwargs: the name {name!r} is taken",
+                param="chat_template_kwargs",
+                value=name,
+                hint="a field of the request of that name says it" if name in OWN_NAMES else "leave it out",
+            )
+        return dict(variables)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        variables = {"tools": None, "documents": None, **self._special_tokens, **options, "messages": messages}
+        try:
+            return self._template.render(variables)
+        except MemoryError:
+            raise too_costly() from None
+        except Exception as error:  # whatever it does: Jinja calls methods of the values that it is given
+            said = "it calls itself without end" if isinstance(error, RecursionError) else str(error)
+            raise _refusal(said) from error
+
+
+def _refusal(why: str, param: str = "messages") -> RequestError:
+    return RequestError(
+        f"the model's chat template refuses these messages: {why}", code="chat_template_error", param=param
+    )

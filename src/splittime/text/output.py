@@ -1,0 +1,212 @@
+"""From token ids to text, one token at a time. No asyncio here: the server's streams and `splittime.LLM` both use it.
+
+`Detokenizer` never gives out half a character: bytes that do not yet make one wait for the next token, and bytes that
+never will become U+FFFD. Each token costs its own bytes once, however long the text grows.
+`StopMatcher` looks for stop strings across token borders. Text that may turn out to be the beginning of a stop string
+is held back; the match that *ends* first wins (of those, the longest), so the cut does not depend on how the text was
+split into tokens. `OutputText` is the two together.
+"""
+
+import codecs
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+from splittime.text.tokenizer import Tokenizer
+
+_MAX_WINDOW_TOKENS = 16
+
+
+class Detokenizer(Protocol):
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        ...
+
+    def flush(self) -> str:
+        """What was waiting for more; call once, at the end."""
+        ...
+
+
+class ByteDetokenizer:
+    """For vocabularies whose tokens have bytes. `at_text_start`: nothing visible was before, so that the space which
+    the vocabulary writes before a first word goes."""
+
+    def __init__(self, tokenizer: Tokenizer, *, at_text_start: bool, skip_special_tokens: bool = True) -> None:
+        self._token_bytes = tokenizer.bytes_of_tokens
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strips = at_text_start and tokenizer.strips_leading_space
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        spelled = self._token_bytes[token_id]
+        if self._strips and spelled:
+            self._strips = False
+            spelled = spelled.removeprefix(b" ")
+        return self._utf8.decode(spelled)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other vocabulary: decode a short window of the last tokens with and without the new one; the difference
+    is the new text. A window that ends in an unfinished character waits, but not for more than a few tokens."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._context = list(prompt_token_ids[-_MAX_WINDOW_TOKENS:])
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(self._pending) < _MAX_WINDOW_TOKENS:
+            return ""
+        return self._accept(text)
+
+    def flush(self) -> str:
+        return self._accept(self._new_text())
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skip)[len(before) :]
+
+    def _accept(self, text: str) -> str:
+        if self._pending:
+            self._context, self._pending = self._pending, []
+        return text
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+) -> Detokenizer:
+    """The right kind for this vocabulary. With an empty prompt the text begins here."""
+    if not tokenizer.has_token_bytes:
+        return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+    hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+    at_text_start = all(token_id in hidden for token_id in prompt_token_ids)
+    return ByteDetokenizer(tokenizer, at_text_start=at_text_start, skip_special_tokens=skip_special_tokens)
+
+
+class StopMatcher:
+    """Finds the first of some strings in a text that comes in pieces (Knuth, Morris and Pratt's automaton for each)."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._fallback = [_fallback_table(text) for text in self._stop]
+        self._matched = [0] * len(self._stop)  # characters of each stop string that the text ends with
+        self._starts = frozenset(text[0] for text in self._stop)
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str, *, counts: bool = True) -> str:
+        """Returns the text that is now safe to give out. Once `found` is set, that is all there will be. A stop string
+        that ends in a text which does not count is passed over."""
+        if not self._held and self._starts.isdisjoint(text):
+            return text
+        for position, character in enumerate(text):
+            ended = [i for i in range(len(self._stop)) if self._advance(i, character)]
+            if ended and not counts:
+                self._pass_over(ended)
+            elif ended:
+                self.found = max((self._stop[i] for i in ended), key=len)
+                whole = self._held + text[: position + 1]
+                self._held = ""
+                return whole[: len(whole) - len(self.found)]
+        return self._release(self._held + text)
+
+    def _advance(self, i: int, character: str) -> bool:
+        """Feed one character to automaton `i`; true if its stop string ends here."""
+        stop, fallback, matched = self._stop[i], self._fallback[i], self._matched[i]
+        while matched and stop[matched] != character:
+            matched = fallback[matched - 1]
+        if stop[matched] == character:
+            matched += 1
+        self._matched[i] = matched
+        return matched == len(stop)
+
+    def _pass_over(self, ended: Sequence[int]) -> None:
+        """Go on as if these had not been found: what remains matched is the longest end that begins them again."""
+        for i in ended:
+            self._matched[i] = self._fallback[i][-1]
+
+    def _release(self, text: str) -> str:
+        """Give out all but the longest end that may become a stop string."""
+        keep = max(self._matched)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, at the end of a text in which nothing was found."""
+        held, self._held = self._held, ""
+        return held
+
+
+@lru_cache(64)  # all the choices of a request have the same stop strings
+def _fallback_table(text: str) -> Sequence[int]:
+    """For each prefix of `text`, the length of its longest proper prefix that is also its end."""
+    table = [0] * len(text)
+    length = 0
+    for i in range(1, len(text)):
+        while length and text[i] != text[length]:
+            length = table[length - 1]
+        if text[i] == text[length]:
+            length += 1
+        table[i] = length
+    return table
+
+
+class OutputText:
+    """The text of one output as its tokens come.
+
+    `num_chars` counts all characters decoded so far, also those held back: it is the next token's text offset.
+    `stop_string` is set when one was found; tokens after that are not looked at. One that ends within the first
+    `min_tokens` tokens does not count, as in vLLM.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._matcher = StopMatcher(stop) if stop else None
+        self._num_exempt = min_tokens  # tokens still to come in which no stop string counts
+        self.num_chars = 0
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._matcher.found if self._matcher else None
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes safe to give out, possibly none."""
+        text = self._detokenizer.push(token_id)
+        self.num_chars += len(text)
+        self._num_exempt -= 1
+        return self._matcher.push(text, counts=self._num_exempt < 0) if self._matcher else text
+
+    def flush(self) -> str:
+        """The rest, when the output ends for another reason than a stop string. Call once."""
+        if self._matcher is None:
+            return self._detokenizer.flush()
+        rest = self._matcher.push(self._detokenizer.flush(), counts=self._num_exempt < 0)
+        return rest if self._matcher.found else rest + self._matcher.flush()
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """One token alone as text, for logprobs. Bytes that are no whole characters are spelled `bytes:\\xe2\\x82`, so that
+    different tokens stay different."""
+    spelled = tokenizer.token_bytes(token_id)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

@@ -1,0 +1,208 @@
+"""The server's end of text workers: one worker process, the task that it is given, and who forks the workers."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import msgspec
+
+from splittime.core.errors import RequestError, error_from_info
+from splittime.ledger.stages import Cause
+from splittime.text.process import ENVIRONMENT, HEAD, TextLimits, frame
+from splittime.text.work import TextAnswer, TextDone, TextFailed, TextWork
+
+SILENT_S = 30.0  # more than its processor time; then a worker that says nothing is ended (the machine may be busy)
+
+
+class TextTask:
+    """One text's way through here. cause: why it has to wait, or None if it was begun at once."""
+
+    def __init__(self, work: TextWork, on_begin: Callable[[], None]) -> None:
+        self.message, self.size, self.on_begin = frame(_encoded(work)), work.size, on_begin
+        self.cause: Cause | None = None
+        self.done: asyncio.Future[TextDone] = asyncio.get_running_loop().create_future()
+        self.num_tries = 0
+        self.began_s = 0.0
+
+    def begin(self) -> None:
+        self.num_tries += 1
+        self.began_s = time.monotonic()
+        if self.num_tries == 1:
+            self.on_begin()
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # it is nobody's oversight if the request is gone
+
+
+def _encoded(work: TextWork) -> bytes:
+    """A client's own values may be such as no message can hold."""
+    try:
+        return msgspec.msgpack.encode(work)
+    except (OverflowError, RecursionError) as error:
+        said = f"chat_template_kwargs cannot be handed on: {error}"
+        raise RequestError(said, param="chat_template_kwargs") from None
+
+
+class Owner(Protocol):
+    """A lane, as a worker sees it: it is told what becomes of the worker."""
+
+    def is_idle_now(self, worker: "TextWorker", has_served: bool) -> None: ...
+
+    def lost(self, worker: "TextWorker") -> None: ...
+
+
+class TextWorker(asyncio.Protocol):
+    """The connection to one process. pid: None until it has said that it is there. task: what it works on."""
+
+    def __init__(self, owner: Owner, limits: TextLimits) -> None:
+        self._owner, self._limits = owner, limits
+        self.pid: int | None = None
+        self.task: TextTask | None = None
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._answers = msgspec.msgpack.Decoder(TextAnswer)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.pid is not None and self.task is None and self._transport is not None
+
+    def begin(self, task: TextTask) -> None:
+        self.task = task
+        task.begin()
+        assert self._transport is not None
+        self._transport.write(task.message)
+        self._set_alarm()
+
+    def end(self) -> None:
+        """Now, whatever it does."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _set_alarm(self) -> None:
+        self._stop_alarm()
+        loop = asyncio.get_running_loop()
+        self._alarm = loop.call_later(self._limits.cpu_s + SILENT_S, self.end)
+
+    def _stop_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    # ---- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._set_alarm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_alarm()
+        self._transport = None
+        self._owner.lost(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if len(self._received) < HEAD.size:
+            return
+        end = HEAD.size + HEAD.unpack_from(self._received)[0]
+        if len(self._received) < end:
+            return
+        message, self._received = bytes(self._received[HEAD.size : end]), bytearray()
+        self._stop_alarm()
+        if self.pid is None:
+            self.pid = msgspec.msgpack.decode(message, type=int)
+            self._owner.is_idle_now(self, has_served=False)
+        else:
+            self._take(self._answers.decode(message))
+
+    def _take(self, answer: TextDone | TextFailed) -> None:
+        task, self.task = self.task, None
+        if task is not None and not task.done.done():
+            if isinstance(answer, TextFailed):
+                task.fail(error_from_info(answer.error))
+            else:
+                task.done.set_result(answer)
+        self._owner.is_idle_now(self, has_served=True)
+
+
+class TextParent:
+    """The server's hand on the process that text workers are forked from (`process`): starts it, asks it for workers.
+    It is started when the first worker is wanted, or before; when it has died, it is started anew for the next worker.
+
+    describe: gives what the process makes its tokenizer of.
+    """
+
+    def __init__(self, describe: Callable[[], bytes]) -> None:
+        self._describe = describe
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process, unless it runs."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.stop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        description = _in_memory(self._describe())
+        command = [sys.executable, "-m", "splittime.text.process", str(theirs.fileno()), str(description)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | ENVIRONMENT,
+                pass_fds=(theirs.fileno(), description),
+                start_new_session=True,  # Ctrl-C is the server's, and all of its children can be ended at once
+            )
+        finally:
+            theirs.close()
+            os.close(description)
+        self._control = ours
+
+    def new_worker(self, limits: TextLimits) -> socket.socket:
+        """Ask for one; its first message comes over this socket when it is there. If the process is gone, nothing but
+        the socket's end does."""
+        self.start()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(OSError):
+            self._control.setblocking(False)
+            socket.send_fds(self._control, [msgspec.msgpack.encode(limits)], [theirs.fileno()])
+        ours.setblocking(False)
+        return ours
+
+    def stop(self) -> None:
+        """End it, and all that were forked from it."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+def _in_memory(content: bytes) -> int:
+    """A file descriptor to read it from."""
+    number = os.memfd_create("tokenizer")
+    with open(number, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(number, 0, os.SEEK_SET)
+    return number

@@ -1,0 +1,160 @@
+"""Texts worked on beside the event loop, so that no text can be another's queue: lanes by size, each with workers of
+its own (`text_process`).
+
+    lane      texts of at most    workers    a worker serves
+    short     16 Ki characters    2          one after the other
+    long      256 Ki characters   1          one text, and gives its memory back
+    giant     any                 1          one text, and gives its memory back
+
+A text waits in its lane only, first come, first served. What waits in a lane is bounded in characters; a text beyond
+that is refused with 429. A worker that takes more processor time or memory than it may is ended by the kernel, one that
+does not answer is ended from here; the request is told, and the next worker takes its place. A text whose worker ended
+before its time was up is given to another once: somebody may have killed it.
+
+How long a text waits, and what for, is in its account: `TextTask.cause` says at once, `on_begin` when it is over.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from splittime.core.errors import EngineError, Overloaded, SplittimeError
+from splittime.ledger.stages import Cause
+from splittime.text.foreign_code import too_costly
+from splittime.text.process import TextLimits
+from splittime.text.work import TextWork
+from splittime.text.worker import TextParent, TextTask, TextWorker
+
+SHORT_CHARS, LONG_CHARS = 16 * 2**10, 256 * 2**10
+SHORT_WORKERS = 2
+MAX_WAITING_CHARS = 64 * 2**20  # in one lane
+TRIES = 2
+
+
+class TextWorkers:
+    """Make one for a server, in any thread; `submit` in its event loop."""
+
+    def __init__(self, describe: Callable[[], bytes], limits: TextLimits) -> None:
+        self.parent, self.limits = TextParent(describe), limits
+        self.lanes = (
+            Lane(self, SHORT_CHARS, SHORT_WORKERS, is_kept=True),
+            Lane(self, LONG_CHARS, 1, is_kept=False),
+            Lane(self, None, 1, is_kept=False),
+        )
+
+    def start(self) -> None:
+        """Have the short texts' workers ready before the first text."""
+        self.parent.start()
+        for _ in range(SHORT_WORKERS):
+            self.lanes[0].add_worker()
+
+    def submit(self, work: TextWork, on_begin: Callable[[], None] = lambda: None) -> TextTask:
+        """Raises `Overloaded` if too much waits. on_begin: called when a worker begins with it."""
+        task = TextTask(work, on_begin)
+        next(lane for lane in self.lanes if lane.most_chars is None or task.size <= lane.most_chars).add(task)
+        return task
+
+    def drop(self, task: TextTask, error: Exception) -> None:
+        """Nobody wants it any more: it fails with `error`, and what works on it is ended."""
+        task.fail(error)
+        for lane in self.lanes:
+            lane.forget(task)
+
+    def close(self) -> None:
+        """End all processes; what is under way fails."""
+        for lane in self.lanes:
+            lane.close()
+        self.parent.stop()
+
+
+class Lane:
+    """most_chars: of its texts; None for any. is_kept: its workers serve more than one text."""
+
+    def __init__(self, owner: TextWorkers, most_chars: int | None, most_workers: int, *, is_kept: bool) -> None:
+        self._owner, self.most_chars, self._most_workers, self._is_kept = owner, most_chars, most_workers, is_kept
+        self.waiting: deque[TextTask] = deque()
+        self.workers: list[TextWorker] = []
+        self._is_closed = False
+        self._starting: set[asyncio.Task[Any]] = set()  # the loop itself keeps no tasks alive
+
+    def add(self, task: TextTask) -> None:
+        waiting_chars = sum(other.size for other in self.waiting)
+        if self.waiting and waiting_chars + task.size > MAX_WAITING_CHARS:
+            message = f"texts of {waiting_chars} characters wait to be tokenised"
+            raise Overloaded(
+                message, code="queued_texts", value=waiting_chars, limit=MAX_WAITING_CHARS, retry_after_s=1
+            )
+        self.waiting.append(task)
+        self._go_on()
+        if task in self.waiting:
+            is_starting = all(worker.pid is None for worker in self.workers)
+            task.cause = Cause.WORKER_START if is_starting else Cause.TEXTS_BEFORE
+
+    def _go_on(self) -> None:
+        """Give the waiting texts to idle workers, and have workers made for the rest."""
+        idle = [worker for worker in self.workers if worker.is_idle]
+        for worker in idle[: len(self.waiting)]:
+            worker.begin(self.waiting.popleft())
+        num_starting = sum(worker.pid is None for worker in self.workers)
+        while len(self.workers) < self._most_workers and num_starting < len(self.waiting):
+            self.add_worker()
+            num_starting += 1
+
+    def add_worker(self) -> None:
+        worker = TextWorker(self, self._owner.limits)
+        self.workers.append(worker)
+        making = asyncio.get_running_loop().create_task(self._connect(worker))
+        self._starting.add(making)
+        making.add_done_callback(self._starting.discard)
+
+    async def _connect(self, worker: "TextWorker") -> None:
+        try:
+            channel = self._owner.parent.new_worker(self._owner.limits)
+            await asyncio.get_running_loop().create_connection(lambda: worker, sock=channel)
+        except OSError as error:
+            self.lost(worker, EngineError(f"no process to tokenise in: {error}", code="no_text_worker"))
+
+    def is_idle_now(self, worker: "TextWorker", has_served: bool) -> None:
+        if has_served and not self._is_kept:
+            worker.end()
+        else:
+            self._go_on()
+
+    def lost(self, worker: "TextWorker", error: SplittimeError | None = None) -> None:
+        """A worker ended: with its text, before its first, or because it was told to."""
+        if worker not in self.workers:
+            return
+        self.workers.remove(worker)
+        if worker.task is not None:
+            self._return(worker.task)
+        elif worker.pid is None and self.waiting:  # each start that fails costs one request, so it is tried for ever
+            failure = error or EngineError("the process that tokenises did not start", code="no_text_worker")
+            self.waiting.popleft().fail(failure)
+        if not self._is_closed:
+            self._go_on()
+
+    def _return(self, task: TextTask) -> None:
+        """Its worker ended: once more, or the end of it."""
+        cpu_s, memory_bytes = self._owner.limits.cpu_s, self._owner.limits.memory_bytes
+        is_early = time.monotonic() - task.began_s < cpu_s
+        if is_early and task.num_tries < TRIES and not task.done.done() and not self._is_closed:
+            self.waiting.appendleft(task)
+        else:
+            task.fail(too_costly(f"{cpu_s:g} s of processor time or {memory_bytes / 2**20:.0f} MiB of memory"))
+
+    def forget(self, task: TextTask) -> None:
+        if task in self.waiting:
+            self.waiting.remove(task)
+        for worker in self.workers:
+            if worker.task is task:
+                worker.end()
+
+    def close(self) -> None:
+        self._is_closed = True
+        for task in (*self.waiting, *(worker.task for worker in self.workers if worker.task is not None)):
+            task.fail(Overloaded("the server is shutting down", code="draining", status=503, retry_after_s=1.0))
+        self.waiting.clear()
+        for worker in list(self.workers):
+            worker.end()

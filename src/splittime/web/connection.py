@@ -1,0 +1,268 @@
+"""One connection, and the server that accepts it: the only file that uses uvicorn's internals (a test lists them).
+
+`ConnectionProtocol` is uvicorn's HTTP protocol, extended by what ASGI has no word for.
+
+With a write buffer limit of 0 uvloop gives bytes to the kernel when they are written, not at the end of the event
+loop's turn, and a send blocks as soon as the kernel has no room: so "written" means what it says, and no stream's bytes
+wait for 63 others. `TRANSPORT` lets a slow reader be cut off without waiting for it to read. Over TLS uvloop has a
+buffer of its own, of 64 KiB: there "written" means encrypted, and on its way.
+
+What can be answered from a request's head alone is answered in the parser's callback (`at_once`): a refusal by a full
+queue, `/health`. That costs a fifth of a task with its ASGI scope and layers, so a server at ten times its capacity
+keeps up with refusing, and nobody stands in line for a refusal. The body of such a request is read past, never kept:
+the connection ends if that takes longer than `LINGER_S` or `LINGER_BYTES`, or if the body was too long to be worth it.
+Whoever pipelines, or does not read, takes the ordinary way, which knows how to wait.
+
+uvicorn keeps whatever a head says, without end, at twenty times its size, and takes trailers, the fields behind a body
+in chunks, for fields of the head: a key or a name of the server that came there would count. Here a head has a bound,
+what comes between and behind chunks has one too, and trailers are dropped.
+
+How long a request had lain in its socket before its head was read, no account could say of itself. The kernel knows:
+`tcpi_last_data_recv` of Linux' TCP_INFO is the time since the connection's latest data came, in ms, a few ms coarse.
+It costs 2 us a request. Data that came after the head makes it shorter than it was, never longer.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import time
+from collections import deque
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from splittime.web.http import (
+    LINGER_BYTES,
+    LINGER_S,
+    START_NS,
+    TRANSPORT,
+    UNSEEN_NS,
+    AnswerAtOnce,
+    AtOnce,
+    Scope,
+    content_length,
+    header,
+)
+
+LEAST_TLS_BYTES = 1  # with 0 uvloop's TLS asks for a pause at each write, and never goes on
+MAX_SKIPPED_BYTES = 64 * 1024  # of a body that nobody reads; a longer one costs its sender the connection
+MAX_HEAD_BYTES = 64 * 1024  # beside what comes in one piece with its begin, which is 256 KiB at most
+FRAMING_BYTES = 8  # around each byte of a body in chunks; chunks of one byte need five
+ACCEPTS_PER_TURN = 16
+TCP_INFO = getattr(socket, "TCP_INFO", None)
+LAST_DATA_RECV = struct.Struct("=I")
+LAST_DATA_RECV_AT = 8 + 11 * 4  # struct tcp_info, linux/tcp.h: 8 bytes of state, then 32-bit numbers, of which the 12th
+LEAST_UNSEEN_MS = 8  # two of the kernel's ticks: less may be none
+
+
+class Answered:
+    """Stands where uvicorn keeps the request at work, once that has been answered."""
+
+    response_complete = True
+    message_event = asyncio.Event()
+
+
+ANSWERED = Answered()
+
+
+class ConnectionProtocol(HttpToolsProtocol):
+    """It also ends what would hold a connection for ever: a client that does not send a request's head within `head_s`,
+    and one that takes nothing of an answer for `stall_s` (streams have their own, shorter limit, and their own words).
+    And what would fill the memory: one that sends more than `MAX_HEAD_BYTES` that are in no body.
+
+    at_once: the answer to a request of which only the head is known, or None if the application has to look at it.
+    """
+
+    def __init__(self, *args: Any, head_s: float, stall_s: float, at_once: AnswerAtOnce, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._head_s, self._stall_s, self._at_once = head_s, stall_s, at_once
+        self._room = MAX_HEAD_BYTES  # for bytes of this request that are in no body
+        self._skip_timer: asyncio.TimerHandle | None = None  # runs while the body of an answered request comes in
+        self._num_skipped = 0  # bytes of it
+        self._ends = False  # after that body
+        self._cycles: deque[RequestResponseCycle] = deque()  # requests of this connection that are not answered yet
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0 if self.scheme == "http" else LEAST_TLS_BYTES, low=0)
+        self._head_timer = self.loop.call_later(self._head_s, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._tell_all()
+        self._stop_head_timer()
+        self._stop_skip_timer()
+        self._stop_stall_timer()
+
+    def data_received(self, data: bytes) -> None:
+        self._room -= len(data)
+        super().data_received(data)
+        if self._room < 0 and not self.transport.is_closing():
+            self.send_400_response("The request has too much that is in no body.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._room = MAX_HEAD_BYTES
+        self._unset_keepalive_if_required()  # it may have come in one piece with a request that was answered at once
+        self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[dict-item]
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._head_s, self.transport.abort)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_timer is not None:  # else it is a trailer
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_head_timer()
+        if self.parser.should_upgrade() and self._has_body():  # the parser would take that body for the next request
+            self.send_400_response("This server speaks HTTP/1.1 only: send the request without Upgrade.")
+            return
+        self.scope[START_NS] = time.monotonic_ns()  # type: ignore[literal-required]
+        self.scope[UNSEEN_NS] = unseen_ns(self.transport.get_extra_info("socket"))  # type: ignore[literal-required]
+        answer = self._at_once(self._head()) if self._may_answer_at_once() else None
+        if answer is not None:
+            self._answer(answer)
+            return
+        super().on_headers_complete()
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        self._cycles.append(self.cycle)
+
+    def _has_body(self) -> bool:
+        scope = cast(Scope, self.scope)
+        return header(scope, b"transfer-encoding") is not None or header(scope, b"content-length") not in (None, "0")
+
+    # ---- answers at once
+
+    def _may_answer_at_once(self) -> bool:
+        """Nothing of this connection is at work, and the client takes what it is given."""
+        is_free = self.cycle is None or self.cycle.response_complete
+        is_open = not (self.flow.write_paused or self.transport.is_closing())
+        return is_free and is_open and not self.parser.should_upgrade()
+
+    def _head(self) -> Scope:
+        """The scope, with what `at_once` asks for. A path that needs more than these lines is not answered at once."""
+        self.scope["method"] = self.parser.get_method().decode("ascii")
+        self.scope["path"] = self.root_path + self.url.decode("latin-1")
+        return cast(Scope, self.scope)
+
+    def _answer(self, answer: AtOnce) -> None:
+        """Write it; from here on the request's body is read past."""
+        self._ends = not (self._keeps_alive() and self._is_worth_skipping())
+        headers = [*self.server_state.default_headers, *answer.headers]
+        if self._ends:
+            headers.append((b"connection", b"close"))
+        lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
+        self.transport.write(b"".join((STATUS_LINE[answer.status], lines, b"\r\n", answer.body)))
+        answer.on_written()
+        self.server_state.total_requests += 1
+        self.cycle = ANSWERED  # type: ignore[assignment]
+        self._num_skipped = 0
+        self._skip_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _keeps_alive(self) -> bool:
+        return self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+
+    def _is_worth_skipping(self) -> bool:
+        """Is what comes before the connection's next request short, and sure to come?"""
+        scope = cast(Scope, self.scope)
+        if self.expect_100_continue or header(scope, b"transfer-encoding") is not None:
+            return False
+        return (content_length(scope) or 0) <= MAX_SKIPPED_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._room += len(body) * FRAMING_BYTES
+        if self._skip_timer is not None:
+            self._num_skipped += len(body)
+            if self._num_skipped > LINGER_BYTES:
+                self.transport.abort()
+
+    def on_message_complete(self) -> None:
+        if self._skip_timer is None:
+            super().on_message_complete()
+            return
+        self._stop_skip_timer()
+        if self._ends:
+            self.transport.close()
+        else:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    # ---- endings
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """uvicorn tells only the last of pipelined requests that the client is gone, which is not the one at work."""
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_stall(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall_timer()
+
+    def _watch_stall(self, num_bytes: int) -> None:
+        self._stall_timer = self.loop.call_later(self._stall_s, self._check_stall, num_bytes)
+
+    def _check_stall(self, num_bytes_before: int) -> None:
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes >= num_bytes_before:
+            self.transport.abort()
+        else:
+            self._watch_stall(num_bytes)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_skip_timer(self) -> None:
+        if self._skip_timer is not None:
+            self._skip_timer.cancel()
+            self._skip_timer = None
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+
+def unseen_ns(connection: socket.socket | None) -> int:
+    """Returns how long the data being read now lay in its socket; 0 below `LEAST_UNSEEN_MS`, or if nobody can say."""
+    if TCP_INFO is None or connection is None:
+        return 0
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, TCP_INFO, LAST_DATA_RECV_AT + LAST_DATA_RECV.size)
+    except OSError:  # it is closed already
+        return 0
+    if len(info) < LAST_DATA_RECV_AT + LAST_DATA_RECV.size:
+        return 0
+    (ms,) = LAST_DATA_RECV.unpack_from(info, LAST_DATA_RECV_AT)
+    return ms * 1_000_000 if ms >= LEAST_UNSEEN_MS else 0
+
+
+class ManyAcceptingServer(uvicorn.Server):
+    """Leaves signals alone, and accepts many connections in a turn of the event loop. libuv accepts one from each
+    listening socket, so there are several that share one queue. With a single one, a client that came while turns were
+    long waited for as many turns as there were newcomers before it."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        own = list(sockets or ())
+        await super().serve([*own, *(one.dup() for one in own for _ in range(ACCEPTS_PER_TURN - 1))])
+
+    def capture_signals(self) -> Any:
+        return contextlib.nullcontext()

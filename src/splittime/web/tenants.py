@@ -1,0 +1,280 @@
+"""Who asks: the holder of a key, what it may ask for, and how much it may use.
+
+Keys come from `--api-key` (the first is the operator's, `key-1`; each further one an ordinary tenant's, `key-2`, ...)
+and from `--api-keys-file`, a TOML file with a table for each:
+
+    [[key]]
+    name = "search"                  # in the accounts; letters, digits and . _ : -
+    sha256 = "2bb80d53..."           # of the key, in hexadecimal; or: key = "the key itself"
+    operator = false                 # default
+    salt = "staff"                   # keys of one salt share cached prefixes; default: nobody shares this key's
+    max_open_requests = 8            # at once, whatever `n` they have; these three default to no limit of its own
+    requests_per_minute = 120
+    tokens_per_minute = 60000        # prompt and output tokens
+
+What an ordinary key may ask for is `TENANT_PATHS`: to generate, to count tokens, and for the accounts of its own
+requests. All else, what comes to be served in future included, is the operator's: steps, facts, traces, gauges and the
+page tell of everybody's requests, and sleep and knobs are everybody's loss.
+
+A tenant's part of the prefix cache is its own, since `cached_tokens`, and the time that a prompt takes, would tell
+whether somebody else had sent the same. What is shared is the queue: a wait tells that others are being served.
+
+What a minute allows is a bucket that fills evenly and holds a minute's worth. A request takes one from the bucket of
+requests. Its tokens are known later than it is let in: prompt tokens when it is handed over, output tokens at its end.
+So the bucket of tokens may fall below nothing, and lets nobody in until it has filled up again.
+"""
+
+import hmac
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from splittime.core.errors import ConfigError, Refused, RequestError
+from splittime.web.http import Scope
+
+MINUTE_NS = 60_000_000_000
+TENANT = "splittime.tenant"  # key in an ASGI scope: who asks
+TENANT_PATHS = frozenset(
+    {
+        "/",
+        "/docs",
+        "/favicon.ico",
+        "/is_sleeping",
+        "/ledger/requests",
+        "/openapi.json",
+        "/tokenize",
+        "/detokenize",
+        "/tokenizer_info",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/version",
+    }
+)
+TENANT_FOLDERS = ("/v1/models/", "/ledger/requests/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """name: in accounts. salt: no two prompts under different ones share a block of cache."""
+
+    name: str
+    salt: str = ""
+    is_operator: bool = False
+    max_open_requests: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    def may_ask_for(self, path: str) -> bool:
+        return self.is_operator or path in TENANT_PATHS or path.startswith(TENANT_FOLDERS)
+
+    def cache_salt(self, asked: str) -> str:
+        """Its own salt with the request's: no request can name another tenant's, as no tenant's salt has a NUL."""
+        return f"{self.salt}\0{asked}" if self.salt else asked
+
+    @property
+    def sees(self) -> str | None:
+        """Whose accounts it may read; None: everybody's."""
+        return None if self.is_operator else self.name
+
+
+ANYBODY = Tenant(name="", is_operator=True)  # where no key is asked for
+
+
+def tenant_of(scope: Scope) -> Tenant:
+    return scope.get(TENANT, ANYBODY)  # type: ignore[no-any-return]
+
+
+def forbidden(tenant: Tenant, path: str) -> RequestError:
+    message = f"the key {tenant.name!r} may not ask for {path[:64]}"
+    hint = "ask with an operator's key: the first --api-key, or one with operator = true in --api-keys-file"
+    return RequestError(message, code="operator_only", status=403, value=path[:64], hint=hint)
+
+
+class Bucket:
+    """per_minute: None for no limit."""
+
+    def __init__(self, per_minute: int | None) -> None:
+        self.per_minute = per_minute
+        self.level = float(per_minute or 0)
+        self._filled_ns = 0
+
+    def take(self, amount: int, now_ns: int) -> None:
+        if self.per_minute is not None:
+            self._fill(now_ns)
+            self.level -= amount
+
+    def wait_s(self, wanted: int, now_ns: int) -> float:
+        """Until it holds so much; 0.0 if it does."""
+        if self.per_minute is None:
+            return 0.0
+        self._fill(now_ns)
+        return max(0.0, (wanted - self.level) * 60 / self.per_minute)
+
+    def _fill(self, now_ns: int) -> None:
+        assert self.per_minute is not None
+        if self._filled_ns:
+            gained = max(0, now_ns - self._filled_ns) * self.per_minute / MINUTE_NS
+            self.level = min(float(self.per_minute), self.level + gained)
+        self._filled_ns = now_ns
+
+
+class Quota:
+    """What one tenant uses now, and what its limits leave."""
+
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self.num_open = 0
+        self._requests, self._tokens = Bucket(tenant.requests_per_minute), Bucket(tenant.tokens_per_minute)
+
+    def check(self, now_ns: int) -> None:
+        """Raises `Refused` if one more may not come in now. Takes nothing."""
+        limit = self.tenant.max_open_requests
+        if limit is not None and self.num_open >= limit:
+            raise self._refused("max_open_requests", limit, 1.0)
+        for name, bucket in (("requests_per_minute", self._requests), ("tokens_per_minute", self._tokens)):
+            wait_s = bucket.wait_s(1, now_ns)
+            if wait_s:
+                raise self._refused(name, bucket.per_minute, wait_s)
+
+    def enter(self, now_ns: int) -> None:
+        """One that was checked comes in."""
+        self._requests.take(1, now_ns)
+        self.num_open += 1
+
+    def leave(self, output_tokens: int, now_ns: int) -> None:
+        """One that came in is over; its output tokens are known now."""
+        self.use_tokens(output_tokens, now_ns)
+        self.num_open -= 1
+
+    def use_tokens(self, count: int, now_ns: int) -> None:
+        self._tokens.take(count, now_ns)
+
+    def _refused(self, reason: str, limit: int | None, wait_s: float) -> Refused:
+        return Refused(
+            f"the key {self.tenant.name!r} has used what its {reason} allows",
+            reason=reason,
+            queued=self.num_open,
+            limit=limit,
+            retry_after_s=round(max(0.001, wait_s), 3),
+        )
+
+
+class ApiKeys:
+    """Which key is whose. Compares digests, all of them, so that the time it takes says nothing about a key.
+
+    Raises `ConfigError` for two keys of one name, or one key for two tenants.
+    """
+
+    def __init__(
+        self, api_key: Sequence[str] = (), api_keys_file: str | None = None, metrics_api_key: str | None = None
+    ) -> None:
+        self._holders: list[tuple[bytes, Tenant]] = []
+        for number, key in enumerate(api_key, 1):
+            tenant = Tenant(name=f"key-{number}", salt=f"key:key-{number}", is_operator=number == 1)
+            self._add(_digest(key), tenant, "api_key")
+        if api_keys_file is not None:
+            for known, tenant in _read_keys_file(api_keys_file):
+                self._add(known, tenant, "api_keys_file")
+        self._metrics_digest = _digest(metrics_api_key) if metrics_api_key is not None else None
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        return [tenant for _, tenant in self._holders]
+
+    def holder(self, scope: Scope, given: bytes) -> Tenant | None:
+        """Returns the tenant whose key was given, or None. Takes as long whichever it is."""
+        if scope["path"] == "/metrics" and self._metrics_digest is not None:
+            is_for_metrics = hmac.compare_digest(self._metrics_digest, sha256(given).digest())
+            return ANYBODY if is_for_metrics else self._find(given)
+        return self._find(given) if self._holders else ANYBODY
+
+    def _find(self, given: bytes) -> Tenant | None:
+        found, asked = None, sha256(given).digest()
+        for known, tenant in self._holders:
+            if hmac.compare_digest(known, asked):
+                found = tenant
+        return found
+
+    def _add(self, known: bytes, tenant: Tenant, param: str) -> None:
+        if any(other.name == tenant.name for other in self.tenants):
+            raise ConfigError(f"two keys have the name {tenant.name!r}", param=param, value=tenant.name)
+        twin = next((other.name for each, other in self._holders if each == known), None)
+        if twin is not None:
+            raise ConfigError(f"{twin!r} and {tenant.name!r} have the same key", param=param, value=tenant.name)
+        self._holders.append((known, tenant))
+
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}$")]
+Limit = Annotated[int, Meta(ge=1)]
+
+
+class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Name
+    key: str | None = None
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
+    operator: bool = False
+    salt: Annotated[str, Meta(pattern=r"^[ -~]{1,256}$")] | None = None
+    max_open_requests: Limit | None = None
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+
+    def known(self) -> bytes:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError(f"{self.name!r} needs key or sha256, one of them")
+        if self.key is None:
+            return self._known_digest()
+        check_key(self.key, f"key of {self.name!r}")
+        return _digest(self.key)
+
+    def _known_digest(self) -> bytes:
+        known = bytes.fromhex(self.sha256 or "")
+        if known == sha256(b"").digest():  # who sends no key would have it
+            raise ValueError(f"sha256 of {self.name!r} is that of an empty key")
+        return known
+
+    def tenant(self) -> Tenant:
+        return Tenant(
+            name=self.name,
+            salt=f"key:{self.name}" if self.salt is None else f"salt:{self.salt}",
+            is_operator=self.operator,
+            max_open_requests=self.max_open_requests,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+        )
+
+
+class KeysFile(msgspec.Struct, forbid_unknown_fields=True):
+    key: Annotated[list[KeyEntry], Meta(min_length=1)]
+
+
+def _read_keys_file(path: str) -> list[tuple[bytes, Tenant]]:
+    """The digest of each key, and whose it is. Raises `ConfigError`."""
+    try:
+        read = msgspec.convert(tomllib.loads(Path(path).read_text(encoding="utf-8")), KeysFile)
+        return [(entry.known(), entry.tenant()) for entry in read.key]
+    except (OSError, ValueError, ConfigError) as error:  # TOML's, msgspec's and UTF-8's errors are ValueErrors
+        hint = 'a table for each: [[key]], name = "search", key = "..." or sha256 = "..."'
+        message = f"cannot read keys from {path}: {error}"
+        raise ConfigError(message, param="api_keys_file", value=path, hint=hint) from error
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode()).digest()
+
+
+def check_key(key: str, param: str) -> None:
+    """Raise `ConfigError`, without the key, for one that no client could send, or that anybody could guess."""
+    if not _KEY.fullmatch(key):
+        hint = "use letters, digits and punctuation; several keys: --api-key once for each, or --api-keys-file"
+        raise ConfigError(f"{param} is empty, or has a space or a character beyond ASCII", param=param, hint=hint)
+
+
+_KEY = re.compile(r"[!-~]+")

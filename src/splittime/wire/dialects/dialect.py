@@ -1,0 +1,136 @@
+"""How one kind of server speaks of itself on `/metrics`: which of its names is which of our quantities, and what to
+mind when reading it. A dialect is data; `read` reads by it, `bench.server_view` shows it beside what the client
+measured.
+
+Everything is read between two scrapes, before and after the load. So other clients of the same server are in it too,
+and what was in flight at a scrape is in it in part.
+
+A counter that fell was reset by a restart in between: what it grew by is then what it shows, since the restart, and
+`read` says so. What is not there is left out, never 0.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from splittime.wire.scrape import Samples, values
+
+
+class Notation(StrEnum):
+    MEAN = "mean"  # of a histogram or summary: growth of NAME_sum over growth of NAME_count
+    GROWTH = "growth"  # of a counter
+    PER = "per"  # growth of one counter over growth of another, `per`
+    STATE = "state"  # a gauge, as sampled during the load
+
+
+class Quantity(NamedTuple):
+    """One of our words in one of a server's.
+
+    name: as in the docstring of `view`. older: names that earlier versions gave it.
+    trap: a sentence on what the server means by it, where that is not what one would think.
+    """
+
+    name: str
+    metric: str
+    form: Notation
+    trap: str = ""
+    unit: str = "s"
+    per: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    older: tuple[str, ...] = ()
+
+
+class Dialect(NamedTuple):
+    """cannot: what no metric of it tells. beware: sentences that belong to no one quantity.
+    cheap_path: answers without a model. metrics_hint: how to get metrics from a server that shows none.
+    cache_config, block_label: the gauge whose labels are its cache's settings, and the label of a block's tokens.
+    """
+
+    kind: str
+    prefix: str
+    quantities: tuple[Quantity, ...]
+    cannot: tuple[str, ...]
+    cheap_path: str
+    metrics_hint: str
+    beware: tuple[str, ...] = ()
+    cache_config: str = ""
+    block_label: str = ""
+
+    def metrics(self, name: str) -> tuple[str, ...]:
+        """The server's own names of a quantity, today's first; none if it has none."""
+        return next(((quantity.metric, *quantity.older) for quantity in self.quantities if quantity.name == name), ())
+
+    def state_values(self, name: str, samples: Samples) -> list[float]:
+        """What a scrape says of a state, of each of the server's engines."""
+        labels = next((dict(quantity.labels) for quantity in self.quantities if quantity.name == name), {})
+        return [value for metric in self.metrics(name) for value in values(samples, metric, labels)]
+
+
+def states(waiting: str, running: str, waiting_trap: str = "", running_trap: str = "") -> tuple[Quantity, ...]:
+    """The two gauges that every server has."""
+    return (
+        Quantity("waiting", waiting, Notation.STATE, waiting_trap, "requests"),
+        Quantity("running", running, Notation.STATE, running_trap, "requests"),
+    )
+
+
+RESTARTED = "A counter fell between the scrapes: the server was restarted, and what it told covers the time since."
+
+
+class Stated(NamedTuple):
+    """One quantity as the server tells it. observations: how many a mean is of."""
+
+    quantity: Quantity
+    metric: str
+    value: float
+    observations: float | None = None
+
+
+class Reading(NamedTuple):
+    told: tuple[Stated, ...]
+    notes: tuple[str, ...]
+
+
+def read(dialect: Dialect, before: Samples, after: Samples) -> Reading:
+    """All quantities that are there, but for the states, which two scrapes cannot tell."""
+    growth = Growth(before, after)
+    found = [known for quantity in dialect.quantities if (known := _read_one(quantity, growth)) is not None]
+    return Reading(tuple(found), (RESTARTED,) if growth.has_reset else ())
+
+
+class Growth:
+    """What counters grew by between two scrapes; notices resets."""
+
+    def __init__(self, before: Samples, after: Samples) -> None:
+        self._before, self._after = before, after
+        self.has_reset = False
+
+    def of(self, name: str, labels: Mapping[str, str]) -> float | None:
+        """None if the later scrape has no such counter. One that appeared meanwhile grew from 0."""
+        found = values(self._after, name, labels)
+        if not found:
+            return None
+        after, before = sum(found), sum(values(self._before, name, labels))
+        if after < before:
+            self.has_reset = True
+            return after
+        return after - before
+
+
+def _read_one(quantity: Quantity, growth: Growth) -> Stated | None:
+    if quantity.form is Notation.STATE:
+        return None
+    labels = dict(quantity.labels)
+    for metric in (quantity.metric, *quantity.older):
+        if quantity.form is Notation.GROWTH:
+            grown = growth.of(metric, labels)
+            if grown is not None:
+                return Stated(quantity, metric, grown)
+            continue
+        above, below = (
+            (metric + "_sum", metric + "_count") if quantity.form is Notation.MEAN else (metric, quantity.per)
+        )
+        part, whole = growth.of(above, labels), growth.of(below, labels)
+        if part is not None and whole:
+            return Stated(quantity, metric, part / whole, whole)
+    return None

@@ -1,0 +1,92 @@
+"""SGLang, after the names and definitions in its code as of 2026 (the 0.5 versions); not run here."""
+
+from splittime.wire.dialects.dialect import Dialect, Notation, Quantity, states
+
+SGLANG = Dialect(
+    kind="sglang",
+    prefix="sglang:",
+    quantities=(
+        Quantity(
+            "queue",
+            "sglang:queue_time_seconds",
+            Notation.MEAN,
+            "From the scheduler's queue to its first prefill batch; a wait after a retraction is not in it.",
+        ),
+        Quantity(
+            "prefill",
+            "sglang:per_stage_req_latency_seconds",
+            Notation.MEAN,
+            "Its forward pass, the last chunk's if the prompt was cut; earlier chunks are a stage of their own.",
+            labels=(("stage", "prefill_forward"),),
+        ),
+        Quantity(
+            "ttft",
+            "sglang:time_to_first_token_seconds",
+            Notation.MEAN,
+            "Taken in the tokenizer's process, from the request's arrival there until its first output is back: the "
+            "queue is in it, HTTP is not. The first edge of its histogram is 100 ms: no percentile below is known.",
+        ),
+        Quantity(
+            "itl",
+            "sglang:inter_token_latency_seconds",
+            Notation.MEAN,
+            "The time between two outputs is divided evenly among the tokens of the later one, which hides stalls.",
+        ),
+        Quantity("e2e", "sglang:e2e_request_latency_seconds", Notation.MEAN, "Counted when the request has ended."),
+        Quantity("requests", "sglang:num_requests_total", Notation.GROWTH, "Finished ones.", "requests"),
+        Quantity(
+            "prompt_tokens",
+            "sglang:prompt_tokens_total",
+            Notation.GROWTH,
+            "Added when a request finishes; cached ones are counted too.",
+            "tokens",
+        ),
+        Quantity(
+            "output_tokens",
+            "sglang:generation_tokens_total",
+            Notation.GROWTH,
+            "Added when a request finishes.",
+            "tokens",
+        ),
+        Quantity(
+            "prefix_hits",
+            "sglang:cached_tokens_total",
+            Notation.PER,
+            "Cached tokens of finished requests over all their prompt tokens; absent until there was a hit. "
+            "The gauge cache_hit_rate is of the last batch only.",
+            "share",
+            per="sglang:prompt_tokens_total",
+        ),
+        Quantity(
+            "preemptions",
+            "sglang:num_retracted_requests_total",
+            Notation.GROWTH,
+            "It calls them retractions; older versions have a gauge of the last step only.",
+            "preemptions",
+        ),
+        *states(
+            "sglang:num_queue_reqs",
+            "sglang:num_running_reqs",
+            "Requests whose grammar is being compiled are counted elsewhere; the gauges are written when a prefill "
+            "starts and every so many decode steps, so they lag.",
+        ),
+        Quantity(
+            "kv_usage",
+            "sglang:token_usage",
+            Notation.STATE,
+            "Of the fullest of its pools; what is cached and could be evicted does not count as used.",
+            "share",
+        ),
+    ),
+    cannot=(
+        "decode time and TPOT of a request",
+        "why a request waited, and which requests made another wait",
+        "any one request: all is pooled, and a percentile is only known to lie between two edges of a histogram",
+        "tokenising and the way between its processes: they are in TTFT and E2E, unnamed",
+        "the network and the client",
+    ),
+    cache_config="sglang:cache_config_info",
+    block_label="page_size",
+    cheap_path="/v1/models",
+    metrics_hint="Start it with --enable-metrics.",
+)

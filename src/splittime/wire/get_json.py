@@ -1,0 +1,42 @@
+"""One question to a running server, answered in JSON: for commands, which ask few and may block."""
+
+import http.client
+import json
+import ssl
+import urllib.error
+import urllib.request
+from typing import Any
+
+from splittime.core.errors import ConfigError, EngineError, NotFound
+
+TIMEOUT_S = 10.0
+UNKNOWN_CERTIFICATE = "For a certificate of your own, set SSL_CERT_FILE to its file (cert.pem)."
+
+
+def get_json(url: str, api_key: str | None, nobody: str = "") -> Any:
+    """Returns what a running server answers to a GET. nobody: the hint where none answers.
+
+    Raises `NotFound`, `ConfigError` (the key is refused) or `EngineError`, each with what a user can do.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise _refused(error, url) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        is_unknown = isinstance(reason, ssl.SSLCertVerificationError)
+        raise EngineError(f"cannot ask {url}: {reason}", hint=UNKNOWN_CERTIFICATE if is_unknown else nobody) from None
+
+
+def _refused(error: urllib.error.HTTPError, url: str) -> Exception:
+    try:
+        message = json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"{url} answered {error.code}"
+    if error.code == 404:
+        return NotFound(message)
+    if error.code in (401, 403):
+        return ConfigError(message, hint="Give the server's key with --api-key or SPLITTIME_API_KEY.")
+    return EngineError(message)

@@ -1,0 +1,204 @@
+"""Server-sent events, from bytes to what they say of an answer.
+
+`EventLines` cuts bytes into the data of events, whatever the pieces they came in; `AnswerReader` understands them:
+OpenAI's two forms of chunk, and each known server's way of telling how many tokens a chunk holds. A chunk is never
+taken for a token: `chunk_tokens` is None unless the server told it for every chunk, by one of
+
+    token_ids in the choice (splittime), usage in each chunk (vllm, sglang), timings.predicted_n (llama.cpp)
+"""
+
+from typing import Any
+
+import msgspec
+
+from splittime.present.terminal import clipped
+
+MAX_EVENT_BYTES = 16 * 2**20
+MAX_TOKENS = 2**31
+
+
+class EventLines:
+    """`feed` returns the data of each event that is now whole. Lines end with LF or CRLF. `is_too_long`: an event is
+    longer than `MAX_EVENT_BYTES`, and no more is to be fed."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._data: list[bytes] = []
+        self._num_data_bytes = self._num_open_bytes = 0  # of whole lines, and with the last that is not yet whole
+
+    @property
+    def is_too_long(self) -> bool:
+        return self._num_open_bytes > MAX_EVENT_BYTES
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        if b"\n" not in piece:
+            self._rest += piece
+            self._num_open_bytes += len(piece)
+            return []
+        *lines, rest = b"".join((self._rest, piece)).split(b"\n")
+        self._rest = bytearray(rest)
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if not line:
+                if self._data:
+                    events.append(b"\n".join(self._data))
+                    self._data.clear()
+                self._num_data_bytes = 0
+                continue
+            self._num_data_bytes += len(line)
+            field, _, value = line.partition(b":")
+            if field == b"data":
+                self._data.append(value.removeprefix(b" "))
+            elif field == b"error":  # as older llama.cpp servers have it
+                self._data.append(b'{"error":' + value + b"}")
+        self._num_open_bytes = len(self._rest) + self._num_data_bytes
+        return events
+
+
+class ChunkDelta(msgspec.Struct, gc=False):
+    content: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+
+
+class ChunkChoice(msgspec.Struct, gc=False):
+    text: Any = None
+    delta: ChunkDelta | None = None
+    finish_reason: Any = None
+    token_ids: list[int] | None = None
+
+
+class PromptDetails(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class LlamaCppTimings(msgspec.Struct, gc=False):
+    predicted_n: int | None = None
+    prompt_n: int | None = None
+    cache_n: int | None = None
+
+
+class Chunk(msgspec.Struct, gc=False):
+    choices: list[ChunkChoice] = []
+    usage: Usage | None = None
+    timings: LlamaCppTimings | None = None
+    error: Any = None
+    object: Any = None
+    message: Any = None
+
+
+_decode = msgspec.json.Decoder(Chunk).decode
+
+
+class AnswerReader:
+    """What the events of one answer said so far.
+
+    error: why it cannot be taken for an answer: an event that says so, or one that cannot be read.
+    """
+
+    def __init__(self) -> None:
+        self.chunk_ns: list[int] = []
+        self._chunk_tokens: list[int] = []
+        self._tokens_before = 0
+        self.prompt_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.is_done = False
+
+    @property
+    def chunk_tokens(self) -> tuple[int, ...] | None:
+        is_told = len(self._chunk_tokens) == len(self.chunk_ns)
+        return tuple(self._chunk_tokens) if is_told and self.chunk_ns else None
+
+    def take(self, data: bytes, at_ns: int) -> None:
+        """One event's data, read at this instant."""
+        if data == b"[DONE]":
+            self.is_done = True
+            return
+        try:
+            chunk = _decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self.error = self.error or clipped(f"an event of the stream cannot be read: {error}: {data[:200]!r}")
+            return
+        if chunk.error is not None or chunk.object == "error":
+            self.error = self.error or clipped(f"an error inside the stream: {error_text(chunk)}")
+            return
+        self._take_usage(chunk)
+        if chunk.choices:
+            self._take_choice(chunk, chunk.choices[0], at_ns)
+
+    def _take_choice(self, chunk: Chunk, choice: ChunkChoice, at_ns: int) -> None:
+        if choice.finish_reason is not None:
+            self.finish_reason = clipped(str(choice.finish_reason))
+        if not has_content(choice):
+            return
+        self.chunk_ns.append(at_ns)
+        if choice.token_ids is not None:
+            self._chunk_tokens.append(len(choice.token_ids))
+            return
+        so_far = tokens_so_far(chunk)
+        if so_far is not None and so_far >= self._tokens_before:
+            self._chunk_tokens.append(so_far - self._tokens_before)
+            self._tokens_before = so_far
+
+    def _take_usage(self, chunk: Chunk) -> None:
+        usage, timings = chunk.usage, chunk.timings
+        if usage is not None:
+            prompt, output = possible(usage.prompt_tokens), possible(usage.completion_tokens)
+            self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
+            self.output_tokens = output if output is not None else self.output_tokens
+            if usage.prompt_tokens_details is not None:
+                self.cached_tokens = possible(usage.prompt_tokens_details.cached_tokens)
+        if timings is not None and timings.cache_n is not None:
+            self.cached_tokens = possible(timings.cache_n)
+
+
+def possible(tokens: int | None) -> int | None:
+    """A number of tokens that can be one; what a server says beyond that counts as not told."""
+    return tokens if tokens is not None and 0 <= tokens <= MAX_TOKENS else None
+
+
+def has_content(choice: ChunkChoice) -> bool:
+    if choice.text or choice.token_ids:
+        return True
+    delta = choice.delta
+    return delta is not None and bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+
+
+def tokens_so_far(chunk: Chunk) -> int | None:
+    """The output tokens up to and with this chunk, if it says so."""
+    if chunk.usage is not None and chunk.usage.completion_tokens is not None:
+        return possible(chunk.usage.completion_tokens)
+    return possible(chunk.timings.predicted_n) if chunk.timings is not None else None
+
+
+def error_text(chunk: Chunk) -> str:
+    error = chunk.error if chunk.error is not None else chunk.message
+    if isinstance(error, dict) and "message" in error:
+        return str(error["message"])
+    return str(error)
+
+
+def body_text(body: bytes) -> str:
+    """The message of an error's body, or its beginning."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return clipped(body.decode("utf-8", "replace").strip())
+    if isinstance(found, dict):
+        inner = found.get("error", found)
+        for name in ("message", "detail", "error"):
+            if isinstance(inner, dict) and inner.get(name):
+                return clipped(str(inner[name]))
+        return clipped(str(inner))
+    return clipped(str(found))

@@ -1,0 +1,108 @@
+"""Where the load goes and how a run is to be carried out: two values, made by the command line or by hand."""
+
+from enum import StrEnum
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+
+PORTS = {"http": 80, "https": 443}
+
+
+def check_key(key: str | None) -> None:
+    """Raises `ConfigError` for one that would be more than one header."""
+    if key is not None and not key.isprintable():
+        hint = "Was it read from a file with its line end?"
+        raise ConfigError("the key has a character that no header can have", param="api_key", hint=hint)
+
+
+class Address(NamedTuple):
+    """A URL's parts, as a connection needs them. `path` is what stands before `/v1`, without a slash at its end."""
+
+    is_tls: bool
+    host: str
+    port: int
+    path: str
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == PORTS["https" if self.is_tls else "http"] else f"{host}:{self.port}"
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """One server: its URL with or without `/v1` at the end, its key, the model to name (the server's first if None)."""
+
+    url: str
+    api_key: str | None = None
+    model: str | None = None
+
+    @property
+    def base_url(self) -> str:
+        """The server's address without `/v1`, which some people give and some do not, and with a scheme."""
+        url = self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+        return url if "://" in url else f"http://{url}"
+
+    @property
+    def address(self) -> Address:
+        """Raises `ConfigError` for what is no HTTP URL."""
+        try:
+            parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{self.url!r} is no URL: {error}", param="url", value=self.url) from error
+        if parts.scheme not in PORTS or not parts.hostname:
+            hint = "a server is named as in http://127.0.0.1:8000"
+            raise ConfigError(f"{self.url!r} is no HTTP URL", param="url", value=self.url, hint=hint)
+        path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+        return Address(parts.scheme == "https", parts.hostname, port or PORTS[parts.scheme], path)
+
+
+class Interleave(StrEnum):
+    """How two servers are compared in one run.
+
+    PAIRED, the rule: each request goes to both at the same intended instant, the first place alternating. Both see the
+    same arrivals and the same weather, and differences can be taken request by request. Both work at the same time, so
+    it is for servers that do not share a machine's cores.
+    BLOCKS: the same stretch of the schedule goes to one and then to the other, the order alternating (A B B A ...), so
+    that a slow drift of the machine cancels. For servers on one machine; it takes twice as long, and a rate of either
+    is over the whole time, of which it was asked during half.
+    """
+
+    PAIRED = "paired"
+    BLOCKS = "blocks"
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to carry out a schedule.
+
+    timeout_s: of each request, from the moment it is turned to. max_in_flight: of an open loop, at most so many at a
+        time; what it holds back is recorded (`Outcome.held_ns`) and reported as lateness, not hidden.
+    workers: processes that make the load; 0: the caller's own; None: as many as the expected rate of chunks needs.
+    sample_interval_s: how often the server's metrics are asked during the run.
+    stop_on_saturation: of an open loop, end the run once the test of `saturation` says that it is overloaded.
+    slo, label, settings: kept in the run, for whoever reads it.
+    """
+
+    timeout_s: float = 600.0
+    max_in_flight: int | None = None
+    workers: int | None = 0
+    sample_interval_s: float = 0.5
+    stop_on_saturation: bool = False
+    interleave: Interleave = Interleave.PAIRED
+    block_s: float = 10.0
+    slo: dict[str, float] = {}
+    label: str = ""
+    settings: dict[str, Any] = {}
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for a value out of range."""
+        for name in ("timeout_s", "sample_interval_s", "block_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0", param=name, value=getattr(self, name), limit=0)
+        for name, least in (("max_in_flight", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}", param=name, value=value, limit=least)

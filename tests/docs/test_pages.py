@@ -1,0 +1,58 @@
+"""`tests/guides` runs every command of README.md and the guides; none escapes it, and every flag they name exists."""
+
+import re
+
+import pytest
+import typer
+from pages import BLOCK, PAGES, ROOT, RUN, blocks
+
+from splittime.cli.main import app
+
+NOT_RUN = {
+    "README.md": ["pip install ."],
+    "docs/start.md": ["apt-get install g++ make python3-venv", "python3 -m venv .venv && . .venv/bin/activate"],
+    "docs/guides/access.md": [
+        "splittime serve --api-keys-file keys.toml",
+        "splittime serve --ssl-certfile cert.pem --ssl-keyfile key.pem",
+    ],
+    "docs/guides/gguf.md": [
+        "hf download bartowski/Llama-3.2-1B-Instruct-GGUF Llama-3.2-1B-Instruct-Q4_K_M.gguf --local-dir ."
+    ],
+    "docs/guides/gpu.md": [
+        "splittime serve ./model --kernels triton",
+        "splittime serve ./model --kv-offload-memory-bytes 64GiB",
+        "sh benchmarks/gpu/run.sh OUT .venv/bin/python              # everything, at most 38 minutes",
+        "pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_17_x86_64 \\",
+    ],
+    "docs/guides/load-test-vllm.md": ["vllm serve Qwen/Qwen3-0.6B"],
+}
+"""What needs a card, the network or another program. Each says why in the page."""
+COMMAND = re.compile(r"^(?:\$ |    )?(?:splittime|curl|pip|make|python|sh) \S.*", re.MULTILINE)
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+
+
+def test_what_is_not_run_is_known():
+    found = {page: [b.text.splitlines()[0] for b in blocks(page) if b.reason is not None] for page in PAGES}
+    assert {page: first for page, first in found.items() if first} == NOT_RUN
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_command_hides_in_a_block_that_is_not_run(page: str):
+    text = (ROOT / page).read_text()
+    fenced = [found["text"] for found in BLOCK.finditer(text) if found["language"] not in (*RUN, "yaml")]
+    indented = re.findall(r"^    .*$", BLOCK.sub("", text), re.MULTILINE)
+    assert COMMAND.findall("\n".join([*fenced, *indented])) == []
+
+
+def test_every_flag_that_a_page_names_exists():
+    known = set(_flags(typer.main.get_command(app))) | {"--split"}
+    for page in [*PAGES, *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs" / "concepts").iterdir())]:
+        spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", (ROOT / page).read_text())
+        spans += [b.text for b in blocks(page) if "splittime" in b.text]
+        named = {flag for span in spans for flag in FLAG.findall(span)}
+        assert named <= known, f"{page}: {sorted(named - known)}"
+
+
+def _flags(command) -> list[str]:
+    own = [flag for option in command.params for flag in (*option.opts, *option.secondary_opts)]
+    return own + [flag for part in getattr(command, "commands", {}).values() for flag in _flags(part)]

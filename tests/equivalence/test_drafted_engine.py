@@ -1,0 +1,117 @@
+"""Drafts change no token: an engine whose rows verify guesses gives what plain decode gives, on the packaged model.
+
+The guesses are right, right up to some place, or wholly wrong; requests are greedy, drawn with a seed, and penalised.
+"""
+
+import copy
+import time
+from collections.abc import Sequence
+
+import pytest
+from guessing import Guesser
+from test_engine_equivalence import load_runner, make_prompts
+
+from splittime.core.clock import SystemClock
+from splittime.core.errors import ConfigError
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
+from splittime.core.step import Runner
+from splittime.drive.crank import Crank, EngineParts
+from splittime.engine.engine import Engine
+from splittime.runner.ahead import RunnerThread
+from splittime.runner.drafting import DraftingRunner
+from splittime.runner.ranks.lead import Lead
+from splittime.runner.torch_runner import TorchRunner
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+
+MAX_TOKENS = 40
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4}
+KINDS = (
+    SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, seed=0, logprobs=2),
+    SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, seed=0, ignore_eos=True, **PENALTIES),
+    SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8, top_p=0.9, seed=5),
+    SamplingParams(max_tokens=MAX_TOKENS, temperature=1.1, top_k=30, min_tokens=20, seed=9, logprobs=0, **PENALTIES),
+)
+
+
+@pytest.fixture(scope="module")
+def runner() -> TorchRunner:
+    return load_runner()
+
+
+def generate(runner: Runner, num_blocks: int, ahead: RunnerThread | None = None) -> tuple[dict[str, list], Scheduler]:
+    """Tokens, each with its log-probability where it is asked for, by request; and how each ended."""
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, num_blocks=num_blocks)
+    scheduler = Scheduler(config)
+    crank = Crank(EngineParts(Engine(scheduler, plans_ahead=ahead is not None), ahead or runner), SystemClock())
+    found: dict[str, list] = {}
+    for i, prompt in enumerate(make_prompts()):
+        fields = {"sampling": KINDS[i % len(KINDS)], "eos_token_ids": (0, 2), "submitted_ns": time.monotonic_ns()}
+        crank.submit(Request(request_id=f"r{i}", prompt_token_ids=prompt, **fields), time.monotonic_ns())
+        found[f"r{i}"] = []
+    while crank.has_work:
+        output = crank.turn()
+        scheduler.check()
+        for one in output.outputs if output else ():
+            assert one.error is None, one.error
+            logprobs = [(entry.token_id, round(entry.logprob, 3), entry.rank) for entry in one.logprobs]
+            found[one.request_id] += logprobs or list(one.token_ids)
+            if one.finish_reason is not None:
+                found[one.request_id].append(one.finish_reason)
+    return found, scheduler
+
+
+@pytest.fixture(scope="module")
+def plain(runner: TorchRunner) -> dict[str, list]:
+    return generate(runner, runner.resolved.num_blocks)[0]
+
+
+class Oracle(Guesser):
+    """Guesses by what plain decode gave."""
+
+    def __init__(self, plain: dict[str, list]) -> None:
+        super().__init__(self._given, 4096)
+        self._outputs = {
+            name: [one[0] if isinstance(one, tuple) else one for one in found[:-1]] for name, found in plain.items()
+        }
+        self._prompts = {f"r{i}": len(prompt) for i, prompt in enumerate(make_prompts())}
+
+    def _given(self, request_id: str, token_ids: Sequence[int], count: int) -> list[int]:
+        done = len(token_ids) - self._prompts[request_id]
+        return self._outputs[request_id][done : done + count]
+
+
+@pytest.mark.parametrize("num_blocks", [None, 30])
+def test_drafted_is_decoded_one_by_one(runner: TorchRunner, plain: dict[str, list], num_blocks: int | None) -> None:
+    """Also with so few blocks that requests are preempted."""
+    oracle = Oracle(plain)
+    found, scheduler = generate(DraftingRunner(runner, oracle), num_blocks or runner.resolved.num_blocks)
+    assert found == plain
+    assert scheduler.counts.draft_tokens > scheduler.counts.accepted_draft_tokens > 30
+    assert bool(scheduler.counts.num_preemptions) is (num_blocks is not None)
+
+
+def test_drafted_and_planned_ahead_is_decoded_one_by_one(runner: TorchRunner, plain: dict[str, list]) -> None:
+    drafting = DraftingRunner(runner, Oracle(plain))
+    found, scheduler = generate(drafting, runner.resolved.num_blocks, RunnerThread(drafting.run))
+    assert found == plain
+    assert scheduler.counts.accepted_draft_tokens > 30
+
+
+def test_other_arithmetic_verifies_as_well(plain: dict[str, list]) -> None:
+    """Products of torch, whose sums may depend in their last bits on how many rows a batch has; so only greedy ones."""
+    runner = load_runner(kernels="torch")
+    wanted, _ = generate(runner, runner.resolved.num_blocks)
+    found, scheduler = generate(DraftingRunner(runner, Oracle(wanted)), runner.resolved.num_blocks)
+    assert [one for one, *_ in found["r0"][:-1]] == [one for one, *_ in wanted["r0"][:-1]]
+    assert scheduler.counts.accepted_draft_tokens > 30
+
+
+def test_a_runner_that_verifies_no_drafts_is_refused_when_it_is_made_to_draft(
+    runner: TorchRunner, plain: dict[str, list]
+) -> None:
+    ranks = copy.copy(runner)
+    ranks.lead = object.__new__(Lead)
+    with pytest.raises(ConfigError, match="TorchRunner does not verify drafts"):
+        DraftingRunner(ranks, Oracle(plain))

@@ -1,0 +1,117 @@
+"""A run that is killed and repeated ends in the weights of one that was not; numbers that are none end a run."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from schools import STUDENT, TEACHER, make_model, write_config, write_texts
+
+from splittime.core.errors import ConfigError, EngineError
+from splittime.lab.distill.inputs import DistillRequest
+from splittime.lab.distill.job import LAST_GOOD, DistillRun, Task
+from splittime.lab.distill.run import Hooks, distill
+from splittime.lab.distill.settings import DistillSettings
+from splittime.lab.distill.student import StudentPlan, read_weights
+
+HERE = Path(__file__).parent
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_distill_resume import ask, distill, hooks
+def on_checkpoint(state):
+    if state.step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+distill(ask(Path(sys.argv[2]), "killed"), hooks(on_checkpoint))
+"""
+UPDATES = 7
+
+
+def ask(folder, out, **changed):
+    settings = DistillSettings(tokens=UPDATES * 128, step_tokens=128, workers=1, own_outputs=2, **changed)
+    texts = [folder / "text.jsonl"]
+    return DistillRequest(
+        str(folder / "teacher"), str(folder / "config.json"), texts, (), folder / out, None, (), settings
+    )
+
+
+def hooks(on_checkpoint=lambda state: None, on_update=lambda state, update: None):
+    return Hooks(lambda what, done, of: None, on_update, on_checkpoint, every=2)
+
+
+def prepare(folder):
+    make_model(folder / "teacher", TEACHER)
+    write_config(folder / "config.json", STUDENT)
+    write_texts(folder / "text.jsonl", 30)
+
+
+@pytest.mark.timeout(300)  # a process of its own has to import torch
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
+    prepare(tmp_path)
+    command = [sys.executable, "-c", KILLED, str(HERE), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert not (tmp_path / "killed").exists()
+    with pytest.raises(ConfigError, match=r"begun with another alpha: 0\.9, now 0\.5"):
+        distill(ask(tmp_path, "killed", alpha=0.5), hooks())
+    steps = []
+    again = distill(ask(tmp_path, "killed"), hooks(on_update=lambda state, update: steps.append(state.step)))
+    assert steps == [5, 6, 7]
+    whole = distill(ask(tmp_path, "whole"), hooks())
+    assert (again.updates, again.seen_tokens) == (whole.updates, whole.seen_tokens) == (UPDATES, UPDATES * 128)
+    files = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("killed", "whole")]
+    assert files[0] == files[1]
+    assert again.scores == whole.scores
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+class Breaking:
+    """A teacher that says nothing sensible from its third batch on."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def hidden(self, tokens):
+        self.asked += 1
+        return torch.zeros(*tokens.shape, 1)
+
+    def logits(self, hidden):
+        value = float("nan") if self.asked > 2 else 0.0
+        return torch.full((len(hidden), STUDENT.vocab_size), value)
+
+
+def broken_run(folder):
+    tokens = np.random.default_rng(0).integers(0, 4096, 1000).astype(np.uint32)
+    plan = StudentPlan(STUDENT, STUDENT.config())
+    settings = DistillSettings(tokens=1000, step_tokens=64, workers=1)
+    folder.mkdir(exist_ok=True)
+    return DistillRun(Task(settings, plan, tokens, folder, folder, Breaking(), None, 64))
+
+
+def test_the_last_good_weights_outlive_a_loss_that_is_not_finite(tmp_path):
+    run, kept = broken_run(tmp_path), {}
+    with pytest.raises(EngineError, match=f"loss of update 3 is not finite; .* update 2 are in .*{LAST_GOOD}") as error:
+        run.train(lambda state, update: kept.update(run.model.state_dict() if state.step == 2 else {}), every=1)
+    run.close()
+    assert "--start-from" in error.value.info.hint
+    found = read_weights(tmp_path / LAST_GOOD, STUDENT)
+    assert found.keys() == kept.keys()
+    assert all(bool(weight.isfinite().all()) for weight in found.values())
+
+
+def test_without_a_checkpoint_there_is_none_to_name(tmp_path):
+    run = broken_run(tmp_path)
+    with pytest.raises(EngineError, match="no checkpoint yet"):
+        run.train(lambda state, update: None, every=100)
+    run.close()
+    assert not (tmp_path / LAST_GOOD).exists()
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    (tmp_path / "last.pt").write_bytes(b"half")
+    with pytest.raises(ConfigError, match=r"last\.pt is damaged"):
+        broken_run(tmp_path)

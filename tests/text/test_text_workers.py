@@ -1,0 +1,275 @@
+"""Texts are worked on in processes with limits: what cannot end is ended, what dies is replaced, small before large."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+from splittime.core.errors import EngineError, Overloaded, RequestError, SplittimeError
+from splittime.drive import machine_time
+from splittime.ledger.stages import Cause
+from splittime.text import worker as text_worker
+from splittime.text import workers as text_workers
+from splittime.text.foreign_code import tokenizer_faults
+from splittime.text.process import TextLimits, ready_tokenizer
+from splittime.text.token_bound import byte_alphabet
+from splittime.text.tokenizer import Tokenizer
+from splittime.text.work import Decode, Encode, Render
+from splittime.text.worker import TextTask
+from splittime.text.workers import TextWorkers
+
+LIMITS = TextLimits(cpu_s=0.5, memory_bytes=256 * 2**20)
+CHAT = Render(({"role": "user", "content": "hi"},))
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+GROW = "{% set n = namespace(s='x' * 1000000) %}{% for i in range(12) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"
+RECUR = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
+
+
+def byte_tokenizer(template: str | None = TEMPLATE, **parts: object) -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    for name, value in parts.items():
+        setattr(backend, name, value)
+    return Tokenizer(backend, chat_template=template)
+
+
+def with_workers(
+    body: Callable[[TextWorkers], Awaitable[None]], tokenizer: Tokenizer | None = None, limits: TextLimits = LIMITS
+) -> None:
+    async def run() -> None:
+        workers = TextWorkers((tokenizer or byte_tokenizer()).describe, limits)
+        try:
+            await asyncio.wait_for(body(workers), 60)
+        finally:
+            workers.close()
+
+    asyncio.run(run())
+
+
+def test_each_kind_of_work() -> None:
+    async def body(workers: TextWorkers) -> None:
+        assert (await workers.submit(CHAT).done).ids == ((104, 105),)
+        done = await workers.submit(Encode(("ab", "ü"))).done
+        assert (done.ids, done.num_bytes, done.answer) == (((97, 98), (0xC3, 0xBC)), 4, b"")
+        done = await workers.submit(Encode(("ab",), answer={"a": 1}, wants_strings=True)).done
+        told = {"count": 2, "a": 1, "tokens": [97, 98], "token_strs": ["a", "b"]}
+        assert (done.ids, done.num_bytes, json.loads(done.answer)) == ((), 2, told)
+        assert (await workers.submit(Decode((97, 98), False)).done).text == "ab"
+
+    with_workers(body)
+
+
+@pytest.mark.parametrize("template", [LOOP, GROW], ids=["time", "memory"])
+def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_served(template: str) -> None:
+    both = "{% if messages[0].content == 'evil' %}" + template + "{% endif %}ok"
+
+    async def body(workers: TextWorkers) -> None:
+        evil = Render(({"role": "user", "content": "evil"},))
+        with pytest.raises(RequestError) as caught:
+            await workers.submit(evil).done
+        assert caught.value.info.code == "prompt_too_costly"
+        assert (await workers.submit(CHAT).done).ids == ((111, 107),)
+
+    with_workers(body, byte_tokenizer(both))
+
+
+def test_a_template_that_calls_itself_is_the_requests_error() -> None:
+    async def body(workers: TextWorkers) -> None:
+        with pytest.raises(RequestError, match="calls itself") as caught:
+            await workers.submit(CHAT).done
+        assert caught.value.info.code == "chat_template_error"
+
+    with_workers(body, byte_tokenizer(RECUR))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": normalizers.Replace(" ", "x" * 10**6)},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")])},
+    ],
+    ids=["normalizer", "expression"],
+)
+def test_a_tokenizer_that_takes_too_much_is_ended(parts: dict) -> None:
+    async def body(workers: TextWorkers) -> None:
+        with pytest.raises(SplittimeError):
+            await workers.submit(Encode((" " * 4000 + "x" * 8000,))).done
+        assert (await workers.submit(Encode(("a",))).done).ids == ((97,),)
+
+    with_workers(body, byte_tokenizer(**parts))
+
+
+def test_a_worker_that_is_killed_costs_nobody_an_answer() -> None:
+    async def body(workers: TextWorkers) -> None:
+        await workers.submit(CHAT).done
+        (worker, *_) = workers.lanes[0].workers
+        os.kill(worker.pid, signal.SIGSTOP)  # so that it is at work when it dies
+        task = workers.submit(CHAT)
+        os.kill(worker.pid, signal.SIGKILL)
+        assert (await task.done).ids == ((104, 105),)
+        os.killpg(workers.parent.pid, signal.SIGKILL)  # all of them, and who makes them
+        await asyncio.sleep(0.05)
+        assert (await workers.submit(CHAT).done).ids == ((104, 105),)
+
+    with_workers(body)
+
+
+def test_a_worker_that_says_nothing_is_ended(monkeypatch) -> None:
+    monkeypatch.setattr(text_worker, "SILENT_S", 0.2)
+
+    async def body(workers: TextWorkers) -> None:
+        await workers.submit(CHAT).done
+        stopped = [worker.pid for worker in workers.lanes[0].workers]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RequestError):
+            await workers.submit(CHAT).done
+        assert (await workers.submit(CHAT).done).ids == ((104, 105),)
+
+    with_workers(body)
+
+
+def test_small_texts_do_not_wait_for_large_ones() -> None:
+    """However many large ones wait; and who waits is told why."""
+
+    async def body(workers: TextWorkers) -> None:
+        begun: list[str] = []
+        giants = [workers.submit(Encode(("a" * 2_000_000,)), lambda: begun.append("giant")) for _ in range(4)]
+        longs = [workers.submit(Encode(("b" * 100_000,)), lambda: begun.append("long")) for _ in range(2)]
+        small = workers.submit(CHAT, lambda: begun.append("small"))
+        assert {task.cause for task in (*giants, *longs, small)} == {Cause.WORKER_START}
+        await small.done
+        assert not giants[-1].done.done()
+        second = workers.submit(Encode(("a" * 2_000_000,)))
+        assert second.cause is Cause.TEXTS_BEFORE
+        await longs[-1].done
+        assert begun.count("giant") < 4
+        quick = workers.submit(CHAT)
+        assert quick.cause is None
+        await quick.done
+
+    with_workers(body, limits=TextLimits(20.0, 2**30))
+
+
+def test_a_large_texts_worker_ends_with_it() -> None:
+    async def body(workers: TextWorkers) -> None:
+        await workers.submit(Encode(("a" * 20_000,))).done
+        while workers.lanes[1].workers:
+            await asyncio.sleep(0.01)
+
+    with_workers(body)
+
+
+def test_what_nobody_wants_any_more_is_not_worked_on() -> None:
+    async def body(workers: TextWorkers) -> None:
+        begun: list[int] = []
+        tasks: list[TextTask] = []
+        for number in range(3):
+            tasks.append(workers.submit(Encode(("a" * 3_000_000,)), lambda number=number: begun.append(number)))
+        while not begun:
+            await asyncio.sleep(0.01)
+        for task in tasks[:2]:
+            workers.drop(task, RuntimeError("gone"))
+        assert len((await tasks[2].done).ids[0]) == 3_000_000
+        assert begun == [0, 2]
+        assert isinstance(tasks[0].done.exception(), RuntimeError)
+
+    with_workers(body, limits=TextLimits(20.0, 2**30))
+
+
+def test_what_waits_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(text_workers, "MAX_WAITING_CHARS", 1_000_000)
+
+    async def body(workers: TextWorkers) -> None:
+        for _ in range(3):
+            workers.submit(Encode(("a" * 400_000,))) if not workers.lanes[2].waiting else None
+        workers.submit(Encode(("a" * 400_000,)))
+        with pytest.raises(Overloaded) as caught:
+            workers.submit(Encode(("a" * 400_000,)))
+        assert caught.value.info.code == "queued_texts"
+        await workers.submit(CHAT).done
+
+    with_workers(body)
+
+
+def test_closing_ends_all_processes_and_all_texts() -> None:
+    async def run() -> None:
+        workers = TextWorkers(byte_tokenizer().describe, LIMITS)
+        await workers.submit(CHAT).done
+        pids = [workers.parent.pid, *(worker.pid for worker in workers.lanes[0].workers if worker.pid)]
+        task = workers.submit(Encode(("a" * 3_000_000,)))
+        workers.close()
+        with pytest.raises(Overloaded):
+            await task.done
+        for pid in pids:
+            while is_alive(pid):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class PanicException(BaseException):
+    __module__ = "pyo3_runtime"
+
+
+@pytest.mark.parametrize("raised", [PanicException, RecursionError, RuntimeError])
+def test_a_fault_inside_a_tokenizer_is_told_as_one(raised: type[BaseException]) -> None:
+    with pytest.raises(EngineError) as caught, tokenizer_faults():
+        raise raised("at lib.rs:1")
+    assert caught.value.info.code == "tokenizer_failed"
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_what_is_not_a_tokenizers_goes_on(raised: type[BaseException]) -> None:
+    with pytest.raises(raised), tokenizer_faults():
+        raise raised
+
+
+def test_a_real_panic_is_told_as_a_fault() -> None:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={" ": 0}, merges=[]))
+    backend.decoder = decoders.Strip(" ", 1, 1)  # one space, stripped at both ends
+    with pytest.raises(EngineError, match="slice index") as caught:
+        Tokenizer(backend).decode([0])
+    assert caught.value.info.code == "tokenizer_failed"
+
+
+def test_workers_are_forked_from_a_tokenizer_of_which_all_is_known() -> None:
+    known = vars(ready_tokenizer(byte_tokenizer().describe()))
+    assert {"bound", "is_quick", "_can_be_cut"} <= known.keys()
+
+
+@pytest.mark.skipif(machine_time.machine_time() is None, reason="this system does not tell who ran")
+def test_what_a_worker_ran_is_its_parents_when_it_has_ended() -> None:
+    """Else the doctor would take it for other processes' work."""
+    template = "{% if messages[0].content == 'evil' %}" + LOOP + "{% endif %}ok"
+
+    async def body(workers: TextWorkers) -> None:
+        await workers.submit(CHAT).done
+        pid = workers.parent.pid
+        assert pid is not None
+        before = ticks_of_all(pid)
+        with pytest.raises(RequestError):
+            await workers.submit(Render(({"role": "user", "content": "evil"},))).done
+        while (ticks_of_all(pid) - before) / os.sysconf("SC_CLK_TCK") < 0.9 * LIMITS.cpu_s:
+            await asyncio.sleep(0.05)
+
+    with_workers(body, byte_tokenizer(template))
+
+
+def ticks_of_all(pid: int) -> int:
+    return sum(map(machine_time._own_ticks, machine_time._tree(pid)))
