@@ -91,11 +91,13 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=PACKAGED)
     parser.add_argument("--quantization", choices=("int8", "int4"))
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--threads", type=int, help="of the model; default: as the runner chooses")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     scheduler = SchedulerConfig(max_num_seqs=64, enable_prefix_caching=False)
     settings: dict[str, Any] = {"quantization": arguments.quantization, "kv_cache_memory_bytes": 1 << 30}
-    figures = measure(build_crank(str(arguments.model), scheduler, max_model_len=2048, **settings), arguments.batches)
+    crank = build_crank(str(arguments.model), scheduler, max_model_len=2048, num_threads=arguments.threads, **settings)
+    figures = measure(crank, arguments.batches)
     name = f"host_overhead_{arguments.model.resolve().name}_{arguments.quantization or 'unquantised'}"
     file_result(name, figures, vars(arguments), arguments.json)
     if not arguments.json:

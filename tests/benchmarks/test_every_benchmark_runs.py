@@ -36,6 +36,7 @@ WITH_TORCH = {
     "gpu.goals": ["RESULTS"],
 }
 ALONE = {
+    "by_turns": [".", ".", "--rounds", "1", "--", "-m", "benchmarks.micro.plan_commit", "--small", "--json"],
     "house": ["--walk"],
     "scenarios.http_edges": ["--small"],
     "scenarios.azure_replay": ["--trace", "TRACE", "--seconds", "2"],
