@@ -1,4 +1,5 @@
 # docker build -t splittime .
+#   --build-arg TORCH_INDEX=URL: PyTorch's index of builds for CPUs; without it the image holds gigabytes for cards.
 # docker run --init -p 8000:8000 -e SPLITTIME_API_KEY=... splittime
 # An address that other machines reach needs a key: without SPLITTIME_API_KEY the server says so and ends.
 FROM python:3.13-slim AS build
@@ -9,10 +10,10 @@ COPY src src
 RUN ST_BUILD_KERNELS=require pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.13-slim
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=build /wheels /tmp/wheels
-RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" --constraint /tmp/constraints.txt /tmp/wheels/*.whl \
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --constraint /tmp/constraints.txt /tmp/wheels/*.whl \
     && rm -r /tmp/wheels /tmp/constraints.txt \
     && splittime --version \
     && useradd --create-home splittime
