@@ -25,11 +25,11 @@ QUICK = Timings(ttft_ns=2 * MS, itl_ns=MS)
 DONE = b"data: [DONE]\n\n"
 
 
-async def ask(url, *planned, kind="mock", timeout_s=60.0, together=False, begin=True):
-    """The outcomes of these requests, one after another or all at once."""
+async def ask(url, *planned, kind="mock", timeout_s=60.0, together=False, begin=True, begin_ns=None):
+    """The outcomes of these requests, one after another or all at once; their instants are counted from `begin_ns`."""
     alarm = Alarm()
     client = Client(Target(url=url), kind=kind, model=None, run_id="t", alarm=alarm, timeout_s=timeout_s)
-    client.begin_ns = time.monotonic_ns()
+    client.begin_ns = begin_ns or time.monotonic_ns()
     if begin:
         await client.pool.look_up()
     try:

@@ -38,3 +38,13 @@ def test_it_can_be_filled_anew() -> None:
     mortals.push((9,))
     mortals.fill([(3,), (1,), (2,)])
     assert [mortals.pop() for _ in range(4)] == [(1,), (2,), (3,), None]
+
+
+def test_the_dead_are_kept_until_they_are_the_most() -> None:
+    mortals: MortalHeap[tuple[int]] = MortalHeap(lambda entry: entry[0] < 10)
+    mortals.fill([(key,) for key in range(20 + heap.SWEEP_FROM)])
+    mortals.sweep(10)
+    assert mortals.num_kept == 20 + heap.SWEEP_FROM
+    mortals.push((99,))
+    mortals.sweep(10)
+    assert mortals.num_kept == 10
