@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile
 
-.PHONY: setup serve check check-rest check-all test format lint docs bench bench-peers clean
+.PHONY: setup serve check check-parallel check-timing check-rest check-all failed-again test format lint docs bench bench-peers clean
 
 setup: $(STAMP)
 
@@ -27,8 +27,12 @@ serve: setup
 	$(BIN)/splittime serve $(ARGS)
 
 # At most five minutes on two cores.
-check: setup lint
+check: lint check-parallel check-timing
+
+check-parallel: setup
 	$(PARALLEL) -m "not sweep and not timing"
+
+check-timing: setup
 	$(PYTEST) -m timing
 
 # The sweeps, and each property again over ten times as many examples: at most a quarter of an hour.
@@ -37,6 +41,12 @@ check-rest: setup
 	SPLITTIME_EXAMPLES=10 $(PARALLEL) --timeout 900 -m "hypothesis and not sweep"
 
 check-all: check check-rest
+
+# The tests that failed last, alone; more than five are no accident.
+failed-again: setup
+	@$(BIN)/python -c 'import json; failed = json.load(open(".pytest_cache/v/cache/lastfailed")); \
+	  print("Failed at first:", *failed, sep="\n  "); raise SystemExit(len(failed) > 5)'
+	SPLITTIME_EXAMPLES=10 $(PYTEST) --timeout 900 --last-failed --last-failed-no-failures none
 
 lint: setup
 	$(BIN)/ruff check .
