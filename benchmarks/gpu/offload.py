@@ -39,8 +39,7 @@ from splittime.engine.engine import Engine
 from splittime.kernels.layer import KvGroup
 from splittime.ledger.steps import StepRecord
 from splittime.runner.compose import overlap_of
-from splittime.runner.host_store import CopyMarks
-from splittime.runner.kv_store import KvStore, bytes_per_block
+from splittime.runner.kv_store import CopyMarks, KvStore, bytes_per_block
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 

@@ -14,7 +14,7 @@ from benchmarks.report import file_result
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import RowResult, StepPlan, StepResult
-from splittime.drive.gc_pauses import freeze_heap
+from splittime.drive.host_time import freeze_heap
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 

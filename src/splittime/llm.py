@@ -36,9 +36,9 @@ from splittime.core.sampling import SamplingParams
 from splittime.core.sleep import AWAKE, Part, SleepReport
 from splittime.core.step import TokenLogprob
 from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.host_time import machine_time
 from splittime.drive.inline import InlineDriver
-from splittime.drive.known_facts import MAX_SLEEPS
-from splittime.drive.machine_time import machine_time
+from splittime.drive.known import MAX_SLEEPS
 from splittime.drive.messages import StepOutput
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.facts import Process, ServerFacts

@@ -6,7 +6,7 @@ import pytest
 from splittime.core.facts import Machine
 from splittime.core.sampling import SamplingParams
 from splittime.drive.crank import EngineParts
-from splittime.drive.machine_time import machine_time
+from splittime.drive.host_time import machine_time
 from splittime.engine.engine import Engine
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import prompt_parts

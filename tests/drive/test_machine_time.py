@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from splittime.drive import machine_time
-from splittime.drive.machine_time import MachineTime
+from splittime.drive import host_time
+from splittime.drive.host_time import MachineTime
 
 BUSY_S = 0.4
 BUSY = f"import time\nwhile time.process_time() < {BUSY_S}: pass"
@@ -16,13 +16,13 @@ BUSY_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BU
 
 pytestmark = [
     pytest.mark.timing,
-    pytest.mark.skipif(machine_time.machine_time() is None, reason="this system does not tell who ran"),
+    pytest.mark.skipif(host_time.machine_time() is None, reason="this system does not tell who ran"),
 ]
 
 
 @pytest.fixture
 def ran(monkeypatch):
-    monkeypatch.setattr(machine_time, "EVERY_NS", 0)
+    monkeypatch.setattr(host_time, "EVERY_NS", 0)
     return MachineTime()
 
 
@@ -52,7 +52,7 @@ def test_what_its_descendants_run_is_its_own_too_while_they_live_and_after(ran):
 
 def test_what_others_run_is_theirs(ran, monkeypatch):
     """Its own child, told to be nobody's."""
-    monkeypatch.setattr(machine_time, "_tree", lambda pid: iter([pid]))
+    monkeypatch.setattr(host_time, "_tree", lambda pid: iter([pid]))
     before = ran()
     child = subprocess.Popen([sys.executable, "-c", BUSY + "\ninput()"], stdin=-1)
     busy()
@@ -64,11 +64,11 @@ def test_what_others_run_is_theirs(ran, monkeypatch):
 
 
 def _ran_s(pid: int) -> float:
-    return machine_time._own_ticks(pid) / os.sysconf("SC_CLK_TCK")
+    return host_time._own_ticks(pid) / os.sysconf("SC_CLK_TCK")
 
 
 def test_it_is_not_read_at_each_call(monkeypatch):
-    monkeypatch.setattr(machine_time, "EVERY_NS", 60 * 10**9)
+    monkeypatch.setattr(host_time, "EVERY_NS", 60 * 10**9)
     told = MachineTime()
     before = told()
     busy()
@@ -78,18 +78,18 @@ def test_it_is_not_read_at_each_call(monkeypatch):
 def test_a_process_that_has_ended_ran_nothing_more():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    assert machine_time._own_ticks(child.pid) == 0
+    assert host_time._own_ticks(child.pid) == 0
 
 
 def test_a_system_that_does_not_tell(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine_time, "STAT", tmp_path / "none")
-    assert machine_time.machine_time() is None
+    monkeypatch.setattr(host_time, "STAT", tmp_path / "none")
+    assert host_time.machine_time() is None
     (tmp_path / "none").write_text("cpu  1 2 3\nintr 5\n")
-    assert machine_time.machine_time() is None
+    assert host_time.machine_time() is None
 
 
 def test_a_reading_that_fails_tells_what_was_read_before(ran, monkeypatch, tmp_path):
     before = ran()
-    monkeypatch.setattr(machine_time, "STAT", tmp_path / "gone")
+    monkeypatch.setattr(host_time, "STAT", tmp_path / "gone")
     busy()
     assert ran() == before

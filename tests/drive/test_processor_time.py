@@ -12,7 +12,7 @@ from splittime.core.clock import SystemClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.processor_time import processor_time
+from splittime.drive.host_time import processor_time
 from splittime.engine.engine import Engine
 from splittime.engine.recorder import ThreadTime
 from splittime.ledger.steps import verify_steps
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(processor_time() is None, reason="this kernel do
 
 STOPPED = """
 import sys, time
-from splittime.drive.processor_time import processor_time
+from splittime.drive.host_time import processor_time
 known = processor_time()
 before, begin_ns = known.now(), time.monotonic_ns()
 print("go", flush=True)

@@ -11,9 +11,8 @@ from splittime.core.facts import Machine
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
-from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.crank import Crank, EngineParts, Pieces
 from splittime.drive.loop import Inbox, run_loop
-from splittime.drive.measuring import Pieces
 from splittime.drive.messages import ConfigureDone, FromEngine, Measured, Sleep, SleepDone, StepOutput, Submit, Wake
 from splittime.engine.engine import Engine
 from splittime.ledger.steps import StepRecord, verify_steps

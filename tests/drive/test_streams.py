@@ -8,9 +8,8 @@ from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import Conflict
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
-from splittime.drive.client import StreamItem
+from splittime.drive.client import StreamItem, Streams
 from splittime.drive.messages import StepOutput
-from splittime.drive.streams import Streams
 from splittime.ledger.account import Account, Mark
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput

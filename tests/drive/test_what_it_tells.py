@@ -14,9 +14,9 @@ from test_process import collect, make_request, running_client, wait_until_ready
 
 from splittime.core.clock import SystemClock, VirtualClock
 from splittime.core.facts import Machine
-from splittime.drive import gc_pauses, loop
+from splittime.drive import host_time, loop
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.gc_pauses import GcPauses
+from splittime.drive.host_time import GcPauses
 from splittime.drive.loop import Inbox, run_loop
 from splittime.drive.messages import Measured, StepOutput, Submit
 from splittime.drive.process import ProcessClient
@@ -82,7 +82,7 @@ def test_long_collections_reach_the_client() -> None:
             pauses = client.facts().process("engine").pauses
             assert pauses
             assert list(pauses) == sorted(set(pauses))  # each once
-            assert all(begin_ns < at_ns < time.monotonic_ns() and ns >= gc_pauses.LONG_NS for at_ns, ns in pauses)
+            assert all(begin_ns < at_ns < time.monotonic_ns() and ns >= host_time.LONG_NS for at_ns, ns in pauses)
 
     asyncio.run(scenario())
 
@@ -92,17 +92,17 @@ def test_pauses_keep_the_latest_long_ones() -> None:
     pauses = GcPauses(clock)
     try:
         gc.disable()
-        for number in range(gc_pauses.MAX_KEPT + 10):
+        for number in range(host_time.MAX_KEPT + 10):
             pauses._on_gc("start", {})
-            clock.advance(gc_pauses.LONG_NS + number)
+            clock.advance(host_time.LONG_NS + number)
             pauses._on_gc("stop", {})
         kept = pauses.latest
         pauses._on_gc("start", {})
-        clock.advance(gc_pauses.LONG_NS - 1)
+        clock.advance(host_time.LONG_NS - 1)
         pauses._on_gc("stop", {})
         assert pauses.latest is kept
-        assert [ns - gc_pauses.LONG_NS for _, ns in kept] == list(range(10, gc_pauses.MAX_KEPT + 10))
-        assert pauses.num_collections == gc_pauses.MAX_KEPT + 11
+        assert [ns - host_time.LONG_NS for _, ns in kept] == list(range(10, host_time.MAX_KEPT + 10))
+        assert pauses.num_collections == host_time.MAX_KEPT + 11
     finally:
         gc.enable()
         pauses.close()

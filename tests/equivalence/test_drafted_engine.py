@@ -18,7 +18,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.core.step import Runner
 from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
-from splittime.runner.ahead import RunnerThread
+from splittime.runner.compose import RunnerThread
 from splittime.runner.drafting import DraftingRunner
 from splittime.runner.ranks.lead import Lead
 from splittime.runner.torch_runner import TorchRunner

@@ -20,8 +20,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.process import ProcessClient
 from splittime.engine.engine import Engine
-from splittime.runner.ahead import RunnerThread
-from splittime.runner.compose import load_torch_runner
+from splittime.runner.compose import RunnerThread, load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from splittime.kv.blocks import block_name, root_name
 from splittime.kv.cache import KVCache, Lease
-from splittime.kv.prefix import block_name, root_name
 
 
 def lease_for(cache: KVCache, tokens: list[int], salt: str = "") -> tuple[Lease, int]:

@@ -29,7 +29,7 @@ from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.runner.drafting import DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
-from splittime.scheduler.held import CAUSES
+from splittime.scheduler.requests import CAUSES
 from splittime.scheduler.scheduler import Scheduler
 from splittime.scheduler.state import RequestState
 from splittime.simulate.fake import FakeRunner, expected_tokens

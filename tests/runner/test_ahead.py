@@ -10,7 +10,7 @@ import pytest
 
 from splittime.core.errors import EngineError
 from splittime.core.step import StepPlan, StepResult
-from splittime.runner.ahead import RunnerThread
+from splittime.runner.compose import RunnerThread
 
 
 class Steps:
@@ -102,7 +102,7 @@ def last():
     held[0].collect()
 
 from splittime.core.step import StepPlan, StepResult
-from splittime.runner.ahead import RunnerThread
+from splittime.runner.compose import RunnerThread
 held.append(RunnerThread(lambda plan: StepResult(plan.step_id, ())))
 """
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.step import StepPlan
 from splittime.kernels.layer import KvGroup
-from splittime.runner import host_store, machine
+from splittime.runner import kv_store, machine
 from splittime.runner.config import RunnerConfig
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
@@ -81,8 +81,8 @@ def test_any_moves_through_any_buffer(dtype: torch.dtype, slab: int, staged: int
     """Slabs of one to four slots, a staging buffer of one to four blocks; against a model that keeps bytes."""
     with pytest.MonkeyPatch.context() as patch:
         slot_bytes = NUM_LAYERS * 2 * 3 * 2 * 6 * dtype.itemsize
-        patch.setattr(host_store, "SLAB_BYTES", slab * slot_bytes)
-        patch.setattr(host_store, "STAGING_BYTES", staged * slot_bytes)
+        patch.setattr(kv_store, "SLAB_BYTES", slab * slot_bytes)
+        patch.setattr(kv_store, "STAGING_BYTES", staged * slot_bytes)
         store = made(dtype, 7, groups_of(6))
     blocks = blocks_of(store)
     slots: dict[int, bytes] = {}
@@ -122,7 +122,7 @@ def test_room_that_cannot_be_had_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     def slots(asked: int, kernels: str = "triton", ranks: int = 1) -> int:
         config = RunnerConfig(model_path="", kv_offload_memory_bytes=asked, tensor_parallel_size=ranks)
         config.validate()
-        return host_store.num_host_slots(config, kernels, bytes_per_block=100)
+        return kv_store.num_host_slots(config, kernels, bytes_per_block=100)
 
     assert (slots(0, "native"), slots(1000), slots(999), slots(500, ranks=2)) == (0, 10, 9, 5)
     for asked, more, words in (

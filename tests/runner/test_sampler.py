@@ -12,7 +12,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
 from splittime.kernels.choose import make_backend
 from splittime.runner import penalties, sampler
-from splittime.runner.randomness import uniforms
+from splittime.runner.sampler import uniforms
 
 VOCAB = 300
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from test_scheduler import add, make_scheduler, shape, step
 
 from splittime.ledger.stages import Cause
-from splittime.scheduler.budget import StepBudget
+from splittime.scheduler.planner import StepBudget
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,7 +9,7 @@ from test_scheduler import add, make_scheduler, step
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.stages import Cause, Stage
-from splittime.scheduler import heap
+from splittime.scheduler import queue as queue_module
 from splittime.scheduler.queue import CauseLog, WaitingQueue
 from splittime.scheduler.state import RequestState
 
@@ -117,7 +117,7 @@ def test_crowds_come_and_go_and_the_queue_knows_whose_turn_it_was(script: list[t
     """In any order of rank: who is next and who is overtaken is what a slow count says, and the dead are swept out
     (here as soon as they are the most)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heap, "SWEEP_FROM", FEW)
+        patch.setattr(queue_module, "SWEEP_FROM", FEW)
         crowd(script)
 
 
@@ -140,10 +140,10 @@ def crowd(script: list[tuple[str, int, int]]) -> None:
                 break
             name = best.request_id if what == "admit" else sorted(here)[(seed + i * 7919) % len(here)]
             history.append(("admitted" if what == "admit" else "gone", name))
-            (queue.admit if what == "admit" else queue.remove)(here.pop(name))
+            queue.leave(here.pop(name), is_admitted=what == "admit")
             kept = 2 * len(here) + FEW
             assert max(queue._by_rank.num_kept, queue._by_age.num_kept) <= kept
-            assert queue._line._line.num_kept <= kept + 2 * len(queue._line._early)
+            assert queue._arrivals._order.num_kept <= kept + 2 * len(queue._arrivals._early)
         queue.check()
         assert {name for name, state in here.items() if state.is_overtaken} == turn_by_turn(history, arrived)
 

@@ -52,7 +52,7 @@ def waits(scheduler: Scheduler, name: str, until_ns: int) -> list[tuple[Stage, C
     """A live request's stages so far, with their lengths."""
     scheduler_state = scheduler._states[name]
     if scheduler_state.pushed:
-        scheduler.queue.remove(scheduler_state)
+        scheduler.queue.leave(scheduler_state, is_admitted=False)
     return [(i.stage, i.cause, i.duration_ns) for i in scheduler_state.account.intervals(until_ns)]
 
 

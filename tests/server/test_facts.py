@@ -8,7 +8,7 @@ import orjson
 
 from splittime.api.limits import ModelInfo
 from splittime.core.facts import TokenCost
-from splittime.drive import gc_pauses
+from splittime.drive import host_time
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.prompt_parts import prompt_parts
 from splittime.ledger.store import Ledger, open_readonly
@@ -59,7 +59,7 @@ def test_of_both_processes_with_what_was_changed(launch) -> None:
 
 
 def test_long_collections_are_told(launch, monkeypatch) -> None:
-    monkeypatch.setattr(gc_pauses, "LONG_NS", 1)
+    monkeypatch.setattr(host_time, "LONG_NS", 1)
     live = launch()
     live.call(lambda: live.service.settle(live.model))
     live.call(gc.collect)

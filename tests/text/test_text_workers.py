@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from splittime.core.errors import EngineError, Overloaded, RequestError, SplittimeError
-from splittime.drive import machine_time
+from splittime.drive import host_time
 from splittime.ledger.stages import Cause
 from splittime.text import worker as text_worker
 from splittime.text import workers as text_workers
@@ -253,7 +253,7 @@ def test_workers_are_forked_from_a_tokenizer_of_which_all_is_known() -> None:
     assert {"bound", "is_quick", "_can_be_cut"} <= known.keys()
 
 
-@pytest.mark.skipif(machine_time.machine_time() is None, reason="this system does not tell who ran")
+@pytest.mark.skipif(host_time.machine_time() is None, reason="this system does not tell who ran")
 def test_what_a_worker_ran_is_its_parents_when_it_has_ended() -> None:
     """Else the doctor would take it for other processes' work."""
     template = "{% if messages[0].content == 'evil' %}" + LOOP + "{% endif %}ok"
@@ -272,4 +272,4 @@ def test_what_a_worker_ran_is_its_parents_when_it_has_ended() -> None:
 
 
 def ticks_of_all(pid: int) -> int:
-    return sum(map(machine_time._own_ticks, machine_time._tree(pid)))
+    return sum(map(host_time._own_ticks, host_time._tree(pid)))

@@ -1,4 +1,4 @@
-"""Who had the processors beside the engine's thread, by what the kernel counted (`drive.machine_time`).
+"""Who had the processors beside the engine's thread, by what the kernel counted (`drive.host_time`).
 
     beside(books) -> Beside | None        None where the books do not tell, or the engine never waited
 

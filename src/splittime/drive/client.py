@@ -1,16 +1,25 @@
-"""What the rest of the world may ask of an engine. `drive.process.ProcessClient` is the one the server uses.
+"""What the rest of the world may ask of an engine, and what any client that talks to one over messages keeps.
 
-A stream yields `(step_id, ready_ns, RequestOutput)` until the output with a `finish_reason`, which always comes: if the
-engine process dies it is made here, with finish reason `error`.
+`EngineClient` is the contract; `drive.process.ProcessClient` is the one the server uses. A stream yields
+`(step_id, ready_ns, RequestOutput)` until the output with a `finish_reason`, which always comes: if the engine process
+dies it is made here, with finish reason `error`. `Streams` has a queue for each request in flight, `Calls` holds the
+questions that the engine answers by their number.
 """
 
+import asyncio
+import itertools
+import time
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Protocol
 
 from splittime.core.engine_stats import EngineStats
-from splittime.core.request import Request
+from splittime.core.errors import Conflict, EngineError, ErrorInfo, SplittimeError, error_from_info
+from splittime.core.request import FinishReason, Request
 from splittime.core.sleep import Rest, SleepAsk, SleepReport
+from splittime.drive.messages import StepOutput
+from splittime.ledger.account import Mark
 from splittime.ledger.facts import ServerFacts
+from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput
 
 
@@ -64,3 +73,96 @@ class EngineClient(Protocol):
     async def wake(self) -> SleepReport:
         """Returns when it serves again. Raises what keeps it asleep."""
         ...
+
+
+class OpenStream:
+    """A request whose terminal output has not been read yet."""
+
+    __slots__ = ("heard_ns", "items")
+
+    def __init__(self, submitted_ns: int) -> None:
+        self.items: asyncio.Queue[StreamItem] = asyncio.Queue()
+        self.heard_ns = submitted_ns
+
+    def put(self, item: StreamItem) -> None:
+        self.heard_ns = item.ready_ns
+        self.items.put_nowait(item)
+
+
+class Streams:
+    def __init__(self) -> None:
+        self._in_flight: dict[str, OpenStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._in_flight
+
+    def open(self, request: Request) -> None:
+        """Raises `Conflict` for an id that is in flight."""
+        if request.request_id in self._in_flight:
+            raise Conflict(f"request id {request.request_id!r} is in flight", param="request_id")
+        self._in_flight[request.request_id] = OpenStream(request.submitted_ns)
+
+    def put(self, output: StepOutput) -> None:
+        """Hand each request its output of a step."""
+        for each in output.outputs:
+            stream = self._in_flight.get(each.request_id)
+            if stream is not None:
+                stream.put(StreamItem(output.step_id, output.ready_ns, each))
+
+    async def read(self, request_id: str) -> AsyncIterator[StreamItem]:
+        """To the terminal output. Its id is free once it is left."""
+        stream = self._in_flight[request_id]
+        try:
+            while True:
+                item = await stream.items.get()
+                yield item
+                if item.output.finish_reason is not None:
+                    return
+        finally:
+            self._in_flight.pop(request_id, None)
+
+    def end_all(self, why: str) -> None:
+        """A terminal output for every request in flight, made here because nobody else can. What the engine did with
+        it after its last output is not known: from there on it is unattributed."""
+        now_ns = time.monotonic_ns()
+        error = ErrorInfo(kind=EngineError.kind, message=why, code="engine_died", status=500, retry_after_s=2.0)
+        for request_id, stream in self._in_flight.items():
+            unknown = Mark(Stage.UNATTRIBUTED, Cause.ENGINE_DIED, stream.heard_ns)
+            marks = (unknown, Mark(Stage.DELIVER, None, now_ns))
+            output = RequestOutput(request_id, marks=marks, finish_reason=FinishReason.ERROR, error=error)
+            stream.put(StreamItem(0, now_ns, output))
+
+
+class Calls:
+    def __init__(self) -> None:
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+
+    def new_number(self) -> int:
+        return next(self._numbers)
+
+    async def answer(self, number: int) -> Any:
+        """Returns the answer that `settle` gets for this call, or raises its error."""
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await future
+        finally:
+            del self._waiting[number]
+
+    def settle(self, number: int, answer: Any, error: ErrorInfo | None) -> None:
+        """Ignores the answer to a call that nobody awaits any more."""
+        future = self._waiting.get(number)
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(answer)
+        else:
+            future.set_exception(error_from_info(error))
+
+    def fail_all(self, error: SplittimeError) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)

@@ -5,12 +5,12 @@
     under a virtual clock     `simulate.virtual`     the same loop; its messages come at instants of virtual time
 
 The crank owns what an engine must not know: the clock, the runner, whether the engine sleeps (`residency`), the pieces
-in which the machine is measured (`measuring`), pauses of the garbage collector and the processor time of the thread
+in which the machine is measured (`Measuring`), pauses of the garbage collector and the processor time of the thread
 that turns it. Who waits for work is outside.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,17 +19,48 @@ import msgspec
 from splittime.core.clock import Clock
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import SplittimeError
+from splittime.core.facts import Machine
 from splittime.core.request import Request
 from splittime.core.sleep import SleepAsk, Sleeper, SleepReport
 from splittime.core.step import AsyncRunner, Runner, StepPlan, StepResult
-from splittime.drive.gc_pauses import GcPauses
-from splittime.drive.measuring import Measuring, Pieces
+from splittime.drive.host_time import GcPauses, ProcessorTime
 from splittime.drive.messages import StepOutput
-from splittime.drive.processor_time import ProcessorTime
 from splittime.drive.residency import Answer, Residency, ended_by_sleep
 from splittime.engine.engine import Engine
 from splittime.engine.recorder import StepTimes, ThreadTime
 from splittime.ledger.facts import ServerFacts
+
+Pieces = Iterator[Machine | None]
+"""Each `next` is a short piece of the measurement; the last one yields the result."""
+
+
+class Measuring:
+    """pieces: what is to be done; None: nothing. ended_ns: the end of the latest piece; a request that came before that
+    is told that it waited for it (`measuring`)."""
+
+    def __init__(self, pieces: Pieces | None, clock: Clock) -> None:
+        self.ended_ns = 0
+        self._pieces, self._clock = pieces, clock
+
+    @property
+    def is_due(self) -> bool:
+        return self._pieces is not None
+
+    def measure_piece(self) -> Machine | None:
+        """Do a piece; the last one gives the result."""
+        machine = None if self._pieces is None else next(self._pieces)
+        if machine is not None:
+            self._pieces = None
+        self.ended_ns = self._clock.now_ns()
+        return machine
+
+    def finish(self) -> Machine | None:
+        """Do all that is left; None if nothing was."""
+        machine = None
+        while self._pieces is not None:
+            machine = self.measure_piece()
+        return machine
+
 
 Watch = Callable[[Callable[[SplittimeError], None]], None]  # be told, in another thread, that no step can be run
 

@@ -20,10 +20,9 @@ from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.core.request import Request
 from splittime.core.sleep import AWAKE, WAKING, Rest, SleepAsk, SleepReport
-from splittime.drive.calls import Calls
-from splittime.drive.client import StreamItem
+from splittime.drive.client import Calls, StreamItem, Streams
 from splittime.drive.incarnation import Incarnation, cause_of_death, failure
-from splittime.drive.known_facts import KnownFacts
+from splittime.drive.known import KnownFacts, Sleeping
 from splittime.drive.messages import (
     Abort,
     Configure,
@@ -39,8 +38,6 @@ from splittime.drive.messages import (
     ToEngine,
 )
 from splittime.drive.residency import refusal, shutting_down, stays_asleep
-from splittime.drive.sleeping import Sleeping
-from splittime.drive.streams import Streams
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 

@@ -21,10 +21,9 @@ import zmq
 from splittime.core.clock import SystemClock
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.gc_pauses import GcPauses, freeze_heap
+from splittime.drive.host_time import GcPauses, freeze_heap, processor_time
 from splittime.drive.loop import Inbox, run_loop
 from splittime.drive.messages import Fatal, FromEngine, Loading, Ping, Pong, Ready, ToEngine
-from splittime.drive.processor_time import processor_time
 
 Timeline = list[tuple[str, int, int]]
 Tell = Callable[[str], None]

@@ -15,9 +15,8 @@ into which it is copied back. Such a block is in the index as soon as that is pl
 
 from collections.abc import Iterable, Sequence
 
-from splittime.kv.blocks import BlockPool
+from splittime.kv.blocks import BlockPool, PrefixIndex, block_name, root_name
 from splittime.kv.host import HostTier, Moves
-from splittime.kv.prefix import PrefixIndex, block_name, root_name
 
 NO_BLOCK = -1
 """In the place of a block that was found in host memory, until `reserve` takes one for it."""

@@ -4,7 +4,7 @@ A slot is in one of a block's three states (`kv.blocks`): pinned, while a copy o
 least recently used first; or free. A name is in one slot at most, and a slot has one name. What is copied back to the
 device stays here, so that its next eviction from there costs no copy.
 
-Only names and numbers: the bytes are moved by the runner (`runner.host_store`). `take_moves` hands the moves out for
+Only names and numbers: the bytes are moved by the runner (`runner.kv_store`). `take_moves` hands the moves out for
 the next plan that is sent, which makes all its offloads (block to slot), then all its restores (slot to block), then
 runs its rows; plans are carried out in order. So much has to be kept for that, and `check` verifies it:
 
@@ -16,8 +16,7 @@ runs its rows; plans are carried out in order. So much has to be kept for that, 
 from collections import Counter
 from collections.abc import Iterable
 
-from splittime.kv.blocks import BlockPool
-from splittime.kv.prefix import PrefixIndex
+from splittime.kv.blocks import BlockPool, PrefixIndex
 
 Moves = tuple[tuple[int, int], ...]
 

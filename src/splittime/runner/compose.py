@@ -2,29 +2,32 @@
 
     execution    the kernels of a card: on its stream, decode steps captured; all others: on the host's own time
     ranks        with tensor_parallel_size above 1: this process leads, the others are started and loaded first
-    overlap      what carries out steps while the next are planned: the runner itself on a card, else a thread
+    overlap      what carries out steps while the next are planned: the runner itself on a card, else a `RunnerThread`
     sleeper      what gives its memory away and takes it back; ranks do not sleep
     gauge        what measures the machine's ceilings with its kernels and threads
 
 `Resolved.execution` and `execution_reason` say what was chosen and why.
 """
 
+import atexit
 import os
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 
-from splittime.core.errors import ConfigError
-from splittime.core.step import AsyncRunner
+from splittime.core.errors import ConfigError, EngineError
+from splittime.core.step import AsyncRunner, StepPlan, StepResult
 from splittime.models.decoder import Decoder
 from splittime.models.opening import read_config
 from splittime.models.ranks import Ranks
 from splittime.models.weights.load import OnLayer
 from splittime.models.weights.shards import check
 from splittime.runner import machine, start_memory
-from splittime.runner.ahead import RunnerThread
 from splittime.runner.ceilings import Gauge
 from splittime.runner.config import RunnerConfig
 from splittime.runner.device.ceilings import CardGauge
@@ -35,6 +38,64 @@ from splittime.runner.ranks.lead import Lead
 from splittime.runner.ranks.members import Members
 from splittime.runner.sleep import TorchSleeper
 from splittime.runner.torch_runner import TorchRunner
+
+Plans = SimpleQueue[StepPlan | None]  # None: end
+Results = SimpleQueue[StepResult | BaseException]
+END_PATIENCE_S = 10.0  # for the steps that were launched, when the process exits
+_alive: "weakref.WeakSet[RunnerThread]" = weakref.WeakSet()
+
+
+class RunnerThread:
+    """prepare: called first in the thread, for what a library keeps by thread (its number of threads, say)."""
+
+    def __init__(self, run: Callable[[StepPlan], StepResult], prepare: Callable[[], None] = lambda: None) -> None:
+        self._plans: Plans = SimpleQueue()
+        self._results: Results = SimpleQueue()
+        self._failure: BaseException | None = None
+        self.thread = threading.Thread(
+            target=_work, args=(run, prepare, self._plans, self._results), name="runner", daemon=True
+        )
+        self.thread.start()
+        weakref.finalize(self, self._plans.put, None).atexit = False
+        _alive.add(self)
+
+    def launch(self, plan: StepPlan) -> None:
+        self._plans.put(plan)
+
+    def collect(self) -> StepResult:
+        if self._failure is None:
+            result = self._results.get()
+            if not isinstance(result, BaseException):
+                return result
+            self._failure = result
+        raise self._failure
+
+    def end(self) -> None:
+        """After what was launched; from now on `collect` raises."""
+        self._plans.put(None)
+        self._failure = self._failure or _ended()
+        self.thread.join(END_PATIENCE_S)
+
+
+@atexit.register
+def _end_all() -> None:
+    """The interpreter would freeze the threads where they are, and whoever waits for one would wait for ever."""
+    for ahead in list(_alive):
+        ahead.end()
+
+
+def _ended() -> EngineError:
+    return EngineError("the runner's thread has ended")
+
+
+def _work(run: Callable[[StepPlan], StepResult], prepare: Callable[[], None], plans: Plans, results: Results) -> None:
+    try:
+        prepare()
+        while (plan := plans.get()) is not None:
+            results.put(run(plan))
+        results.put(_ended())
+    except BaseException as error:  # whoever waits in `collect` must hear of it, whatever it is
+        results.put(error)
 
 
 def load_torch_runner(

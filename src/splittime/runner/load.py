@@ -31,8 +31,7 @@ from splittime.runner.honoured import (
     check_rounding,
     check_share_of_card,
 )
-from splittime.runner.host_store import num_host_slots, staging_bytes, story
-from splittime.runner.kv_store import KvStore, bytes_per_block
+from splittime.runner.kv_store import KvStore, bytes_per_block, num_host_slots, staging_bytes, story
 
 OnPhase = Callable[[str, int, int], None]
 TURN_BYTES = 12  # of an element of a head at one position, while the rotary turns are made (`models.rope.turns`)

@@ -18,7 +18,7 @@ from torch import Tensor
 from splittime.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from splittime.runner.slots import Slot
+    from splittime.runner.batch import Slot
 
 _LARGEST = 1e30  # a tiny penalty makes logits infinite; divided by the least temperature, 1e-5, this still is not
 

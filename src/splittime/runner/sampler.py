@@ -5,15 +5,20 @@ Greedy rows take the argmax. Random rows, after temperature:
 * A filter is a *threshold*: top_k keeps logits at or above the k-th largest, min_p those at or above max + log(min_p),
   top_p (the nucleus of Holtzman et al. 2020), over what those two leave, the smallest set of largest logits whose
   probability reaches p. Ties at a threshold are kept, so the set does not depend on how a sort breaks ties.
-* The token is drawn by inverse CDF over the kept tokens in the order of their ids, with one uniform of
-  `runner.randomness`, which depends on the request's seed and the index of the output alone.
+* The token is drawn by inverse CDF over the kept tokens in the order of their ids, with one number of `uniforms`, which
+  depends on the request's seed and the index of the output alone.
 * Where the backend has a kernel for all this (`Ops.draw`), it is used; the rest of this file is the same in torch.
 * A threshold is looked for among the 128 largest logits, then 2048 (`CANDIDATES`); only rows whose threshold lies
   deeper (a large top_k, a flat nucleus) are sorted whole. All routes draw from the same list, so they choose the same
   token.
+
+`uniforms` keeps no state: a counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+2011) built from the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014; constants by Stafford, variant 13): the seed is mixed into a key, the index steps by the golden gamma from
+it, and the sum is mixed again. The top 53 bits make a uniform double in [0, 1).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +26,29 @@ import torch
 from torch import Tensor
 
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import TokenLogprob
 from splittime.kernels.api import Ops
 from splittime.kernels.draw import DRAW
-from splittime.runner.randomness import uniforms
+from splittime.runner.marks import to_device, to_host
+
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """seeds, indices: int64 [N] -> float64 [N] in [0, 1)."""
+    with np.errstate(over="ignore"):
+        keys = _mix(seeds.astype(np.uint64) + _GOLDEN_GAMMA)
+        bits = _mix(keys + _GOLDEN_GAMMA * (indices.astype(np.uint64) + np.uint64(1)))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * _FIRST
+    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    return z ^ (z >> np.uint64(31))
+
 
 CANDIDATES = (128, 2048)
 MIN_TEMPERATURE = 1e-5
@@ -179,3 +204,74 @@ def _floor_of_counts(scaled: Tensor, values: Tensor, filters: Filters) -> tuple[
         total = torch.where(is_unbounded, kept.sum(-1, keepdim=True, dtype=torch.float64), total)
         floor = torch.where(is_unbounded, ratio_floor, floor)
     return floor, total, ~is_deep | is_unbounded
+
+
+MAX_LOGITS_ELEMENTS = 1 << 24  # 64 MiB of float32
+
+
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Log-probabilities of N rows. chosen: float32 [N], ranks: int64 [N], 1 for the likeliest. values, ids: [N, n], the
+    n likeliest."""
+
+    chosen: Tensor
+    ranks: Tensor
+    values: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class LineLogprobs:
+    """`found` is of these lines of a step's logits, on the host once the step's last mark is reached. counts: how many
+    alternatives each wants."""
+
+    lines: list[int]
+    counts: list[int]
+    found: Logprobs
+
+    def told(self, tokens: Sequence[int]) -> dict[int, TokenLogprob]:
+        """By line. tokens: chosen, of all lines."""
+        return dict(zip(self.lines, told(self.found, [tokens[line] for line in self.lines], self.counts), strict=True))
+
+
+def describe(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
+    """logits: float32 [N, vocab], raw; tokens: int64 [N], chosen; all on one device."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, tokens.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(-1) + 1
+    values, ids = torch.topk(logprobs, min(num_top, logits.shape[-1]), dim=-1)
+    return Logprobs(chosen.squeeze(1), ranks, values, ids)
+
+
+def told(found: Logprobs, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """One for each of the N rows: what was described of its token, and as many alternatives as it wants."""
+    lists = (one.tolist() for one in (found.chosen, found.ranks, found.ids, found.values))
+    return [
+        TokenLogprob(token, chosen, rank, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, count, chosen, rank, ids, values in zip(tokens, counts, *lists, strict=True)
+    ]
+
+
+def describe_lines(raw: Tensor, tokens: Tensor | list[int], params: Sequence[SamplingParams]) -> LineLogprobs | None:
+    """Returns them for the lines of raw, float32 [N, vocab], whose request wants them; None if no request does."""
+    lines = [line for line, one in enumerate(params) if one.logprobs is not None]
+    if not lines:
+        return None
+    counts = [params[line].logprobs or 0 for line in lines]
+    there = to_device(torch.tensor(lines), raw.device)
+    chosen = to_device(torch.tensor(tokens), raw.device) if isinstance(tokens, list) else tokens
+    found = describe(raw.index_select(0, there), chosen.index_select(0, there), max(counts))
+    return LineLogprobs(lines, counts, Logprobs(*map(to_host, (found.chosen, found.ranks, found.values, found.ids))))
+
+
+def score_prompt(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, next_tokens: Sequence[int], num_top: int, vocab_size: int
+) -> list[TokenLogprob]:
+    """hidden [n, hidden], next_tokens: the n tokens that followed -> their log-probabilities."""
+    chunk = max(1, MAX_LOGITS_ELEMENTS // vocab_size)
+    scores: list[TokenLogprob] = []
+    for begin in range(0, len(next_tokens), chunk):
+        tokens = next_tokens[begin : begin + chunk]
+        found = describe(logits_of(hidden[begin : begin + chunk]), torch.tensor(tokens, device=hidden.device), num_top)
+        scores += told(found, tokens, [num_top] * len(tokens))
+    return scores

@@ -24,15 +24,13 @@ from splittime.core.facts import TokenCost
 from splittime.core.step import Row, RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.models.decoder import Decoder
 from splittime.runner import batch as batches
-from splittime.runner import logprobs, penalties
-from splittime.runner.batch import Batch
+from splittime.runner import penalties, sampler
+from splittime.runner.batch import Batch, Slots
 from splittime.runner.config import Resolved, RunnerConfig
-from splittime.runner.execution import Chosen, Execution
+from splittime.runner.execution import Chosen, ComputedRows, Execution, Launched
 from splittime.runner.kv_store import KvStore
-from splittime.runner.launched import ComputedRows, Launched
 from splittime.runner.marks import StreamMark
 from splittime.runner.ranks.lead import Lead
-from splittime.runner.slots import Slots
 from splittime.runner.warm_up import warm_up_plans
 
 NO_TOKEN = "the step before gave this request no token"
@@ -215,4 +213,4 @@ class TorchRunner:
         wanted = hidden[begin : begin + len(following)]
         num_top = slot.admitted.sampling.prompt_logprobs or 0
         vocab_size = self.resolved.vocab_size
-        return tuple(logprobs.score_prompt(self.decoder.logits, wanted, following, num_top, vocab_size))
+        return tuple(sampler.score_prompt(self.decoder.logits, wanted, following, num_top, vocab_size))

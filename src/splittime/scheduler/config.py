@@ -28,7 +28,7 @@ class SchedulerConfig(StepLimits, frozen=True, kw_only=True, forbid_unknown_fiel
     max_model_len: longest prompt plus output, in tokens.
     num_blocks: blocks of the KV cache; it must hold at least one request of max_model_len.
     num_host_slots: blocks of host memory for what is evicted from it; 0: what is evicted is lost.
-    policy: see `scheduler.policy`.
+    policy: see `scheduler.state`.
     paused: admit and compute nothing until it is false again.
     """
 

@@ -10,16 +10,38 @@ up. A plan is made in four passes over one token budget:
     3. admission   from the queue, while there are slots, budget, and blocks for all its known tokens (so a prefill is
                    never stopped half-way for want of blocks). The first that does not fit ends the admission: nobody
                    overtakes it, so nobody starves.
-    4. drafts      decode rows are widened by the drafts that there are, with what is left (`scheduler.speculation`).
+    4. drafts      decode rows are widened by the drafts that there are, with what is left (`Speculation`).
 
 Every request that waits, and every running one that gets no row, gets its cause at this moment.
 """
 
 from splittime.core.step import PENDING, Admitted, Row, StepPlan
 from splittime.ledger.stages import Cause
-from splittime.scheduler.budget import StepBudget
 from splittime.scheduler.requests import Requests
 from splittime.scheduler.state import DECODE, RequestState
+
+
+class StepBudget:
+    """`tokens` left in the step. With chunking, a prompt takes what is left; without, it goes whole or not at all,
+    except that one prompt longer than the whole budget may go as the step's only prefill."""
+
+    __slots__ = ("enable_chunked_prefill", "has_prefill", "tokens")
+
+    def __init__(self, tokens: int, enable_chunked_prefill: bool) -> None:
+        self.tokens = tokens
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.has_prefill = False
+
+    def chunk(self, num_pending: int) -> int:
+        """How many of a request's pending tokens fit now; 0: none."""
+        if self.enable_chunked_prefill:
+            return min(num_pending, self.tokens)
+        fits = num_pending <= self.tokens or not self.has_prefill
+        return num_pending if fits and self.tokens > 0 else 0
+
+    def spend(self, num_tokens: int) -> None:
+        self.tokens = max(self.tokens - num_tokens, 0)
+        self.has_prefill = True
 
 
 class Planner:

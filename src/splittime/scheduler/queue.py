@@ -3,22 +3,124 @@
 It also writes down why they wait without touching each of 10,000 waiting requests at each step. All but the first wait
 for one and the same cause, so each change of it goes into a log, (since when, cause), and a request copies its part of
 the log into its account when it leaves. The first can have a cause of its own (`kv_blocks`: it is this one that does
-not fit) and is marked directly for as long as it is first. Those that were overtaken (`overtaking`) have a log of their
-own, which says `policy`. Who waits for something of its own stands elsewhere (`held`).
+not fit) and is marked directly for as long as it is first. Those that were overtaken (`ArrivalOrder`) have a log of
+their own, which says `policy`. Who waits for something of its own stands elsewhere (`HeldSet`).
 
     log           token_budget@10   batch_slots@25   token_budget@90
     a request     pushed @12 ........joins @25 (next plan).......... leaves @95: batch_slots 25..90, token_budget 90..95
 """
 
+import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 from splittime.ledger.stages import Cause
-from splittime.scheduler.heap import MortalHeap
-from splittime.scheduler.overtaking import ArrivalLine
-from splittime.scheduler.policy import overdue_rank
-from splittime.scheduler.state import Rank, RequestState
+from splittime.scheduler.state import Rank, RequestState, overdue_rank
+
+Entry = TypeVar("Entry", bound=tuple)
+SWEEP_FROM = 64  # dead entries that are not worth a sweep
+
+
+class MortalHeap(Generic[Entry]):
+    """A heap whose entries may die where they are. All operations are O(log n), over many calls.
+
+    Taking an entry out of the middle of a heap costs O(n). So it stays: `is_alive` tells the living from the dead, the
+    dead are skipped when they come to the top, and they are swept out when they are the most (one at the bottom might
+    never come to the top). Entries are ordered as tuples are.
+    """
+
+    def __init__(self, is_alive: Callable[[Entry], bool]) -> None:
+        self._entries: list[Entry] = []
+        self._is_alive = is_alive
+
+    def __iter__(self) -> Iterator[Entry]:
+        """The living, in no order."""
+        return filter(self._is_alive, self._entries)
+
+    @property
+    def num_kept(self) -> int:
+        """Entries, the dead among them."""
+        return len(self._entries)
+
+    def push(self, entry: Entry) -> None:
+        heapq.heappush(self._entries, entry)
+
+    def first(self) -> Entry | None:
+        """The least of the living; it stays."""
+        entries = self._entries
+        while entries and not self._is_alive(entries[0]):
+            heapq.heappop(entries)
+        return entries[0] if entries else None
+
+    def pop(self) -> Entry | None:
+        """The least of the living; it leaves."""
+        return None if self.first() is None else heapq.heappop(self._entries)
+
+    def sweep(self, num_alive: int) -> None:
+        """Forget the dead, once they outnumber so many living ones."""
+        if len(self._entries) > 2 * num_alive + SWEEP_FROM:
+            self.fill(list(self))
+
+    def fill(self, entries: Iterable[Entry]) -> None:
+        """Hold these entries and no others."""
+        self._entries = list(entries)
+        heapq.heapify(self._entries)
+
+
+class ArrivalOrder:
+    """Who is overtaken, and so waits for `policy`: the order of arrivals, beside what the policy does.
+
+    A slot that comes free is one turn. By arrival the oldest of the waiting would take it; if the policy gives it to a
+    younger one, the oldest that had not been passed over yet is overtaken, and stays so until it is admitted: without
+    the policy it would be running now. The others wait for what they would have waited for anyway (`batch_slots`, ...).
+
+        waiting, by arrival     long  b  c        c is admitted: long is overtaken; b is not, it would still wait
+                                long  b           b is admitted: that was the turn that c had left over; nobody is new
+                                long              long is admitted
+
+    As many are overtaken as have been admitted before their turn and still have their place in the order; `check`
+    verifies it. Each departure costs O(log n).
+    """
+
+    def __init__(self) -> None:
+        self._order: MortalHeap[tuple[int, int, RequestState]] = MortalHeap(self._stands)  # arrival, push
+        self._early: set[int] = set()  # pushes of those that were admitted before their turn
+
+    def join(self, state: RequestState) -> None:
+        """It waits; its `pushed` is new."""
+        state.is_overtaken = False
+        self._order.push((state.arrival, state.pushed, state))
+
+    def leave(self, state: RequestState, is_admitted: bool) -> RequestState | None:
+        """It waits no more (its `pushed` still says which push that was). Returns who is overtaken by that, if
+        anybody is. One that goes away without a turn takes none; one that was overtaken had its turn already."""
+        if not (is_admitted or state.is_overtaken):
+            return None
+        if not state.is_overtaken:
+            self._early.add(state.pushed)
+        return self._take_turn()
+
+    def sweep(self, num_alive: int) -> None:
+        """Forget who went away before their turn, once they are the most."""
+        self._order.sweep(num_alive + len(self._early))
+
+    def check(self, waiting: Iterable[RequestState]) -> None:
+        assert sum(state.is_overtaken for state in waiting) == len(self._early), "turns were lost"
+
+    def _take_turn(self) -> RequestState | None:
+        first = self._order.pop()
+        if first is None:
+            return None
+        _, pushed, state = first
+        if pushed in self._early:
+            self._early.remove(pushed)
+            return None
+        state.is_overtaken = True
+        return state
+
+    def _stands(self, entry: tuple[int, int, RequestState]) -> bool:
+        return entry[2].pushed == entry[1] or entry[1] in self._early
 
 
 class CauseLog:
@@ -85,7 +187,7 @@ class WaitingQueue:
         self._length = 0
         self._fresh: dict[RequestState, None] = {}  # pushed since the last plan, in order
         self._log = CauseLog()
-        self._line = ArrivalLine()
+        self._arrivals = ArrivalOrder()
         self._overtaken_log = CauseLog()
         self._overtaken: list[RequestState] = []  # since the last plan
         self._first: RequestState | None = None
@@ -104,7 +206,7 @@ class WaitingQueue:
         self._by_rank.push((state.rank, state.pushed, state))
         self._by_age.push((now_ns, state.pushed, state))
         self._fresh[state] = None
-        self._line.join(state)
+        self._arrivals.join(state)
         self._length += 1
         self.num_tokens += state.num_pending
 
@@ -119,21 +221,14 @@ class WaitingQueue:
         state.rank = overdue_rank(state.arrival)
         return state
 
-    def admit(self, state: RequestState) -> None:
-        """It leaves to be computed; another may be overtaken by that."""
-        self._leave(state, is_admitted=True)
-
-    def remove(self, state: RequestState) -> None:
-        """It leaves otherwise (aborted, expired, held)."""
-        self._leave(state, is_admitted=False)
-
-    def _leave(self, state: RequestState, is_admitted: bool) -> None:
-        """Its account learns why it waited."""
+    def leave(self, state: RequestState, is_admitted: bool) -> None:
+        """It leaves to be computed, by which another may be overtaken, or otherwise (aborted, expired, held). Its
+        account learns why it waited."""
         leave_log(state)
         self._fresh.pop(state, None)
         if state is self._first:
             self._first = None
-        overtaken = self._line.leave(state, is_admitted)
+        overtaken = self._arrivals.leave(state, is_admitted)
         if overtaken is not None:
             self._overtaken.append(overtaken)
         state.pushed = 0
@@ -143,7 +238,7 @@ class WaitingQueue:
             self._overtaken.clear()
         self._by_rank.sweep(self._length)
         self._by_age.sweep(self._length)
-        self._line.sweep(self._length)
+        self._arrivals.sweep(self._length)
 
     def wait(self, now_ns: int, first: RequestState, first_cause: Cause, rest_cause: Cause) -> None:
         """State why everybody still here waits from `now_ns` on: `first` for its own cause, the overtaken for the
@@ -156,15 +251,12 @@ class WaitingQueue:
         self._log.state_cause(now_ns, rest_cause)
         self._overtaken_log.state_cause(now_ns, _overtaken_cause(rest_cause))
         for state in moving:
-            self._log_of(state).join(state, now_ns)
+            (self._overtaken_log if state.is_overtaken else self._log).join(state, now_ns)
         self._fresh.clear()
         self._overtaken.clear()
         self._first = first
         cause = _overtaken_cause(first_cause) if first.is_overtaken else first_cause
         first.account.enter(first.waiting_stage, now_ns, cause)
-
-    def _log_of(self, state: RequestState) -> CauseLog:
-        return self._overtaken_log if state.is_overtaken else self._log
 
     def waiting_for(self) -> Counter[Cause | None]:
         """How many wait for what now, in O(arrivals since the last plan)."""
@@ -181,7 +273,7 @@ class WaitingQueue:
         assert len(waiting) == self._length
         assert self.num_tokens == sum(state.num_pending for state in waiting)
         assert sum(self.waiting_for().values()) == self._length
-        self._line.check(waiting)
+        self._arrivals.check(waiting)
 
     def rerank(self, new_rank: Callable[[RequestState], Rank]) -> None:
         """Rank everybody anew: the policy has changed."""

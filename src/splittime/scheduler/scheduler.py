@@ -20,12 +20,20 @@ from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
-from splittime.scheduler.heap import MortalHeap
-from splittime.scheduler.outputs import check_prompt_length, deadline_error, progress_output, row_error
 from splittime.scheduler.planner import Planner
-from splittime.scheduler.policy import is_overdue, rank
+from splittime.scheduler.queue import MortalHeap
 from splittime.scheduler.requests import Requests, rank_of
-from splittime.scheduler.state import DECODE, Rank, RequestState
+from splittime.scheduler.state import (
+    DECODE,
+    Rank,
+    RequestState,
+    check_prompt_length,
+    deadline_error,
+    is_overdue,
+    progress_output,
+    rank,
+    row_error,
+)
 
 
 class Scheduler:
@@ -73,7 +81,7 @@ class Scheduler:
         if state is None or state.is_known_to_runner:
             return False
         if state.pushed:
-            self.queue.remove(state)
+            self.queue.leave(state, is_admitted=False)
         self.held.add(state, cause, now_ns)
         return True
 

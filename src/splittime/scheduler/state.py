@@ -1,12 +1,21 @@
-"""What has become of a request since it was asked. Only the scheduler holds and changes these."""
+"""What has become of a request since it was asked, its rank, and what is said of it. Only the scheduler changes these.
 
+Policies say who goes first among the waiting, and so, in reverse, who is preempted first among the running. Each
+policy is one key function; lower goes first, ties go by arrival. Whatever the policy, a request that has waited longer
+than the starvation bound goes before all that have not, the longest wait first, and keeps that rank while it runs, so
+that it is not preempted at once for what the policy would have preferred.
+"""
+
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, RequestError
 from splittime.core.request import FinishReason, Request
 from splittime.core.step import Row, RowResult, TokenLogprob
 from splittime.kv.cache import Lease
 from splittime.ledger.account import Account, Mark
 from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler.events import RequestOutput
 
 if TYPE_CHECKING:
     from splittime.scheduler.queue import CauseLog
@@ -149,3 +158,94 @@ class RequestState:
         new = tuple(self.account.marks[self.num_marks_sent :])
         self.num_marks_sent += len(new)
         return new
+
+
+POLICIES: dict[str, Callable[[Request], float]] = {
+    "fcfs": lambda request: 0.0,
+    "priority": lambda request: float(request.priority),
+    "shortest_prefill": lambda request: float(len(request.prompt_token_ids)),
+    "deadline": lambda request: float("inf") if request.deadline_ns is None else float(request.deadline_ns),
+}
+
+
+def rank(policy: str, request: Request, arrival: int) -> Rank:
+    return (1, POLICIES[policy](request), arrival)
+
+
+def overdue_rank(arrival: int) -> Rank:
+    return (0, 0.0, arrival)
+
+
+def is_overdue(rank: Rank) -> bool:
+    return rank[0] == 0
+
+
+Logprobs = tuple[TokenLogprob, ...]
+
+
+def progress_output(
+    state: RequestState, token_ids: tuple[int, ...], logprobs: Logprobs, prompt_logprobs: Logprobs
+) -> RequestOutput:
+    """The request goes on: its new tokens, its new marks, and what it found in the prefix cache."""
+    return RequestOutput(
+        request_id=state.request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        marks=state.new_marks(),
+        num_cached_tokens=state.num_cached_tokens,
+        num_host_tokens=state.num_host_tokens,
+        num_preemptions=state.num_preemptions,
+    )
+
+
+def end_output(
+    state: RequestState,
+    reason: FinishReason,
+    now_ns: int,
+    error: ErrorInfo | None,
+    token_ids: tuple[int, ...],
+    logprobs: Logprobs,
+    prompt_logprobs: Logprobs,
+) -> RequestOutput:
+    """The terminal event; its blocks are free, its account is closed."""
+    return RequestOutput(
+        request_id=state.request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        marks=state.new_marks(),
+        finish_reason=reason,
+        error=error,
+        num_cached_tokens=state.num_cached_tokens,
+        num_host_tokens=state.num_host_tokens,
+        num_preemptions=state.num_preemptions,
+        freed_ns=now_ns,
+        stop_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
+    )
+
+
+def row_error(row_result: RowResult) -> ErrorInfo:
+    return EngineError(f"request {row_result.request_id} failed: {row_result.error}", code="row_failed").info
+
+
+def deadline_error(state: RequestState, late_ns: int) -> ErrorInfo:
+    where = "while it ran" if state.is_known_to_runner else "while it waited"
+    return DeadlineExceeded(
+        f"the request's deadline passed {where} (noticed {late_ns / 1e6:.1f} ms later)",
+        hint="ask for fewer tokens, allow more time (X-Request-Deadline-Ms), or retry when the server is less busy",
+    ).info
+
+
+def check_prompt_length(num_prompt: int, max_model_len: int) -> None:
+    """Raise RequestError for an empty prompt, and for one that leaves no room for a token of output."""
+    if num_prompt == 0:
+        raise RequestError("the prompt has no tokens", param="prompt", value=0, limit=1)
+    if num_prompt >= max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens; the model takes at most {max_model_len - 1} and one of output",
+            code="context_length_exceeded",
+            param="prompt",
+            value=num_prompt,
+            limit=max_model_len - 1,
+        )

@@ -17,8 +17,7 @@ from splittime.core.clock import SystemClock
 from splittime.core.errors import ErrorInfo, Refused
 from splittime.core.sleep import AWAKE, WAY_OUT
 from splittime.drive.client import EngineClient
-from splittime.drive.gc_pauses import GcPauses, freeze_heap
-from splittime.drive.machine_time import machine_time
+from splittime.drive.host_time import GcPauses, freeze_heap, machine_time
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import send_lag_ns
 from splittime.ledger.export.prometheus import PrometheusExporter

@@ -1,4 +1,4 @@
-"""`runner.randomness` on the device, bit for bit: the uniform number of (seed, index of the output).
+"""`runner.sampler` on the device, bit for bit: the uniform number of (seed, index of the output).
 
 A captured step makes its random numbers from seeds and indices that lie on the device; the host owes it nothing.
 """

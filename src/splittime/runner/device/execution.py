@@ -17,15 +17,14 @@ from splittime.core.step import PENDING
 from splittime.kernels.triton.ops import TritonOps
 from splittime.models.decoder import Decoder
 from splittime.runner import sampler
-from splittime.runner.batch import Batch
+from splittime.runner.batch import Batch, Slot
 from splittime.runner.config import Resolved
 from splittime.runner.device import first_calls
 from splittime.runner.device.graphs import DecodeGraphs, candidates
 from splittime.runner.execution import Chosen, Flags, Forward
 from splittime.runner.kv_store import KvStore
-from splittime.runner.logprobs import describe_lines
 from splittime.runner.marks import to_device, to_host
-from splittime.runner.slots import Slot
+from splittime.runner.sampler import describe_lines
 
 MAX_SLOTS = 1 << 16
 

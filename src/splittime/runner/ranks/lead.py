@@ -11,10 +11,10 @@ import msgspec
 
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.core.step import PENDING, StepPlan, StepResult
+from splittime.runner.batch import Slots
 from splittime.runner.ranks.channel import encode
 from splittime.runner.ranks.group import RankGroup, RankLost
 from splittime.runner.ranks.members import Members
-from splittime.runner.slots import Slots
 
 
 class Lead:
