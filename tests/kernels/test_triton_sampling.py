@@ -207,7 +207,7 @@ def test_a_larger_uniform_number_never_chooses_an_earlier_token(vocab, numbers):
 def test_log_probabilities_are_the_hosts():
     logits, tokens = randn(4, 500) * 3, [3, 99, 0, 499]
     got = sampler.describe(logits.to(DEVICE), torch.tensor(tokens, device=DEVICE), 5)
-    for line, one in enumerate(sampler.told(got, tokens, [5] * 4)):
+    for line, one in enumerate(sampler.token_logprobs(got, tokens, [5] * 4)):
         want = logits[line].log_softmax(-1)
         assert one.rank == 1 + int((want > want[tokens[line]]).sum())
         assert [token for token, _ in one.top] == want.topk(5).indices.tolist()

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from test_scheduler import add, make_scheduler, shape, step
 
 from splittime.ledger.stages import Cause
+from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.planner import StepBudget
 
 
@@ -12,7 +13,8 @@ from splittime.scheduler.planner import StepBudget
 @given(st.integers(0, 20), st.booleans(), st.lists(st.integers(1, 12), max_size=8))
 def test_a_step_computes_no_more_than_it_may(tokens: int, chunks: bool, pending: list[int]) -> None:
     """But for one whole prompt that is longer than all of it. Who comes first takes what fits."""
-    budget = StepBudget(tokens, chunks)
+    config = SchedulerConfig(max_num_batched_tokens=tokens, enable_chunked_prefill=chunks)
+    budget = StepBudget(config, num_decodes=0)
     taken: list[int] = []
     for num_pending in pending:
         left = max(tokens - sum(taken), 0)

@@ -29,6 +29,7 @@ from splittime.drive.residency import Answer, Residency, ended_by_sleep
 from splittime.engine.engine import Engine
 from splittime.engine.recorder import StepTimes, ThreadTime
 from splittime.ledger.facts import ServerFacts
+from splittime.ledger.stages import Cause
 
 Pieces = Iterator[Machine | None]
 """Each `next` is a short piece of the measurement; the last one yields the result."""
@@ -108,14 +109,24 @@ class Crank:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, received_ns: int) -> None:
-        """Take a request in; one that cannot be served, ever or while the engine sleeps, ends at once with `error`."""
+    def submit(self, request: Request, received_ns: int, held_for: Cause | None = None) -> None:
+        """Take a request in; one that cannot be served, ever or while the engine sleeps, ends at once with `error`.
+        held_for: it waits for this beside the queue, until `release`."""
         error = self.residency.refusal()
         if error is not None:
             self.engine.refuse(request, received_ns, error)
             return
         self._skip_idle_time()
-        self.engine.submit(request, received_ns, self._clock.now_ns(), self.measuring.ended_ns)
+        self.engine.submit(request, received_ns, self._clock.now_ns(), self.measuring.ended_ns, held_for)
+
+    def hold(self, request_id: str, cause: Cause) -> bool:
+        """Set a waiting request aside until `release`, as `Scheduler.hold` does. Returns whether it waits."""
+        return self.engine.scheduler.hold(request_id, cause, self._clock.now_ns())
+
+    def release(self, request_id: str, received_ns: int) -> bool:
+        """What it was held for is there: it queues, with its rank. Returns whether it was held."""
+        self._skip_idle_time()
+        return self.engine.release(request_id, received_ns, self._clock.now_ns())
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is still here. Its blocks are free when this returns."""

@@ -22,6 +22,7 @@ from splittime.drive.messages import (
     Configure,
     ConfigureDone,
     Measured,
+    Release,
     Sleep,
     SleepDone,
     StepOutput,
@@ -114,8 +115,10 @@ def _tell_measured(machine: Machine | None, send: Send) -> None:
 
 def _handle(crank: Crank, message: ToEngine, received_ns: int, send: Send) -> None:
     match message:
-        case Submit(request):
-            crank.submit(request, received_ns)
+        case Submit(request, held_for):
+            crank.submit(request, received_ns, held_for)
+        case Release(request_id):
+            crank.release(request_id, received_ns)
         case Abort(request_id):
             crank.abort(request_id)
         case Configure(call_id, knobs):

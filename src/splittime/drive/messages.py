@@ -1,8 +1,8 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
-Client to engine: `Submit`, `Abort`, `Configure`, `Sleep`, `Wake`, `Ping`. Engine to client: `Loading` now and then,
-`Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured` when the machine's
-ceilings are known, `ConfigureDone`, `SleepDone`, `Pong`, `Fatal` as the last word before it dies.
+Client to engine: `Submit`, `Release`, `Abort`, `Configure`, `Sleep`, `Wake`, `Ping`. Engine to client: `Loading` now
+and then, `Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured` when the
+machine's ceilings are known, `ConfigureDone`, `SleepDone`, `Pong`, `Fatal` as the last word before it dies.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from splittime.core.facts import Machine
 from splittime.core.request import Request
 from splittime.core.sleep import Rest, SleepAsk, SleepReport
 from splittime.ledger.facts import ServerFacts
+from splittime.ledger.stages import Cause
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.events import RequestOutput
 
@@ -99,7 +100,16 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """held_for: the request waits for this beside the queue, until `Release`."""
+
     request: Request
+    held_for: Cause | None = None
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """What the request was held for is there."""
+
+    request_id: str
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -124,5 +134,5 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
     call_id: int
 
 
-ToEngine = Submit | Abort | Configure | Sleep | Wake | Ping
+ToEngine = Submit | Release | Abort | Configure | Sleep | Wake | Ping
 FromEngine = StepOutput | Loading | Ready | Measured | ConfigureDone | SleepDone | Fatal | Pong

@@ -26,12 +26,13 @@ from splittime.core.errors import ErrorInfo, RequestError, SplittimeError
 from splittime.core.request import FinishReason, Request
 from splittime.core.step import StepPlan, StepResult
 from splittime.engine.recorder import InFlight, Recorder, StepTimes
-from splittime.engine.stats import engine_stats
 from splittime.ledger.account import Account
-from splittime.ledger.stages import Stage
+from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
+
+NOT_PLANNED = "not_told"  # in the stats, the cause of who waits before any plan has looked at it
 
 
 class Engine:
@@ -51,20 +52,31 @@ class Engine:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, received_ns: int, now_ns: int, measured_ns: int = 0) -> None:
+    def submit(
+        self, request: Request, received_ns: int, now_ns: int, measured_ns: int = 0, held_for: Cause | None = None
+    ) -> None:
         """Take a request in; one that can never be served ends at once with `error`.
 
         received_ns: when it reached the driver. measured_ns: the end of the driver's last measurement of the machine.
+        held_for: it waits for this beside the queue, until `release`.
         """
-        self._recorder.stop_idling(now_ns)
+        if held_for is None:
+            self._recorder.stop_idling(now_ns)
         try:
-            self.scheduler.submit(request, received_ns, measured_ns)
+            self.scheduler.submit(request, received_ns, measured_ns, held_for)
         except RequestError as error:
             self.refuse(request, received_ns, error)
 
     def refuse(self, request: Request, received_ns: int, error: SplittimeError) -> None:
         """End a request at once that is not taken in."""
         self._outputs.append(_refusal(request, max(received_ns, request.submitted_ns), error))
+
+    def release(self, request_id: str, received_ns: int, now_ns: int) -> bool:
+        """What a request was held for is there: it queues, with its rank. Returns whether it was held."""
+        was_held = self.scheduler.release(request_id, received_ns)
+        if was_held:
+            self._recorder.stop_idling(now_ns)
+        return was_held
 
     def abort(self, request_id: str, now_ns: int) -> None:
         """End a request, if it is still here. Its blocks are free when this returns."""
@@ -175,7 +187,28 @@ class Engine:
         """Gauges and counters; what only a driver knows has its default."""
         if self.scheduler.config is not self._config:  # making the knobs anew takes a microsecond of each step
             self._config, self._knobs = self.scheduler.config, self.scheduler.config.knobs()
-        return engine_stats(now_ns, self.scheduler, self._recorder.num_steps, self._knobs)
+        scheduler, cache, host = self.scheduler, self.scheduler.cache, self.scheduler.cache.host
+        num_waiting, waiting_for = scheduler.num_waiting, {}
+        if num_waiting:
+            waiting_for = {cause or NOT_PLANNED: count for cause, count in scheduler.waiting_for().items()}
+        return EngineStats(
+            now_ns=now_ns,
+            num_waiting=num_waiting,
+            waiting_for=waiting_for,
+            num_running=scheduler.num_running,
+            waiting_prompt_tokens=scheduler.num_waiting_tokens,
+            blocks_used=cache.num_used,
+            blocks_total=cache.num_blocks,
+            blocks_cached=cache.num_cached,
+            num_steps=self._recorder.num_steps,
+            is_paused=scheduler.config.paused,
+            knobs=self._knobs,
+            **vars(scheduler.counts),
+            host_blocks_used=0 if host is None else host.num_held,
+            host_blocks_total=0 if host is None else host.num_slots,
+            offloaded_tokens=0 if host is None else host.num_offloaded * cache.block_size,
+            restored_tokens=0 if host is None else host.num_restored * cache.block_size,
+        )
 
 
 def _refusal(request: Request, now_ns: int, error: SplittimeError) -> RequestOutput:

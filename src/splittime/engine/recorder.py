@@ -57,6 +57,16 @@ class Span(NamedTuple):
     hidden_ns: int
 
 
+class Parts(NamedTuple):
+    """What the runner took of a step, in the order in which it says so; launch_ns: what is left."""
+
+    offload_ns: int
+    restore_ns: int
+    device_ns: int
+    sample_ns: int
+    launch_ns: int
+
+
 class StepWork(NamedTuple):
     """What a step computes, as its record tells it. draft_tokens: among the others."""
 
@@ -98,26 +108,37 @@ class Recorder:
     def record(self, step: InFlight, result: StepResult, times: StepTimes, is_overlapped: bool) -> StepRecord:
         """Returns the record of a step that has ended. is_overlapped: the host went on while it was computed."""
         span = self._overlapped(step, times) if is_overlapped else _in_turn(step, times)
-        plan, (begin_ns, end_ns, plan_ns, commit_ns, hidden_ns) = step.plan, span
-        ran_ns = end_ns - begin_ns - plan_ns - commit_ns
-        told_ns = (result.offload_ns, result.restore_ns, result.device_ns, result.sample_ns)
-        (offload_ns, restore_ns, device_ns, sample_ns), launch_ns = _within(ran_ns, told_ns)
-        gap_ns = 0 if self._previous is None else begin_ns - self._previous.end_ns
+        gap_ns = 0 if self._previous is None else span.begin_ns - self._previous.end_ns
         idle_ns = min(self._idle_ns, gap_ns)
-        work = _work(plan)
-        scheduler = self._scheduler
-        victims, self._victims = step.victims + self._victims, ()
-        cpu_wait_ns, off_cpu_ns = _without_processor(times.thread, end_ns - begin_ns + gap_ns - idle_ns, result)
-        self._previous = StepRecord(
+        step = step._replace(victims=step.victims + self._victims) if self._victims else step
+        self._previous = self._record(step, result, times, span, _parts(span, result), gap_ns - idle_ns, idle_ns)
+        self._victims, self._idle_ns = (), 0
+        self.num_steps += 1
+        return self._previous
+
+    def _record(
+        self,
+        step: InFlight,
+        result: StepResult,
+        times: StepTimes,
+        span: Span,
+        parts: Parts,
+        host_gap_ns: int,
+        idle_ns: int,
+    ) -> StepRecord:
+        plan, scheduler, work = step.plan, self._scheduler, _work(step.plan)
+        lasted_ns = span.end_ns - span.begin_ns + host_gap_ns
+        cpu_wait_ns, off_cpu_ns = _without_processor(times.thread, lasted_ns, result)
+        return StepRecord(
             step_id=plan.step_id,
-            begin_ns=begin_ns,
-            end_ns=end_ns,
-            plan_ns=plan_ns,
-            launch_ns=launch_ns,
-            device_ns=device_ns,
-            sample_ns=sample_ns,
-            commit_ns=commit_ns,
-            host_gap_ns=gap_ns - idle_ns,
+            begin_ns=span.begin_ns,
+            end_ns=span.end_ns,
+            plan_ns=span.plan_ns,
+            launch_ns=parts.launch_ns,
+            device_ns=parts.device_ns,
+            sample_ns=parts.sample_ns,
+            commit_ns=span.commit_ns,
+            host_gap_ns=host_gap_ns,
             idle_ns=idle_ns,
             asleep_ns=min(times.slept_ns, idle_ns),
             rows=work.rows,
@@ -127,24 +148,21 @@ class Recorder:
             blocks_used=scheduler.cache.num_used,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            victims=victims,
+            victims=step.victims,
             verified=_verified(plan, result) if work.draft_tokens else (),
-            hidden_ns=hidden_ns,
+            hidden_ns=span.hidden_ns,
             execution=result.execution,
             padded_rows=result.padded_rows,
-            gap_ns=self._device_gap_ns(result.gap_ns - idle_ns, gap_ns - idle_ns, plan_ns, launch_ns),
+            gap_ns=self._device_gap_ns(result.gap_ns - idle_ns, host_gap_ns, span.plan_ns, parts.launch_ns),
             enqueue_ns=result.enqueue_ns,
-            collective_ns=min(result.collective_ns, device_ns + sample_ns),
-            offload_ns=offload_ns,
-            restore_ns=restore_ns,
+            collective_ns=min(result.collective_ns, parts.device_ns + parts.sample_ns),
+            offload_ns=parts.offload_ns,
+            restore_ns=parts.restore_ns,
             offloaded_blocks=len(plan.offloads),
             restored_blocks=len(plan.restores),
             cpu_wait_ns=cpu_wait_ns,
             off_cpu_ns=off_cpu_ns,
         )
-        self._idle_ns = 0
-        self.num_steps += 1
-        return self._previous
 
     def _overlapped(self, step: InFlight, times: StepTimes) -> Span:
         """The span of a step beside which the host went on until `waiting_ns`."""
@@ -155,11 +173,11 @@ class Recorder:
         plan_ns, hidden_ns = times.planned_ns - step.begin_ns, times.waiting_ns - times.planned_ns
         return Span(step.begin_ns, times.ready_ns, plan_ns, commit_ns=0, hidden_ns=hidden_ns)
 
-    def _device_gap_ns(self, told_ns: int, host_gap_ns: int, plan_ns: int, launch_ns: int) -> int:
+    def _device_gap_ns(self, reported_ns: int, host_gap_ns: int, plan_ns: int, launch_ns: int) -> int:
         """What the device's clock says that it waited, held to what the host's says that it can have."""
-        if told_ns <= 0 or self._previous is None:
+        if reported_ns <= 0 or self._previous is None:
             return 0
-        return min(told_ns, gap_room_ns(self._previous, host_gap_ns, plan_ns, launch_ns))
+        return min(reported_ns, gap_room_ns(self._previous, host_gap_ns, plan_ns, launch_ns))
 
 
 def _in_turn(step: InFlight, times: StepTimes) -> Span:
@@ -203,10 +221,11 @@ def _verified(plan: StepPlan, result: StepResult) -> tuple[tuple[str, int, int],
     )
 
 
-def _within(total_ns: int, told_ns: Sequence[int]) -> tuple[list[int], int]:
-    """The parts as they were told, held to what is left of the total for each; and what is left after all."""
+def _parts(span: Span, result: StepResult) -> Parts:
+    """The parts as the runner reports them, held to what is left of the step's time for each."""
+    left_ns = span.end_ns - span.begin_ns - span.plan_ns - span.commit_ns
     parts_ns = []
-    for part_ns in told_ns:
-        parts_ns.append(min(part_ns, total_ns))
-        total_ns -= parts_ns[-1]
-    return parts_ns, total_ns
+    for reported_ns in (result.offload_ns, result.restore_ns, result.device_ns, result.sample_ns):
+        parts_ns.append(min(reported_ns, left_ns))
+        left_ns -= parts_ns[-1]
+    return Parts._make((*parts_ns, left_ns))

@@ -106,15 +106,15 @@ def load_torch_runner(
 
     Raises `ConfigError` naming what cannot be honoured, `EngineError` naming a rank that failed.
     """
-    told = on_phase or (lambda name, begin_ns, end_ns: None)
+    on_phase = on_phase or (lambda name, begin_ns, end_ns: None)
     config.validate()
     if config.tensor_parallel_size > 1:
-        return _load_with_ranks(config, told, on_layer)
-    runner = load_part(config, told, on_layer)
+        return _load_with_ranks(config, on_phase, on_layer)
+    runner = load_part(config, on_phase, on_layer)
     if start_memory.wants_threads(runner):
         begin_ns = time.monotonic_ns()
         start_memory.choose_threads(runner, machine.num_cores())
-        told("measure threads", begin_ns, time.monotonic_ns())
+        on_phase("measure threads", begin_ns, time.monotonic_ns())
     return runner
 
 

@@ -199,13 +199,13 @@ class Launched:
                 gap_ns=0 if found.previous is None else max(0, found.begin.ns_since(found.previous)),
                 enqueue_ns=found.enqueue_ns,
             )
-        return result if self.moved is None else self.moved.told(result)
+        return result if self.moved is None else self.moved.added_to(result)
 
     def _settle(self, found: ComputedRows) -> None:
         if found.is_silent_finite is not None:
             for index, is_fine in zip(found.silent, found.is_silent_finite(), strict=True):
                 if is_fine:
-                    self._tell(found, found.batch.slots[index], (), ())
+                    self._succeed(found, found.batch.slots[index], (), ())
                 else:
                     self._fail(found.batch.slots[index])
         if found.chosen is not None:
@@ -213,7 +213,7 @@ class Launched:
 
     def _settle_sampling(self, found: ComputedRows, chosen: Chosen) -> None:
         tokens, is_finite, batch = chosen.tokens(), chosen.is_finite(), found.batch
-        logprobs = {} if chosen.logprobs is None else chosen.logprobs.told(tokens)
+        logprobs = {} if chosen.logprobs is None else chosen.logprobs.by_line(tokens)
         lines: Sequence[int] = range(len(tokens))
         if not all(is_finite):
             for index, is_fine in zip(found.sampling, is_finite, strict=True):
@@ -221,10 +221,10 @@ class Launched:
                     self._fail(batch.slots[index])
             lines = [line for line in lines if is_finite[line]]
         for slot, accepted in _accepted(found, lines, tokens, self.block_size):
-            told = tuple(logprobs[line] for line in accepted if line in logprobs) if logprobs else ()
-            self._tell(found, slot, tuple([tokens[line] for line in accepted]), told)
+            scores = tuple(logprobs[line] for line in accepted if line in logprobs) if logprobs else ()
+            self._succeed(found, slot, tuple([tokens[line] for line in accepted]), scores)
 
-    def _tell(
+    def _succeed(
         self, found: ComputedRows, slot: Slot, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> None:
         request_id = slot.admitted.request_id

@@ -67,7 +67,7 @@ class CopyMarks:
     between: StreamMark
     end: StreamMark
 
-    def told(self, result: StepResult) -> StepResult:
+    def added_to(self, result: StepResult) -> StepResult:
         """The step's result with what its copies took."""
         offload_ns, restore_ns = self.between.ns_since(self.begin), self.end.ns_since(self.between)
         return msgspec.structs.replace(result, offload_ns=offload_ns, restore_ns=restore_ns)

@@ -229,9 +229,11 @@ class LineLogprobs:
     counts: list[int]
     found: Logprobs
 
-    def told(self, tokens: Sequence[int]) -> dict[int, TokenLogprob]:
-        """By line. tokens: chosen, of all lines."""
-        return dict(zip(self.lines, told(self.found, [tokens[line] for line in self.lines], self.counts), strict=True))
+    def by_line(self, tokens: Sequence[int]) -> dict[int, TokenLogprob]:
+        """Returns them by line. tokens: chosen, of all lines."""
+        return dict(
+            zip(self.lines, token_logprobs(self.found, [tokens[line] for line in self.lines], self.counts), strict=True)
+        )
 
 
 def describe(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
@@ -243,7 +245,7 @@ def describe(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     return Logprobs(chosen.squeeze(1), ranks, values, ids)
 
 
-def told(found: Logprobs, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+def token_logprobs(found: Logprobs, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
     """One for each of the N rows: what was described of its token, and as many alternatives as it wants."""
     lists = (one.tolist() for one in (found.chosen, found.ranks, found.ids, found.values))
     return [
@@ -273,5 +275,5 @@ def score_prompt(
     for begin in range(0, len(next_tokens), chunk):
         tokens = next_tokens[begin : begin + chunk]
         found = describe(logits_of(hidden[begin : begin + chunk]), torch.tensor(tokens, device=hidden.device), num_top)
-        scores += told(found, tokens, [num_top] * len(tokens))
+        scores += token_logprobs(found, tokens, [num_top] * len(tokens))
     return scores

@@ -1,7 +1,7 @@
 """The runner that computes with torch: turns each `StepPlan` into a `StepResult`. `compose` makes it of its parts.
 
     launch   forget and learn requests -> batch -> copy blocks -> forward (device_ns) -> choose tokens (sample_ns)
-    collect  wait for it -> its rows' results (`launched`)
+    collect  wait for it -> its rows' results (`execution.Launched`)
 
 Its parts: `slots`, what it remembers of requests; `store`, the KV cache; `execution`, which computes on the host's own
 time or on a card's stream; `lead`, where other ranks have parts of the model too.
@@ -14,6 +14,7 @@ that nobody inherits it).
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -37,6 +38,7 @@ NO_TOKEN = "the step before gave this request no token"
 OnHidden = Callable[[Batch, Tensor], None]
 
 
+@dataclass(eq=False)
 class TorchRunner:
     """Implements `core.step.Runner` and `core.step.AsyncRunner`; of the latter there is something to gain where
     `execution.is_apart`, else a step is done when `launch` returns.
@@ -46,25 +48,17 @@ class TorchRunner:
         every position; for those who measure a model's predictions (`splittime quality`). None: nobody.
     """
 
-    def __init__(
-        self,
-        config: RunnerConfig,
-        decoder: Decoder,
-        store: KvStore,
-        resolved: Resolved,
-        cost: TokenCost,
-        execution: Execution,
-        lead: Lead | None = None,
-    ) -> None:
-        self.config = config
-        self.decoder = decoder
-        self.store = store
-        self.resolved = resolved
-        self.cost = cost
-        self.execution = execution
-        self.lead = lead
-        self.slots = Slots(resolved.max_model_len, resolved.vocab_size)
-        self.on_hidden: OnHidden | None = None
+    config: RunnerConfig
+    decoder: Decoder
+    store: KvStore
+    resolved: Resolved
+    cost: TokenCost
+    execution: Execution
+    lead: Lead | None = None
+    on_hidden: OnHidden | None = None
+
+    def __post_init__(self) -> None:
+        self.slots = Slots(self.resolved.max_model_len, self.resolved.vocab_size)
         self._launched: deque[Launched] = deque()
         self._last_end: StreamMark | None = None  # of the step launched last, where steps run apart from the host
 

@@ -90,11 +90,6 @@ class SchedulerConfig(StepLimits, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"bad knob value: {error}", value=str(knobs), hint=choices) from None
         return changed.validate()
 
-    def prefill_tokens(self, num_decodes: int) -> int:
-        """Prompt tokens that a step with so many decode rows may compute."""
-        left = max(self.max_num_batched_tokens - num_decodes, 0)
-        return left if self.max_prefill_tokens is None else min(left, self.max_prefill_tokens)
-
     def knobs(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in LIVE_KNOBS}
 

@@ -9,7 +9,7 @@ from splittime.ledger.account import Mark
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """News of one request. The one with a `finish_reason` is its terminal event; none follows.
+    """What is new of one request. The one with a `finish_reason` is its terminal event; none follows.
 
     marks: the account's marks since the previous output of this request (the engine's part begins with `handoff` at
     `Request.submitted_ns`). The terminal event's last mark is `deliver`, at the moment the engine was done with it.

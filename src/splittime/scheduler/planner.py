@@ -17,19 +17,23 @@ Every request that waits, and every running one that gets no row, gets its cause
 
 from splittime.core.step import PENDING, Admitted, Row, StepPlan
 from splittime.ledger.stages import Cause
+from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.requests import Requests
 from splittime.scheduler.state import DECODE, RequestState
 
 
 class StepBudget:
-    """`tokens` left in the step. With chunking, a prompt takes what is left; without, it goes whole or not at all,
-    except that one prompt longer than the whole budget may go as the step's only prefill."""
+    """What a step with so many decode rows may still compute: `tokens`. With chunking, a prompt takes what is left;
+    without, it goes whole or not at all, except that one prompt longer than the whole budget may go as the step's only
+    prefill."""
 
     __slots__ = ("enable_chunked_prefill", "has_prefill", "tokens")
 
-    def __init__(self, tokens: int, enable_chunked_prefill: bool) -> None:
-        self.tokens = tokens
-        self.enable_chunked_prefill = enable_chunked_prefill
+    def __init__(self, config: SchedulerConfig, num_decodes: int) -> None:
+        self.tokens = max(config.max_num_batched_tokens - num_decodes, 0)
+        if config.max_prefill_tokens is not None:
+            self.tokens = min(self.tokens, config.max_prefill_tokens)
+        self.enable_chunked_prefill = config.enable_chunked_prefill
         self.has_prefill = False
 
     def chunk(self, num_pending: int) -> int:
@@ -62,7 +66,7 @@ class Planner:
         may_admit = config.batching == "continuous" or not requests.running
         rows: list[Row] = []
         behind = self._plan_decodes(rows, now_ns)
-        budget = StepBudget(config.prefill_tokens(len(rows)), config.enable_chunked_prefill)
+        budget = StepBudget(config, len(rows))
         self._plan_prefills(behind, rows, budget, now_ns)
         admitted = self._plan_admissions(rows, budget, may_admit, now_ns)
         if not rows:

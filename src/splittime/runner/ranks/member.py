@@ -78,7 +78,7 @@ class Member:
         """Why it ended, with this exit status."""
         while self._hear() is not None:
             pass
-        return _told(self.name, self._last_words, status)
+        return _death_error(self.name, self._last_words, status)
 
     def end(self) -> None:
         """Also of a stopped process; returns when it is gone."""
@@ -95,7 +95,7 @@ class Member:
             return False
 
 
-def _told(name: str, words: Failed | None, status: int) -> SplittimeError:
+def _death_error(name: str, words: Failed | None, status: int) -> SplittimeError:
     if words is None:
         how = f"was killed by {_signal(-status)}" if status < 0 else f"ended with exit status {status}"
         return EngineError(f"{name} {how}", hint="its last lines are on standard error")
