@@ -8,7 +8,7 @@ import ast
 import pytest
 from test_imports import SOURCE
 
-SEAMS = ["kernels", "models", "runner/device", "runner/kv_store.py", "runner/host_store.py", "runner/load.py"]
+SEAMS = ["kernels", "models", "runner/device", "runner/kv_store.py", "runner/load.py"]
 READERS = {
     "models/config.py",
     "models/fields.py",
