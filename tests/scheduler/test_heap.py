@@ -42,9 +42,9 @@ def test_it_can_be_filled_anew() -> None:
 
 def test_the_dead_are_kept_until_they_are_the_most() -> None:
     mortals: MortalHeap[tuple[int]] = MortalHeap(lambda entry: entry[0] < 10)
-    mortals.fill([(key,) for key in range(20 + heap.SWEEP_FROM)])
+    mortals.fill([(key,) for key in range(20 + queue.SWEEP_FROM)])
     mortals.sweep(10)
-    assert mortals.num_kept == 20 + heap.SWEEP_FROM
+    assert mortals.num_kept == 20 + queue.SWEEP_FROM
     mortals.push((99,))
     mortals.sweep(10)
     assert mortals.num_kept == 10
