@@ -56,9 +56,9 @@ class CheckedCrank(Crank):
         super().__init__(parts, world.clock)
         self._world = world
 
-    def submit(self, request: Request, received_ns: int) -> None:
+    def submit(self, request: Request, received_ns: int, held_for: Cause | None = None) -> None:
         self._world.before_submit(request)
-        super().submit(request, received_ns)
+        super().submit(request, received_ns, held_for)
         self._world.num_taken_in += 1
         self._world.listen()
 
