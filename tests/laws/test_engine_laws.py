@@ -25,7 +25,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.messages import Abort, Configure, StepOutput
 from splittime.engine.engine import Engine
-from splittime.ledger.stages import Stage
+from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.runner.drafting import DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
