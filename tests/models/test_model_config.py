@@ -104,6 +104,10 @@ def test_mixtures_of_experts():
         ({"torch_dtype": "float8"}, ["torch_dtype", "float8"]),
         ({"eos_token_id": "end"}, ["eos_token_id", "end"]),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked"] * 4}, ["layer_types", "chunked"]),
+        (  # though no layer has the window
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "sliding_window": "far"},
+            ["sliding_window", "far"],
+        ),
     ],
     ids=lambda case: str(case)[:40],
 )

@@ -93,8 +93,9 @@ def _qwen3(fields: Fields) -> tuple[LayerSpec, ...]:
 
 def _qwen3_moe(fields: Fields) -> tuple[LayerSpec, ...]:
     is_biased, norm = fields.flag("attention_bias", False), parts.norm(fields)
-    is_used = fields.flag("use_sliding_window", False)
-    windows = parts.same_windows(fields, SLIDING_WINDOW) if is_used else parts.no_windows(fields)
+    windows = parts.same_windows(fields, SLIDING_WINDOW)
+    if not fields.flag("use_sliding_window", False):
+        windows = parts.no_windows(fields)
     mixers = parts.attention(fields, windows, head_norm=norm, qkv_bias=is_biased, output_bias=is_biased)
     experts = parts.mixtures(fields, num_chosen=8, normalises=fields.flag("norm_topk_prob", False))
     return parts.layers(norm, mixers, experts)
