@@ -145,5 +145,5 @@ def test_it_is_idle_from_the_end_of_its_last_step_though_nothing_could_be_planne
 def test_stats_tell_the_knobs_of_now() -> None:
     engine = Engine(Scheduler(CONFIG))
     assert engine.stats(1).knobs["max_num_seqs"] == 4
-    engine.configure({"max_num_seqs": 2})
+    engine.scheduler.configure({"max_num_seqs": 2})
     assert engine.stats(2).knobs["max_num_seqs"] == 2

@@ -12,7 +12,7 @@ import tiny_checkpoint
 from splittime.core.errors import ConfigError, EngineError
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.ranks import member
+from splittime.runner.ranks import members as members_module
 from splittime.runner.ranks.members import Members
 
 PATIENCE_S = 60
@@ -21,7 +21,7 @@ PATIENCE_S = 60
 @pytest.fixture
 def members(monkeypatch):
     """Three other ranks that have arrived."""
-    monkeypatch.setattr(member, "MODULE", "fake_rank")
+    monkeypatch.setattr(members_module, "MODULE", "fake_rank")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     made = Members(RunnerConfig(model_path="", tensor_parallel_size=4))
     made.meet()
@@ -90,6 +90,6 @@ def test_their_end_leaves_nothing(members):
 
 def test_a_rank_that_cannot_even_start_ends_the_load(tmp_path, monkeypatch):
     tiny_checkpoint.write(tmp_path)
-    monkeypatch.setattr(member, "MODULE", "no_such_module_at_all")
+    monkeypatch.setattr(members_module, "MODULE", "no_such_module_at_all")
     with pytest.raises(EngineError, match=r"rank 1 \(process \d+\) ended with exit status 1"):
         load_torch_runner(RunnerConfig(model_path=str(tmp_path), tensor_parallel_size=2, packed_cache="off"))

@@ -134,7 +134,7 @@ class Crank:
 
     def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
         """Change live knobs; returns them all. Raises ConfigError with nothing changed."""
-        return self.engine.configure(knobs)
+        return self.engine.scheduler.configure(knobs)
 
     # ---- sleep ----------------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Crank:
 
     def seconds_to_deadline(self) -> float | None:
         """How long until a turn has something to do though nothing comes in; None: it never has."""
-        known = (self.engine.next_deadline_ns(), self.residency.deadline_ns)
+        known = (self.engine.scheduler.next_deadline_ns(), self.residency.deadline_ns)
         deadline_ns = min((at_ns for at_ns in known if at_ns is not None), default=None)
         return None if deadline_ns is None else max(deadline_ns - self._clock.now_ns(), 0) / 1e9
 
@@ -216,7 +216,7 @@ class Crank:
     def _collect(self) -> StepResult:
         try:
             return self._runner.collect()
-        except BaseException:
+        except BaseException:  # an interrupt too: whatever ended it, the books must not wait for this step
             if not self.engine.plans_ahead:  # its runner has stopped half-way, and nothing comes of the step
                 self.engine.call_off()
                 self._planned_ns.pop()

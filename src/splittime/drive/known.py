@@ -148,7 +148,7 @@ class Sleeping:
         self.rest = Rest(WAKING, level)
         try:
             ready = await self._start_anew()
-        except BaseException:
+        except BaseException:  # a call that is cancelled too: whatever ended it, the engine still sleeps
             self.rest = Rest(ASLEEP, level)
             raise
         report = SleepReport(

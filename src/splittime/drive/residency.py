@@ -193,19 +193,9 @@ def _called_off(now_ns: int) -> SleepReport:
 
 def _report(action: str, level: int, moved: Moved, first: tuple[str, int, int] | None, end_ns: int) -> SleepReport:
     parts = moved.parts if first is None else (first, *moved.parts)
-    return SleepReport(
-        action=action,
-        level=level,
-        begin_ns=parts[0][1] if parts else end_ns,
-        end_ns=end_ns,
-        parts=parts,
-        weights_bytes=moved.weights_bytes,
-        kv_bytes=moved.kv_bytes,
-        memory=moved.memory,
-        memory_before_bytes=moved.memory_before_bytes,
-        memory_after_bytes=moved.memory_after_bytes,
-        note=moved.note,
-    )
+    begin_ns = parts[0][1] if parts else end_ns
+    facts = msgspec.structs.asdict(moved) | {"parts": parts}
+    return SleepReport(action=action, level=level, begin_ns=begin_ns, end_ns=end_ns, **facts)
 
 
 def _with(report: SleepReport, **changes: int) -> SleepReport:

@@ -17,7 +17,6 @@ waiting to be told, is `launch_ns`.
 """
 
 from collections import deque
-from typing import Any
 
 import msgspec
 
@@ -91,10 +90,6 @@ class Engine:
         self._outputs.extend(msgspec.structs.replace(output, **why) for output in ended if output is not None)
         return len(ended)
 
-    def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
-        """Change live knobs; returns them all. Raises ConfigError with nothing changed."""
-        return self.scheduler.configure(knobs)
-
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def begin(self, now_ns: int) -> StepPlan | None:
@@ -167,10 +162,6 @@ class Engine:
     def is_idle(self) -> bool:
         """There has been nothing to do since the last step, or the last look."""
         return self._recorder.is_idle
-
-    def next_deadline_ns(self) -> int | None:
-        """When `begin` has something to do at the earliest, though nothing comes in."""
-        return self.scheduler.next_deadline_ns()
 
     # ---- the rest -------------------------------------------------------------------------------------------------
 

@@ -175,7 +175,7 @@ def _load_with_ranks(config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer 
         cause = members.cause()
         members.end()
         raise cause from error
-    except BaseException:
+    except BaseException:  # an interrupt too: no rank may outlive a start that came to nothing
         members.end()
         raise
     members.set_timeout(config.collective_timeout_s)

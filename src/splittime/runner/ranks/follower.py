@@ -55,7 +55,7 @@ def main(descriptor: int, parent: int) -> int:
     from splittime.core.errors import SplittimeError
     from splittime.runner.ranks.channel import Channel, Failed, encode
     from splittime.runner.ranks.group import RankLost
-    from splittime.runner.ranks.member import LOST_STATUS
+    from splittime.runner.ranks.members import LOST_STATUS
 
     channel = Channel(end)
     try:
