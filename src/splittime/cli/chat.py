@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from splittime.cli.answer import asked, stream
 from splittime.cli.options import say_error, talk
-from splittime.cli.run import asked, stream
 from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
 from splittime.present.tables import Sentence

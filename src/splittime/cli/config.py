@@ -9,6 +9,7 @@ from rich.table import Table
 
 from splittime.assemble.settings import Settings
 from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, with_settings
+from splittime.cli.panels import GroupedCommand
 
 app = typer.Typer(help="The settings and where they come from.", no_args_is_help=True)
 
@@ -25,7 +26,7 @@ def _group() -> None:
     """The settings and where they come from."""
 
 
-@app.command(epilog=_EXAMPLES, short_help="Print each setting, its value and its origin.")
+@app.command(cls=GroupedCommand, epilog=_EXAMPLES, short_help="Print each setting, its value and its origin.")
 @with_settings("runner", "scheduler", "server", "ledger")
 def show(settings: Settings, model: ModelArgument = None, json: JsonFlag = False) -> None:
     """Print each setting with its origin: default, file and line, environment variable, or flag."""

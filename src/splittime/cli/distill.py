@@ -70,7 +70,9 @@ class DistillOptions:
     ] = 0
     minutes: Annotated[float | None, typer.Option("--minutes", metavar="M", help="Budget of training time.")] = None
     tokens: Annotated[int | None, typer.Option("--tokens", metavar="N", help="Budget of tokens seen.")] = None
-    temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="Of both distributions.")] = 1.0
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", help="Temperature of both models' distributions.")
+    ] = 1.0
     alpha: Annotated[
         float, typer.Option("--alpha", metavar="A", help="Weight of the teacher; 0 is plain training on the text.")
     ] = 0.9

@@ -231,7 +231,7 @@ def _nothing(diagnosis: "Diagnosis") -> Text:
 def _finding(finding: "Finding", mark: str) -> Text:
     style = "bold not dim" if finding.is_limit else "bold red not dim"
     text = Text(f"\n{mark}{finding.name}", style=style)
-    kind = "" if not finding.is_limit else ", and no illness"
+    kind = "" if not finding.is_limit else ", a limit rather than a fault"
     text.append(f"  {_share(finding)} of the requests' time{kind}\n", style="not bold")
     text.append(_wrapped(finding.claim, "  ", "  "), style="not bold default")
     evidence = "".join(_wrapped(f"- {_fact(fact)}", "  ", "    ") for fact in finding.evidence)

@@ -7,6 +7,7 @@ import typer
 from splittime import __version__
 from splittime.cli import bench, distill, doctor, explain, quality, quantize, run, serve
 from splittime.cli.config import app as config_app
+from splittime.cli.panels import GroupedCommand
 
 app = typer.Typer(
     name="splittime",
@@ -26,8 +27,8 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
     (distill.distill, distill.EXAMPLES, "Train a smaller model to say what a larger one would."),
     (quality.quality, quality.EXAMPLES, "Say whether a quantised model is as good as its base."),
 ):
-    app.command(name=_command.__name__, epilog=_examples, short_help=_summary)(_command)
-app.command(name="generate", epilog=run.EXAMPLES, short_help="Another name of run.")(run.run)
+    app.command(name=_command.__name__, cls=GroupedCommand, epilog=_examples, short_help=_summary)(_command)
+app.command(name="generate", cls=GroupedCommand, epilog=run.EXAMPLES, short_help="Another name of run.")(run.run)
 app.add_typer(bench.app, name="bench", short_help="Load any OpenAI-compatible server, and measure it.")
 app.add_typer(config_app, name="config", short_help="Show the settings and where they come from.")
 

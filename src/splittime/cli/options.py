@@ -19,6 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from splittime.assemble import settings as settings_module
+from splittime.cli.panels import panel_of, place_of
 from splittime.core.errors import ConfigError, RequestError, SplittimeError
 from splittime.core.settings import Setting, settings_of
 from splittime.present.terminal import plain
@@ -68,14 +69,17 @@ def wide() -> Console:
     return console
 
 
-def with_settings(*parts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of these parts; it gets them, with file and environment, as `settings`."""
+def with_settings(*parts: str, options: type | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of these parts; it gets them, with file and environment, as `settings`.
+
+    options: a dataclass of the command's other flags, as in `with_options`; the command gets a value of it as `given`.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         taken = {setting.name for part in parts for setting in settings_of(settings_module.PARTS[part])}
-        chosen = [setting for setting in settings_module.SETTINGS if setting.name in taken]
+        chosen = sorted((s for s in settings_module.SETTINGS if s.name in taken), key=place_of)
         names = {setting.name for setting in chosen} | {"model"}
-        own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
+        own = parameters_of(options) if options is not None else _own_parameters(command)
         shown = [*own, *(_parameter(setting) for setting in chosen), _CONFIG_PARAMETER]
 
         @functools.wraps(command)
@@ -84,7 +88,7 @@ def with_settings(*parts: str) -> Callable[[Callable[..., None]], Callable[..., 
             with_model = {"model": flags["model"]} if "model" in flags else {}
             settings = settings_module.load(flags, arguments.pop("config"))
             own_arguments = {**arguments, **{name: settings[name] for name in with_model}}
-            command(settings=settings, **own_arguments)
+            command(settings, **own_arguments) if options is None else command(settings, options(**own_arguments))
 
         sign(with_values, shown)
         return fails_clearly(with_values)
@@ -105,6 +109,10 @@ def with_options(options: type, failed: int | None = None) -> Callable[[Callable
         return fails_clearly(with_value, failed)
 
     return decorate
+
+
+def _own_parameters(command: Callable[..., None]) -> list[inspect.Parameter]:
+    return [one for one in inspect.signature(command).parameters.values() if one.name != "settings"]
 
 
 def sign(command: Any, flags: list[inspect.Parameter]) -> None:
@@ -167,7 +175,8 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     if setting.kind == "switch":
         names = (f"{setting.flag}/--no-{setting.flag[2:]}",)
     metavar = "|".join(setting.choices) if setting.choices else _METAVARS.get(setting.kind)
-    option = typer.Option(None, *names, help=_help(setting), show_default=False, metavar=metavar)
+    panel = panel_of(setting)
+    option = typer.Option(None, *names, help=_help(setting), show_default=False, metavar=metavar, rich_help_panel=panel)
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_TYPES[setting.kind]
     )
@@ -178,7 +187,16 @@ def _help(setting: Setting) -> str:
         return f"{setting.doc.help} May be given again."
     if not setting.shown_default:
         return setting.doc.help
-    return f"{setting.doc.help} Default: {setting.shown_default}."
+    default = size(setting.default) if setting.kind == "bytes" else setting.shown_default
+    return f"{setting.doc.help} Default: {default}."
+
+
+def size(num_bytes: int) -> str:
+    """Returns a size as the flags take it: `4MiB`; what is no whole number of units stays as it is."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes and num_bytes % factor == 0:
+            return f"{num_bytes // factor}{unit}"
+    return str(num_bytes)
 
 
 _METAVARS = {"text": "TEXT", "texts": "TEXT", "whole": "N", "number": "X", "bytes": "SIZE"}

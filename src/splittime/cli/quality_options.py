@@ -62,9 +62,9 @@ class QualityOptions:
     candidate_dtype: Annotated[str, _side("--candidate-dtype", "Of what is not rounded.", "auto|float32|bfloat16")] = (
         "auto"
     )
-    kernels: Annotated[Kernels, _side("--kernels", "Of both.", "|".join(get_args(Kernels)))] = "auto"
-    num_threads: Annotated[int | None, _side("--num-threads", "Of both.", "N")] = None
-    max_model_len: Annotated[int | None, _side("--max-model-len", "Of both; the longest context.", "N")] = None
+    kernels: Annotated[Kernels, _side("--kernels", "Kernels of both models.", "|".join(get_args(Kernels)))] = "auto"
+    num_threads: Annotated[int | None, _side("--num-threads", "CPU threads of both models.", "N")] = None
+    max_model_len: Annotated[int | None, _side("--max-model-len", "Longest context of both models.", "N")] = None
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", metavar="MODEL", help="Whose, where both are servers.")
     ] = None

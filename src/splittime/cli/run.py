@@ -11,27 +11,27 @@ how it is read.
 
 import shlex
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 import orjson
 import typer
-from rich.console import Console
 
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings
+from splittime.cli.answer import MAX_TOKENS, asked, stream
+from splittime.cli.chat import chat
 from splittime.cli.options import EXIT_CODES, JsonFlag, talk, with_settings
-from splittime.core.errors import ConfigError, RequestError
+from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account_json import account_json
-from splittime.present.terminal import plain
 
 if TYPE_CHECKING:
-    from splittime.llm import LLM, Output, Prompt
+    from splittime.llm import LLM
 
 PANEL = "Sampling"
 ADVISED = "Default: the model's own advice."
-MAX_TOKENS = 128  # of a text that is continued: nothing else would end it
 STDIN = "-"
 
 EXAMPLES = f"""\b
@@ -51,17 +51,16 @@ class RunWords(NamedTuple):
     prompt: str | None
 
 
-@with_settings("runner", "scheduler")
-def run(
-    settings: Settings,
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] [PROMPT]", help="The model in the package, unless another is named. - is stdin."
         ),
-    ] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, whatever it looks like.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the model's chat template.")] = False,
+    ] = None
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, whatever it looks like.")] = None
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the model's chat template.")] = False
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -70,34 +69,45 @@ def run(
             help=f"Default: {MAX_TOKENS}; in a chat, a quarter of the context.",
             rich_help_panel=PANEL,
         ),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", "-t", help=ADVISED, rich_help_panel=PANEL)
-    ] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", help=ADVISED, rich_help_panel=PANEL)] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", help=f"0 is off. {ADVISED}", rich_help_panel=PANEL)] = None,
-    seed: Annotated[int | None, typer.Option("--seed", rich_help_panel=PANEL)] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="May be repeated.", rich_help_panel=PANEL)] = None,
-    json: JsonFlag = False,
-) -> None:
-    """Answer a prompt, or chat at the terminal; then show where the time went."""
-    flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
-    given["stop"] = tuple(stop or ())
-    SamplingParams(**given).validate()
-    model, text = words_of(words or [], prompt)
-    is_chat = text is None and sys.stdin.isatty() and not json
-    text = None if is_chat else _read(text)
-    llm = _loaded(settings, model)
-    sampling = msgspec.structs.replace(llm.default_sampling, **given)
-    if is_chat:
-        from splittime.cli.chat import chat
+    ] = None
+    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help=ADVISED, rich_help_panel=PANEL)] = (
+        None
+    )
+    top_p: Annotated[float | None, typer.Option("--top-p", help=ADVISED, rich_help_panel=PANEL)] = None
+    top_k: Annotated[int | None, typer.Option("--top-k", help=f"0 is off. {ADVISED}", rich_help_panel=PANEL)] = None
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="The same seed draws the same answer. Default: a new one.", rich_help_panel=PANEL),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", help="Text that ends the answer. May be repeated.", rich_help_panel=PANEL),
+    ] = None
+    json: JsonFlag = False
 
-        return chat(llm, sampling, raw)
-    assert text is not None
-    raw = raw or model_source.is_packaged(model or settings["model"])
-    output = stream(llm, *asked(llm, [{"role": "user", "content": text}], sampling, raw), is_shown=not json)
-    if json:
+    def sampling(self) -> dict[str, Any]:
+        """Returns what was given of the sampling parameters. Raises `RequestError` for what they may not be."""
+        values = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
+        given = {name: value for name, value in values.items() if value is not None}
+        given["stop"] = tuple(self.stop or ())
+        SamplingParams(**given).validate()
+        return given
+
+
+@with_settings("runner", "scheduler", options=GenerateOptions)
+def run(settings: Settings, given: GenerateOptions) -> None:
+    """Answer a prompt, or chat at the terminal; then show where the time went."""
+    sampling_given = given.sampling()
+    model, text = words_of(given.words or [], given.prompt)
+    is_chat = text is None and sys.stdin.isatty() and not given.json
+    text = "" if is_chat else _read(text)
+    llm = _loaded(settings, model)
+    sampling = msgspec.structs.replace(llm.default_sampling, **sampling_given)
+    if is_chat:
+        return chat(llm, sampling, given.raw)
+    raw = given.raw or model_source.is_packaged(model or settings["model"])
+    output = stream(llm, *asked(llm, [{"role": "user", "content": text}], sampling, raw), is_shown=not given.json)
+    if given.json:
         answer = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
         sys.stdout.buffer.write(orjson.dumps({**answer, "account": account_json(output.account)}) + b"\n")
 
@@ -124,40 +134,6 @@ def words_of(words: list[str], prompt: str | None = None) -> RunWords:
     if not model_source.is_meant(word):
         raise _unclear(f"{word!r} is no model that is here", f"to give it as a prompt: splittime run -p {word}")
     return RunWords(word, None)
-
-
-def asked(
-    llm: "LLM", messages: list[dict[str, str]], sampling: SamplingParams, raw: bool
-) -> "tuple[Prompt, SamplingParams]":
-    """Returns the prompt of a conversation: by the model's chat template, or its last text as it stands."""
-    if not raw and llm.tokenizer.has_chat_template:
-        return llm.chat_prompt(messages), sampling
-    return messages[-1]["content"], msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens or MAX_TOKENS)
-
-
-def stream(llm: "LLM", prompt: "Prompt", sampling: SamplingParams, is_shown: bool = True) -> "Output":
-    """Writes the answer as it comes, and then its account as a bar. Raises `RequestError` if it ended in an error."""
-    output = None
-    for piece in llm.stream(prompt, sampling):
-        if is_shown:
-            sys.stdout.write(plain(piece.text) if sys.stdout.isatty() else piece.text)
-            sys.stdout.flush()
-        output = piece.output or output
-    assert output is not None
-    if output.error is not None:
-        raise RequestError(output.error.message, hint=output.error.hint)
-    if is_shown:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        show_account(output)
-    return output
-
-
-def show_account(output: "Output") -> None:
-    from splittime.diagnose.explain import bar
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print("\n", bar(output.account), sep="")
 
 
 def _loaded(settings: Settings, model: str | None) -> "LLM":
