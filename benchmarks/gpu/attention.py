@@ -38,7 +38,7 @@ from benchmarks.gpu.card import (
     telling,
 )
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
-from splittime.kernels.triton import attention, attention_decode
+from splittime.kernels.triton import attention
 from splittime.kernels.triton.attention import DecodeTiles, PrefillTiles
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = (32, 8, 128, 16) if scale() is CARD else (4, 1, 32, 16)
@@ -124,7 +124,7 @@ def decode_variants() -> dict[str, DecodeTiles]:
             found[f"{tokens} tokens, {warps} warps, {stages} stages, {programs} programs"] = DecodeTiles(
                 tokens, warps, stages, programs
             )
-    chosen = attention_decode.choose_tiles(KvShape(0, BLOCK_SIZE, KV_HEADS, HEAD_DIM), 2)
+    chosen = attention.choose_tiles(KvShape(0, BLOCK_SIZE, KV_HEADS, HEAD_DIM), 2)
     return found | {f"{splits} parts": replace(chosen, num_splits=splits) for splits in (1, 2, 4, 8, 16, 32)}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.gpu.card import CARD, Found, copy_bytes_per_s, median_us, parse, parser, place, scale, some, telling
 from splittime.kernels.api import KvShape, LayerKv
-from splittime.kernels.triton import activation, norm, rotary
+from splittime.kernels.triton import elementwise, rotary
 
 PLACE = place()
 SHAPE = (4096, 14336, 32, 8, 128, 16) if scale() is CARD else (64, 96, 2, 1, 32, 16)
@@ -52,18 +52,19 @@ def norm_cases(tokens: int) -> Iterator[Case]:
     line_bytes = tokens * HIDDEN * 2
     x, stream = (buffers(num_buffers(2 * line_bytes), tokens, HIDDEN) for _ in range(2))
     weight = torch.randn(HIDDEN, dtype=torch.bfloat16, device=PLACE)
-    packed = norm.pack(weight, 1e-5)
-    tiles = {f"warps {warps}": norm.NormTiles(1, HIDDEN, warps) for warps in (4, 8, 16)}
-    plain = {name: (lambda i, tile=tile: norm.rms_norm(x[i], packed, tile)) for name, tile in tiles.items()}
+    packed = elementwise.pack(weight, 1e-5)
+    tiles = {f"warps {warps}": elementwise.NormTiles(1, HIDDEN, warps) for warps in (4, 8, 16)}
+    plain = {name: (lambda i, tile=tile: elementwise.rms_norm(x[i], packed, tile)) for name, tile in tiles.items()}
     added = {
-        name: (lambda i, tile=tile: norm.add_rms_norm(x[i], stream[i], packed, tile)) for name, tile in tiles.items()
+        name: (lambda i, tile=tile: elementwise.add_rms_norm(x[i], stream[i], packed, tile))
+        for name, tile in tiles.items()
     }
     yield Case(
-        "rms_norm", 2 * line_bytes, 2 * line_bytes, lambda i: norm.rms_norm(x[i], packed),
+        "rms_norm", 2 * line_bytes, 2 * line_bytes, lambda i: elementwise.rms_norm(x[i], packed),
         lambda i: torch.rms_norm(x[i], (HIDDEN,), weight, 1e-5), plain,
     )  # fmt: skip
     yield Case(
-        "add_rms_norm", 4 * line_bytes, 2 * line_bytes, lambda i: norm.add_rms_norm(x[i], stream[i], packed),
+        "add_rms_norm", 4 * line_bytes, 2 * line_bytes, lambda i: elementwise.add_rms_norm(x[i], stream[i], packed),
         lambda i: torch.rms_norm(x[i] + stream[i], (HIDDEN,), weight, 1e-5), added,
     )  # fmt: skip
 
@@ -71,12 +72,12 @@ def norm_cases(tokens: int) -> Iterator[Case]:
 def silu_case(tokens: int) -> Case:
     line_bytes = tokens * INNER * 2
     x = buffers(num_buffers(2 * line_bytes), tokens, 2 * INNER)
-    tiles = [activation.LineTiles(columns, warps) for columns, warps in ((512, 2), (1024, 4), (2048, 4), (2048, 8))]
+    tiles = [elementwise.LineTiles(columns, warps) for columns, warps in ((512, 2), (1024, 4), (2048, 4), (2048, 8))]
     variants = {
-        f"{tile.columns}/{tile.num_warps}": (lambda i, tile=tile: activation.silu_mul(x[i], tile)) for tile in tiles
+        f"{tile.columns}/{tile.num_warps}": (lambda i, tile=tile: elementwise.silu_mul(x[i], tile)) for tile in tiles
     }
     return Case(
-        "silu_mul", 3 * line_bytes, 2 * line_bytes, lambda i: activation.silu_mul(x[i]),
+        "silu_mul", 3 * line_bytes, 2 * line_bytes, lambda i: elementwise.silu_mul(x[i]),
         lambda i: torch.nn.functional.silu(x[i][:, :INNER]) * x[i][:, INNER:], variants,
     )  # fmt: skip
 
@@ -91,7 +92,7 @@ def rope_case(tokens: int, kv_dtype: torch.dtype) -> Case:
     data = torch.zeros(blocks + 1, 2, KV_HEADS, BLOCK_SIZE * HEAD_DIM, dtype=kv_dtype, device=PLACE)
     has_scales = kv_dtype.itemsize == 1
     scales = torch.zeros(blocks + 1, 2, KV_HEADS, BLOCK_SIZE, device=PLACE) if has_scales else None
-    packed = norm.pack(torch.ones(HEADS + KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=PLACE), 1e-6)
+    packed = elementwise.pack(torch.ones(HEADS + KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=PLACE), 1e-6)
     table = torch.polar(torch.ones(8192, HEAD_DIM // 2), torch.rand(8192, HEAD_DIM // 2)).to(PLACE)
     positions = torch.arange(tokens, device=PLACE)
     places = positions // BLOCK_SIZE, positions % BLOCK_SIZE

@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.gpu.card import CARD, Found, copy_bytes_per_s, median_us, parse, parser, place, scale, telling
-from splittime.kernels.triton import norm
-from splittime.kernels.triton.choosing import choose_experts
+from splittime.kernels.triton import elementwise
+from splittime.kernels.triton.mixture import choose_experts
 from splittime.kernels.triton.tiles import add_parts
 
 HIDDEN, EXPERTS, CHOSEN, SPLITS = (4096, 128, 8, 4) if scale() is CARD else (64, 8, 2, 2)
@@ -45,13 +45,13 @@ def choice(tokens: int) -> tuple[Run, Run]:
 
 def parts_and_norm(tokens: int) -> tuple[Run, Run]:
     parts = torch.randn(SPLITS, tokens, HIDDEN, device=place())
-    residual, total, packed = randn(tokens, HIDDEN), randn(tokens, HIDDEN), norm.pack(randn(HIDDEN), 1e-5)
+    residual, total, packed = randn(tokens, HIDDEN), randn(tokens, HIDDEN), elementwise.pack(randn(HIDDEN), 1e-5)
 
     def several() -> Tensor:
         add_parts(parts, None, residual, total)
-        return norm.rms_norm(total, packed)
+        return elementwise.rms_norm(total, packed)
 
-    return lambda: norm.add_parts_rms_norm(parts, None, residual, packed, total), several
+    return lambda: elementwise.add_parts_rms_norm(parts, None, residual, packed, total), several
 
 
 def residual(tokens: int) -> tuple[Run, Run]:

@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks.gpu.card import CARD, Found, copy_bytes_per_s, median_us, parse, parser, place, scale, some, telling
 from splittime.kernels.api import WeightScheme
 from splittime.kernels.triton import integers, linear, w8a8
+from splittime.kernels.triton.integers_kernels import words_of
 from splittime.kernels.triton.tiles import Tiles
-from splittime.kernels.triton.unpacking import words_of
 
 TINY = "tiny"
 MODELS: dict[str, dict[str, tuple[int, int]]] = {

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from benchmarks.report import conditions, file_result
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted, Row, StepPlan
-from splittime.kernels.cpu import linear
+from splittime.kernels.cpu import ops
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
@@ -170,14 +170,14 @@ def measure_linear(outs: int, ins: int, num_threads: int, repeats: int = 15) -> 
     torch.set_num_threads(num_threads)
     count = max(2, (64 << 20) // (outs * ins * 4))
     dense = [torch.randn(outs, ins) for _ in range(count)]
-    packed = [linear.pack(weight, None) for weight in dense]
+    packed = [ops.lay_out(weight, None) for weight in dense]
     figures: dict[str, Any] = {}
     for rows in BATCHES:
         x = torch.randn(rows, ins)
         plain_s, packed_s = [], []
         for _ in range(repeats):
             plain_s.append(timed(lambda x=x: [F.linear(x, weight) for weight in dense]) / count)
-            packed_s.append(timed(lambda x=x: [linear.apply(x, weight) for weight in packed]) / count)
+            packed_s.append(timed(lambda x=x: [ops.product(x, weight) for weight in packed]) / count)
         ratios = [plain / fast for plain, fast in zip(plain_s, packed_s, strict=True)]
         figures[f"rows_{rows}"] = {
             "f_linear_us": statistics.median(plain_s) * 1e6,

@@ -12,16 +12,13 @@ SEAMS = ["kernels", "models", "runner/device", "runner/kv_store.py", "runner/loa
 READERS = {
     "models/config.py",
     "models/fields.py",
-    "models/generation.py",
-    "models/json_file.py",
-    "models/rope_config.py",
+    "models/parts.py",
     "models/gguf/config.py",
     "models/gguf/cursor.py",
     "models/gguf/file.py",
-    "models/gguf/shards.py",
     "models/weights/checkpoint.py",
     "models/weights/shard_files.py",
-    *(f"models/weights/formats/{name}.py" for name in ("awq", "compressed", "compressed_floats", "fp8", "gptq")),
+    *(f"models/weights/formats/{name}.py" for name in ("awq", "compressed", "floats", "fp8", "gptq")),
     *(f"models/weights/formats/{name}.py" for name in ("read", "recipe")),
 }
 

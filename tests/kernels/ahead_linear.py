@@ -10,7 +10,8 @@ import torch
 from ahead import recording
 
 from splittime.kernels.api import WeightScheme
-from splittime.kernels.triton import choosing, grouped, integers, linear, w8a8
+from splittime.kernels.triton import grouped, integers, linear, w8a8
+from splittime.kernels.triton.mixture import choose_experts
 
 META = torch.device("meta")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,7 +46,7 @@ def mixture(tokens: int, scheme: WeightScheme, dtype: torch.dtype = BF16):
     mixed = grouped.stack_experts(*packed)
     x = x_of(tokens, width, dtype)
     blocks = torch.empty(tokens, dtype=torch.int32, device=META)
-    picked, shares = choosing.choose_experts(x_of(tokens, experts, dtype), chosen, True, dtype, blocks)
+    picked, shares = choose_experts(x_of(tokens, experts, dtype), chosen, True, dtype, blocks)
     return grouped.grouped(x, picked, shares, mixed, x)
 
 

@@ -9,9 +9,8 @@ import sys
 import torch
 from ahead import TYPES, recording
 
-from splittime.kernels.api import KvShape, LayerKv
-from splittime.kernels.draw import DRAW
-from splittime.kernels.triton import activation, norm, randomness, rotary, sampling
+from splittime.kernels.api import DRAW, KvShape, LayerKv
+from splittime.kernels.triton import elementwise, rotary, sampling, weights
 from splittime.kernels.triton.weights import Draws
 
 META = torch.device("meta")
@@ -24,17 +23,19 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def norms(width: int) -> None:
-    norm.rms_norm(empty(16, width), norm.pack(empty(width), 1e-5))
-    norm.add_rms_norm(empty(16, width), empty(16, width), norm.pack(empty(width), 1e-5))
+    elementwise.rms_norm(empty(16, width), elementwise.pack(empty(width), 1e-5))
+    elementwise.add_rms_norm(empty(16, width), empty(16, width), elementwise.pack(empty(width), 1e-5))
     parts = empty(4, 16, width, dtype=torch.float32)
-    norm.add_parts_rms_norm(parts, None, empty(16, width), norm.pack(empty(width), 1e-5), empty(16, width))
+    elementwise.add_parts_rms_norm(
+        parts, None, empty(16, width), elementwise.pack(empty(width), 1e-5), empty(16, width)
+    )
 
 
 def rope_write(tokens: int, kv_dtype: torch.dtype, dim: int = 128, heads: int = 32, kv_heads: int = 8) -> None:
     shape = KvShape(9, 16, kv_heads, dim)
     data = empty(10, 2, kv_heads, 16 * dim, dtype=kv_dtype)
     scales = empty(10, 2, kv_heads, 16, dtype=torch.float32) if kv_dtype.itemsize == 1 else None
-    qk_norm = norm.pack(empty(heads + kv_heads, dim), 1e-6)
+    qk_norm = elementwise.pack(empty(heads + kv_heads, dim), 1e-6)
     places = (empty(tokens, dtype=torch.int64) for _ in range(3))
     turns = empty(4096, dim // 2, dtype=torch.complex64)
     rotary.rope_write(empty(tokens, heads + 2 * kv_heads, dim), qk_norm, turns, LayerKv(data, scales), shape, *places)
@@ -50,9 +51,9 @@ def sample(rows: int, vocab: int = 128256) -> None:
 
 def some() -> None:
     norms(4096)
-    activation.silu_mul(empty(16, 2 * 14336))
-    activation.finite(empty(16, 4096))
-    randomness.uniforms(empty(16, dtype=torch.int64), empty(16, dtype=torch.int64))
+    elementwise.silu_mul(empty(16, 2 * 14336))
+    elementwise.finite(empty(16, 4096))
+    weights.uniforms(empty(16, dtype=torch.int64), empty(16, dtype=torch.int64))
     rope_write(16, BF16)
     for kv_dtype in (BF16, torch.int8, torch.float8_e4m3fn):
         rope_write(4096, kv_dtype)

@@ -7,9 +7,9 @@ from splittime.core.errors import ConfigError
 from splittime.kernels import api
 from splittime.kernels.api import LayerKv
 from splittime.kernels.choose import make_backend
-from splittime.kernels.cpu import linear as cpu_linear
+from splittime.kernels.cpu import ops as cpu_linear
 from splittime.kernels.layer import KvGroup
-from splittime.kernels.reference import kv_rounding
+from splittime.kernels.reference import rounding
 from splittime.kernels.reference.ops import ReferenceNorm, ReferenceWeight
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
@@ -51,10 +51,10 @@ def test_linear(dtype, rows, outs, ins, has_bias, has_residual):
 
 def test_linear_of_a_large_weight_is_packed_only():
     weight = randn(1025, 2049)
-    packed = cpu_linear.pack(weight, None)
+    packed = cpu_linear.lay_out(weight, None)
     assert packed.transposed is None
     x = randn(1, 2049, seed=1)
-    torch.testing.assert_close(cpu_linear.apply(x, packed), x @ weight.T, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(cpu_linear.product(x, packed), x @ weight.T, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,7 +122,7 @@ def a_store(shape, dtype, fill=None):
     sizes = (shape.num_blocks + 1, 2, shape.num_kv_heads, shape.block_size)
     plain = randn(*sizes, shape.head_dim) if fill is None else torch.full((*sizes, shape.head_dim), fill)
     plain[-1] = 0
-    values, scales = kv_rounding.quantize(plain) if dtype == torch.int8 else (plain.to(dtype), None)
+    values, scales = rounding.quantize_kv(plain) if dtype == torch.int8 else (plain.to(dtype), None)
     return LayerKv(values.flatten(-2), scales)
 
 
@@ -189,8 +189,8 @@ def test_int8_keeps_half_a_step_of_each_head_and_shows_what_is_not_finite():
     x = randn(3, 5, 16) * torch.tensor([1e-3, 1.0, 1e6])[:, None, None]
     x[0, 0] = 0
     x[1, 1, 3], x[1, 2, 3] = float("nan"), float("inf")
-    values, scales = kv_rounding.quantize(x)
-    back = kv_rounding.dequantize(values, scales)
+    values, scales = rounding.quantize_kv(x)
+    back = rounding.dequantize_kv(values, scales)
     assert back[1, 1].isnan().all()
     assert not back[1, 2].isfinite().any()
     others = torch.ones(3, 5, dtype=torch.bool)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from splittime.kernels import api
 from splittime.kernels.choose import make_backend
-from splittime.kernels.reference import kv_rounding
+from splittime.kernels.reference import rounding
 from splittime.kernels.reference.ops import ReferenceNorm
 
 REFERENCE = make_backend("reference", torch.float32)
@@ -106,7 +106,7 @@ def assert_written(native, batch, shape, store, kv, dtype):
     """The store holds kv [T, 2 * Hkv, D] rounded by the rules, bit for bit, and is untouched elsewhere."""
     rows = kv.view(len(kv), 2, shape.num_kv_heads, shape.head_dim)
     if dtype == torch.int8:
-        rows = kv_rounding.dequantize(*kv_rounding.quantize(rows))
+        rows = rounding.dequantize_kv(*rounding.quantize_kv(rows))
     plain = native.to_plain(shape, store)
     places = (batch.token_blocks, slice(None), slice(None), batch.token_offsets)
     assert torch.equal(plain[places], rows.to(dtype if dtype == torch.bfloat16 else torch.float32).float())

@@ -14,8 +14,16 @@ from splittime.kernels import api
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, LinearShape, WeightScheme
 from splittime.kernels.choose import make_backend
 from splittime.kernels.compose import ComposedLayer
-from splittime.kernels.layer import AttentionSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
-from splittime.kernels.layer_weights import AttentionWeights, LayerWeights, MlpWeights
+from splittime.kernels.layer import (
+    AttentionSpec,
+    AttentionWeights,
+    LayerSpec,
+    LayerWeights,
+    MlpSpec,
+    MlpWeights,
+    NormSpec,
+    RopeSpec,
+)
 
 SHAPE = KvShape(num_blocks=12, block_size=16, num_kv_heads=2, head_dim=16)
 HEADS, HIDDEN, INNER, EPS = 4, 48, 80, 1e-5

@@ -11,8 +11,16 @@ from splittime.core.errors import ConfigError
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, LinearShape, NotFused, WeightScheme
 from splittime.kernels.choose import make_backend
 from splittime.kernels.compose import ComposedLayer
-from splittime.kernels.layer import AttentionSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
-from splittime.kernels.layer_weights import AttentionWeights, LayerWeights, MlpWeights
+from splittime.kernels.layer import (
+    AttentionSpec,
+    AttentionWeights,
+    LayerSpec,
+    LayerWeights,
+    MlpSpec,
+    MlpWeights,
+    NormSpec,
+    RopeSpec,
+)
 
 IN = 96
 SCHEMES = [

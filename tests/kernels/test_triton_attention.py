@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
-from splittime.kernels.reference import kv_rounding
+from splittime.kernels.reference import rounding
 from splittime.kernels.reference.ops import ReferenceOps
-from splittime.kernels.triton import attention, attention_decode, attention_plan, attention_prefill, kv_write
+from splittime.kernels.triton import attention, attention_plan, attention_prefill, rotary
 from splittime.kernels.triton.attention import DecodeTiles, PrefillTiles
 from splittime.kernels.triton.device import device
 
@@ -30,7 +30,7 @@ def randn(*sizes, seed=0):
 
 def a_store(shape: KvShape, dtype: torch.dtype, plain: torch.Tensor) -> LayerKv:
     """plain: [num_blocks + 1, 2, Hkv, block_size, D]."""
-    values, scales = kv_rounding.quantize(plain, dtype) if dtype in kv_rounding.LARGEST else (plain.to(dtype), None)
+    values, scales = rounding.quantize_kv(plain, dtype) if dtype in rounding.LARGEST else (plain.to(dtype), None)
     return LayerKv(values.flatten(-2), scales)
 
 
@@ -194,14 +194,14 @@ def written(kv, dtype, blocks, offsets, shape):
     there = device()
     guarded = [None if one is None else torch.cat((one[:1], one)).to(there) for one in vars(stores[0]).values()]
     mine = LayerKv(*(None if one is None else one[1:] for one in guarded))  # block -1 is there, and stays as it is
-    kv_write.write_kv(kv.to(there), mine, attention.plan(batch, shape, None, F32, there))
+    rotary.write_kv(kv.to(there), mine, attention.plan(batch, shape, None, F32, there))
     assert (guarded[0][0].float() == stores[0].data[0].float().to(there)).all()
     assert guarded[1] is None or (guarded[1][0] == stores[0].scales[0].to(there)).all()
     for token, (block, offset) in enumerate(zip(blocks, offsets, strict=True)):
         if block >= 0:
             heads = kv[token].reshape(2, shape.num_kv_heads, -1)
-            is_rounded = dtype in kv_rounding.LARGEST
-            values, head_scales = kv_rounding.quantize(heads, dtype) if is_rounded else (heads.to(dtype), None)
+            is_rounded = dtype in rounding.LARGEST
+            values, head_scales = rounding.quantize_kv(heads, dtype) if is_rounded else (heads.to(dtype), None)
             tiles = stores[1].data.view(-1, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
             tiles[block, :, :, offset] = values
             if head_scales is not None:
@@ -242,7 +242,7 @@ def test_writing_rounds_to_the_bit(dtype, head_dim, kv_dtype):
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
 def test_every_tie_goes_to_even(dtype):
     """Heads whose scale is 1: halves between neighbours, for float8 all of those, and what lies just beside them."""
-    limit = kv_rounding.LARGEST[dtype]
+    limit = rounding.LARGEST[dtype]
     if dtype == INT8:
         kept = torch.arange(-127, 128).float()
     else:
@@ -264,7 +264,7 @@ def test_every_tie_goes_to_even(dtype):
 def test_float8_keeps_half_a_step_and_shows_what_is_not_finite():
     x = randn(3, 5, 16) * torch.tensor([1e-3, 1.0, 1e6])[:, None, None]
     x[1, 1, 3], x[1, 2, 3], x[0, 0] = float("nan"), float("inf"), 0
-    back = kv_rounding.dequantize(*kv_rounding.quantize(x, FP8))
+    back = rounding.dequantize_kv(*rounding.quantize_kv(x, FP8))
     assert back[1, 1].isnan().all()
     assert not back[1, 2].isfinite().any()
     others = torch.ones(3, 5, dtype=torch.bool)
@@ -294,7 +294,7 @@ def test_tiles_cover_each_query_token_once(rows, tile_tokens):
 
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 1 << 17), st.sampled_from([64, 256]))
 def test_parts_fill_the_card_and_no_more(programs, slots, context, least):
-    splits = attention_decode.choose_splits(programs, slots, context, least)
+    splits = attention.choose_splits(programs, slots, context, least)
     assert 1 <= splits <= max(1, -(-context // least))
     if context // least >= 4 * -(-slots // programs):  # else there is less to cut than would do
         assert programs * splits >= slots * 0.75

@@ -7,8 +7,8 @@ pytest.importorskip("triton")
 import torch
 
 from splittime.kernels.reference import products
-from splittime.kernels.triton.choosing import choose_experts
 from splittime.kernels.triton.device import device
+from splittime.kernels.triton.mixture import choose_experts
 
 EPSILONS = {torch.float32: 2.0**-20, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from splittime.kernels.triton import unpacking
+from splittime.kernels.triton import integers_kernels
 
 SHARED_BYTES = 227 * 1024
 SPILLED_BYTES = 32  # of a thread: eight registers
@@ -107,7 +107,7 @@ def test_unpacking_four_bits(dtype):
     first = sum(slab << 4 * slab for slab in range(8))  # slab's own number, at each slab
     second = sum((15 - slab) << 4 * slab for slab in range(8))
     for slab in range(8):
-        asm = unpacking.unpack_asm(4, slab, is_bfloat16)
+        asm = integers_kernels.unpack_asm(4, slab, is_bfloat16)
         for zero in range(16):
             zeros = (exponent | zero) << 16 | (exponent | (15 - zero))
             for shift in range(2):
@@ -121,7 +121,7 @@ def test_unpacking_four_bits(dtype):
 def test_unpacking_eight_bits(dtype):
     """Every integer, at every place of a word; kept as q + 128."""
     for slab in range(4):
-        asm = unpacking.unpack_asm(8, slab, dtype == torch.bfloat16)
+        asm = integers_kernels.unpack_asm(8, slab, dtype == torch.bfloat16)
         for kept in range(256):
             words = [int.from_bytes(bytes((one + 37 * (at - slab)) % 256 for at in range(4)), "little")
                      for one in (kept, 255 - kept)]  # fmt: skip

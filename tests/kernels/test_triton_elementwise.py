@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.kernels import api
-from splittime.kernels.reference import kv_rounding
+from splittime.kernels.reference import rounding
 from splittime.kernels.reference.ops import ReferenceNorm, ReferenceOps, ReferencePlan
 
 pytest.importorskip("triton")
 
-from splittime.kernels.triton import activation, norm, rotary
+from splittime.kernels.triton import elementwise, rotary
 from splittime.kernels.triton.device import device
 from splittime.kernels.triton.tiles import add_parts
 
@@ -37,21 +37,21 @@ def test_rms_norm(sizes, dtype):
     x, weight = randn(*sizes, dtype=dtype) * 3, randn(sizes[1], seed=1, dtype=dtype)
     for eps in (1e-6, 0.5):
         want = ReferenceOps(dtype).rms_norm(x, ReferenceNorm(weight, eps))
-        packed = norm.pack(weight.to(DEVICE), eps)
-        got = norm.rms_norm(x.to(DEVICE), packed)
+        packed = elementwise.pack(weight.to(DEVICE), eps)
+        got = elementwise.rms_norm(x.to(DEVICE), packed)
         assert_close(got, want)
-        assert torch.equal(norm.rms_norm(x[-1:].to(DEVICE), packed)[0], got[-1])
+        assert torch.equal(elementwise.rms_norm(x[-1:].to(DEVICE), packed)[0], got[-1])
 
 
 def test_rms_norm_of_zeros_and_of_no_lines():
-    packed = norm.pack(torch.ones(40, device=DEVICE), 1e-6)
-    assert not norm.rms_norm(torch.zeros(3, 40, device=DEVICE), packed).any()
-    assert norm.rms_norm(torch.zeros(0, 40, device=DEVICE), packed).shape == (0, 40)
+    packed = elementwise.pack(torch.ones(40, device=DEVICE), 1e-6)
+    assert not elementwise.rms_norm(torch.zeros(3, 40, device=DEVICE), packed).any()
+    assert elementwise.rms_norm(torch.zeros(0, 40, device=DEVICE), packed).shape == (0, 40)
 
 
 def test_each_head_has_its_own_scale_and_a_view_is_read_as_it_lies():
     x, weight = randn(4, 9, 5, 80)[:, 2:8].transpose(1, 2), randn(6, 80, seed=2)
-    got = norm.rms_norm(x.to(DEVICE), norm.pack(weight.to(DEVICE), 1e-5))
+    got = elementwise.rms_norm(x.to(DEVICE), elementwise.pack(weight.to(DEVICE), 1e-5))
     assert_close(got, ReferenceOps(torch.float32).rms_norm(x, ReferenceNorm(weight, 1e-5)))
 
 
@@ -61,7 +61,9 @@ def test_add_rms_norm(sizes, dtype):
     x, residual, weight = (
         randn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate((sizes, sizes, sizes[1:]))
     )
-    total, normed = norm.add_rms_norm(x.to(DEVICE), residual.to(DEVICE), norm.pack(weight.to(DEVICE), 1e-6))
+    total, normed = elementwise.add_rms_norm(
+        x.to(DEVICE), residual.to(DEVICE), elementwise.pack(weight.to(DEVICE), 1e-6)
+    )
     assert_close(total, x + residual, ulps=1)
     assert_close(normed, ReferenceOps(dtype).rms_norm(total.cpu(), ReferenceNorm(weight, 1e-6)))
 
@@ -71,24 +73,24 @@ def test_add_rms_norm(sizes, dtype):
 def test_shared_sums_are_added_and_normed_as_one_after_the_other(dtype, has_bias):
     parts = randn(3, 5, 200).to(DEVICE)
     residual, bias = randn(5, 200, seed=1, dtype=dtype).to(DEVICE), randn(200, seed=2, dtype=dtype).to(DEVICE)
-    packed = norm.pack(randn(200, seed=3, dtype=dtype).to(DEVICE), 1e-6)
+    packed = elementwise.pack(randn(200, seed=3, dtype=dtype).to(DEVICE), 1e-6)
     want, total = torch.empty_like(residual), torch.empty_like(residual)
     add_parts(parts, bias if has_bias else None, residual, want)
-    got = norm.add_parts_rms_norm(parts, bias if has_bias else None, residual, packed, total)
+    got = elementwise.add_parts_rms_norm(parts, bias if has_bias else None, residual, packed, total)
     assert torch.equal(total, want)
-    assert torch.equal(got, norm.rms_norm(want, packed))
+    assert torch.equal(got, elementwise.rms_norm(want, packed))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 7), (2, 1025), (5, 64)], ids=str)
 def test_silu_mul(sizes, dtype):
     gate_up = randn(sizes[0], 2 * sizes[1], dtype=dtype) * 4
-    assert_close(activation.silu_mul(gate_up.to(DEVICE)), ReferenceOps(dtype).silu_mul(gate_up), ulps=4)
+    assert_close(elementwise.silu_mul(gate_up.to(DEVICE)), ReferenceOps(dtype).silu_mul(gate_up), ulps=4)
 
 
 def test_silu_over_its_whole_range():
     gate = torch.tensor([-3e38, -200.0, -88.5, -87.0, -1e-30, 0.0, 1e-30, 88.0, 3e38, float("inf"), float("nan")])
-    got = activation.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None].to(DEVICE))[0].cpu()
+    got = elementwise.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None].to(DEVICE))[0].cpu()
     want = (gate.double() * torch.sigmoid(gate.double())).float()
     torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-36, equal_nan=True)
 
@@ -99,9 +101,9 @@ def test_finite(dtype):
     x[1, 0], x[2, 2499], x[4, 1300] = float("nan"), float("inf"), -float("inf")
     x[5] = torch.finfo(dtype).max  # whose sum is not finite, but which is
     want = [True, False, False, True, False, True, True]
-    assert activation.finite(x.to(DEVICE)).tolist() == want
-    assert activation.finite(x.to(DEVICE)[:, :2499])[2]
-    assert activation.finite(x[:0].to(DEVICE)).tolist() == []
+    assert elementwise.finite(x.to(DEVICE)).tolist() == want
+    assert elementwise.finite(x.to(DEVICE)[:, :2499])[2]
+    assert elementwise.finite(x[:0].to(DEVICE)).tolist() == []
 
 
 def a_write(tokens, dim, block_size, dtype, heads=3, kv_heads=2):
@@ -143,7 +145,7 @@ def test_rope_write(dim, has_norm, dtype):
     reference.rope_write(
         want, ReferenceNorm(weight, 1e-3) if has_norm else None, table[positions], store_on_cpu(store), plan
     )
-    packed = norm.pack(weight.to(DEVICE), 1e-3) if has_norm else None
+    packed = elementwise.pack(weight.to(DEVICE), 1e-3) if has_norm else None
     got = run_rope_write(shape, qkv, packed, table, positions, places, store)
     assert_close(got, want, ulps=2, of=4)  # a turned element is a difference of two that may be as large as 4
     assert_written(store, got, shape, places)
@@ -174,7 +176,7 @@ def test_rope_write_rounds_what_it_keeps(dim, kv_dtype):
     rows = got[:, -4:].unflatten(1, (2, 2))
     tiles = store.data.cpu().unflatten(-1, (shape.block_size, dim))[places[0], :, :, places[1]]
     if kv_dtype == torch.int8:
-        values, scales = kv_rounding.quantize(rows)
+        values, scales = rounding.quantize_kv(rows)
         assert torch.equal(tiles, values)
         assert torch.equal(store.scales.cpu()[places[0], :, :, places[1]], scales)
     elif store.scales is not None:

@@ -17,7 +17,7 @@ from integers import inputs, name_of
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import WeightScheme
 from splittime.kernels.reference import products
-from splittime.kernels.triton import linear, routing
+from splittime.kernels.triton import grouped_kernels, linear
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.grouped import ALONE_TOKENS, Experts, choose, grouped, lines, stack_experts
 from splittime.kernels.triton.tiles import Tiles
@@ -190,7 +190,7 @@ def test_routes(data):
     tokens, chosen = data.draw(st.integers(1, 90)), data.draw(st.integers(1, min(3, num_experts)))
     picked, _ = choices(tokens, chosen, num_experts, data.draw(st.integers(0, 99)))
     run = torch.zeros(1, dtype=torch.int64, device=device())
-    routes = routing.route(picked.contiguous().to(device()), num_experts, size, run)
+    routes = grouped_kernels.route(picked.contiguous().to(device()), num_experts, size, run)
     flat, pairs = picked.flatten().tolist(), routes.pairs.tolist()
     assert pairs == sorted(range(len(flat)), key=lambda pair: flat[pair])
     tiles = [tile for tile in routes.tiles.tolist() if tile[0] >= 0]
@@ -205,7 +205,7 @@ def test_routes(data):
 def test_long_lists_of_choices():
     """More pairs than are read at a time, and more tiles than are marked at a time."""
     picked = torch.arange(2500).remainder(3).unsqueeze(1)
-    routes = routing.route(picked.to(device()), 4, 16, torch.zeros(1, dtype=torch.int64, device=device()))
+    routes = grouped_kernels.route(picked.to(device()), 4, 16, torch.zeros(1, dtype=torch.int64, device=device()))
     assert routes.pairs.tolist() == sorted(range(2500), key=lambda pair: pair % 3)
     assert [tile[0] for tile in routes.tiles.tolist()] == [0] * 53 + [1] * 53 + [2] * 53 + [-1]
 

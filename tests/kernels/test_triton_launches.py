@@ -11,8 +11,19 @@ from launches import launches
 
 from splittime.kernels.api import KvShape, LayerKv, NotFused, WeightScheme
 from splittime.kernels.compose import ComposedLayer
-from splittime.kernels.layer import AttentionSpec, LayerSpec, MixtureSpec, MlpSpec, NormSpec, RopeSpec, RouterSpec
-from splittime.kernels.layer_weights import AttentionWeights, LayerWeights, MixtureWeights, MlpWeights
+from splittime.kernels.layer import (
+    AttentionSpec,
+    AttentionWeights,
+    LayerSpec,
+    LayerWeights,
+    MixtureSpec,
+    MixtureWeights,
+    MlpSpec,
+    MlpWeights,
+    NormSpec,
+    RopeSpec,
+    RouterSpec,
+)
 from splittime.kernels.triton import attention, integers
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.ops import TritonOps

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from integers import SCHEMES, inputs, name_of, rows_of
 
 from splittime.core.errors import ConfigError
-from splittime.kernels import reads, rounded
+from splittime.kernels import plain, rounded
 from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
 from splittime.kernels.plain import Stack
 from splittime.kernels.reference import products, rounding
 from splittime.kernels.reference.ops import ReferenceOps
+from splittime.kernels.triton import elementwise, linear, tiles, w8a8
 from splittime.kernels.triton import integers as kernels
-from splittime.kernels.triton import linear, norm, tiles, w8a8
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.tiles import Tiles
 
@@ -204,11 +204,11 @@ def test_a_product_and_its_norm_are_what_one_after_the_other_gives(scheme, has_b
     bias = inputs(24, 1, 5)[:, 0] if has_bias else None
     packed = linear.pack_linear([inputs(24, 1100, 7)], bias, scheme, torch.float16, device())
     x, residual = on_device(inputs(3, 1100), torch.float16), on_device(inputs(3, 24, 3), torch.float16)
-    scale = norm.pack(on_device(inputs(1, 24, 4)[0], torch.float16), 1e-6)
+    scale = elementwise.pack(on_device(inputs(1, 24, 4)[0], torch.float16), 1e-6)
     want = linear.linear(x, packed, residual.clone())
     total, normed = linear.linear_norm(x, packed, residual.clone(), scale)
     assert torch.equal(total, want)
-    assert torch.equal(normed, norm.rms_norm(want, scale))
+    assert torch.equal(normed, elementwise.rms_norm(want, scale))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy's, in the interpreter
@@ -235,10 +235,10 @@ def test_rows_of_a_wider_tensor_and_no_rows():
 def test_bytes_that_products_read():
     scheme = WeightScheme("int4", 128)
     packed = pack(rows_of(scheme, 8, 512), scheme)
-    before = reads.total().get("weights.int4", 0)
+    before = plain.total().get("weights.int4", 0)
     linear.linear(on_device(inputs(2, 512), torch.float32), packed)
     linear.linear(on_device(inputs(0, 512), torch.float32), packed)
-    assert reads.total()["weights.int4"] - before == 8 * 512 // 2 + 8 * 4 * 4
+    assert plain.total()["weights.int4"] - before == 8 * 512 // 2 + 8 * 4 * 4
 
 
 @given(st.integers(1, 400), st.integers(1, 900))

@@ -12,14 +12,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from splittime.core.sampling import SamplingParams
+from splittime.kernels.api import DRAW
 from splittime.kernels.choose import make_backend
-from splittime.kernels.draw import DRAW
 from splittime.runner import sampler
 from splittime.runner.sampler import uniforms
 
 pytest.importorskip("triton")
 
-from splittime.kernels.triton import randomness, sampling
+from splittime.kernels.triton import sampling, weights
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.weights import Draws
 
@@ -84,9 +84,9 @@ def test_uniform_numbers_are_the_hosts_to_the_bit():
     generator = np.random.default_rng(0)
     seeds = np.concatenate(([0, -1, 1, 2**63 - 1, -(2**63)], generator.integers(-(2**63), 2**63 - 1, 3000)))
     indices = np.concatenate((np.arange(1000), generator.integers(0, 2**62, len(seeds) - 1000)))
-    got = randomness.uniforms(torch.from_numpy(seeds).to(DEVICE), torch.from_numpy(indices).to(DEVICE))
+    got = weights.uniforms(torch.from_numpy(seeds).to(DEVICE), torch.from_numpy(indices).to(DEVICE))
     assert np.array_equal(got.cpu().numpy(), uniforms(seeds, indices))
-    assert len(randomness.uniforms(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))) == 0
+    assert len(weights.uniforms(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))) == 0
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 1000, 5000])

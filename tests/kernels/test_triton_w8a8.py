@@ -13,7 +13,7 @@ from integers import inputs
 from test_triton_linear import DTYPES, by_dtype, on_device, within
 
 from splittime.core.errors import ConfigError
-from splittime.kernels import reads
+from splittime.kernels import plain
 from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
 from splittime.kernels.reference import products
 from splittime.kernels.reference.ops import ReferenceOps
@@ -158,9 +158,9 @@ def test_the_reference_multiplies_rounded_activations():
 
 def test_bytes_that_products_read():
     packed = pack(rows_in_blocks(256, 512))
-    before = reads.total().get("weights.fp8", 0)
+    before = plain.total().get("weights.fp8", 0)
     linear.linear(on_device(inputs(2, 512), torch.float32), packed)
-    assert reads.total()["weights.fp8"] - before == 256 * 512 + 2 * 4 * 4
+    assert plain.total()["weights.fp8"] - before == 256 * 512 + 2 * 4 * 4
 
 
 @pytest.mark.parametrize("scheme", [WeightScheme("fp8", 64), WeightScheme("fp8", 256), WeightScheme("fp8", 128, True)])

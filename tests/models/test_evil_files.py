@@ -21,8 +21,8 @@ from tiny_config import CONFIG
 
 from splittime.core.errors import ConfigError
 from splittime.models.config import load_config
+from splittime.models.fields import MAX_HEADER_BYTES, MAX_METADATA_VALUES
 from splittime.models.gguf.file import GgufFile
-from splittime.models.limits import MAX_HEADER_BYTES, MAX_METADATA_VALUES
 from splittime.models.weights.checkpoint import Checkpoint
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from splittime.core.errors import ConfigError
 from splittime.kernels.reference.rounding import dequantize
 from splittime.models.weights.checkpoint import Checkpoint
-from splittime.models.weights.cut import ColumnsOf, RowsOf
 from splittime.models.weights.formats.read import parse
+from splittime.models.weights.shards import ColumnsOf, RowsOf
 
 CASES = {
     "blocks": (BLOCKS, "block", {"name": "weight_scale_inv"}),

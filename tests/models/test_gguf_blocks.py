@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from splittime.kernels.api import RoundedRows
 from splittime.models.gguf import blocks
-from splittime.models.gguf.types import SERVED
+from splittime.models.gguf.cursor import SERVED
 
 gguf = pytest.importorskip("gguf")
 

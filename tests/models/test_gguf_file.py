@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.core.errors import ConfigError
-from splittime.models.gguf.file import GgufFile
-from splittime.models.gguf.shards import GgufModel
+from splittime.models.gguf.file import GgufFile, GgufModel
 
 
 def read(tmp_path, raw: bytes) -> GgufFile:

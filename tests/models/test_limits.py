@@ -10,8 +10,8 @@ from tiny_config import CONFIG
 
 from splittime.core.errors import ConfigError
 from splittime.models.config import load_config, parse_config
+from splittime.models.fields import GGUF_LIMITS, LIMITS
 from splittime.models.gguf.config import load_gguf_config
-from splittime.models.limits import GGUF_LIMITS, LIMITS
 
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],

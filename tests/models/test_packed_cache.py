@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from splittime.kernels.choose import make_backend
 from splittime.models.config import load_config
 from splittime.models.quant.plan import choose
-from splittime.models.weights import cache, fingerprint, packed_file
-from splittime.models.weights.fingerprint import fingerprints
+from splittime.models.weights import cache, packed_file
+from splittime.models.weights.cache import fingerprints
 from splittime.models.weights.load import load_decoder
 from splittime.models.weights.packed_file import PackedFileBroken, PackedReader, PackedWriter
 
@@ -170,23 +170,23 @@ def test_why_there_is_no_cache_is_told(model, tmp_path, settings, told):
 
 
 def test_fingerprints_are_remembered_and_follow_the_content(tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprint, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(fingerprint, "READ_BYTES", 300)
+    monkeypatch.setattr(cache, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(cache, "READ_BYTES", 300)
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_bytes(bytes(range(256)) * 20)
     two.write_bytes(b"")
     first = fingerprints([one, two], tmp_path / "memory")
     assert first[0] != first[1]
     read = []
-    original = fingerprint._hash_file
-    monkeypatch.setattr(fingerprint, "_hash_file", lambda path: read.append(path.name) or original(path))
+    original = cache._hash_file
+    monkeypatch.setattr(cache, "_hash_file", lambda path: read.append(path.name) or original(path))
     assert fingerprints([one, two], tmp_path / "memory") == first
     assert read == []
     one.write_bytes(bytes(range(256)) * 19 + bytes(256))
     assert fingerprints([one, two], tmp_path / "memory")[0] != first[0]
     assert read == ["one"]
     for spoiled in ("{", "[]", json.dumps({str(two): ["nonsense"]})):
-        (tmp_path / "memory" / fingerprint.MEMORY_NAME).write_text(spoiled)
+        (tmp_path / "memory" / cache.MEMORY_NAME).write_text(spoiled)
         assert fingerprints([two], tmp_path / "memory") == [first[1]]
 
 

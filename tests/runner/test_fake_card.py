@@ -16,7 +16,7 @@ from fake_card import CARD, CardError, FakeCard
 
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import PENDING, Admitted, Row, StepPlan, StepResult
-from splittime.kernels.triton import activation
+from splittime.kernels.triton import elementwise
 from splittime.kernels.triton.device import is_interpreted
 from splittime.runner.compose import gauge_of, load_torch_runner, sleeper_of
 from splittime.runner.config import RunnerConfig
@@ -150,7 +150,7 @@ def test_tensors_of_both_sides_are_told(card: FakeCard) -> None:
     with pytest.raises(CardError, match="of the card and of the host"):
         there + here
     with pytest.raises(CardError, match="x is not on the card"):
-        activation.finite(here.view(1, 3).to(CARD, copy=True).cpu())
+        elementwise.finite(here.view(1, 3).to(CARD, copy=True).cpu())
     there.untyped_storage().resize_(0)
     with pytest.raises(CardError, match="given back"):
         there.add_(1)
@@ -184,7 +184,7 @@ def test_copies_take_their_time(card: FakeCard) -> None:
 def test_what_a_capture_refuses(card: FakeCard) -> None:
     x = torch.ones(2, 3, device=CARD)
     for attempt in (
-        lambda: activation.finite(x),
+        lambda: elementwise.finite(x),
         x.tolist,
         lambda: to_device(torch.ones(2), CARD),
         lambda: StreamMark(CARD),
@@ -195,10 +195,10 @@ def test_what_a_capture_refuses(card: FakeCard) -> None:
 
 def test_a_replay_reads_what_is_there_then(card: FakeCard) -> None:
     x, graph = torch.ones(2, 3, device=CARD), torch.cuda.CUDAGraph()
-    activation.finite(x)
+    elementwise.finite(x)
     with torch.cuda.graph(graph):
         doubled = (x * 2)[:, 1:]
-        is_finite = activation.finite(x)
+        is_finite = elementwise.finite(x)
     x[0].fill_(torch.inf)
     graph.replay()
     assert doubled.tolist() == [[torch.inf] * 2, [2.0] * 2]

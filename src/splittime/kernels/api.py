@@ -21,13 +21,18 @@ so the loader reorders the rows of the query and key weights once (`models.weigh
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.kernels.layer_weights import LayerWeights, PackedNorm, PackedWeight
+from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
+
+DRAW = np.dtype(
+    [("top_p", "f8"), ("uniform", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("unused", "i4")]
+)
+"""`StDraw` of csrc/splittime.h: top_k and min_p are off at 0, top_p at 1; uniform in [0, 1)."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,15 @@ class KvPools(Protocol):
 
 class AttentionPlan:
     """What the layers of a `KvGroup` share in one step: indices, masks, places."""
+
+
+Own = TypeVar("Own", bound=AttentionPlan | PackedNorm | PackedWeight)
+
+
+def own(given: AttentionPlan | PackedNorm | PackedWeight, kind: type[Own]) -> Own:
+    """Returns what a backend is given, which it must have made itself."""
+    assert isinstance(given, kind), f"{type(given).__name__} is of another backend"
+    return given
 
 
 class RunnableLayer(Protocol):
@@ -248,7 +262,7 @@ class Ops(Protocol):
         """The first of the largest of each row of logits [N, vocab]."""
 
     def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
-        """A token for each row of logits [N, vocab], float32, by its line of `draws`, of `kernels.draw.DRAW`; see
+        """A token for each row of logits [N, vocab], float32, by its line of `draws`, of `kernels.api.DRAW`; see
         `runner.sampler`, which does it when this is None."""
 
     def bytes_read(self) -> dict[str, int]:

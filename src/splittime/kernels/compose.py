@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops
-from splittime.kernels.layer_weights import AttentionWeights, LayerWeights, MixtureWeights, MlpWeights
+from splittime.kernels.layer import AttentionWeights, LayerWeights, MixtureWeights, MlpWeights
 
 
 @dataclass(frozen=True)

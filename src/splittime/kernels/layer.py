@@ -6,11 +6,15 @@
 
 A model is a sequence of `LayerSpec`s, composed from its checkpoint's config by its architecture's entry
 (`models.architectures`). Layers may differ from one another in every part. Models build layers from these values,
-backends say which of them they fuse, and the KV cache is laid out by them (`kv_groups`). No value here holds a tensor.
+backends say which of them they fuse, and the KV cache is laid out by them (`kv_groups`).
+No spec holds a tensor; the parts with their weights (`LayerWeights`) are what a backend is given to fuse, and what is
+run part by part.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -140,3 +144,53 @@ def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KvGroup, ...]:
         mixer = layer.mixer
         found.setdefault((mixer.num_kv_heads, mixer.head_dim, mixer.window_tokens), []).append(index)
     return tuple(KvGroup(tuple(mine), *kind) for kind, mine in found.items())
+
+
+class PackedWeight:
+    """A linear weight as a backend keeps it. blob: uint8, all of it."""
+
+    blob: Tensor | None  # is there in backends that have `packed_bytes`
+
+
+class PackedNorm:
+    """The scale of a norm as a backend keeps it."""
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """qkv: [query_width + 2 kv_width, hidden]; output: [hidden, query_width]; head_norm: [num_heads + num_kv_heads,
+    head_dim], None where the spec has none."""
+
+    spec: AttentionSpec
+    qkv: PackedWeight
+    output: PackedWeight
+    head_norm: PackedNorm | None
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """gate_up: [2 inner, hidden]; down: [hidden, inner]."""
+
+    spec: MlpSpec
+    gate_up: PackedWeight
+    down: PackedWeight
+
+
+@dataclass(frozen=True)
+class MixtureWeights:
+    """router: [num_experts, hidden]."""
+
+    spec: RouterSpec
+    router: PackedWeight
+    experts: tuple[MlpWeights, ...]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A layer of `kernels.layer`, each part with its weights."""
+
+    spec: LayerSpec
+    mixer_norm: PackedNorm
+    mixer: AttentionWeights
+    feed_forward_norm: PackedNorm
+    feed_forward: MlpWeights | MixtureWeights

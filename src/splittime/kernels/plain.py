@@ -1,16 +1,61 @@
-"""What the backends without blobs share: operations composed of smaller ones."""
+"""What the backends without blobs share: operations composed of smaller ones, and counting what was read
+(`Ops.bytes_read`): bytes of weights and of KV stores, by what they were kept as.
 
+The backends that compute with torch count what each product and each attention takes from memory, once a call and
+after it, so that what was loaded and never used counts nothing. The native library counts in its kernels.
+"""
+
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.kernels import reads
 from splittime.kernels.api import CPU, AttentionPlan, LayerKv, LinearShape, NotFused, RunnableLayer, WeightScheme
-from splittime.kernels.layer_weights import LayerWeights, PackedNorm, PackedWeight
+from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
+
+_lock = threading.Lock()
+_bytes: Counter[str] = Counter()
+
+
+def count_weight(name: str, *tensors: Tensor | None) -> None:
+    """A product read these tensors of a weight kept in the scheme `name`."""
+    _count(f"weights.{name}", tensors)
+
+
+def count_kv(*tensors: Tensor | None) -> None:
+    """An attention read these values of a KV store, and their scales."""
+    values = tensors[0]
+    assert values is not None
+    _count(f"kv.{str(values.dtype).removeprefix('torch.')}", tensors)
+
+
+def count_kv_bytes(dtype: torch.dtype, num_bytes: int) -> None:
+    """The same, of so many bytes."""
+    with _lock:
+        _bytes[f"kv.{str(dtype).removeprefix('torch.')}"] += num_bytes
+
+
+def add(counted: Mapping[str, int]) -> None:
+    """What a captured step reads at each replay, by kind."""
+    with _lock:
+        _bytes.update(counted)
+
+
+def total() -> dict[str, int]:
+    with _lock:
+        return dict(_bytes)
+
+
+def _count(kind: str, tensors: tuple[Tensor | None, ...]) -> None:
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    if num_bytes:
+        with _lock:
+            _bytes[kind] += num_bytes
 
 
 @dataclass(frozen=True)
@@ -57,7 +102,7 @@ class PlainOps(ABC):
         return Stack(tuple(packed))
 
     def bytes_read(self) -> dict[str, int]:
-        return reads.total()
+        return total()
 
     def fuse(self, layer: LayerWeights) -> RunnableLayer | NotFused:
         return NotFused(f"the {self.name} kernels are single operations")

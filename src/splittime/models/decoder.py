@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import AttentionBatch, AttentionPlan, KvPools, LayerKv, Ops, RunnableLayer
-from splittime.kernels.layer import KvGroup, LayerSpec, RopeSpec, kv_groups
-from splittime.kernels.layer_weights import PackedNorm, PackedWeight
+from splittime.kernels.layer import KvGroup, LayerSpec, PackedNorm, PackedWeight, RopeSpec, kv_groups
 from splittime.models.config import ModelConfig
 from splittime.models.ranks import Ranks
 from splittime.models.weights.source import Table

@@ -1,11 +1,95 @@
-"""Reading typed values out of a `config.json`: each error names the key, the value that it had, and the limit."""
+"""Reading typed values out of a `config.json`: each error names the key, the value that it had, and the limit.
 
+`LIMITS` says how large the numbers of a stranger's config may be: one row a field, read before anything is allocated by
+it. A checkpoint is somebody else's file, and a size in it costs memory as soon as it is believed: a tuple with an entry
+a layer, a table with a row a position. Each bound is 8 times or more what any published model has, so it refuses no
+model; it keeps each size small enough to be multiplied and looped over. Whether all of them together fit the machine is
+asked later, with the tensors' own shapes (`weights.checkpoint`) and the free memory (`runner.load`).
+
+A field has one name here for `config.json` and one for GGUF; a field without a row cannot be read as a number at all.
+`Fields` and `gguf.config.GgufKeys` look rows up; tests/models/test_limits.py holds both to it.
+"""
+
+import json
 import reprlib
+import stat
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from splittime.core.errors import ConfigError
-from splittime.models.limits import LIMITS, MAX_IDS, Bounds
+
+MAX_CONFIG_BYTES = 8 << 20  # of a JSON file that is not a list of tensors
+MAX_INDEX_BYTES = 32 << 20  # of model.safetensors.index.json: 100 bytes a tensor
+MAX_HEADER_BYTES = 16 << 20  # of one safetensors file's header: 120 bytes a tensor
+MAX_IDS = 1024  # in a list of token ids or of layers, unless it has an entry a layer
+MAX_METADATA_BYTES = 256 << 20  # of a GGUF file, vocabulary and all
+MAX_METADATA_VALUES = 1 << 22  # of it: keys, texts, lists, tensors; each is a Python object
+MAX_NAMES = 16_384  # modules that a quantised checkpoint excepts
+
+
+class Bounds(NamedTuple):
+    """Both ends are allowed."""
+
+    least: float
+    most: float
+
+
+LAYERS, HEADS, EXPERTS = Bounds(1, 4096), Bounds(1, 8192), Bounds(1, 8192)
+WIDTH, VOCABULARY = Bounds(1, 1 << 20), Bounds(1, 1 << 24)
+HEAD_DIM, POSITIONS = Bounds(1, 8192), Bounds(1, 1 << 27)
+EPSILON, THETA, FACTOR = Bounds(1e-20, 1.0), Bounds(1e-3, 1e15), Bounds(1e-3, 1e6)
+
+LIMITS: dict[str, Bounds] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "moe_intermediate_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "max_window_layers": Bounds(0, 1 << 20),  # compared only: Qwen2 has more of them than layers
+    "decoder_sparse_step": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": POSITIONS,
+    "original_max_position_embeddings": POSITIONS,
+    "sliding_window": POSITIONS,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
+    "rms_norm_eps": EPSILON,
+    "rope_theta": THETA,
+    "partial_rotary_factor": Bounds(0.0, 1.0),
+    "factor": FACTOR,
+    "low_freq_factor": FACTOR,
+    "high_freq_factor": FACTOR,
+    "bits": Bounds(1, 64),
+    "num_bits": Bounds(1, 64),
+    "group_size": WIDTH,
+}
+"""By the name in config.json."""
+
+GGUF_LIMITS: dict[str, Bounds] = {
+    "embedding_length": WIDTH,
+    "feed_forward_length": WIDTH,
+    "expert_feed_forward_length": WIDTH,
+    "block_count": LAYERS,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": HEADS,
+    "attention.key_length": HEAD_DIM,
+    "attention.value_length": HEAD_DIM,
+    "rope.dimension_count": HEAD_DIM,
+    "context_length": POSITIONS,
+    "attention.sliding_window": POSITIONS,
+    "expert_count": EXPERTS,
+    "expert_used_count": EXPERTS,
+    "attention.layer_norm_rms_epsilon": EPSILON,
+    "rope.freq_base": THETA,
+    "rope.scaling.factor": FACTOR,
+    "rope.scale_linear": FACTOR,
+}
+"""By the key below the architecture's own name."""
+
 
 CONFIG_NAME = "config.json"
 MISSING = object()
@@ -34,7 +118,7 @@ def in_words(kind: str, bounds: Bounds) -> str:
 
 
 class Fields:
-    """A JSON object with typed getters; numbers within `limits`. A null counts as absent, as transformers treats it.
+    """A JSON object with typed getters; numbers within `LIMITS`. A null counts as absent, as transformers treats it.
     file: whose it is, for errors."""
 
     def __init__(
@@ -94,3 +178,26 @@ class Fields:
             want = f"an integer from {bounds.least} to {bounds.most}, or a list of at most {MAX_IDS} of them"
             raise self.bad(key, value, want, list(bounds))
         return tuple(listed)
+
+
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in `path`. Raises `ConfigError` when there is none."""
+    try:
+        values = json.loads(read_bounded(path, max_bytes))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", param="model_path", value=str(path)) from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} does not hold a JSON object", param="model_path", value=str(path))
+    return values
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """The file's content. Raises OSError as reading does, and `ConfigError` for a pipe, a device, or too large a
+    file, none of which is opened."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is no regular file", param="model_path", value=str(path))
+    if status.st_size > max_bytes:
+        said = f"{path} has {status.st_size} bytes, more than the {max_bytes} that are read of such a file"
+        raise ConfigError(said, param="model_path", value=status.st_size, limit=max_bytes)
+    return path.read_bytes()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops
 from splittime.kernels.compose import attend, feed_forward
-from splittime.kernels.layer_weights import LayerWeights, MixtureWeights
+from splittime.kernels.layer import LayerWeights, MixtureWeights
 
 
 class Ranks(Protocol):

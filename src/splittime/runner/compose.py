@@ -23,9 +23,8 @@ import msgspec
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.step import AsyncRunner, StepPlan, StepResult
 from splittime.models.decoder import Decoder
-from splittime.models.opening import read_config
 from splittime.models.ranks import Ranks
-from splittime.models.weights.load import OnLayer
+from splittime.models.weights.load import OnLayer, read_config
 from splittime.models.weights.shards import check
 from splittime.runner import machine, start_memory
 from splittime.runner.ceilings import Gauge

@@ -6,8 +6,8 @@ from splittime.core.errors import ConfigError
 from splittime.kernels.api import Ops
 from splittime.kernels.choose import BACKENDS
 from splittime.models.config import ModelConfig
-from splittime.models.opening import is_gguf, open_source
 from splittime.models.quant.plan import WeightPlan
+from splittime.models.weights.load import is_gguf, open_source
 from splittime.models.weights.source import PLAIN
 from splittime.runner.config import GPU_MEMORY_UTILIZATION, RunnerConfig
 

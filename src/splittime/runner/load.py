@@ -15,10 +15,9 @@ from splittime.kernels.choose import make_backend
 from splittime.kernels.layer import kv_groups
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
-from splittime.models.opening import read_config
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.ranks import Ranks
-from splittime.models.weights.load import Loaded, OnLayer, load_decoder
+from splittime.models.weights.load import Loaded, OnLayer, load_decoder, read_config
 from splittime.models.weights.shards import counted, own_config
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig

@@ -28,8 +28,7 @@ from torch import Tensor
 from splittime.core.errors import ConfigError, EngineError, SplittimeError, error_from_info
 from splittime.core.sleep import Moved, Part
 from splittime.models.decoder import Decoder
-from splittime.models.opening import read_config
-from splittime.models.weights.load import load_decoder
+from splittime.models.weights.load import load_decoder, read_config
 from splittime.runner import machine
 from splittime.runner.parked import Emptied, Parked, device_tensors, storages_of
 from splittime.runner.torch_runner import TorchRunner

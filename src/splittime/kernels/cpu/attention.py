@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splittime.kernels import reads
+from splittime.kernels import plain
 from splittime.kernels.api import AttentionBatch, AttentionPlan, KvShape, LayerKv
-from splittime.kernels.reference import kv_rounding
+from splittime.kernels.reference import rounding
 
 MAX_PIECE_TOKENS = 512
 
@@ -65,11 +65,6 @@ class GatherPlan(AttentionPlan):
     write_rows: Tensor  # int64 [T, 2 * Hkv], rows of the store seen as [-1, head_dim], and of its scales
     groups: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillGather, ...]
-
-
-def own(plan: AttentionPlan) -> GatherPlan:
-    assert isinstance(plan, GatherPlan), "a plan of another backend"
-    return plan
 
 
 def plan(batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: torch.dtype) -> GatherPlan:
@@ -172,7 +167,7 @@ def write_kv(kv: Tensor, store: LayerKv, plan: GatherPlan) -> None:
     if store.scales is None:
         rows.index_put_((plan.write_rows,), kv.to(rows.dtype))
     else:
-        values, scales = kv_rounding.quantize(kv)
+        values, scales = rounding.quantize_kv(kv)
         rows.index_put_((plan.write_rows,), values)
         store.scales.view(-1).index_put_((plan.write_rows,), scales)
 
@@ -194,9 +189,9 @@ def _gather(store: LayerKv, shape: KvShape, tiles: Tensor, dtype: torch.dtype) -
     gathered = store.data.view(-1, shape.block_size * shape.head_dim).index_select(0, tiles)
     gathered = gathered.view(-1, shape.block_size, shape.head_dim)
     scales = None if store.scales is None else store.scales.view(-1, shape.block_size).index_select(0, tiles)
-    reads.count_kv(gathered, scales)
+    plain.count_kv(gathered, scales)
     if scales is not None:
-        gathered = kv_rounding.dequantize(gathered, scales)
+        gathered = rounding.dequantize_kv(gathered, scales)
     return gathered.to(dtype)
 
 

@@ -1,7 +1,9 @@
 """`Ops` by the C++ kernels. Activations are float32 between products whatever the weights are (`product_dtype` says
 what a product makes of them); packed weights are one blob each.
 
-A dense decoder layer is one call (`fused`); what is composed in Python calls the library once an operation.
+A dense decoder layer is one call into the library (`st_layer`): no tensor is made, nothing is dispatched by torch. What
+it takes the place of is the composition in `kernels.compose`, which the equivalence tests hold it to. What is composed
+in Python calls the library once an operation.
 """
 
 import warnings
@@ -23,11 +25,12 @@ from splittime.kernels.api import (
     RoundedRows,
     RunnableLayer,
     WeightScheme,
+    own,
 )
-from splittime.kernels.layer_weights import LayerWeights, PackedNorm, PackedWeight
+from splittime.kernels.layer import LayerWeights, MlpWeights, PackedNorm, PackedWeight
 from splittime.kernels.native import check, packed
+from splittime.kernels.native import library as native
 from splittime.kernels.native.check import choose_isa
-from splittime.kernels.native.fused import fuse
 from splittime.kernels.native.library import READ_KINDS, StBatch, library
 from splittime.kernels.native.packed import (
     SCHEMES,
@@ -37,11 +40,56 @@ from splittime.kernels.native.packed import (
     NativeWeight,
     address,
     kv_of,
-    norm_of,
-    plan_of,
     weight_of,
 )
 from splittime.kernels.rounded import check_columns, check_scheme
+
+
+class FusedLayer:
+    """A `kernels.api.RunnableLayer` that changes `hidden` in place and returns it."""
+
+    parts_reason, needs_host = "", False
+
+    def __init__(self, weights: LayerWeights, mlp: MlpWeights) -> None:
+        mixer, spec = weights.mixer, weights.mixer.spec
+        head_norm = None if mixer.head_norm is None else own(mixer.head_norm, NativeNorm)
+        self.weights = weights  # keeps alive what the structure points to
+        self._layer = native.StLayer(
+            weight_of(mixer.qkv).struct,
+            weight_of(mixer.output).struct,
+            weight_of(mlp.gate_up).struct,
+            weight_of(mlp.down).struct,
+            own(weights.mixer_norm, NativeNorm).weight.data_ptr(),
+            own(weights.feed_forward_norm, NativeNorm).weight.data_ptr(),
+            None if head_norm is None else head_norm.weight.data_ptr(),
+            weights.spec.norm.eps,
+            spec.scale,
+            spec.num_heads,
+            spec.window_tokens or 0,
+        )
+        self._reference = byref(self._layer)
+        self._call = library().st_layer
+        self._store: LayerKv | None = None
+        self._kv = native.StKv()
+
+    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan) -> Tensor:
+        mine = own(plan, NativePlan)
+        if kv is not self._store:
+            self._store, self._kv = kv, kv_of(kv, mine.shape)
+        mine.batch.turns = turns.data_ptr()
+        self._call(self._reference, byref(mine.batch), byref(self._kv), hidden.data_ptr())
+        return hidden
+
+
+def fuse(layer: LayerWeights) -> FusedLayer | NotFused:
+    """Fuses a layer with one MLP whose norms have the same epsilon."""
+    spec = layer.spec
+    if not isinstance(layer.feed_forward, MlpWeights):
+        return NotFused("experts are chosen between two calls of the library")
+    if spec.mixer.head_norm not in (None, spec.norm):
+        return NotFused("the norm of the heads has another epsilon than the layer's")
+    return FusedLayer(layer, layer.feed_forward)
+
 
 READS = [*(f"weights.{scheme}" for scheme in SCHEMES), "kv.float32", "kv.bfloat16", "kv.int8"]  # `st_bytes_read`
 
@@ -108,7 +156,7 @@ class NativeOps:
         return NativeNorm(weight.float().contiguous(), eps)
 
     def rms_norm(self, x: Tensor, packed: PackedNorm) -> Tensor:
-        norm, y = norm_of(packed), torch.empty(x.shape)
+        norm, y = own(packed, NativeNorm), torch.empty(x.shape)
         arrays = (x.data_ptr(), x.stride(0), norm.weight.data_ptr(), norm.eps, y.data_ptr())
         library().st_rms_norm(len(x), x.shape[1], *arrays)
         return y
@@ -139,19 +187,19 @@ class NativeOps:
     def rope_write(
         self, qkv: Tensor, head_norm: PackedNorm | None, turns: Tensor, kv: LayerKv, plan: AttentionPlan
     ) -> None:
-        own, norm = plan_of(plan), None if head_norm is None else norm_of(head_norm)
-        own.batch.turns = turns.data_ptr()
+        mine, norm = own(plan, NativePlan), None if head_norm is None else own(head_norm, NativeNorm)
+        mine.batch.turns = turns.data_ptr()
         scale, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
-        num_heads = qkv.shape[1] - 2 * own.shape.num_kv_heads
-        store = byref(kv_of(kv, own.shape))
-        library().st_rope_write(byref(own.batch), store, num_heads, scale, eps, qkv.data_ptr())
+        num_heads = qkv.shape[1] - 2 * mine.shape.num_kv_heads
+        store = byref(kv_of(kv, mine.shape))
+        library().st_rope_write(byref(mine.batch), store, num_heads, scale, eps, qkv.data_ptr())
 
     def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
         """q: heads of a token next to each other."""
-        own, out = plan_of(plan), q.new_empty((len(q), q.shape[1] * q.shape[2]))
+        mine, out = own(plan, NativePlan), q.new_empty((len(q), q.shape[1] * q.shape[2]))
         arrays = (q.data_ptr(), q.stride(0), out.data_ptr())
-        store = byref(kv_of(kv, own.shape))
-        library().st_attention(byref(own.batch), store, q.shape[1], own.window_tokens, scale, *arrays)
+        store = byref(kv_of(kv, mine.shape))
+        library().st_attention(byref(mine.batch), store, q.shape[1], mine.window_tokens, scale, *arrays)
         return out
 
     def finite(self, x: Tensor) -> list[bool]:

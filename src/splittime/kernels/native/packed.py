@@ -15,7 +15,7 @@ from torch import Tensor
 from splittime.core.errors import ConfigError
 from splittime.kernels import rounded
 from splittime.kernels.api import AttentionPlan, KvShape, LayerKv, LinearShape, RoundedRows, WeightScheme
-from splittime.kernels.layer_weights import PackedNorm, PackedWeight
+from splittime.kernels.layer import PackedNorm, PackedWeight
 from splittime.kernels.native import library as native
 from splittime.kernels.native import memory
 from splittime.kernels.native.library import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, chain, library
@@ -83,11 +83,6 @@ class NativeNorm(PackedNorm):
     eps: float
 
 
-def norm_of(packed: PackedNorm) -> NativeNorm:
-    assert isinstance(packed, NativeNorm), "a norm of another backend"
-    return packed
-
-
 @dataclass(frozen=True)
 class NativePlan(AttentionPlan):
     """arrays: the int32 arrays of `StBatch`, which points into them."""
@@ -96,11 +91,6 @@ class NativePlan(AttentionPlan):
     batch: native.StBatch
     shape: KvShape
     window_tokens: int
-
-
-def plan_of(plan: AttentionPlan) -> NativePlan:
-    assert isinstance(plan, NativePlan), "a plan of another backend"
-    return plan
 
 
 def address(tensor: Tensor | None) -> int | None:

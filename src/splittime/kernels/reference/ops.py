@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splittime.kernels import reads, rounded
+from splittime.kernels import plain, rounded
 from splittime.kernels.api import (
     AttentionBatch,
     AttentionPlan,
@@ -15,10 +15,11 @@ from splittime.kernels.api import (
     LinearShape,
     RoundedRows,
     WeightScheme,
+    own,
 )
-from splittime.kernels.layer_weights import PackedNorm, PackedWeight
+from splittime.kernels.layer import PackedNorm, PackedWeight
 from splittime.kernels.plain import HostOps, Stack
-from splittime.kernels.reference import kv_rounding, products, rounding
+from splittime.kernels.reference import products, rounding
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,6 @@ class ReferencePlan(AttentionPlan):
     batch: AttentionBatch
     shape: KvShape
     window_tokens: int | None
-
-
-def own(plan: AttentionPlan) -> ReferencePlan:
-    assert isinstance(plan, ReferencePlan), "a plan of another backend"
-    return plan
 
 
 class ReferenceOps(HostOps):
@@ -131,7 +127,8 @@ class ReferenceOps(HostOps):
         return ReferencePlan(batch, shape, window_tokens)
 
     def write_kv(self, kv: Tensor, store: LayerKv, plan: AttentionPlan) -> None:
-        batch, shape = own(plan).batch, own(plan).shape
+        mine = own(plan, ReferencePlan)
+        batch, shape = mine.batch, mine.shape
         rows = kv.view(-1, 2, shape.num_kv_heads, shape.head_dim)
         tiles = _tiles(store, shape)
         places = zip(batch.token_blocks.tolist(), batch.token_offsets.tolist(), strict=True)
@@ -139,11 +136,12 @@ class ReferenceOps(HostOps):
             if store.scales is None:
                 tiles[block, :, :, offset] = rows[token].to(tiles.dtype)
             else:
-                values, scales = kv_rounding.quantize(rows[token], tiles.dtype)
+                values, scales = rounding.quantize_kv(rows[token], tiles.dtype)
                 tiles[block, :, :, offset], store.scales[block, :, :, offset] = values, scales
 
     def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
-        batch, shape, window_tokens = own(plan).batch, own(plan).shape, own(plan).window_tokens
+        mine = own(plan, ReferencePlan)
+        batch, shape, window_tokens = mine.batch, mine.shape, mine.window_tokens
         out = torch.empty_like(q)
         for row, context_tokens in enumerate(batch.context_lens):
             keys, values = _read_row(kv, shape, batch.block_tables[row], context_tokens)
@@ -168,9 +166,9 @@ def _rounded_product(x: Tensor, packed: RoundedWeight) -> Tensor:
 def _count(packed: RoundedWeight | ReferenceWeight) -> None:
     if isinstance(packed, RoundedWeight):
         rows = packed.rows
-        reads.count_weight(packed.scheme.name, rows.integers, rows.scales, rows.zeros, rows.minima)
+        plain.count_weight(packed.scheme.name, rows.integers, rows.scales, rows.zeros, rows.minima)
     else:
-        reads.count_weight(str(packed.weight.dtype).removeprefix("torch."), packed.weight)
+        plain.count_weight(str(packed.weight.dtype).removeprefix("torch."), packed.weight)
 
 
 def _tiles(store: LayerKv, shape: KvShape) -> Tensor:
@@ -182,7 +180,7 @@ def _read_row(store: LayerKv, shape: KvShape, block_table: Tensor, context_token
     blocks = block_table[: -(-context_tokens // shape.block_size)]
     tiles = _tiles(store, shape)[blocks]  # [blocks, 2, Hkv, block_size, D]
     scales = None if store.scales is None else store.scales[blocks]
-    reads.count_kv(tiles, scales)
-    tiles = tiles.float() if scales is None else kv_rounding.dequantize(tiles, scales)
+    plain.count_kv(tiles, scales)
+    tiles = tiles.float() if scales is None else rounding.dequantize_kv(tiles, scales)
     keys, values = tiles.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return keys[:, :context_tokens], values[:, :context_tokens]

@@ -14,6 +14,11 @@ float16, as in the native kernels. What comes as e4m3 stays e4m3, with float32 s
 The product rebuilds a chunk of rows at a time in the activations' dtype, so that the weight stays integers in memory.
 It serves the torch backend and is the reference for the kernels. Those also round the activations, this does not:
 tests/models/product_bounds.py says how far either may be from the unrounded product.
+
+How a key or value of one head is kept as int8 or as float8_e4m3fn: one scale, max |x| / 127 or max |x| / 448, so
+that the largest becomes the largest that the dtype has, and the nearest of its values, ties to even.
+
+A head that is not finite has a scale that is not, so that it shows when it is read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splittime.kernels import reads, rounded
+from splittime.kernels import plain, rounded
 from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
-from splittime.kernels.layer_weights import PackedWeight
+from splittime.kernels.layer import PackedWeight
 from splittime.kernels.rounded import INT4_ZERO
 
 CHUNK_ELEMENTS = 1 << 22  # rebuilt at a time: 16 MiB of float32
@@ -112,7 +117,7 @@ def product(x: Tensor, linear: RebuiltWeight, residual: Tensor | None = None) ->
     for begin, end in _chunks(len(linear.scales), linear.in_features):
         torch.mm(x, linear.rows(begin, end).to(x.dtype).t(), out=y[:, begin:end])
     if len(x):
-        reads.count_weight(linear.scheme.name, linear.values, linear.scales, linear.zeros, linear.minima)
+        plain.count_weight(linear.scheme.name, linear.values, linear.scales, linear.zeros, linear.minima)
     if linear.bias is not None:
         y += linear.bias
     return y if residual is None else y.add_(residual)
@@ -148,3 +153,23 @@ def _chunk_rows(in_features: int) -> int:
 def _chunks(out_features: int, in_features: int) -> Iterator[tuple[int, int]]:
     step = _chunk_rows(in_features)
     return ((begin, min(begin + step, out_features)) for begin in range(0, out_features, step))
+
+
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}  # of what is kept
+LEAST_SCALE = 1e-38  # a head of smaller values is kept as zeros
+
+
+def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """x [.., D] -> `dtype` [.., D], float32 [..]."""
+    wide = x.float()
+    limit = LARGEST[dtype]
+    scales = wide.abs().amax(-1) / limit
+    is_usable = (scales >= LEAST_SCALE) & scales.isfinite()
+    steps = (wide / scales[..., None]).clamp(-limit, limit)
+    steps = torch.where(is_usable[..., None], steps, 0.0)
+    return (steps.round() if dtype == torch.int8 else steps).to(dtype), scales
+
+
+def dequantize_kv(values: Tensor, scales: Tensor) -> Tensor:
+    """int8 or float8_e4m3fn [.., D], float32 [..] -> float32 [.., D]."""
+    return values.float() * scales[..., None]

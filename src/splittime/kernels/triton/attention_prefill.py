@@ -7,7 +7,7 @@ edge or the window's edge crosses a tile of keys are there masks; the tiles betw
 Query lengths are known when a step is planned, so which tile is whose is a table made on the host
 (`attention_plan.tile_table`), the tiles with the longest contexts first: they start first, and the short ones fill the
 end. A few short chunks of long rows do not fill the card; then the keys are split, as for decode rows, and
-`attention_parts.SoftmaxParts` puts them together.
+`attention_tile.SoftmaxParts` puts them together.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from splittime.kernels.api import KvShape, LayerKv
-from splittime.kernels.triton.attention_parts import SoftmaxParts, store_lines
 from splittime.kernels.triton.attention_plan import PagedPlan
 from splittime.kernels.triton.attention_tile import (
     LOG2_E,
+    SoftmaxParts,
     columns_of,
     dot_of,
     first_unit,
     load_blocks,
     load_queries,
     step,
+    store_lines,
 )
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts, from the router's choice to the sum: two products over the pairs of `routing`, and one sum.
+"""A mixture of experts, from the router's choice to the sum: two products over the pairs of `route`, and one sum.
 
     h[p]   = silu(gate_e x[t]) * (up_e x[t])     both products of a tile in one program, in float32 until h
     y[p]   = share[p] * down_e h[p]              the share on the float32 sums
@@ -26,12 +26,11 @@ import triton
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.layer_weights import PackedWeight
+from splittime.kernels.layer import PackedWeight
 from splittime.kernels.triton import integers, w8a8
 from splittime.kernels.triton.device import dot_dtype
-from splittime.kernels.triton.grouped_kernels import combine, products
+from splittime.kernels.triton.grouped_kernels import Routes, combine, products, route
 from splittime.kernels.triton.linear import DenseWeight, Own, kept
-from splittime.kernels.triton.routing import Routes, route
 from splittime.kernels.triton.tiles import PROCESSORS, Tiles
 
 ALONE_TOKENS = 2

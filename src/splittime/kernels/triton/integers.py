@@ -11,7 +11,7 @@ gives, by a shift and a mask, the same lane of each slab, and no lane ever needs
 neighbouring columns. Eight bits are kept as q + 128. Words lie as [tiles, out, 32]: what a program reads in a step of
 its loop is one run of memory. A group's scale is the lower half of a 32-bit word, as float16; the upper half is its
 zero point (of int4), or its minimum as float16: one load, wide enough to be fetched ahead with the weights. These words
-lie as [groups, out]. How a word becomes floats: `unpacking`.
+lie as [groups, out]. How a word becomes floats: `integers_kernels`.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ import triton
 from torch import Tensor
 
 from splittime.kernels.api import RoundedRows, WeightScheme
-from splittime.kernels.layer_weights import PackedWeight
+from splittime.kernels.layer import PackedWeight
 from splittime.kernels.rounded import INT4_ZERO
 from splittime.kernels.triton.device import dot_dtype
-from splittime.kernels.triton.integers_kernels import SLAB_COLUMNS, multiply
+from splittime.kernels.triton.integers_kernels import SLAB_COLUMNS, halves, is_fast, multiply, words_of
 from splittime.kernels.triton.tiles import (
     FEW_TOKENS,
     PROCESSORS,
@@ -37,7 +37,6 @@ from splittime.kernels.triton.tiles import (
     splits_for,
     sums_target,
 )
-from splittime.kernels.triton.unpacking import halves, is_fast, words_of
 
 CENTRES = {4: 0, 8: 128}  # what is added to an integer to keep it
 

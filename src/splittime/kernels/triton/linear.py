@@ -9,7 +9,7 @@ A weight is moved to the device a few rows at a time and rounded there, by the r
 no weight of fewer bits is ever 16 bits wide in memory. Activation order (`columns`) is one gather of x beforehand.
 
 Bytes are counted on the host once a call, from shapes. A captured CUDA graph that is replayed runs no Python: who
-replays it adds what was counted while it was captured (`kernels.reads`).
+replays it adds what was counted while it was captured (`kernels.plain`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.kernels import reads, rounded
+from splittime.kernels import plain, rounded
 from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
-from splittime.kernels.layer_weights import PackedWeight
+from splittime.kernels.layer import PackedWeight
 from splittime.kernels.plain import Stack
 from splittime.kernels.reference import products, rounding
-from splittime.kernels.triton import integers, norm, w8a8
+from splittime.kernels.triton import elementwise, integers, w8a8
 from splittime.kernels.triton.tiles import End, add_parts
 
 DENSE = ("float32", "float16", "bfloat16")
@@ -116,17 +116,19 @@ def linear(x: Tensor, packed: PackedWeight, residual: Tensor | None = None, end:
     return w8a8.linear(x, weight, residual, end=end)
 
 
-def linear_norm(x: Tensor, packed: PackedWeight, residual: Tensor, scale: norm.TritonNorm) -> tuple[Tensor, Tensor]:
+def linear_norm(
+    x: Tensor, packed: PackedWeight, residual: Tensor, scale: elementwise.TritonNorm
+) -> tuple[Tensor, Tensor]:
     """`linear`, and its `rms_norm`. Sums that several programs shared are added and normed in one kernel; cuBLAS, and a
     product that ends in its own kernel, add the residual there, and the norm is all that is left."""
     made: list[Tensor] = []
 
     def end(parts: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor) -> None:
         assert residual is not None
-        made.append(norm.add_parts_rms_norm(parts, bias, residual, scale, y))
+        made.append(elementwise.add_parts_rms_norm(parts, bias, residual, scale, y))
 
     total = linear(x, packed, residual, end)
-    return total, made[0] if made else norm.rms_norm(total, scale)
+    return total, made[0] if made else elementwise.rms_norm(total, scale)
 
 
 def unpacked(packed: PackedWeight) -> Tensor:
@@ -205,4 +207,4 @@ def _check(scheme: WeightScheme) -> None:
 
 def _count(packed: Own) -> None:
     name, tensors = kept(packed)
-    reads.count_weight(name, *tensors)
+    plain.count_weight(name, *tensors)

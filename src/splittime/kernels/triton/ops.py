@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.kernels import reads
+from splittime.kernels import plain
 from splittime.kernels.api import (
     AttentionBatch,
     AttentionPlan,
@@ -23,10 +23,12 @@ from splittime.kernels.api import (
     RoundedRows,
     RunnableLayer,
     WeightScheme,
+    own,
 )
-from splittime.kernels.layer_weights import LayerWeights, MixtureWeights, PackedNorm, PackedWeight
+from splittime.kernels.layer import LayerWeights, MixtureWeights, PackedNorm, PackedWeight
 from splittime.kernels.plain import PlainOps
-from splittime.kernels.triton import activation, attention, grouped, linear, norm, rotary, sampling
+from splittime.kernels.triton import attention, elementwise, grouped, linear, rotary, sampling
+from splittime.kernels.triton.attention_plan import PagedPlan
 from splittime.kernels.triton.device import device, is_interpreted
 from splittime.kernels.triton.mixture import MixtureLayer
 from splittime.kernels.triton.weights import Draws
@@ -56,33 +58,33 @@ class TritonOps(PlainOps):
     def linear(self, x: Tensor, packed: PackedWeight, residual: Tensor | None = None) -> Tensor:
         return linear.linear(x, packed, residual)
 
-    def pack_norm(self, weight: Tensor, eps: float) -> norm.TritonNorm:
-        return norm.pack(weight.to(self.device), eps)
+    def pack_norm(self, weight: Tensor, eps: float) -> elementwise.TritonNorm:
+        return elementwise.pack(weight.to(self.device), eps)
 
     def rms_norm(self, x: Tensor, packed: PackedNorm) -> Tensor:
-        return norm.rms_norm(x, norm.own(packed))
+        return elementwise.rms_norm(x, own(packed, elementwise.TritonNorm))
 
     def linear_norm(
         self, x: Tensor, packed: PackedWeight, residual: Tensor, scale: PackedNorm
     ) -> tuple[Tensor, Tensor]:
-        return linear.linear_norm(x, packed, residual, norm.own(scale))
+        return linear.linear_norm(x, packed, residual, own(scale, elementwise.TritonNorm))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return activation.silu_mul(gate_up)
+        return elementwise.silu_mul(gate_up)
 
-    def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None) -> attention.PagedPlan:
+    def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None) -> PagedPlan:
         return attention.plan(batch, shape, window_tokens, self.activation_dtype, self.device)
 
     def rope_write(
         self, qkv: Tensor, head_norm: PackedNorm | None, turns: Tensor, kv: LayerKv, plan: AttentionPlan
     ) -> None:
-        scale, mine = None if head_norm is None else norm.own(head_norm), attention.own(plan)
+        scale, mine = None if head_norm is None else own(head_norm, elementwise.TritonNorm), own(plan, PagedPlan)
         rotary.rope_write(qkv, scale, turns, kv, mine.shape, mine.token_blocks, mine.token_offsets)
 
     def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
-        mine = attention.own(plan)
+        mine = own(plan, PagedPlan)
         if mine.positions_read is not None:
-            reads.count_kv_bytes(kv.data.dtype, attention.kv_bytes(mine, kv))
+            plain.count_kv_bytes(kv.data.dtype, attention.kv_bytes(mine, kv))
         return attention.attend(q, kv, mine, scale)
 
     def fuse(self, layer: LayerWeights) -> RunnableLayer | NotFused:
@@ -111,7 +113,7 @@ class TritonOps(PlainOps):
 
     def finite_flags(self, x: Tensor) -> Tensor:
         """x [N, D] -> bool [N] on the device."""
-        return activation.finite(x)
+        return elementwise.finite(x)
 
     def draw_tokens(self, logits: Tensor, draws: np.ndarray) -> Tensor:
         """As `draw`, and greedy where the temperature is 0; int64 [N] on the device. Of logits that are not finite, any

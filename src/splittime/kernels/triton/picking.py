@@ -5,7 +5,6 @@ which the cumulated weight passes the uniform number. `sampling` launches them, 
 import triton
 import triton.language as tl
 
-from splittime.kernels.triton.randomness import uniform_of
 from splittime.kernels.triton.weights import (
     LEAST_KEY,
     given_uniform,
@@ -13,6 +12,7 @@ from splittime.kernels.triton.weights import (
     largest_of,
     order_key,
     scale_of,
+    uniform_of,
     weigh,
 )
 

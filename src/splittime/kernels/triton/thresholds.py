@@ -13,15 +13,7 @@ top_p is sought as `1 - top_p`, from the least likely up, since a bound of a sum
 import triton
 import triton.language as tl
 
-from splittime.kernels.triton.weights import (
-    LEAST_KEY,
-    filters_of,
-    is_greedy,
-    largest_of,
-    order_key,
-    scale_of,
-    weigh,
-)
+from splittime.kernels.triton.weights import LEAST_KEY, filters_of, is_greedy, largest_of, order_key, scale_of, weigh
 
 BINS = tl.constexpr(256)
 _BINS_PER_NAT = tl.constexpr(8.0)  # a weight is 0 beyond 29.2 nats, bin 233

@@ -17,8 +17,8 @@ from splittime.lab.distill.student import StudentPlan
 from splittime.lab.distill.windows import refuse_short
 from splittime.lab.quality.documents import DocumentTokens, read_documents
 from splittime.models.config import ModelConfig, load_config
-from splittime.models.json_file import read_json
-from splittime.models.weights.fingerprint import fingerprints
+from splittime.models.fields import read_json
+from splittime.models.weights.cache import fingerprints
 from splittime.text.tokenizer import Tokenizer
 
 

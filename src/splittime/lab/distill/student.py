@@ -19,7 +19,7 @@ from splittime.lab.distill.llama import Llama, Shape
 from splittime.lab.quantize import tensor_file
 from splittime.lab.quantize.tensor_file import TensorEntry
 from splittime.models.config import ModelConfig, parse_config
-from splittime.models.json_file import read_json
+from splittime.models.fields import read_json
 from splittime.models.weights.checkpoint import Checkpoint
 
 ARCHITECTURE = "LlamaForCausalLM"

@@ -19,14 +19,18 @@ from torch import Tensor
 from splittime.kernels.api import AttentionBatch, AttentionPlan, KvShape, LayerKv
 from splittime.kernels.compose import ComposedLayer
 from splittime.kernels.cpu.ops import CpuOps
-from splittime.kernels.layer import AttentionSpec, KvGroup, MlpSpec, NormSpec, kv_groups
-from splittime.kernels.layer_weights import (
+from splittime.kernels.layer import (
+    AttentionSpec,
     AttentionWeights,
+    KvGroup,
     LayerWeights,
     MixtureWeights,
+    MlpSpec,
     MlpWeights,
+    NormSpec,
     PackedNorm,
     PackedWeight,
+    kv_groups,
 )
 from splittime.lab.quantize import layer_map
 from splittime.lab.quantize.layer_map import K, O, Q, V

@@ -17,9 +17,9 @@ from splittime.core.errors import ConfigError
 from splittime.lab.quantize import layer_map
 from splittime.lab.quantize.tensor_file import TensorEntry
 from splittime.models.config import load_config
-from splittime.models.json_file import read_json
+from splittime.models.fields import read_json
+from splittime.models.weights.cache import fingerprints
 from splittime.models.weights.checkpoint import Checkpoint
-from splittime.models.weights.fingerprint import fingerprints
 
 log = logging.getLogger("splittime.lab.quantize")
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import RoundedRows, WeightScheme
-from splittime.models.gguf.types import SERVED
+from splittime.models.gguf.cursor import SERVED
 
 SCHEMES = {
     "Q4_0": WeightScheme("int4", 32),

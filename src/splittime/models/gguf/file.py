@@ -6,12 +6,16 @@
 A file is somebody else's: whatever does not fit is a `ConfigError` with the file's and the field's name, before
 anything of that size is allocated (`cursor`), and tensors neither overlap nor leave the file. Dimensions are kept
 here in the order of torch: GGUF counts from the innermost.
+
+A model is one such file or several: `name-00001-of-00003.gguf` and so on, of which the first has the metadata.
 """
 
 import math
 import mmap
 import os
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from splittime.core.errors import ConfigError
-from splittime.models.gguf.cursor import GgufCursor
-from splittime.models.gguf.types import OTHERS, SERVED, TensorType
-from splittime.models.limits import EXPERTS
+from splittime.models.fields import EXPERTS
+from splittime.models.gguf.cursor import OTHERS, SERVED, GgufCursor, TensorType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -157,3 +160,67 @@ def _place(cursor: GgufCursor, name: str, header: tuple[tuple[int, ...], int, in
         said = f"puts its {num_bytes} bytes at byte {begin}, the file ends at {cursor.size}"
         raise cursor.broken(f"{field}: offset", said, offset)
     return TensorPlace(kind, dims[::-1], begin, num_bytes)
+
+
+SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+class GgufModel:
+    """metadata: of the first file. file_of: for each tensor, the file that holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        first = GgufFile(path)
+        self.metadata: dict[str, Any] = first.metadata
+        self.files = [first, *(GgufFile(other) for other in _others(path, first.metadata))]
+        self.file_of: dict[str, GgufFile] = {}
+        for file in self.files:
+            twice = self.file_of.keys() & file.tensors.keys()
+            if twice:
+                raise self.broken(f"tensor {min(twice)!r}", f"is in {file.path.name} and in an earlier file")
+            self.file_of |= dict.fromkeys(file.tensors, file)
+        self._check_total()
+
+    def broken(self, field: str, said: str, value: Any = None, limit: Any = None) -> ConfigError:
+        return ConfigError(f"{self.path.name}: {field} {said}", param="model_path", value=value, limit=limit)
+
+    def _check_total(self) -> None:
+        total = self.metadata.get("split.tensors.count")
+        if total is not None and total != len(self.file_of):
+            raise self.broken("split.tensors.count", f"is {total}, the files hold {len(self.file_of)} tensors", total)
+
+
+def open_model(path: Path) -> GgufModel:
+    """The model whose (first) file is `path`. It is asked for its config, then for its weights: read once, unless the
+    file has changed."""
+    try:
+        status = path.stat()
+    except OSError:
+        return GgufModel(path)  # which says what is wrong
+    return _opened(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@lru_cache(1)
+def _opened(path: Path, *_: int) -> GgufModel:
+    return GgufModel(path)
+
+
+def _others(path: Path, metadata: dict[str, Any]) -> list[Path]:
+    """The second and later files of the model whose first one `path` is."""
+    count, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
+    if not isinstance(count, int) or not isinstance(number, int):
+        raise ConfigError(f"{path.name}: split.count is {count!r}, split.no {number!r}: no integers", value=count)
+    if count <= 1:
+        return []
+    match = SHARD_NAME.fullmatch(path.name)
+    if match is None or int(match["count"]) != count:
+        wanted = f"is one of {count} files; it must be called NAME-00001-of-{count:05d}.gguf"
+        raise ConfigError(f"{path.name}: split.count: this {wanted}", param="model_path", value=count)
+    if number != 0:
+        first = f"{match['stem']}-00001-of-{count:05d}.gguf"
+        raise ConfigError(f"{path.name} is part {number + 1} of {count}; name the first, {first}", param="model_path")
+    others = [path.with_name(f"{match['stem']}-{part:05d}-of-{count:05d}.gguf") for part in range(2, count + 1)]
+    missing = [other.name for other in others if not other.is_file()]
+    if missing:
+        raise ConfigError(f"{path.name} lacks its other parts: {', '.join(missing[:5])}", param="model_path")
+    return others

@@ -7,12 +7,14 @@ has them so.
 import torch
 from torch import Tensor
 
-from splittime.kernels.layer import MixtureSpec, MlpSpec, NormSpec
-from splittime.kernels.layer_weights import (
+from splittime.kernels.layer import (
     AttentionWeights,
     LayerWeights,
+    MixtureSpec,
     MixtureWeights,
+    MlpSpec,
     MlpWeights,
+    NormSpec,
     PackedNorm,
     PackedWeight,
 )

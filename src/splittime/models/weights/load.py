@@ -21,18 +21,37 @@ from torch import Tensor
 from splittime.kernels.api import NotFused, Ops, RunnableLayer
 from splittime.kernels.compose import ComposedLayer
 from splittime.models import rope
-from splittime.models.config import ModelConfig
+from splittime.models.config import ModelConfig, load_config
 from splittime.models.decoder import Decoder, position_of
-from splittime.models.opening import open_source
+from splittime.models.gguf.checkpoint import GgufCheckpoint
+from splittime.models.gguf.config import load_gguf_config
 from splittime.models.quant.plan import INTEGERS, WeightPlan
 from splittime.models.ranks import Ranks, SharedLayer
 from splittime.models.weights.cache import PackedCache, open_cache
-from splittime.models.weights.dummy import DummySource
+from splittime.models.weights.checkpoint import Checkpoint
 from splittime.models.weights.layer import LayerBuilder
 from splittime.models.weights.packed_file import PackedFileBroken
 from splittime.models.weights.packing import Packer, WeightRows
 from splittime.models.weights.shards import CutSource, own_config
-from splittime.models.weights.source import PLAIN, Source, StoredWeight, Table
+from splittime.models.weights.source import PLAIN, DummySource, Source, StoredWeight, Table
+
+GGUF_SUFFIX = ".gguf"
+
+
+def open_source(path: Path, config: ModelConfig) -> Source:
+    """Opens a folder with safetensors, or a .gguf file. Cheap: no weight is read."""
+    return GgufCheckpoint(path) if is_gguf(path) else Checkpoint(path, config.quantization)
+
+
+def read_config(path: Path, generation: str = "auto") -> ModelConfig:
+    """Reads the config of either: `config.json`, or the file's own metadata. generation: what to take of a folder's
+    `generation_config.json`, see `models.fields`."""
+    return load_gguf_config(path) if is_gguf(path) else load_config(path, generation)
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == GGUF_SUFFIX and not path.is_dir()
+
 
 log = logging.getLogger("splittime.weights")
 

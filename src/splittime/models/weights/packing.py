@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import LinearShape, Ops, RoundedRows, WeightScheme
-from splittime.kernels.layer_weights import PackedWeight
+from splittime.kernels.layer import PackedWeight
 from splittime.kernels.reference.rounding import dequantize
 from splittime.kernels.rounded import UNITS
 from splittime.models.quant.plan import INTEGERS, WeightPlan, kept_bytes

@@ -14,8 +14,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from splittime.core.errors import ConfigError
-from splittime.models.json_file import read_bounded
-from splittime.models.limits import MAX_HEADER_BYTES, MAX_INDEX_BYTES
+from splittime.models.fields import MAX_HEADER_BYTES, MAX_INDEX_BYTES, read_bounded
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splittime.kernels import reads
+from splittime.kernels import plain
 from splittime.kernels.api import KvShape
 from splittime.kernels.layer import KvGroup
 from splittime.kernels.triton import attention
@@ -140,9 +140,9 @@ class DecodeGraphs:
             hidden = self._decoder.compute(ids, buffers.by_name["positions"], self._store.layers, plans)
             return hidden, self._decoder.logits(hidden)
 
-        before = Counter(reads.total())
+        before = Counter(plain.total())
         compute()  # compiles what was not compiled, which cannot be captured
-        read = Counter(reads.total()) - before
+        read = Counter(plain.total()) - before
         replay, computed, graph = _captured(compute, other) if self._latest.is_cuda else _repeated(compute)
         return Captured(buffers, replay, computed, plans, read), graph
 
@@ -163,12 +163,12 @@ class DecodeGraphs:
     def _count(self, captured: Captured, batch: Batch) -> None:
         """A replay runs none of the code that counts."""
         if self._latest.is_cuda:  # the repeated chain has counted its weights itself
-            reads.add(captured.read)
+            plain.add(captured.read)
         contexts = batch.attention.context_lens
         for group, plan in zip(self._decoder.kv_groups, captured.plans, strict=True):
             positions = attention.positions_read(contexts, [1] * len(contexts), group.window_tokens)
             for store in (self._store.layers[layer] for layer in group.layers):
-                reads.count_kv_bytes(store.data.dtype, attention.kv_bytes(plan, store, positions))
+                plain.count_kv_bytes(store.data.dtype, attention.kv_bytes(plan, store, positions))
 
 
 def _captured(compute: Callable[[], Computed], other: Graph | None) -> tuple[Callable[[], None], Computed, Graph]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from splittime.models.fields import Fields
-from splittime.models.weights.formats.recipe import Recipe, group_size, names, refuse, refuse_others
+from splittime.models.weights.formats.recipe import FLOATS, Recipe, Tensors, group_size, names, refuse, refuse_others
 from splittime.models.weights.formats.stored import GroupedWeight, num_groups, num_words
-from splittime.models.weights.formats.tensors import FLOATS, Tensors
 
 METHOD = "awq"
 WORD = 8  # outputs

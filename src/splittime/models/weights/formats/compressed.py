@@ -22,9 +22,11 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.models.fields import Fields
-from splittime.models.weights.formats import compressed_floats
+from splittime.models.weights.formats import floats
 from splittime.models.weights.formats.recipe import (
+    FLOATS,
     Recipe,
+    Tensors,
     an_object,
     group_size,
     object_or_none,
@@ -33,15 +35,7 @@ from splittime.models.weights.formats.recipe import (
     refuse,
     refuse_others,
 )
-from splittime.models.weights.formats.stored import (
-    GroupedWeight,
-    act_order,
-    centred,
-    num_groups,
-    num_words,
-    unpack,
-)
-from splittime.models.weights.formats.tensors import FLOATS, Tensors
+from splittime.models.weights.formats.stored import GroupedWeight, act_order, centred, num_groups, num_words, unpack
 
 METHOD = "compressed-tensors"
 WHOLE, PACKED = "int-quantized", "pack-quantized"
@@ -55,14 +49,14 @@ TOKENS = {"num_bits": (8,), "type": ("int",), "strategy": ("token",), "symmetric
 def parse(values: dict[str, Any]) -> Recipe:
     fields = Fields(values, "quantization_config.")
     layout = fields.text("format", "")
-    if layout not in (*BITS, *compressed_floats.LAYOUTS):
-        raise refuse("format", layout, f"{' or '.join(map(repr, (*BITS, compressed_floats.LAYOUTS[0])))} (of {METHOD})")
+    if layout not in (*BITS, *floats.LAYOUTS):
+        raise refuse("format", layout, f"{' or '.join(map(repr, (*BITS, floats.LAYOUTS[0])))} (of {METHOD})")
     _refuse_extras(values)
     group = _only_group(values.get("config_groups"))
     if group.get("format") not in (None, layout):
         raise refuse("config_groups.format", group["format"], f"{layout!r}, as format says")
-    if layout in compressed_floats.LAYOUTS:
-        return compressed_floats.parse(METHOD, fields, layout, group)
+    if layout in floats.LAYOUTS:
+        return floats.parse_compressed(METHOD, fields, layout, group)
     activations = object_or_none(group.get("input_activations"), "config_groups.input_activations")
     if activations is not None:
         one_of_each(

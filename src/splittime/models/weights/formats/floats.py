@@ -11,17 +11,32 @@ the file is rounded. Looked at on the way: scales are finite and above 0, and no
 
 Scales of activations that were measured beforehand (`input_scale`) are read, checked and not used: the kernels that
 round activations work out a scale for each token, which is never larger and cuts nothing off.
+
+A `quantization_config` of compressed-tensors says for them ("float-quantized"):
+
+    weights by      "tensor", "channel" or "block" of 128 x 128
+    activations by  "token" as it comes, or "tensor" as it comes or with a stored scale; beside blocks "group" of 128
+
+Weights alone in e4m3, with activations as they are, are refused: no kernel here multiplies the two.
 """
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import RoundedRows, WeightScheme
-from splittime.models.weights.formats.recipe import Recipe
-from splittime.models.weights.formats.tensors import FLOATS, Tensors
+from splittime.models.fields import Fields
+from splittime.models.weights.formats.recipe import (
+    FLOATS,
+    Recipe,
+    Tensors,
+    an_object,
+    one_of_each,
+    patterns,
+    refuse_others,
+)
 
 BLOCK = 128  # rows and columns
 FLOAT8 = torch.float8_e4m3fn
@@ -81,3 +96,44 @@ def _take_scales(tensors: Tensors, name: str, kind: str, out_features: int, in_f
 def _refuse(name: str, value: str, why: str) -> NoReturn:
     hint = "convert the model again, or take the unquantised one and --quantization fp8 (on a card) or int8"
     raise ConfigError(f"weights: {name} holds {value}: {why}", param=name, value=value, hint=hint)
+
+
+LAYOUTS = ("float-quantized", "naive-quantized")  # the second is its name in older exports
+FLOAT_STRATEGIES = {"tensor": ("token", "tensor"), "channel": ("token", "tensor"), "block": ("group",)}
+"""The strategies for weights, and those for activations that may stand beside each."""
+WEIGHTS, ACTIVATIONS = "config_groups.weights", "config_groups.input_activations"
+
+
+def parse_compressed(method: str, fields: Fields, layout: str, group: dict[str, Any]) -> Recipe:
+    weights = an_object(group.get("weights"), WEIGHTS)
+    refuse_others(weights, method, {"symmetric": (True,), "dynamic": (False,), "actorder": (False,)})
+    one_of_each(weights, WEIGHTS, {"type": ("float",), "num_bits": (8,), "strategy": tuple(FLOAT_STRATEGIES)})
+    strategy = weights["strategy"]
+    if strategy == "block":
+        one_of_each(weights, WEIGHTS, {"block_structure": ([BLOCK, BLOCK],)})
+    return Recipe(
+        method=method,
+        layout=layout,
+        bits=8,
+        group_size=BLOCK if strategy == "block" else 0,
+        symmetric=True,
+        exceptions=patterns(fields, "ignore"),
+        scales=strategy,
+        scale_name="weight_scale",
+        has_input_scale=_is_static(group.get("input_activations"), strategy),
+        rounds_activations=True,
+    )
+
+
+def _is_static(given: Any, strategy: str) -> bool:
+    """Whether activations have a stored scale."""
+    activations = an_object(given, ACTIVATIONS)
+    ways = FLOAT_STRATEGIES[strategy]
+    choices = {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "strategy": ways}
+    one_of_each(activations, ACTIVATIONS, choices, f"activations in e4m3, symmetric, by {' or by '.join(ways)}")
+    way, is_static = activations["strategy"], activations.get("dynamic") is False
+    if way == "group":
+        one_of_each(activations, ACTIVATIONS, {"group_size": (BLOCK,)})
+    if way != "tensor":
+        one_of_each(activations, ACTIVATIONS, {"dynamic": (True,)}, "scales worked out as activations come")
+    return is_static

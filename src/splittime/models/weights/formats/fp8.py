@@ -12,8 +12,7 @@ from typing import Any
 
 from splittime.models.fields import Fields
 from splittime.models.weights.formats.floats import BLOCK
-from splittime.models.weights.formats.recipe import Recipe, names, refuse, refuse_others
-from splittime.models.weights.formats.tensors import Tensors
+from splittime.models.weights.formats.recipe import Recipe, Tensors, names, refuse, refuse_others
 
 METHOD = "fp8"
 ALLOWED: dict[str, tuple[Any, ...]] = {

@@ -19,16 +19,8 @@ import torch
 from torch import Tensor
 
 from splittime.models.fields import Fields
-from splittime.models.weights.formats.recipe import Recipe, group_size, refuse, refuse_others
-from splittime.models.weights.formats.stored import (
-    GroupedWeight,
-    act_order,
-    centred,
-    num_groups,
-    num_words,
-    unpack,
-)
-from splittime.models.weights.formats.tensors import FLOATS, Tensors
+from splittime.models.weights.formats.recipe import FLOATS, Recipe, Tensors, group_size, refuse, refuse_others
+from splittime.models.weights.formats.stored import GroupedWeight, act_order, centred, num_groups, num_words, unpack
 
 METHOD = "gptq"
 ALLOWED: dict[str, tuple[Any, ...]] = {

@@ -9,9 +9,8 @@ from splittime.models.weights.formats.awq import AwqWeight
 from splittime.models.weights.formats.compressed import CompressedWeight
 from splittime.models.weights.formats.floats import FloatWeight
 from splittime.models.weights.formats.gptq import GptqWeight
-from splittime.models.weights.formats.recipe import KEY, Recipe, refuse
+from splittime.models.weights.formats.recipe import KEY, Recipe, Tensors, refuse
 from splittime.models.weights.formats.stored import GroupedWeight
-from splittime.models.weights.formats.tensors import Tensors
 
 FORMATS: dict[str, Any] = {module.METHOD: module for module in (awq, gptq, fp8, compressed)}
 WEIGHTS: dict[str, type[Any]] = {

@@ -7,13 +7,33 @@ checkpoint was made (a dataset, a damping factor, the kernel its maker preferred
 import re
 from collections.abc import Mapping, Sequence
 from re import _parser  # type: ignore[attr-defined]
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+import torch
+from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.models.fields import Fields
-from splittime.models.limits import LIMITS, MAX_NAMES
+from splittime.models.fields import LIMITS, MAX_NAMES, Fields
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Tensors(Protocol):
+    def __contains__(self, name: str) -> bool: ...
+
+    def is_int8(self, name: str) -> bool:
+        """Whether there is such a tensor, of int8."""
+
+    def is_float8(self, name: str) -> bool:
+        """Whether there is such a tensor, of e4m3."""
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """None where there is no such tensor."""
+
+    def take_stored(self, name: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
+        """The tensor called `name`. Raises `ConfigError` if absent, of another shape, or of none of these dtypes."""
+
 
 KEY = "quantization_config"
 REPETITIONS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
