@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from splittime.diagnose.explain import LETTERS, STYLES, bar, explain
-from splittime.diagnose.longest_gap import parts_ns
+from splittime.diagnose.explain import LETTERS, STYLES, bar, explain, parts_ns
 from splittime.ledger.stages import Stage
 
 

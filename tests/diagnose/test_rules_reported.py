@@ -11,8 +11,7 @@ from ward import Ward
 
 from splittime.bench.book.records import RunCheck, Sample
 from splittime.diagnose.doctor import diagnose
-from splittime.diagnose.reported import grown, reported
-from splittime.diagnose.rules.reported import MIN_STATES
+from splittime.diagnose.reported import MIN_STATES, grown, reported
 from splittime.diagnose.words import WORDS, labels_of
 from splittime.wire.dialects import DIALECTS
 from splittime.wire.scrape import parse

@@ -7,7 +7,7 @@ from ward import Ward
 
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Abstention, Finding
-from splittime.diagnose.rules.start_measurement import start_measurement_is_off
+from splittime.diagnose.rules.start import start_measurement_is_off
 
 TOKEN_MS = 0.5
 

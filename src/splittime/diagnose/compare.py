@@ -36,27 +36,21 @@ from splittime.bench.book.records import Run, load_run
 from splittime.bench.book.requests import PER_REQUEST_LIMITS
 from splittime.bench.book.slo import SloResult, check_slo
 from splittime.core.errors import ConfigError
-from splittime.diagnose.compare_notes import notes_of, reasons_to_doubt
 from splittime.diagnose.compare_sample import (
     Pairs,
     Side,
     contrast,
+    notes_of,
     out_of_reach,
     pair,
     ratio_interval,
+    reasons_to_doubt,
     sample,
     share_interval,
     too_few,
     value,
 )
-from splittime.diagnose.comparison import (
-    SHARE_MARGIN,
-    Compared,
-    Comparison,
-    Design,
-    Terms,
-    Verdict,
-)
+from splittime.diagnose.comparison import SHARE_MARGIN, Compared, Comparison, Design, Terms, Verdict
 from splittime.stats.intervals import Interval, welch
 
 

@@ -20,29 +20,19 @@ import msgspec
 
 from splittime.diagnose.agree import one_direction
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import (
-    CANNOT_TELL,
-    FOUND,
-    NOTHING_FOUND,
-    RULES,
-    Abstention,
-    Finding,
-    Rule,
-    in_order,
-)
-from splittime.diagnose.reported import reported
+from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND, RULES, Abstention, Finding, Rule, in_order
+from splittime.diagnose.reported import MIN_STATES, inside, reported
 from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import num_requests, served, times_ns, total_ns
-from splittime.diagnose.rules.reported import MIN_STATES, inside
 from splittime.diagnose.unexplained import MAX_UNEXPLAINED, Spent, spent, unexplained
 from splittime.diagnose.unexplained import NAME as NO_CURE_KNOWN
 from splittime.diagnose.words import OURS, in_their_words
 from splittime.ledger.stages import Stage
 
 THEMES = (
-    "failures client way delay loop engine_loop stated processor threads order queue refused overload burst kv "
-    "interference budget line prompts host sampling device start start_measurement decode "
-    "reported_queue reported_refusals reported_memory reported_prefixes reported_prompts reported_interference"
+    "failures client network loops stated processor order admission overload burst kv "
+    "interference prefill prompts host device start decode "
+    "reported_queue reported_memory reported_prefixes reported_prompts reported_interference"
 )
 for _theme in THEMES.split():
     import_module(f"splittime.diagnose.rules.{_theme}")

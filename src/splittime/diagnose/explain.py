@@ -5,6 +5,13 @@
 
 Plain text first: it fits 80 columns and says the same without colour. A line's marks stand where in the request's time
 the stage was: `#` for most of that column's time, `.` for some of it.
+
+Where the longest gap between two tokens went is read from the steps (`gap_parts_ns`). Tokens are ready within a step,
+near its end; so the gap begins inside the step before and ends inside the last one:
+
+    before      [======t|end]                                           t: the token before is ready
+    between                  host | idle
+    during                                [step][..][======t            t: the token is ready
 """
 
 import textwrap
@@ -12,7 +19,6 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from splittime.diagnose import longest_gap
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.device_time import device_time, sentence
@@ -186,7 +192,7 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
     ran = f"{_many(len(during), 'step')} ran meanwhile"
     text = Text(_wrapped(f"{ran}, the longest was {longest.step_id}: {took}, {held}."))
     begin_ns, end_ns = account.token_ready_ns[stall.token_index - 1 : stall.token_index + 1]
-    text.append(_wrapped(longest_gap.told(longest_gap.parts_ns(begin_ns, end_ns, steps, before_id))))
+    text.append(_wrapped(_gap_sentence(gap_parts_ns(begin_ns, end_ns, steps, before_id))))
     for request_id, start, num_tokens in sorted(others, key=lambda row: -row[2])[:MAX_NEIGHBOURS]:
         text.append(f"  with it: {request_id}, {num_tokens} at position {start}\n")
     if len(others) > MAX_NEIGHBOURS:
@@ -223,3 +229,38 @@ def _wrapped(words: str) -> str:
 
 def _ms(duration_ns: float) -> str:
     return f"{duration_ns / 1e6:.3f}" if duration_ns < 1e9 else f"{duration_ns / 1e6:.1f}"
+
+
+GAP_SENTENCES = {
+    "steps": "in these steps",
+    "before": "at the end of the step before",
+    "host": "between steps, of the host's own work",
+    "idle": "between steps, with nothing to do",
+    "unrecorded": "of which no record is kept",
+}
+
+
+def gap_parts_ns(begin_ns: int, end_ns: int, steps: Sequence[StepRecord], after_id: int) -> dict[str, int]:
+    """The gap in parts, by the keys of `GAP_SENTENCES`. after_id: the step that made the token before it."""
+    parts = dict.fromkeys(GAP_SENTENCES, 0)
+    for step in steps:
+        parts["steps" if step.step_id > after_id else "before"] += _within(step.begin_ns, step.end_ns, begin_ns, end_ns)
+        between_ns = step.host_gap_ns + step.idle_ns
+        between_ns = _within(step.begin_ns - between_ns, step.begin_ns, begin_ns, end_ns)
+        idle_ns = min(step.idle_ns, between_ns)
+        parts["idle"] += idle_ns
+        parts["host"] += between_ns - idle_ns
+    parts["unrecorded"] = max(0, end_ns - begin_ns - sum(parts.values()))
+    return parts
+
+
+def _gap_sentence(parts: dict[str, int]) -> str:
+    """One sentence, the longest part first; what is nothing is left out."""
+    shown = [
+        f"{ns / 1e6:.3f} ms {GAP_SENTENCES[name]}" for name, ns in sorted(parts.items(), key=lambda p: -p[1]) if ns
+    ]
+    return f"Of the gap: {'; '.join(shown)}." if shown else ""
+
+
+def _within(begin_ns: int, end_ns: int, from_ns: int, until_ns: int) -> int:
+    return max(0, min(end_ns, until_ns) - max(begin_ns, from_ns))

@@ -5,6 +5,10 @@
 Gauges are as the client sampled them, counters grew between two scrapes, before and after the load: what other clients
 did to the server meanwhile is in both. A counter that fell was reset by a restart, so no growth is told at all. What
 the server has no metric for is None, and `Reported.lacks` says so in a sentence.
+
+Every rule about another's server begins with `asked` or `with_states`: what it told, or an abstention that names what
+is missing. By Little's law (1961) the share of the requests' time that is spent waiting is the mean number waiting over
+the mean number in the server.
 """
 
 from collections.abc import Mapping
@@ -13,6 +17,7 @@ from typing import NamedTuple
 
 from splittime.bench.book.records import Outcome, Sample
 from splittime.diagnose.books import Books
+from splittime.diagnose.finding import Abstention, Answer
 from splittime.diagnose.words import WORDS, MetricNames, Names, labels_of
 
 WATCHED, PROBED = "watched", "probed"  # `loadgen.look`
@@ -168,3 +173,34 @@ def _states(books: Books, outcomes: list[Outcome]) -> list[Sample]:
 
 def _at_ns(sample: Sample) -> int:
     return sample.at_ns
+
+
+MIN_STATES = 20  # samples; fewer are glimpses
+
+
+def asked(books: Books, name: str) -> Reported | Answer:
+    """What was told, or why nothing can be said."""
+    about = books.served
+    if about is None or books.accounts:
+        return None  # a server that keeps accounts is diagnosed by them
+    found = reported(books)
+    if found is None:
+        return Abstention(name, f"a server of kind {about.kind} tells nothing in words that are known here")
+    if not found.after:
+        return Abstention(name, f"{found.kind} shows no metrics ({found.words.metrics})")
+    return found
+
+
+def with_states(books: Books, name: str) -> Reported | Answer:
+    """The same of a server whose gauges were seen often enough."""
+    found = asked(books, name)
+    if isinstance(found, Reported) and len(found.states) < MIN_STATES:
+        why = f"only {len(found.states)} samples of how many requests wait in the server; {MIN_STATES} are the least"
+        hint = f" (does it show its metrics? {found.words.metrics})" if not found.states else ""
+        return Abstention(name, why + hint)
+    return found
+
+
+def inside(state: Sample) -> float:
+    """Requests in the server."""
+    return (state.waiting or 0.0) + (state.running or 0.0)

@@ -1,4 +1,4 @@
-"""The client: whether it was at fault itself, and whether it reads. What lies on the way to it is in `way`.
+"""The client: whether it was at fault itself, and whether it reads. What lies between the two is in `network`.
 
 Read from the client's book (a run of `splittime bench`), held against the server's where there is one: an outcome and
 its account are the same request. Clocks are never subtracted across the two, only durations compared.
@@ -11,15 +11,7 @@ import msgspec
 from splittime.bench.book.records import Outcome, RunCheck
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.evidence import (
-    CERTAIN,
-    LIKELY,
-    in_stages,
-    ms,
-    served,
-    times_ns,
-    worst,
-)
+from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, in_stages, ms, served, times_ns, worst
 from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, ratio
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount

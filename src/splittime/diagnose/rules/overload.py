@@ -8,9 +8,9 @@ import msgspec
 from splittime.bench.book.records import Outcome
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.rules.admission import has_room, num_turned_away
 from splittime.diagnose.rules.client import sent
 from splittime.diagnose.rules.evidence import LIKELY, POSSIBLE, in_stages, median, ms, time_ns, worst
-from splittime.diagnose.rules.refused import has_room, num_turned_away
 from splittime.diagnose.rules.share import MIN_SHARE, Share, counted, ratio
 from splittime.ledger.stages import Cause, Stage
 

@@ -1,15 +1,27 @@
-"""What kept the engine's thread from running: nobody let it, others had the processors, or too many threads share them.
+"""What kept the engine's thread from running (nobody let it, others had the processors, too many threads share them),
+and cores that are there and not used.
 
-Read from what the kernel states of each step (`StepRecord.cpu_wait_ns`, `off_cpu_ns`), never from how long a step took;
-whose turn it was when the thread waited, from how long others ran (`diagnose.beside`).
+Waits are what the kernel states of each step (`StepRecord.cpu_wait_ns`, `off_cpu_ns`), never how long a step took;
+whose turn it was when the thread waited is told by how long others ran (`diagnose.beside`).
 """
 
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.beside import Beside, beside
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, ms, served, slowest_steps, threads_and_cores, worst
-from splittime.diagnose.rules.share import MIN_SHARE, Share, happened, of_requests
+from splittime.diagnose.rules.evidence import (
+    CERTAIN,
+    LIKELY,
+    POSSIBLE,
+    median,
+    ms,
+    served,
+    setting,
+    slowest_steps,
+    threads_and_cores,
+    worst,
+)
+from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, stated
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger.stages import Stage
 
@@ -39,7 +51,7 @@ def engine_stopped(books: Books) -> Answer:
     if all(step.off_cpu_ns is None for step in books.steps):
         return Abstention("engine_stopped", NOT_STATED)
     lost = attribution(books).of(Computed.STOPPED)
-    share = happened(lost, served(books.accounts))
+    share = stated(lost, served(books.accounts))
     if attribution(books).share(Computed.CPU_WAIT) > share.value:
         return None  # on a machine as full as that a thread is also off for those that it waits for: `cpu_starved`
     if not share.is_worth_it:
@@ -193,3 +205,47 @@ def too_many_threads(books: Books) -> Answer:
 def _steps_with_most(books: Books, part: Part) -> tuple[int, ...]:
     amounts = timeline(books).by_step[:, part]
     return slowest_steps(step for step, ns in zip(books.steps, amounts, strict=True) if ns >= LONG_NS)
+
+
+LONG_STEP_NS = 5_000_000  # a hundred times what it takes to wake a thread: such a step is worth sharing
+MIN_LONG_SHARE = 0.3  # of the requests' time, in such steps
+MAX_CPU_WAIT = 0.05  # of it: where the one thread must wait for a processor, a second one finds none
+MEASURED = "measured"  # how the runner's reason begins where it has tried several numbers itself (`runner.threads`)
+
+
+@rule("accounts", "steps", "facts", root_of=("overload", "slot_bound", "prefill_interference"))
+def too_few_threads(books: Books) -> Answer:
+    """Fewer threads than cores were asked for, and steps are long enough that more of them would make them shorter."""
+    threads, cores = threads_and_cores(books)
+    reason = str(setting(books, "num_threads_reason") or "")
+    if threads >= cores or not reason or reason.startswith(MEASURED):
+        return None
+    accounts, found = served(books.accounts), attribution(books)
+    device_ns = sum(step.device_ns for step in books.steps)
+    long_ns = sum(step.device_ns for step in books.steps if step.device_ns >= LONG_STEP_NS)
+    computed = found.of(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMPTS)
+    in_long = {name: ns * long_ns / max(1, device_ns) for name, ns in computed.items() if long_ns}
+    share = of_requests(in_long, accounts, MIN_LONG_SHARE)
+    if found.share(Computed.CPU_WAIT) > MAX_CPU_WAIT or not share.is_worth_it:
+        return None
+    return Finding(
+        name="too_few_threads",
+        claim=f"{threads} of {cores} cores compute{'s' * (threads == 1)}, and {share.value:.0%} of all requests' "
+        f"time is "
+        f"in steps of {ms(LONG_STEP_NS):.0f} ms or more, which more threads share.",
+        evidence=(
+            Fact("threads and cores", f"{threads} and {cores}"),
+            Fact("why so many threads", reason),
+            Fact("device, the median step", ms(median(s.device_ns for s in books.steps) or 0), "ms"),
+            Fact("waiting for a processor", f"{found.share(Computed.CPU_WAIT):.0%}", "of the requests' time"),
+        ),
+        request_ids=worst(in_long),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=POSSIBLE,
+        confidence_from="the settings and the length of the steps; what a second thread gains is not measured here",
+        cure=Cure(sentence=f"Use all {cores} cores.", flags=("--num-threads", str(cores))),
+        cost="The other cores have no room for other work; steps of a millisecond or two gain nothing.",
+        counter_check=f"With {cores} threads and the same load TPOT p50 and TTFT p50 do not fall by a tenth.",
+        regime="steps of several milliseconds: larger models, long prompts, large batches",
+    )

@@ -12,16 +12,7 @@ import msgspec
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.evidence import (
-    LIKELY,
-    in_stages,
-    median,
-    ms,
-    served,
-    setting,
-    time_ns,
-    worst,
-)
+from splittime.diagnose.rules.evidence import LIKELY, in_stages, median, ms, served, setting, time_ns, worst
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Stage

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from splittime.diagnose.books import Books
 from splittime.diagnose.chunks import split, stalled_ns
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.reported import PROBED, Reported
+from splittime.diagnose.reported import PROBED, Reported, asked, inside
 from splittime.diagnose.rules.client import of_outcomes
 from splittime.diagnose.rules.evidence import POSSIBLE, ms, worst
-from splittime.diagnose.rules.reported import asked, inside
 from splittime.diagnose.rules.reported_prompts import (
     NO_PREFILL,
     SMALL_TOKENS,

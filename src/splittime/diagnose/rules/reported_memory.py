@@ -6,9 +6,8 @@ from itertools import pairwise
 from splittime.bench.book.records import Outcome
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.reported import Reported
+from splittime.diagnose.reported import Reported, inside, with_states
 from splittime.diagnose.rules.evidence import LIKELY, POSSIBLE, median, worst
-from splittime.diagnose.rules.reported import inside, with_states
 from splittime.diagnose.rules.reported_queue import (
     FULL,
     Held,

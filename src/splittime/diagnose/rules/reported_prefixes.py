@@ -6,10 +6,9 @@ from splittime.bench.book.records import Ending, Outcome
 from splittime.diagnose.books import Books
 from splittime.diagnose.chunks import split, stalled_ns
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.reported import Reported
+from splittime.diagnose.reported import Reported, asked
 from splittime.diagnose.rules.client import of_outcomes
 from splittime.diagnose.rules.evidence import CERTAIN, POSSIBLE, ms, worst
-from splittime.diagnose.rules.reported import asked
 from splittime.diagnose.rules.reported_prompts import prefill_ns
 from splittime.diagnose.rules.reported_queue import Held, share_of
 from splittime.diagnose.rules.share import Share, counted

@@ -12,10 +12,9 @@ from typing import NamedTuple
 from splittime.diagnose.books import Books
 from splittime.diagnose.chunks import Gaps, split, steps_per_prompt
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.reported import Reported
+from splittime.diagnose.reported import Reported, asked
 from splittime.diagnose.rules.client import of_outcomes
 from splittime.diagnose.rules.evidence import LIKELY, ms, worst
-from splittime.diagnose.rules.reported import asked
 from splittime.diagnose.rules.share import Share, counted
 
 MIN_STEPS = 6  # of a prompt: fewer are no crumbs

@@ -71,7 +71,7 @@ def counted(value: float, num_losers: int, least: float = MIN_SHARE) -> Share:
     return Share(value=value, interval=(value, value) if num_losers else None, num_losers=num_losers, least=least)
 
 
-def happened(lost_ns: Mapping[str, float], accounts: Sequence[ClosedAccount]) -> Share:
+def stated(lost_ns: Mapping[str, float], accounts: Sequence[ClosedAccount]) -> Share:
     """Returns the share of what somebody did to this run, such as a pause: the books state it, so it needs no
     interval."""
     share = of_requests(lost_ns, accounts)

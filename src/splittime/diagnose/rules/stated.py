@@ -5,7 +5,7 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import CERTAIN, ms, num_requests, served, worst
 from splittime.diagnose.rules.processor import SLOWED
-from splittime.diagnose.rules.share import counted, happened
+from splittime.diagnose.rules.share import counted, stated
 from splittime.ledger.stages import Cause
 
 MIN_REFUSED = 3  # fewer happen to anybody
@@ -18,7 +18,7 @@ def paused(books: Books) -> Answer:
     """The engine was paused while requests were in flight."""
     accounts = served(books.accounts)
     lost = attribution(books).of(Cause.PAUSED)
-    share = happened(lost, accounts)
+    share = stated(lost, accounts)
     if not share.is_worth_it:
         return share.unsure("paused")
     longest = max((i.duration_ns for a in accounts for i in a.intervals if i.cause is Cause.PAUSED), default=0)
