@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from splittime.diagnose.explain import LETTERS, STYLES, bar, explain, parts_ns
+from splittime.diagnose.explain import LETTERS, STYLES, bar, explain, gap_parts_ns
 from splittime.ledger.stages import Stage
 
 
@@ -35,12 +35,12 @@ def test_the_parts_of_a_gap_sum_to_it(steps, data):
     """From a token that is ready some time before its step's end to a later step's; all but the unknown is named."""
     before, last = sorted(data.draw(st.tuples(*[st.integers(0, len(steps) - 1)] * 2)))
     begin_ns, end_ns = (steps[i].end_ns - steps[i].commit_ns for i in (before, last))
-    parts = parts_ns(begin_ns, end_ns, steps, steps[before].step_id)
+    parts = gap_parts_ns(begin_ns, end_ns, steps, steps[before].step_id)
     between = steps[before + 1 : last + 1]
     assert sum(parts.values()) == end_ns - begin_ns
     assert parts["unrecorded"] == 0
     assert (parts["idle"], parts["host"]) == (sum(s.idle_ns for s in between), sum(s.host_gap_ns for s in between))
-    lost = parts_ns(begin_ns, end_ns, steps[:before], steps[before].step_id)
+    lost = gap_parts_ns(begin_ns, end_ns, steps[:before], steps[before].step_id)
     assert lost["unrecorded"] == end_ns - begin_ns
 
 

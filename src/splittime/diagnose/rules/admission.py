@@ -230,8 +230,7 @@ def _deadlines(books: Books, late: Sequence[ClosedAccount], begun: Sequence[Clos
     return Finding(
         name="deadlines_missed",
         claim=f"{len(late)} of {len(books.accounts)} requests were given up at their deadlines, after "
-        f"{ms(allowed_ns):.0f} "
-        f"ms (median): {why}.",
+        f"{ms(allowed_ns):.0f} ms (median): {why}.",
         evidence=(
             Fact("given up", len(begun), "requests"),
             Fact("refused, since they could not be in time", len(late) - len(begun), "requests"),

@@ -38,8 +38,7 @@ def sampling_bound(books: Books) -> Answer:
     return Finding(
         name="sampling_bound",
         claim=f"Choosing tokens takes {median(of_step) or 0:.0%} of a step (median), {ms(each_ns):.2f} ms for each "
-        f"token: "
-        f"{share.value:.0%} of all requests' time.",
+        f"token: {share.value:.0%} of all requests' time.",
         evidence=(
             Fact("sampling, the median step", ms(median(s.sample_ns for s in books.steps) or 0), "ms"),
             Fact("device, the median step", ms(median(s.device_ns for s in books.steps) or 0), "ms"),

@@ -70,8 +70,7 @@ def _interference(books: Books, stalls: Stalls, share: Share) -> Finding:
         name="prefill_interference",
         claim=f"{num_requests(served(books.accounts), held)} decoding requests stood still while others' prompts were "
         f"computed: {ms(worst_ns):.0f} ms more (p95) in steps of {ms(stalls.quiet_ns):.1f} ms, {share.value:.0%} of "
-        f"all "
-        "requests' time.",
+        "all requests' time.",
         evidence=(
             Fact("a step without prompts, median", ms(stalls.quiet_ns), "ms"),
             Fact(f"steps that others' prompts made {ms(stalls.bar_ns):.0f} ms or longer", len(felt)),

@@ -84,8 +84,7 @@ def kv_bound(books: Books) -> Answer:
     return Finding(
         name="kv_bound",
         claim=f"{num_requests(accounts, waits)} of {num_requests(accounts)} requests waited for KV cache blocks, "
-        f"{share.value:.0%} of all "
-        f"requests' time; {batch} fitted at once.",
+        f"{share.value:.0%} of all requests' time; {batch} fitted at once.",
         evidence=(
             Fact("waiting for blocks, or behind who does", ms(sum(waits.values())), "ms over all requests"),
             Fact("blocks in use at most", max(step.blocks_used for step in books.steps), _of_blocks(books)),
@@ -121,9 +120,8 @@ def preemption_thrash(books: Books) -> Answer:
     memory = _more_memory(books, 2)
     return Finding(
         name="preemption_thrash",
-        claim=f"{num_requests(accounts, victims)} requests were preempted {preemptions} times for want of KV "
-        f"blocks; waiting to come "
-        f"back and computing again took {share.value:.0%} of all requests' time.",
+        claim=f"{num_requests(accounts, victims)} requests were preempted {preemptions} times for want of KV blocks; "
+        f"waiting to come back and computing again took {share.value:.0%} of all requests' time.",
         evidence=(
             Fact("preemptions", preemptions),
             Fact("out of the batch", ms(sum(lost.values()) - again_ns), "ms over all requests"),

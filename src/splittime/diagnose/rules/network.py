@@ -259,8 +259,7 @@ def slow_way(books: Books) -> Answer:
     return Finding(
         name="slow_way",
         claim=f"First chunks reach the client {ms(late_ns):.0f} ms (median) later than the server's own account "
-        f"explains, "
-        f"{share.value:.0%} of the time that was felt: {who}.",
+        f"explains, {share.value:.0%} of the time that was felt: {who}.",
         evidence=(
             Fact("later by the client's clock than by the server's, median", ms(late_ns), "ms"),
             Fact("a round trip to what the client is connected to, median", ms(trip_ns) if trips else "not told", "ms"),

@@ -108,8 +108,7 @@ def _budget_finding(
         name="token_budget_bound",
         claim=f"Steps compute at most {largest} tokens of prompts: {num_requests(accounts, lost)} requests waited for "
         f"that budget or had their prompts cut into many chunks, {share.value:.0%} of all requests' time; twice as "
-        f"many "
-        f"prompt tokens a step would be {gain:.2f} times as fast.",
+        f"many prompt tokens a step would be {gain:.2f} times as fast.",
         evidence=(
             Fact("waiting for the token budget", ms(sum(waits.values())), "ms over all requests"),
             Fact("prompt tokens in a step at most", largest),
@@ -216,7 +215,8 @@ def _blocking_finding(books: Books, blocking: Blocking, share: Share) -> Finding
     return Finding(
         name="head_of_line",
         claim=f"{num_requests(served(books.accounts), blocking.waits)} requests waited behind {len(blamed)} long "
-        f"prompts (up to {blocking.longest} tokens, the median is {blocking.usual:.0f}): {share.value:.0%} of all requests' time.",
+        f"prompts (up to {blocking.longest} tokens, the median is {blocking.usual:.0f}): {share.value:.0%} of all "
+        "requests' time.",
         evidence=(
             Fact("waiting while a long prompt had the step", ms(sum(blocking.waits.values())), "ms over all requests"),
             Fact("long prompts", ", ".join(worst(blamed))),

@@ -230,9 +230,8 @@ def too_few_threads(books: Books) -> Answer:
         return None
     return Finding(
         name="too_few_threads",
-        claim=f"{threads} of {cores} cores compute{'s' * (threads == 1)}, and {share.value:.0%} of all requests' "
-        f"time is "
-        f"in steps of {ms(LONG_STEP_NS):.0f} ms or more, which more threads share.",
+        claim=f"{threads} of {cores} cores compute{'s' * (threads == 1)}, and {share.value:.0%} of all requests' time "
+        f"is in steps of {ms(LONG_STEP_NS):.0f} ms or more, which more threads share.",
         evidence=(
             Fact("threads and cores", f"{threads} and {cores}"),
             Fact("why so many threads", reason),

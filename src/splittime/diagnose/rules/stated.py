@@ -24,9 +24,8 @@ def paused(books: Books) -> Answer:
     longest = max((i.duration_ns for a in accounts for i in a.intervals if i.cause is Cause.PAUSED), default=0)
     return Finding(
         name="paused",
-        claim=f"The engine was paused while {num_requests(accounts, lost)} requests were in flight: "
-        f"{share.value:.0%} of "
-        "all requests' time.",
+        claim=f"The engine was paused while {num_requests(accounts, lost)} requests were in flight: {share.value:.0%} "
+        "of all requests' time.",
         evidence=(
             Fact("in a pause", ms(sum(lost.values())), "ms over all requests"),
             Fact("the longest at a time", ms(longest), "ms"),
@@ -57,9 +56,8 @@ def sleeping(books: Books) -> Answer:
     sleeps = [s for p in (books.facts.processes if books.facts is not None else ()) for s in p.sleeps]
     return Finding(
         name="sleeping",
-        claim=f"{len(refused)} of {len(books.accounts)} requests came while the server was asleep or falling "
-        f"asleep, and "
-        "got 503.",
+        claim=f"{len(refused)} of {len(books.accounts)} requests came while the server was asleep or falling asleep, "
+        "and got 503.",
         evidence=(Fact("turned away", len(refused), "requests"), Fact("sleeps and wakings known", len(sleeps))),
         request_ids=tuple(account.request_id for account in refused[:5]),
         share_of_time=share.value,
