@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "splittime"
-RIDDLES = {"bed", "fate", "fitted", "lapse", "sparing"}
+RIDDLES = {"bed", "fate", "fitted", "happened", "lapse", "sparing", "way"}
 
 
 @cache

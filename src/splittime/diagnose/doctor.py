@@ -30,8 +30,9 @@ from splittime.diagnose.words import OURS, in_their_words
 from splittime.ledger.stages import Stage
 
 THEMES = (
-    "failures client network loops stated processor order admission overload burst kv interference prefill prompts "
-    "host device start decode reported_queue reported_memory reported_prefixes reported_prompts reported_interference"
+    "failures client network loops stated processor threads order admission overload burst kv interference prefill "
+    "prompts host device start decode "
+    "reported_queue reported_memory reported_prefixes reported_prompts reported_interference"
 )
 for _theme in THEMES.split():
     import_module(f"splittime.diagnose.rules.{_theme}")

@@ -1,29 +1,100 @@
-"""What kept the engine's thread from running (nobody let it, others had the processors, too many threads share them),
-and cores that are there and not used.
+"""What kept the engine's thread from running: nobody let it, others had the processors, or too many threads share them.
 
-Waits are what the kernel states of each step (`StepRecord.cpu_wait_ns`, `off_cpu_ns`), never how long a step took;
-whose turn it was when the thread waited is told by how long others ran (`diagnose.beside`).
+Read from what the kernel states of each step (`StepRecord.cpu_wait_ns`, `off_cpu_ns`), never from how long a step took;
+whose turn it was when the thread waited, from how long others ran (`beside`).
+
+`beside` divides the engine's wait for a processor (`StepRecord.cpu_wait_ns`) in proportion to who ran in that time, by
+what the kernel counted (`drive.machine_time`). Who ran is told about once a second: from one reading to the next is a
+stretch, and a stretch counts by the wait in it. What ran in an hour without requests made no step wait, and one minute
+of other work is not thinned by ten quiet ones.
 """
 
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
 from splittime.diagnose.attribution import Computed, attribution
-from splittime.diagnose.beside import Beside, beside
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.evidence import (
-    CERTAIN,
-    LIKELY,
-    POSSIBLE,
-    median,
-    ms,
-    served,
-    setting,
-    slowest_steps,
-    threads_and_cores,
-    worst,
-)
+from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, ms, served, slowest_steps, threads_and_cores, worst
 from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, stated
+from splittime.diagnose.rules.step_cost import length_ns
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger.stages import Stage
+from splittime.ledger.steps import StepRecord
+
+_Reading = tuple[int, int, int]  # when, what this server had run, what others had
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LEAST_NS = 3 * 10**9  # of counters that are read once a second: over less their ends matter
+
+
+class Beside(msgspec.Struct, frozen=True):
+    """How many cores each kept busy while the engine waited for one, on average. server: this server's other threads
+    and processes. client: the load generator, as far as it says how busy it was; nothing where it is
+    on another machine. others: all other processes."""
+
+    server: float
+    client: float
+    others: float
+
+    @property
+    def others_part(self) -> float:
+        return self.others / max(1e-9, self.server + self.client + self.others)
+
+
+class _Stretch(msgspec.Struct):
+    """From one reading to the next. server_ns: without the engine's thread. waited_ns: by the engine's thread."""
+
+    lasted_ns: int
+    server_ns: int
+    others_ns: int
+    waited_ns: int
+
+
+def beside(books: Books) -> Beside | None:
+    stretches = list(_stretches(books.steps))
+    waited_ns = sum(one.waited_ns for one in stretches)
+    if sum(one.lasted_ns for one in stretches) < LEAST_NS or not waited_ns:
+        return None
+    server = sum(one.server_ns / one.lasted_ns * one.waited_ns for one in stretches) / waited_ns
+    others = sum(one.others_ns / one.lasted_ns * one.waited_ns for one in stretches) / waited_ns
+    client = min(_client_cores(books), others)
+    return Beside(server, client, others - client)
+
+
+def _stretches(steps: Sequence[StepRecord]) -> Iterator[_Stretch]:
+    """From one new reading to the next, since the first step's may be a second old; without those in which a counter
+    went back: another server's, or a process that was not seen for a moment."""
+    latest: tuple[int, int] | None = None
+    begin: _Reading | None = None
+    engine_ns = waited_ns = 0
+    for step in steps:
+        engine_ns += length_ns(step) - (step.cpu_wait_ns or 0) - (step.off_cpu_ns or 0)
+        waited_ns += step.cpu_wait_ns or 0
+        if step.server_ran_ns is None or step.others_ran_ns is None:
+            continue
+        reading = step.server_ran_ns, step.others_ran_ns
+        if reading == latest:
+            continue
+        now = (step.end_ns, *reading) if latest is not None else None
+        if begin is not None and now is not None:
+            yield from _stretch(begin, now, engine_ns, waited_ns)
+        latest, begin, engine_ns, waited_ns = reading, now, 0, 0
+
+
+def _stretch(begin: _Reading, end: _Reading, engine_ns: int, waited_ns: int) -> Iterator[_Stretch]:
+    lasted_ns, server_ns, others_ns = (after - before for before, after in zip(begin, end, strict=True))
+    if lasted_ns > 0 and server_ns >= 0 and others_ns >= 0:
+        yield _Stretch(lasted_ns, max(0, server_ns - engine_ns), others_ns, waited_ns)
+
+
+def _client_cores(books: Books) -> float:
+    """The load generator's, where it asks this machine as its own; one that is elsewhere takes nothing here."""
+    if books.run is None or books.served is None or urlsplit(books.served.url).hostname not in LOOPBACK:
+        return 0.0
+    return sum(check.value or 0.0 for check in books.run.checks if check.name == "cpu")
+
 
 NOT_STATED = "this server's kernel does not say when its engine's thread was kept from running"
 STARVED_SHARE = 0.2  # where nobody tells who ran: a server's own two processes and a client on two cores take a tenth
@@ -205,46 +276,3 @@ def too_many_threads(books: Books) -> Answer:
 def _steps_with_most(books: Books, part: Part) -> tuple[int, ...]:
     amounts = timeline(books).by_step[:, part]
     return slowest_steps(step for step, ns in zip(books.steps, amounts, strict=True) if ns >= LONG_NS)
-
-
-LONG_STEP_NS = 5_000_000  # a hundred times what it takes to wake a thread: such a step is worth sharing
-MIN_LONG_SHARE = 0.3  # of the requests' time, in such steps
-MAX_CPU_WAIT = 0.05  # of it: where the one thread must wait for a processor, a second one finds none
-MEASURED = "measured"  # how the runner's reason begins where it has tried several numbers itself (`runner.threads`)
-
-
-@rule("accounts", "steps", "facts", root_of=("overload", "slot_bound", "prefill_interference"))
-def too_few_threads(books: Books) -> Answer:
-    """Fewer threads than cores were asked for, and steps are long enough that more of them would make them shorter."""
-    threads, cores = threads_and_cores(books)
-    reason = str(setting(books, "num_threads_reason") or "")
-    if threads >= cores or not reason or reason.startswith(MEASURED):
-        return None
-    accounts, found = served(books.accounts), attribution(books)
-    device_ns = sum(step.device_ns for step in books.steps)
-    long_ns = sum(step.device_ns for step in books.steps if step.device_ns >= LONG_STEP_NS)
-    computed = found.of(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMPTS)
-    in_long = {name: ns * long_ns / max(1, device_ns) for name, ns in computed.items() if long_ns}
-    share = of_requests(in_long, accounts, MIN_LONG_SHARE)
-    if found.share(Computed.CPU_WAIT) > MAX_CPU_WAIT or not share.is_worth_it:
-        return None
-    return Finding(
-        name="too_few_threads",
-        claim=f"{threads} of {cores} cores compute{'s' * (threads == 1)}, and {share.value:.0%} of all requests' time "
-        f"is in steps of {ms(LONG_STEP_NS):.0f} ms or more, which more threads share.",
-        evidence=(
-            Fact("threads and cores", f"{threads} and {cores}"),
-            Fact("why so many threads", reason),
-            Fact("device, the median step", ms(median(s.device_ns for s in books.steps) or 0), "ms"),
-            Fact("waiting for a processor", f"{found.share(Computed.CPU_WAIT):.0%}", "of the requests' time"),
-        ),
-        request_ids=worst(in_long),
-        share_of_time=share.value,
-        share_interval=share.interval,
-        confidence=POSSIBLE,
-        confidence_from="the settings and the length of the steps; what a second thread gains is not measured here",
-        cure=Cure(sentence=f"Use all {cores} cores.", flags=("--num-threads", str(cores))),
-        cost="The other cores have no room for other work; steps of a millisecond or two gain nothing.",
-        counter_check=f"With {cores} threads and the same load TPOT p50 and TTFT p50 do not fall by a tenth.",
-        regime="steps of several milliseconds: larger models, long prompts, large batches",
-    )
