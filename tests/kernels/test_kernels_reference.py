@@ -37,7 +37,10 @@ def plain_scheme(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 5, 7), (2, 33, 48), (17, 64, 3), (40, 1, 19)])
 @pytest.mark.parametrize(("has_bias", "has_residual"), [(False, False), (False, True), (True, False), (True, True)])
-def test_linear(dtype, rows, outs, ins, has_bias, has_residual):
+@pytest.mark.parametrize("packs", [True, False])
+def test_linear(dtype, rows, outs, ins, has_bias, has_residual, packs, monkeypatch):
+    if not packs:  # as on a processor for which oneDNN has no packed product
+        monkeypatch.setattr(cpu_linear, "can_pack", lambda dtype: False)
     weight, x = randn(outs, ins, dtype=dtype), randn(rows, ins, dtype=dtype, seed=1)
     bias = randn(outs, dtype=dtype, seed=2) if has_bias else None
     residual = randn(rows, outs, dtype=dtype, seed=3) if has_residual else None
