@@ -88,7 +88,7 @@ def wait_for(url, server):
     end_s = time.monotonic() + 120
     while time.monotonic() < end_s and server.poll() is None:
         try:
-            urllib.request.urlopen(url, timeout=5).close()
+            urllib.request.urlopen(url, timeout=60).close()
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)

@@ -87,13 +87,13 @@ def small_vllm(slots: int):
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     try:
         yield found["url"], found["server"]
     finally:
-        asyncio.run_coroutine_threadsafe(found["runner"].cleanup(), loop).result(20)
+        asyncio.run_coroutine_threadsafe(found["runner"].cleanup(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(20)
+        thread.join(60)
 
 
 async def _json(value) -> web.Response:

@@ -238,7 +238,7 @@ def test_a_key_is_sent_and_a_bad_one_refused():
         async with scripted(whole(200, b"{}"), whole(200, b"{}")) as (url, seen):
             alarm = Alarm()
             target = Target(url=url + "/base/v1/", api_key="secret")
-            client = Client(target, kind="vllm", model="m", run_id="t", alarm=alarm, timeout_s=1)
+            client = Client(target, kind="vllm", model="m", run_id="t", alarm=alarm, timeout_s=60)
             await client.pool.look_up()
             await client.send(Job(planned(), 0, None), 0)
             client.pool.close()

@@ -34,7 +34,7 @@ def mock_server(*flags):
         yield json.loads(process.stdout.readline())["url"]
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
         process.stderr.close()
 

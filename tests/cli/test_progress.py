@@ -1,6 +1,7 @@
 """Long work shows a sign of life also where there is no terminal to draw on."""
 
 import io
+import re
 import time
 
 from rich.progress import TextColumn
@@ -18,7 +19,7 @@ def test_a_log_gets_lines_until_a_task_is_done(monkeypatch):
         bars.update(done, completed=1)
         going = bars.add_task("texts", total=12_000)
         bars.update(going, completed=3_000)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while "texts" not in log.getvalue() and time.monotonic() < deadline:
             time.sleep(0.001)
     told = log.getvalue()
@@ -35,10 +36,10 @@ def test_a_start_tells_what_it_does_at_once_and_until_it_is_over(monkeypatch):
     with progress.seconds_of("starting") as say:
         assert log.getvalue().startswith("starting\n")
         say("loading")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while "loading" not in log.getvalue() and time.monotonic() < deadline:
             time.sleep(0.001)
-    assert "loading, 0 s\n" in log.getvalue()
+    assert re.search(r"loading, \d+ s\n", log.getvalue())
 
 
 def test_what_has_no_parts_is_named_once(monkeypatch):

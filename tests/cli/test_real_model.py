@@ -12,6 +12,8 @@ from splittime.core.errors import ConfigError
 from splittime.ledger.account import verify_intervals
 from splittime.ledger.account_json import account_from_json
 
+pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine
+
 try:
     model_source.locate(None)
 except ConfigError:

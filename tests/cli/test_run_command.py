@@ -28,6 +28,8 @@ from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
 from splittime.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )

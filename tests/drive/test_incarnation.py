@@ -23,7 +23,7 @@ def test_it_is_told_its_settings_in_a_line_and_where_its_sockets_are(tmp_path: P
     told = tmp_path / "told"
     begin_ns = time.monotonic_ns()
     born = Incarnation([sys.executable, "-c", ECHO, str(told)], b'{"a": 1}')
-    assert born.process.wait(30) == 0
+    assert born.process.wait(60) == 0
     line, endpoints = told.read_text().splitlines()
     assert line == '{"a": 1}'
     assert endpoints == f"ipc://{born.folder}/to-engine|ipc://{born.folder}/from-engine"

@@ -17,7 +17,7 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner, expected_tokens
 
-PATIENCE_S = 30
+PATIENCE_S = 60
 
 
 class Gated(FakeRunner):

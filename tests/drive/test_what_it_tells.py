@@ -131,7 +131,7 @@ def in_a_loop():
 
     yield start
     inbox.close()
-    threads[0].join(10)
+    threads[0].join(60)
 
 
 def test_measuring_waits_for_quiet_and_is_told_once(in_a_loop, monkeypatch) -> None:

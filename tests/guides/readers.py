@@ -33,7 +33,7 @@ REWRITTEN = (
 )
 CACHE = Path(tempfile.gettempdir()) / f"splittime-docs-{os.getuid()}"
 """What a start measures once (threads, ceilings) is kept for the next one, as on a reader's machine."""
-START_S, BLOCK_S, END_S = 60, 90, 30
+START_S, BLOCK_S, END_S = 150, 200, 100
 SHIM = """#!/bin/sh
 exec {python} -c 'import sys; sys.argv[0] = "splittime"; from splittime.cli.entry import main; main()' "$@"
 """
@@ -65,7 +65,7 @@ class Server:
         until = time.monotonic() + START_S
         while time.monotonic() < until and self.process.poll() is None:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=5).close()
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=60).close()
                 return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)

@@ -52,7 +52,7 @@ def reader(world: Path, tmp_path: Path, shared: Server):
     made.end()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.sweep] * (page in LONG)) for page in PAGES if runnable(page)]
 )

@@ -9,6 +9,8 @@ import pytest
 from pages import ROOT
 from readers import Reader, Server, free_port
 
+pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 40
 SAYS = {
@@ -35,7 +37,7 @@ def run(name: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert all(words in done.stdout for words in SAYS[name]), done.stdout

@@ -220,7 +220,7 @@ def test_perfetto_trace_and_metrics_are_there(server: Server) -> None:
     server.complete()
     trace = get_json(f"{server.url}/ledger/trace.json")
     assert len(trace["traceEvents"]) > 10
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
         text = response.read().decode()
     for name in ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc", "splittime_"):
         assert name in text
@@ -231,7 +231,7 @@ def test_live_knobs_change_the_running_engine(server: Server) -> None:
         data = json.dumps(knobs).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{server.url}/knobs", data, headers, method="PATCH")
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)
 
     patch({"policy": "priority", "max_num_seqs": 2})
@@ -268,9 +268,9 @@ def test_engine_killed_under_load_then_serves_again() -> None:
             for future in asked:
                 assert "error" in future.result(timeout=PATIENCE_S)
         with pytest.raises(urllib.error.HTTPError) as not_ready:
-            urllib.request.urlopen(f"{server.url}/ready", timeout=30)
+            urllib.request.urlopen(f"{server.url}/ready", timeout=60)
         assert not_ready.value.code == 503
-        with urllib.request.urlopen(f"{server.url}/health", timeout=30) as response:
+        with urllib.request.urlopen(f"{server.url}/health", timeout=60) as response:
             assert response.status == 200
         wait_until_ready(server.url, server.process, PATIENCE_S)
         assert server.complete()

@@ -62,7 +62,7 @@ def test_a_forgotten_thread_ends_and_lets_go_of_the_runner() -> None:
     thread = ahead.thread
     del ahead, steps
     gc.collect()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     gc.collect()
     assert kept() is None
@@ -88,7 +88,7 @@ def test_whoever_waits_when_it_is_ended_is_told() -> None:
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     ahead.end()
-    waiting.join(10)
+    waiting.join(60)
     assert told
 
 

@@ -48,7 +48,7 @@ def test_the_one_that_was_killed_is_named_not_those_that_lost_it(members):
 
 def test_the_one_that_says_nothing_is_named(members, monkeypatch):
     """It neither ends nor is stopped; the others lose patience."""
-    monkeypatch.setattr("splittime.runner.ranks.members.CAUSE_PATIENCE_S", 1)
+    monkeypatch.setattr("splittime.runner.ranks.members.CAUSE_PATIENCE_S", 3)
     error = tell(members, rank1="lost", rank2="hold", rank3="lost")
     assert f"rank 2 (process {members.pids[1]})" in str(error)
     assert str(error).endswith("did not answer in time")

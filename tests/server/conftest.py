@@ -80,16 +80,16 @@ class LiveServer:
 
     def start(self) -> None:
         self._thread.start()
-        self._started.wait(10)
+        self._started.wait(60)
         for _ in range(200):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=10):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=60):
                 return
 
     def stop(self) -> None:
         """At once: uvicorn would see that it should end at its next tick, and then give connections a tick to close."""
         with contextlib.suppress(RuntimeError):  # it has ended
             self.loop.call_soon_threadsafe(self._serving.cancel)
-        self._thread.join(10)
+        self._thread.join(60)
 
     @property
     def url(self) -> str:

@@ -45,7 +45,7 @@ def full(launch) -> Iterator[LiveServer]:
 
 
 def until(condition) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -53,7 +53,7 @@ def until(condition) -> None:
 
 @contextlib.contextmanager
 def client(live: LiveServer) -> Iterator[tuple[socket.socket, object]]:
-    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=60) as connection:
         yield connection, connection.makefile("rb")
 
 

@@ -91,7 +91,7 @@ def test_a_body_behind_an_upgrade_is_not_taken_for_a_request(launch) -> None:
     """The parser reads no body of a request that asks for another protocol (as Java's client does, for HTTP/2)."""
     server = launch()
     client = connect(server)
-    client.settimeout(5)
+    client.settimeout(60)
     inner = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
     client.sendall(head + b"content-length: %d\r\n\r\n" % len(inner))

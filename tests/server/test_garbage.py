@@ -44,7 +44,7 @@ def ask(connection: http.client.HTTPConnection, **fields: object) -> int:
 
 
 def until(is_so: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)

@@ -24,7 +24,7 @@ def ask(connection: socket.socket, name: str) -> int:
 
 
 def answered(connection: socket.socket) -> None:
-    connection.settimeout(20)
+    connection.settimeout(60)
     assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
@@ -45,7 +45,7 @@ def stall(server: LiveServer) -> Iterator[None]:
 
 
 def account(server: LiveServer, name: str):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not server.ledger.account(name):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -122,15 +122,15 @@ def test_a_worker_that_is_killed_costs_nobody_an_answer() -> None:
 
 
 def test_a_worker_that_says_nothing_is_ended(monkeypatch) -> None:
-    monkeypatch.setattr(text_worker, "SILENT_S", 0.2)
-
     async def body(workers: TextWorkers) -> None:
         await workers.submit(CHAT).done
+        monkeypatch.setattr(text_worker, "SILENT_S", 0.2)
         stopped = [worker.pid for worker in workers.lanes[0].workers]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RequestError):
             await workers.submit(CHAT).done
+        monkeypatch.setattr(text_worker, "SILENT_S", 60.0)
         assert (await workers.submit(CHAT).done).ids == ((104, 105),)
 
     with_workers(body)

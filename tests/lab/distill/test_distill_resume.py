@@ -49,7 +49,7 @@ def prepare(folder):
     write_texts(folder / "text.jsonl", 30)
 
 
-@pytest.mark.timeout(300)  # a process of its own has to import torch
+@pytest.mark.timeout(600)  # a process of its own has to import torch
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     prepare(tmp_path)
     command = [sys.executable, "-c", KILLED, str(HERE), str(tmp_path)]

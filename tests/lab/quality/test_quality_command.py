@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from benchmarks.scenarios.quality_gate import PACKAGED, write_four_bits
 from splittime.cli.main import app
 
+pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine
+
 RUN = CliRunner()
 FEW = ("--tokens", "1600", "--length", "128", "--num-threads", "1", "--max-model-len", "256")
 
