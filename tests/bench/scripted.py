@@ -3,6 +3,11 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+from splittime.bench.alarm import Alarm
+from splittime.bench.client import Client
+from splittime.bench.share import LoadShare
+from splittime.wire.target import Target
+
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -48,3 +53,11 @@ async def scripted(*answers, closes=True):
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
     finally:
         server.close()
+
+
+def client_of(
+    target: Target, alarm: Alarm, kind: str = "mock", model: str | None = None, timeout_s: float = 60.0
+) -> Client:
+    """A client of one server, as a load makes it."""
+    names = {"kinds": (kind,), "models": (model,), "run_id": "t"}
+    return Client(LoadShare(jobs=(), targets=(target,), timeout_s=timeout_s, **names), 0, alarm)

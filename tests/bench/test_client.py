@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from splittime.bench.alarm import Alarm, LoopTimer
 from splittime.bench.book.records import Ending
-from splittime.bench.client import Client, body_of
+from splittime.bench.client import body_of
 from splittime.bench.jobs import Job
 from splittime.bench.mock_server import MockServer, Timings
 from splittime.bench.schedule import Planned
 from splittime.core.errors import ConfigError
 from splittime.wire.sse import AnswerReader, EventLines, body_text
 from splittime.wire.target import Target
-from tests.bench.scripted import CHUNKED, chunk, event, scripted, whole
+from tests.bench.scripted import CHUNKED, chunk, client_of, event, scripted, whole
 from tests.bench.waiting import until
 
 MS = 1_000_000
@@ -28,7 +28,7 @@ DONE = b"data: [DONE]\n\n"
 async def ask(url, *planned, kind="mock", timeout_s=60.0, together=False, begin=True, begin_ns=None):
     """The outcomes of these requests, one after another or all at once; their instants are counted from `begin_ns`."""
     alarm = Alarm()
-    client = Client(Target(url=url), kind=kind, model=None, run_id="t", alarm=alarm, timeout_s=timeout_s)
+    client = client_of(Target(url=url), alarm, kind, timeout_s=timeout_s)
     client.begin_ns = begin_ns or time.monotonic_ns()
     if begin:
         await client.pool.look_up()
@@ -238,7 +238,7 @@ def test_a_key_is_sent_and_a_bad_one_refused():
         async with scripted(whole(200, b"{}"), whole(200, b"{}")) as (url, seen):
             alarm = Alarm()
             target = Target(url=url + "/base/v1/", api_key="secret")
-            client = Client(target, kind="vllm", model="m", run_id="t", alarm=alarm, timeout_s=60)
+            client = client_of(target, alarm, "vllm", "m", 60)
             await client.pool.look_up()
             await client.send(Job(planned(), 0, None), 0)
             client.pool.close()
@@ -255,7 +255,7 @@ def test_a_key_is_sent_and_a_bad_one_refused():
 async def _with_key(key):
     alarm = Alarm()
     try:
-        Client(Target(url="http://h", api_key=key), kind="vllm", model=None, run_id="t", alarm=alarm, timeout_s=1)
+        client_of(Target(url="http://h", api_key=key), alarm, "vllm")
     finally:
         alarm.close()
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.bench.book import figures, requests
-from splittime.bench.book.definitions import definitions
+from splittime.bench.book.definitions import DEFINITIONS
 from splittime.bench.book.rates import RateWindow, Trend, concurrency, drift, rate, rate_window
 from splittime.bench.book.records import Ending, Phase
 from splittime.bench.book.series import (
@@ -286,6 +286,6 @@ def test_a_rate_of_nothing_is_zero_without_an_interval():
 
 
 def test_every_figure_is_defined():
-    said = " ".join(f"{name}: {sentence}" for name, sentence in definitions()).lower()
+    said = " ".join(f"{name}: {sentence}" for name, sentence in DEFINITIONS).lower()
     for name in ("ttft", "tpot", "chunk gap", "token gap", "itl", "max stall", "schedule lag", "e2e", "goodput"):
         assert name in said

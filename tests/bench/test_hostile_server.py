@@ -17,7 +17,6 @@ from splittime.bench import client as client_module
 from splittime.bench import exchange, own_book, servers
 from splittime.bench.alarm import Alarm
 from splittime.bench.book.records import Ending, load_run, save
-from splittime.bench.client import Client
 from splittime.bench.event_loop import run_loop
 from splittime.bench.jobs import Job
 from splittime.cli import options
@@ -26,7 +25,7 @@ from splittime.wire import connection, scrape
 from splittime.wire.pool import Pool
 from splittime.wire.sse import EventLines
 from splittime.wire.target import Target
-from tests.bench.scripted import CHUNKED, chunk, event, whole
+from tests.bench.scripted import CHUNKED, chunk, client_of, event, whole
 from tests.bench.test_client import DONE, outcome_of, planned
 
 MODELS = {"data": [{"id": "m", "owned_by": "vllm"}]}
@@ -222,7 +221,7 @@ def test_a_handshake_without_an_end_is_out_of_time(monkeypatch, stands_still):
         with socket.create_server(("127.0.0.1", 0)) as silent:
             alarm = Alarm()
             target = Target(url=f"https://127.0.0.1:{silent.getsockname()[1]}")
-            client = Client(target, kind="mock", model=None, run_id="t", alarm=alarm, timeout_s=0.2)
+            client = client_of(target, alarm, timeout_s=0.2)
             client.pool.use((socket.AF_INET, silent.getsockname()))
             try:
                 return await client.send(Job(planned(), 0, None), 0)

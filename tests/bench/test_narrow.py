@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from splittime.bench.book.definitions import definitions
+from splittime.bench.book.definitions import DEFINITIONS
 from splittime.bench.book.figures import summary
 from splittime.bench.book.records import Ending, RunCheck
 from splittime.bench.report.latencies import LEAST_MISSED, STATISTICS
@@ -131,7 +131,7 @@ def test_a_comparison_has_each_metric_on_a_line_with_its_verdict(width):
 def test_sentences_are_wrapped_once_at_the_width_there_is(width):
     """A word stands alone only where the next has no room beside it."""
     lines = printed(render(RUNS["usual"], with_definitions=True), width)
-    for name, sentence in definitions():
+    for name, sentence in DEFINITIONS:
         begin = next(i for i, line in enumerate(lines) if line.startswith(f"{name}: "))
         words = f"{name}: {sentence}".split()
         while words:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.bench.book.records import Run, RunCheck
-from splittime.bench.search import LevelVerdict, Trial, highest_rate, sweep
+from splittime.bench.search import LevelVerdict, SearchBounds, Trial, highest_rate, sweep
 from splittime.core.errors import ConfigError
 
 CAPACITY, LIMIT_MS, BASE_MS = 40.0, 500.0, 50.0
@@ -44,8 +44,8 @@ def keeps(run: Run) -> bool | None:
     return None if run.is_void else run.settings["ttft_ms"] <= LIMIT_MS
 
 
-def found_by(queue: Queue, low: float = 1.0, high: float = 1000.0, **options):
-    return asyncio.run(highest_rate(queue.measure, keeps, low, high, **options))
+def found_by(queue: Queue, low: float = 1.0, high: float = 1000.0, on_trial=None, **options):
+    return asyncio.run(highest_rate(queue.measure, keeps, SearchBounds(low, high, **options), on_trial))
 
 
 def verdicts(found, rate: float) -> list[LevelVerdict]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from splittime.bench.book.definitions import definitions
+from splittime.bench.book.definitions import DEFINITIONS
 from splittime.bench.book.records import Arm, Ending, RunCheck
 from splittime.bench.book.slo import parse_slo
 from splittime.bench.report.table import render
@@ -82,9 +82,9 @@ def test_errors_and_unknown_tpot_are_told():
 
 
 def test_definitions_stand_at_the_end_if_asked_for():
-    assert definitions()[0][1] not in " ".join(shown(runs.run([runs.outcome()])).split())
+    assert DEFINITIONS[0][1] not in " ".join(shown(runs.run([runs.outcome()])).split())
     text = " ".join(shown(runs.run([runs.outcome()]), with_definitions=True).split())
-    places = [text.index(f"{name}: {' '.join(sentence.split())}") for name, sentence in definitions()]
+    places = [text.index(f"{name}: {' '.join(sentence.split())}") for name, sentence in DEFINITIONS]
     assert places == sorted(places)
 
 

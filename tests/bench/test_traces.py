@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.bench.book.records import Phase
-from splittime.bench.draw import cached_tokens, draw
+from splittime.bench.draw import EndlessCache, draw
 from splittime.bench.spec import LoadSpec
 from splittime.bench.traces import parse_blocks, read_trace
 from splittime.bench.workload import runs
@@ -184,7 +184,8 @@ def test_another_salt_shares_no_block(tmp_path):
         ]
         for s in ("a", "b")
     )
-    assert cached_tokens(one + other, 8)[2:] == [0, 512]
+    cache = EndlessCache(8)
+    assert [cache.cached_tokens(prompt) for prompt in one + other][2:] == [0, 512]
 
 
 @needs_traces

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.bench.book.records import Phase
-from splittime.bench.distributions import parse_distribution, spread, stream
-from splittime.bench.draw import cached_tokens, draw
-from splittime.bench.lengths import Fitter
+from splittime.bench.distributions import Fitter, parse_distribution, spread, stream
+from splittime.bench.draw import EndlessCache, draw
 from splittime.bench.prompts import token_ids
 from splittime.bench.spec import LoadSpec
 from splittime.core.errors import ConfigError, NotFound
@@ -168,6 +167,12 @@ def test_longer_prompts_have_more_of_the_same_prefix():
 def test_nothing_in_common_unless_asked():
     schedule = drawn(num_requests=300, input_tokens="64", block_size=4)
     assert {one.expected_cached_tokens for one in schedule.requests} == {0}
+
+
+def cached_tokens(prompts_in_order, block_size):
+    """What an endless cache finds of each prompt."""
+    cache = EndlessCache(block_size)
+    return [cache.cached_tokens(prompt) for prompt in prompts_in_order]
 
 
 def test_another_run_finds_nothing_of_this_one_unless_reuse_is_asked_for():

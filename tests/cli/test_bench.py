@@ -69,7 +69,7 @@ def test_a_run_leaves_its_files_and_prints_its_table(url, tmp_path):
 
 
 def test_a_url_alone_is_a_first_look(url, monkeypatch):
-    monkeypatch.setattr("splittime.bench.load_test.FIRST_LOOK", {"concurrency": 2, "duration_s": 0.3})
+    monkeypatch.setattr("splittime.bench.draw.FIRST_LOOK", {"concurrency": 2, "duration_s": 0.3})
     done = bench("run", url.removeprefix("http://"), *SMALL, "--json")
     assert done.exit_code in (0, 3)
     run = json.loads(done.stdout)
@@ -78,7 +78,7 @@ def test_a_url_alone_is_a_first_look(url, monkeypatch):
 
 
 def test_a_number_of_requests_alone_is_measured_however_long_it_takes(url, monkeypatch):
-    monkeypatch.setattr("splittime.bench.load_test.FIRST_LOOK", {"concurrency": 4, "duration_s": 0.05})
+    monkeypatch.setattr("splittime.bench.draw.FIRST_LOOK", {"concurrency": 4, "duration_s": 0.05})
     done = bench("run", url, "--num-requests", 30, *SMALL, "--json")
     assert done.exit_code in (0, 3)
     phases = [outcome["phase"] for outcome in json.loads(done.stdout)["outcomes"]]

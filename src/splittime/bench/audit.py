@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from splittime.bench import sockets
-from splittime.bench.audit_answers import audit_answers, audit_closed_loop
+from splittime.bench.audit_answers import audit_answers, audit_closed_loop, note
 from splittime.bench.book.lateness import start_lag_ns
 from splittime.bench.book.records import Ending, Outcome, Phase, Run, RunCheck
 from splittime.bench.share import Vitals
@@ -99,10 +99,8 @@ def _cpu(vitals: Sequence[Vitals]) -> RunCheck:
     sentence = f"the client used {value:.0%} of a core"
     if len(vitals) > 1:
         sentence = f"the busiest of {len(vitals)} client processes used {value:.0%} of a core"
-    ok = value <= CPU_SHARE_LIMIT
-    if not ok:
-        sentence += ": what that cost is in its lags; use more --workers, or a machine of its own"
-    return RunCheck(name="cpu", ok=ok, value=value, limit=CPU_SHARE_LIMIT, unit="", sentence=sentence, voids=False)
+    fault = ": what that cost is in its lags; use more --workers, or a machine of its own"
+    return note("cpu", value <= CPU_SHARE_LIMIT, value, CPU_SHARE_LIMIT, sentence, fault)
 
 
 def _sockets(vitals: Sequence[Vitals]) -> RunCheck:
@@ -116,10 +114,8 @@ def _sockets(vitals: Sequence[Vitals]) -> RunCheck:
             f"; {refused} could not be opened: allow more with `ulimit -n`, use more --workers, or hold back with "
             "--max-in-flight (or no local port was free)"
         )
-    ok = refused == 0 and most <= limit
-    return RunCheck(
-        name="sockets", ok=ok, value=most, limit=limit, unit="sockets", sentence=sentence, voids=refused > 0
-    )
+    ok, is_void = refused == 0 and most <= limit, refused > 0
+    return RunCheck(name="sockets", ok=ok, value=most, limit=limit, unit="sockets", sentence=sentence, voids=is_void)
 
 
 def _nodelay(vitals: Sequence[Vitals]) -> RunCheck:
@@ -138,7 +134,7 @@ def _held(measured: Sequence[Outcome]) -> RunCheck | None:
         f"{len(held)} of {len(measured)} requests were held back, by the cap on requests in flight or by their "
         f"session's turn before: p99 {p99_ms:.0f} ms; it is in their response times"
     )
-    return RunCheck(name="held", ok=False, value=p99_ms, limit=0, unit="ms", sentence=sentence, voids=False)
+    return note("held", False, p99_ms, 0, sentence, unit="ms")
 
 
 def _as_many_as_asked(run: Run, measured: Sequence[Outcome]) -> RunCheck | None:
@@ -148,11 +144,9 @@ def _as_many_as_asked(run: Run, measured: Sequence[Outcome]) -> RunCheck | None:
     if not isinstance(asked, int) or begun >= asked * len(run.arms):
         return None
     why = run.stopped or "--duration ended it before: leave it out, or make it longer"
-    sentence = f"{begun} of {asked * len(run.arms)} requests were measured: {why}"
     wanted = asked * len(run.arms)
-    return RunCheck(
-        name="num_requests", ok=False, value=begun, limit=wanted, unit="requests", sentence=sentence, voids=False
-    )
+    sentence = f"{begun} of {wanted} requests were measured: {why}"
+    return note("num_requests", False, begun, wanted, sentence, unit="requests")
 
 
 STAT = Path("/proc/stat")
@@ -189,10 +183,8 @@ def audit_steal(before: Stolen | None, after: Stolen | None) -> RunCheck | None:
     sentence = (
         f"the hypervisor took {1000 * taken_s:.0f} ms of {took_s:.1f} s from this machine's {cores} ({share:.1%})"
     )
-    ok = share <= ALLOWED_STEAL
-    if not ok:
-        sentence += (
-            ": what was in flight then waited for it, so p99 and above may be the neighbours' doing; repeat the run "
-            "and believe the tails that come back, or take a machine of its own"
-        )
-    return RunCheck(name="steal", ok=ok, value=share, limit=ALLOWED_STEAL, unit="", sentence=sentence, voids=False)
+    fault = (
+        ": what was in flight then waited for it, so p99 and above may be the neighbours' doing; repeat the run "
+        "and believe the tails that come back, or take a machine of its own"
+    )
+    return note("steal", share <= ALLOWED_STEAL, share, ALLOWED_STEAL, sentence, fault)

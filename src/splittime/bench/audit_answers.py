@@ -28,6 +28,14 @@ CLUSTERED_LIMIT = 0.6
 MIN_CHUNKS = 8
 
 
+def note(
+    name: str, ok: bool, value: float | None, limit: float | None, sentence: str, fault: str = "", unit: str = ""
+) -> RunCheck:
+    """Returns a check that voids nothing: if it fails, the figures stand, and `fault` says what to mind in them."""
+    sentence += "" if ok else fault
+    return RunCheck(name=name, ok=ok, value=value, limit=limit, unit=unit, sentence=sentence, voids=False)
+
+
 def audit_answers(measured: Sequence[Outcome]) -> list[RunCheck]:
     """The checks that have something to go by."""
     whole = [outcome for outcome in measured if outcome.ending is Ending.COMPLETE]
@@ -61,14 +69,13 @@ def _as_expected(
         return None
     if not known:
         sentence = f"the server does not tell its token counts: whether {things} were as long as {verb} is not known"
-        return RunCheck(name=name, ok=False, value=None, limit=None, unit="", sentence=sentence, voids=False)
+        return note(name, False, None, None, sentence)
     wrong = [(meant, found) for meant, found in known if meant != found]
     sentence = f"all {len(known)} {things} had as many tokens as {verb}"
     if wrong:
         mean = sum(found - meant for meant, found in wrong) / len(wrong)
         sentence = f"{len(wrong)} of {len(known)} {things} were not as long as {verb}: {mean:+.1f} tokens on average"
-    share = len(wrong) / len(known)
-    return RunCheck(name=name, ok=not wrong, value=share, limit=0, unit="", sentence=sentence, voids=False)
+    return note(name, not wrong, len(wrong) / len(known), 0, sentence)
 
 
 def _cached(whole: Sequence[Outcome]) -> RunCheck | None:
@@ -83,9 +90,7 @@ def _cached(whole: Sequence[Outcome]) -> RunCheck | None:
     ok = cached <= expected + CONTAMINATION_LIMIT
     if not ok:
         sentence += ": prompts were seen before, use another --seed or restart the server"
-    return RunCheck(
-        name="cached", ok=ok, value=cached, limit=expected + CONTAMINATION_LIMIT, unit="", sentence=sentence
-    )
+    return RunCheck(name="cached", ok=ok, value=cached, limit=expected + CONTAMINATION_LIMIT, sentence=sentence)
 
 
 def _steps(whole: Sequence[Outcome]) -> RunCheck | None:
@@ -100,10 +105,8 @@ def _steps(whole: Sequence[Outcome]) -> RunCheck | None:
     share = inside / len(gaps)
     ok = share <= STEP_SHARE_LIMIT or inside <= 4 * beside
     sentence = f"{share:.1%} of the gaps between chunks are steps of 40 ms"
-    if not ok:
-        sentence += ": the server, or a proxy, sends with Nagle's algorithm (set TCP_NODELAY there)"
-    limit = STEP_SHARE_LIMIT
-    return RunCheck(name="steps_40ms", ok=ok, value=share, limit=limit, unit="", sentence=sentence, voids=False)
+    fault = ": the server, or a proxy, sends with Nagle's algorithm (set TCP_NODELAY there)"
+    return note("steps_40ms", ok, share, STEP_SHARE_LIMIT, sentence, fault)
 
 
 def clustered_share(outcome: Outcome) -> float | None:
@@ -120,13 +123,12 @@ def _buffered(whole: Sequence[Outcome]) -> RunCheck | None:
     value = percentile(shares, 50)
     if value is None:
         return None
-    ok = value <= CLUSTERED_LIMIT
     sentence = f"{value:.0%} of the chunks came together with the one before"
-    if not ok:
-        sentence += ": something buffers the stream, or this client was kept from reading it; "
-        sentence += "TTFT is too long and gaps are too short"
-    limit = CLUSTERED_LIMIT
-    return RunCheck(name="buffered", ok=ok, value=value, limit=limit, unit="", sentence=sentence, voids=False)
+    fault = (
+        ": something buffers the stream, or this client was kept from reading it; TTFT is too long and gaps are too "
+        "short"
+    )
+    return note("buffered", value <= CLUSTERED_LIMIT, value, CLUSTERED_LIMIT, sentence, fault)
 
 
 STALL = 10.0  # times the usual wait
@@ -160,9 +162,7 @@ def _check_one_server(measured: Sequence[Outcome]) -> RunCheck | None:
             f"{len(missed):,} requests that users would have sent are missing, and the longest wait for a chunk would "
             f"be about {felt_ms:,.0f} ms at p{percent} instead of {shown_ms:,.0f} ms. Measure with --rate"
         )
-    return RunCheck(
-        name="closed_loop", ok=ok, value=ratio, limit=TOO_GOOD, unit="times", sentence=sentence, voids=False
-    )
+    return note("closed_loop", ok, ratio, TOO_GOOD, sentence, unit="times")
 
 
 def _ms(waits: Sequence[float], percent: int) -> float:

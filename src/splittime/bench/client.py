@@ -14,6 +14,7 @@ from splittime.bench.book.records import Ending, Outcome
 from splittime.bench.exchange import TimedExchange
 from splittime.bench.jobs import Job
 from splittime.bench.schedule import Planned
+from splittime.bench.share import LoadShare
 from splittime.core.errors import ConfigError
 from splittime.present.terminal import clipped
 from splittime.wire.connection import Connection
@@ -50,51 +51,57 @@ def body_of(planned: Planned, kind: str, model: str | None) -> bytes:
 
 
 class Client:
-    """Sends jobs to one arm. `begin_ns` is the run's begin, to be set before the first: outcomes count from it."""
+    """Sends jobs to one arm. `begin_ns` is the run's begin, to be set before the first: outcomes count from it.
+    first_chunks: when each came, and its response TTFT; whoever reads it clears it."""
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        kind: str,
-        model: str | None,
-        run_id: str,
-        alarm: Alarm,
-        timeout_s: float,
-        worker: int = 0,
-    ) -> None:
-        self.pool = Pool(target)
+    def __init__(self, share: LoadShare, arm: int, alarm: Alarm) -> None:
+        self.pool = Pool(share.targets[arm])
         self.in_flight: set[TimedExchange] = set()
-        self.first_chunks: list[
-            tuple[int, int]
-        ] = []  # when each came, and its response TTFT; whoever reads it clears it
-        self._kind, self._model, self._run_id, self._worker = kind, model, run_id, worker
-        self._alarm, self._timeout_ns = alarm, int(timeout_s * 1e9)
+        self.first_chunks: list[tuple[int, int]] = []
+        self._share, self._arm = share, arm
+        self._alarm, self._timeout_ns = alarm, int(share.timeout_s * 1e9)
         self.begin_ns = 0
-        self._head = _head(target)
+        self._head = _head(share.targets[arm])
 
     async def send(self, job: Job, intended_ns: int, held_ns: int = 0) -> Outcome:
         """Turn to a job now. `intended_ns` is an instant of the clock. Never raises for what the server does."""
-        picked_up_ns = now_ns()
-        planned = job.planned
-        request_id = f"{self._run_id}-{planned.index}-{job.arm}"
-        request = self._request(request_id, planned)
-        exchange, connect_ns = await self._exchange(request, planned, intended_ns)
-        return self._outcome(job, request_id, exchange, intended_ns, picked_up_ns, connect_ns, held_ns)
+        picked_up_ns, begin_ns = now_ns(), self.begin_ns
+        exchange, connect_ns = await self._exchange(self._request(job), job.planned, intended_ns)
+        reading = exchange.reading
+        assert exchange.ending is not None
+        return Outcome(
+            **facts_of(job, self._share),
+            ending=exchange.ending,
+            intended_ns=intended_ns - begin_ns,
+            held_ns=held_ns,
+            picked_up_ns=picked_up_ns - begin_ns,
+            connect_ns=connect_ns,
+            sent_ns=_since(begin_ns, exchange.sent_ns),
+            headers_ns=_since(begin_ns, exchange.headers_ns),
+            chunk_ns=tuple(at_ns - begin_ns for at_ns in reading.chunk_ns),
+            chunk_tokens=reading.chunk_tokens,
+            end_ns=_since(begin_ns, exchange.end_ns),
+            status=exchange.status,
+            error=exchange.error,
+            finish_reason=reading.finish_reason,
+            prompt_tokens=reading.prompt_tokens,
+            output_tokens=reading.output_tokens,
+            cached_tokens=reading.cached_tokens,
+        )
 
     def hang_up_all(self, why: str) -> None:
         """The run is stopped: whatever is in flight ends now."""
         for exchange in list(self.in_flight):
             exchange.finish(Ending.CANCELLED, why, now_ns())
 
-    def _request(self, request_id: str, planned: Planned) -> bytes:
-        body = body_of(planned, self._kind, self._model)
-        path = b"/v1/chat/completions" if planned.messages is not None else b"/v1/completions"
+    def _request(self, job: Job) -> bytes:
+        body = body_of(job.planned, self._share.kinds[self._arm], self._share.models[self._arm])
+        path = b"/v1/chat/completions" if job.planned.messages is not None else b"/v1/completions"
         return b"POST %b%b%bX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n%b" % (
             self._head[0],
             path,
             self._head[1],
-            request_id.encode("ascii"),
+            request_id_of(job, self._share).encode("ascii"),
             len(body),
             body,
         )
@@ -156,56 +163,27 @@ class Client:
             connection.pause_reading()
             self._alarm.call_at(now_ns() + delay_ns, connection.resume_reading)
 
-    def _outcome(
-        self,
-        job: Job,
-        request_id: str,
-        exchange: TimedExchange,
-        intended_ns: int,
-        picked_up_ns: int,
-        connect_ns: int | None,
-        held_ns: int,
-    ) -> Outcome:
-        begin_ns, reading = self.begin_ns, exchange.reading
-        assert exchange.ending is not None
-        return Outcome(
-            **facts_of(job, request_id, self._worker),
-            ending=exchange.ending,
-            intended_ns=intended_ns - begin_ns,
-            held_ns=held_ns,
-            picked_up_ns=picked_up_ns - begin_ns,
-            connect_ns=connect_ns,
-            sent_ns=_since(begin_ns, exchange.sent_ns),
-            headers_ns=_since(begin_ns, exchange.headers_ns),
-            chunk_ns=tuple(at_ns - begin_ns for at_ns in reading.chunk_ns),
-            chunk_tokens=reading.chunk_tokens,
-            end_ns=_since(begin_ns, exchange.end_ns),
-            status=exchange.status,
-            error=exchange.error,
-            finish_reason=reading.finish_reason,
-            prompt_tokens=reading.prompt_tokens,
-            output_tokens=reading.output_tokens,
-            cached_tokens=reading.cached_tokens,
-        )
 
-
-def unsent(job: Job, run_id: str, intended_ns: int, worker: int = 0) -> Outcome:
+def unsent(job: Job, share: LoadShare, intended_ns: int) -> Outcome:
     """A request whose turn did not come. `intended_ns` counts from the run's begin."""
-    facts = facts_of(job, f"{run_id}-{job.planned.index}-{job.arm}", worker)
-    return Outcome(**facts, ending=Ending.UNSENT, intended_ns=intended_ns)
+    return Outcome(**facts_of(job, share), ending=Ending.UNSENT, intended_ns=intended_ns)
 
 
-def facts_of(job: Job, request_id: str, worker: int) -> dict[str, Any]:
+def request_id_of(job: Job, share: LoadShare) -> str:
+    return f"{share.run_id}-{job.planned.index}-{job.arm}"
+
+
+def facts_of(job: Job, share: LoadShare) -> dict[str, Any]:
     """What an outcome says whatever became of the request."""
     planned = job.planned
     return {
         "index": planned.index,
-        "request_id": request_id,
+        "request_id": request_id_of(job, share),
         "phase": planned.phase,
         "arm": job.arm,
         "session": planned.session,
         "turn": planned.turn,
-        "worker": worker,
+        "worker": share.worker,
         "expected_prompt_tokens": planned.expected_prompt_tokens,
         "expected_output_tokens": planned.output_tokens if planned.exact_output else None,
         "expected_cached_tokens": planned.expected_cached_tokens,

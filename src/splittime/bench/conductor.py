@@ -8,15 +8,16 @@ import bisect
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 
 from splittime.bench import servers, sockets
 from splittime.bench.audit import audit_steal, stolen
 from splittime.bench.book.records import Arm, Outcome, RunCheck, Sample
+from splittime.bench.event_loop import no_garbage_collection
 from splittime.bench.jobs import Job, split
-from splittime.bench.load import Load, no_garbage_collection
+from splittime.bench.load import Load
 from splittime.bench.schedule import Schedule
 from splittime.bench.share import LoadShare, News, OnProgress, Progress, Vitals
 from splittime.bench.workers import WorkerProcess, num_workers
@@ -29,14 +30,7 @@ LEAD_NS = 50_000_000  # from "all are ready" to the run's begin
 WATCH_S = 0.1
 
 
-class LoadPart(Protocol):
-    """One process' share of the load."""
-
-    async def prepare(self) -> None: ...
-    async def run(self, begin_ns: int) -> tuple[list[Outcome], Vitals]: ...
-    def news(self) -> News: ...
-    def stop(self, why: str) -> None: ...
-    async def close(self) -> None: ...
+LoadPart = Load | WorkerProcess  # one process' share of the load, with the same five methods
 
 
 class Conductor:

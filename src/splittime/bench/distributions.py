@@ -4,6 +4,10 @@ Each is drawn by inversion, `at(u)` for uniform u, so that a spread of u (`rando
 With mean m and coefficient of variation c, the log-normal's logarithm has variance s^2 = ln(1 + c^2) and mean
 ln m - s^2 / 2.
 
+How long prompts and answers are comes from them, or from a file's rows, cut to what the model can hold. A request that
+does not fit `max_model_len` is cut in proportion, prompt and answer alike, and counted: a load that is not the one
+asked for must say so (`Fitter.note`).
+
 Where all chance in a schedule comes from: streams of PCG64, one for each purpose, named by the seed and words.
 
 Streams of different names are independent, so that another rate draws the same prompts, and more warm-up leaves what is
@@ -14,6 +18,7 @@ import math
 from collections.abc import Callable
 from hashlib import blake2b
 from statistics import NormalDist
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +28,7 @@ from numpy.typing import NDArray
 from splittime.core.errors import ConfigError
 
 Floats = NDArray[np.float64]
+Lengths = NDArray[np.int64]
 
 
 def bit_stream(seed: int, *name: str) -> PCG64:
@@ -59,10 +65,6 @@ class Distribution(msgspec.Struct, frozen=True):
     @property
     def mean(self) -> float:
         return (self.first + self.second) / 2 if self.kind == "uniform" else self.first
-
-    @property
-    def is_fixed(self) -> bool:
-        return self.kind == "fixed"
 
     def at(self, u: Floats) -> Floats:
         """The values below which a share of u in [0, 1) of all lie."""
@@ -120,3 +122,71 @@ def _check(dist: Distribution, text: str, param: str, lowest: float) -> None:
     if dist.kind == "lognormal" and not (dist.first > 0 and 0 < dist.second <= 100):
         hint = "The second number is the coefficient of variation, above 0; for no variation give the number alone."
         raise ConfigError(f"{param} {text!r} is no log-normal distribution", param=param, value=text, hint=hint)
+
+
+MIN_MODEL_LEN = 2
+
+
+class Fitter:
+    """Cuts lengths to the model's limit, and counts what it cut."""
+
+    def __init__(self, max_model_len: int | None) -> None:
+        if max_model_len is not None and max_model_len < MIN_MODEL_LEN:
+            raise ConfigError("no request fits", param="max_model_len", value=max_model_len, limit=MIN_MODEL_LEN)
+        self.max_model_len = max_model_len
+        self.num_cut = 0
+
+    def fit(self, inputs: Lengths, outputs: Lengths) -> tuple[Lengths, Lengths]:
+        """Both at least 1, together at most the limit; what fits is not touched."""
+        inputs, outputs = np.maximum(1, inputs), np.maximum(1, outputs)
+        limit = self.max_model_len
+        if limit is None:
+            return inputs, outputs
+        too_long = inputs + outputs > limit
+        self.num_cut += int(too_long.sum())
+        shorter = np.clip(inputs * limit // (inputs + outputs), 1, limit - 1)
+        return np.where(too_long, shorter, inputs), np.where(too_long, limit - shorter, outputs)
+
+    def note(self) -> list[str]:
+        if not self.num_cut:
+            return []
+        return [f"{self.num_cut} requests were longer than max_model_len {self.max_model_len} and were cut to it"]
+
+
+class LengthRows(NamedTuple):
+    """Lengths of real requests; prompt and answer of one row belong together."""
+
+    inputs: Lengths
+    outputs: Lengths
+
+    def scaled(self, scale: float) -> "LengthRows":
+        return LengthRows(*(np.maximum(1, np.rint(one * scale)).astype(np.int64) for one in self))
+
+    def draw(self, rng: Generator, count: int, evenly: bool) -> "LengthRows":
+        """Returns rows by chance; `evenly` takes them spread over the order of their prompts' lengths."""
+        order = np.argsort(self.inputs, kind="stable")
+        chosen = order[(uniform(rng, count, evenly) * len(order)).astype(np.int64)]
+        return LengthRows(self.inputs[chosen], self.outputs[chosen])
+
+
+def draw_lengths(
+    inputs: Distribution, outputs: Distribution, rng: Generator, count: int, evenly: bool = False
+) -> LengthRows:
+    """Independent of each other; `evenly` spreads both over their whole range."""
+    input_at = uniform(rng, count, evenly)
+    return LengthRows(inputs.whole_at(input_at), outputs.whole_at(uniform(rng, count, evenly)))
+
+
+def check_fixed(inputs: Distribution, outputs: Distribution, max_model_len: int | None) -> None:
+    """Lengths that never fit are refused; those that sometimes do not are cut."""
+    if max_model_len is None:
+        return
+    least = sum(round(one.first) for one in (inputs, outputs) if one.kind in ("fixed", "uniform"))
+    if least > max_model_len:
+        raise ConfigError(
+            f"prompts and answers together have {least} tokens or more; the model holds {max_model_len}",
+            param="input_tokens",
+            value=least,
+            limit=max_model_len,
+            hint="Make --input-tokens or --output-tokens smaller.",
+        )

@@ -13,24 +13,26 @@ most this, and the difference is its evictions and what was still being computed
 """
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from splittime.bench.book.records import Phase
-from splittime.bench.distributions import parse_distribution, stream
+from splittime.bench.distributions import Fitter, parse_distribution, stream
 from splittime.bench.file_workload import Conversations, FileRequests
-from splittime.bench.lengths import Fitter
 from splittime.bench.prompts import Alphabet, Salt, token_ids, words
-from splittime.bench.schedule import Planned, Schedule
+from splittime.bench.schedule import Planned, Schedule, load_schedule, save
 from splittime.bench.sessions import NS_PER_MS, NS_PER_S, SessionClock, SyntheticSessions, Turn
 from splittime.bench.spec import LoadSpec, spec_of
+from splittime.bench.spec_rules import check
 from splittime.bench.starts import Starts, draw_starts
 from splittime.bench.traces import Trace, read_trace
 from splittime.bench.workload import Synthetic, TraceWorkload, Workload
 from splittime.core.errors import ConfigError
-from splittime.wire.limits import ServerLimits
+from splittime.wire.limits import ServerLimits, server_limits
+from splittime.wire.target import Target
 
 
 class EndlessCache:
@@ -55,13 +57,10 @@ class EndlessCache:
         return min(num_hits, (len(prompt) - 1) // size) * size
 
 
-def cached_tokens(prompts: Iterable[Sequence[int]], block_size: int) -> list[int]:
-    """For each prompt, in the order in which they come."""
-    cache = EndlessCache(block_size)
-    return [cache.cached_tokens(prompt) for prompt in prompts]
-
-
 Placed = tuple[Phase, Turn]
+FIRST_LOOK = {"concurrency": 4, "duration_s": 20.0, "warm_up_requests": 8}
+FIRST_LOOK_BY_NUMBER = {"concurrency": 4, "warm_up_requests": 8}
+SAYS_HOW_MUCH = {"rate", "concurrency", "trace", "arrivals", "cv", "rate_end", "ramp_s", "warm_up_s", "cool_down_s"}
 USUAL_VOCAB_SIZE = 32_000
 
 
@@ -75,7 +74,7 @@ def draw(
 ) -> Schedule:
     """The whole schedule. `vocab_size` may be None where no token ids are sent; `block_size` is the prefix cache's, and
     without it only "nothing shared" can be expected. Raises `ConfigError` and `NotFound`."""
-    spec.validate()
+    check(spec)
     trace = read_trace(spec) if spec.trace is not None else None
     workload = _workload(spec, trace, vocab_size, max_model_len, Salt(spec.seed, salt, spec.reuse_prompts))
     starts = draw_starts(spec, trace)
@@ -113,6 +112,41 @@ def draw_for(load: dict[str, Any], limits: ServerLimits, salt: str | None = None
         return schedule
     note = f"the server does not tell its vocabulary: ids below {USUAL_VOCAB_SIZE:,} are used (--vocab-size)"
     return msgspec.structs.replace(schedule, notes=(*schedule.notes, note))
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to send. load: the fields of `LoadSpec` that were given, or schedule: the file of a saved one. keep_as:
+    where the schedule is saved. vocab_size, max_model_len: of the server's model, where the server does not say. salt:
+    before all prompts; None: by chance."""
+
+    load: dict[str, Any] = {}
+    schedule: Path | None = None
+    keep_as: Path | None = None
+    vocab_size: int | None = None
+    max_model_len: int | None = None
+    salt: str | None = None
+
+
+async def planned(asked: LoadRequest, target: Target) -> Schedule:
+    """Returns the schedule, and saves it if asked. Raises `ConfigError`, and `EngineError` for a server that is not
+    there to say its limits."""
+    if asked.schedule is not None and asked.load:
+        name = next(iter(asked.load)).replace("_", "-")
+        what = f"--schedule says everything, also what --{name} would"
+        raise ConfigError(what, param="schedule", value=str(asked.schedule), hint=f"leave out --{name}")
+    schedule = load_schedule(asked.schedule) if asked.schedule is not None else await _drawn(asked, target)
+    if asked.keep_as is not None:
+        save(schedule, asked.keep_as)
+    return schedule
+
+
+async def _drawn(asked: LoadRequest, target: Target) -> Schedule:
+    load = asked.load
+    if not SAYS_HOW_MUCH & set(load):
+        load = {**(FIRST_LOOK_BY_NUMBER if "num_requests" in load else FIRST_LOOK), **load}
+    check(spec_of(load))  # before anything is asked of the server
+    limits = await server_limits(target)
+    return draw_for(load, limits.corrected(asked.vocab_size, asked.max_model_len), asked.salt)
 
 
 def _asked(spec: LoadSpec) -> dict[str, Any]:

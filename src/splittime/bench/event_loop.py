@@ -1,10 +1,11 @@
-"""The event loop that load is made on: uvloop where there is one, which reads a chunk at a third of asyncio's cost; and
-what ends it."""
+"""The event loop that load is made on: uvloop where there is one, which reads a chunk at a third of asyncio's cost;
+what ends it; and what must not stop it."""
 
 import asyncio
 import contextlib
+import gc
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -34,3 +35,17 @@ def interrupted() -> asyncio.Event:
         for one in ENDING:
             loop.add_signal_handler(one, first)
     return event
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()

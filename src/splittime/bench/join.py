@@ -40,7 +40,6 @@ import msgspec
 
 from splittime.bench.book.records import Ending, Outcome, Run
 from splittime.bench.own_book import by_request
-from splittime.core.errors import NotFound
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Cause, Stage
@@ -49,6 +48,7 @@ TTFT, E2E = "ttft", "e2e"
 HELD, CLIENT_LAG, CONNECT, SEND = CLIENT_BEFORE = ("held", "client_lag", "connect", "send")
 NETWORK, UNSEEN, RESIDUAL = "network", "unseen", "residual"
 LINE_ORDER = (*CLIENT_BEFORE, NETWORK, UNSEEN, *(stage.value for stage in Stage), RESIDUAL)
+CAUSE_ORDER: tuple[str | None, ...] = (None, *(cause.value for cause in Cause))
 GOAL_NS, GOAL_SHARE = 1_000_000, 0.01
 ALL = "all"
 
@@ -175,11 +175,8 @@ def _book_lines(splits: Sequence[ClientSplit]) -> tuple[BookLine, ...]:
     return tuple(lines)
 
 
-_CAUSE_ORDER = (None, *(cause.value for cause in Cause))
-
-
 def _place(key: Key) -> tuple[int, int]:
-    return LINE_ORDER.index(key[0]), _CAUSE_ORDER.index(key[1])
+    return LINE_ORDER.index(key[0]), CAUSE_ORDER.index(key[1])
 
 
 def join(run: Run, arm: int = 0) -> JoinedBooks:
@@ -296,13 +293,3 @@ def _joined(outcome: Outcome, choices: Sequence[ClosedAccount], splits: dict[str
         ttft=splits[TTFT],
         e2e=splits[E2E],
     )
-
-
-def find_request(books_of_arms: Sequence[JoinedBooks], wanted: str) -> JoinedRequest:
-    """Returns the request of this id or number. Raises `NotFound`, also for one that is in one book only."""
-    for joined in books_of_arms:
-        for request in joined.requests:
-            if wanted in (request.request_id, str(request.index)):
-                return request
-    hint = "It may not have been sent, not counted, or the server has no account of it."
-    raise NotFound(f"no request {wanted!r} in both books", param="request", value=wanted, hint=hint)

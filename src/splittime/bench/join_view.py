@@ -1,5 +1,7 @@
 """Both books for people: a table for TTFT and one for E2E, then the buckets, then what could not be joined."""
 
+from collections.abc import Sequence
+
 from rich.box import SIMPLE_HEAD as HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -25,6 +27,7 @@ from splittime.bench.join import (
     JoinedRequest,
     book_of,
 )
+from splittime.core.errors import NotFound
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.present.tables import FittingTable, Sentence
 
@@ -173,3 +176,13 @@ def _left_out(joined: JoinedBooks) -> str:
 
 def _ms(duration_ns: float) -> str:
     return f"{duration_ns / 1e6:.3f}" if abs(duration_ns) < 1e9 else f"{duration_ns / 1e6:.1f}"
+
+
+def find_request(books_of_arms: Sequence[JoinedBooks], wanted: str) -> JoinedRequest:
+    """Returns the request of this id or number. Raises `NotFound`, also for one that is in one book only."""
+    for joined in books_of_arms:
+        for request in joined.requests:
+            if wanted in (request.request_id, str(request.index)):
+                return request
+    hint = "It may not have been sent, not counted, or the server has no account of it."
+    raise NotFound(f"no request {wanted!r} in both books", param="request", value=wanted, hint=hint)

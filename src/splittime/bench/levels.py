@@ -21,9 +21,10 @@ from splittime.bench.book.records import Run, save
 from splittime.bench.book.slo import SloResult, judge, limits_of, still_missed
 from splittime.bench.draw import draw_for
 from splittime.bench.run import run_schedule
-from splittime.bench.search import SearchResult, Stopped, Swept, Trial, highest_rate, sweep
+from splittime.bench.search import SearchBounds, SearchResult, Stopped, Swept, Trial, highest_rate, sweep
 from splittime.bench.share import OnProgress
 from splittime.bench.spec import spec_of
+from splittime.bench.spec_rules import check
 from splittime.core.errors import ConfigError, SplittimeError
 from splittime.wire.limits import ServerLimits, server_limits
 from splittime.wire.target import RunOptions, Target
@@ -105,20 +106,10 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-class SearchBounds(msgspec.Struct, frozen=True):
-    """What a search keeps to, as `search.highest_rate` takes it."""
-
-    low: float = 1.0
-    high: float = 1000.0
-    resolution: float = 0.05
-    confirmations: int = 2
-    max_runs: int = 40
-
-
 async def find_rate(series: Series, bounds: SearchBounds, display: SeriesDisplay, stop: asyncio.Event) -> SearchResult:
     """Returns the highest rate that keeps the series' SLO. `stop` ends the search with the runs made so far."""
     runs = await _runs(series, [bounds.low], display, stop)
-    return await highest_rate(runs.measure, runs.keeps, **msgspec.structs.asdict(bounds), on_trial=runs.show)
+    return await highest_rate(runs.measure, runs.keeps, bounds, runs.show)
 
 
 async def sweep_levels(series: Series, levels: Sequence[float], display: SeriesDisplay, stop: asyncio.Event) -> Swept:
@@ -132,7 +123,7 @@ async def _runs(series: Series, levels: Sequence[float], display: SeriesDisplay,
     if series.out is not None and series.out.exists() and not series.out.is_dir():
         raise ConfigError(f"{series.out} is a file", param="out", value=str(series.out), hint="Name a folder.")
     for level in levels:
-        spec_of(series.load_at(level)).validate()
+        check(spec_of(series.load_at(level)))
     limits = await server_limits(series.target)
     return _Runs(series, limits.corrected(series.vocab_size, series.max_model_len), display, stop)
 

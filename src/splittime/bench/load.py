@@ -1,15 +1,26 @@
 """The load that one process makes: its share of the jobs, sent by `open_loop` or `closed_loop`, and how it fared.
 
+Open loop: each request at its intended instant, whatever became of the others. A slow server is asked no less.
+
+A session's turns follow one another: a later one is sent at its intended instant, or `think_ns` after the turn before
+has really ended, if that is later. Its intended start stays: see `schedule`.
+
+Closed loop: so many workers, each takes the next request when its last has ended. A request's intended start is the
+instant it is taken, so this load never sees a queue longer than its own concurrency: it is for capacity, not for what
+users feel.
+
+A session's later turn may be taken `think_ns` after the turn before has ended; until then workers take others, and wait
+if there are none.
+
 `Load.run` returns one outcome for each job of its share (of a closed loop that is ended by the clock: for each that was
 begun). Whatever stops it early, what was not sent is UNSENT and what was in flight is hung up. The garbage collector
 ought to be off meanwhile (`no_garbage_collection`): a full collection would stop all reading for its while.
 """
 
 import asyncio
-import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,7 +29,6 @@ from splittime.bench.alarm import Alarm
 from splittime.bench.book.records import Ending, Outcome
 from splittime.bench.client import Client, unsent
 from splittime.bench.jobs import Job
-from splittime.bench.pacing import closed_loop, open_loop
 from splittime.bench.share import LoadShare, News, Vitals
 
 now_ns = time.monotonic_ns
@@ -34,23 +44,12 @@ class Load:
         self.share, self._is_alone = share, is_alone
         self.begin_ns = 0
         self.alarm = Alarm()
-        self.clients = [
-            Client(
-                target,
-                kind=kind,
-                model=model,
-                run_id=share.run_id,
-                alarm=self.alarm,
-                timeout_s=share.timeout_s,
-                worker=share.worker,
-            )
-            for target, kind, model in zip(share.targets, share.kinds, share.models, strict=True)
-        ]
+        self.clients = [Client(share, arm, self.alarm) for arm in range(len(share.targets))]
         self.is_over = False
         self._over = asyncio.Event()
         self._outcomes: dict[tuple[int, int], Outcome] = {}
         self._measured_left = sum(job.is_measured for job in share.jobs)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._room = asyncio.Semaphore(share.max_in_flight) if share.max_in_flight else None
         self._news = News()
         self._why = ""
@@ -59,12 +58,12 @@ class Load:
 
     # ---- for the loops
 
-    def spawn(self, job: Job, intended_ns: int) -> asyncio.Task[None]:
+    def spawn(self, job: Job, intended_ns: int) -> asyncio.Task[object]:
         """Send a job now, whatever became of the others."""
         return self.spawn_work(self.send(job, intended_ns, intended_ns))
 
-    def spawn_work(self, work: object) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def spawn_work(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -163,16 +162,15 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _all_outcomes(self) -> list[Outcome]:
-        jobs: Sequence[Job] = self.share.jobs
         ends_by_clock = self.share.concurrency is not None and self.share.duration_ns is not None
         outcomes = []
-        for job in jobs:
+        for job in self.share.jobs:
             outcome = self._outcomes.get((job.planned.index, job.arm))
             if outcome is not None:
                 outcomes.append(outcome)
             elif not ends_by_clock:
                 at_ns = job.at_ns if job.at_ns is not None else now_ns() - self.begin_ns
-                outcomes.append(unsent(job, self.share.run_id, at_ns, self.share.worker))
+                outcomes.append(unsent(job, self.share, at_ns))
         return outcomes
 
     async def _probe_lag(self) -> None:
@@ -196,15 +194,102 @@ class Load:
         )
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was_on:
-            gc.enable()
+async def open_loop(load: Load, jobs: Sequence[Job]) -> None:
+    """Send all jobs, in the order of their instants, and wait for their ends."""
+    tasks = []
+    for turns in first_comes_first(jobs):
+        at_ns = load.begin_ns + (turns[0].at_ns or 0)
+        if at_ns > now_ns():
+            await load.alarm.sleep_until(at_ns)
+        else:
+            await asyncio.sleep(0)  # late: let those begin that were due before
+        if load.is_over:
+            break
+        if len(turns) == 1:
+            tasks.append(load.spawn(turns[0], at_ns))
+        else:
+            tasks.append(load.spawn_work(_session(load, turns)))
+    await asyncio.gather(*tasks)
+
+
+def first_comes_first(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Sessions as lists of turns, other requests as lists of one, by the instant of the first."""
+    groups: dict[tuple[int, int, int], list[Job]] = {}
+    for job in jobs:
+        planned = job.planned
+        key = (0, planned.index, job.arm) if planned.session is None else (1, planned.session, job.arm)
+        groups.setdefault(key, []).append(job)
+    for turns in groups.values():
+        turns.sort(key=lambda job: job.planned.turn)
+    return sorted(groups.values(), key=lambda turns: turns[0].at_ns or 0)
+
+
+async def _session(load: Load, turns: Sequence[Job]) -> None:
+    ended_ns = 0
+    for job in turns:
+        if load.is_over:
+            return
+        intended_ns = load.begin_ns + (job.at_ns or 0)
+        due_ns = max(intended_ns, ended_ns + job.planned.think_ns) if ended_ns else intended_ns
+        await load.alarm.sleep_until(due_ns)
+        await load.send(job, intended_ns, due_ns)
+        ended_ns = now_ns()
+
+
+async def closed_loop(load: Load, jobs: Sequence[Job]) -> None:
+    """Each arm has workers of its own."""
+    await load.alarm.sleep_until(load.begin_ns)
+    workers = []
+    for arm in range(len(load.clients)):
+        queue = _JobQueue([job for job in jobs if job.arm == arm])
+        workers += [load.spawn_work(_worker(load, queue)) for _ in range(load.share.concurrency or 1)]
+    await asyncio.gather(*workers)
+
+
+class _JobQueue:
+    """The jobs of one arm that may be taken, in order of their index; a later turn joins when its time has come."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._ready = [job for job in jobs if job.planned.session is None or job.planned.turn == 0][::-1]
+        self._turns: dict[tuple[int, int], Job] = {}
+        for job in jobs:
+            if job.planned.session is not None and job.planned.turn > 0:
+                self._turns[job.planned.session, job.planned.turn] = job
+        self._thinking: list[tuple[int, int, Job]] = []
+        self._left = len(jobs)
+
+    def take(self) -> Job | int | None:
+        """A job; or the instant to ask again; or None for no more."""
+        if not self._left:
+            return None
+        self._thinking.sort()
+        if self._thinking and self._thinking[0][0] <= now_ns():
+            self._left -= 1
+            return self._thinking.pop(0)[2]
+        if self._ready:
+            self._left -= 1
+            return self._ready.pop()
+        return self._thinking[0][0] if self._thinking else now_ns() + 1_000_000
+
+    def note_end(self, job: Job) -> None:
+        planned = job.planned
+        if planned.session is None:
+            return
+        after = self._turns.pop((planned.session, planned.turn + 1), None)
+        if after is not None:
+            self._thinking.append((now_ns() + after.planned.think_ns, after.planned.index, after))
+
+
+async def _worker(load: Load, queue: _JobQueue) -> None:
+    duration_ns = load.share.duration_ns
+    until_ns = None if duration_ns is None else load.begin_ns + duration_ns
+    while not load.is_over and (until_ns is None or now_ns() < until_ns):
+        found = queue.take()
+        if found is None:
+            return
+        if isinstance(found, int):
+            await load.alarm.sleep_until(found)
+            continue
+        intended_ns = now_ns()
+        await load.send(found, intended_ns, intended_ns)
+        queue.note_end(found)

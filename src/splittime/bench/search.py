@@ -122,7 +122,6 @@ def _faults(run: Run) -> str:
 
 
 MIN_RESOLUTION = 0.005
-MAX_RUNS = 40
 VOIDS_AT_A_LEVEL = 2
 
 Measure = Callable[[float], Awaitable[Run]]
@@ -158,45 +157,50 @@ def is_usable(run: Run) -> bool | None:
     return None if run.is_void else True
 
 
+class SearchBounds(msgspec.Struct, frozen=True):
+    """What a search keeps to."""
+
+    low: float = 1.0
+    high: float = 1000.0
+    resolution: float = 0.05
+    confirmations: int = 2
+    max_runs: int = 40
+
+    def check(self) -> None:
+        """Raises `ConfigError` for bounds that are none."""
+        low, high, resolution, confirmations, max_runs = msgspec.structs.astuple(self)
+        if not 0 < low < high < math.inf:
+            hint = "The lower one is above 0 and below the higher one."
+            what = f"no rates lie between {low:g} and {high:g}"
+            raise ConfigError(what, param="low", value=low, limit=high, hint=hint)
+        if not MIN_RESOLUTION <= resolution < 1:
+            limit = f"{MIN_RESOLUTION} to 1"
+            what = f"the resolution is {resolution:g}; it must be {limit}"
+            raise ConfigError(what, param="resolution", value=resolution, limit=limit, hint="0.05 is 5%.")
+        if confirmations < 1:
+            what = f"an end is run at least once, not {confirmations} times"
+            raise ConfigError(what, param="confirmations", value=confirmations, limit=1)
+        if max_runs < confirmations:
+            what = f"{max_runs} runs cannot confirm anything {confirmations} times"
+            hint = "Allow more --max-runs."
+            raise ConfigError(what, param="max_runs", value=max_runs, limit=confirmations, hint=hint)
+
+
 async def highest_rate(
-    measure: Measure,
-    keeps: Keeps,
-    low: float,
-    high: float,
-    resolution: float = 0.05,
-    confirmations: int = 2,
-    max_runs: int = MAX_RUNS,
-    on_trial: OnTrial | None = None,
+    measure: Measure, keeps: Keeps, bounds: SearchBounds, on_trial: OnTrial | None = None
 ) -> SearchResult:
     """Raises `ConfigError` for bounds that are none, and what `measure` raises."""
-    check_search(low, high, resolution, confirmations, max_runs)
-    votes = _Votes(confirmations)
-    while len(votes.trials) < max_runs:
-        rate = _next_rate(votes, low, high, resolution)
+    bounds.check()
+    votes = _Votes(bounds.confirmations)
+    while len(votes.trials) < bounds.max_runs:
+        rate = _next_rate(votes, bounds)
         if rate is None:
             return votes.found()
         try:
             votes.trials.append(await _try(measure, keeps, rate, on_trial))
         except Stopped as end:
             return votes.found(str(end))
-    return votes.found(f"{max_runs} runs did not agree; make them longer, or the resolution coarser")
-
-
-def check_search(low: float, high: float, resolution: float, confirmations: int, max_runs: int) -> None:
-    """Raises `ConfigError` for bounds that are none."""
-    if not 0 < low < high < math.inf:
-        hint = "The lower one is above 0 and below the higher one."
-        raise ConfigError(f"no rates lie between {low:g} and {high:g}", param="low", value=low, limit=high, hint=hint)
-    if not MIN_RESOLUTION <= resolution < 1:
-        limit = f"{MIN_RESOLUTION} to 1"
-        what = f"the resolution is {resolution:g}; it must be {limit}"
-        raise ConfigError(what, param="resolution", value=resolution, limit=limit, hint="0.05 is 5%.")
-    if confirmations < 1:
-        what = f"an end is run at least once, not {confirmations} times"
-        raise ConfigError(what, param="confirmations", value=confirmations, limit=1)
-    if max_runs < confirmations:
-        what = f"{max_runs} runs cannot confirm anything {confirmations} times"
-        raise ConfigError(what, param="max_runs", value=max_runs, limit=confirmations, hint="Allow more --max-runs.")
+    return votes.found(f"{bounds.max_runs} runs did not agree; make them longer, or the resolution coarser")
 
 
 class _Votes:
@@ -236,14 +240,14 @@ class _Votes:
         return SearchResult(kept, broken, tuple(self.trials), stopped, is_unjudged)
 
 
-def _next_rate(votes: _Votes, low: float, high: float, resolution: float) -> float | None:
+def _next_rate(votes: _Votes, bounds: SearchBounds) -> float | None:
     """What to run next; None: both ends are close enough, and settled."""
     kept, broken = votes.ends()
     if kept is None and broken is None:
-        return low
-    if broken is None and kept is not None and kept < high:
-        return min(_rounded(2 * kept), high)
-    if kept is not None and broken is not None and broken / kept > 1 + resolution:
+        return bounds.low
+    if broken is None and kept is not None and kept < bounds.high:
+        return min(_rounded(2 * kept), bounds.high)
+    if kept is not None and broken is not None and broken / kept > 1 + bounds.resolution:
         return _rounded(math.sqrt(kept * broken))
     return next((end for end in (kept, broken) if end is not None and not votes.is_settled(end)), None)
 

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splittime.bench.book import requests
+from splittime.bench.book.figures import share_of
 from splittime.bench.book.records import Ending, Outcome, Run
 from splittime.wire.dialects import DIALECTS
 from splittime.wire.dialects.dialect import Notation, Quantity, read
@@ -118,10 +119,6 @@ def _itl_s(sent: Sequence[Outcome]) -> float | None:
     return sum(_decode_s(o) for o in streamed) / tokens if tokens else None
 
 
-def _decode_mean_s(sent: Sequence[Outcome]) -> float | None:
-    return _mean([_decode_s(o) for o in sent if o.chunk_ns])
-
-
 def _sum_of(field: str) -> Callable[[Sequence[Outcome]], float | None]:
     def summed(sent: Sequence[Outcome]) -> float | None:
         values = [value for o in sent if (value := getattr(o, field)) is not None]
@@ -130,36 +127,20 @@ def _sum_of(field: str) -> Callable[[Sequence[Outcome]], float | None]:
     return summed
 
 
-def _hit_share(sent: Sequence[Outcome]) -> float | None:
-    known = [o for o in sent if o.cached_tokens is not None and o.prompt_tokens]
-    prompt_tokens = sum(o.prompt_tokens or 0 for o in known)
-    return sum(o.cached_tokens or 0 for o in known) / prompt_tokens if prompt_tokens else None
-
-
-# what no client can see: the server's queue, phases and steps
-WITHIN = (
-    "tokenize",
-    "queue",
-    "prefill",
-    "inference",
-    "prefill_busy",
-    "decode_slots",
-    "preemptions",
-    "preempted",
-    "steps",
-)
 SEEN: dict[str, Callable[[Sequence[Outcome]], float | None]] = {
     "ttft": _mean_s(requests.service_ttft_ns),
     "e2e": _mean_s(_e2e_ns),
-    "decode": _decode_mean_s,
+    "decode": lambda sent: _mean([_decode_s(o) for o in sent if o.chunk_ns]),
     "tpot": _tpot_s,
     "itl": _itl_s,
     "requests": lambda sent: float(len(sent)),
     "prompt_tokens": _sum_of("prompt_tokens"),
     "output_tokens": _sum_of("output_tokens"),
     "prefix_hit_tokens": _sum_of("cached_tokens"),
-    "prefix_hits": _hit_share,
-    **dict.fromkeys(WITHIN, lambda sent: None),
+    "prefix_hits": lambda sent: share_of(sent, "cached_tokens", "prompt_tokens"),
+    # what no client can see: the server's queue, phases and steps
+    **dict.fromkeys(("tokenize", "queue", "prefill", "inference", "prefill_busy", "decode_slots"), lambda sent: None),
+    **dict.fromkeys(("preemptions", "preempted", "steps"), lambda sent: None),
     "refused": lambda sent: float(sum(o.status in (429, 503) for o in sent)),
 }
 
@@ -174,21 +155,14 @@ def render_server_view(run: Run, arm: int = 0) -> RenderableType:
     if not view.rows:
         return Group(Text(f"{name} tells nothing of itself that is understood here."), *notes)
     table = Table(title=f"What {name} tells of itself, and what the client saw from outside", box=SIMPLE_HEAD)
-    for title, justify in _COLUMNS:
+    for title in ("mean or total", "told", "seen", ""):
+        justify: Literal["left", "right"] = "right" if title in ("told", "seen") else "left"
         table.add_column(title, justify=justify, no_wrap=bool(title), overflow="fold")
     for row in view.rows:
         table.add_row(row.name, _shown(row.told, row.unit), _shown(row.seen, row.unit), row.metric)
     mind = [Text(f"Mind {row.name}: {row.trap}", style="dim") for row in view.rows if row.trap]
     cannot = [Text(f"It cannot tell: {sentence}.") for sentence in view.cannot]
     return Group(table, *mind, *cannot, *notes)
-
-
-_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
-    ("mean or total", "left"),
-    ("told", "right"),
-    ("seen", "right"),
-    ("", "left"),
-)
 
 
 def _shown(value: float | None, unit: str) -> str:

@@ -7,8 +7,16 @@
 Nothing is raised because a server lacks something: it is absent in the arm, and `Arm.notes` says in a sentence what
 cannot be told and how it could. Only a server that does not answer at all is refused, by `open_arm`, before the load.
 A splittime server also exports three gauges under vLLM's names, so it is asked for first.
+
+What the way to a server costs when it has nothing to do is probed on its own, before and after the load. A connect is
+from asking for a connection to having one (with TLS, if the address says https), the name looked up before. A round
+trip is one GET of a cheap path on a connection that was open already: so it holds the network both ways, the server's
+HTTP layer and this client's, but no queue and no model. It is what `join` allows for the network.
 """
 
+import asyncio
+import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,15 +25,21 @@ import msgspec
 
 from splittime.bench import own_book
 from splittime.bench.book.records import Arm, Outcome
+from splittime.core.errors import ConfigError
 from splittime.present.terminal import clipped
-from splittime.wire import probe
 from splittime.wire.dialects import DIALECTS
+from splittime.wire.pool import addresses
 from splittime.wire.scrape import MAX_BODY_BYTES, Response, Samples, ask_first, get, get_json, parse
-from splittime.wire.target import Target
+from splittime.wire.target import Address, Target
 
 OWNERS = {"splittime": "splittime", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 MOCK = "mock"
 MAX_NAME_CHARS = 500
+NUM_CONNECTS = 20
+NUM_ROUND_TRIPS = 50
+PROBE_TIMEOUT_S = 5.0
+
+now_ns = time.monotonic_ns
 
 
 class ServerGauges(NamedTuple):
@@ -72,8 +86,8 @@ async def open_arm(session: aiohttp.ClientSession, target: Target) -> Arm:
         model=target.model or seen.model,
         version=version,
         max_model_len=max_model_len,
-        connect_ns=await probe.connect_times(target),
-        round_trip_ns=await probe.round_trips(session, target, path),
+        connect_ns=await connect_times(target),
+        round_trip_ns=await round_trips(session, target, path),
         metrics_before=seen.metrics,
         notes=tuple(_notes(kind, seen, target.model)),
     )
@@ -200,7 +214,7 @@ async def close_arm(session: aiohttp.ClientSession, arm: Arm, target: Target, ou
     """The arm with all that can be known after the load. Never raises: what the server does not tell is a note."""
     asked_metrics = await get(session, target, "/metrics")
     metrics = asked_metrics.samples if asked_metrics is not None else {}
-    connects, trips = await probe.connect_times(target), await probe.round_trips(session, target, cheap_path(arm.kind))
+    connects, trips = await connect_times(target), await round_trips(session, target, cheap_path(arm.kind))
     notes = list(arm.notes)
     if arm.round_trip_ns and not trips:
         notes.append("The server did not answer any more after the load.")
@@ -216,3 +230,49 @@ async def close_arm(session: aiohttp.ClientSession, arm: Arm, target: Target, ou
     if arm.kind != "splittime" or not trips:
         return arm
     return await own_book.fetch(session, arm, target, outcomes)
+
+
+async def connect_times(target: Target, count: int = NUM_CONNECTS) -> tuple[int, ...]:
+    """How long each of `count` fresh connections took, one after another, to the first address that takes any."""
+    address = target.address
+    times_ns: list[int] = []
+    for place in await _places(address):
+        with contextlib.suppress(OSError, TimeoutError):
+            for _ in range(count):
+                times_ns.append(await _connect(place, address))
+        if times_ns:
+            break
+    return tuple(times_ns)
+
+
+async def _places(address: Address) -> list[str]:
+    """Returns where the name leads, each once: `localhost` may be two addresses with a server on one of them."""
+    with contextlib.suppress(ConfigError):
+        return list(dict.fromkeys(str(place[0]) for _, place in await addresses(address)))
+    return []
+
+
+async def _connect(place: str, address: Address) -> int:
+    begin_ns = now_ns()
+    name = address.host if address.is_tls else None
+    async with asyncio.timeout(PROBE_TIMEOUT_S):
+        _, writer = await asyncio.open_connection(place, address.port, ssl=address.is_tls, server_hostname=name)
+    took_ns = now_ns() - begin_ns
+    writer.close()
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await writer.wait_closed()
+    return took_ns
+
+
+async def round_trips(
+    session: aiohttp.ClientSession, target: Target, path: str, count: int = NUM_ROUND_TRIPS
+) -> tuple[int, ...]:
+    """How long each of `count` GETs took after one that opened the connection; ends at the first that fails."""
+    times_ns: list[int] = []
+    for _ in range(count + 1):
+        begin_ns = now_ns()
+        if await get(session, target, path, PROBE_TIMEOUT_S) is None:
+            break
+        times_ns.append(now_ns() - begin_ns)
+    return tuple(times_ns[1:])

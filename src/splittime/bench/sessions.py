@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 
 from splittime.bench.book.records import Phase
-from splittime.bench.distributions import parse_distribution, stream
-from splittime.bench.lengths import LengthRows
+from splittime.bench.distributions import LengthRows, parse_distribution, stream
 from splittime.bench.prompts import Ids
 from splittime.bench.spec import LoadSpec
 from splittime.bench.workload import Content, Conversation, Opening, Synthetic

@@ -15,8 +15,8 @@ class LoadShare(msgspec.Struct, frozen=True, kw_only=True):
     """One process' part of a run, as plain data. `concurrency` is of each arm; None for an open loop."""
 
     jobs: tuple[Job, ...]
-    concurrency: int | None
-    duration_ns: int | None
+    concurrency: int | None = None
+    duration_ns: int | None = None
     targets: tuple[Target, ...]
     kinds: tuple[str, ...]
     models: tuple[str | None, ...]

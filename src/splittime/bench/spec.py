@@ -1,8 +1,9 @@
 """What load to make, as asked: `LoadSpec`, whose fields are the flags of `splittime bench` with underscores.
 
 Three choices do not depend on each other: when (an open loop with arrivals, or a closed loop), what (a workload), and
-how clients behave (sessions, hanging up, slow reading). `validate` refuses what is out of range or contradicts itself,
-naming value, limit and the way out; `draw` makes a schedule of what is left. The description of each field is its help.
+how clients behave (sessions, hanging up, slow reading). `spec_rules.check` refuses what cannot be, naming value, limit
+and the way out; `draw` makes a schedule of what is left. The description of each field is its help, for which this file
+is read without numpy.
 """
 
 from pathlib import Path
@@ -103,12 +104,6 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def has_sessions(self) -> bool:
         return self.turns != "1"
-
-    def validate(self) -> None:
-        """Raises `ConfigError` for the first thing that cannot be."""
-        from splittime.bench.spec_rules import check  # brings numpy, and `--help` is made from this file
-
-        check(self)
 
 
 def spec_of(load: dict[str, Any]) -> LoadSpec:

@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 
 from splittime.bench.data_file import bad_file, bad_line, lines, read_text
-from splittime.bench.distributions import Floats
-from splittime.bench.lengths import LengthRows
+from splittime.bench.distributions import Floats, LengthRows
 from splittime.bench.spec import LoadSpec
 
 BLOCK_TOKENS = 512

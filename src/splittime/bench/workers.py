@@ -23,9 +23,9 @@ import msgspec
 from splittime.bench import sockets
 from splittime.bench.book.records import Outcome
 from splittime.bench.client import unsent
-from splittime.bench.event_loop import run_loop
+from splittime.bench.event_loop import no_garbage_collection, run_loop
 from splittime.bench.jobs import Job
-from splittime.bench.load import Load, no_garbage_collection
+from splittime.bench.load import Load
 from splittime.bench.share import LoadShare, News, Vitals
 from splittime.core.errors import EngineError, SplittimeError
 
@@ -136,7 +136,7 @@ class WorkerProcess:
         share = self._share
         died = f"worker {share.worker} of the load died with status {status}"
         outcomes = [
-            msgspec.structs.replace(unsent(job, share.run_id, job.at_ns or 0, share.worker), error=f"{died}: not known")
+            msgspec.structs.replace(unsent(job, share, job.at_ns or 0), error=f"{died}: not known")
             for job in share.jobs
         ]
         return outcomes, Vitals(worker=share.worker, died=died)

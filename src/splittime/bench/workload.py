@@ -22,8 +22,7 @@ from numpy.random import Generator
 
 from splittime.bench import traces
 from splittime.bench.book.records import Phase
-from splittime.bench.distributions import parse_distribution, stream
-from splittime.bench.lengths import Fitter, LengthRows, check_fixed, draw_lengths
+from splittime.bench.distributions import Fitter, LengthRows, check_fixed, draw_lengths, parse_distribution, stream
 from splittime.bench.prompts import Alphabet, BlockIds, Ids, Salt
 from splittime.bench.schedule import Message
 from splittime.bench.spec import LoadSpec

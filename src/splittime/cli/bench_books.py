@@ -38,7 +38,8 @@ def books(
 ) -> None:
     """Show both books of a saved run side by side: what the client felt, and what the server did meanwhile."""
     from splittime.bench.book.records import load_run
-    from splittime.bench.join import find_request, join
+    from splittime.bench.join import join
+    from splittime.bench.join_view import find_request
     from splittime.bench.server_view import server_view
 
     run = load_run(run_file)

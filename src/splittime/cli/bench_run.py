@@ -20,7 +20,7 @@ from splittime.core.whole_file import check_writable
 from splittime.wire.target import Interleave, RunOptions
 
 if TYPE_CHECKING:
-    from splittime.bench.load_test import LoadRequest
+    from splittime.bench.draw import LoadRequest
 
 Writer = Callable[[Run, Path], None]
 
@@ -98,7 +98,7 @@ def _interleave(text: str) -> Interleave:
 
 
 def _load_request(given: Given, load: dict[str, Any]) -> "LoadRequest":
-    from splittime.bench.load_test import LoadRequest
+    from splittime.bench.draw import LoadRequest
 
     return LoadRequest(
         load=load,
@@ -112,7 +112,7 @@ def _load_request(given: Given, load: dict[str, Any]) -> "LoadRequest":
 
 async def _carry_out(given: Given, load: dict[str, Any], options: RunOptions) -> tuple[Run, bool]:
     """Returns the run, and whether Ctrl-C cut it short."""
-    from splittime.bench.load_test import planned
+    from splittime.bench.draw import planned
     from splittime.bench.run import run_schedule
 
     targets = [given.target(url) for url in given.url]

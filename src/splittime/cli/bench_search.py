@@ -47,12 +47,12 @@ Examples:
 @with_load_flags(SearchOptions, "rate", "rate_end", "ramp_s", "concurrency", "cool_down_requests")
 def search(given: SearchOptions, load: dict[str, Any]) -> None:
     """Find the highest rate that keeps an SLO, as an interval with both ends confirmed."""
-    from splittime.bench.levels import SearchBounds, find_rate
-    from splittime.bench.search import check_search
+    from splittime.bench.levels import find_rate
+    from splittime.bench.search import SearchBounds
 
     series = _series(given, load, "rate", given.slo, stop_on_saturation=True)
     bounds = SearchBounds(given.low, given.high, given.resolution, given.confirmations, given.max_runs)
-    check_search(*msgspec.structs.astuple(bounds))
+    bounds.check()
     found, was_interrupted = _carry_out(lambda stop: find_rate(series, bounds, _Display(series), stop))
     _print(series, found, given.json)
     short = found.kept is None or found.stopped is not None

@@ -4,13 +4,7 @@ from splittime.bench.book.rates import DRIFT_CONFIDENCE, DRIFT_MARGIN
 from splittime.bench.book.requests import MAX_UNSEEN_SHARE
 from splittime.stats.intervals import CONFIDENCE, MIN_FOR_LOW, MIN_INDEPENDENT, MOST_ABOVE
 
-
-def definitions() -> list[tuple[str, str]]:
-    """What each word in a report means; printed with every one."""
-    return list(_DEFINITIONS)
-
-
-_DEFINITIONS = (
+DEFINITIONS = (
     ("response time", "from the intended start to the end. What a user waits: a late client or a full pool is in it."),
     ("service time", "from the request's last byte given to the socket to the end. What most tools publish."),
     ("TTFT", "time to the first chunk with content; response TTFT from the intended start, service TTFT from sent."),

@@ -137,8 +137,8 @@ def summary(run: Run, arm: int = 0, *, limits: Mapping[str, float] | None = None
         drift={name: drift(series(whole, name).values) for name in DRIFT_SERIES},
         goodput=goodput(run, arm, limits=limits),
         tpot_unknown=_tpot_unknown(whole),
-        cached_share=_share(whole, "cached_tokens", "prompt_tokens"),
-        expected_cached_share=_share(whole, "expected_cached_tokens", "expected_prompt_tokens"),
+        cached_share=share_of(whole, "cached_tokens", "prompt_tokens"),
+        expected_cached_share=share_of(whole, "expected_cached_tokens", "expected_prompt_tokens"),
     )
 
 
@@ -226,7 +226,8 @@ def _tpot_unknown(whole: Sequence[Outcome]) -> int:
     return sum(len(outcome.chunk_ns) > 1 and tpot_ns(outcome) is None for outcome in whole)
 
 
-def _share(whole: Sequence[Outcome], part: str, of: str) -> float | None:
-    pairs = [(getattr(o, part), getattr(o, of)) for o in whole]
+def share_of(outcomes: Sequence[Outcome], part: str, of: str) -> float | None:
+    """Returns one field's share of another over all requests that tell both."""
+    pairs = [(getattr(o, part), getattr(o, of)) for o in outcomes]
     known = [(p, t) for p, t in pairs if p is not None and t]
     return sum(p for p, _ in known) / sum(t for _, t in known) if known else None

@@ -97,9 +97,9 @@ class RunCheck(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     ok: bool
-    value: float | None
-    limit: float | None
-    unit: str
+    value: float | None = None
+    limit: float | None = None
+    unit: str = ""
     sentence: str
     voids: bool = True
 

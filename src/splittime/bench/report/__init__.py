@@ -5,7 +5,7 @@ All are made from a saved run, with the figures of `bench.book.figures`, and mea
 
 from typing import Any
 
-from splittime.bench.book.definitions import definitions
+from splittime.bench.book.definitions import DEFINITIONS
 from splittime.bench.book.figures import summary
 from splittime.bench.book.records import Run
 from splittime.bench.book.slo import check_slo
@@ -19,5 +19,5 @@ def as_json(run: Run) -> dict[str, Any]:
         "checks": run.checks,
         "summaries": [summary(run, arm) for arm in arms],
         "slo": [check_slo(run, run.slo, arm) if run.slo else [] for arm in arms],
-        "definitions": dict(definitions()),
+        "definitions": dict(DEFINITIONS),
     }

@@ -23,7 +23,7 @@ import orjson
 from markupsafe import Markup
 
 from splittime.bench.book import requests as one
-from splittime.bench.book.definitions import definitions
+from splittime.bench.book.definitions import DEFINITIONS
 from splittime.bench.book.figures import prompt_tokens, summary
 from splittime.bench.book.records import Outcome, Run
 from splittime.bench.book.slo import judge
@@ -58,7 +58,7 @@ def render_html(run: Run) -> str:
         words=words,
         arms=[_arm(run, arm) for arm in range(len(run.arms))],
         failed_checks=[check for check in run.checks if check.voids and not check.ok],
-        definitions=definitions(),
+        definitions=DEFINITIONS,
         styles=Markup(plot_styles() + assets["report.css"]),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

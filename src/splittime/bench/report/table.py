@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from splittime.bench.book.definitions import definitions
+from splittime.bench.book.definitions import DEFINITIONS
 from splittime.bench.book.figures import Summary, summary
 from splittime.bench.book.lateness import failed_by_lateness, off_ns
 from splittime.bench.book.metrics import parse_metric
@@ -267,4 +267,4 @@ def _of_server(run: Run, arm: int) -> Iterator[RenderableType]:
 
 
 def _definitions() -> RenderableType:
-    return Group(Text(), *(Sentence(f"{name}: {text}", "dim", indent=2) for name, text in definitions()))
+    return Group(Text(), *(Sentence(f"{name}: {text}", "dim", indent=2) for name, text in DEFINITIONS))

@@ -11,6 +11,7 @@ A counter that fell was reset by a restart in between: what it grew by is then w
 
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 from splittime.wire.scrape import Samples, values
@@ -26,18 +27,34 @@ class Notation(StrEnum):
 class Quantity(NamedTuple):
     """One of our words in one of a server's.
 
-    name: as in the docstring of `view`. older: names that earlier versions gave it.
+    name: as in the docstring of `bench.server_view`. older: names that earlier versions gave it.
     trap: a sentence on what the server means by it, where that is not what one would think.
     """
 
     name: str
     metric: str
-    form: Notation
     trap: str = ""
-    unit: str = "s"
+    form: Notation = Notation.MEAN
     per: str = ""
     labels: tuple[tuple[str, str], ...] = ()
     older: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        return UNITS.get(self.name, "s")
+
+
+mean = partial(Quantity, form=Notation.MEAN)
+growth = partial(Quantity, form=Notation.GROWTH)
+ratio = partial(Quantity, form=Notation.PER)
+state = partial(Quantity, form=Notation.STATE)
+UNITS = {
+    **dict.fromkeys(("requests", "refused", "waiting", "running", "deferred"), "requests"),
+    **dict.fromkeys(("prompt_tokens", "output_tokens", "prefix_hit_tokens"), "tokens"),
+    **dict.fromkeys(("preemptions", "preempted"), "preemptions"),
+    **dict.fromkeys(("prefix_hits", "kv_usage"), "share"),
+    "steps": "steps",
+}
 
 
 class Dialect(NamedTuple):
@@ -68,10 +85,7 @@ class Dialect(NamedTuple):
 
 def states(waiting: str, running: str, waiting_trap: str = "", running_trap: str = "") -> tuple[Quantity, ...]:
     """The two gauges that every server has."""
-    return (
-        Quantity("waiting", waiting, Notation.STATE, waiting_trap, "requests"),
-        Quantity("running", running, Notation.STATE, running_trap, "requests"),
-    )
+    return state("waiting", waiting, waiting_trap), state("running", running, running_trap)
 
 
 RESTARTED = "A counter fell between the scrapes: the server was restarted, and what it told covers the time since."

@@ -1,49 +1,42 @@
 """llama.cpp's `llama-server`, after the code inside llama-cpp-python 0.3.36, and a recorded `/metrics`."""
 
-from splittime.wire.dialects.dialect import Dialect, Notation, Quantity, states
+from splittime.wire.dialects.dialect import Dialect, growth, ratio, states
 
 LLAMA_CPP = Dialect(
     kind="llama.cpp",
     prefix="llamacpp:",
     quantities=(
-        Quantity(
+        growth(
             "prefill_busy",
             "llamacpp:prompt_seconds_total",
-            Notation.GROWTH,
             "The time of batches that held prompt tokens, each batch once: not a sum over requests, and what decoded "
             "in the same batch is in it.",
         ),
-        Quantity(
+        ratio(
             "itl",
             "llamacpp:tokens_predicted_seconds_total",
-            Notation.PER,
             "The first token of a request is counted but comes out of its prompt "
             "and takes no time, so with n tokens this is (n - 1) / n of the true gap.",
             per="llamacpp:tokens_predicted_total",
         ),
-        Quantity(
+        growth(
             "decode_slots",
             "llamacpp:tokens_predicted_seconds_total",
-            Notation.GROWTH,
             "A total over slots that decode at the same time, so it may grow by more than a second a second; each "
             "request is added when it ends.",
         ),
-        Quantity(
+        growth(
             "prompt_tokens",
             "llamacpp:prompt_tokens_total",
-            Notation.GROWTH,
             "Those that were computed: unlike elsewhere, cached ones are not counted.",
-            "tokens",
         ),
-        Quantity("output_tokens", "llamacpp:tokens_predicted_total", Notation.GROWTH, "Added at the end.", "tokens"),
-        Quantity(
+        growth("output_tokens", "llamacpp:tokens_predicted_total", "Added at the end."),
+        growth(
             "prefix_hit_tokens",
             "llamacpp:prompt_tokens_cached_total",
-            Notation.GROWTH,
             "A prefix that was still in the slot the request came to, not of a shared cache.",
-            "tokens",
         ),
-        Quantity("steps", "llamacpp:n_decode_total", Notation.GROWTH, unit="steps"),
+        growth("steps", "llamacpp:n_decode_total"),
         *states(
             "llamacpp:requests_deferred",
             "llamacpp:requests_processing",

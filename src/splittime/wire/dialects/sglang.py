@@ -1,68 +1,50 @@
 """SGLang, after the names and definitions in its code as of 2026 (the 0.5 versions); not run here."""
 
-from splittime.wire.dialects.dialect import Dialect, Notation, Quantity, states
+from splittime.wire.dialects.dialect import Dialect, growth, mean, ratio, state, states
 
 SGLANG = Dialect(
     kind="sglang",
     prefix="sglang:",
     quantities=(
-        Quantity(
+        mean(
             "queue",
             "sglang:queue_time_seconds",
-            Notation.MEAN,
             "From the scheduler's queue to its first prefill batch; a wait after a retraction is not in it.",
         ),
-        Quantity(
+        mean(
             "prefill",
             "sglang:per_stage_req_latency_seconds",
-            Notation.MEAN,
             "Its forward pass, the last chunk's if the prompt was cut; earlier chunks are a stage of their own.",
             labels=(("stage", "prefill_forward"),),
         ),
-        Quantity(
+        mean(
             "ttft",
             "sglang:time_to_first_token_seconds",
-            Notation.MEAN,
             "Taken in the tokenizer's process, from the request's arrival there until its first output is back: the "
             "queue is in it, HTTP is not. The first edge of its histogram is 100 ms: no percentile below is known.",
         ),
-        Quantity(
+        mean(
             "itl",
             "sglang:inter_token_latency_seconds",
-            Notation.MEAN,
             "The time between two outputs is divided evenly among the tokens of the later one, which hides stalls.",
         ),
-        Quantity("e2e", "sglang:e2e_request_latency_seconds", Notation.MEAN, "Counted when the request has ended."),
-        Quantity("requests", "sglang:num_requests_total", Notation.GROWTH, "Finished ones.", "requests"),
-        Quantity(
-            "prompt_tokens",
-            "sglang:prompt_tokens_total",
-            Notation.GROWTH,
-            "Added when a request finishes; cached ones are counted too.",
-            "tokens",
+        mean("e2e", "sglang:e2e_request_latency_seconds", "Counted when the request has ended."),
+        growth("requests", "sglang:num_requests_total", "Finished ones."),
+        growth(
+            "prompt_tokens", "sglang:prompt_tokens_total", "Added when a request finishes; cached ones are counted too."
         ),
-        Quantity(
-            "output_tokens",
-            "sglang:generation_tokens_total",
-            Notation.GROWTH,
-            "Added when a request finishes.",
-            "tokens",
-        ),
-        Quantity(
+        growth("output_tokens", "sglang:generation_tokens_total", "Added when a request finishes."),
+        ratio(
             "prefix_hits",
             "sglang:cached_tokens_total",
-            Notation.PER,
             "Cached tokens of finished requests over all their prompt tokens; absent until there was a hit. "
             "The gauge cache_hit_rate is of the last batch only.",
-            "share",
             per="sglang:prompt_tokens_total",
         ),
-        Quantity(
+        growth(
             "preemptions",
             "sglang:num_retracted_requests_total",
-            Notation.GROWTH,
             "It calls them retractions; older versions have a gauge of the last step only.",
-            "preemptions",
         ),
         *states(
             "sglang:num_queue_reqs",
@@ -70,12 +52,10 @@ SGLANG = Dialect(
             "Requests whose grammar is being compiled are counted elsewhere; the gauges are written when a prefill "
             "starts and every so many decode steps, so they lag.",
         ),
-        Quantity(
+        state(
             "kv_usage",
             "sglang:token_usage",
-            Notation.STATE,
             "Of the fullest of its pools; what is cached and could be evicted does not count as used.",
-            "share",
         ),
     ),
     cannot=(

@@ -1,43 +1,37 @@
 """Text Generation Inference (TGI), after the names and definitions in the code of its version 3; not run here."""
 
-from splittime.wire.dialects.dialect import Dialect, Notation, Quantity, states
+from splittime.wire.dialects.dialect import Dialect, growth, mean, states
 
 TGI = Dialect(
     kind="tgi",
     prefix="tgi_",
     quantities=(
-        Quantity(
+        mean(
             "tokenize",
             "tgi_request_validation_duration",
-            Notation.MEAN,
             "Tokenising and checking, with the wait for a free worker that does it.",
         ),
-        Quantity(
-            "queue", "tgi_request_queue_duration", Notation.MEAN, "From having been checked to being put into a batch."
-        ),
-        Quantity(
+        mean("queue", "tgi_request_queue_duration", "From having been checked to being put into a batch."),
+        mean(
             "prefill",
             "tgi_batch_inference_duration",
-            Notation.MEAN,
             "Of a prefill batch, not of a request: the mean over batches, however many requests each held.",
             labels=(("method", "prefill"),),
         ),
-        Quantity(
+        mean(
             "inference",
             "tgi_request_inference_duration",
-            Notation.MEAN,
             "Prefill and decode together, with every stall that another's prefill made.",
         ),
-        Quantity(
+        mean(
             "tpot",
             "tgi_request_mean_time_per_token_duration",
-            Notation.MEAN,
             "Inference time over all tokens: the prefill is in it, so for short answers it is far above TPOT.",
         ),
-        Quantity("e2e", "tgi_request_duration", Notation.MEAN, "Of requests that succeeded."),
-        Quantity("requests", "tgi_request_success", Notation.GROWTH, unit="requests"),
-        Quantity("prompt_tokens", "tgi_request_input_length_sum", Notation.GROWTH, unit="tokens"),
-        Quantity("output_tokens", "tgi_request_generated_tokens_sum", Notation.GROWTH, unit="tokens"),
+        mean("e2e", "tgi_request_duration", "Of requests that succeeded."),
+        growth("requests", "tgi_request_success"),
+        growth("prompt_tokens", "tgi_request_input_length_sum"),
+        growth("output_tokens", "tgi_request_generated_tokens_sum"),
         *states(
             "tgi_queue_size",
             "tgi_batch_current_size",

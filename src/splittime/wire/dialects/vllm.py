@@ -1,102 +1,78 @@
 """vLLM, after the metrics of version 0.32.0 (its code, and a recorded `/metrics`)."""
 
-from splittime.wire.dialects.dialect import Dialect, Notation, Quantity, states
+from splittime.wire.dialects.dialect import Dialect, growth, mean, ratio, state, states
 
 VLLM = Dialect(
     kind="vllm",
     prefix="vllm:",
     quantities=(
-        Quantity(
+        mean(
             "queue",
             "vllm:request_queue_time_seconds",
-            Notation.MEAN,
             "From the engine's queue to the first step that has it; the way from the API process to the engine and "
             "a later wait after a preemption are not in it.",
         ),
-        Quantity(
+        mean(
             "prefill",
             "vllm:request_prefill_time_seconds",
-            Notation.MEAN,
             "From the first step that has it to its first token: waits between the chunks of its prompt and "
             "preemptions are inside, unnamed.",
         ),
-        Quantity(
+        mean(
             "decode",
             "vllm:request_decode_time_seconds",
-            Notation.MEAN,
             "From its first token to its last, with every stall and preemption between them.",
         ),
-        Quantity(
+        mean(
             "ttft",
             "vllm:time_to_first_token_seconds",
-            Notation.MEAN,
             "By the wall clock, from arrival in the API process until that process handles the first output: the queue "
             "is in it, the network, the client's lateness and the writing are not. (The field of that name in a "
             "response counts from the first step instead.)",
         ),
-        Quantity(
+        mean(
             "itl",
             "vllm:inter_token_latency_seconds",
-            Notation.MEAN,
             "One value an output of the engine, not a token: with speculative decoding several tokens count as one.",
             older=("vllm:time_per_output_token_seconds",),
         ),
-        Quantity(
+        mean(
             "tpot",
             "vllm:request_time_per_output_token_seconds",
-            Notation.MEAN,
             "Decode time over the tokens after the first; a request of one token counts as 0.",
         ),
-        Quantity("e2e", "vllm:e2e_request_latency_seconds", Notation.MEAN, "Counted when the request has ended."),
-        Quantity("requests", "vllm:request_success_total", Notation.GROWTH, "Aborted ones are among them.", "requests"),
-        Quantity(
-            "prompt_tokens", "vllm:prompt_tokens_total", Notation.GROWTH, "Cached ones are counted too.", "tokens"
-        ),
-        Quantity("output_tokens", "vllm:generation_tokens_total", Notation.GROWTH, unit="tokens"),
-        Quantity(
+        mean("e2e", "vllm:e2e_request_latency_seconds", "Counted when the request has ended."),
+        growth("requests", "vllm:request_success_total", "Aborted ones are among them."),
+        growth("prompt_tokens", "vllm:prompt_tokens_total", "Cached ones are counted too."),
+        growth("output_tokens", "vllm:generation_tokens_total"),
+        ratio(
             "prefix_hits",
             "vllm:prefix_cache_hits_total",
-            Notation.PER,
             "Tokens found over tokens looked up; whole blocks only, so a short prompt never hits.",
-            "share",
             per="vllm:prefix_cache_queries_total",
         ),
-        Quantity(
+        growth(
             "prefix_hit_tokens",
             "vllm:prompt_tokens_cached_total",
-            Notation.GROWTH,
             "Of all its caches; prompt_tokens_cached_by_source_total says which.",
-            "tokens",
         ),
-        Quantity("preemptions", "vllm:num_preemptions_total", Notation.GROWTH, unit="preemptions"),
-        Quantity(
-            "preempted",
-            "vllm:request_num_preemptions",
-            Notation.MEAN,
-            "Of a request that ended, how often it was thrown out.",
-            "preemptions",
-        ),
-        Quantity(
+        growth("preemptions", "vllm:num_preemptions_total"),
+        mean("preempted", "vllm:request_num_preemptions", "Of a request that ended, how often it was thrown out."),
+        growth(
             "refused",
             "vllm:admission_rejections_total",
-            Notation.GROWTH,
             "Turned away at --max-num-queued-reqs or --max-num-queued-tokens.",
-            "requests",
         ),
-        Quantity(
+        growth(
             "steps",
             "vllm:iteration_tokens_total_count",
-            Notation.GROWTH,
             "Steps that brought a token. (The histogram's sum is not of tokens computed: a prompt cut into many "
             "steps is counted whole in the one of its first token.)",
-            "steps",
         ),
-        Quantity(
+        state(
             "deferred",
             "vllm:num_requests_waiting_by_reason",
-            Notation.STATE,
             "Of the waiting ones, those that wait for something of their own: a grammar, an adapter, a transfer.",
-            "requests",
             labels=(("reason", "deferred"),),
         ),
         *states(
@@ -104,12 +80,10 @@ VLLM = Dialect(
             "vllm:num_requests_running",
             "Of the last step that was reported; an engine that is busy reports late.",
         ),
-        Quantity(
+        state(
             "kv_usage",
             "vllm:kv_cache_usage_perc",
-            Notation.STATE,
             "0 to 1, in spite of its name.",
-            "share",
             older=("vllm:gpu_cache_usage_perc",),
         ),
     ),

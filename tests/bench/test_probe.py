@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from splittime.wire import probe
-from splittime.wire.probe import connect_times, round_trips
+from splittime.bench import servers
+from splittime.bench.servers import connect_times, round_trips
 from splittime.wire.target import Address, Target
 
 DELAY_S = 0.02
@@ -68,7 +68,7 @@ def test_a_name_of_two_addresses_with_a_server_on_the_second(monkeypatch: pytest
         async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
             return await connect_times(Target(url=f"http://here:{server.sockets[0].getsockname()[1]}"), 3)
 
-    monkeypatch.setattr(probe, "addresses", two)
+    monkeypatch.setattr(servers, "addresses", two)
     assert len(asyncio.run(main())) == 3
 
 
