@@ -62,18 +62,18 @@ def stages_page() -> str:
 
 
 def fields_page() -> str:
-    """Each body's fields with their fate, from the description that `/openapi.json` gives."""
+    """Each body's fields with what the server does with it, from the description that `/openapi.json` gives."""
     schemas = document(BodyLimits())["components"]["schemas"]
     parts = []
     for name in BODIES:
         rows = [
-            (f"`{field}`", _type_words(of), _fate(of), of.get("description", "").removeprefix("No effect: "))
+            (f"`{field}`", _type_words(of), _treatment(of), of.get("description", "").removeprefix("No effect: "))
             for field, of in schemas[name]["properties"].items()
         ]
-        parts.append(f"## {name}\n\n" + _table(("field", "type", "fate", "meaning"), rows))
+        parts.append(f"## {name}\n\n" + _table(("field", "type", "treatment", "meaning"), rows))
     return (
         "# Fields of the API\n\n"
-        "The server refuses an unknown field by name. The column *fate* says what it does with a known one:\n\n"
+        "The server refuses an unknown field by name. The column *treatment* says what it does with a known one:\n\n"
         "* *honoured*: the field does what its meaning says.\n"
         "* *no effect*: the server accepts the field, because ordinary clients send it and nobody misses what it would "
         "do. `--strict` refuses it.\n"
@@ -83,7 +83,7 @@ def fields_page() -> str:
     )
 
 
-def _fate(schema: dict[str, Any]) -> str:
+def _treatment(schema: dict[str, Any]) -> str:
     if schema.get("x-effect") == "none":
         return "no effect"
     kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]

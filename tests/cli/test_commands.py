@@ -121,7 +121,7 @@ def test_a_port_in_use_is_said_with_the_way_out(model_folder):
     [
         "import splittime",
         "import splittime.cli.main",
-        "import splittime.server.run, splittime.server.app, splittime.drive.process, splittime.cli.serve",
+        "import splittime.server.app, splittime.server.app, splittime.drive.process, splittime.cli.serve",
         "from typer.testing import CliRunner; from splittime.cli.main import app;"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0;"
         "assert CliRunner().invoke(app, ['--version']).exit_code == 0;"

@@ -16,10 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from splittime.api.limits import ModelInfo
 from splittime.ledger.store import Ledger
-from splittime.server.app import build_app
+from splittime.server.app import build_app, listen, make_server
 from splittime.server.config import ServerConfig
-from splittime.server.run import listen, make_server
-from splittime.text.token_bound import byte_alphabet
+from splittime.text.foreign_code import byte_alphabet
 from splittime.text.tokenizer import Tokenizer
 
 from .fake_engine import FakeEngine

@@ -1,5 +1,6 @@
 """The page's files and its data: who gets what, that no record is told twice or lost, and that bins keep the time."""
 
+import re
 import threading
 import time
 
@@ -31,6 +32,29 @@ def look(live, after: str = "") -> dict:
 
 
 # ---- files
+
+
+def colours_of(key: str) -> str:
+    """The variable of the last rule of colours.css that holds for this stage, or for this stage and cause."""
+    classes = dict(zip(("stage", "cause"), key.split(":"), strict=False))
+    found = "unknown"
+    for selectors, colour in re.findall(
+        r"^(\.(?:stage|cause)-.*) \{ --ink: var\(--([a-z-]+)\); \}", COLOURS, re.MULTILINE
+    ):
+        if {f".{kind}-{word}" for kind, word in classes.items()} & set(selectors.split(", ")):
+            found = colour
+    return found
+
+
+COLOURS = files.COLOURS.read_text()
+
+
+def test_every_colour_of_the_bars_has_its_legend() -> None:
+    listed = re.search(r"const SHOWN = \[(.*?)\];", files.files()["app.js"].body.decode(), re.DOTALL)
+    assert listed is not None
+    shown = {colours_of(key) for key in re.findall(r'"([a-z_:]+)"', listed[1])}
+    drawn = {colours_of(stage) for stage in Stage} | {colours_of(f"queue:{cause}") for cause in Cause}
+    assert drawn <= shown
 
 
 def test_a_browser_gets_the_page_and_others_json(launch) -> None:

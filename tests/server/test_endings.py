@@ -269,7 +269,7 @@ sys.path.insert(0, {tests!r})
 from server.conftest import FakeEngine, ModelInfo, ServerConfig, byte_tokenizer, say
 from splittime.ledger.store import Ledger
 from splittime.server.app import build_app
-from splittime.server.run import serve
+from splittime.server.app import serve
 engine = FakeEngine(say("abcdefgh", end=False), step_s=0.005)
 config = ServerConfig(port=0, grace_s={grace_s})
 app = build_app(engine, byte_tokenizer(), Ledger(), config, ModelInfo(("fake",), 4096, 257, (256,)))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from splittime.text.work import FLOOR_CHARS, INLINE_NS, InlineTokenizing
+from splittime.text.process import FLOOR_CHARS, INLINE_NS, InlineTokenizing
 
 from .conftest import LiveServer, say
 

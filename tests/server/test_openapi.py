@@ -7,11 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import InvalidArgument, Unsatisfiable
 
-from splittime.api.foreign_fields import ForeignFields
 from splittime.api.limits import ModelInfo
 from splittime.api.openapi import document
 from splittime.api.openapi_bodies import _below
-from splittime.api.schema import ChatBody, CompletionBody
+from splittime.api.schema import ChatBody, CompletionBody, ForeignFields
 from splittime.core.sampling import SamplingParams
 from splittime.server.config import ServerConfig
 

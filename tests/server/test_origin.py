@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from splittime.core.errors import ConfigError, RequestError
-from splittime.web.origin import Names
+from splittime.web.edge import Names
 
 KEY = "k"
 PATHS = ("/ledger/requests", "/metrics", "/v1/models", "/", "/dashboard/static/app.js", "/nowhere")

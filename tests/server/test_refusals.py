@@ -129,7 +129,7 @@ def test_unknown_models_pages_and_methods(live) -> None:
     status, _, answer = live.get("/nowhere")
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
     status, headers, answer = live.get("/v1/completions")
-    assert (status, headers["allow"]) == (405, "POST")
+    assert (status, headers["allow"], answer["error"]["code"]) == (405, "POST", "method_not_allowed")
     assert live.get("/ledger/requests/none")[0] == 404
     assert live.get("/ledger/steps?limit=x")[0] == 400
     assert live.get("/ledger/requests?slower_than_ms=-1")[0] == 400

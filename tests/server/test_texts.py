@@ -10,7 +10,7 @@ from tokenizers import models
 
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.admission import INITIAL_BYTES_PER_TOKEN, Admission, QueueLimits
-from splittime.text.token_bound import TokenBound
+from splittime.text.foreign_code import TokenBound
 from splittime.text.tokenizer import Tokenizer
 
 from .conftest import say
@@ -199,7 +199,7 @@ def test_how_texts_are_worked_on_is_known_before_the_first_request(launch) -> No
 
 
 def test_a_tokenizer_that_proves_nothing_says_so() -> None:
-    told = Tokenizer(tokenizers.Tokenizer(models.WordPiece(vocab={"a": 0}, unk_token="a"))).way_of_working
+    told = Tokenizer(tokenizers.Tokenizer(models.WordPiece(vocab={"a": 0}, unk_token="a"))).shortcuts
     assert "no bound is proved" in told
     assert "no place to cut is proved" in told
     assert "none on the event loop" in told

@@ -48,7 +48,7 @@ def dribble(server: LiveServer, client: socket.socket, piece: bytes) -> None:
 def test_a_body_by_the_byte_does_not_hold_its_connection(
     launch, monkeypatch, method: str, path: str, status: int, length: str
 ) -> None:
-    monkeypatch.setattr("splittime.web.edge.LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
     server = launch(config={"max_body_bytes": 10})
     wait_until(lambda: not server.server.server_state.connections)
     client = connect(server)
@@ -63,7 +63,7 @@ def test_a_body_by_the_byte_does_not_hold_its_connection(
 
 @pytest.mark.parametrize("config", [{"api_key": ("secret",)}, {}], ids=["no key", "another's name"])
 def test_nor_does_one_of_who_may_not_come_in(launch, monkeypatch, config: dict) -> None:
-    monkeypatch.setattr("splittime.web.edge.LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
     server = launch(config=config)
     client = connect(server)
     asked = head("POST", "/v1/completions", LONG)
@@ -75,7 +75,7 @@ def test_nor_does_one_of_who_may_not_come_in(launch, monkeypatch, config: dict) 
 @pytest.mark.parametrize("path", ["/metrics", "/health"])
 def test_little_of_it_is_read(launch, monkeypatch, path: str) -> None:
     """As much as the two systems hold and the bound; here far less than what is sent in the time."""
-    for module in ("edge", "connection"):  # of answers from a task, and of those at once
+    for module in ("http", "connection"):  # of answers from a task, and of those at once
         monkeypatch.setattr(f"splittime.web.{module}.LINGER_S", 60.0)
         monkeypatch.setattr(f"splittime.web.{module}.LINGER_BYTES", 100_000)
     server = launch()
@@ -114,7 +114,7 @@ def test_the_answer_to_a_body_too_long_arrives_whole(launch, connection: str) ->
 
 
 def test_a_body_that_takes_too_long_ends_its_connection(launch, monkeypatch) -> None:
-    monkeypatch.setattr("splittime.web.edge.LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
     server = launch(config={"body_timeout_s": 0.2})
     wait_until(lambda: not server.server.server_state.connections)
     for path in ("/v1/completions", "/tokenize", "/sleep"):
@@ -161,7 +161,7 @@ KEPT_BACK = [START, PIECE, {**END, "more_body": True}, LAST]
 def test_the_end_of_an_answer_waits_for_an_unread_body_alone(
     monkeypatch, headers: list, parts: list, num_read: int, sent: list, is_closed: bool
 ) -> None:
-    monkeypatch.setattr("splittime.web.edge.LINGER_BYTES", 10)
+    monkeypatch.setattr("splittime.web.http.LINGER_BYTES", 10)
     peer = Peer(*parts)
     bounded = BoundedBody({"headers": headers, "extensions": {TRANSPORT: peer}}, peer.receive, peer.send)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from splittime.text.foreign_code import byte_alphabet
 from splittime.text.output import OutputText, StopMatcher, WindowDetokenizer, make_detokenizer, token_text
-from splittime.text.token_bound import byte_alphabet
 from splittime.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -15,11 +15,9 @@ from splittime.drive import host_time
 from splittime.ledger.stages import Cause
 from splittime.text import worker as text_worker
 from splittime.text import workers as text_workers
-from splittime.text.foreign_code import tokenizer_faults
-from splittime.text.process import TextLimits, ready_tokenizer
-from splittime.text.token_bound import byte_alphabet
+from splittime.text.foreign_code import byte_alphabet, tokenizer_faults
+from splittime.text.process import Decode, Encode, Render, TextLimits, ready_tokenizer
 from splittime.text.tokenizer import Tokenizer
-from splittime.text.work import Decode, Encode, Render
 from splittime.text.worker import TextTask
 from splittime.text.workers import TextWorkers
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from splittime.assemble import model_source
+from splittime.text.foreign_code import KNOWN_SPLITS, PIECE_CHARS, byte_alphabet, num_bytes, pieces
 from splittime.text.gguf_splits import SPLITS
-from splittime.text.pieces import KNOWN_SPLITS, PIECE_CHARS, pieces
-from splittime.text.token_bound import byte_alphabet, num_bytes
 from splittime.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -200,7 +199,7 @@ def test_pieces_are_the_whole_with_real_tokenizers(path: Path, monkeypatch) -> N
 
 
 def check_pieces(backend: tokenizers.Tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr("splittime.text.pieces.PIECE_CHARS", 20)
+    monkeypatch.setattr("splittime.text.foreign_code.PIECE_CHARS", 20)
     monkeypatch.setattr("splittime.text.tokenizer.PIECE_CHARS", 20)
     tokenizer, rng = Tokenizer(backend), random.Random(3)
     for _ in range(200):

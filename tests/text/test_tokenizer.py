@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from splittime.assemble import model_source
 from splittime.core.errors import ConfigError, RequestError
-from splittime.text.token_bound import byte_alphabet
+from splittime.text.foreign_code import byte_alphabet
 from splittime.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -22,7 +22,7 @@ from splittime.api.schema import (
 )
 from splittime.core.errors import NotFound, RequestError
 from splittime.core.sampling import MAX_STOP_STRINGS, SamplingParams
-from splittime.text.token_bound import require_at_most
+from splittime.text.foreign_code import require_at_most
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_CACHE_SALT_CHARS = 256

@@ -135,7 +135,7 @@ async def _run(
     on_ready: Callable[["Ready", int], None],
 ) -> None:
     """Serve to the end. on_ready: called once the engine is ready, with the port."""
-    from splittime.server.run import run
+    from splittime.server.app import run
 
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(run(application, config, on_listening=listening.set_result))

@@ -7,14 +7,14 @@ from typing import Annotated
 from splittime.api.limits import BodyLimits
 from splittime.core.errors import ConfigError
 from splittime.core.settings import Doc, check
-from splittime.web.origin import is_loopback
+from splittime.web.http import is_loopback
 from splittime.web.tenants import check_key
 
 
 class ServerConfig(BodyLimits, frozen=True, kw_only=True):
     """Settings of the HTTP server, and what only its own code sets. `validate()` refuses what makes no sense.
 
-    allowed_hosts: `web.origin` says which names are allowed besides.
+    allowed_hosts: `web.edge` says which names are allowed besides.
     inline_tokenize_chars: a longer prompt is tokenised in another process (so many characters take about 1 ms).
     send_buffer_bytes: the system's buffer of each connection (SO_SNDBUF); 0 leaves it alone.
     """

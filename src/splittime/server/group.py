@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from splittime.api.choice import Choice
-from splittime.core.errors import Conflict, DeadlineExceeded, EngineError, ErrorInfo, SplittimeError
+from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, SplittimeError
 from splittime.core.request import FinishReason
 from splittime.drive.client import EngineClient, StreamItem
 from splittime.scheduler.admission import Place
@@ -188,7 +188,3 @@ class Group:
             self._on_released.append(callback)
         else:
             callback()
-
-
-def conflict(request_id: str) -> Conflict:
-    return Conflict(f"request id {request_id!r} is in flight", param="X-Request-Id", value=request_id)

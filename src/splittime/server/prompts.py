@@ -1,6 +1,6 @@
 """The prompts of one request: how long they are, as far as can be said before, and where they are tokenised.
 
-A prompt given as token ids has its length. A text has a least number of tokens, which is proved (`text.token_bound`):
+A prompt given as token ids has its length. A text has a least number of tokens, which is proved (`text.foreign_code`):
 what cannot fit by it is refused at once. And it has a likely number, learnt from the texts before it
 (`Admission.estimate_tokens`), which counts in the queue until the true one is known. A long text counts as nothing
 until then: it waits among its like (`text.workers`), and may be refused in the end.
@@ -24,10 +24,10 @@ from splittime.ledger.account import Account
 from splittime.ledger.prompt_parts import PromptParts, prompt_parts
 from splittime.ledger.stages import Stage
 from splittime.server.service import Service
+from splittime.text.foreign_code import num_bytes, require_at_most
 from splittime.text.output import OutputText, make_detokenizer
-from splittime.text.token_bound import num_bytes, require_at_most
+from splittime.text.process import Encode, Render, TextDone, TextWork, carry_out
 from splittime.text.tokenizer import Tokenizer
-from splittime.text.work import Encode, Render, TextDone, TextWork, carry_out
 from splittime.text.worker import TextTask
 from splittime.text.workers import SHORT_CHARS
 from splittime.web.http import Disconnected

@@ -19,7 +19,7 @@ from splittime.scheduler.admission import MAX_BOUND, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.server.dashboard.files import send_file
 from splittime.server.service import Service
-from splittime.text.work import Decode, Encode, Render, TextDone, TextWork
+from splittime.text.process import Decode, Encode, Render, TextDone, TextWork
 from splittime.text.worker import TextTask
 from splittime.web import http
 

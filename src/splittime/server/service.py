@@ -14,7 +14,7 @@ from splittime import __version__
 from splittime.api.choice import Choice
 from splittime.api.limits import ModelInfo
 from splittime.core.clock import SystemClock
-from splittime.core.errors import ErrorInfo, Refused
+from splittime.core.errors import Conflict, ErrorInfo, Refused
 from splittime.core.sleep import AWAKE, WAY_OUT
 from splittime.drive.client import EngineClient
 from splittime.drive.host_time import GcPauses, freeze_heap, machine_time
@@ -25,10 +25,9 @@ from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import ID_PREFIXES, Ledger
 from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.server.config import ServerConfig
-from splittime.server.group import Group, conflict
-from splittime.text.process import TextLimits
+from splittime.server.group import Group
+from splittime.text.process import Encode, InlineTokenizing, TextLimits, TextWork
 from splittime.text.tokenizer import Tokenizer
-from splittime.text.work import Encode, InlineTokenizing, TextWork
 from splittime.text.workers import TextWorkers
 from splittime.web.http import Headers
 from splittime.web.tenants import ANYBODY, ApiKeys, Quota, Tenant
@@ -66,7 +65,7 @@ class Service:
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         limits = TextLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
         self.texts = TextWorkers(tokenizer.describe, limits)
-        self._texts_are = tokenizer.way_of_working  # looked at now, not while the first request waits
+        self._shortcuts = tokenizer.shortcuts  # looked at now, not while the first request waits
         self.inline = InlineTokenizing(config.inline_tokenize_chars)
         self.is_draining = False
         self.began_draining = asyncio.Event()
@@ -140,7 +139,7 @@ class Service:
             said,
             model=model.name,
             max_model_len=model.max_model_len,
-            settings=said.settings | asdict(self.admission.bounds) | {"texts": self._texts_are},
+            settings=said.settings | asdict(self.admission.bounds) | {"texts": self._shortcuts},
             processes=(own, *said.processes),
         )
 
@@ -154,7 +153,7 @@ class Service:
     def check_free(self, request_id: str, tenant: Tenant) -> None:
         """Raises `Conflict` for an id that is taken now."""
         if self.full_id(request_id, tenant) in self._reserved:
-            raise conflict(request_id)
+            raise _conflict(request_id)
 
     async def reserve(self, request_id: str, tenant: Tenant) -> None:
         """Take an id. One whose answer has been given, but which the engine still holds, is free within a step."""
@@ -162,7 +161,7 @@ class Service:
         while full_id in self._reserved:
             group = self.groups.get(full_id)
             if group is None or not group.all_done.is_set():
-                raise conflict(request_id)
+                raise _conflict(request_id)
             await self._reserved[full_id].wait()
         self._reserved[full_id] = asyncio.Event()
 
@@ -233,3 +232,7 @@ class Service:
         self.pool.shutdown(wait=False, cancel_futures=True)
         if self.gc_pauses is not None:
             self.gc_pauses.close()
+
+
+def _conflict(request_id: str) -> Conflict:
+    return Conflict(f"request id {request_id!r} is in flight", param="X-Request-Id", value=request_id)

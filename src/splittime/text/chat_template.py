@@ -2,7 +2,7 @@
 
 A template comes with the model, so it is somebody else's program: it runs in Jinja's immutable sandbox, sees only the
 messages, the request's options and the special tokens, and whatever it raises is the request's error (400), not ours.
-It can still loop for hours and fill the memory, so a server lets it run in a worker only (`text_process`). It is
+It can still loop for hours and fill the memory, so a server lets it run in a worker only (`text.process`). It is
 compiled without Jinja's optimizer, which would compute `{{ "x" * 10**10 }}` at start.
 
 It gets what templates of the Hugging Face hub expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes,

@@ -15,8 +15,7 @@ import msgspec
 
 from splittime.core.errors import RequestError, error_from_info
 from splittime.ledger.stages import Cause
-from splittime.text.process import ENVIRONMENT, HEAD, TextLimits, frame
-from splittime.text.work import TextAnswer, TextDone, TextFailed, TextWork
+from splittime.text.process import ENVIRONMENT, HEAD, TextAnswer, TextDone, TextFailed, TextLimits, TextWork, frame
 
 SILENT_S = 30.0  # more than its processor time; then a worker that says nothing is ended (the machine may be busy)
 
@@ -57,7 +56,7 @@ class Owner(Protocol):
 
     def is_idle_now(self, worker: "TextWorker", has_served: bool) -> None: ...
 
-    def lost(self, worker: "TextWorker") -> None: ...
+    def worker_ended(self, worker: "TextWorker") -> None: ...
 
 
 class TextWorker(asyncio.Protocol):
@@ -110,7 +109,7 @@ class TextWorker(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_alarm()
         self._transport = None
-        self._owner.lost(self)
+        self._owner.worker_ended(self)
 
     def data_received(self, data: bytes) -> None:
         self._received += data

@@ -1,5 +1,5 @@
 """Texts worked on beside the event loop, so that no text can be another's queue: lanes by size, each with workers of
-its own (`text_process`).
+its own (`text.process`).
 
     lane      texts of at most    workers    a worker serves
     short     16 Ki characters    2          one after the other
@@ -23,8 +23,7 @@ from typing import Any
 from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.ledger.stages import Cause
 from splittime.text.foreign_code import too_costly
-from splittime.text.process import TextLimits
-from splittime.text.work import TextWork
+from splittime.text.process import TextLimits, TextWork
 from splittime.text.worker import TextParent, TextTask, TextWorker
 
 SHORT_CHARS, LONG_CHARS = 16 * 2**10, 256 * 2**10
@@ -114,7 +113,7 @@ class Lane:
             channel = self._owner.parent.new_worker(self._owner.limits)
             await asyncio.get_running_loop().create_connection(lambda: worker, sock=channel)
         except OSError as error:
-            self.lost(worker, EngineError(f"no process to tokenise in: {error}", code="no_text_worker"))
+            self.worker_ended(worker, EngineError(f"no process to tokenise in: {error}", code="no_text_worker"))
 
     def is_idle_now(self, worker: "TextWorker", has_served: bool) -> None:
         if has_served and not self._is_kept:
@@ -122,7 +121,7 @@ class Lane:
         else:
             self._go_on()
 
-    def lost(self, worker: "TextWorker", error: SplittimeError | None = None) -> None:
+    def worker_ended(self, worker: "TextWorker", error: SplittimeError | None = None) -> None:
         """A worker ended: with its text, before its first, or because it was told to."""
         if worker not in self.workers:
             return

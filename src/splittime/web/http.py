@@ -4,6 +4,7 @@ Plain ASGI throughout: nothing here buffers a stream or hides a disconnect.
 """
 
 import asyncio
+import ipaddress
 import json
 import math
 import re
@@ -265,3 +266,12 @@ def _error_json(body: dict[str, Any]) -> bytes:
 def error_event(info: ErrorInfo) -> bytes:
     """An error inside a stream."""
     return b"data: " + _error_json(error_body(info)) + b"\n\n"
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

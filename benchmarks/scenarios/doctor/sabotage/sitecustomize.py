@@ -65,7 +65,7 @@ ILLNESSES = {
     "host": ("splittime.drive.crank", "Crank", _spoil_host),
     "gc": ("splittime.drive.crank", "Crank", _spoil_heap),
     "tokenizer": ("splittime.text.tokenizer", "Tokenizer", _spoil_tokenizer),
-    "loop": ("splittime.server.run", "DrainingServer", _spoil_loop),
+    "loop": ("splittime.web.connection", "ManyAcceptingServer", _spoil_loop),
 }
 
 

@@ -6,7 +6,7 @@ import { Detail } from "./detail.js";
 import { byId, el, say, show } from "./dom.js";
 import { Findings } from "./findings.js";
 import { count } from "./format.js";
-import { hasFailed } from "./line.js";
+import { hasFailed } from "./table_row.js";
 import { Playground } from "./playground.js";
 import { Poll } from "./poll.js";
 import { Store } from "./store.js";
@@ -92,9 +92,12 @@ byId("key-form").addEventListener("submit", (event) => {
 
 const SHOWN = [
   "before", "queue:batch_slots", "queue:kv_blocks", "queue:token_budget", "queue:policy", "queue:step_in_flight",
-  "queue:not_told", "prefill", "decode", "decode_stall:policy", "preempted:kv_blocks", "deliver", "client_wait",
+  "queue:paused", "queue:not_told", "prefill", "recompute", "decode", "decode_stall:policy", "preempted:kv_blocks", "deliver",
+  "client_wait", "unattributed",
 ];
-const EXAMPLES = { "decode_stall:policy": "stalled, by cause", "preempted:kv_blocks": "preempted, by cause" };
+const EXAMPLES = {
+  "queue:policy": "policy, or a text that waits to be tokenised", "queue:paused": "paused, measuring, grammar, or engine busy or dead",
+  "decode_stall:policy": "stalled, by cause", "preempted:kv_blocks": "preempted, by cause" };
 byId("colours").append(...SHOWN.map((key) => el("li", {}, el("i", { class: `swatch ${classOf(key)}` }), EXAMPLES[key] ?? shortLabel(key))));
 
 // ---- switches

@@ -22,8 +22,8 @@ function typeOf(schema) {
   return [].concat(schema.type ?? "any").join(" | ");
 }
 
-/** What becomes of a field that is sent. */
-function fateOf(schema) {
+/** What the server does with the field. */
+function treatmentOf(schema) {
   if (schema["x-effect"] === "none") return "no effect";
   const kinds = (schema.anyOf ?? [schema]).filter((kind) => kind.type !== "null");
   const isEmpty = (kind) => kind.maxItems === 0 || [`[""]`, "[false]"].includes(JSON.stringify(kind.enum));
@@ -49,12 +49,12 @@ const code = (text) => el("code", {}, text);
 function bodyTable(schema) {
   const required = schema.required ?? [];
   const rows = Object.entries(schema.properties ?? {}).map(([name, field]) => {
-    const fate = fateOf(field);
+    const treatment = treatmentOf(field);
     const meaning = [field.description?.replace("No effect: ", ""), boundsOf(field)].filter(Boolean).join(" · ");
-    return [fate, code(name + (required.includes(name) ? " *" : "")), code(typeOf(field)), fate, meaning];
+    return [treatment, code(name + (required.includes(name) ? " *" : "")), code(typeOf(field)), treatment, meaning];
   });
   const isLast = (row) => Number(row[0] === "refused");
-  return table(["field", "type", "fate", "meaning"], rows.sort((a, b) => isLast(a) - isLast(b)));
+  return table(["field", "type", "treatment", "meaning"], rows.sort((a, b) => isLast(a) - isLast(b)));
 }
 
 function parameterTable(parameters) {

@@ -21,7 +21,7 @@ MAX_NEIGHBOURS = 50
 MAX_TEXT_CHARS = 300
 NOT_TOLD = "queue:not_told"  # why a request waits comes with its first output, or when it leaves
 
-Line = dict[str, Any]
+Row = dict[str, Any]
 
 
 class OpenBook(NamedTuple):
@@ -61,7 +61,7 @@ def open_books(groups: Sequence[Group]) -> list[OpenBook]:
     ]
 
 
-def open_line(book: OpenBook, now_ns: int) -> Line:
+def open_row(book: OpenBook, now_ns: int) -> Row:
     return {
         "id": book.request_id,
         "endpoint": book.endpoint,
@@ -74,7 +74,7 @@ def open_line(book: OpenBook, now_ns: int) -> Line:
     }
 
 
-def line(account: ClosedAccount) -> Line:
+def account_row(account: ClosedAccount) -> Row:
     return {
         "id": account.request_id,
         "endpoint": account.endpoint,
@@ -102,7 +102,7 @@ def _totals(book: Sequence[Span]) -> list[tuple[str, int]]:
     return [(key, ns) for key, ns in totals_ns.items() if ns]
 
 
-def waterfall(account: ClosedAccount, records: Sequence[StepRecord]) -> Line:
+def waterfall(account: ClosedAccount, records: Sequence[StepRecord]) -> Row:
     """The account, the steps that ran while the engine had it, and with whom it shared those it was in."""
     shown = account_json(account)
     within = [r for r in records if r.end_ns > account.start_ns and r.begin_ns < account.end_ns]
@@ -112,7 +112,7 @@ def waterfall(account: ClosedAccount, records: Sequence[StepRecord]) -> Line:
     return shown
 
 
-def _step(account: ClosedAccount, record: StepRecord) -> Line:
+def _step(account: ClosedAccount, record: StepRecord) -> Row:
     own = sum(tokens for request_id, _, tokens in record.rows if request_id == account.request_id)
     one_token_rows = sum(1 for request_id, _, tokens in record.rows if request_id != account.request_id and tokens == 1)
     others = sum(tokens for request_id, _, tokens in record.rows if request_id != account.request_id)
@@ -130,7 +130,7 @@ def _step(account: ClosedAccount, record: StepRecord) -> Line:
     }
 
 
-def _neighbours(request_id: str, records: Sequence[StepRecord]) -> list[Line]:
+def _neighbours(request_id: str, records: Sequence[StepRecord]) -> list[Row]:
     """Who was in the same steps: those that brought most tokens first."""
     steps: Counter[str] = Counter()
     tokens: Counter[str] = Counter()

@@ -7,7 +7,7 @@
 
 import { byId, el, say, show } from "./dom.js";
 import { plural } from "./format.js";
-import { COLUMNS, Line } from "./line.js";
+import { COLUMNS, TableRow } from "./table_row.js";
 
 const LINE_PX = 30;
 const MARGIN_LINES = 4;
@@ -118,7 +118,7 @@ export class Table {
     const count = Math.min(this.#lines.length - first, Math.ceil(this.grid.clientHeight / LINE_PX) + 2 * MARGIN_LINES);
     this.body.style.height = `${Math.max(1, this.#lines.length) * LINE_PX}px`;
     this.grid.setAttribute("aria-rowcount", this.#lines.length + 1);
-    while (this.#pool.length < count) this.#pool.push(new Line(this.body));
+    while (this.#pool.length < count) this.#pool.push(new TableRow(this.body));
     const longestNs = this.isByTime ? Math.max(1, ...this.#lines.map((row) => row.e2e_ns)) : null;
     this.#pool.forEach((line, i) => {
       if (i < count) line.show(this.#lines[first + i], first + i, LINE_PX, this.#active, longestNs);

@@ -19,7 +19,7 @@ export const COLUMNS = [
 
 let numLines = 0;
 
-export class Line {
+export class TableRow {
   constructor(parent) {
     this.cells = COLUMNS.map(({ name }) => el("span", { role: "gridcell", class: `cell ${name}` }));
     this.bar = this.cells.at(-1).appendChild(el("span", { class: "bar" }));
