@@ -56,8 +56,8 @@ def test_each_kind_of_work() -> None:
         assert (await workers.submit(CHAT).done).ids == ((104, 105),)
         done = await workers.submit(Encode(("ab", "ü"))).done
         assert (done.ids, done.num_bytes, done.answer) == (((97, 98), (0xC3, 0xBC)), 4, b"")
-        done = await workers.submit(Encode(("ab",), answer={"a": 1}, wants_strings=True)).done
-        told = {"count": 2, "a": 1, "tokens": [97, 98], "token_strs": ["a", "b"]}
+        done = await workers.submit(Encode(("ab",), answer_max_model_len=1, wants_strings=True)).done
+        told = {"count": 2, "max_model_len": 1, "tokens": [97, 98], "token_strs": ["a", "b"]}
         assert (done.ids, done.num_bytes, json.loads(done.answer)) == ((), 2, told)
         assert (await workers.submit(Decode((97, 98), False)).done).text == "ab"
 

@@ -12,8 +12,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import orjson
+from msgspec import UNSET
 
+from splittime.api.answer_structs import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    PromptTokensDetails,
+    Timing,
+    Usage,
+)
+from splittime.api.answer_structs import (
+    FinishReason as FinishWord,
+)
 from splittime.api.choice import Choice, NewOutput, Scored
 from splittime.api.params import Ask
 from splittime.core.request import FinishReason
@@ -25,8 +40,6 @@ from splittime.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity
-
-Timing = dict[str, Any]
 
 
 class Renderer:
@@ -73,7 +86,7 @@ class Renderer:
         return self._opening(choice) + self._event(piece, **so_far, **more)
 
     def usage_event(self, choices: Sequence[Choice], **more: Any) -> bytes:
-        return b"data: " + orjson.dumps({**self._chunk([]), "usage": usage(choices, self.ask.n), **more}) + b"\n\n"
+        return b"data: " + _json({**self._chunk([]), "usage": usage(choices, self.ask.n), **more}) + b"\n\n"
 
     def _opening(self, choice: Choice) -> bytes:
         """Chats begin with a chunk that names the role."""
@@ -100,7 +113,7 @@ class Renderer:
         return piece
 
     def _event(self, piece: dict[str, Any], **more: Any) -> bytes:
-        return b"data: " + orjson.dumps(self._chunk([piece], **more)) + b"\n\n"
+        return b"data: " + _json(self._chunk([piece], **more)) + b"\n\n"
 
     # ---- whole
 
@@ -108,43 +121,43 @@ class Renderer:
         """The whole answer. Its time is that of the choice that ended last; several choices have each their own."""
         has_own = self.ask.include_timing and len(choices) > 1
         written = [self._whole(choice, timing(choice, now_ns) if has_own else None) for choice in choices]
-        answer = {"object": self._form.object_whole, **self._head, "choices": written}
-        answer["usage"] = usage(choices, self.ask.n)
+        fields: dict[str, Any] = {**self._head, "choices": written, "usage": usage(choices, self.ask.n)}
         if self.ask.include_timing:
-            answer["timing"] = timing(last_ended(choices), now_ns)
+            fields["timing"] = timing(last_ended(choices), now_ns)
         if notices:
-            answer["notices"] = notices
-        return orjson.dumps(answer)
+            fields["notices"] = list(notices)
+        return msgspec.json.encode(self._form.answer(**fields))
 
-    def _whole(self, choice: Choice, own_timing: Timing | None) -> dict[str, Any]:
-        new = choice.take()
-        written = {"index": choice.index, **self._form.whole(new), "finish_reason": finish_word(choice)}
-        if self.ask.return_token_ids:
-            written["token_ids"] = list(new.token_ids)
-            written["prompt_token_ids"] = list(choice.request.prompt_token_ids)
-        if own_timing is not None:
-            written["timing"] = own_timing
-        return written
+    def _whole(self, choice: Choice, own_timing: Timing | None) -> CompletionChoice | ChatChoice:
+        new, shows_ids = choice.take(), self.ask.return_token_ids
+        return self._form.whole(
+            new,
+            index=choice.index,
+            finish_reason=finish_word(choice),
+            token_ids=list(new.token_ids) if shows_ids else UNSET,
+            prompt_token_ids=list(choice.request.prompt_token_ids) if shows_ids else UNSET,
+            timing=UNSET if own_timing is None else own_timing,
+        )
 
 
-def finish_word(choice: Choice) -> str:
+def _json(chunk: dict[str, Any]) -> bytes:
+    return orjson.dumps(chunk, default=msgspec.to_builtins)
+
+
+def finish_word(choice: Choice) -> FinishWord:
     return "stop" if choice.finish_reason is FinishReason.STOP else "length"
 
 
-def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+def usage(choices: Sequence[Choice], n: int) -> Usage:
     """Each prompt counts once, however many answers it got (choices are in the order of the prompts)."""
     prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in choices[::n])
     completion_tokens = sum(choice.num_output_tokens for choice in choices)
     return _counted(prompt_tokens, completion_tokens, sum(choice.cached_tokens for choice in choices[::n]))
 
 
-def _counted(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
+def _counted(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    total_tokens = prompt_tokens + completion_tokens
+    return Usage(prompt_tokens, completion_tokens, total_tokens, PromptTokensDetails(cached_tokens))
 
 
 def timing(choice: Choice, now_ns: int) -> Timing:
@@ -177,7 +190,8 @@ def last_ended(choices: Sequence[Choice]) -> Choice:
 class CompletionForm:
     """What is particular to completions: the fields of a choice, whole and in pieces."""
 
-    object_whole = object_chunk = "text_completion"
+    answer: type[Completion | ChatCompletion] = Completion
+    object_chunk = "text_completion"
 
     def __init__(self, ask: Ask, tokenizer: Tokenizer) -> None:
         self._has_logprobs = ask.sampling.logprobs is not None
@@ -187,8 +201,8 @@ class CompletionForm:
     def opening(self) -> dict[str, Any] | None:
         return None
 
-    def whole(self, new: NewOutput) -> dict[str, Any]:
-        return self.piece(new)
+    def whole(self, new: NewOutput, **more: Any) -> CompletionChoice | ChatChoice:
+        return CompletionChoice(text=new.text, logprobs=self._logprobs(new.scored), **more)
 
     def piece(self, new: NewOutput) -> dict[str, Any]:
         return {"text": new.text, "logprobs": self._logprobs(new.scored)}
@@ -212,15 +226,14 @@ class CompletionForm:
 class ChatForm(CompletionForm):
     """The same for chats."""
 
-    object_whole = "chat.completion"
+    answer = ChatCompletion
     object_chunk = "chat.completion.chunk"
 
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def whole(self, new: NewOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": new.text, "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(new.scored)}
+    def whole(self, new: NewOutput, **more: Any) -> ChatChoice:
+        return ChatChoice(message=AssistantMessage(content=new.text), logprobs=self._logprobs(new.scored), **more)
 
     def piece(self, new: NewOutput) -> dict[str, Any]:
         return {"delta": {"content": new.text}, "logprobs": self._logprobs(new.scored)}

@@ -1,14 +1,20 @@
-"""`/openapi.json`: the paths, with what may be sent (`openapi_bodies`) and what comes back (`openapi_answers`)."""
+"""`/openapi.json`: the paths, with what may be sent (`openapi_bodies`) and what comes back (`answer_structs`). An answer
+may carry more fields than are listed. A test checks all of it against real answers."""
 
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from splittime import __version__
+from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
 from splittime.api.limits import BodyLimits, ModelInfo
-from splittime.api.openapi_answers import ANSWER_SCHEMAS, OBJECT, TEXT
 from splittime.api.openapi_bodies import Schema, body_schemas
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
+from splittime.text.process import Tokens
 
+TEXT: Schema = {"type": "string"}
+OBJECT: Schema = {"type": "object"}
 _ERRORS = {
     400: "Something in the request is not valid or not supported; the error names it.",
     401: "No API key, or a wrong one.",
@@ -51,7 +57,7 @@ def document(
         "openapi": "3.1.0",
         "info": {"title": "splittime", "version": __version__, "description": "An OpenAI-compatible server."},
         "paths": _paths(knobs or {}),
-        "components": {"schemas": {**body_schemas(limits, model, needs_text), **ANSWER_SCHEMAS}},
+        "components": {"schemas": {**body_schemas(limits, model, needs_text), **_answer_schemas()}},
     }
     if root_path:
         described["servers"] = [{"url": root_path}]
@@ -59,6 +65,12 @@ def document(
         described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         described["security"] = [{"key": []}]
     return described
+
+
+def _answer_schemas() -> Schema:
+    kinds = (Completion, ChatCompletion, Models, Tokens, Text)
+    _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
 
 
 def _paths(knobs: Schema) -> Schema:
@@ -189,3 +201,34 @@ _SLEEP_QUERY = [
         "timeout_s", {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S}, "How long to wait; default: no end."
     ),
 ]
+
+
+# ---- what no struct says
+
+_EVENT: Schema = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": TEXT},
+    "description": "`data` is a chunk in OpenAI's form, an error, or [DONE] at the end.",
+}
+_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+_ERROR_FIELDS: Schema = {
+    "message": TEXT,
+    "type": TEXT,
+    "code": _TEXT_OR_NULL,
+    "param": _TEXT_OR_NULL,
+    "value": {},
+    "limit": {},
+    "hint": TEXT,
+    "retry_after_s": {"type": "number"},
+    "reason": TEXT,
+    "queued": {"type": "integer"},
+    "predicted_wait_ms": {"type": ["number", "null"]},
+}
+_ERROR: Schema = {  # `core.errors.error_body` makes it
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {"type": "object", "required": ["message", "type", "code"], "properties": _ERROR_FIELDS},
+    },
+}

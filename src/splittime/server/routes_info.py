@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from splittime import __version__
+from splittime.api.answer_structs import Model, Models, Text
 from splittime.api.decode import decode_body, decode_once, whole
 from splittime.api.limits import ModelInfo
 from splittime.api.openapi import document
@@ -73,25 +74,19 @@ async def favicon(service: Service, scope: http.Scope, receive: http.Receive, se
     await send_file(scope, send, "icon.svg")
 
 
-def _card(name: str, model: ModelInfo) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created_unix_s,
-        "owned_by": "splittime",
-        "max_model_len": model.max_model_len,
-    }
+def _card(name: str, model: ModelInfo) -> Model:
+    return Model(id=name, created=model.created_unix_s, max_model_len=model.max_model_len)
 
 
 async def models(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     model = service.require_model()
-    await http.respond_json(send, {"object": "list", "data": [_card(name, model) for name in model.names]})
+    await http.respond(send, msgspec.json.encode(Models(data=[_card(name, model) for name in model.names])))
 
 
 async def one_model(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     model, name = service.require_model(), scope[http.PATH_REST]
     check_model(name, model)
-    await http.respond_json(send, _card(name, model))
+    await http.respond(send, msgspec.json.encode(_card(name, model)))
 
 
 async def _read_body(service: Service, scope: http.Scope, receive: http.Receive) -> bytes:
@@ -106,7 +101,7 @@ async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, s
     check_model(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give prompt or messages, one of them", param="prompt")
-    done = await _worked_on(service, _tokenize_work(body, {"max_model_len": model.max_model_len}), receive)
+    done = await _worked_on(service, _tokenize_work(body, model.max_model_len), receive)
     await http.respond(send, done.answer)
 
 
@@ -126,13 +121,13 @@ async def _drop_when_gone(service: Service, task: TextTask, receive: http.Receiv
     service.texts.drop(task, http.Disconnected())
 
 
-def _tokenize_work(body: TokenizeBody, answer: dict[str, Any]) -> TextWork:
-    """answer: what is told beside the ids."""
-    strings, options = body.return_token_strs, template_options(body)
+def _tokenize_work(body: TokenizeBody, max_model_len: int) -> TextWork:
+    options = template_options(body)
+    answer: dict[str, Any] = {"answer_max_model_len": max_model_len, "wants_strings": body.return_token_strs}
     if body.prompt is not None:
-        return Encode((body.prompt,), body.add_special_tokens is not False, answer=answer, wants_strings=strings)
+        return Encode((body.prompt,), body.add_special_tokens is not False, **answer)
     messages = tuple(message.to_template() for message in body.messages or ())
-    return Render(messages, options, bool(body.add_special_tokens), answer=answer, wants_strings=strings)
+    return Render(messages, options, bool(body.add_special_tokens), **answer)
 
 
 async def detokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -141,7 +136,7 @@ async def detokenize(service: Service, scope: http.Scope, receive: http.Receive,
     check_model(body.model, model)
     ids = check_token_ids(body.tokens, model.vocab_size, "tokens")
     done = await _worked_on(service, Decode(ids, body.skip_special_tokens), receive)
-    await http.respond_json(send, {"prompt": done.text})
+    await http.respond(send, msgspec.json.encode(Text(done.text)))
 
 
 async def tokenizer_info(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

@@ -27,7 +27,6 @@ import sys
 from typing import Any
 
 import msgspec
-import orjson
 
 from splittime.core.errors import EngineError, ErrorInfo, RequestError, SplittimeError
 from splittime.text.foreign_code import is_panic, num_bytes
@@ -43,13 +42,13 @@ WEIGHT = 0.2  # of the latest text
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
-    """Texts to token ids. most_tokens: of each; one that has more is refused. answer: fields of a JSON object that is
-    to hold the ids of the only text, and their strings if `wants_strings`."""
+    """Texts to token ids. most_tokens: of each; one that has more is refused. answer_max_model_len: the ids of the only
+    text are wanted as `Tokens` in JSON, which says this beside them; with their strings if `wants_strings`."""
 
     texts: tuple[str, ...]
     add_special_tokens: bool = True
     most_tokens: int | None = None
-    answer: dict[str, Any] | None = None
+    answer_max_model_len: int | None = None
     wants_strings: bool = False
 
     @property
@@ -59,13 +58,13 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 class Render(msgspec.Struct, frozen=True, tag=True):
     """A chat to a text by the model's template, and that to token ids. options: of the template.
-    answer, wants_strings: those of `Encode`."""
+    answer_max_model_len, wants_strings: those of `Encode`."""
 
     messages: tuple[dict[str, Any], ...]
     options: dict[str, Any] = {}
     add_special_tokens: bool = False
     most_tokens: int | None = None
-    answer: dict[str, Any] | None = None
+    answer_max_model_len: int | None = None
     wants_strings: bool = False
 
     @property
@@ -96,6 +95,15 @@ class TextDone(msgspec.Struct, frozen=True, tag=True):
     num_bytes: int = 0
     text: str = ""
     answer: bytes = b""
+
+
+class Tokens(msgspec.Struct):
+    """The answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: tuple[int, ...]
+    token_strs: list[str | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextFailed(msgspec.Struct, frozen=True, tag=True):
@@ -150,11 +158,11 @@ def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer
     special, most = work.add_special_tokens, work.most_tokens
     ids = tuple(tuple(tokenizer.encode(text, add_special_tokens=special, most_tokens=most)) for text in texts)
     size = sum(map(num_bytes, texts))
-    if work.answer is None:
+    if work.answer_max_model_len is None:
         return TextDone(ids, size)
-    strings = {"token_strs": list(map(tokenizer.id_to_token, ids[0]))} if work.wants_strings else {}
-    answer = {"count": len(ids[0]), **work.answer, "tokens": ids[0], **strings}
-    return TextDone(num_bytes=size, answer=orjson.dumps(answer))
+    strings = list(map(tokenizer.id_to_token, ids[0])) if work.wants_strings else msgspec.UNSET
+    answer = Tokens(len(ids[0]), work.answer_max_model_len, ids[0], strings)
+    return TextDone(num_bytes=size, answer=msgspec.json.encode(answer))
 
 
 def _text_size(value: Any) -> int:

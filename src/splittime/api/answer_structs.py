@@ -1,0 +1,87 @@
+"""What comes back, as the structs that are written out; `/openapi.json` is made from them. A field that is unset is not
+written. A stream's chunks are dicts in OpenAI's form (`answer.Renderer`)."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
+Timing = Annotated[dict[str, Any], Meta(description="With X-Include-Timing: the account, in nanoseconds.")]
+Notices = Annotated[list[str], Meta(description="What was changed to fit.")]
+FinishReason = Literal["stop", "length"]
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionChoice(Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    token_ids: TokenIds | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+    timing: Timing | UnsetType = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    timing: Timing | UnsetType = UNSET
+    notices: Notices | UnsetType = UNSET
+
+
+class AssistantMessage(Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct, kw_only=True):
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    token_ids: TokenIds | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+    timing: Timing | UnsetType = UNSET
+
+
+class ChatCompletion(Struct, kw_only=True):
+    object: Literal["chat.completion"] = "chat.completion"
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timing: Timing | UnsetType = UNSET
+    notices: Notices | UnsetType = UNSET
+
+
+class Model(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["splittime"] = "splittime"
+    max_model_len: int
+
+
+class Models(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Text(Struct):
+    prompt: str
