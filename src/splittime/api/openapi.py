@@ -1,5 +1,5 @@
-"""`/openapi.json`: the paths, with what may be sent (`openapi_bodies`) and what comes back (`answer_structs`). An answer
-may carry more fields than are listed. A test checks all of it against real answers."""
+"""`/openapi.json`: the paths, with what may be sent (`openapi_bodies`) and what comes back (`answer_structs`). An
+answer may carry more fields than are listed. A test checks all of it against real answers."""
 
 from collections.abc import Iterable
 from typing import Any
