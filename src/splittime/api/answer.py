@@ -24,7 +24,7 @@ from splittime.api.answer_structs import (
     CompletionChoice,
     PromptTokensDetails,
     Timing,
-    Usage,
+    TokenUsage,
 )
 from splittime.api.answer_structs import (
     FinishReason as FinishWord,
@@ -148,16 +148,16 @@ def finish_word(choice: Choice) -> FinishWord:
     return "stop" if choice.finish_reason is FinishReason.STOP else "length"
 
 
-def usage(choices: Sequence[Choice], n: int) -> Usage:
+def usage(choices: Sequence[Choice], n: int) -> TokenUsage:
     """Each prompt counts once, however many answers it got (choices are in the order of the prompts)."""
     prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in choices[::n])
     completion_tokens = sum(choice.num_output_tokens for choice in choices)
     return _counted(prompt_tokens, completion_tokens, sum(choice.cached_tokens for choice in choices[::n]))
 
 
-def _counted(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def _counted(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> TokenUsage:
     total_tokens = prompt_tokens + completion_tokens
-    return Usage(prompt_tokens, completion_tokens, total_tokens, PromptTokensDetails(cached_tokens))
+    return TokenUsage(prompt_tokens, completion_tokens, total_tokens, PromptTokensDetails(cached_tokens))
 
 
 def timing(choice: Choice, now_ns: int) -> Timing:

@@ -15,7 +15,7 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
-class Usage(Struct):
+class TokenUsage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -38,7 +38,7 @@ class Completion(Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: TokenUsage
     timing: Timing | UnsetType = UNSET
     notices: Notices | UnsetType = UNSET
 
@@ -65,12 +65,12 @@ class ChatCompletion(Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
     timing: Timing | UnsetType = UNSET
     notices: Notices | UnsetType = UNSET
 
 
-class Model(Struct, kw_only=True):
+class ModelCard(Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -80,7 +80,7 @@ class Model(Struct, kw_only=True):
 
 class Models(Struct, kw_only=True):
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class Text(Struct):

@@ -83,7 +83,7 @@ def _paths(knobs: Schema) -> Schema:
         "/v1/completions": {"post": _generation("CompletionBody", "Complete prompts", "Completion")},
         "/v1/chat/completions": {"post": _generation("ChatBody", "Answer a conversation", "ChatCompletion")},
         "/v1/models": {"get": models},
-        "/v1/models/{name}": {"get": _get("One of them", [name], answer="Model", errors=(404, 503))},
+        "/v1/models/{name}": {"get": _get("One of them", [name], answer="ModelCard", errors=(404, 503))},
         "/tokenize": {"post": _post("TokenizeBody", "Text to token ids", "Tokens", (400, 404, 413, 503))},
         "/detokenize": {"post": _post("DetokenizeBody", "Token ids to text", "Text", (400, 404, 413, 503))},
         "/tokenizer_info": {"get": _get("Special tokens, chat templates and sizes of the vocabulary", errors=(503,))},

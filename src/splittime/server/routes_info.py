@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from splittime import __version__
-from splittime.api.answer_structs import Model, Models, Text
+from splittime.api.answer_structs import ModelCard, Models, Text
 from splittime.api.decode import decode_body, decode_once, whole
 from splittime.api.limits import ModelInfo
 from splittime.api.openapi import document
@@ -74,8 +74,8 @@ async def favicon(service: Service, scope: http.Scope, receive: http.Receive, se
     await send_file(scope, send, "icon.svg")
 
 
-def _card(name: str, model: ModelInfo) -> Model:
-    return Model(id=name, created=model.created_unix_s, max_model_len=model.max_model_len)
+def _card(name: str, model: ModelInfo) -> ModelCard:
+    return ModelCard(id=name, created=model.created_unix_s, max_model_len=model.max_model_len)
 
 
 async def models(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
