@@ -28,7 +28,6 @@ from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND
 from splittime.wire.get_json import get_json
 
 if TYPE_CHECKING:
-    from splittime.bench.observation import Observation
     from splittime.diagnose.books import Books
     from splittime.diagnose.doctor import Diagnosis
     from splittime.diagnose.finding import Finding
@@ -115,10 +114,11 @@ def _check_installation(as_json: bool) -> int:
 def _read(source: str, limit: int, api_key: str | None, is_probing: bool) -> "Books":
     """A URL is asked; a file says by its content what it is."""
     from splittime.diagnose.books import books_from_file
+    from splittime.diagnose.live import books_from_server
 
     if source.startswith(("http://", "https://")):
         try:
-            return _ask(source.rstrip("/"), limit, api_key)
+            return books_from_server(lambda url: get_json(url, api_key, NOBODY), source.rstrip("/"), limit)
         except NotFound as error:
             return _look(source.rstrip("/"), api_key, is_probing, error)
     path = Path(source)
@@ -130,61 +130,20 @@ def _read(source: str, limit: int, api_key: str | None, is_probing: bool) -> "Bo
     return books_from_file(path, limit=limit)
 
 
-def _ask(base: str, limit: int, api_key: str | None) -> "Books":
-    """The server's facts (an older one has none), its latest requests, and the steps in their time. Raises
-    `EngineError` if it was restarted meanwhile: its answers would be of two servers."""
-    from splittime.diagnose.books import books_from_answers
-
-    facts = _facts(base, api_key)
-    accounts = _get(f"{base}/ledger/requests?limit={limit}", api_key)
-    steps = _get(f"{base}/ledger/steps?limit={MAX_LIMIT}", api_key)
-    if _starts(facts) != _starts(_facts(base, api_key)):
-        raise EngineError(f"{base} was restarted while it was read", hint="Ask once more, when it has served a while.")
-    return books_from_answers(facts, accounts, steps, base)
-
-
 def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound) -> "Books":
     """A server without a ledger. Raises `NotFound`, with what was asked for, where its kind is not known either."""
     from splittime.bench.event_loop import run_loop
-    from splittime.bench.observation import observe, what_is_sent
+    from splittime.bench.observation import ServerKind, observe, what_is_sent
     from splittime.diagnose.books import another_server
+    from splittime.diagnose.live import books_of_observed
     from splittime.wire.target import Target
 
     talk().print(f"{base} keeps no ledger; its metrics are watched, and {what_is_sent()}", markup=False)
     try:
-        return _books_of_observation(run_loop(observe(Target(url=base, api_key=api_key), is_probing)))
+        found = run_loop(observe(Target(url=base, api_key=api_key), is_probing))
+        return books_of_observed(found.run, is_watched=found.kind == ServerKind.WATCHED)
     except NotFound:
         raise NotFound(no_ledger.info.message, hint=another_server(base)) from None
-
-
-def _books_of_observation(found: "Observation") -> "Books":
-    """Returns the books of another kind of server. `source` says what was done to it."""
-    from splittime.diagnose.books import books_from_run
-
-    about = found.run.arms[0]
-    name = f"{about.kind} {about.version}" if about.version else about.kind
-    seconds = (found.run.measured_until_ns - found.run.measured_from_ns) / 1e9
-    how = (
-        f"watched for {seconds:.0f} s, sent nothing" if found.kind == "watched" else f"idle, probed for {seconds:.0f} s"
-    )
-    return books_from_run(found.run, source=f"{name} at {about.url}, {how}")
-
-
-def _facts(base: str, api_key: str | None) -> Any:
-    try:
-        return _get(f"{base}/ledger/facts", api_key)
-    except NotFound:
-        return None
-
-
-def _get(url: str, api_key: str | None) -> Any:
-    return get_json(url, api_key, NOBODY)
-
-
-def _starts(facts: Any) -> list[Any]:
-    """When its processes began."""
-    processes = facts.get("processes") if isinstance(facts, dict) else None
-    return [process.get("started_ns") for process in processes or () if isinstance(process, dict)]
 
 
 def told(diagnosis: "Diagnosis") -> Text:

@@ -1,7 +1,6 @@
 """`splittime explain [REQUEST_ID]`: one request's life, and why it was slow, from a running server or a ledger file."""
 
 import sys
-import urllib.parse
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,16 +11,13 @@ from rich.console import Console
 from rich.text import Text
 
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk
-from splittime.core.errors import ConfigError, EngineError, NotFound
-from splittime.ledger.account import ClosedAccount
-from splittime.ledger.account_json import account_from_json, account_json
-from splittime.ledger.steps import StepRecord
-from splittime.ledger.store import LedgerFile, open_readonly
+from splittime.core.errors import ConfigError
+from splittime.diagnose.found_accounts import AccountQuestion, FoundAccounts, accounts_from_file, accounts_from_server
+from splittime.ledger.account_json import account_json
 from splittime.wire.get_json import get_json
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_STEPS = 10_000
-MAX_OTHERS = 1_000
 NOBODY = "Is `splittime serve` running there? Name another with --url, or a file with --ledger."
 
 EXAMPLES = f"""\b
@@ -31,14 +27,6 @@ Examples:
   splittime explain cmpl-5f3a --ledger run.sqlite  a file, after a crash
 
 {EXIT_CODES}"""
-
-
-class FoundAccounts(msgspec.Struct, frozen=True):
-    """What to explain, who to hold it against, and the steps in its time."""
-
-    accounts: list[ClosedAccount]
-    others: list[ClosedAccount]
-    steps: list[StepRecord]
 
 
 @fails_clearly
@@ -60,11 +48,20 @@ def explain(
     """Show where a request's time went, why it waited, and what made it slower than its like."""
     if (request_id is None) == (slowest is None):
         raise ConfigError("give a REQUEST_ID or --slowest N, one of them", param="request_id")
-    found = _from_file(ledger, request_id, slowest) if ledger else _from_server(url, request_id, slowest, api_key)
+    found = _find(AccountQuestion(request_id, slowest), url, ledger, api_key)
     if json:
         sys.stdout.buffer.write(orjson.dumps(_as_json(found)) + b"\n")
         return
     _print(found)
+
+
+def _find(question: AccountQuestion, url: str, ledger: Path | None, api_key: str | None) -> FoundAccounts:
+    if ledger is not None:
+        return accounts_from_file(ledger, question)
+    base = url.rstrip("/")
+    return accounts_from_server(
+        base, question, lambda asked: get_json(asked, api_key, NOBODY), lambda: _latest_steps(base, api_key)
+    )
 
 
 def _as_json(found: FoundAccounts) -> dict[str, Any]:
@@ -96,52 +93,6 @@ def without_controls(text: Text) -> Text:
     ids and error messages are what clients sent."""
     shown = "".join(char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text.plain)
     return Text(shown, style=text.style, spans=text.spans)
-
-
-def _slowest(others: list[ClosedAccount], number: int, where: str) -> list[ClosedAccount]:
-    """Returns those that were served, the slowest first."""
-    served = [account for account in others if account.finish_reason != "refused"]
-    if not served:
-        raise NotFound(f"no request in {where} yet", param="slowest")
-    return sorted(served, key=lambda account: account.start_ns - account.end_ns)[:number]
-
-
-def _from_file(path: Path, request_id: str | None, slowest: int | None) -> FoundAccounts:
-    file = open_readonly(path)
-    try:
-        return _read(file, path, request_id, slowest)
-    finally:
-        file.close()
-
-
-def _read(file: LedgerFile, path: Path, request_id: str | None, slowest: int | None) -> FoundAccounts:
-    others = file.accounts(limit=MAX_OTHERS)
-    accounts = file.account(request_id) if request_id is not None else _slowest(others, slowest or 1, str(path))
-    if not accounts:
-        raise NotFound(f"no request {request_id!r} in {path}", param="request_id", value=request_id)
-    return FoundAccounts(accounts, others, file.steps_between(*_step_range(accounts)))
-
-
-def _step_range(accounts: list[ClosedAccount]) -> tuple[int, int]:
-    """The instants between which the requests' steps ran."""
-    return min(account.start_ns for account in accounts), max(account.end_ns for account in accounts)
-
-
-def _from_server(url: str, request_id: str | None, slowest: int | None, api_key: str | None) -> FoundAccounts:
-    base = url.rstrip("/")
-    asked = None
-    if request_id is not None:
-        asked = get_json(f"{base}/ledger/requests/{urllib.parse.quote(request_id, safe='')}", api_key, NOBODY)
-    listed = get_json(f"{base}/ledger/requests?limit={MAX_OTHERS}", api_key, NOBODY)
-    steps = _latest_steps(base, api_key)
-    try:
-        others = [account_from_json(entry) for entry in listed["accounts"]]
-        records = msgspec.convert(steps["steps"], list[StepRecord])
-        if asked is None:
-            return FoundAccounts(_slowest(others, slowest or 1, base), others, records)
-        return FoundAccounts([account_from_json(entry) for entry in asked.get("choices", [asked])], others, records)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # msgspec's errors are ValueErrors
-        raise EngineError(f"what {base} answered is no account: {error}", hint="Is it a splittime server?") from None
 
 
 def _latest_steps(base: str, api_key: str | None) -> Any:

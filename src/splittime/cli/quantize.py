@@ -22,8 +22,6 @@ from splittime.core.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from splittime.lab.quantize.calibration import Calibration
-    from splittime.lab.quantize.settings import QuantizeSettings
     from splittime.lab.quantize.summary import QuantizeSummary
 
 EXAMPLES = """\b
@@ -81,7 +79,7 @@ class QuantizeOptions:
         int | None,
         typer.Option("--group-size", metavar="N", help="Columns that share a scale, -1 for whole rows. Default: 128."),
     ] = None
-    bits: Annotated[int | None, typer.Option("--bits", metavar="4|8", help="Of gptq. Default: 4.")] = None
+    bits: Annotated[int | None, typer.Option("--bits", metavar="4|8", help="Bits of gptq. Default: 4.")] = None
     act_order: Annotated[bool, typer.Option("--act-order", help="gptq: round the columns that matter most first.")] = (
         False
     )
@@ -125,44 +123,18 @@ def quantize(given: QuantizeOptions) -> None:
         hint = "start from the folder of safetensors that it was made of"
         raise ConfigError(f"{folder.name} is a GGUF file; it is not read here", param="model", hint=hint)
     with doing("reading the model"):
-        from splittime.lab.quantize import job  # brings torch
+        from splittime.lab.quantize import calibration, job  # brings torch
+        from splittime.lab.quantize.settings import QuantizeSettings, settings_from
 
-        settings = _settings(given)
-        text = None if given.calibrate is None else _read_text(folder, given.calibrate, settings)
+        fields = {name: getattr(given, name) for name in QuantizeSettings.__struct_fields__}
+        settings = settings_from(fields, has_text=given.calibrate is not None)
+        text = None if given.calibrate is None else calibration.read_for(folder, given.calibrate, settings)
     with _progress() as (on_layer, on_step):
         summary = job.quantize(folder, given.out, settings, text, on_layer=on_layer, on_step=on_step)
     if given.json:
         sys.stdout.buffer.write(msgspec.json.encode(summary) + b"\n")
     else:
         _show(summary)
-
-
-def _settings(given: QuantizeOptions) -> "QuantizeSettings":
-    """Returns what was given, by the same names; the rest is the defaults. Raises `ConfigError` for what cannot be."""
-    from splittime.lab.quantize.settings import QuantizeSettings
-
-    fields = {name: getattr(given, name) for name in QuantizeSettings.__struct_fields__}
-    settings = QuantizeSettings(**{name: value for name, value in fields.items() if value is not None})
-    settings.resolved()  # to check it; the job fills in the scheme's defaults
-    of_text = {name: fields[name] for name in ("samples", "length", "seed") if fields[name] is not None}
-    for name, value in of_text.items():
-        if given.calibrate is None:
-            raise ConfigError(f"--{name} {value}: it belongs to --calibrate FILE, and there is none", param="calibrate")
-    return settings
-
-
-def _read_text(folder: Path, path: Path, settings: "QuantizeSettings") -> "Calibration":
-    from splittime.lab.quantize import calibration
-    from splittime.models.config import load_config
-    from splittime.text.tokenizer import Tokenizer
-
-    context = load_config(folder).max_position_embeddings
-    length = settings.length or min(calibration.DEFAULT_LENGTH, context)
-    if length > context:
-        raise ConfigError(
-            f"--length {length} is beyond the model's context of {context}", param="length", limit=context
-        )
-    return calibration.read(path, Tokenizer.load(folder), settings.samples, length, settings.seed)
 
 
 @contextmanager

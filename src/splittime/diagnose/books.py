@@ -3,7 +3,7 @@
 books_from_file(path)       a ledger file, or what `splittime bench` saved; which, its content says; of a file
                                 that several servers have written to, what belongs to the last one, whose facts it has
 books_from_run(run, arm)    of one server of a run
-books_from_answers(...)     of a live server's answers; who asks it, over HTTP, is `cli.doctor`
+books_from_answers(...)     of a live server's answers; `diagnose.live` asks for them
 """
 
 from collections.abc import Callable, Sequence

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError, SplittimeError
+from splittime.lab.quantize.settings import QuantizeSettings
+from splittime.models.config import load_config
+from splittime.text.tokenizer import Tokenizer
 
 ENOUGH = 16
 MAX_PIECE_CHARS = 1 << 20
@@ -62,6 +65,17 @@ def read(path: Path, tokens: CalibrationTokens, samples: int, length: int, seed:
     chosen = np.sort(np.random.default_rng(seed).permutation(found)[:samples])
     windows = np.array(stream[: found * length], dtype=np.int64).reshape(found, length)[chosen]
     return Calibration(torch.from_numpy(windows))
+
+
+def read_for(model: Path, path: Path, settings: QuantizeSettings) -> Calibration:
+    """Returns the text as the model's tokenizer reads it, in windows that its context takes."""
+    context = load_config(model).max_position_embeddings
+    length = settings.length or min(DEFAULT_LENGTH, context)
+    if length > context:
+        raise ConfigError(
+            f"--length {length} is beyond the model's context of {context}", param="length", limit=context
+        )
+    return read(path, Tokenizer.load(model), settings.samples, length, settings.seed)
 
 
 def _stream(path: Path, tokens: CalibrationTokens, enough: int) -> list[int]:

@@ -4,6 +4,8 @@ A flag that the chosen scheme has no use for is refused rather than ignored. `--
 other: the kernels skip no zeros, so a pruned checkpoint stays dense, and one that is both would only be worse.
 """
 
+from typing import Any
+
 import msgspec
 
 from splittime.core.errors import ConfigError
@@ -49,6 +51,17 @@ class QuantizeSettings(msgspec.Struct, frozen=True, kw_only=True):
     def needs_text(self) -> bool:
         """Whether there is no result without calibration text (of resolved settings)."""
         return self.scheme in ("awq", "gptq") or self.metric == "wanda" or bool(self.smooth)
+
+
+def settings_from(fields: dict[str, Any], *, has_text: bool) -> QuantizeSettings:
+    """Returns the settings of what was given, by name; None means not given. Raises `ConfigError` if it cannot be."""
+    settings = QuantizeSettings(**{name: value for name, value in fields.items() if value is not None})
+    settings.resolved()  # to check it; the job fills in the scheme's defaults
+    for name in ("samples", "length", "seed"):
+        value = fields[name]
+        if value is not None and not has_text:
+            raise ConfigError(f"--{name} {value}: it belongs to --calibrate FILE, and there is none", param="calibrate")
+    return settings
 
 
 def _check_counts(settings: QuantizeSettings) -> None:
