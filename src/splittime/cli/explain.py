@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import orjson
@@ -12,9 +12,11 @@ from rich.text import Text
 
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk
 from splittime.core.errors import ConfigError
-from splittime.diagnose.found_accounts import AccountQuestion, FoundAccounts, accounts_from_file, accounts_from_server
 from splittime.ledger.account_json import account_json
 from splittime.wire.get_json import get_json
+
+if TYPE_CHECKING:
+    from splittime.diagnose.found_accounts import FoundAccounts
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_STEPS = 10_000
@@ -48,14 +50,19 @@ def explain(
     """Show where a request's time went, why it waited, and what made it slower than its like."""
     if (request_id is None) == (slowest is None):
         raise ConfigError("give a REQUEST_ID or --slowest N, one of them", param="request_id")
-    found = _find(AccountQuestion(request_id, slowest), url, ledger, api_key)
+    found = _find(request_id, slowest, url, ledger, api_key)
     if json:
         sys.stdout.buffer.write(orjson.dumps(_as_json(found)) + b"\n")
         return
     _print(found)
 
 
-def _find(question: AccountQuestion, url: str, ledger: Path | None, api_key: str | None) -> FoundAccounts:
+def _find(
+    request_id: str | None, slowest: int | None, url: str, ledger: Path | None, api_key: str | None
+) -> "FoundAccounts":
+    from splittime.diagnose.found_accounts import AccountQuestion, accounts_from_file, accounts_from_server
+
+    question = AccountQuestion(request_id, slowest)
     if ledger is not None:
         return accounts_from_file(ledger, question)
     base = url.rstrip("/")
@@ -64,7 +71,7 @@ def _find(question: AccountQuestion, url: str, ledger: Path | None, api_key: str
     )
 
 
-def _as_json(found: FoundAccounts) -> dict[str, Any]:
+def _as_json(found: "FoundAccounts") -> dict[str, Any]:
     from splittime.diagnose.against_median import compare
     from splittime.diagnose.explain import steps_of
     from splittime.ledger.device_time import device_time
@@ -78,7 +85,7 @@ def _as_json(found: FoundAccounts) -> dict[str, Any]:
     }
 
 
-def _print(found: FoundAccounts) -> None:
+def _print(found: "FoundAccounts") -> None:
     from splittime.diagnose.against_median import compare, told
     from splittime.diagnose.explain import explain as explain_account
 

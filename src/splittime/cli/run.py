@@ -21,7 +21,6 @@ import typer
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings
 from splittime.cli.answer import MAX_TOKENS, asked, stream
-from splittime.cli.chat import chat
 from splittime.cli.options import EXIT_CODES, JsonFlag, talk, with_settings
 from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
@@ -104,6 +103,8 @@ def run(settings: Settings, given: GenerateOptions) -> None:
     llm = _loaded(settings, model)
     sampling = msgspec.structs.replace(llm.default_sampling, **sampling_given)
     if is_chat:
+        from splittime.cli.chat import chat
+
         return chat(llm, sampling, given.raw)
     raw = given.raw or model_source.is_packaged(model or settings["model"])
     output = stream(llm, *asked(llm, [{"role": "user", "content": text}], sampling, raw), is_shown=not given.json)
