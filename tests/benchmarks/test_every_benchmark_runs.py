@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.mutation import PARTS
+
 ROOT = Path(__file__).parents[2]
 PACKAGED = str(ROOT / "src" / "splittime" / "packaged" / "code")
 NAMED_WHOLE = re.compile(r"\bbenchmarks\.([a-z_]+(?:\.[a-z_]+)*)")
@@ -81,6 +83,13 @@ def test_every_name_has_an_entry_and_every_entry_a_name():
     entries = [*WITH_TORCH, *ALONE, *WHY_NOT]
     assert len(entries) == len(set(entries))
     assert set(entries) == named()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_mutated_and_its_tests_are_there(part: str):
+    places, tests = PARTS[part]
+    assert all((ROOT / "src" / "splittime" / place).exists() for place in places.split())
+    assert all((ROOT / "tests" / folder).is_dir() for folder in tests.split())
 
 
 @pytest.fixture(scope="module")
