@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "splittime"
-RIDDLES = {"bed", "fate", "fitted", "happened", "lapse", "sparing", "way"}
+RIDDLES = {"bed", "fate", "fitted", "happened", "lapse", "lost", "news", "sparing", "told", "way"}
 
 
 @cache

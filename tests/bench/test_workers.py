@@ -8,7 +8,7 @@ from splittime.bench import workers
 from splittime.bench.book.records import Ending
 from splittime.bench.jobs import Job
 from splittime.bench.mock_server import Timings
-from splittime.bench.share import News
+from splittime.bench.share import LoadCounts
 from splittime.wire.target import RunOptions
 from tests.bench.test_run import MS, at, carried_out, schedule_of
 from tests.bench.waiting import Gathering
@@ -55,8 +55,8 @@ def test_how_many(asked, tokens, cores, expected, monkeypatch):
 
 def test_news_add_up():
     worker = workers.WorkerProcess(None)
-    worker._news.add(News(begun=2, ended=1, in_flight=(3,), ttft_ns=[(1, 2)]))
-    worker._news.add(News(begun=1, ended=1, in_flight=(1,), ttft_ns=[(3, 4)]))
-    news = worker.news()
-    assert (news.begun, news.ended, news.in_flight, news.ttft_ns) == (3, 2, (1,), [(1, 2), (3, 4)])
-    assert (worker.news().begun, worker.news().in_flight) == (0, (1,))
+    worker._counts.add(LoadCounts(begun=2, ended=1, in_flight=(3,), ttft_ns=[(1, 2)]))
+    worker._counts.add(LoadCounts(begun=1, ended=1, in_flight=(1,), ttft_ns=[(3, 4)]))
+    counts = worker.take_counts()
+    assert (counts.begun, counts.ended, counts.in_flight, counts.ttft_ns) == (3, 2, (1,), [(1, 2), (3, 4)])
+    assert (worker.take_counts().begun, worker.take_counts().in_flight) == (0, (1,))

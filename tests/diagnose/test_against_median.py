@@ -8,7 +8,7 @@ from rich.console import Console
 from test_rules_queue import poisson
 from ward import Case, Ward, ids
 
-from splittime.diagnose.against_median import MIN_OTHERS, compare, told
+from splittime.diagnose.against_median import MIN_OTHERS, compare, comparison_text
 from splittime.ledger import derive
 from splittime.ledger.stages import Cause, Stage
 
@@ -61,7 +61,7 @@ def test_the_usual_request_has_nothing_to_tell():
     books = Ward().run(*spaced(20))
     comparison = compare(books.accounts[7], books.accounts, books.steps)
     assert comparison.differences == ()
-    assert "Nothing took" in plain(told(comparison))
+    assert "Nothing took" in plain(comparison_text(comparison))
 
 
 def test_too_few_others_are_said_to_be_too_few():
@@ -85,6 +85,6 @@ def test_those_of_other_lengths_and_the_aborted_do_not_count():
 def test_fits_80_columns():
     ward = Ward(token_ms=0.1, settings={"max_num_batched_tokens": 256, "max_prefill_tokens": 128})
     books = ward.run(*spaced(20), Case(1020, ids(1800, 99), 1), Case(1040, ids(30, 77), 10))
-    shown = plain(told(compare(max(books.accounts, key=derive.e2e_ns), books.accounts, books.steps)))
-    shown += plain(told(compare(books.accounts[6], books.accounts, books.steps)))
+    shown = plain(comparison_text(compare(max(books.accounts, key=derive.e2e_ns), books.accounts, books.steps)))
+    shown += plain(comparison_text(compare(books.accounts[6], books.accounts, books.steps)))
     assert max(map(len, shown.splitlines())) <= 80

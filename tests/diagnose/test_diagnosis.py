@@ -10,7 +10,7 @@ from rich.console import Console
 from test_rules_queue import poisson
 from ward import Ward
 
-from splittime.cli.doctor import told
+from splittime.cli.doctor import diagnosis_text
 from splittime.diagnose.doctor import MIN_REQUESTS, Diagnosis, diagnose, of_time, roots
 from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND, RULES, Cure, Finding, in_order
 from splittime.ledger.stages import Cause, Stage
@@ -143,7 +143,7 @@ def test_the_same_books_give_the_same_answer():
 def test_told_in_80_columns(settings):
     shown = io.StringIO()
     diagnosis = diagnose(Ward(settings=settings).run(*poisson(25, 100, output=60)))
-    Console(file=shown, width=200, color_system=None).print(told(diagnosis))
+    Console(file=shown, width=200, color_system=None).print(diagnosis_text(diagnosis))
     assert max(map(len, shown.getvalue().splitlines())) <= 80
     if diagnosis.illnesses:
         assert "1. " + diagnosis.illnesses[0].name in shown.getvalue()

@@ -1,4 +1,4 @@
-"""One run while it goes on: the parts that make its load, their news, the server's gauges, and when to stop.
+"""One run while it goes on: the parts that make its load, their counts, the server's gauges, and when to stop.
 
 Each wait of a run outside its load goes through `unless` or `before_the_load`, so that it can be ended.
 """
@@ -19,7 +19,7 @@ from splittime.bench.event_loop import no_garbage_collection
 from splittime.bench.jobs import Job, split
 from splittime.bench.load import Load
 from splittime.bench.schedule import Schedule
-from splittime.bench.share import LoadShare, News, OnProgress, Progress, Vitals
+from splittime.bench.share import LoadCounts, LoadShare, OnProgress, Progress, Vitals
 from splittime.bench.workers import WorkerProcess, num_workers
 from splittime.core.errors import EngineError
 from splittime.stats import saturation
@@ -54,7 +54,7 @@ class Conductor:
         self.samples: list[Sample] = []
         self.steal: RunCheck | None = None
         self.stopped: str | None = None
-        self._tally = News()
+        self._tally = LoadCounts()
         self._in_flight = [0] * len(arms)
         self._judge = saturation.Judge()
         self._run_id = f"bench-{secrets.token_hex(6)}"
@@ -155,14 +155,14 @@ class Conductor:
 
     def _take_news(self) -> bool:
         """Whether every process has all its measured outcomes."""
-        news = [part.news() for part in self._parts]
-        for one in news:
+        counts = [part.take_counts() for part in self._parts]
+        for one in counts:
             self._tally.add(one)
             self._judge.add_ttft(one.ttft_ns)
         for arm in range(len(self._arms)):
-            self._in_flight[arm] = sum(one.in_flight[arm] for one in news if one.in_flight)
+            self._in_flight[arm] = sum(one.in_flight[arm] for one in counts if one.in_flight)
         self._judge.add_in_flight(self._elapsed_ns(), sum(self._in_flight))
-        return all(one.is_measured_done for one in news)
+        return all(one.is_measured_done for one in counts)
 
     def _end(self, why: str) -> None:
         if self.stopped is None:

@@ -29,7 +29,7 @@ from splittime.bench.alarm import Alarm
 from splittime.bench.book.records import Ending, Outcome
 from splittime.bench.client import Client, unsent
 from splittime.bench.jobs import Job
-from splittime.bench.share import LoadShare, News, Vitals
+from splittime.bench.share import LoadCounts, LoadShare, Vitals
 
 now_ns = time.monotonic_ns
 LAG_PROBE_NS = 5_000_000
@@ -38,7 +38,7 @@ FAILURES = (Ending.FAILED, Ending.REFUSED, Ending.TIMED_OUT)
 
 
 class Load:
-    """`send` is for the two loops; `news` and `stop` are for whoever watches."""
+    """`send` is for the two loops; `take_counts` and `stop` are for whoever watches."""
 
     def __init__(self, share: LoadShare, *, is_alone: bool = True) -> None:
         self.share, self._is_alone = share, is_alone
@@ -51,7 +51,7 @@ class Load:
         self._measured_left = sum(job.is_measured for job in share.jobs)
         self._tasks: set[asyncio.Task[object]] = set()
         self._room = asyncio.Semaphore(share.max_in_flight) if share.max_in_flight else None
-        self._news = News()
+        self._counts = LoadCounts()
         self._why = ""
         self._lag_ns: list[int] = []
         self._cpu_share = 0.0
@@ -76,7 +76,7 @@ class Load:
             await self._room.acquire()
             held_ns += now_ns() - waits_from_ns
         try:
-            self._news.begun += 1
+            self._counts.begun += 1
             outcome = await self.clients[job.arm].send(job, intended_ns, held_ns)
         finally:
             if self._room is not None:
@@ -86,23 +86,23 @@ class Load:
 
     def _note(self, job: Job, outcome: Outcome) -> None:
         self._outcomes[job.planned.index, job.arm] = outcome
-        news = self._news
-        news.ended += 1
-        news.failed += outcome.ending in FAILURES
-        news.output_tokens += outcome.output_tokens or 0
+        counts = self._counts
+        counts.ended += 1
+        counts.failed += outcome.ending in FAILURES
+        counts.output_tokens += outcome.output_tokens or 0
         self._measured_left -= job.is_measured
         if self._measured_left == 0 and self._is_alone:
             self.stop("the run was over")  # what is left only kept the load up
 
     # ---- for whoever watches
 
-    def news(self) -> News:
+    def take_counts(self) -> LoadCounts:
         in_flight = tuple(len(client.in_flight) for client in self.clients)
-        news, self._news = self._news, News()
+        counts, self._counts = self._counts, LoadCounts()
         for client in self.clients:
-            news.ttft_ns += client.first_chunks
+            counts.ttft_ns += client.first_chunks
             client.first_chunks.clear()
-        return msgspec.structs.replace(news, in_flight=in_flight, is_measured_done=self._measured_left == 0)
+        return msgspec.structs.replace(counts, in_flight=in_flight, is_measured_done=self._measured_left == 0)
 
     def stop(self, why: str) -> None:
         """Begin nothing more and hang up."""

@@ -1,4 +1,4 @@
-"""The values that cross between a run and its processes, unchanged by a pipe, and the progress that their news add up
+"""The values that cross between a run and its processes, unchanged by a pipe, and the progress that the counts add up
 to.
 """
 
@@ -39,9 +39,9 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     died: str | None = None
 
 
-class News(msgspec.Struct, kw_only=True):
-    """What happened since the last news. in_flight: by arm, now. ttft_ns: of each first chunk, when it came from the
-    run's begin, and its response TTFT."""
+class LoadCounts(msgspec.Struct, kw_only=True):
+    """What happened since the last counts were taken. in_flight: by arm, now. ttft_ns: of each first chunk, when it
+    came from the run's begin, and its response TTFT."""
 
     begun: int = 0
     ended: int = 0
@@ -51,8 +51,8 @@ class News(msgspec.Struct, kw_only=True):
     ttft_ns: list[tuple[int, int]] = []
     is_measured_done: bool = False
 
-    def add(self, later: "News") -> None:
-        """Counts what happened since; what holds now is the later news'."""
+    def add(self, later: "LoadCounts") -> None:
+        """Counts what happened since; what holds now is as the later ones say."""
         self.begun += later.begun
         self.ended += later.ended
         self.failed += later.failed

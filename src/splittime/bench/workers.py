@@ -3,7 +3,7 @@
 The jobs are dealt out, the outcomes merged.
 
 Each worker is this file as a program: it reads its share from standard input, says that it is ready, is told the begin
-(CLOCK_MONOTONIC is one clock for all processes of a host), carries the share out and writes news and outcomes to
+(CLOCK_MONOTONIC is one clock for all processes of a host), carries the share out and writes counts and outcomes to
 standard output. Frames are a length and msgpack. A worker that dies makes the run say so: its requests are UNSENT, and
 `Vitals.died` voids the run. Each has a session of its own, so that no signal that is meant for the run reaches it; it
 ends with the pipe to the run.
@@ -26,7 +26,7 @@ from splittime.bench.client import unsent
 from splittime.bench.event_loop import no_garbage_collection, run_loop
 from splittime.bench.jobs import Job
 from splittime.bench.load import Load
-from splittime.bench.share import LoadShare, News, Vitals
+from splittime.bench.share import LoadCounts, LoadShare, Vitals
 from splittime.core.errors import EngineError, SplittimeError
 
 CHUNKS_PER_S_OF_ONE = 8_000.0  # what one process reads with its event loop mostly idle
@@ -46,8 +46,8 @@ class WorkerReady(msgspec.Struct, tag=True):
     pass
 
 
-class NewsUpdate(msgspec.Struct, tag=True):
-    news: News
+class CountsUpdate(msgspec.Struct, tag=True):
+    counts: LoadCounts
 
 
 class Done(msgspec.Struct, tag=True):
@@ -56,7 +56,7 @@ class Done(msgspec.Struct, tag=True):
 
 
 ToWorker = BeginLoad | Stop
-FromWorker = WorkerReady | NewsUpdate | Done
+FromWorker = WorkerReady | CountsUpdate | Done
 
 
 def num_workers(asked: int | None, jobs: Sequence[Job]) -> int:
@@ -94,7 +94,7 @@ class WorkerProcess:
     def __init__(self, share: LoadShare) -> None:
         self._share = share
         self._process: asyncio.subprocess.Process | None = None
-        self._news = News()
+        self._counts = LoadCounts()
 
     async def prepare(self) -> None:
         """Returns when it is ready for the begin. Raises `EngineError`."""
@@ -119,14 +119,14 @@ class WorkerProcess:
                 message = await self._read()
                 if isinstance(message, Done):
                     return message.outcomes, message.vitals
-                if isinstance(message, NewsUpdate):
-                    self._news.add(message.news)
+                if isinstance(message, CountsUpdate):
+                    self._counts.add(message.counts)
         except (asyncio.IncompleteReadError, ConnectionError):
             return self._dead(await self._process.wait())
 
-    def news(self) -> News:
-        now = self._news
-        self._news = News(in_flight=now.in_flight, is_measured_done=now.is_measured_done)
+    def take_counts(self) -> LoadCounts:
+        now = self._counts
+        self._counts = LoadCounts(in_flight=now.in_flight, is_measured_done=now.is_measured_done)
         return now
 
     def stop(self, why: str) -> None:
@@ -189,7 +189,7 @@ async def _carry_out(load: Load, begin_ns: int, reader: asyncio.StreamReader, wr
     listening.cancel()
     telling.cancel()
     await asyncio.gather(listening, telling, return_exceptions=True)
-    write(NewsUpdate(load.news()))
+    write(CountsUpdate(load.take_counts()))
     write(Done(outcomes, vitals))
 
 
@@ -204,7 +204,7 @@ async def _listen(reader: asyncio.StreamReader, load: Load) -> None:
 async def _tell(write: Any, load: Load) -> None:
     while True:
         await asyncio.sleep(NEWS_S)
-        write(NewsUpdate(load.news()))
+        write(CountsUpdate(load.take_counts()))
 
 
 async def _pipes() -> tuple[asyncio.StreamReader, Any]:

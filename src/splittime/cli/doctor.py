@@ -88,7 +88,7 @@ def doctor(
     if json:
         sys.stdout.buffer.write(orjson.dumps(diagnosis.as_json()) + b"\n")
     else:
-        Console(highlight=False, soft_wrap=True).print(without_controls(told(diagnosis)))
+        Console(highlight=False, soft_wrap=True).print(without_controls(diagnosis_text(diagnosis)))
     raise typer.Exit(diagnosis.exit_code)
 
 
@@ -146,7 +146,7 @@ def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound)
         raise NotFound(no_ledger.info.message, hint=another_server(base)) from None
 
 
-def told(diagnosis: "Diagnosis") -> Text:
+def diagnosis_text(diagnosis: "Diagnosis") -> Text:
     """For people, in 80 columns: the findings first, then the limits, then what could not be told."""
     text = Text(
         f"{_many(diagnosis.num_requests, 'request')}, {_many(diagnosis.num_steps, 'step')}: {diagnosis.source}\n",

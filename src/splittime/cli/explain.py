@@ -86,13 +86,13 @@ def _as_json(found: "FoundAccounts") -> dict[str, Any]:
 
 
 def _print(found: "FoundAccounts") -> None:
-    from splittime.diagnose.against_median import compare, told
+    from splittime.diagnose.against_median import compare, comparison_text
     from splittime.diagnose.explain import explain as explain_account
 
     console = Console(highlight=False, soft_wrap=True)
     for account in found.accounts:
         console.print(without_controls(explain_account(account, found.steps)))
-        console.print(without_controls(told(compare(account, found.others, found.steps))))
+        console.print(without_controls(comparison_text(compare(account, found.others, found.steps))))
 
 
 def without_controls(text: Text) -> Text:

@@ -196,7 +196,7 @@ def _blame(key: Key, blamed: Blamed) -> tuple[int, int]:
     return (blamed.prefill_tokens, blamed.shared_ns) if by_tokens else (blamed.shared_ns, blamed.tokens)
 
 
-def told(comparison: MedianComparison) -> Text:
+def comparison_text(comparison: MedianComparison) -> Text:
     """For people, in 80 columns."""
     if comparison.thin is not None:
         return Text(_wrapped(f"Not compared: {comparison.thin}."))

@@ -28,7 +28,7 @@ from splittime.bench.book.rates import Drift, Trend
 from splittime.bench.book.records import Ending, Phase, Run, RunCheck
 from splittime.bench.book.slo import judge, limits_of
 from splittime.bench.report.latencies import ROWS, buckets, latencies
-from splittime.bench.report.text import UNKNOWN, digits, ends, estimate, line, listed, ms, percent
+from splittime.bench.report.text import UNKNOWN, digits, ends, estimate, listed, ms, percent, sentence
 from splittime.present.tables import Sentence, at_most
 from splittime.stats.intervals import MIN_INDEPENDENT, MOST_ABOVE, Estimate
 
@@ -76,7 +76,7 @@ def cannot_tell(found: Summary) -> Iterator[Sentence]:
             f"independent ones ({ROW_NAMES[name]}), as they waited in the same queues; {_too_few(worst.independent)}."
             f" A run about {longer} times as long would tell, or a lower rate"
         )
-    yield line("intervals", f"{text}.", "yellow")
+    yield sentence("intervals", f"{text}.", "yellow")
 
 
 def _is_open(mean: Estimate) -> bool:
@@ -98,15 +98,17 @@ def may_be_off(run: Run, arm: int, found: Summary) -> Iterator[Sentence]:
         if name in found.figures:
             p50, p99 = (ms(off_ns(run, arm, parse_metric(f"{name}_{statistic}"))) for statistic in ("p50", "p99"))
             known.append(f"{ROW_NAMES[name]} {p50} ms at p50 and {p99} ms at p99")
-    yield line("lateness", f"the client's own may have made longer, by at most: {', '.join(known)}.", "yellow")
+    yield sentence("lateness", f"the client's own may have made longer, by at most: {', '.join(known)}.", "yellow")
 
 
 def checks(run: Run) -> RenderableType:
     """What the client found of itself: the good in one line, each other by itself."""
     good = [check.name.replace("_", " ") for check in run.checks if check.ok]
-    lines = [line("note", _check_sentence(check), "yellow") for check in run.checks if not check.ok and not check.voids]
+    lines = [
+        sentence("note", _check_sentence(check), "yellow") for check in run.checks if not check.ok and not check.voids
+    ]
     if good:
-        lines.append(line("checked", f"in order: {listed(good)}"))
+        lines.append(sentence("checked", f"in order: {listed(good)}"))
     return Group(*lines)
 
 
@@ -153,7 +155,7 @@ def _header(run: Run) -> RenderableType:
     ]
     if run.stopped:
         lines.append(("stopped", run.stopped))
-    return Group(*(line(name, text) for name, text in lines))
+    return Group(*(sentence(name, text) for name, text in lines))
 
 
 def _settings(run: Run) -> str:
@@ -168,7 +170,7 @@ def _arm_line(run: Run, arm: int) -> Sentence:
     if server.round_trip_ns:
         words.append(f"round trip {ms(sorted(server.round_trip_ns)[len(server.round_trip_ns) // 2])} ms")
     name = "server" if len(run.arms) == 1 else f"server {'AB'[arm]}"
-    return line(name, ", ".join(words), "bold")
+    return sentence(name, ", ".join(words), "bold")
 
 
 def _endings(found: Summary) -> RenderableType:
@@ -178,7 +180,7 @@ def _endings(found: Summary) -> RenderableType:
         text += f"; {percent(found.error_rate)} errors, which are in no latency below"
     if found.endings[Ending.CANCELLED.value]:
         text += "; what the schedule cancelled counts neither as good nor as bad"
-    return line("requests", text, "yellow" if found.errors else "")
+    return sentence("requests", text, "yellow" if found.errors else "")
 
 
 def _errors(run: Run, arm: int) -> Iterator[Sentence]:
@@ -189,9 +191,9 @@ def _errors(run: Run, arm: int) -> Iterator[Sentence]:
         if outcome.arm == arm and outcome.phase is Phase.MEASURED and outcome.error and outcome.ending in ERRORS
     )
     for (ending, error), count in known.most_common(ERRORS_SHOWN):
-        yield line("", f"{count:,} {ending}: {error}", "yellow")
+        yield sentence("", f"{count:,} {ending}: {error}", "yellow")
     if len(known) > ERRORS_SHOWN:
-        yield line("", f"and {len(known) - ERRORS_SHOWN:,} other errors; --out or --csv has all", "yellow")
+        yield sentence("", f"and {len(known) - ERRORS_SHOWN:,} other errors; --out or --csv has all", "yellow")
 
 
 def _clocks(found: Summary) -> Iterator[Sentence]:
@@ -205,28 +207,30 @@ def _clocks(found: Summary) -> Iterator[Sentence]:
             f"Requests were sent later than intended: {ms(late_ns)} ms lie between the clocks at p99 of TTFT. Users "
             "feel the response times; service times alone would have hidden this."
         )
-        yield line("clocks", text, "yellow")
+        yield sentence("clocks", text, "yellow")
     if found.tpot_unknown:
         text = f"unknown for {found.tpot_unknown:,} requests: the server did not tell how many tokens came in a chunk."
-        yield line("TPOT", text, "yellow")
+        yield sentence("TPOT", text, "yellow")
 
 
 def _rates(found: Summary) -> Iterator[Sentence]:
     if found.window.is_makespan:
-        yield line("rates", f"over {digits(found.window.seconds)} s, from the window's begin to the last end")
-    yield line("output", f"{estimate(found.output_token_rate)} tokens/s")
+        yield sentence("rates", f"over {digits(found.window.seconds)} s, from the window's begin to the last end")
+    yield sentence("output", f"{estimate(found.output_token_rate)} tokens/s")
     if found.prompt_token_rate.value:
-        yield line("prompts", f"{estimate(found.prompt_token_rate)} tokens/s")
+        yield sentence("prompts", f"{estimate(found.prompt_token_rate)} tokens/s")
     done = estimate(found.request_rate)
-    yield line("answered", f"{done} requests/s, of {digits(found.intended_rate)} intended")
+    yield sentence("answered", f"{done} requests/s, of {digits(found.intended_rate)} intended")
     now = found.concurrency
-    yield line("in flight", f"{digits(now.mean)} requests on average, {now.peak:,} at most")
+    yield sentence("in flight", f"{digits(now.mean)} requests on average, {now.peak:,} at most")
     if found.goodput is not None:
-        yield line("goodput", _goodput(found))
+        yield sentence("goodput", _goodput(found))
     if found.cached_share is not None:
         expected = found.expected_cached_share
         of = f", expected {percent(expected)}" if expected is not None else ""
-        yield line("prefixes", f"{percent(found.cached_share)} of the prompt tokens came from the server's cache{of}")
+        yield sentence(
+            "prefixes", f"{percent(found.cached_share)} of the prompt tokens came from the server's cache{of}"
+        )
 
 
 def _goodput(found: Summary) -> str:
@@ -245,13 +249,13 @@ def _drifts(found: Summary) -> Iterator[Sentence]:
         if its.ratio is None:
             continue
         text = f"{title} {its.trend.value}: second half / first half {digits(its.ratio)} [{ends(its.interval, 1, '-')}]"
-        yield line("drift", text, TREND_STYLES.get(its.trend, "red"))
+        yield sentence("drift", text, TREND_STYLES.get(its.trend, "red"))
 
 
 def _slo(found: Summary, slo: Mapping[str, float]) -> Iterator[Sentence]:
     for result in judge(found, slo):
         text, style = ("kept", "green") if result.ok else ("MISSED", "bold red")
-        yield line("SLO", f"{text}: {result.sentence}", style)
+        yield sentence("SLO", f"{text}: {result.sentence}", style)
 
 
 def _of_server(run: Run, arm: int) -> Iterator[RenderableType]:
@@ -263,7 +267,7 @@ def _of_server(run: Run, arm: int) -> Iterator[RenderableType]:
         yield Text()
         yield render_server_view(run, arm)
     for note in run.arms[arm].notes:
-        yield line("note", note)
+        yield sentence("note", note)
 
 
 def _definitions() -> RenderableType:

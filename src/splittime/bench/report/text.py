@@ -46,7 +46,7 @@ def listed(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
-def line(name: str, text: str, style: str = "") -> Sentence:
+def sentence(name: str, text: str, style: str = "") -> Sentence:
     """Returns a sentence: its subject, and what is said of it, which may be a server's words."""
     return Sentence(plain(text.translate(_SPACES)), style, head=f"{name:<10}", indent=10)
 
