@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.gpu.card import Found, copy_bytes_per_s, median_us, parse, parser, place, some, telling
-from splittime.kernels.api import DRAW
+from splittime.kernels.draw import DRAW
 from splittime.kernels.triton import sampling
 from splittime.kernels.triton.weights import Draws
 

@@ -9,7 +9,8 @@ import sys
 import torch
 from ahead import TYPES, recording
 
-from splittime.kernels.api import DRAW, KvShape, LayerKv
+from splittime.kernels.api import KvShape, LayerKv
+from splittime.kernels.draw import DRAW
 from splittime.kernels.triton import elementwise, rotary, sampling, weights
 from splittime.kernels.triton.weights import Draws
 

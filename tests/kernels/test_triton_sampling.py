@@ -12,8 +12,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from splittime.core.sampling import SamplingParams
-from splittime.kernels.api import DRAW
 from splittime.kernels.choose import make_backend
+from splittime.kernels.draw import DRAW
 from splittime.runner import sampler
 from splittime.runner.sampler import uniforms
 

@@ -29,11 +29,6 @@ from torch import Tensor
 
 from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
 
-DRAW = np.dtype(
-    [("top_p", "f8"), ("uniform", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("unused", "i4")]
-)
-"""`StDraw` of csrc/splittime.h: top_k and min_p are off at 0, top_p at 1; uniform in [0, 1)."""
-
 
 @dataclass(frozen=True)
 class WeightScheme:
@@ -262,7 +257,7 @@ class Ops(Protocol):
         """The first of the largest of each row of logits [N, vocab]."""
 
     def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
-        """A token for each row of logits [N, vocab], float32, by its line of `draws`, of `kernels.api.DRAW`; see
+        """A token for each row of logits [N, vocab], float32, by its line of `draws`, of `kernels.draw.DRAW`; see
         `runner.sampler`, which does it when this is None."""
 
     def bytes_read(self) -> dict[str, int]:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import TokenLogprob
-from splittime.kernels.api import DRAW, Ops
+from splittime.kernels.api import Ops
+from splittime.kernels.draw import DRAW
 from splittime.runner.marks import to_device, to_host
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -111,7 +112,7 @@ def _draw(logits: Tensor, params: list[SamplingParams], indices: list[int], ops:
 
 
 def draws(params: list[SamplingParams], indices: list[int]) -> np.ndarray:
-    """`kernels.api.DRAW` [N]; of greedy rows, temperature 0."""
+    """`kernels.draw.DRAW` [N]; of greedy rows, temperature 0."""
     draws = np.zeros(len(params), dtype=DRAW)
     draws["top_p"] = [one.top_p for one in params]
     draws["uniform"] = _uniforms(params, indices)

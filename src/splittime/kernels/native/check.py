@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from splittime.kernels.api import DRAW
+from splittime.kernels.draw import DRAW
 from splittime.kernels.native import library as native
 from splittime.kernels.native.library import (
     BFLOAT16,

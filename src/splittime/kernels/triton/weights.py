@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splittime.kernels.api import DRAW
+from splittime.kernels.draw import DRAW
 
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)

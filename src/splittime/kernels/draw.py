@@ -1,0 +1,9 @@
+"""How a sampler tells every backend how one token is drawn. It is apart from `kernels.api` so that the check of the
+native kernels, which `splittime --version` makes, needs no torch."""
+
+import numpy as np
+
+DRAW = np.dtype(
+    [("top_p", "f8"), ("uniform", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("unused", "i4")]
+)
+"""`StDraw` of csrc/splittime.h: top_k and min_p are off at 0, top_p at 1; uniform in [0, 1)."""
