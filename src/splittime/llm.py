@@ -11,21 +11,19 @@ engine; a piece counts as written when the consumer takes it.
 """
 
 import itertools
-import operator
 import secrets
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.progress import Progress
 
+from splittime.api.arguments import Prompt, checked_pairs
 from splittime.api.choice import Choice
-from splittime.api.params import check_token_ids
 from splittime.assemble import model_source, settings
 from splittime.assemble.settings import worker_settings
 from splittime.core.clock import SystemClock
@@ -49,8 +47,6 @@ from splittime.scheduler.events import RequestOutput
 from splittime.text.output import OutputText
 from splittime.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
-
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one prompt. `error` says why, where `finish_reason` is `error`; the other outputs are unharmed."""
@@ -66,7 +62,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """News of one prompt while streaming; its last piece has the whole `output`."""
+    """What is new of one prompt while streaming; its last piece has the whole `output`."""
 
     index: int
     text: str
@@ -239,7 +235,7 @@ class LLM:
             refusal = self.crank.residency.refusal()
             if refusal is not None:
                 raise refusal
-            pairs = self._checked_pairs(prompts, sampling)
+            pairs = checked_pairs(prompts, self.default_sampling if sampling is None else sampling, self._vocab_size)
             choices: dict[str, Choice] = {}
             try:
                 for index, pair in enumerate(pairs):
@@ -260,29 +256,6 @@ class LLM:
             yield
         finally:
             self._busy.release()
-
-    def _checked_pairs(self, prompts: Any, sampling: Any) -> list[tuple[Prompt, SamplingParams]]:
-        """All or nothing: a mistake in one is told before any is submitted."""
-        listed = _as_list(prompts)
-        given = sampling if isinstance(sampling, list | tuple) else [sampling or self.default_sampling] * len(listed)
-        if len(given) != len(listed):
-            raise RequestError(f"{len(listed)} prompts and {len(given)} sampling parameters", param="sampling")
-        params = [_typed(one) for one in given]
-        for index, (prompt, one) in enumerate(zip(listed, params, strict=True)):
-            if not prompt:
-                raise RequestError(f"prompt {index} is empty", param="prompts", value=index)
-            self._check(prompt, one)
-        return list(zip(listed, params, strict=True))
-
-    def _check(self, prompt: Prompt, sampling: SamplingParams) -> None:
-        """A token id that the model does not have would break the step for everyone in it."""
-        sampling.validate()
-        if isinstance(prompt, str):
-            _check_text(prompt)
-        else:
-            check_token_ids(prompt, self._vocab_size, "prompts")
-        check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
-        check_token_ids(tuple(sampling.logit_bias), self._vocab_size, "logit_bias")
 
     def _choice(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Choice:
         account = Account(f"llm-{next(self._numbers)}", time.monotonic_ns(), Stage.TOKENIZE)
@@ -338,40 +311,3 @@ class LLM:
     def _note(self, step: StepOutput) -> None:
         if step.record is not None:
             self.ledger.add_step(step.record)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Texts and tuples of ids. Arrays of integers count as lists of ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        listed: list[Any] = list(prompts)
-        if listed and all(isinstance(entry, Integral) for entry in listed):
-            return [_ids(prompts)]
-        return [entry if isinstance(entry, str) else _ids(entry) for entry in listed]
-    except (TypeError, ValueError) as error:
-        message = f"prompts must be a text, a list of token ids, or a list of such: {error}"
-        raise RequestError(message, param="prompts") from None
-
-
-def _ids(entries: Sequence[Any]) -> tuple[int, ...]:
-    if isinstance(entries, bytes):
-        raise TypeError("bytes are no text, decode them first")
-    return tuple(operator.index(entry) for entry in entries)
-
-
-def _check_text(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"prompts holds a text that is not Unicode: {error}", param="prompts") from None
-
-
-def _typed(sampling: Any) -> SamplingParams:
-    """With its fields' types checked: msgspec does not check what the constructor is called with."""
-    if not isinstance(sampling, SamplingParams):
-        raise RequestError(f"sampling is a {type(sampling).__name__}, must be SamplingParams", param="sampling")
-    try:
-        return msgspec.convert(msgspec.structs.asdict(sampling), SamplingParams)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"sampling: {error}", param="sampling") from None
