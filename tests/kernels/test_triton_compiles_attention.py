@@ -19,7 +19,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
-from splittime.kernels.triton import attention, kv_write
+from splittime.kernels.triton import attention, rotary
 
 class NoCard:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
@@ -59,7 +59,7 @@ def attend(rows, dtype, kv_dtype, head_dim, window):
     batch = AttentionBatch(begins, [context for _, context in rows], tables, place, place, decode)
     plan = attention.plan(batch, KvShape(1, 16, 8, head_dim), window, dtype, torch.device("cpu"))
     qkv = torch.zeros(tokens, 48, head_dim, dtype=dtype)
-    kv_write.write_kv(qkv[:, 32:], store, plan)
+    rotary.write_kv(qkv[:, 32:], store, plan)
     if kept != torch.int8:  # as float8
         attention.attend(qkv[:, :32], store, plan, 0.1)
 
