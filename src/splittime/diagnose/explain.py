@@ -134,7 +134,8 @@ def _stage_line(account: ClosedAccount, key: Key, total_ns: int) -> Text:
     percent = 100 * total_ns / max(1, derive.e2e_ns(account))
     text = Text(f"{name:<29}|")
     text.append(_timeline(account, key), style=STYLES[stage])
-    return text.append(f"|{_ms(total_ns):>10}{percent:>7.1f}\n")
+    room = 10 - max(0, len(name) - 29)  # a long name moves its bar, not the figures
+    return text.append(f"|{_ms(total_ns):>{room}}{percent:>7.1f}\n")
 
 
 def _timeline(account: ClosedAccount, key: Key) -> str:
