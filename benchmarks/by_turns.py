@@ -24,6 +24,8 @@ from rich.table import Table
 
 from benchmarks.report import file_result
 
+RATIOS = ("ratio", "of_quartiles", "from", "to")
+
 
 def run_once(tree: Path, command: Sequence[str]) -> dict[str, float]:
     """Returns the numbers that the command prints in this tree, by their dotted names. Raises CalledProcessError."""
@@ -63,18 +65,21 @@ def ratio(before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
         "before": statistics.median(before),
         "after": statistics.median(after),
         "ratio": statistics.median(ratios),
+        "of_quartiles": lower_quartile(after) / lower_quartile(before),
         "from": min(ratios),
         "to": max(ratios),
     }
 
 
+def lower_quartile(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 4]
+
+
 def show(figures: dict[str, dict[str, float]]) -> None:
-    table = Table("figure", *("before", "after", "ratio", "from", "to"))
+    table = Table("figure", "before", "after", *RATIOS)
     for name, one in figures.items():
-        table.add_row(
-            name, f"{one['before']:.4g}", f"{one['after']:.4g}", *(f"{one[k]:.3f}" for k in ("ratio", "from", "to"))
-        )
-    Console(stderr=True).print(table)
+        table.add_row(name, f"{one['before']:.4g}", f"{one['after']:.4g}", *(f"{one[k]:.3f}" for k in RATIOS))
+    Console(stderr=True, width=120).print(table)
 
 
 def main() -> None:
