@@ -37,7 +37,8 @@ FLAGS = [
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
-ISA_FLAGS = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512bf16": [*AVX512, "-mavx512bf16"]}
+BF16 = [*AVX512, "-mavx512bf16"]
+ISA_FLAGS = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512bf16": BF16, "isa_amx": BF16}
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 PARTS = ("linear_int", "attention", "linear_float", "table")  # of each isa_*.cpp, those that take longest first
 LIBRARY = "_kernels.so"

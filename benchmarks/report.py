@@ -5,11 +5,16 @@ The folder is `benchmarks/results`, or the one that BENCHMARK_RESULTS names: a t
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+FLAGS = frozenset(
+    {"avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"}
+)
+BEST_LAST = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")  # of which the best names a processor's kind
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).with_name("results"))
 
 
@@ -21,11 +26,19 @@ def conditions() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
-        "flags": sorted(_cpu_flags() & {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile"}),
+        "flags": sorted(cpu_flags() & FLAGS),
         "python": platform.python_version(),
         "load_1min": os.getloadavg()[0],
         "timer_noise_us": timer_noise_us(),
     }
+
+
+def processor(found: dict[str, Any]) -> str:
+    """A name for files of the kind of processor that these conditions tell of: maker, family, model, and its best
+    instructions, since virtual machines of one model may show more or fewer."""
+    words = re.sub(r"\((r|tm)\)|\bprocessor\b|\bcpu\b|@.*hz", " ", found["cpu"].lower())
+    best = [flag for flag in BEST_LAST if flag in found["flags"]]
+    return re.sub(r"[^a-z0-9]+", "-", " ".join([words, *best[-1:]])).strip("-")
 
 
 def timer_noise_us(duration_s: float = 0.5) -> dict[str, float]:
@@ -74,5 +87,5 @@ def _cpu_model() -> str:
     return f"{_cpu_info('model name')} (family {_cpu_info('cpu family')}, model {_cpu_info('model')})"
 
 
-def _cpu_flags() -> set[str]:
+def cpu_flags() -> set[str]:
     return set(_cpu_info("flags").split())

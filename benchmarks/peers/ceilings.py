@@ -1,15 +1,22 @@
 """What the machine could do at most, measured beside the contenders, and what that means for a model's step.
 
-The prober (`machine.c`, compiled here with gcc) stays resident. Without gcc, numpy measures the read and the float32
-product instead, both lower than the machine's limits, and the 8-bit rate is unknown.
+The prober (`machine.cpp`, compiled here with g++) stays resident. It runs hand loops of the fastest instructions that
+the processor has, tiles included, and no kernel of anybody's. Without a compiler, numpy measures the read and the
+float32 product instead, both lower than the machine's limits, and the other rates are unknown.
 
-    roofline tokens/s = tokens / max(bytes / read rate, operations / rate of the class's arithmetic)
+    bandwidth bound    tokens / (bytes / read rate)
+    arithmetic bound   tokens / (operations / rate of the class's arithmetic)
+    roofline           the lower of the two, in tokens/s
 
-bytes: the weights once, and the KV cache of all streams in 16 bits. The arithmetic of `float32` and `bf16` is the
-float32 multiply-add (no bfloat16 instructions are assumed), that of `int8` and `int4` is 8-bit products. A step of
-prefill computes the head for its last token only.
+bytes: the weights once, and the KV cache of all streams in 16 bits. The arithmetic of `float32` is the float32
+multiply-add, of `bf16` the faster of that and bfloat16 products, of `int8` and `int4` 8-bit products. A step of prefill
+computes the head for its last token only.
+
+The read is of `CACHES` times the cache that the machine reports, so that no cache holds it, and of 1 GiB at the least;
+where memory is short, of a third of what is free.
 """
 
+import os
 import subprocess
 import tempfile
 import time
@@ -17,36 +24,66 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contenders import HERE, Contender
+from benchmarks.peers.contenders import HERE, ROOT, Contender, Ended
 
 BYTES_A_WEIGHT = {"float32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
-INTEGER = ("int8", "int4")
-Limits = dict[str, float]
+ARITHMETIC = {
+    "float32": ("fma_gflop_per_s",),
+    "bf16": ("bf16_gflop_per_s", "fma_gflop_per_s"),
+    "int8": ("int8_gop_per_s",),
+    "int4": ("int8_gop_per_s",),
+}
+CACHES = 4
+LEAST_BYTES = 1 << 30
+LOOPS = ROOT / "src" / "splittime" / "kernels" / "native" / "csrc"
+Limits = dict[str, Any]  # rates by name; "by": the loop behind each
 
 
 class Prober:
-    """`probe` takes about half a second of all threads."""
+    """`probe` takes about half a second of all threads, the start some seconds."""
 
-    def __init__(self, threads: int, folder: Path) -> None:
+    def __init__(self, threads: int, folder: Path, num_bytes: int | None = None) -> None:
         self._native: Contender | None = None
-        target = folder / "machine"
-        options = ["-O3", "-march=native", "-pthread"]
+        self._threads = threads
+        target, sources = folder / "machine", [str(HERE / "machine.cpp"), str(LOOPS / "peaks.cpp")]
+        options = ["-O2", "-std=gnu++17", "-pthread", f"-I{LOOPS}"]
         try:
-            subprocess.run(["gcc", *options, str(HERE / "machine.c"), "-o", str(target)], check=True)
+            subprocess.run(["g++", *options, *sources, "-o", str(target)], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):
             return
-        self._native = Contender("machine", [str(target), str(threads)], folder / "machine.log")
-        self.probe()  # the first touch of its memory
+        command = [str(target), str(threads), str(num_bytes or memory_bytes())]
+        self._native = Contender("machine", command, folder / "machine.log")
 
     def __enter__(self) -> "Prober":
         return self
 
-    def probe(self) -> Limits:
-        return self._native.ask({}) if self._native is not None else _by_numpy()
+    def probe(self, threads: int | None = None) -> Limits:
+        """Empty if the prober is no more: a race goes on without it."""
+        if self._native is None:
+            return _by_numpy()
+        try:
+            return self._native.ask({"threads": threads or self._threads})
+        except Ended:
+            return {}
+
+    def by_threads(self) -> dict[str, Limits]:
+        """With 1 thread, 2, 4, ... and all."""
+        counts = [1 << power for power in range(self._threads.bit_length()) if 1 << power < self._threads]
+        return {str(count): self.probe(count) for count in [*counts, self._threads]}
 
     def __exit__(self, *_: object) -> None:
         if self._native is not None:
             self._native.stop()
+
+
+def memory_bytes() -> int:
+    """How much to read."""
+    cache = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    return min(max(LEAST_BYTES, CACHES * cache), free // 3)
 
 
 def _by_numpy() -> Limits:
@@ -81,11 +118,8 @@ class Shape:
         return Shape(layers * layer, hidden * config["vocab_size"], 2 * layers * kv)
 
 
-def roofline(shape: Shape, cell: dict[str, Any], precision: str, limits: Limits) -> float | None:
-    """Tokens per second; None where the class's arithmetic was not measured."""
-    rate = limits.get("int8_gop_per_s" if precision in INTEGER else "fma_gflop_per_s")
-    if rate is None:
-        return None
+def bounds(shape: Shape, cell: dict[str, Any], precision: str, limits: Limits) -> dict[str, float]:
+    """Tokens per second by "bandwidth" and by "arithmetic"; what was not measured is missing."""
     if cell["cell"] == "prefill":
         tokens, context = cell["tokens"], cell["tokens"]
         operations = 2 * (tokens * shape.layer_weights + shape.head_weights)
@@ -94,7 +128,10 @@ def roofline(shape: Shape, cell: dict[str, Any], precision: str, limits: Limits)
         operations = 2 * tokens * (shape.layer_weights + shape.head_weights)
     weights = (shape.layer_weights + shape.head_weights) * BYTES_A_WEIGHT[precision]
     total_bytes = weights + 2 * context * shape.kv_numbers_a_token
-    return tokens / max(total_bytes / limits["read_gb_per_s"], operations / rate) * 1e9
+    rates = [limits[name] for name in ARITHMETIC[precision] if name in limits]
+    read = limits.get("read_gb_per_s")
+    found = {"bandwidth": tokens / total_bytes * read * 1e9} if read is not None else {}
+    return found | ({"arithmetic": tokens / operations * max(rates) * 1e9} if rates else {})
 
 
 def scratch() -> tempfile.TemporaryDirectory:

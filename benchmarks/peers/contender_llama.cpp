@@ -1,8 +1,10 @@
 // llama.cpp under the line protocol of `protocol.py`, linked against a built libllama: contender_llama MODEL.gguf THREADS
+// REPACK
 //
 // Each cell gets a context of its own, made and warmed by one token before the clock starts: streams as llama.cpp's own
 // batched benchmark keeps them (one KV stream a sequence, chunks of 512 tokens in batches of 2048, flash attention and
-// KV type as by default). The greedy choice over the logits is inside the measured time, as it is for the others.
+// KV type as by default). REPACK 1, llama.cpp's default: weights in the layout of the fastest kernels, of AMX where the
+// processor has it; 0: as they lie in the file. The greedy choice over the logits is inside the measured time, as it is for the others.
 #include <llama.h>
 
 #include <algorithm>
@@ -118,13 +120,15 @@ static json run(llama_model * model, int threads, const json & cell) {
 }
 
 int main(int argc, char ** argv) {
-    if (argc != 3) return 2;
+    if (argc != 4) return 2;
     llama_log_set([](ggml_log_level level, const char * text, void *) {
         if (level == GGML_LOG_LEVEL_ERROR) std::cerr << text;
     }, nullptr);
     llama_backend_init();
     const Clock::time_point begin = Clock::now();
-    llama_model * model = llama_model_load_from_file(argv[1], llama_model_default_params());
+    llama_model_params params = llama_model_default_params();
+    params.use_extra_bufts = std::string(argv[3]) != "0";
+    llama_model * model = llama_model_load_from_file(argv[1], params);
     if (!model) return 1;
     char name[128] = "";
     llama_model_desc(model, name, sizeof name);

@@ -1,9 +1,11 @@
-"""vLLM under the line protocol: python -m benchmarks.peers.contender_vllm MODEL_FOLDER THREADS DTYPE
+"""vLLM under the line protocol: python -m benchmarks.peers.contender_vllm MODEL_FOLDER THREADS SETTINGS
 
-Its engine in this process, stepped by us, prefix cache off, graphs off (`enforce_eager`: compiling takes minutes on two
-cores), 1 GiB of KV cache. Runs in the peer's own environment.
+SETTINGS is JSON: {"dtype": "bfloat16"} and whatever is to be in the environment. Its engine in this process, stepped by
+us, prefix cache off, graphs off (`enforce_eager`: compiling takes minutes on two cores), 1 GiB of KV cache. Runs in the
+peer's own environment.
 """
 
+import json
 import os
 import sys
 from typing import Any
@@ -12,8 +14,8 @@ from benchmarks.peers.protocol import serve
 
 
 class Vllm:
-    def __init__(self, folder: str, threads: int, dtype: str) -> None:
-        os.environ |= {
+    def __init__(self, folder: str, threads: int, dtype: str, **environment: str) -> None:
+        os.environ |= environment | {
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -30,7 +32,7 @@ class Vllm:
         self._engine = vllm.LLM(folder, dtype=dtype, **limits, **options).llm_engine
         self._done: dict[str, int] = {}
         self._next_id = 0
-        self.about = {"vllm": vllm.__version__, "dtype": dtype, **options}
+        self.about = {"vllm": vllm.__version__, "dtype": dtype, **environment, **options}
 
     def submit(self, stream: int, prompt: list[int], new_tokens: int) -> None:
         sampling = self._vllm.SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -49,4 +51,4 @@ class Vllm:
 
 
 if __name__ == "__main__":
-    serve(lambda: Vllm(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    serve(lambda: Vllm(sys.argv[1], int(sys.argv[2]), **json.loads(sys.argv[3])))

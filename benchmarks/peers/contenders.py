@@ -3,51 +3,75 @@
 A peers' folder, made once outside the project by `setup_peers.sh`, `make_models.py` and `convert.py`:
 
     FOLDER/models/MODEL            checkpoint, from make_models.py
-    FOLDER/gguf/MODEL-KIND.gguf    from convert.py
-    FOLDER/ov/MODEL-KIND           from convert.py
+    FOLDER/gguf/MODEL-KIND.gguf, FOLDER/ov/MODEL-KIND, FOLDER/vllm/MODEL-KIND    from convert.py
     FOLDER/llama.cpp               sources;  FOLDER/build/llama/bin  its libraries and llama-server
     FOLDER/venv/ov, FOLDER/venv/vllm, FOLDER/venv/convert
 
-Who is not there is left out, and the result says so.
+Who is not there, does not come up, fails the trial or dies or hangs later is left out from then on, and the result says
+why. Whoever dies in the trial and has another way to run (`Entry.otherwise`) is started that way instead, and the
+result says that too.
 """
 
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import cpu_flags
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OURS = "splittime"
 CXX_OPTIONS = ("-O2", "-std=c++17")
-# Of each class: our settings for the runner; the kinds of GGUF file; the kind of OpenVINO folder; vLLM's dtypes. vLLM
-# has no 8-bit or 4-bit weights of its own for a CPU; its bfloat16, where the CPU has no instructions for that, ran at
-# 5 tokens/s whatever the batch. Add "bfloat16" where the CPU has them.
+START_S, CELL_S = 600.0, 300.0  # how long a start and a cell may take before whoever takes it is taken for hung
+# Of each class: our settings for the runner; the kinds of GGUF file; the kind of OpenVINO folder; vLLM's kinds, see
+# VLLM. Each of vLLM's kinds in 4 bits is ahead somewhere: w4a8 in decoding, w4a16 in prefill.
 CLASSES: dict[str, dict[str, Any]] = {
     "float32": {"ours": {"dtype": "float32"}, "gguf": (), "ov": (), "vllm": ("float32",)},
-    "bf16": {"ours": {"dtype": "bfloat16"}, "gguf": ("bf16", "f16"), "ov": ("fp16",), "vllm": ()},
-    "int8": {"ours": {"quantization": "int8"}, "gguf": ("q8_0",), "ov": ("int8",), "vllm": ()},
-    "int4": {"ours": {"quantization": "int4"}, "gguf": ("q4_0",), "ov": ("int4",), "vllm": ()},
+    "bf16": {"ours": {"dtype": "bfloat16"}, "gguf": ("bf16", "f16"), "ov": ("fp16",), "vllm": ("bfloat16",)},
+    "int8": {"ours": {"quantization": "int8"}, "gguf": ("q8_0",), "ov": ("int8",), "vllm": ("w8a8",)},
+    "int4": {"ours": {"quantization": "int4"}, "gguf": ("q4_0",), "ov": ("int4",), "vllm": ("w4a8", "w4a16")},
 }
+# By kind: which of compressed.KINDS, if it is not the checkpoint as it is; which instructions it needs, one of these at
+# least; the environment of the process.
+VLLM: dict[str, tuple[str | None, tuple[str, ...] | None, dict[str, str]]] = {
+    "float32": (None, None, {}),
+    "bfloat16": (None, ("avx512_bf16", "amx_bf16"), {}),
+    "w8a8": ("w8a8", None, {}),
+    "w4a8": ("w4", ("amx_int8",), {"VLLM_CPU_INT4_W4A8": "1"}),
+    "w4a16": ("w4", None, {"VLLM_CPU_INT4_W4A8": "0"}),
+}
+TRIAL = (
+    {"cell": "decode", "batch": 2, "prompt_tokens": 16, "new_tokens": 8},
+    {"cell": "prefill", "tokens": 64},
+)
 
 
 @dataclass
 class Entry:
-    """A contender before it is started; `needs` are the files without which it cannot be."""
+    """A contender before it is started. needs: the files without which it cannot be. why_not: another reason that keeps
+    it out. otherwise: what else to try where `command` does not survive the trial, and that in words."""
 
     name: str
     command: list[str]
     needs: list[Path]
+    why_not: str | None = None
+    otherwise: tuple[str, list[str]] | None = None
 
     @property
-    def missing(self) -> list[str]:
-        return [path.name for path in self.needs if not path.exists()]
+    def absent(self) -> str | None:
+        """Why it cannot be started."""
+        missing = ", ".join(path.name for path in self.needs if not path.exists())
+        return self.why_not or (f"no {missing}" if missing else None)
 
 
 def entries(folder: Path, model: str, precision: str, threads: int, settings: dict[str, Any]) -> list[Entry]:
@@ -57,33 +81,83 @@ def entries(folder: Path, model: str, precision: str, threads: int, settings: di
     ours = {"num_threads": threads, **chosen["ours"], **settings}
     module = [sys.executable, "-m", "benchmarks.peers.contender_splittime"]
     found = [Entry(OURS, [*module, str(checkpoint), json.dumps(ours)], [checkpoint / "config.json"])]
-    found += [_llama(folder, folder / "gguf" / f"{model}-{kind}.gguf", kind, threads) for kind in chosen["gguf"]]
-    found += [_in_venv(folder, "ov", folder / "ov" / f"{model}-{kind}", kind, threads) for kind in chosen["ov"]]
-    found += [_in_venv(folder, "vllm", checkpoint, dtype, threads) for dtype in chosen["vllm"]]
+    trouble = build_llama(folder) if chosen["gguf"] else None
+    found += [_llama(folder, f"{model}-{kind}.gguf", kind, threads, trouble) for kind in chosen["gguf"]]
+    found += [_openvino(folder, folder / "ov" / f"{model}-{kind}", kind, threads) for kind in chosen["ov"]]
+    found += [_vllm(folder, model, kind, threads) for kind in chosen["vllm"]]
     return found
 
 
-def _llama(folder: Path, file: Path, kind: str, threads: int) -> Entry:
-    libraries = folder / "build" / "llama" / "bin"
-    return Entry(f"llama.cpp {kind}", [str(libraries / "contender_llama"), str(file), str(threads)], [libraries, file])
+def _llama(folder: Path, file_name: str, kind: str, threads: int, trouble: str | None) -> Entry:
+    """With AMX, llama.cpp repacks weights for it by default, and may then die: of an instruction that a virtual machine
+    advertises and refuses, or built by gcc 12 without the line that `setup_peers.sh` adds."""
+    libraries, file = folder / "build" / "llama" / "bin", folder / "gguf" / file_name
+    command = [str(libraries / "contender_llama"), str(file), str(threads)]
+    otherwise = ("without repacked weights", [*command, "0"])
+    return Entry(f"llama.cpp {kind}", [*command, "1"], [libraries, file], trouble, otherwise)
 
 
-def _in_venv(folder: Path, venv: str, model: Path, kind: str, threads: int) -> Entry:
-    python = folder / "venv" / venv / "bin" / "python"
-    module, name = {"ov": ("openvino", "openvino"), "vllm": ("vllm", "vllm")}[venv]
-    command = [str(python), "-m", f"benchmarks.peers.contender_{module}", str(model), str(threads)]
-    return Entry(f"{name} {kind}", command + ([kind] if venv == "vllm" else []), [python, model / "config.json"])
+def _openvino(folder: Path, model: Path, kind: str, threads: int) -> Entry:
+    python = folder / "venv" / "ov" / "bin" / "python"
+    command = [str(python), "-m", "benchmarks.peers.contender_openvino", str(model), str(threads)]
+    return Entry(f"openvino {kind}", command, [python, model / "config.json"])
 
 
-def build_llama(folder: Path) -> None:
-    """Compile our driver of libllama against the build, if that is there and newer. Raises CalledProcessError."""
+def _vllm(folder: Path, model: str, kind: str, threads: int) -> Entry:
+    python, found = folder / "venv" / "vllm" / "bin" / "python", vllm_model(folder, model, kind)
+    settings = json.dumps({"dtype": found.dtype, **found.environment})
+    command = [str(python), "-m", "benchmarks.peers.contender_vllm", str(found.checkpoint), str(threads), settings]
+    return Entry(f"vllm {kind}", command, [python, found.checkpoint / "config.json"], found.why_not)
+
+
+@dataclass(frozen=True)
+class VllmModel:
+    """What vLLM is started with. why_not: a reason not to."""
+
+    checkpoint: Path
+    dtype: str
+    environment: dict[str, str]
+    why_not: str | None
+
+
+def vllm_model(folder: Path, model: str, kind: str) -> VllmModel:
+    """vLLM's bfloat16, where the processor has no instructions for it, ran at 5 tokens/s whatever the batch."""
+    flags = cpu_flags()
+    has_bf16 = not flags.isdisjoint({"avx512_bf16", "amx_bf16"})
+    checkpoint, needed, environment = VLLM[kind]
+    missing = None if needed is None or not flags.isdisjoint(needed) else f"this processor has none of {needed}"
+    dtype = kind if kind in ("float32", "bfloat16") else "bfloat16" if has_bf16 else "float32"
+    place = folder / "models" / model if checkpoint is None else folder / "vllm" / f"{model}-{checkpoint}"
+    return VllmModel(place, dtype, environment, missing)
+
+
+def build_llama(folder: Path) -> str | None:
+    """Compile our driver of libllama against the build, if that is there and newer; returns what went wrong."""
     sources, libraries = folder / "llama.cpp", folder / "build" / "llama" / "bin"
     source, target = HERE / "contender_llama.cpp", libraries / "contender_llama"
     if not libraries.exists() or (target.exists() and target.stat().st_mtime > source.stat().st_mtime):
-        return
+        return None
     includes = [f"-I{sources / part}" for part in ("include", "ggml/include", "vendor")]
     links = [f"-L{libraries}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{libraries}"]
-    subprocess.run(["g++", *CXX_OPTIONS, str(source), *includes, *links, "-o", str(target)], check=True)
+    command = ["g++", *CXX_OPTIONS, str(source), *includes, *links, "-o", str(target)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"contender_llama.cpp was not compiled: {error}"
+    if done.returncode == 0:
+        return None
+    return without_folders(f"contender_llama.cpp does not compile against this build: {done.stderr[-600:].strip()}")
+
+
+class Ended(RuntimeError):
+    """The contender's process has ended, or answers no more; says how."""
+
+
+def how_it_ended(status: int | None) -> str:
+    """status: as subprocess tells it; None while the process runs."""
+    if status is None:
+        return "closed its output"
+    return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 class Contender:
@@ -98,35 +172,40 @@ class Contender:
             )
         self._log = log
 
-    def read(self) -> dict[str, Any]:
-        """The next line. Raises RuntimeError with the end of its log if it ended instead."""
+    def read(self, limit_s: float) -> dict[str, Any]:
+        """The next line. Raises Ended with the end of its log if it ended instead, or took longer than this."""
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended: {self._log.read_text(errors='replace')[-1500:].strip()}")
-        return json.loads(line)
+        is_there, _, _ = select.select([self._process.stdout], [], [], limit_s)
+        line = self._process.stdout.readline() if is_there else ""
+        if line:
+            return json.loads(line)
+        how = self._how_it_ended() if is_there else f"no answer in {limit_s:.0f} s"
+        raise Ended(f"{how}. {self._log.read_text(errors='replace')[-1500:].strip()}".strip(". "))
 
-    def ask(self, cell: dict[str, Any]) -> dict[str, Any]:
-        """Its answer, which is {"error": ...} too if the contender is no more."""
+    def _how_it_ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        return how_it_ended(self._process.returncode)
+
+    def ask(self, cell: dict[str, Any], limit_s: float = CELL_S) -> dict[str, Any]:
+        """Its answer, which may be {"error": ...}. Raises Ended."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):  # a broken pipe: `read` finds out how it ended
             self._process.stdin.write(json.dumps(cell) + "\n")
             self._process.stdin.flush()
-            return self.read()
-        except (OSError, RuntimeError) as error:
-            return {"error": str(error)}
+        return self.read(limit_s)
 
     def resident_gb(self) -> float:
         """Memory of its own process and the file pages it maps, as the kernel counts them now."""
         pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
 
-    def stop(self) -> None:
+    def stop(self, patience_s: float = 10.0) -> None:
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
         try:
-            self._process.wait(10)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -149,17 +228,39 @@ def started(found: list[Entry], logs: Path) -> Iterator[tuple[dict[str, Contende
     about: dict[str, Any] = {}
     with ExitStack() as stack:
         for entry in found:
-            if entry.missing:
-                about[entry.name] = {"absent": f"no {', '.join(entry.missing)}"}
-                continue
-            contender = Contender(entry.name, entry.command, logs / f"{entry.name.replace(' ', '-')}.log")
-            stack.callback(contender.stop)
-            try:
-                ready = contender.read()
-            except RuntimeError as error:
-                about[entry.name] = {"absent": without_folders(str(error))}
-                continue
-            said = without_folders(ready["about"])
-            about[entry.name] = {"load_s": ready["load_s"], **said, "resident_gb": contender.resident_gb()}
-            racing[entry.name] = contender
+            contender, about[entry.name] = brought_up(entry, logs)
+            if contender is not None:
+                stack.callback(contender.stop)
+                racing[entry.name] = contender
         yield racing, about
+
+
+def brought_up(entry: Entry, logs: Path) -> tuple[Contender | None, dict[str, Any]]:
+    """Started and tried, if need be the other way; None, and why, if it does not survive either."""
+    if entry.absent is not None:
+        return None, {"absent": entry.absent}
+    begin = time.monotonic()
+    ways = [("", entry.command)] + ([entry.otherwise] if entry.otherwise is not None else [])
+    troubles: dict[str, str] = {}
+    for words, command in ways:
+        contender = Contender(entry.name, command, logs / f"{entry.name.replace(' ', '-')}.log")
+        try:
+            said = _tried(contender)
+        except Ended as ended:
+            contender.stop()
+            troubles[words or "as it is by default"] = without_folders(str(ended))
+            continue
+        fell_back = {"runs": words, "because": troubles} if troubles else {}
+        start_s = time.monotonic() - begin
+        return contender, {**said, "start_s": start_s, "resident_gb": contender.resident_gb(), **fell_back}
+    return None, {"absent": "; ".join(f"{way}: {why}" for way, why in troubles.items())}
+
+
+def _tried(contender: Contender) -> dict[str, Any]:
+    """What it says of itself, once it has answered each cell of the trial. Raises Ended."""
+    ready = contender.read(START_S)
+    for cell in TRIAL:
+        answer = contender.ask(dict(cell))
+        if "error" in answer:
+            raise Ended(f"failed the trial: {answer['error']}")
+    return {"load_s": ready["load_s"], **without_folders(ready["about"])}

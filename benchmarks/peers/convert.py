@@ -3,8 +3,9 @@
     python -m benchmarks.peers.convert FOLDER --model llama-1b
 
 FOLDER is laid out as `contenders.py` says. Makes FOLDER/gguf/MODEL-{bf16,f16,q8_0,q4_0}.gguf with llama.cpp's converter
-and quantizer, and FOLDER/ov/MODEL-{fp16,int8,int4} with optimum-intel (int4: symmetric, groups of 64, all layers; as
-every 4-bit recipe there it keeps the embedding and the head in 8 bits). What is there already is left alone.
+and quantizer, FOLDER/ov/MODEL-{fp16,int8,int4} with optimum-intel (int4: symmetric, groups of 64, all layers; as
+every 4-bit recipe there it keeps the embedding and the head in 8 bits), and FOLDER/vllm/MODEL-{w8a8,w4} by
+`compressed.py`. What is there already is left alone. What fails is told, and costs nobody else his file.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import tempfile
 from pathlib import Path
 
 from rich.progress import track
+
+from benchmarks.peers import compressed
 
 GGUF = ("bf16", "f16", "q8_0", "q4_0")
 OPENVINO = {
@@ -66,12 +69,19 @@ def to_openvino(folder: Path, model: str, kind: str) -> None:
     )
 
 
+def to_vllm(folder: Path, model: str, kind: str) -> None:
+    target = folder / "vllm" / f"{model}-{kind}"
+    if not (target / "config.json").exists():
+        compressed.write(folder / "models" / model, target, kind)
+
+
 def _run(*command: object) -> None:
-    """Its output is shown only if it fails, and then the last of it."""
+    """Its output is shown only if it fails, and then the last of it. Raises RuntimeError."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=environment, check=False)
+    words = [str(part) for part in command]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:
-        sys.exit(f"{' '.join(str(part) for part in command)}\n{(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(f"{' '.join(words)}\n{(done.stdout + done.stderr)[-3000:]}")
 
 
 def main() -> None:
@@ -80,8 +90,12 @@ def main() -> None:
     parser.add_argument("--model", default="llama-1b")
     arguments = parser.parse_args()
     work = [(to_gguf, kind) for kind in GGUF] + [(to_openvino, kind) for kind in OPENVINO]
+    work += [(to_vllm, kind) for kind in compressed.KINDS]
     for convert, kind in track(work, f"converting {arguments.model}"):
-        convert(arguments.folder.resolve(), arguments.model, kind)
+        try:
+            convert(arguments.folder.resolve(), arguments.model, kind)
+        except (OSError, RuntimeError) as error:
+            print(f"no {kind} ({convert.__name__}): {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

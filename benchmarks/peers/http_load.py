@@ -11,7 +11,8 @@ the server.
 
 TTFT: from sending to the first chunk that carries a token. TPOT: the rest of the time over the rest of the tokens.
 Stall: the longest gap between two chunks of one request. Percentiles are of one run's requests; what is shown is the
-median of the runs with its quartiles. Results: benchmarks/results/peers_http_MODEL_PRECISION.json.
+median of the runs with its quartiles, and of three figures the ratio of ours to the peer that is best in it, the median
+of the runs' own ratios. Results: benchmarks/results/peers_http_MODEL_PRECISION_PROCESSOR.json.
 """
 
 import argparse
@@ -20,25 +21,29 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.peers.ceilings import Prober, scratch
-from benchmarks.peers.contenders import CLASSES, without_folders
+from benchmarks.peers.contenders import CLASSES, OURS, without_folders
 from benchmarks.peers.run import bars, locked, setting, spread
 from benchmarks.peers.servers import ServerEntry, server_entries, serving
-from benchmarks.peers.show import wide
-from benchmarks.report import file_result
+from benchmarks.peers.show import COMPARED, http_table, notes, wide
+from benchmarks.report import conditions, file_result, processor
 
 PROMPT = {"mu": 7.01, "sigma": 1.62, "max": 8141, "scale": 32}
 OUTPUT = {"mu": 5.76, "sigma": 0.99, "max": 1024, "scale": 16}
 MIN_TOKENS = 4
+TROUBLE = (RuntimeError, OSError, aiohttp.ClientError, TimeoutError)
+BEST: tuple[Callable[..., str], ...] = (max, min, min)  # of COMPARED
+Runs = dict[str, dict[int, dict[str, float]]]  # figures by server and repeat
+RUN_S = 900.0  # a run that takes longer has failed: its server hangs
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ async def load(entry: ServerEntry, clients: list[list[Ask]]) -> tuple[float, lis
     async def client(asks: list[Ask]) -> list[Seen]:
         return [await ask(session, entry, one) for one in asks]
 
-    timeout = aiohttp.ClientTimeout(total=None)
+    timeout = aiohttp.ClientTimeout(total=RUN_S)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server may close an idle connection as we write
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20) as session:
         begin = time.monotonic()
@@ -135,9 +140,11 @@ def compare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     found = server_entries(folder, arguments.model, arguments.precision, arguments.threads, dict(arguments.setting))
     found = [entry for entry in found if not arguments.only or entry.name.split()[0] in arguments.only]
     about: dict[str, Any] = {}
-    runs: dict[str, dict[str, list[dict[str, float]]]] = {str(count): {} for count in arguments.clients}
+    runs: dict[str, Runs] = {str(count): {} for count in arguments.clients}
     with scratch() as logs, ExitStack() as stack:
         up = [entry for entry in found if _brought_up(entry, arguments.threads, Path(logs), stack, about)]
+        if not up:
+            raise SystemExit(f"no server came up: {about}")
         prober = stack.enter_context(Prober(arguments.threads, Path(logs)))
         limits = [prober.probe()]
         progress = stack.enter_context(bars(console))
@@ -150,60 +157,71 @@ def compare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                     progress.update(bar, description=f"{count} clients, {entry.name}")
                     with locked(arguments.lock):
                         run = _run(entry, clients, about)
-                    runs[str(count)].setdefault(entry.name, []).extend(run)
+                    if run is not None:
+                        runs[str(count)].setdefault(entry.name, {})[number] = run
                     progress.advance(bar)
             limits.append(prober.probe())
-    cells = {count: {name: _summary(one) for name, one in by_name.items() if one} for count, by_name in runs.items()}
+    cells = {count: {name: _summary(one) for name, one in by_name.items()} for count, by_name in runs.items()}
+    ratios = {count: ours_over_best(by_name) for count, by_name in runs.items()}
     kept = {"model": arguments.model, "precision": arguments.precision}
-    return {**kept, "clients": cells, "servers": about, "limits": limits}
+    return {**kept, "clients": cells, "ours_over_best_peer": ratios, "servers": about, "limits": limits}
 
 
-def _run(entry: ServerEntry, clients: list[list[Ask]], about: dict[str, Any]) -> list[dict[str, float]]:
+def ours_over_best(runs: Runs) -> dict[str, Any]:
+    """By figure: the peer whose median is best in it, and the spread of the ratios of the runs that both have."""
+    found: dict[str, Any] = {}
+    for key, best in zip(COMPARED, BEST, strict=True):
+        medians = {name: spread([run[key] for run in of.values()])["median"] for name, of in runs.items()}
+        peers = [name for name in medians if name != OURS]
+        if OURS not in runs or not peers:
+            continue
+        peer = best(peers, key=medians.__getitem__)
+        both = [number for number in runs[OURS] if number in runs[peer]]
+        if both:
+            found[key] = {"best_peer": peer, **spread([runs[OURS][n][key] / runs[peer][n][key] for n in both])}
+    return found
+
+
+def _run(entry: ServerEntry, clients: list[list[Ask]], about: dict[str, Any]) -> dict[str, float] | None:
     """One run, or none if a request of it failed, which goes into `about`."""
     try:
-        return [figures_of(*asyncio.run(load(entry, clients)))]
-    except (RuntimeError, aiohttp.ClientError) as error:
-        about[entry.name].setdefault("failed_runs", []).append(f"{type(error).__name__}: {error}"[:300])
-        return []
+        return figures_of(*asyncio.run(load(entry, clients)))
+    except TROUBLE as error:
+        about[entry.name].setdefault("failed_runs", []).append(without_folders(_words(error))[:300])
+        return None
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _brought_up(entry: ServerEntry, threads: int, logs: Path, stack: ExitStack, about: dict[str, Any]) -> bool:
-    """Started and warmed by a request; why not, if not, goes into `about`."""
-    missing = [path.name for path in entry.needs if not path.exists()]
-    if missing:
-        about[entry.name] = {"absent": f"no {', '.join(missing)}"}
+    """Started and warmed by a request, if need be the other way; why not, if not, goes into `about`."""
+    missing = ", ".join(path.name for path in entry.needs if not path.exists())
+    if entry.why_not or missing:
+        about[entry.name] = {"absent": entry.why_not or f"no {missing}"}
         return False
-    try:
-        ready_s = stack.enter_context(serving(entry, threads, logs / f"{entry.name.replace(' ', '-')}.log"))
-        asyncio.run(load(entry, [[Ask(list(range(5, 37)), 8)]] * 2))
-    except (RuntimeError, aiohttp.ClientError) as error:
-        about[entry.name] = {"absent": without_folders(str(error))}
-        return False
-    about[entry.name] = {"ready_s": ready_s}
-    return True
+    troubles: dict[str, str] = {}
+    for words, command in [("", entry.command)] + ([entry.otherwise] if entry.otherwise is not None else []):
+        trial = ExitStack()
+        try:
+            log = logs / f"{entry.name.replace(' ', '-')}.log"
+            ready_s = trial.enter_context(serving(replace(entry, command=command), threads, log))
+            asyncio.run(load(entry, [[Ask(list(range(5, 37)), 8)]] * 2))
+        except TROUBLE as error:
+            trial.close()
+            troubles[words or "as it is by default"] = without_folders(_words(error))
+            continue
+        stack.push(trial)
+        about[entry.name] = {"ready_s": ready_s} | ({"runs": words, "because": troubles} if troubles else {})
+        return True
+    about[entry.name] = {"absent": "; ".join(f"{way}: {why}" for way, why in troubles.items())}
+    return False
 
 
-def _summary(runs: list[dict[str, float]]) -> dict[str, Any]:
-    return {key: spread([run[key] for run in runs]) for key in runs[0]}
-
-
-def table(figures: dict[str, Any]) -> Table:
-    shown = Table(title=f"{figures['model']}, {figures['precision']}, over HTTP: medians of the runs")
-    for column in ("clients", "server", "tokens/s", "TTFT p50 / p99, s", "TPOT p50 / p99, ms", "longest stall, ms"):
-        shown.add_column(column, justify="left" if column == "server" else "right")
-    for count, servers in figures["clients"].items():
-        for name, found in servers.items():
-            middle = {key: value["median"] for key, value in found.items()}
-            rate = found["output_tokens_per_s"]
-            shown.add_row(
-                count,
-                name,
-                f"{rate['median']:.1f} ({rate['p25']:.1f}-{rate['p75']:.1f})",
-                f"{middle['ttft_p50_ms'] / 1e3:.2f} / {middle['ttft_p99_ms'] / 1e3:.2f}",
-                f"{middle['tpot_p50_ms']:.0f} / {middle['tpot_p99_ms']:.0f}",
-                f"{middle['max_stall_ms']:,.0f}",
-            )
-    return shown
+def _summary(runs: dict[int, dict[str, float]]) -> dict[str, Any]:
+    keys = next(iter(runs.values()))
+    return {key: spread([run[key] for run in runs.values()]) for key in keys}
 
 
 def main() -> None:
@@ -224,16 +242,15 @@ def main() -> None:
     figures = compare(arguments, Console(stderr=True))
     if not arguments.no_file:
         settings = {**vars(arguments), "setting": dict(arguments.setting), "prompt_fit": PROMPT, "output_fit": OUTPUT}
-        file_result(f"peers_http_{arguments.model}_{arguments.precision}", figures, settings, arguments.json)
+        name = f"peers_http_{arguments.model}_{arguments.precision}_{processor(conditions())}"
+        file_result(name, figures, settings, arguments.json)
     elif arguments.json:
         print(json.dumps(figures))
     if not arguments.json:
         console = wide()
-        console.print(table(figures))
-        for name, about in figures["servers"].items():
-            for trouble in ("absent", "failed_runs"):
-                if trouble in about:
-                    console.print(f"{trouble}: {name}: {str(about[trouble])[-500:]}", markup=False)
+        console.print(http_table(figures))
+        for note in notes(figures["servers"]):
+            console.print(note, markup=False)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@
 All engines of a precision class are loaded at once and asleep but one. A round is one cell in every engine, each time
 another first, between two probes of the machine's limits. A figure is the median of the rounds with its quartiles; the
 ratio to a peer is the median of the rounds' own ratios, so that a slow minute hits both sides. What the words mean:
-`protocol.py`; who takes part: `contenders.py`; the roofline: `ceilings.py`. Results: benchmarks/results, one file a
-model and class; cells that were not run this time stay in it, each with the commit and the time of its own measurement.
-`--lock FILE` holds that file locked through each round, for a machine shared with other measurements.
+`protocol.py`; who takes part, and who is left out: `contenders.py`; the bounds: `ceilings.py`. Results:
+benchmarks/results, one file for a model, a class and a kind of processor; cells that were not run this time stay in it,
+each with the commit and the time of its own measurement. `--lock FILE` holds that file locked through each round, for a
+machine shared with other measurements.
 """
 
 import argparse
@@ -24,12 +25,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.peers import show
-from benchmarks.peers.ceilings import Limits, Prober, Shape, roofline, scratch
-from benchmarks.peers.contenders import CLASSES, OURS, Contender, build_llama, entries, started, without_folders
-from benchmarks.report import RESULTS, conditions, file_result
+from benchmarks.peers.ceilings import Limits, Prober, Shape, bounds, scratch
+from benchmarks.peers.contenders import CLASSES, OURS, Contender, Ended, entries, started, without_folders
+from benchmarks.report import RESULTS, conditions, file_result, processor
 
-DEFAULT_CELLS = ["decode:1,4,8,16,32", "prefill:128,512"]
+DEFAULT_CELLS = ["decode:1,2,4,8,16,32", "prefill:128,512,2048"]
 PROMPT_TOKENS = 16
+BOUNDS = ("bandwidth", "arithmetic")
+READ = "read_gb_per_s"
 STAMPED = ("commit", "is_dirty", "date", "load_1min")
 Samples = dict[str, dict[int, float]]  # tokens/s by contender and round
 
@@ -64,9 +67,17 @@ def play_round(
     names = list(racing)
     first = number % len(names)
     limits = [prober.probe()]
-    answers = {name: racing[name].ask({**cell, "seed": number}) for name in names[first:] + names[:first]}
+    answers = {name: _answer(racing[name], {**cell, "seed": number}) for name in names[first:] + names[:first]}
     limits.append(prober.probe())
     return answers, limits
+
+
+def _answer(contender: Contender, cell: dict[str, Any]) -> dict[str, Any]:
+    """{"ended": how} of one that is no more."""
+    try:
+        return contender.ask(cell)
+    except Ended as ended:
+        return {"ended": str(ended)}
 
 
 def spread(samples: list[float]) -> dict[str, Any]:
@@ -74,12 +85,16 @@ def spread(samples: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(samples), "p25": quartiles[0], "p75": quartiles[2], "samples": samples}
 
 
-def summary(samples: Samples, top: float | None) -> dict[str, Any]:
-    """One cell's figures: each contender's spread, what share of the roofline it reached, ours over the best peer."""
-    found: dict[str, Any] = {"roofline_tokens_per_s": top}
+def summary(samples: Samples, most: dict[str, float]) -> dict[str, Any]:
+    """One cell's figures: each contender's spread, what share of each bound it reached, ours over the best peer."""
+    top = min(most.values()) if len(most) == len(BOUNDS) else None
+    found: dict[str, Any] = {"roofline_tokens_per_s": top, "bounds_tokens_per_s": most}
     found["tokens_per_s"] = {name: spread(list(rounds.values())) for name, rounds in samples.items() if rounds}
     medians = {name: value["median"] for name, value in found["tokens_per_s"].items()}
     found["share_of_roofline"] = {name: value / top for name, value in medians.items()} if top else {}
+    found["share_of_bounds"] = {
+        bound: {name: value / rate for name, value in medians.items()} for bound, rate in most.items()
+    }
     peers = [name for name in medians if name != OURS]
     if OURS in medians and peers:
         best = max(peers, key=medians.__getitem__)
@@ -90,8 +105,12 @@ def summary(samples: Samples, top: float | None) -> dict[str, Any]:
 
 def typical(probes: list[Limits]) -> Limits:
     """The median read rate, which moves with the host; the best arithmetic rates, which other load only hides."""
-    found = {key: max(one[key] for one in probes) for key in probes[0]}
-    return {**found, "read_gb_per_s": statistics.median(one["read_gb_per_s"] for one in probes)}
+    rates: dict[str, list[float]] = {}
+    for one in probes:
+        for name, value in one.items():
+            if name != "by":
+                rates.setdefault(name, []).append(value)
+    return {name: statistics.median(all_) if name == READ else max(all_) for name, all_ in rates.items()}
 
 
 class Book:
@@ -106,8 +125,8 @@ class Book:
     def add(self, cell: str, number: int, answers: dict[str, dict[str, Any]], limits: list[Limits]) -> None:
         self._limits[cell] += limits
         for name, answer in answers.items():
-            if "error" in answer:
-                self.errors[f"{name}, {cell}"] = without_folders(answer["error"])
+            if "tokens_per_s" not in answer:
+                self.errors[f"{name}, {cell}"] = without_folders(answer.get("error") or answer["ended"])
             else:
                 self._samples[cell].setdefault(name, {})[number] = answer["tokens_per_s"]
 
@@ -116,41 +135,49 @@ class Book:
         found = {}
         for name, cell in self.cells.items():
             limits = typical(self._limits[name])
-            top = roofline(shape, cell, precision, limits)
+            most = bounds(shape, cell, precision, limits)
             probes = {"limits": limits, "limits_samples": self._limits[name]}
-            found[name] = {"asked": cell, **probes, **summary(self._samples[name], top)}
+            found[name] = {"asked": cell, **probes, **summary(self._samples[name], most)}
         return found
 
 
-def race(racing: dict[str, Contender], prober: Prober, book: Book, repeats: int, lock: Path | None) -> Iterator[None]:
-    """One round after another; every cell once before any comes again."""
+def race(
+    racing: dict[str, Contender],
+    about: dict[str, Any],
+    prober: Prober,
+    book: Book,
+    repeats: int,
+    lock: Path | None = None,
+) -> Iterator[None]:
+    """One round after another; every cell once before any comes again. Who ends is left out from then on."""
     for number in range(repeats):
         for name, cell in book.cells.items():
             with locked(lock):
-                played = play_round(racing, prober, cell, number)
-            book.add(name, number, *played)
+                answers, limits = play_round(racing, prober, cell, number)
+            book.add(name, number, answers, limits)
+            for gone in [one for one, answer in answers.items() if "ended" in answer]:
+                about[gone]["left_out"] = f"from {name}, round {number + 1}: {without_folders(answers[gone]['ended'])}"
+                racing.pop(gone).stop()
             yield
+            if not racing:
+                return
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     folder, book = arguments.folder.resolve(), Book(parse_cells(arguments.cells))
     shape = Shape.of(json.loads((folder / "models" / arguments.model / "config.json").read_text()))
-    build_llama(folder)
     found = entries(folder, arguments.model, arguments.precision, arguments.threads, dict(arguments.setting))
     found = [entry for entry in found if not arguments.only or entry.name.split()[0] in arguments.only]
     with scratch() as logs, started(found, Path(logs)) as (racing, about), bars(console) as progress:
         if not racing:
             raise SystemExit(f"no contender came up: {about}")
         with Prober(arguments.threads, Path(logs)) as prober:
+            ceilings = prober.by_threads()
             bar = progress.add_task(", ".join(racing), total=arguments.repeats * len(book.cells))
-            for _ in race(racing, prober, book, arguments.repeats, arguments.lock):
+            for _ in race(racing, about, prober, book, arguments.repeats, arguments.lock):
                 progress.advance(bar)
-    kept = {
-        "model": arguments.model,
-        "precision": arguments.precision,
-        "cells": book.figures(shape, arguments.precision),
-    }
-    return {**kept, "contenders": about, "errors": book.errors}
+    kept = {"model": arguments.model, "precision": arguments.precision, "ceilings": ceilings}
+    return {**kept, "cells": book.figures(shape, arguments.precision), "contenders": about, "errors": book.errors}
 
 
 def with_filed(name: str, cells: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +227,7 @@ def main() -> None:
     figures = measure(arguments, console)
     figures["load_1min_before"] = before["load_1min"]
     if not arguments.no_file:
-        name = f"peers_{arguments.model}_{arguments.precision}"
+        name = f"peers_{arguments.model}_{arguments.precision}_{processor(before)}"
         figures["cells"] = with_filed(name, figures["cells"])
         file_result(name, figures, {**vars(arguments), "setting": dict(arguments.setting)}, arguments.json)
     elif arguments.json:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contenders import CLASSES, OURS, ROOT
+from benchmarks.peers.contenders import CLASSES, OURS, ROOT, how_it_ended, vllm_model
 from benchmarks.server_process import free_port
 
 CONTEXT_TOKENS = 512  # of one request: the longest prompt and output that http_load draws, and room
@@ -21,13 +21,17 @@ MAX_STREAMS = 64
 
 @dataclass
 class ServerEntry:
-    """`body` is what a request needs beyond prompt, max_tokens and stream; each server refuses the others' fields."""
+    """`body` is what a request needs beyond prompt, max_tokens and stream; each server refuses the others' fields.
+    why_not: what keeps it out. otherwise: what else to try where `command` does not answer, and that in words."""
 
     name: str
     command: list[str]
     needs: list[Path]
     body: dict[str, Any]
     ready_path: str = "/health"
+    environment: dict[str, str] = field(default_factory=dict)
+    why_not: str | None = None
+    otherwise: tuple[str, list[str]] | None = None
     port: int = field(default_factory=free_port)
 
     @property
@@ -41,13 +45,13 @@ GREEDY = {"temperature": 0, "ignore_eos": True, "stream_options": {"include_usag
 def server_entries(
     folder: Path, model: str, precision: str, threads: int, settings: dict[str, Any]
 ) -> list[ServerEntry]:
-    """Ours, llama-server with the class's first kind of GGUF, OpenVINO behind a small server, vLLM."""
+    """Ours, llama-server with the class's first kind of GGUF, OpenVINO behind a small server, vLLM's kinds."""
     chosen = CLASSES[precision]
     checkpoint = folder / "models" / model
     found = [_ours(checkpoint, {"num_threads": threads, **chosen["ours"], **settings})]
     found += [_llama(folder, folder / "gguf" / f"{model}-{kind}.gguf", kind, threads) for kind in chosen["gguf"][:1]]
     found += [_openvino(folder, folder / "ov" / f"{model}-{kind}", kind, threads) for kind in chosen["ov"]]
-    found += [_vllm(folder, checkpoint, dtype) for dtype in chosen["vllm"]]
+    found += [_vllm(folder, model, kind) for kind in chosen["vllm"]]
     return found
 
 
@@ -76,6 +80,7 @@ def _llama(folder: Path, file: Path, kind: str, threads: int) -> ServerEntry:
     command = [str(program), "-m", str(file), "-t", str(threads), "-tb", str(threads), *slots, "--host", "127.0.0.1"]
     entry = ServerEntry(f"llama.cpp {kind}", command, [program, file], {**GREEDY, "cache_prompt": False})
     entry.command += ["--port", str(entry.port)]
+    entry.otherwise = ("without repacked weights", [*entry.command, "--no-repack"])
     return entry
 
 
@@ -87,14 +92,16 @@ def _openvino(folder: Path, model: Path, kind: str, threads: int) -> ServerEntry
     return entry
 
 
-def _vllm(folder: Path, checkpoint: Path, dtype: str) -> ServerEntry:
-    python = folder / "venv" / "vllm" / "bin" / "python"
+def _vllm(folder: Path, model: str, kind: str) -> ServerEntry:
+    python, found = folder / "venv" / "vllm" / "bin" / "python", vllm_model(folder, model, kind)
     limits = ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MAX_STREAMS)]
-    options = ["--dtype", dtype, "--enforce-eager", "--no-enable-prefix-caching", "--host", "127.0.0.1"]
-    body = {**GREEDY, "model": str(checkpoint)}
-    module = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
-    entry = ServerEntry(f"vllm {dtype}", [*module, *limits, *options], [python], body)
+    options = ["--dtype", found.dtype, "--enforce-eager", "--no-enable-prefix-caching", "--host", "127.0.0.1"]
+    body = {**GREEDY, "model": str(found.checkpoint)}
+    module = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(found.checkpoint)]
+    needs = [python, found.checkpoint / "config.json"]
+    entry = ServerEntry(f"vllm {kind}", [*module, *limits, *options], needs, body, environment=found.environment)
     entry.command += ["--port", str(entry.port)]
+    entry.why_not = found.why_not
     return entry
 
 
@@ -109,6 +116,7 @@ def serving(entry: ServerEntry, threads: int, log: Path, timeout_s: float = 300)
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "HF_HUB_OFFLINE": "1",
+        **entry.environment,
     }
     with log.open("w") as output:
         process = subprocess.Popen(entry.command, stdout=output, stderr=output, env=environment)
@@ -127,7 +135,8 @@ def _until_ready(entry: ServerEntry, process: subprocess.Popen, log: Path, timeo
     begin = time.monotonic()
     while time.monotonic() - begin < timeout_s:
         if process.poll() is not None:
-            raise RuntimeError(f"{entry.name} ended: {log.read_text(errors='replace')[-1500:].strip()}")
+            words = log.read_text(errors="replace")[-1500:].strip()
+            raise RuntimeError(f"{entry.name} {how_it_ended(process.returncode)}: {words}")
         try:
             with urllib.request.urlopen(entry.url + entry.ready_path, timeout=1):
                 return time.monotonic() - begin

@@ -14,7 +14,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,16 +72,24 @@ class Piece(msgspec.Struct, frozen=True):
 class LLM:
     """A model and its engine. `arguments` are the settings of `splittime config show`, by name. Not thread-safe.
 
+    on_loading: told how far the start has come, in words and as a share of all.
     default_sampling: what the model's makers advise (`generation_config.json`), used where no parameters are given.
     """
 
-    def __init__(self, model: str | Path | None = None, *, ledger: Ledger | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        ledger: Ledger | None = None,
+        on_loading: Callable[[str, float], None] = lambda progress, share: None,
+        **arguments: Any,
+    ) -> None:
         from splittime.assemble.worker import build_engine  # brings torch: two seconds, paid by those who generate
 
         chosen = settings.from_arguments({**arguments, "model": None if model is None else str(model)})
         folder = model_source.locate(chosen["model"], chosen["load_format"])
         timeline: list[tuple[str, int, int]] = []
-        parts = build_engine(worker_settings(chosen, folder), timeline)
+        parts = build_engine(worker_settings(chosen, folder), timeline, on_loading)
         resolved = parts.resolved
         tokenizer = model_source.load_tokenizer(folder)
         self._assemble(parts, tokenizer, tuple(resolved["eos_token_ids"]), ledger)

@@ -61,3 +61,12 @@ def test_steps_tell_who_had_run(llm):
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     steps = llm.ledger.steps()
     assert all(step.server_ran_ns > 0 and step.others_ran_ns >= 0 for step in steps)
+
+
+def test_who_loads_is_told_how_far_it_has_come():
+    told = []
+    LLM(max_num_seqs=1, packed_cache="off", num_threads=1, on_loading=lambda words, share: told.append((words, share)))
+    shares = [share for _, share in told]
+    assert told[0][0].startswith("layer 1 of ")
+    assert shares == sorted(shares)
+    assert 0.5 < shares[-1] < 1  # the warm-up comes after the last layer

@@ -42,6 +42,31 @@ def test_a_start_tells_what_it_does_at_once_and_until_it_is_over(monkeypatch):
     assert re.search(r"loading, \d+ s\n", log.getvalue())
 
 
+def test_a_terminal_gets_a_bar_of_the_start(monkeypatch):
+    drawn = io.StringIO()
+    monkeypatch.setattr(
+        progress, "talk", lambda: CleanConsole(file=drawn, force_terminal=True, width=80, color_system=None)
+    )
+    lengths = []
+    with progress.loading("starting") as say:
+        for share in (0.25, 0.75):
+            say(f"loading, at {share}", share)
+            deadline = time.monotonic() + 60
+            while f"loading, at {share}" not in drawn.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            line = drawn.getvalue().rpartition(f"loading, at {share}")[2]
+            lengths.append(line.partition("0:00")[0].count("\u2501"))
+    assert lengths == [progress.BAR_COLUMNS // 4, progress.BAR_COLUMNS * 3 // 4]
+
+
+def test_a_log_of_a_command_stays_silent_while_loading_is_quick(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))
+    with progress.loading("loading the model") as say:
+        say("loading the model: layer 1 of 2", 0.5)
+    assert log.getvalue() == ""
+
+
 def test_what_has_no_parts_is_named_once(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))

@@ -65,6 +65,27 @@ def test_a_chunk_that_does_not_sample_leaves_the_head_alone():
     assert floor.bound is Bound.COMPUTE
 
 
+def test_the_floor_is_the_processor_s_and_the_bound_that_of_the_kernels():
+    """With instructions ten times as fast as the kernels the floor is reading, and products still hold the step."""
+    fast = msgspec.structs.replace(MACHINE, peak_operations_per_s=10 * MACHINE.operations_per_s)
+    step = record((0, 10))  # 20 billion operations: 200 ms by the kernels, 20 at the peak; 87.5 ms of reading
+    floor = step_floor(step, COST, fast)
+    assert floor.operations_ns == 10 * floor.peak_ns
+    assert floor.floor_ns == floor.bytes_ns == 87_500_000 + 50_000
+    assert floor.bound is Bound.COMPUTE
+    long = floors([record((0, 100), device_ns=4_000_000_000)], facts_of(fast))[0]
+    assert long.share == pytest.approx(0.05, abs=0.001)
+    assert long.attained == pytest.approx(0.5, abs=0.001)
+    assert "runs at 5 % of what this machine can multiply, 50 % of what its kernels can: of the 4e+03" in sentence(long)
+    known = floors([record((0, 100), device_ns=4_000_000_000)], facts_of(MACHINE))[0]
+    assert known.share == known.attained == pytest.approx(0.5, abs=0.001)
+    assert "its kernels" not in sentence(known)
+
+
+def facts_of(machine: Machine) -> ServerFacts:
+    return ServerFacts(version="1", model="m", max_model_len=1, cost=COST, machine=machine)
+
+
 def test_long_contexts_are_bound_by_the_kv_cache():
     assert step_floor(record((40_000, 1)), COST, MACHINE).bound is Bound.KV
 

@@ -110,6 +110,15 @@ def test_products(books):
     assert diagnose(busy).limits[0].cure.flags == ()
 
 
+def test_products_hold_a_step_at_the_kernels_rate_and_the_peak_is_told(books):
+    fast = msgspec.structs.replace(MACHINE, peak_operations_per_s=8 * 10**9)
+    ill = bound(books, machine=fast, operations_per_token=1_700_000)
+    assert limits(ill) == ["compute_bound"]
+    told = str(diagnose(ill).limits[0].evidence[0].value)
+    assert "of what its kernels can" in told
+    assert crossover_rows(ill) == crossover_rows(bound(books, operations_per_token=1_700_000))
+
+
 def test_keys_and_values_behind_long_prompts_are_told_too():
     """Prompts have three quarters of the time; of what comes after the first token, reading the cache is most."""
     books = Ward(token_ms=0.3).run(*(Case(2000 * i, ids(1500, i), 30) for i in range(30)))

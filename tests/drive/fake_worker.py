@@ -48,8 +48,8 @@ def build(settings: bytes, timeline: Timeline, tell: Tell) -> EngineParts:
     runner = FailingRunner(step_ns=config.step_ns)
     runner.fail_on_token, runner.collects_garbage = config.fail_on_token, config.collects_garbage
     timeline.append(("load", 1, 2))
-    tell("layer 1 of 2, 3 MB")
-    tell("layer 2 of 2, 6 MB")  # too soon after the first
+    tell("layer 1 of 2, 3 MB", 0.25)
+    tell("layer 2 of 2, 6 MB", 0.5)  # too soon after the first
     settings_told = {"block_size": 16, "max_num_seqs": 0}
     pieces = iter([None, None, Machine(cpu="fake", threads=1, measured_at_unix_ns=7)])
     return EngineParts(

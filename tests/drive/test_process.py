@@ -18,6 +18,7 @@ from splittime.core.errors import ConfigError, Conflict, Overloaded
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.drive import incarnation
+from splittime.drive.messages import Loading
 from splittime.drive.process import ProcessClient
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
@@ -60,8 +61,8 @@ async def collect(client: ProcessClient, request: Request) -> tuple[list[int], F
 
 
 def test_progress_of_the_start_is_told_but_not_too_often() -> None:
-    async def run() -> list[str]:
-        told: list[str] = []
+    async def run() -> list[Loading]:
+        told: list[Loading] = []
         client = ProcessClient(WORKER, b"{}", on_loading=told.append)
         try:
             await asyncio.wait_for(client.start(), 60)
@@ -69,7 +70,7 @@ def test_progress_of_the_start_is_told_but_not_too_often() -> None:
             await client.stop()
         return told
 
-    assert asyncio.run(run()) == ["layer 1 of 2, 3 MB"]
+    assert asyncio.run(run()) == [Loading("layer 1 of 2, 3 MB", 0.25)]
 
 
 def test_same_tokens_as_in_process() -> None:

@@ -170,6 +170,9 @@ def test_packing_rounds_to_nearest(dtype: int) -> None:
     given = exact = rng.normal(size=(35, 200)).astype(np.float32)
     exact[3] = 0
     exact[4, 64:128] = 0
+    exact[5, [10, 40]] = 9, -9  # of equal magnitudes the first counts
+    exact[6, [10, 40]] = -9, 9
+    exact[7, :64] = -abs(exact[7, :64])
     if dtype == native.BFLOAT16:
         given, exact = bfloat16_bits(exact)
     elif dtype == native.FLOAT16:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from splittime.kernels.choose import make_backend
 from splittime.models.config import load_config
 from splittime.models.quant.plan import choose
-from splittime.models.weights import cache, packed_file
-from splittime.models.weights.cache import fingerprints
+from splittime.models.weights import cache, fingerprints, keeping, packed_file
+from splittime.models.weights.fingerprints import fingerprints as hashes_of
 from splittime.models.weights.load import load_decoder
 from splittime.models.weights.packed_file import PackedFileBroken, PackedReader, PackedWriter
 
@@ -33,9 +33,10 @@ def model(tmp_path):
 
 
 def load(model, folder, quantization="int4", kernels="native"):
-    """(all blobs one after the other, what became of the cache)."""
+    """(all blobs one after the other, what became of the cache), when all is written."""
     plan = choose(quantization, "float32")
     loaded = load_decoder(model, load_config(model), make_backend(kernels, torch.float32), plan, 64, folder)
+    keeping.finish()
     blobs = []
     for layer in loaded.decoder.layers:
         mixer, mlp = layer.weights.mixer, layer.weights.feed_forward
@@ -57,9 +58,9 @@ def test_the_second_start_reads_what_the_first_wrote(model, tmp_path, quantizati
     second, read = load(model, tmp_path / "cache", quantization)
     assert torch.equal(first, second)
     (path,) = packed_files(tmp_path / "cache")
-    assert "wrote" in wrote
-    assert "read" in read
-    assert str(path) in wrote
+    assert wrote.startswith("packed")
+    assert read.startswith("mapped")
+    assert str(path.parent) in wrote
     assert str(path) in read
     assert not list((tmp_path / "cache").glob(".*.tmp"))
 
@@ -68,10 +69,18 @@ def test_the_second_start_reads_what_the_first_wrote(model, tmp_path, quantizati
 def test_content_decides_not_name_nor_date(model, tmp_path):
     folder = tmp_path / "cache"
     load(model, folder)
+    (path,) = packed_files(folder)
+    status = path.stat()
     shutil.copytree(model, tmp_path / "copy")
-    assert "read" in load(tmp_path / "copy", folder)[1]
-    os.utime(model / "model.safetensors")
-    assert "read" in load(model, folder)[1]
+    for changed in (lambda: None, lambda: os.utime(tmp_path / "copy" / "model.safetensors")):
+        changed()
+        first, story = load(tmp_path / "copy", folder)  # which nobody has hashed
+        assert story.startswith("packed")
+        second, story = load(tmp_path / "copy", folder)
+        assert story.startswith("mapped")
+        assert torch.equal(first, second)
+        assert packed_files(folder) == [path]
+        assert path.stat() == status
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 4] += 1
     status = (model / "model.safetensors").stat()
@@ -79,10 +88,84 @@ def test_content_decides_not_name_nor_date(model, tmp_path):
     save_file(tensors, model / "model.safetensors")
     os.utime(model / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     changed, story = load(model, folder)
-    assert "wrote" in story
+    assert story.startswith("packed")
     assert not torch.equal(changed, load(tmp_path / "copy", folder)[0])
-    assert "wrote" in load(model, folder, "int8")[1]
+    assert load(model, folder, "int8")[1].startswith("packed")
     assert len(packed_files(folder)) == 3
+
+
+@needs_native
+def test_a_checkpoint_that_changes_after_it_was_packed_is_not_kept(model, tmp_path, caplog, monkeypatch):
+    """Its hash would give the weights of before the name of those of after."""
+    close = cache.PackedCache.close
+
+    def changed(kept):
+        os.utime(model / "model.safetensors")
+        close(kept)
+
+    monkeypatch.setattr(cache.PackedCache, "close", changed)
+    load(model, tmp_path / "cache")
+    assert "has changed since it was opened" in caplog.text
+    assert not packed_files(tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob(".*.tmp"))
+
+
+@needs_native
+def test_the_weights_are_used_where_the_file_is_mapped(model, tmp_path):
+    """Not copied: what the file says later on, they say."""
+    load(model, tmp_path / "cache")
+    (path,) = packed_files(tmp_path / "cache")
+    reader = PackedReader(path, is_known=True)
+    (name, (begin, num_bytes, _)) = next(iter(reader._table.items()))
+    blob = reader.take(name, num_bytes)
+    with path.open("r+b") as file:
+        file.seek(begin + 5)
+        file.write(bytes([int(blob[5]) ^ 0xFF]))
+    assert int(blob[5]) == path.read_bytes()[begin + 5]
+    reader.close()
+    assert int(blob[6]) == path.read_bytes()[begin + 6]  # what was taken outlives the reader
+
+
+@needs_native
+def test_sums_are_checked_of_a_file_that_is_not_known_and_of_no_other(model, tmp_path, monkeypatch):
+    summed = []
+    original = packed_file._sum_of
+    monkeypatch.setattr(packed_file, "_sum_of", lambda blob: summed.append(len(blob)) or original(blob))
+    load(model, tmp_path / "cache")
+    assert load(model, tmp_path / "cache")[1].startswith("mapped")
+    assert summed == []  # who writes a file knows it
+    (path,) = packed_files(tmp_path / "cache")
+    os.utime(path)
+    assert load(model, tmp_path / "cache")[1].startswith("mapped")
+    assert len(summed) == 9
+    assert load(model, tmp_path / "cache")[1].startswith("mapped")
+    assert len(summed) == 9
+
+
+@needs_native
+def test_a_start_does_not_wait_until_the_weights_are_kept(model, tmp_path, monkeypatch):
+    go_on, original = threading.Event(), fingerprints._hash_file
+    monkeypatch.setattr(fingerprints, "_hash_file", lambda path: go_on.wait(30) and original(path))
+    plan = choose("int8", "float32")
+    args = (model, load_config(model), make_backend("native", torch.float32), plan, 64, tmp_path / "cache")
+    assert load_decoder(*args).cache_story.startswith("packed")
+    assert not packed_files(tmp_path / "cache")
+    go_on.set()
+    keeping.finish()
+    assert len(packed_files(tmp_path / "cache")) == 1
+
+
+def test_large_blobs_begin_where_huge_pages_do(tmp_path):
+    writer = PackedWriter(tmp_path)
+    for name, size in (("small", 100), ("large", 9 << 20), ("next", 5000), ("last", 8 << 20)):
+        writer.add(name, torch.full((size,), 7, dtype=torch.uint8))
+    writer.finish(tmp_path / "x.packed")
+    descriptor = os.open(tmp_path / "x.packed", os.O_RDONLY)
+    begins = {name: place[0] for name, place in packed_file._read_table(descriptor).items()}
+    os.close(descriptor)
+    assert begins["small"] == 0
+    assert begins["next"] % packed_file.ALIGNMENT == 0
+    assert begins["large"] % (2 << 20) == begins["last"] % (2 << 20) == 0
 
 
 @needs_native
@@ -102,8 +185,8 @@ def test_a_damaged_file_is_noticed_and_made_again(model, tmp_path, damage, caplo
         again, story = load(model, tmp_path / "cache")
     assert "made again" in caplog.text
     assert torch.equal(again, whole)
-    assert "wrote" in story
-    assert "read" in load(model, tmp_path / "cache")[1]
+    assert "packed" in story
+    assert "mapped" in load(model, tmp_path / "cache")[1]
 
 
 @needs_native
@@ -125,7 +208,7 @@ def test_a_full_disk_costs_a_warning_and_leaves_nothing(model, tmp_path, caplog,
     monkeypatch.setattr(PackedWriter, "add", fail)
     with caplog.at_level(logging.WARNING):
         _, story = load(model, tmp_path / "cache")
-    assert "No space left" in story
+    assert "background" in story
     assert "No space left" in caplog.text
     assert not packed_files(tmp_path / "cache")
     assert not list((tmp_path / "cache").glob(".*.packed.*"))
@@ -138,7 +221,7 @@ def test_a_load_that_fails_leaves_no_file(model, tmp_path):
     save_file(tensors, model / "model.safetensors")
     with pytest.raises(Exception, match=r"model\.norm\.weight"):
         load(model, tmp_path / "cache")
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["README", "files.json"]
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["README"]
 
 
 @needs_native
@@ -151,7 +234,7 @@ def test_several_at_once_do_not_meet(model, tmp_path):
         thread.join()
     assert len(results) == 4
     assert all(torch.equal(blobs, results[0][0]) for blobs, _ in results)
-    assert "read" in load(model, tmp_path / "cache")[1]
+    assert "mapped" in load(model, tmp_path / "cache")[1]
     assert len(packed_files(tmp_path / "cache")) == 1
 
 
@@ -170,33 +253,33 @@ def test_why_there_is_no_cache_is_told(model, tmp_path, settings, told):
 
 
 def test_fingerprints_are_remembered_and_follow_the_content(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(cache, "READ_BYTES", 300)
+    monkeypatch.setattr(fingerprints, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(fingerprints, "READ_BYTES", 300)
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_bytes(bytes(range(256)) * 20)
     two.write_bytes(b"")
-    first = fingerprints([one, two], tmp_path / "memory")
+    first = hashes_of([one, two], tmp_path / "memory")
     assert first[0] != first[1]
     read = []
-    original = cache._hash_file
-    monkeypatch.setattr(cache, "_hash_file", lambda path: read.append(path.name) or original(path))
-    assert fingerprints([one, two], tmp_path / "memory") == first
+    original = fingerprints._hash_file
+    monkeypatch.setattr(fingerprints, "_hash_file", lambda path: read.append(path.name) or original(path))
+    assert hashes_of([one, two], tmp_path / "memory") == first
     assert read == []
     one.write_bytes(bytes(range(256)) * 19 + bytes(256))
-    assert fingerprints([one, two], tmp_path / "memory")[0] != first[0]
+    assert hashes_of([one, two], tmp_path / "memory")[0] != first[0]
     assert read == ["one"]
     for spoiled in ("{", "[]", json.dumps({str(two): ["nonsense"]})):
-        (tmp_path / "memory" / cache.MEMORY_NAME).write_text(spoiled)
-        assert fingerprints([two], tmp_path / "memory") == [first[1]]
+        (tmp_path / "memory" / fingerprints.MEMORY_NAME).write_text(spoiled)
+        assert hashes_of([two], tmp_path / "memory") == [first[1]]
 
 
 def test_a_packed_file_gives_back_what_was_put_in(tmp_path):
-    writer = PackedWriter(tmp_path / "x.packed")
+    writer = PackedWriter(tmp_path)
     blobs = {f"b{size}": torch.arange(size).to(torch.uint8) for size in (1, 4096, 100_000, 0)}
     for name, blob in blobs.items():
         writer.add(name, blob)
     assert not (tmp_path / "x.packed").exists()
-    writer.finish()
+    writer.finish(tmp_path / "x.packed")
     if not has_native_kernels():
         pytest.skip("no native memory to read into")
     reader = PackedReader(tmp_path / "x.packed")
@@ -211,8 +294,8 @@ def test_a_packed_file_gives_back_what_was_put_in(tmp_path):
 def test_what_a_dead_process_left_is_removed(tmp_path):
     left = tmp_path / ".a.packed.1.tmp"
     left.write_bytes(b"x")
-    alive = PackedWriter(tmp_path / "b.packed")
-    PackedWriter(tmp_path / "c.packed").abandon()
+    alive = PackedWriter(tmp_path)
+    PackedWriter(tmp_path).abandon()
     assert [path.name for path in tmp_path.iterdir()] == [alive._waiting.name]
     alive.abandon()
     alive.abandon()  # twice does no harm
@@ -224,17 +307,16 @@ def test_what_a_dead_process_left_is_removed(tmp_path):
 def test_what_happens_to_the_folder_meanwhile_costs_a_warning(model, tmp_path, trouble, caplog, monkeypatch):
     folder, finish = tmp_path / "cache", PackedWriter.finish
 
-    def disturbed(writer):
+    def disturbed(writer, path):
         if trouble == "folder deleted":
             shutil.rmtree(folder)
         else:
-            writer.path.mkdir()
-        finish(writer)
+            path.mkdir()
+        finish(writer, path)
 
     monkeypatch.setattr(PackedWriter, "finish", disturbed)
-    blobs, story = load(model, folder)
+    blobs, _ = load(model, folder)
     assert blobs is not None
-    assert story.startswith("not kept")
     assert "not kept" in caplog.text
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -250,7 +332,7 @@ def test_restored_times_do_not_hide_another_content(model, tmp_path):
         file.write(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     after, story = load(model, tmp_path / "cache")
-    assert story.startswith("wrote")
+    assert "packed" in story
     assert not torch.equal(before, after)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from test_stored_formats import AWQ, GPTQ, PACKED, W8A8, compressed
 
 from splittime.core.errors import ConfigError
+from splittime.models.weights import keeping
 from splittime.models.weights.formats.stored import GroupedWeight
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
@@ -143,6 +144,7 @@ def run(folder, packed_cache="off", **settings):
     runner = load_torch_runner(config)
     seen = heard(runner)
     tokens = Driver(runner).generate(Sequence("a", PROMPT), 6, chunks=[7])
+    keeping.finish()
     return torch.cat(seen)[: len(PROMPT)], tokens, runner.resolved
 
 
@@ -175,8 +177,8 @@ def test_the_second_start_reads_what_the_first_packed(tmp_path, name, monkeypatc
     monkeypatch.setattr("splittime.kernels.native.ops.NativeOps.pack_rounded", lambda *_: pytest.fail("packed again"))
     second, _, read = run(tmp_path / "model", tmp_path / "cache", kernels="native")
     assert torch.equal(first, second)
-    assert wrote.packed_cache.startswith("wrote")
-    assert read.packed_cache.startswith("read")
+    assert wrote.packed_cache.startswith("packed")
+    assert read.packed_cache.startswith("mapped")
     assert (wrote.weights, wrote.weights_bytes) == (read.weights, read.weights_bytes)
 
 
@@ -189,7 +191,7 @@ def test_what_the_config_says_of_the_numbers_is_part_of_the_caches_name(tmp_path
     config["quantization_config"]["checkpoint_format"] = "gptq_v2"
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     second, _, resolved = run(tmp_path / "model", tmp_path / "cache", kernels="native")
-    assert resolved.packed_cache.startswith("wrote")
+    assert resolved.packed_cache.startswith("packed")
     assert not torch.equal(first, second)
     assert sorted(path.name[:5] for path in (tmp_path / "cache").glob("*.packed")) == ["gptq-", "gptq-"]
 

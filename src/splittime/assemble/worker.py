@@ -47,8 +47,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig
 
 
-def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progress: None) -> EngineParts:
-    """The engine, warmed up, and what its driver needs beside it. Raises ConfigError for what it cannot serve."""
+def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progress, share: None) -> EngineParts:
+    """The engine, warmed up, and what its driver needs beside it. Raises ConfigError for what it cannot serve.
+
+    tell: called with how far it has come; the warm-up counts as one layer more."""
     begin_ns = time.monotonic_ns()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the server process's core
     from splittime.runner import compose  # two seconds of torch: a phase of its own in the timeline
@@ -58,7 +60,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     runner = compose.load_torch_runner(
         config.runner,
         lambda name, begin, end: timeline.append((name, begin, end)),
-        lambda done, total, num_bytes: tell(f"layer {done} of {total}, {num_bytes / 1e6:.0f} MB"),
+        lambda done, total, num_bytes: tell(f"layer {done} of {total}, {num_bytes / 1e6:.0f} MB", done / (total + 1)),
     )
     begin_ns = time.monotonic_ns()
     runner.warm_up()

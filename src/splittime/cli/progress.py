@@ -1,20 +1,29 @@
 """Bars for long work: drawn on a terminal; in a log a line every ten seconds, so that nobody takes work for a hang."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
-from rich.progress import Progress, ProgressColumn, Task
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 
 from splittime.cli.options import talk
 
 LINE_EVERY_S = 10.0
 STARTING_EVERY_S = 1.0
+BAR_COLUMNS = 24
+
+
+class Say(Protocol):
+    """Changes the words that are shown, and says what share of all is done."""
+
+    def __call__(self, new: str, share: float | None = None) -> None: ...
 
 
 @contextmanager
-def bars(*columns: ProgressColumn, words: Callable[[Task], str]) -> Iterator[Progress]:
+def bars(
+    *columns: ProgressColumn, words: Callable[[Task], str], line_every_s: float | None = None
+) -> Iterator[Progress]:
     """On standard error. words: what a log is told of a task that goes on."""
     console = talk()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -22,7 +31,7 @@ def bars(*columns: ProgressColumn, words: Callable[[Task], str]) -> Iterator[Pro
             yield progress
             return
         over = threading.Event()
-        teller = threading.Thread(target=_tell, args=(progress, words, over), daemon=True)
+        teller = threading.Thread(target=_tell, args=(progress, words, line_every_s or LINE_EVERY_S, over), daemon=True)
         teller.start()
         try:
             yield progress
@@ -41,27 +50,30 @@ def doing(words: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def seconds_of(words: str) -> Iterator[Callable[[str], None]]:
-    """A sign of life at once, and each second until it is over: on a terminal one line that changes, in a log a line
-    each. Yields a function that changes the words."""
-    console, begin_s, told = talk(), time.monotonic(), [words]
-    over, shown = threading.Event(), console.status(words) if console.is_terminal else None
+def loading(words: str, line_every_s: float | None = None) -> Iterator[Say]:
+    """A bar of a start, once it is told how much of it is done; in a log a line now and then."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(BAR_COLUMNS))
+    with bars(*columns, TimeElapsedColumn(), words=_description, line_every_s=line_every_s) as progress:
+        bar = progress.add_task(words, total=None)
 
-    def tell() -> None:
-        while not over.wait(STARTING_EVERY_S):
-            line = f"{told[0]}, {time.monotonic() - begin_s:.0f} s"
-            shown.update(line) if shown is not None else console.print(line, markup=False)
+        def say(new: str, share: float | None = None) -> None:
+            progress.update(bar, description=new, completed=share, total=None if share is None else 1.0)
 
-    teller = threading.Thread(target=tell, daemon=True)
-    if shown is None:
+        yield say
+
+
+@contextmanager
+def seconds_of(words: str) -> Iterator[Say]:
+    """The same with a sign of life in a log at once, and each second until it is over."""
+    console = talk()
+    if not console.is_terminal:
         console.print(words, markup=False)
-    with shown or nullcontext():
-        teller.start()
-        try:
-            yield lambda new: told.__setitem__(0, new)
-        finally:
-            over.set()
-            teller.join()
+    with loading(words, STARTING_EVERY_S) as say:
+        yield say
+
+
+def _description(task: Task) -> str:
+    return task.description
 
 
 def count_words(task: Task) -> str:
@@ -70,8 +82,8 @@ def count_words(task: Task) -> str:
     return f"{task.description} {task.completed:,.0f}{total}"
 
 
-def _tell(progress: Progress, words: Callable[[Task], str], over: threading.Event) -> None:
-    while not over.wait(LINE_EVERY_S):
+def _tell(progress: Progress, words: Callable[[Task], str], every_s: float, over: threading.Event) -> None:
+    while not over.wait(every_s):
         for task in progress.tasks:
             if not task.finished:
                 progress.console.print(f"{words(task)}, {task.elapsed or 0:,.0f} s", markup=False)

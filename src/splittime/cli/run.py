@@ -21,7 +21,8 @@ import typer
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings
 from splittime.cli.answer import MAX_TOKENS, asked, stream
-from splittime.cli.options import EXIT_CODES, JsonFlag, talk, with_settings
+from splittime.cli.options import EXIT_CODES, JsonFlag, with_settings
+from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account_json import account_json
@@ -140,10 +141,11 @@ def words_of(words: list[str], prompt: str | None = None) -> RunWords:
 def _loaded(settings: Settings, model: str | None) -> "LLM":
     name = model or settings["model"]
     model_source.locate(name, settings["load_format"])  # a download shows its own progress, before the spinner
-    with talk().status("loading the model"):
+    with loading("loading the model") as say:
         from splittime.llm import LLM  # brings torch
 
-        return LLM(name, **(settings.part("runner") | settings.part("scheduler")))
+        given = settings.part("runner") | settings.part("scheduler")
+        return LLM(name, on_loading=lambda told, share: say(f"loading the model: {told}", share), **given)
 
 
 def _read(text: str | None) -> str:

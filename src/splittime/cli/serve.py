@@ -91,7 +91,7 @@ async def _serve(
             WORKER_COMMAND,
             engine_settings,
             ledger.add_step,
-            lambda progress: say(f"loading {folder.name}: {progress}"),
+            lambda told: say(f"loading {folder.name}: {told.progress}", told.share),
         )
 
         def on_ready(ready: "Ready", port: int) -> None:

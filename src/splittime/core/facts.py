@@ -13,9 +13,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         over, as a step reads weights and keys; small ones come from a cache, the largest from memory. No size of a
         cache that the machine reports is believed: of a virtual one it may be another's.
     read_bytes_per_s: that of the largest.
-    operations_per_s: of the product that the weights use, where a
-    multiplication and its addition are two; None if it could not be measured, or not yet. cache_bytes: the processor's
-    last-level cache as the machine reports it, for information. cores: that the process may use.
+    operations_per_s: of the product that the weights use, by the server's own kernels, where a multiplication and its
+        addition are two; None if it could not be measured, or not yet.
+    peak_operations_per_s: of the fastest instructions that the processor has for such numbers, whoever uses them; None
+        too where nothing measures it (a card, no native kernels, books of an earlier version).
+    cache_bytes: the processor's last-level cache as the machine reports it, for information. cores: that the process
+        may use.
     measured_at_unix_ns: when, which may be some days before the start: ceilings are kept between starts.
     """
 
@@ -24,6 +27,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     read_rates: tuple[tuple[int, float], ...] = ()
     read_bytes_per_s: float | None = None
     operations_per_s: float | None = None
+    peak_operations_per_s: float | None = None
     measured_at_unix_ns: int | None = None
     cache_bytes: int | None = None
     cores: int | None = None

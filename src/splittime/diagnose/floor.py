@@ -3,8 +3,13 @@
     bytes      = weights (less the head's, when no row samples) + KV bytes x positions that are read or written
     operations = tokens x operations_per_token + samples x operations_per_sample
                  + pairs x operations_per_context_token
-    floor      = max(bytes / read_bytes_per_s, operations / operations_per_s)            (the roofline of Williams,
+    floor      = max(bytes / read_bytes_per_s, operations / peak_operations_per_s)       (the roofline of Williams,
     share      = floor / device_ns                                                        Waterman, Patterson 2009)
+    products   = operations / operations_per_s
+
+The floor is the machine's: its memory, and the fastest instructions it has. What a step is bound by is a question to
+the server as it is, so there its own kernels' rate counts: by its products, where those take longer than its bytes,
+however much faster the processor could multiply. Where the peak is not known the kernels' rate stands for it.
 
 With a row of n tokens from position s on: its positions are s + n (the s old ones are read, the n new ones written),
 its pairs n s + n (n + 1) / 2; under a sliding window of w positions, the layers that have it see w at most.
@@ -58,8 +63,9 @@ class Kind(StrEnum):
 
 class StepFloor(msgspec.Struct, frozen=True, kw_only=True):
     """One step's floor. weights_ns, kv_ns: reading them, one after the other. fits_cache: they come from a cache,
-    clearly faster than memory. operations_ns: None if the machine's rate is not known. host_ns: what the host took of
-    the step, and before it."""
+    clearly faster than memory. operations_ns: its products by the server's kernels; None if their rate is not known.
+    peak_ns: by the processor's fastest instructions; None if that is not known. host_ns: what the host took of the
+    step, and before it."""
 
     weights_ns: int
     kv_ns: int
@@ -67,6 +73,7 @@ class StepFloor(msgspec.Struct, frozen=True, kw_only=True):
     device_ns: int
     host_ns: int
     fits_cache: bool
+    peak_ns: int | None = None
 
     @property
     def bytes_ns(self) -> int:
@@ -74,7 +81,7 @@ class StepFloor(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def floor_ns(self) -> int:
-        return max(self.bytes_ns, self.operations_ns or 0)
+        return max(self.bytes_ns, (self.operations_ns if self.peak_ns is None else self.peak_ns) or 0)
 
     @property
     def share(self) -> float | None:
@@ -85,7 +92,7 @@ class StepFloor(msgspec.Struct, frozen=True, kw_only=True):
     def bound(self) -> Bound:
         if self.host_ns > self.device_ns:
             return Bound.HOST
-        if self.floor_ns == 0:
+        if max(self.bytes_ns, self.operations_ns or 0) == 0:
             return Bound.NONE
         if (self.operations_ns or 0) >= self.bytes_ns:
             return Bound.COMPUTE
@@ -119,6 +126,12 @@ class FloorGroup(msgspec.Struct, frozen=True, kw_only=True):
     def share(self) -> float | None:
         return self.floor_ns / self.device_ns if self.device_ns > 0 else None
 
+    @property
+    def attained(self) -> float | None:
+        """The share that these steps would have if the server's kernels were the fastest there are."""
+        own_ns = max(self.operations_ns, self.floor_ns)
+        return own_ns / self.device_ns if self.device_ns > 0 else None
+
 
 def kind(step: StepRecord) -> Kind:
     if step.prefill_tokens == 0:
@@ -140,11 +153,12 @@ def step_floor(step: StepRecord, cost: TokenCost, machine: Machine) -> StepFloor
     kv_bytes = _positions(step, cost) * cost.kv_bytes_per_token
     read_rate = read_bytes_per_s(machine, weight_bytes + kv_bytes)
     ns_per_byte = 0.0 if read_rate is None else 1e9 / read_rate
-    rate = machine.operations_per_s
+    needed, rate, peak = operations(step, cost), machine.operations_per_s, machine.peak_operations_per_s
     return StepFloor(
         weights_ns=round(weight_bytes * ns_per_byte),
         kv_ns=round(kv_bytes * ns_per_byte),
-        operations_ns=None if rate is None else round(operations(step, cost) / rate * 1e9),
+        operations_ns=None if rate is None else round(needed / rate * 1e9),
+        peak_ns=None if peak is None else round(needed / peak * 1e9),
         device_ns=step.device_ns,
         host_ns=step.host_gap_ns + step.plan_ns + step.launch_ns + step.commit_ns,
         fits_cache=read_rate is None or read_rate > FROM_CACHE * machine.read_bytes_per_s,
@@ -246,10 +260,18 @@ def sentence(group: FloorGroup) -> str:
         note = (
             "; what it reads fits in the processor's cache, memory's bandwidth is no bound" if group.fits_cache else ""
         )
-        return f"{who} runs at {percent} of what this machine can multiply{beyond}: {times}{note}"
+        own = _of_own_kernels(group)
+        return f"{who} runs at {percent} of what this machine can multiply{own}{beyond}: {times}{note}"
     of_weights = group.weights_ns / max(1, group.weights_ns + group.kv_ns)
     reads = f"{100 * of_weights:.0f} % of the bytes are weights, {100 * (1 - of_weights):.0f} % KV"
     return f"{who} runs at {percent} of what this memory can do{beyond}: {times}; {reads}"
+
+
+def _of_own_kernels(group: FloorGroup) -> str:
+    """Where the kernels are not the fastest there could be."""
+    if group.attained is None or group.share is None or group.attained <= group.share:
+        return ""
+    return f", {100 * group.attained:.0f} % of what its kernels can"
 
 
 def _why_beyond(group: FloorGroup) -> str:

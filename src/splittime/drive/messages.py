@@ -44,9 +44,10 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """How far the start has come, for a person to read: "layer 3 of 16, 120 MB"."""
+    """How far the start has come, for a person to read ("layer 3 of 16, 120 MB"), and as a share of all."""
 
     progress: str
+    share: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -53,7 +53,7 @@ class ProcessClient:
 
     command: starts a worker; the two endpoints are appended to it. settings: one line of JSON for its standard input.
     on_record: called with every step's record, in the event loop's thread, before the streams have its tokens.
-    on_loading: called with the progress of a start, as text.
+    on_loading: called with the progress of a start.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ProcessClient:
         command: list[str] | None,
         settings: bytes,
         on_record: Callable[[StepRecord], None] | None = None,
-        on_loading: Callable[[str], None] | None = None,
+        on_loading: Callable[[Loading], None] | None = None,
     ) -> None:
         self._command = command or [sys.executable, "-m", "splittime.assemble.worker"]
         self._settings, self._on_record, self._on_loading = settings, on_record, on_loading
@@ -178,7 +178,7 @@ class ProcessClient:
                 self._take_step(message)
             case Loading():
                 if self._on_loading is not None:
-                    self._on_loading(message.progress)
+                    self._on_loading(message)
             case Ready():
                 self._take_ready(message)
             case Measured(machine):

@@ -26,9 +26,9 @@ from splittime.drive.loop import Inbox, run_loop
 from splittime.drive.messages import Fatal, FromEngine, Loading, Ping, Pong, Ready, ToEngine
 
 Timeline = list[tuple[str, int, int]]
-Tell = Callable[[str], None]
+Tell = Callable[[str, float], None]
 Build = Callable[[bytes, Timeline, Tell], EngineParts]
-TELL_EVERY_NS = 500_000_000
+TELL_EVERY_NS = 100_000_000
 
 
 def work(inbound: str, outbound: str, build: Build) -> None:
@@ -36,7 +36,8 @@ def work(inbound: str, outbound: str, build: Build) -> None:
 
     inbound, outbound: ZeroMQ endpoints to pull messages from and push messages to.
     build: makes the engine and what its driver needs; appends its phases (name, begin_ns, end_ns) to the timeline and
-        tells its progress, as often as it likes: what comes within half a second of the last is dropped.
+        tells its progress, in words and as a share of all, as often as it likes: what comes within a tenth of a second
+        of the last is dropped.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -83,12 +84,12 @@ def _teller(send: Callable[[FromEngine], None]) -> Tell:
     """Sends progress, but not too often."""
     last_ns = 0
 
-    def tell(progress: str) -> None:
+    def tell(progress: str, share: float) -> None:
         nonlocal last_ns
         now_ns = time.monotonic_ns()
         if now_ns - last_ns >= TELL_EVERY_NS:
             last_ns = now_ns
-            send(Loading(progress))
+            send(Loading(progress, share))
 
     return tell
 

@@ -172,6 +172,7 @@ class Ops(Protocol):
     """What a backend does.
 
     isa_reason: why with these instructions, "" where there is no choice. activation_dtype: of every x and y below.
+    tells_finite: `argmax` and `draw` give -1 - token for a row in which something is not finite, -inf too.
     device: where they are, and weights and KV stores.
     """
 
@@ -179,6 +180,7 @@ class Ops(Protocol):
     linear_name: str
     attention_name: str
     isa_reason: str
+    tells_finite: bool
     activation_dtype: torch.dtype
     device: torch.device
 
@@ -257,8 +259,8 @@ class Ops(Protocol):
         """The first of the largest of each row of logits [N, vocab]."""
 
     def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
-        """A token for each row of logits [N, vocab], float32, by its line of `draws`, of `kernels.draw.DRAW`; see
-        `runner.sampler`, which does it when this is None."""
+        """A token for each row of logits [N, vocab], float32, by its line of `draws`, of `kernels.draw.DRAW`, where the
+        temperature is 0 as `argmax`; see `runner.sampler`, which does it when this is None."""
 
     def bytes_read(self) -> dict[str, int]:
         """Since this process began, by all of this backend: bytes of weights that products have read, by scheme

@@ -6,4 +6,5 @@ import numpy as np
 DRAW = np.dtype(
     [("top_p", "f8"), ("uniform", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("unused", "i4")]
 )
-"""`StDraw` of csrc/splittime.h: top_k and min_p are off at 0, top_p at 1; uniform in [0, 1)."""
+"""`StDraw` of csrc/splittime.h: temperature 0 is greedy, top_k and min_p are off at 0, top_p at 1,
+uniform is in [0, 1)."""

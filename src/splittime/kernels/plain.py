@@ -74,6 +74,7 @@ class PlainOps(ABC):
 
     name: str
     isa_reason = ""
+    tells_finite = False
     activation_dtype: torch.dtype
     device = CPU
 

@@ -1,19 +1,21 @@
-"""The machine's ceilings, measured by short loops with the server's own threads and kernels: bytes read a second, and
-operations a second of the product that the weights use.
+"""The machine's ceilings, measured with the server's own number of threads: bytes read a second, operations a second of
+the product that the weights use, and the most operations a second that the processor has for such numbers.
 
-    read        each of `READ_SIZES`, over and over, by plain sums and (native kernels) by a product with one token,
-                which asks for its weights ahead: the best pass of either
-    operations  a product of `TOKENS` tokens whose operands stay in the cache, the best pass
+    read        each of `READ_SIZES`, over and over, and memory that was taken out of every cache before (`BEYOND`)
+    product     of `TOKENS` tokens by the server's own kernels, operands in the cache: what its steps attain
+    peak        the fastest instructions that the processor has for such numbers, tiles included: what they could
+
+Reads and peak are hand loops, no kernel of ours (`kernels.native.peaks`), the fastest of several; where there are no
+native kernels reads are sums by torch, and there is no peak. It is always the best pass that counts.
 
 What they are worth: two virtual cores of one machine read 31 GB/s at one time and 18 some minutes later, for all
 programs alike (a neighbour's doing), so a share of a ceiling may be wrong by a factor of 1.7 either way. A program that
 runs beside the measurement takes its part of it: half of the operations, on two cores. So what counts is the best of
 what was measured in `MAX_AGE_S`, and a start measures again when the last time is `RENEW_AFTER_S` ago.
-A product with one token has read up to a fifth more than a plain sum of one thread, so both are tried.
 
 Why several sizes: a step reads its weights and keys again and again, and how fast that goes depends on how many bytes
 they are. The cache that the machine reports says little: a virtual machine of two cores was told of 480 MiB that it
-shared with others, and read 300 MiB at 7 GB/s.
+shared with others, and read 300 MiB at 7 GB/s. What memory itself gives is therefore not measured by its size.
 
 The figures are kept beside the packed weights, by processor, cores, threads, kernels and scheme. It takes some tenths
 of a second, in pieces of some milliseconds while nobody is served (`drive.loop`): a pass reads the memory in parts of
@@ -36,22 +38,29 @@ import torch
 from torch import Tensor
 
 from splittime.core.facts import Machine
-from splittime.kernels.api import LinearShape, Ops, WeightScheme
+from splittime.kernels.api import Ops, WeightScheme
+from splittime.kernels.native import peaks
+from splittime.kernels.native.library import LibraryMissing
 from splittime.runner import kept_json, machine
 
 log = logging.getLogger("splittime.runner")
 
 FILE_NAME = "ceilings.json"
 MAX_AGE_S = 3 * 24 * 3600
-Found = tuple[int, tuple[float, ...], float]
-"""When (unix ns), bytes read a second by size, operations a second; 0 for what failed."""
+Found = tuple[int, tuple[float, ...], float, float]
+"""When (unix ns), bytes read a second by size, operations a second of products, at the peak; 0 for what failed."""
 RENEW_AFTER_S = 3600
 READ_SIZES = (4 << 20, 16 << 20, 64 << 20, 256 << 20)
+BEYOND = 1 << 30  # from so many bytes on, memory's own rate holds
 TOUCH_BYTES = 2 << 20
 TOUCH_S = 0.006  # a piece: a fresh page takes a virtual machine 1 to 4 ms a MiB
 PART_BYTES = 64 << 20  # read in one piece: some milliseconds, a hundred times what it takes to wake the threads
+PAGE_BYTES = 4096
 PASSES = 5
+READ_PASSES = 3  # of each of several loops
+PEAK_S, TRIAL_ROUNDS = 0.002, 10_000  # a piece: long beside the waking of threads
 TOKENS, WIDTH = 128, 1024
+ARITHMETIC = {"float32": (peaks.FLOAT32,), "int8": (peaks.INT8,), "int4": (peaks.INT8,)}  # others: see `_peak`
 FILLING = 60  # two of it are 0.0115 as a bfloat16: nothing here is zero, infinite or denormal
 
 
@@ -61,7 +70,8 @@ class Gauge:
     def __init__(self, ops: Ops, scheme: WeightScheme, threads: int, folder: Path | None) -> None:
         self._ops, self._scheme = ops, scheme
         self._path = None if folder is None else folder / FILE_NAME
-        self._sizes: tuple[int, ...] = READ_SIZES
+        self._loops = _loops()
+        self._sizes: tuple[int, ...] = (*READ_SIZES, BEYOND) if self._loops and peaks.can_forget() else READ_SIZES
         self._plain = Machine(
             cpu=machine.cpu_name(), cores=machine.num_cores(), threads=threads, cache_bytes=machine.cache_bytes(threads)
         )
@@ -79,7 +89,7 @@ class Gauge:
         """Each `next` is a short piece of the work, the last one yields the result and keeps it. Does not raise: what
         could not be measured is None."""
         best: list[tuple[float, ...]] = []
-        for way in (self._read, self._multiply):
+        for way in (self._read, self._multiply, self._peak):
             best.append(())
             try:
                 for rates in way():
@@ -87,12 +97,12 @@ class Gauge:
                     yield None
             except (MemoryError, RuntimeError) as error:  # torch's words for no memory are a RuntimeError
                 log.warning("a ceiling of the machine could not be measured: %s", error)
-        found = (time.time_ns(), best[0] or (0.0,) * len(self._sizes), (*best[1], 0.0)[0])
+        found = (time.time_ns(), best[0] or (0.0,) * len(self._sizes), (*best[1], 0.0)[0], (*best[2], 0.0)[0])
         yield self._best(remember(self._path, self._key, found) if self._path is not None else [found])
 
     def _read(self) -> Iterator[tuple[float, ...]]:
         """Bytes a second of each size, the best so far; none while the memory is being touched."""
-        memory = self._allocate(max(self._sizes))
+        memory = self._allocate(max(READ_SIZES))
         touched_s = 0.0
         for piece in memory.split(TOUCH_BYTES):
             # a page that was never written is the one page of zeros, and always in the cache
@@ -103,7 +113,8 @@ class Gauge:
         best = dict.fromkeys(self._sizes, 0.0)
         with ThreadPoolExecutor(self._plain.threads) as threads, torch.inference_mode():
             for size in self._sizes:
-                for rate in self._read_over_and_over(memory[:size], threads):
+                way = self._read_beyond if size == BEYOND else self._read_over_and_over
+                for rate in way(memory[:size], threads):
                     best[size] = rate
                     yield ()
         yield tuple(best.values())
@@ -112,7 +123,7 @@ class Gauge:
         """Bytes a second, the best so far, after each piece. What is small is read several times in a piece."""
         best_s, times = float("inf"), max(1, PART_BYTES // len(memory) // 4)
         for reads in zip(*(self._reads(part, threads) for part in memory.split(PART_BYTES)), strict=True):
-            for _ in range(PASSES):
+            for _ in range(READ_PASSES):
                 pass_s = 0.0
                 for before, read in zip((reads[-1], *reads), reads, strict=False):
                     yield len(memory) / best_s
@@ -121,16 +132,28 @@ class Gauge:
                 best_s = min(best_s, pass_s)
         yield len(memory) / best_s
 
+    def _read_beyond(self, memory: Tensor, threads: ThreadPoolExecutor) -> Iterator[float]:
+        """The same of memory that no cache holds; forgetting it wakes cores and threads."""
+        best_s = float("inf")
+        for reads in zip(*(self._reads(part, threads) for part in memory.split(PART_BYTES)), strict=True):
+            pass_s = 0.0
+            for part, read in zip(memory.split(PART_BYTES), reads, strict=True):
+                yield len(memory) / best_s
+                _all(threads, peaks.forget, self._shares(part))
+                pass_s += _seconds(read)
+            best_s = min(best_s, pass_s)
+        yield len(memory) / best_s
+
     def _reads(self, part: Tensor, threads: ThreadPoolExecutor) -> list[Callable[[], object]]:
         """Ways to read it."""
-        numbers = part.view(torch.float32)
-        if self._ops.name != "native":
-            return [numbers.sum]  # torch has its own threads
-        chunks = numbers.chunk(self._plain.threads)
-        scheme, width = WeightScheme("bfloat16"), 2 * WIDTH
-        weight = self._ops.linear_from_blob(part, LinearShape(len(part) // (2 * width) // 16 * 16, width, None, scheme))
-        token = torch.ones(1, width)
-        return [lambda: list(threads.map(torch.sum, chunks)), lambda: self._ops.linear(token, weight)]
+        if not self._loops:
+            return [part.view(torch.float32).sum]  # torch has its own threads
+        shares = self._shares(part)
+        return [partial(_all, threads, loop.read, shares) for loop in self._loops if loop.kind == peaks.READ]
+
+    def _shares(self, part: Tensor) -> Sequence[Tensor]:
+        """One for each thread, in whole pages."""
+        return part.split(-(-len(part) // (self._plain.threads * PAGE_BYTES)) * PAGE_BYTES)
 
     def _allocate(self, num_bytes: int) -> Tensor:
         if self._ops.name != "native":
@@ -154,10 +177,26 @@ class Gauge:
                 best_s = min(best_s, _seconds(lambda: self._ops.linear(tokens, weight)))
                 yield (2 * TOKENS * WIDTH * WIDTH / best_s,)
 
+    def _peak(self) -> Iterator[tuple[float]]:
+        """Operations a second of the fastest loop, the best so far; none where there are no loops. A weight of 16 bits
+        may be multiplied as such or in float32, whichever is faster."""
+        kinds = ARITHMETIC.get(self._scheme.name, (peaks.BFLOAT16, peaks.FLOAT32))
+        best = 0.0
+        with ThreadPoolExecutor(self._plain.threads) as threads:
+            for loop in self._loops:
+                if loop.kind not in kinds:
+                    continue
+                rounds = max(1, round(TRIAL_ROUNDS * PEAK_S / _seconds(partial(loop.multiply, TRIAL_ROUNDS))))
+                for _ in range(PASSES):
+                    begin_ns = time.monotonic_ns()
+                    done = sum(threads.map(loop.multiply, [rounds] * self._plain.threads))
+                    best = max(best, done / max(1, time.monotonic_ns() - begin_ns) * 1e9)
+                    yield (best,)
+
     def _best(self, found: Sequence[Found]) -> Machine:
         if not found:
             return self._plain
-        times_ns, reads, operations = zip(*found, strict=True)
+        times_ns, reads, operations, most = zip(*found, strict=True)
         rates, so_far = [], 0.0
         for size, best in sorted(zip(self._sizes, map(max, zip(*reads, strict=True)), strict=True), reverse=True):
             so_far = max(so_far, best)  # fewer bytes are read as fast at the least
@@ -167,6 +206,7 @@ class Gauge:
             read_rates=tuple(reversed(rates)) if rates[0][1] else (),
             read_bytes_per_s=rates[0][1] or None,
             operations_per_s=max(operations) or None,
+            peak_operations_per_s=max(*operations, *most) if any(most) else None,
             measured_at_unix_ns=max(times_ns),
         )
 
@@ -180,6 +220,18 @@ class Gauge:
             machine.kernels_build(self._ops),
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _loops() -> tuple[peaks.Loop, ...]:
+    try:
+        return peaks.loops()
+    except LibraryMissing:
+        return ()
+
+
+def _all(threads: ThreadPoolExecutor, work: Callable[[Tensor], object], parts: Sequence[Tensor]) -> None:
+    for _ in threads.map(work, parts):
+        pass
 
 
 def _repeat(work: Callable[[], object], times: int) -> None:
@@ -205,7 +257,9 @@ def _fresh(memory: dict[str, Any]) -> dict[str, list[Found]]:
     oldest_ns = time.time_ns() - MAX_AGE_S * 10**9
     try:
         lists = {
-            key: [(int(at_ns), tuple(map(float, reads)), float(operations)) for at_ns, reads, operations in entries]
+            key: [
+                (int(at_ns), tuple(map(float, reads)), float(own), float(most)) for at_ns, reads, own, most in entries
+            ]
             for key, entries in memory.items()
         }
     except (ValueError, TypeError):

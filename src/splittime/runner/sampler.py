@@ -80,38 +80,41 @@ class Filters:
 
 def choose(logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], ops: Ops) -> list[int]:
     """logits: float32 [N, vocab], finite or -inf; output_indices: of the token about to be chosen -> N token ids."""
-    greedy = [row for row, one in enumerate(params) if one.is_greedy]
-    if len(greedy) == len(params):
+    return [max(told, ~told) for told in choose_telling(logits, params, output_indices, ops)]
+
+
+def choose_telling(
+    logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], ops: Ops
+) -> list[int]:
+    """The same, but -1 - token for a row that is not finite, where the backend tells (`Ops.tells_finite`)."""
+    if all(one.is_greedy for one in params):
         return ops.argmax(logits)
-    chosen = [0] * len(params)
-    drawn = [row for row, one in enumerate(params) if not one.is_greedy]
-    picks = {"greedy": ops.argmax(logits[greedy]) if greedy else []}
-    some = logits[drawn] if greedy else logits
-    picks["drawn"] = _draw(some, [params[row] for row in drawn], [output_indices[row] for row in drawn], ops)
-    for rows, tokens in ((greedy, picks["greedy"]), (drawn, picks["drawn"])):
-        for row, token in zip(rows, tokens, strict=True):
-            chosen[row] = token
-    return chosen
+    tokens = ops.draw(logits, draws(params, output_indices))
+    return _choose_by_route(logits, params, output_indices) if tokens is None else tokens
 
 
-def _draw(logits: Tensor, params: list[SamplingParams], indices: list[int], ops: Ops) -> list[int]:
-    """By the backend's kernel where it has one."""
-    tokens = ops.draw(logits, draws(params, indices))
-    if tokens is not None:
-        return tokens
-    tokens = [0] * len(params)
-    filtered = [row for row, one in enumerate(params) if one.top_k > 0 or one.top_p < 1.0 or one.min_p > 0.0]
-    plain = sorted(set(range(len(params))) - set(filtered))
-    for rows, route in ((plain, _draw_plain), (filtered, _draw_filtered)):
-        if rows:
-            some = logits if len(rows) == len(params) else logits[rows]
-            picked = route(some, [params[row] for row in rows], [indices[row] for row in rows])
-            for row, token in zip(rows, picked, strict=True):
-                tokens[row] = token
+def _choose_by_route(logits: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> list[int]:
+    tokens, routes = [0] * len(params), [_route(one) for one in params]
+    for route in set(routes):
+        rows = [row for row, its_route in enumerate(routes) if its_route is route]
+        some = logits if len(rows) == len(params) else logits[rows]
+        picked = route(some, [params[row] for row in rows], [indices[row] for row in rows])
+        for row, token in zip(rows, picked, strict=True):
+            tokens[row] = token
     return tokens
 
 
-def draws(params: list[SamplingParams], indices: list[int]) -> np.ndarray:
+def _route(params: SamplingParams) -> Callable[[Tensor, list[SamplingParams], list[int]], list[int]]:
+    if params.is_greedy:
+        return _choose_largest
+    return _draw_filtered if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 else _draw_plain
+
+
+def _choose_largest(logits: Tensor, params: list[SamplingParams], indices: list[int]) -> list[int]:
+    return logits.argmax(-1).tolist()
+
+
+def draws(params: Sequence[SamplingParams], indices: Sequence[int]) -> np.ndarray:
     """`kernels.draw.DRAW` [N]; of greedy rows, temperature 0."""
     draws = np.zeros(len(params), dtype=DRAW)
     draws["top_p"] = [one.top_p for one in params]
@@ -122,7 +125,7 @@ def draws(params: list[SamplingParams], indices: list[int]) -> np.ndarray:
     return draws
 
 
-def _uniforms(params: list[SamplingParams], indices: list[int]) -> np.ndarray:
+def _uniforms(params: Sequence[SamplingParams], indices: Sequence[int]) -> np.ndarray:
     """float64 [N]."""
     seeds = np.array([one.seed for one in params], dtype=np.int64)
     return uniforms(seeds, np.array(indices, dtype=np.int64))

@@ -28,6 +28,7 @@ from torch import Tensor
 from splittime.core.errors import ConfigError, EngineError, SplittimeError, error_from_info
 from splittime.core.sleep import Moved, Part
 from splittime.models.decoder import Decoder
+from splittime.models.weights import keeping
 from splittime.models.weights.load import load_decoder, read_config
 from splittime.runner import machine
 from splittime.runner.parked import Emptied, Parked, device_tensors, storages_of
@@ -147,7 +148,9 @@ class TorchSleeper:
             self._runner.decoder = self._loaded()
 
     def _drop_weights(self) -> None:
-        """What is left of the decoder is its configuration and its operations; nothing can be run."""
+        """What is left of the decoder is its configuration and its operations; nothing can be run. Who still writes
+        them to the cache holds them until he has."""
+        keeping.finish()
         self._runner.decoder = self._runner.decoder.without_weights()
         self._runner.execution.forget_weights()
 

@@ -54,8 +54,10 @@ def _share(books: Books, owners: Sequence[str], part: float, least: float) -> Sh
 
 
 def _is_held(group: FloorGroup, bound: Bound, kept: float) -> bool:
+    """Products hold a step at the rate of the server's kernels, whatever the processor could do."""
     saved_ns = group.device_ns - _then_ns(group, bound, kept)
-    return (group.share or 0.0) >= MIN_OF_CEILING or saved_ns >= MIN_SAVED * max(1, group.device_ns)
+    share = group.attained if bound is Bound.COMPUTE else group.share
+    return (share or 0.0) >= MIN_OF_CEILING or saved_ns >= MIN_SAVED * max(1, group.device_ns)
 
 
 def _then_ns(group: FloorGroup, bound: Bound, kept: float) -> float:

@@ -1,20 +1,25 @@
 """Choosing the instruction set: the fastest of those that the CPU has and whose results agree with the portable code's.
 
 An instruction set that was compiled but never run on such a CPU before must not be trusted blindly, so each start
-spends some milliseconds on small cases of every kernel. What disagrees is left out, and said. How fast the others are
-is measured too: an instruction that multiplies pairs has twice the rate of a plain one on some processors and half of
-it on others. Which one is chosen changes no answer's kind: each rounds what the scheme says, and nothing else.
+spends some milliseconds on small cases of every kernel. What disagrees is left out, and said; tiles of AMX are tried in
+a child process before (`csrc/amx.cpp`), since they may end the process. How fast the others are is measured too: an
+instruction that multiplies pairs has twice the rate of a plain one on some processors and half of it on others. Which
+one is chosen changes no answer's kind: each rounds what the scheme says, and nothing else.
+
+`SPLITTIME_ISA` names one to use whatever its speed, for tests and comparisons.
 """
 
 import ctypes
 import functools
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from splittime.core.errors import ConfigError
 from splittime.kernels.draw import DRAW
 from splittime.kernels.native import library as native
 from splittime.kernels.native.library import (
@@ -30,6 +35,8 @@ from splittime.kernels.native.library import (
     library,
 )
 
+ASKED = "SPLITTIME_ISA"
+EMULATED = "amx_emulated"  # for tests
 OUT, IN, GROUP = 48, 192, 64
 PRODUCTS = (  # scheme, columns of a group, extras
     *((FLOAT32, 0, 0), (BFLOAT16, 0, 0), (BFLOAT16, 0, ROUNDED_ACTIVATIONS)),
@@ -45,15 +52,22 @@ TOLERANCE = 0.02  # of the largest result; a wrong layout is off by 100 %
 
 @functools.cache
 def choose_isa() -> tuple[str, str]:
-    """Select an instruction set; its name, and why. Raises `LibraryMissing`; RuntimeError if none is right."""
-    name, reason = fastest(_right_ones())
+    """Select an instruction set; its name, and why.
+
+    Raises `LibraryMissing`; RuntimeError if none is right; `ConfigError` for a `SPLITTIME_ISA` that does not run here.
+    """
+    asked = os.environ.get(ASKED)
+    name, reason = (asked, f"{ASKED}={asked}") if asked else fastest(_right_ones())
+    if asked and asked not in native.isa_names():
+        usable = ", ".join(native.isa_names())
+        raise ConfigError(f"{ASKED}={asked} is none of what runs here: {usable}", param=ASKED, value=asked)
     native.select_isa(name)
-    return name, reason
+    return name, f"{reason}; {native.amx_refusal()}" if native.amx_refusal() else reason
 
 
 def _right_ones() -> list[str]:
     """Those whose results are right, in the library's order."""
-    names = native.isa_names()
+    names = [name for name in native.isa_names() if name != EMULATED]
     native.select_isa(names[0])
     expected, right = results(), []
     for name in names:

@@ -15,12 +15,13 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from itertools import pairwise
 from pathlib import Path
 
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
 ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
 ROUNDED_ACTIVATIONS = 4  # of bfloat16 weights
 READ_KINDS = 7
 BLOB_ALIGNMENT = 64
+NO_AMX = "the processor has no AMX"  # of `st_amx_refusal`
 
 
 class LibraryMissing(Exception):
@@ -100,6 +101,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_isa_runs": (_I, (_I,)),
     "st_isa_select": (None, (_I,)),
     "st_isa_selected": (_I, ()),
+    "st_amx_refusal": (c_char_p, ()),
     "st_set_threads": (_I, (_I,)),
     "st_packed_bytes": (_L, (_I, _I, _I, _I, _I)),
     "st_pack": (None, (_I, _I, _I, _I, _P, _I, _I, _I, _P)),
@@ -156,6 +158,12 @@ def isa_names() -> list[str]:
             names.append(name.decode())
         index += 1
     return names
+
+
+def amx_refusal() -> str:
+    """Why the processor's tiles are not used though it has them; "" where they are, or where there are none."""
+    refusal = library().st_amx_refusal().decode()
+    return "" if refusal == NO_AMX else refusal
 
 
 def select_isa(name: str) -> None:

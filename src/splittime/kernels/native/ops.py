@@ -99,6 +99,7 @@ class NativeOps:
     attention_name = "native, paged in place"
     activation_dtype = torch.float32
     device = CPU
+    tells_finite = True
 
     def __init__(self) -> None:
         """Raises `LibraryMissing`."""

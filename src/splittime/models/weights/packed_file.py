@@ -1,12 +1,17 @@
 """A file of packed weights: every blob of one model, one after the other, then a table of what is where.
 
-    blob | padding to 4 KiB | blob | ... | table (JSON: name, begin, bytes, CRC-32) | trailer (48 bytes)
+    blob | padding | blob | ... | table (JSON: name, begin, bytes, CRC-32) | trailer (48 bytes)
     trailer = offset of the table, u64 | SHA-256 of the table | magic
 
-`PackedWriter` writes beside the name and renames at the end, so that a file of that name is whole: two processes that
-write the same do not meet, and one that dies leaves only a `.tmp`. Nothing waits for the disk: after a power failure
-the sums tell. `PackedReader` starts to read all blobs at once, several threads straight into the memory they will stay
-in, and raises `PackedFileBroken` for a file that is cut short or changed.
+Blobs begin at multiples of 4 KiB, large ones of 2 MiB, and each is written by as few calls as can be: so the page cache
+has them on huge pages, where it can. What pads them is a hole in the file.
+
+`PackedWriter` writes beside the name, waits for the disk and renames at the end, so that a file of that name is whole:
+two processes that write the same do not meet, and one that dies leaves only a `.tmp`. `PackedReader` maps the file, and
+has several threads bring the blobs into memory, in the order in which they will be asked for; they stay where they are,
+in the page cache, which other processes with the same model share. Whoever cuts the file short while it is in use
+kills those processes (SIGBUS), as with any mapped file; to replace or to delete it harms nobody. A file that is not
+known to be as it was written is read and summed first; one that is cut short or changed is `PackedFileBroken`.
 """
 
 import fcntl
@@ -27,7 +32,7 @@ from splittime.kernels.native import memory
 ALIGNMENT = 4096
 MAGIC = b"STPACK01"
 TRAILER = struct.Struct("<Q32s8s")
-READ_BYTES = 1 << 20
+WRITE_BYTES = 1 << 30  # the system takes at most 2 GB less a page
 THREADS = 4
 
 
@@ -38,11 +43,10 @@ class PackedFileBroken(Exception):
 class PackedWriter:
     """Write with `add`, then `finish`, or `abandon`. All raise OSError (disk full, not writable)."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(path.parent)
-        self.path = path
-        descriptor, waiting = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_stale(folder)
+        descriptor, waiting = tempfile.mkstemp(".tmp", ".new.packed.", folder)
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed, by us or by our death
         self._waiting = Path(waiting)
         self._descriptor = descriptor
@@ -52,16 +56,18 @@ class PackedWriter:
     def add(self, name: str, blob: Tensor) -> None:
         """blob: uint8, one dimension."""
         content = _bytes_of(blob)
+        self._end += -self._end % (memory.HUGE_PAGE_BYTES if len(content) >= memory.LARGE_BYTES else ALIGNMENT)
         self._table[name] = (self._end, len(content), zlib.crc32(content))
         self._write(content)
-        self._write(bytes(-self._end % ALIGNMENT))
 
-    def finish(self) -> None:
+    def finish(self, path: Path) -> None:
+        """Returns when the disk has it."""
         table = json.dumps(self._table).encode()
         begin = self._end
         self._write(table)
         self._write(TRAILER.pack(begin, hashlib.sha256(table).digest(), MAGIC))
-        self._waiting.replace(self.path)  # while it is ours: nobody takes it for one that was left behind
+        os.fsync(self._descriptor)
+        self._waiting.replace(path)  # while it is ours: nobody takes it for one that was left behind
         self._close()
 
     def abandon(self) -> None:
@@ -77,48 +83,51 @@ class PackedWriter:
     def _write(self, content: bytes | memoryview) -> None:
         left = memoryview(content)
         while left:
-            written = os.write(self._descriptor, left)
+            written = os.pwrite(self._descriptor, left[:WRITE_BYTES], self._end)
             left = left[written:]
             self._end += written
 
 
 class PackedReader:
-    """All blobs of the file at `path`. Raises OSError if there is none, `PackedFileBroken` if it is not whole."""
+    """All blobs of the file at `path`. is_known: it is as it was written, no sum is checked. Raises OSError if there is
+    none, `PackedFileBroken` if it is not whole."""
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
+    def __init__(self, path: Path, is_known: bool = False) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            self._table = _read_table(self._descriptor)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+            self._table = _read_table(descriptor)
+            self._mapped = memory.map_file(descriptor)
+        finally:
+            os.close(descriptor)
         self.num_bytes = sum(size for _, size, _ in self._table.values())
+        self._is_known = is_known
         self._threads = ThreadPoolExecutor(THREADS)
         self._blobs = {name: self._threads.submit(self._read, *place) for name, place in self._table.items()}
 
     def take(self, name: str, num_bytes: int) -> Tensor:
-        """The blob called `name`, once: uint8 [num_bytes], in memory of its own."""
+        """The blob called `name`, once: uint8 [num_bytes], a part of the mapped file."""
         future: Future[Tensor] | None = self._blobs.pop(name, None)
         if future is None or self._table[name][1] != num_bytes:
             raise PackedFileBroken(f"it holds no {name} of {num_bytes} bytes")
         return future.result()
 
     def close(self) -> None:
+        """What was taken stays."""
         self._threads.shutdown(cancel_futures=True)
-        os.close(self._descriptor)
+        del self._mapped
 
     def _read(self, begin: int, num_bytes: int, checksum: int) -> Tensor:
-        blob = memory.allocate(num_bytes)
-        view, at, seen = _bytes_of(blob), 0, 0
-        while at < num_bytes:
-            read = os.preadv(self._descriptor, [view[at : at + READ_BYTES]], begin + at)
-            if read == 0:
-                raise PackedFileBroken("it ends within a weight")
-            seen = zlib.crc32(view[at : at + read], seen)
-            at += read
-        if seen != checksum:
+        if begin + num_bytes > len(self._mapped):
+            raise PackedFileBroken("it ends within a weight")
+        blob = self._mapped[begin : begin + num_bytes]
+        memory.populate(blob)
+        if not self._is_known and _sum_of(blob) != checksum:
             raise PackedFileBroken("a weight is not what was written")
         return blob
+
+
+def _sum_of(blob: Tensor) -> int:
+    return zlib.crc32(_bytes_of(blob))
 
 
 def _read_table(descriptor: int) -> dict[str, tuple[int, int, int]]:

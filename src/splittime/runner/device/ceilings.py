@@ -26,6 +26,7 @@ class CardGauge(Gauge):
             cpu=card.name, cores=card.multi_processor_count, threads=threads, cache_bytes=card.L2_cache_size
         )
         self._sizes = (COPY_BYTES,)
+        self._loops = ()
         self._key = self._make_key()
 
     def _read(self) -> Iterator[tuple[float, ...]]:

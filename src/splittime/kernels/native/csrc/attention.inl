@@ -128,6 +128,9 @@ struct Softmax {
 
 #include "attention_decode.inl"
 #include "attention_prefill.inl"
+#ifdef ST_TILES
+#include "attention_prefill_tiles.inl"
+#endif
 
 namespace ST_ISA::paged {
 

@@ -46,8 +46,6 @@ void rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride, c
   });
 }
 
-ST_INLINE F32 silu_mul_of(F32 gate, F32 up) { return gate / (exp_of(-gate) + 1.0f) * up; }
-
 inline void silu_mul_row(const float *gate, int32_t inner, float *y) {
   const float *up = gate + inner;
   int32_t i = 0;

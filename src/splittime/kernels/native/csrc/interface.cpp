@@ -14,21 +14,27 @@ int64_t bytes_read[READ_KINDS];
 namespace {
 
 const Kernels *const ALL[] = {
+    &amx_emulated_kernels,
     &portable_kernels,
 #if defined(__x86_64__)
     &avx2_kernels,
     &avx512_kernels,
     &avx512bf16_kernels,
+    &amx_kernels,
 #endif
 };
 constexpr int32_t COUNT = sizeof ALL / sizeof ALL[0];
 
+// Until somebody chooses. Without tiles: to ask whether they work starts a process.
 int32_t best() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  constexpr int32_t COUNT_WITHOUT_TILES = COUNT - 1;
+#else
+  constexpr int32_t COUNT_WITHOUT_TILES = COUNT;
 #endif
   int32_t found = 0;
-  for (int32_t index = 0; index < COUNT; index++)
+  for (int32_t index = 0; index < COUNT_WITHOUT_TILES; index++)
     if (ALL[index]->runs()) found = index;
   return found;
 }
@@ -39,15 +45,19 @@ const Kernels &kernels() { return *ALL[selected]; }
 
 // Memory that a layer's intermediate results live in; it grows to the largest step and stays.
 struct Scratch {
-  std::unique_ptr<float[]> memory;
+  float *memory = nullptr;
   int64_t size = 0;
+  ~Scratch() {
+    if (memory) st_free(memory, size * sizeof(float));
+  }
+  // Raises nothing: without memory for it, the system ends the process, as for any array of the kernels.
   float *of(int64_t floats) {
     if (floats > size) {
-      memory.reset();
-      memory.reset(new float[floats]);
+      if (memory) st_free(memory, size * sizeof(float));
+      memory = static_cast<float *>(st_allocate(floats * sizeof(float)));
       size = floats;
     }
-    return memory.get();
+    return memory;
   }
 };
 thread_local Scratch scratch;
@@ -134,8 +144,10 @@ void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, float 
 
   float *inner = a + tokens * gate_up;
   k.rms_norm(tokens, width, hidden, width, layer->mlp_norm, layer->eps, normed);
-  product(&layer->gate_up, tokens, normed, width, nullptr, a, gate_up);
-  k.silu_mul(tokens, gate_up / 2, a, inner);
+  if (!k.linear_gated(&layer->gate_up, tokens, normed, width, inner)) {
+    product(&layer->gate_up, tokens, normed, width, nullptr, a, gate_up);
+    k.silu_mul(tokens, gate_up / 2, a, inner);
+  }
   product(&layer->down, tokens, inner, gate_up / 2, hidden, hidden, width);
 }
 

@@ -8,6 +8,8 @@ struct Kernels {
   bool (*runs)();  // whether this CPU has the instructions
   // One weight, without what is below it. The residual's stride comes last.
   void (*linear)(const StLinear *, int32_t, const float *, int64_t, const float *, float *, int64_t, int64_t);
+  // silu(gates) * ups of a weight that has both, gates first; false: it does that in two calls, of linear and silu_mul.
+  bool (*linear_gated)(const StLinear *, int32_t, const float *, int64_t, float *);
   void (*rms_norm)(int32_t, int32_t, const float *, int64_t, const float *, float, float *);
   void (*silu_mul)(int32_t, int32_t, const float *, float *);
   void (*rope_write)(const StBatch *, const StKv *, int32_t, const float *, float, float *);
@@ -17,7 +19,7 @@ struct Kernels {
   void (*finite)(int32_t, int32_t, const float *, uint8_t *);
 };
 
-extern const Kernels portable_kernels;
+extern const Kernels portable_kernels, amx_emulated_kernels;
 #if defined(__x86_64__)
-extern const Kernels avx2_kernels, avx512_kernels, avx512bf16_kernels;
+extern const Kernels avx2_kernels, avx512_kernels, avx512bf16_kernels, amx_kernels;
 #endif

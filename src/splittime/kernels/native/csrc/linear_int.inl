@@ -1,6 +1,6 @@
 // y = x W^T for integer weights. Activations are rounded to int8 once and laid out for the tiles; then threads take items
 // of some panels and some tokens. A token's sums run over the same chunks and blocks of columns whatever the tile, so
-// its result depends on nothing else.
+// its result depends on nothing else. Where the processor has tiles of its own, many tokens go by those (linear_tiles.inl).
 #include "linear_int_activations.inl"
 
 #include <utility>
@@ -8,8 +8,10 @@
 namespace ST_ISA {
 
 constexpr int64_t MOST_TOKENS = 512;    // rounded at a time, which bounds the scratch memory
-constexpr int64_t ITEM_TOKENS = 128;    // of an item: their chunk of activations stays in L2
+constexpr int64_t ITEM_TOKENS = 128, ITEM_PANELS = 8;  // of an item: their chunk of activations stays in L2
+constexpr int64_t TILED_ITEM_TOKENS = 256, TILED_ITEM_PANELS = 16;  // the same by tiles, which need more work for each byte of weights
 constexpr int64_t DIRECT4 = 12;         // up to here, tiles split nibbles themselves; beyond, the first does for all
+constexpr int64_t STREAMED_BYTES = 2 << 20;
 constexpr int64_t ORDERED_TOKENS = 32;  // up to here, weights are read in the order of memory
 
 
@@ -21,11 +23,15 @@ struct IntProduct {
   const float *residual;
   int64_t residual_step, y_step;
   float *y;
+  bool streams;   // results go past the caches, which they would not fit
+  int64_t gated;  // panels of gates, which half of all are, or 0: then panels count gate, up, gate, up
 
+  // Where the i-th panel is.
+  int64_t place_of(int64_t i) const { return gated ? i / 2 + i % 2 * gated : i; }
   int64_t chunks() const { return (layout.columns + CHUNK - 1) / CHUNK; }
   const uint8_t *panel(int64_t p) const { return weight.blob + p * layout.panel_bytes; }
   const uint8_t *values(int64_t p, int64_t chunk) const {
-    return panel(p) + layout.values_at + chunk * CHUNK * PANEL / (weight.scheme == ST_INT8 ? 1 : 2);
+    return panel(p) + layout.values_at + chunk * CHUNK * PANEL / (weight.scheme == ST_INT4 ? 2 : 1);
   }
 };
 
@@ -150,7 +156,7 @@ template <class F> inline void finish(const IntProduct &c, int64_t p, int64_t to
     if (c.residual) v += load_some(c.residual + token * c.residual_step + at, count);
     float *to = c.y + token * c.y_step + at;
     if (count >= LANES)
-      store(to, v);
+      c.streams ? stream(to, v) : store(to, v);
     else
       memcpy(to, &v, count * sizeof(float));
   }
@@ -192,25 +198,46 @@ inline void int_item(const IntProduct &c, int64_t first, int64_t last, int64_t b
   }
 }
 
-// How many items to cut panels into: enough for the threads to even out, none too small to be worth a hand-over.
-inline int64_t panel_items(const IntLayout &layout, int64_t tokens, int64_t token_parts) {
+#ifdef ST_TILES
+void tiled_item(const IntProduct &c, int64_t first, int64_t last, int64_t begin, int64_t tokens);
+// Tokens from which tiles are faster (measured, see docs/log.md): of int8 where vectors no longer keep up with memory; with
+// groups later, since the sums of each group leave the tiles.
+constexpr int64_t TILED_FROM = 4, TILED_GROUPS_FROM = 9;
+inline bool is_tiled(const StLinear &weight, int64_t tokens) {
+  if (weight.scheme == ST_BFLOAT16) return true;
+  return tokens >= (is_by_row(weight.scheme, weight.group) ? TILED_FROM : TILED_GROUPS_FROM);
+}
+#else
+inline bool is_tiled(const StLinear &, int64_t) { return false; }
+inline void tiled_item(const IntProduct &, int64_t, int64_t, int64_t, int64_t) {}
+#endif
+
+// How many items to cut panels into, by twos: enough for the threads to even out, none too small to be worth a hand-over.
+inline int64_t panel_items(const IntLayout &layout, int64_t tokens, int64_t token_parts, int64_t most) {
   const int64_t work = layout.panel_bytes * (tokens < 8 ? 8 : tokens) / 8;  // in bytes read at batch 1, about
   const int64_t least = (32768 + work - 1) / work;                          // panels of an item
   const int64_t wanted = 16 * pool_threads() / token_parts + 1;
   int64_t each = layout.panels / wanted;
   each = each < least ? least : each;
-  each = tokens > ORDERED_TOKENS && each > 8 ? 8 : each;
+  each = tokens > ORDERED_TOKENS && each > most ? most : each;
   each = each < 1 ? 1 : each;
-  return (layout.panels + each - 1) / each;
+  each = (each + 1) / 2;
+  return ((layout.panels + 1) / 2 + each - 1) / each;
+}
+
+// Columns whose products are added up as integers.
+inline int32_t block_columns(int32_t group) {
+  for (int32_t block = LANES == 16 ? 128 : 64; block > 16; block /= 2)
+    if (group % block == 0) return block;
+  return 16;
 }
 
 // The scratch memory of `now` tokens' activations.
 inline Activations activations_for(const StLinear &weight, const IntLayout &layout, int64_t now) {
   static thread_local Room<uint8_t> scratch;
-  const int32_t group = weight.group;
   Activations a;
-  a.tokens = now, a.columns = layout.columns, a.block = group % 64 == 0 ? 64 : group % 32 == 0 ? 32 : 16;
-  const int64_t values = aligned(now * layout.columns * sizeof(Wide)), numbers = aligned(now * 4);
+  a.tokens = now, a.columns = layout.columns, a.block = block_columns(weight.group);
+  const int64_t values = aligned((now + SPARE_TOKENS) * layout.columns * sizeof(Wide)), numbers = aligned(now * 4);
   a.values = scratch.of(values + numbers * 2 + now * layout.columns / a.block * sizeof(Block));
   a.scales = (float *)(a.values + values);
   a.starts = (int32_t *)(a.values + values + numbers);
@@ -227,7 +254,9 @@ inline void round_token(const StLinear &weight, const Activations &a, int64_t to
     for (int64_t k = 0; k < in; k++) to[k] = x[weight.columns[k]];
     x = to;
   }
-  if (is_by_row(weight.scheme, weight.group))
+  if (weight.scheme == ST_BFLOAT16)
+    round_bfloat16(a, token, x, in);
+  else if (is_by_row(weight.scheme, weight.group))
     round_token8(a, token, x, in);
   else if (weight.scheme == ST_INT8)
     round_groups<true>(a, token, x, in, weight.group);
@@ -235,29 +264,76 @@ inline void round_token(const StLinear &weight, const Activations &a, int64_t to
     round_groups<false>(a, token, x, in, weight.group);
 }
 
-void linear_int(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
-                int64_t y_stride, int64_t residual_stride) {
-  const int64_t in = weight->in_features;
-  const IntLayout layout = int_layout(weight->scheme, weight->out_features, in, weight->group, weight->extras);
+// Where a weight's panels and columns are. Columns of bfloat16 count twice: they are bytes of a token.
+inline IntLayout layout_of(const StLinear &weight) {
+  if (weight.scheme != ST_BFLOAT16)
+    return int_layout(weight.scheme, weight.out_features, weight.in_features, weight.group, weight.extras);
+  IntLayout layout = {};
+  layout.panels = (weight.out_features + PANEL - 1) / PANEL;
+  layout.columns = (weight.in_features + 1) / 2 * 4, layout.groups = 1;
+  layout.panel_bytes = layout.columns * PANEL;
+  return layout;
+}
+
+// Whether results are better written around the caches: more than they hold, in whole lines, and not what is added to.
+inline bool is_streamed(const StLinear &weight, int64_t tokens, const float *y, int64_t y_stride) {
+  const int64_t bytes = tokens * weight.out_features * (int64_t)sizeof(float);
+  return CAN_STREAM && bytes > STREAMED_BYTES && (uintptr_t)y % 64 == 0 && y_stride % 16 == 0;
+}
+
+// A call's results; gated: panels of gates, see IntProduct.
+struct Results {
+  const float *residual;
+  int64_t residual_stride;
+  float *y;
+  int64_t y_stride, gated;
+};
+
+inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int64_t x_stride, const Results &to) {
+  const int64_t in = weight.in_features;
+  const IntLayout layout = layout_of(weight);
+  const bool tiled = is_tiled(weight, tokens);
 
   for (int64_t done = 0; done < tokens; done += MOST_TOKENS) {
     const int64_t now = tokens - done < MOST_TOKENS ? tokens - done : MOST_TOKENS;
-    const Activations a = activations_for(*weight, layout, now);
+    const Activations a = activations_for(weight, layout, now);
     const int64_t pieces = now * in < 32768 ? 1 : now < 4 * pool_threads() ? now : 4 * pool_threads();
     for_each((int32_t)pieces, [&](int32_t piece) {
       for (int64_t t = now * piece / pieces; t < now * (piece + 1) / pieces; t++)
-        round_token(*weight, a, t, x + (done + t) * x_stride);
+        round_token(weight, a, t, x + (done + t) * x_stride);
     });
 
-    const IntProduct product = {*weight, layout, a, residual ? residual + done * residual_stride : nullptr, residual_stride,
-                                y_stride, y + done * y_stride};
-    const int64_t parts = (now + ITEM_TOKENS - 1) / ITEM_TOKENS, items = panel_items(layout, now, parts);
+    const float *residual = to.residual ? to.residual + done * to.residual_stride : nullptr;
+    const bool streams = is_streamed(weight, now, to.y, to.y_stride);
+    const IntProduct product = {weight,     layout,  a,       residual, to.residual_stride, to.y_stride, to.y + done * to.y_stride,
+                                streams, to.gated};
+    const int64_t each = tiled ? TILED_ITEM_TOKENS : ITEM_TOKENS;
+    const int64_t parts = (now + each - 1) / each, pairs = (layout.panels + 1) / 2;
+    const int64_t items = panel_items(layout, now, parts, tiled ? TILED_ITEM_PANELS : ITEM_PANELS);
     for_each((int32_t)(items * parts), [&](int32_t index) {
       const int64_t item = index / parts, part = index % parts;
       const int64_t begin = now * part / parts, end = now * (part + 1) / parts;
-      int_item(product, layout.panels * item / items, layout.panels * (item + 1) / items, begin, end - begin);
+      const int64_t first = pairs * item / items * 2, last = pairs * (item + 1) / items * 2;
+      (tiled ? tiled_item : int_item)(product, first, last < layout.panels ? last : layout.panels, begin, end - begin);
     });
   }
 }
 
+void linear_int(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
+                int64_t y_stride, int64_t residual_stride) {
+  multiply(*weight, tokens, x, x_stride, {residual, residual_stride, y, y_stride, 0});
+}
+
+// y = silu(gates) * ups, the weight's outputs being gates, then ups. False where that takes more than one pass.
+bool gated_int(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, float *y) {
+  const int64_t inner = weight->out_features / 2;
+  if (!is_tiled(*weight, tokens) || weight->below || inner % PANEL) return false;
+  multiply(*weight, tokens, x, x_stride, {nullptr, 0, y, inner, inner / PANEL});
+  return true;
+}
+
 }  // namespace ST_ISA
+
+#ifdef ST_TILES
+#include "linear_tiles.inl"
+#endif

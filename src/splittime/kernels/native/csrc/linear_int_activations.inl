@@ -7,6 +7,11 @@
 namespace ST_ISA {
 
 constexpr int64_t CHUNK = 512;  // columns at a time: their weights in L1, many tokens' activations in L2
+#ifdef ST_TILES
+constexpr int64_t SPARE_TOKENS = 32;  // linear_tiles.inl reads whole tiles of tokens
+#else
+constexpr int64_t SPARE_TOKENS = 0;
+#endif
 
 inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -57,6 +62,7 @@ struct Activations {
   Block *blocks;    // in groups: [chunk][token][blocks of the chunk]
   int32_t block;    // in groups: columns of a block
 
+  int depth() const { return block < 64 ? block : 64; }  // of a tile's product, in bytes
   int64_t width(int64_t chunk) const { return columns - chunk * CHUNK < CHUNK ? columns - chunk * CHUNK : CHUNK; }
   int64_t at(int64_t chunk, int64_t token) const { return chunk * CHUNK * tokens + token * width(chunk); }
 };
@@ -83,6 +89,17 @@ inline void round_token8(const Activations &a, int64_t token, const float *x, in
   for (int i = 0; i < LANES; i++) total += sum[i];
   a.scales[token] = most / 127;
   a.starts[token] = (int32_t)(-128u * (uint32_t)total);
+}
+
+// To bfloat16, ties to even; a NaN stays one. What pads the last pair is zero.
+inline void round_bfloat16(const Activations &a, int64_t token, const float *x, int64_t in) {
+  for (int64_t k = 0; k < in; k += LANES) {
+    const F32 v = load_some(x + k, in - k);
+    const U32 bits = (U32)v, up = bits + 0x7fff + (bits >> 16 & 1);
+    const U16h halves = __builtin_convertvector((v == v ? up : bits | 0x400000) >> 16, U16h);
+    const int64_t left = 2 * ((in - k + 1) / 2 * 2);
+    memcpy(place<uint8_t>(a, token, 2 * k), &halves, left < (int64_t)sizeof halves ? left : (int64_t)sizeof halves);
+  }
 }
 
 // The beginning of a block's sums. int4 at LANES 8: two of 16 bits, of columns 0, 1 and of columns 2, 3 of each four.

@@ -16,13 +16,13 @@ constexpr int BLOCK = 256;  // columns that are converted, then transposed, in t
 bool is_float(int32_t scheme) { return scheme == ST_FLOAT32 || scheme == ST_BFLOAT16; }
 int64_t words_of(int32_t scheme, int32_t columns) { return scheme == ST_FLOAT32 ? columns : (columns + 1) / 2; }
 // Round to nearest, ties to even; a NaN stays one.
-uint16_t to_bfloat16(float x) {
+INLINE uint16_t to_bfloat16(float x) {
   const uint32_t bits = to_bits(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return (uint16_t)(x != x ? (bits >> 16) | 64 : rounded);
 }
 
-void to_bfloat16s(const void *from, int32_t dtype, int64_t count, uint16_t *to) {
+INLINE void to_bfloat16s(const void *from, int32_t dtype, int64_t count, uint16_t *to) {
   if (dtype == ST_BFLOAT16) {
     memcpy(to, from, count * sizeof *to);
     return;
@@ -36,26 +36,9 @@ void to_bfloat16s(const void *from, int32_t dtype, int64_t count, uint16_t *to) 
   for (int64_t i = 0; i < count; i++) to[i] = to_bfloat16(wide[i]);
 }
 
-typedef uint32_t Words __attribute__((vector_size(16)));
-
-// [16 rows][words] -> [words][16], four by four.
-void transpose(const uint32_t *rows, int64_t row_stride, int64_t words, uint32_t *to) {
-  int64_t k = 0;
-  for (; k + 4 <= words; k += 4)
-    for (int r = 0; r < PANEL; r += 4) {
-      Words v[4];
-      for (int i = 0; i < 4; i++) memcpy(&v[i], rows + (r + i) * row_stride + k, sizeof v[i]);
-      for (int i = 0; i < 4; i++) {
-        const Words out = {v[0][i], v[1][i], v[2][i], v[3][i]};
-        memcpy(to + (k + i) * PANEL + r, &out, sizeof out);
-      }
-    }
-  for (; k < words; k++)
-    for (int r = 0; r < PANEL; r++) to[k * PANEL + r] = rows[r * row_stride + k];
-}
-
 // One panel: `rows` rows of the source (16, or fewer in the last).
-void pack_panel(int32_t scheme, int32_t columns, const uint8_t *source, int32_t dtype, int32_t rows, uint8_t *panel) {
+WIDE void pack_panel(int32_t scheme, int32_t columns, const uint8_t *source, int32_t dtype, int32_t rows,
+                     uint8_t *panel) {
   constexpr int STRIDE = BLOCK + 16;  // rows in different cache sets
   uint32_t staged[PANEL * STRIDE];
   if (rows < PANEL) memset(staged, 0, sizeof staged);

@@ -1,216 +1,352 @@
 // Choosing tokens from logits: finite checks, argmax, and draws with temperature, top_k, top_p and min_p, without a sort of
 // the vocabulary.
 //
-// A filter is a threshold on the logit. It is looked for in a histogram of how far each logit lies below the largest: the
-// bin in which the threshold lies is known from the bins' sums, and only its members, a few hundred of a flat distribution
-// over 128 thousand tokens, are sorted. top_k weighs each token 1, top_p by its probability; all else is the same. Ties at a
-// threshold stay, as in runner/sampler.py, whose definitions these are.
+// A row is read twice: for the largest logit of each block of 64 tokens, then for its weights, exp((logit - largest) /
+// temperature). The blocks' maxima give a floor that no kept token lies below, so that only those above it, the *members*,
+// are written down the second time.
+//
+// A filter is a threshold on the logit, and is looked for among the members: the weight at or above each of eight pivots,
+// eight sums side by side, says between which two of them the threshold lies; what lies there is gathered and cut again, and
+// the last few are sorted. Each turn costs what is left, so a flat row costs little more than a peaked one. top_k weighs each
+// token 1, top_p by its probability; all else is the same. Ties at a threshold stay, as in runner/sampler.py, whose
+// definitions these are.
+//
+// A token is told as ~token where something in its row is not finite, -INFINITY too, which spares a reading for that alone.
+#include <float.h>
+
 #include <algorithm>
 
 #include "vecmath.inl"
 
 namespace ST_ISA {
 
-struct Member {
+struct Sorted {
   float logit, weight;
 };
 struct Falling {
   bool operator()(float a, float b) const { return a > b; }
-  bool operator()(const Member &a, const Member &b) const { return a.logit > b.logit; }
+  bool operator()(const Sorted &a, const Sorted &b) const { return a.logit > b.logit; }
 };
 
 // What a thread keeps from row to row.
 struct DrawScratch {
-  Room<float> weights, maxima, order;
+  Room<float> maxima, peaks, order, logits, weights, near_logits, near_weights;
+  Room<int32_t> ids;
   Room<double> sums;
-  Room<Member> members;
 };
 
-// One row's draw. weights: [vocab], exp((logit - largest) / temperature). The row is worked on in blocks of BLOCK tokens;
-// maxima: of each block's logits.
+// `left` floats, at most LANES, and `fill` behind them.
+__attribute__((noinline, cold)) inline F32 few(const float *p, int32_t left, float fill) {
+  F32 v = splat(fill);
+  for (int lane = 0; lane < left; lane++) v[lane] = p[lane];
+  return v;
+}
+ST_INLINE F32 some(const float *p, int32_t left, float fill) { return left >= LANES ? load<F32>(p) : few(p, left, fill); }
+
+// In pairs, which is several times as fast as one after another.
+ST_INLINE float total_of(F32 v) {
+  const I32 lanes = lane_numbers();
+  for (int step = LANES / 2; step; step /= 2) v += __builtin_shuffle(v, lanes ^ step);
+  return v[0];
+}
+
+// Of sums of x * 0, which is NaN for what is not finite.
+ST_INLINE bool is_zero(F32 faults) { return total_of(faults) == 0.0f; }
+
+// A bit for each lane that reaches `floor`, and those lanes of v one after another; `to` has room for LANES.
+#if defined(__AVX512F__) && LANES == 16
+ST_INLINE uint32_t reaching(F32 v, float floor) { return _mm512_cmp_ps_mask(v, splat(floor), _CMP_GE_OQ); }
+template <class T, class V> ST_INLINE void squeeze(T *to, uint32_t bits, V v) {
+  store(to, _mm512_maskz_compress_epi32(bits, (__m512i)v));
+}
+#elif defined(__AVX2__) && LANES == 8
+ST_INLINE uint32_t reaching(F32 v, float floor) { return _mm256_movemask_ps((__m256)(v >= floor)); }
+const struct Squeezes {
+  uint64_t lanes[256] = {};  // a byte each
+  constexpr Squeezes() {
+    for (int bits = 0; bits < 256; bits++)
+      for (int lane = 7; lane >= 0; lane--)
+        if (bits >> lane & 1) lanes[bits] = lanes[bits] << 8 | lane;
+  }
+} squeezes;
+template <class T, class V> ST_INLINE void squeeze(T *to, uint32_t bits, V v) {
+  const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&squeezes.lanes[bits]));
+  store(to, _mm256_permutevar8x32_epi32((__m256i)v, lanes));
+}
+#else
+ST_INLINE uint32_t reaching(F32 v, float floor) {
+  uint32_t bits = 0;
+  for (int lane = 0; lane < LANES; lane++) bits |= (uint32_t)(v[lane] >= floor) << lane;
+  return bits;
+}
+template <class T, class V> ST_INLINE void squeeze(T *to, uint32_t bits, V v) {
+  for (; bits; bits &= bits - 1) *to++ = v[__builtin_ctz(bits)];
+}
+#endif
+
+// Tokens in the order of their ids, which are 0, 1, .. where `ids` is null.
+struct Members {
+  const float *logits, *weights;
+  const int32_t *ids;
+  int32_t count;
+};
+
+// One row's draw. maxima: the largest logit of each BLOCK tokens; peaks: their weights.
 struct Drawing {
-  static constexpr int32_t BLOCK = 64, BINS = 2048;
-  static constexpr float BINS_PER_NAT = 64;  // 2048 bins reach down to e^-32 of the largest probability
+  static constexpr int32_t BLOCK = 64, FEW = 64, PIVOTS = 8;
+  static constexpr int32_t CHUNK = 16 * LANES;  // added up in float, the chunks in double
   const float *logits;
   int32_t vocab;
+  const StDraw &how;
   DrawScratch &own;
-  float most = 0, scale = 1;
-
-  Drawing(const float *logits, int32_t vocab, DrawScratch &own) : logits(logits), vocab(vocab), own(own) {
-    own.weights.of(vocab);
-    own.maxima.of(blocks());
-    own.order.of(blocks());
-    own.sums.of(blocks());
-  }
+  const float scale = 0x1.715476p+0f / how.temperature;  // of powers of two
+  float most = -INFINITY, least = INFINITY;              // of the row's logits
+  float coarse = -INFINITY;                              // every kept token reaches it
+  bool is_finite = true;
+  Members members{};
 
   int32_t blocks() const { return (vocab + BLOCK - 1) / BLOCK; }
-  int32_t end_of(int32_t block) const { return block + 1 < blocks() ? (block + 1) * BLOCK : vocab; }
+  bool has_top_k() const { return how.top_k > 0 && how.top_k < vocab; }
+  F32 weight_of(F32 logit) const { return exp2_of((logit - most) * scale); }
 
-  float find_maxima() {
-    float found = -INFINITY;
+  void find_extremes() {
+    float *maxima = own.maxima.of(blocks() + LANES), *peaks = own.peaks.of(blocks() + LANES);
+    F32 low = splat(INFINITY), faults = splat(0.0f);
     for (int32_t block = 0; block < blocks(); block++) {
-      int32_t i = block * BLOCK, end = end_of(block);
-      F32 lanes = splat(-INFINITY);
-      for (; i + LANES <= end; i += LANES) lanes = larger(load<F32>(logits + i), lanes);
-      float one = largest_of(lanes);
-      for (; i < end; i++) one = logits[i] > one ? logits[i] : one;
-      own.maxima[block] = one;
-      found = one > found ? one : found;
+      F32 high = splat(-INFINITY);
+      for (int32_t i = block * BLOCK; i < vocab && i < (block + 1) * BLOCK; i += LANES) {
+        const F32 x = some(logits + i, vocab - i, logits[i]);
+        low = smaller(x, low), high = larger(x, high), faults += x * 0.0f;
+      }
+      maxima[block] = largest_of(high);
+      most = maxima[block] > most ? maxima[block] : most;
     }
-    return found;
+    least = -largest_of(-low), is_finite = is_zero(faults);
+    for (int32_t block = 0; block < blocks(); block += LANES) store(peaks + block, weight_of(load<F32>(maxima + block)));
   }
 
-  void weigh(const StDraw &draw) {
-    most = find_maxima(), scale = 1.0f / draw.temperature;
-    int32_t i = 0;
-    for (; i + LANES <= vocab; i += LANES)
-      store(&own.weights[i], exp_of((load<F32>(logits + i) - most) * scale));
-    for (; i < vocab; i++) own.weights[i] = exp_of(splat((logits[i] - most) * scale))[0];
-    if (draw.min_p > 0)
-      for (i = 0; i < vocab; i++) own.weights[i] = own.weights[i] < draw.min_p ? 0.0f : own.weights[i];
-  }
-
-  // body(logit, weight) for each token that is at or above `floor` and weighs anything.
-  template <class Body> void each(float floor, Body &&body) {
-    for (int32_t block = 0; block < blocks(); block++) {
-      if (own.maxima[block] < floor) continue;
-      for (int32_t i = block * BLOCK; i < end_of(block); i++)
-        if (logits[i] >= floor && own.weights[i] > 0) body(logits[i], own.weights[i]);
+  void find_coarse_floor() {
+    if (has_top_k()) {
+      if (how.top_k < blocks()) coarse = largest_maximum(how.top_k);
+    } else if (how.top_p < 1) {
+      double known = 0;  // the row weighs more; what weighs less than a vocab-th of the part to leave out is left out
+      for (int32_t block = 0; block < blocks(); block++) known += own.peaks[block] < how.min_p ? 0.0f : own.peaks[block];
+      coarse = most + log2f(0.99 * (1 - how.top_p) * known / vocab) / scale;
     }
   }
 
-  // Grows as the logit falls, so that a bin is above another exactly if its members are.
-  int32_t bin_of(float logit) const {
-    float distance = (most - logit) * scale * BINS_PER_NAT;
-    return distance < BINS - 1 ? (int32_t)distance : BINS - 1;
-  }
-
-  // The least logit v at or above `floor` for which all logits above v weigh less than `target` (> 0) together.
-  float threshold(float floor, double target, bool counts) {
-    double mass[BINS] = {};
-    each(floor, [&](float logit, float weight) { mass[bin_of(logit)] += counts ? 1.0f : weight; });
-    double above = 0, reached = 0;  // what weighs more than the chosen bin, and that with it
-    int32_t chosen = 0;
-    for (int32_t bin = 0; bin < BINS && reached < target; bin++)
-      if (mass[bin] > 0) chosen = bin, above = reached, reached += mass[bin];
-    Member *members = own.members.of(vocab);
-    int64_t count = 0;
-    each(floor, [&](float logit, float weight) {
-      if (bin_of(logit) == chosen) members[count++] = {logit, counts ? 1.0f : weight};
-    });
-    std::sort(members, members + count, Falling());
-    float found = floor;
-    for (int64_t i = 0; i < count && above < target; i++) found = members[i].logit, above += members[i].weight;
-    return found;
-  }
-
-  // The wanted-th largest of the blocks' maxima: at least so many logits reach it, and few others.
-  float likely_floor(int32_t wanted) {
-    if (wanted >= blocks()) return -INFINITY;
-    float *order = own.order.data;
+  // The wanted-th largest of the maxima: at least so many logits reach it.
+  float largest_maximum(int32_t wanted) {
+    float *order = own.order.of(blocks());
     memcpy(order, own.maxima.data, blocks() * sizeof(float));
     std::nth_element(order, order + wanted - 1, order + blocks(), Falling());
     return order[wanted - 1];
   }
 
-  // The sum of all weights at or above `floor`, block by block into `sums`.
-  double sum_blocks(float floor) {
+  // Makes `members` of what may be kept, and returns the weight of all that min_p leaves (with top_k, of members alone).
+  double gather() {
+    float *weights = own.weights.of(vocab + LANES);
+    if (coarse <= least && how.min_p <= 0) {
+      members = {logits, weights, nullptr, vocab};
+      return weigh([=](int32_t i, F32, F32 weight) { store(weights + i, weight); });
+    }
+    const float floor = coarse;
+    float *kept = own.logits.of(vocab + LANES);
+    int32_t *ids = own.ids.of(vocab + LANES), count = 0;
+    const double total = weigh([=, &count](int32_t i, F32 x, F32 weight) {
+      const uint32_t bits = reaching(x, floor);
+      squeeze(kept + count, bits, x), squeeze(weights + count, bits, weight);
+      squeeze(ids + count, bits, lane_numbers() + i);
+      count += __builtin_popcount(bits);
+    });
+    members = {kept, weights, ids, count};
+    return total;
+  }
+
+  // body(i, logits, weights) of LANES tokens from i on, but of no block in which none is wanted.
+  template <class Body> ST_INLINE double weigh(Body &&body) {
     double total = 0;
     for (int32_t block = 0; block < blocks(); block++) {
-      own.sums[block] = 0;
-      if (own.maxima[block] < floor) continue;
+      if (own.peaks[block] < how.min_p || (has_top_k() && own.maxima[block] < coarse)) continue;
       F32 sum = splat(0.0f);
-      int32_t i = block * BLOCK, end = end_of(block);
-      for (; i + LANES <= end; i += LANES)
-        sum += load<F32>(logits + i) >= floor ? load<F32>(&own.weights[i]) : splat(0.0f);
-      float rest = sum_of(sum);
-      for (; i < end; i++) rest += logits[i] >= floor ? own.weights[i] : 0.0f;
-      total += own.sums[block] = rest;
+      for (int32_t i = block * BLOCK; i < vocab && i < (block + 1) * BLOCK; i += LANES) {
+        const F32 x = some(logits + i, vocab - i, -INFINITY), all = weight_of(x);
+        const F32 weight = all >= how.min_p ? all : splat(0.0f);
+        sum += weight;
+        body(i, x, weight);
+      }
+      total += total_of(sum);
     }
     return total;
   }
 
-  // The least logit that all filters keep. A floor that is likely to hold enough spares most of the row.
-  float floor_of(const StDraw &draw) {
-    float floor = -INFINITY;
-    if (draw.top_k > 0 && draw.top_k < vocab) {
-      int64_t reached = 0;
-      const float likely = likely_floor(draw.top_k);
-      each(likely, [&](float, float) { reached++; });
-      floor = threshold(reached >= draw.top_k ? likely : -INFINITY, draw.top_k, true);
+  // Of each pivot, what of the members reaches it: their number or their weight.
+  static void measure(const Members &left, const float *pivots, bool counts, double *reach) {
+    for (int32_t begin = 0; begin < left.count; begin += CHUNK) {
+      const int32_t end = begin + CHUNK < left.count ? begin + CHUNK : left.count;
+      F32 sums[PIVOTS] = {};
+      for (int32_t i = begin; i < end; i += LANES) {
+        const F32 x = some(left.logits + i, end - i, -INFINITY);
+        const F32 weight = counts ? splat(1.0f) : some(left.weights + i, end - i, 0.0f);
+        for (int pivot = 0; pivot < PIVOTS; pivot++) sums[pivot] += x >= pivots[pivot] ? weight : splat(0.0f);
+      }
+      for (int pivot = 0; pivot < PIVOTS; pivot++) reach[pivot] += total_of(sums[pivot]);
     }
-    if (draw.top_p < 1.0) {
-      const double target = draw.top_p * sum_blocks(floor);
-      const float likely = likely_floor(512);
-      double reached = 0;
-      if (likely > floor) each(likely, [&](float, float weight) { reached += weight; });
-      floor = threshold(reached >= target ? likely : floor, target, false);
+  }
+
+  // Those of them in [low, high), which may lie where they are written.
+  Members between(const Members &from, float low, float high) {
+    float *kept = own.near_logits.of(vocab + LANES), *weights = own.near_weights.of(vocab + LANES);
+    int32_t count = 0;
+    for (int32_t i = 0; i < from.count; i += LANES) {
+      const F32 x = some(from.logits + i, from.count - i, -INFINITY);
+      const F32 weight = some(from.weights + i, from.count - i, 0.0f);
+      const uint32_t bits = reaching(x, low) & ~reaching(x, high);
+      squeeze(kept + count, bits, x), squeeze(weights + count, bits, weight);
+      count += __builtin_popcount(bits);
     }
-    return floor;
+    return {kept, weights, nullptr, count};
+  }
+
+  // The least logit v at or above `floor` for which all members above v weigh (or, if it counts, are) less than `target`.
+  // It is in [low, high); `above` is what reaches high.
+  float threshold(float floor, double target, bool counts) {
+    const float lightest = most - 127 / scale;  // what lies below weighs nothing
+    float low = fmaxf(fmaxf(floor, least), fmaxf(lightest, -FLT_MAX)), top = most, high = INFINITY;
+    double above = 0;
+    Members left = members;
+    while (low < top) {
+      float pivots[PIVOTS];
+      double reach[PIVOTS] = {};
+      for (int pivot = 0; pivot < PIVOTS; pivot++) {
+        const float part = (pivot + 1.0f) / PIVOTS;
+        pivots[pivot] = low * (1 - part) + top * part;
+      }
+      measure(left, pivots, counts, reach);
+      int reached = 0;
+      while (reached < PIVOTS && above + reach[reached] >= target) low = pivots[reached++];
+      if (reached < PIVOTS) high = pivots[reached], above += reach[reached];
+      left = between(left, low, high);
+      if (left.count <= FEW) return among_few(left, low, target - above, counts);
+      find_ends(left, &low, &top);
+    }
+    return low;
+  }
+
+  static void find_ends(const Members &left, float *low, float *top) {
+    F32 lowest = splat(INFINITY), highest = splat(-INFINITY);
+    for (int32_t i = 0; i < left.count; i += LANES) {
+      const F32 x = some(left.logits + i, left.count - i, left.logits[i]);
+      lowest = smaller(x, lowest), highest = larger(x, highest);
+    }
+    *low = -largest_of(-lowest), *top = largest_of(highest);
+  }
+
+  static float among_few(const Members &left, float low, double target, bool counts) {
+    Sorted sorted[FEW];
+    for (int32_t i = 0; i < left.count; i++) sorted[i] = {left.logits[i], counts ? 1.0f : left.weights[i]};
+    std::sort(sorted, sorted + left.count, Falling());
+    float found = low;
+    double above = 0;
+    for (int32_t i = 0; i < left.count && above < target; i++) found = sorted[i].logit, above += sorted[i].weight;
+    return found;
+  }
+
+  // What of these members is kept, in all, and in each chunk.
+  double sum_chunks(float floor) {
+    double total = 0, *sums = own.sums.of(members.count / CHUNK + 1);
+    for (int32_t begin = 0; begin < members.count; begin += CHUNK) {
+      const int32_t end = begin + CHUNK < members.count ? begin + CHUNK : members.count;
+      F32 sum = splat(0.0f);
+      for (int32_t i = begin; i < end; i += LANES) {
+        const F32 weight = some(members.weights + i, end - i, 0.0f);
+        sum += some(members.logits + i, end - i, -INFINITY) >= floor ? weight : splat(0.0f);
+      }
+      total += sums[begin / CHUNK] = total_of(sum);
+    }
+    return total;
+  }
+
+  // The least logit that all filters keep. weight: of all that the filters before top_p leave.
+  float floor_of(double weight) {
+    float floor = coarse;
+    if (has_top_k()) {
+      floor = threshold(floor, how.top_k, true);
+      weight = sum_chunks(floor);
+    }
+    return how.top_p < 1 ? threshold(floor, how.top_p * weight, false) : floor;
   }
 
   // Inverse CDF over the kept tokens in the order of their ids.
-  int32_t pick(float floor, double uniform) {
-    const double target = uniform * sum_blocks(floor);
+  int32_t pick(float floor) {
+    const double target = how.uniform * sum_chunks(floor);
     double below = 0;
-    int32_t found = 0;  // the last block that weighs anything, in case rounding leaves the sum short of the target
-    for (int32_t block = 0; block < blocks(); block++) {
-      if (own.sums[block] <= 0) continue;
-      found = block;
-      if (below + own.sums[block] > target) break;
-      below += own.sums[block];
+    int32_t begin = 0, found = 0;  // the last chunk that weighs anything, in case rounding leaves the sum short
+    for (int32_t i = 0; i < members.count; i += CHUNK) {
+      const double sum = own.sums[i / CHUNK];
+      if (sum <= 0) continue;
+      begin = i;
+      if (below + sum > target) break;
+      below += sum;
     }
-    int32_t last = 0;
-    for (int32_t i = found * BLOCK; i < end_of(found); i++) {
-      if (logits[i] < floor || own.weights[i] <= 0) continue;
-      below += own.weights[i];
-      last = i;
+    for (int32_t i = begin; i < members.count && i < begin + CHUNK; i++) {
+      if (members.logits[i] < floor || members.weights[i] <= 0) continue;
+      below += members.weights[i];
+      found = i;
       if (below > target) break;
     }
-    return last;
+    return members.ids && members.count ? members.ids[found] : found;
+  }
+
+  int32_t token() {
+    find_extremes();
+    find_coarse_floor();
+    const double weight = gather();
+    const int32_t found = pick(floor_of(weight));
+    return is_finite ? found : ~found;
   }
 };
+
+int32_t largest(int32_t vocab, const float *line) {
+  F32 most = splat(-INFINITY), faults = splat(0.0f);
+  I32 place = splat(0), here = splat(0);
+  int32_t i = 0;
+  for (; i + LANES <= vocab; i += LANES, here += 1) {
+    F32 x = load<F32>(line + i);
+    place = x > most ? here : place;
+    most = x > most ? x : most;
+    faults += x * 0.0f;
+  }
+  float found = -INFINITY;
+  int32_t best = 0;
+  auto offer = [&](float x, int32_t token) {
+    if (x > found || (x == found && token < best)) found = x, best = token;
+  };
+  for (int lane = 0; lane < LANES && i > 0; lane++) offer(most[lane], place[lane] * LANES + lane);
+  faults += some(line + i, vocab - i, 0.0f) * 0.0f;
+  for (; i < vocab; i++) offer(line[i], i);
+  return is_zero(faults) ? best : ~best;
+}
 
 void draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, int32_t *tokens) {
   for_each(rows, [&](int32_t row) {
     thread_local DrawScratch scratch;
-    Drawing drawing(logits + (int64_t)row * vocab, vocab, scratch);
-    drawing.weigh(draws[row]);
-    tokens[row] = drawing.pick(drawing.floor_of(draws[row]), draws[row].uniform);
+    const float *line = logits + (int64_t)row * vocab;
+    const bool is_greedy = draws[row].temperature == 0;
+    tokens[row] = is_greedy ? largest(vocab, line) : Drawing{line, vocab, draws[row], scratch}.token();
   });
 }
 
 void argmax(int32_t rows, int32_t vocab, const float *logits, int32_t *tokens) {
-  for_each(rows, [&](int32_t row) {
-    const float *line = logits + (int64_t)row * vocab;
-    F32 most = splat(-INFINITY);
-    I32 place = splat(0), here = splat(0);
-    int32_t i = 0;
-    for (; i + LANES <= vocab; i += LANES, here += 1) {
-      F32 x = load<F32>(line + i);
-      place = x > most ? here : place;
-      most = x > most ? x : most;
-    }
-    float found = -INFINITY;
-    int32_t best = 0;
-    auto offer = [&](float x, int32_t token) {
-      if (x > found || (x == found && token < best)) found = x, best = token;
-    };
-    for (int lane = 0; lane < LANES && i > 0; lane++) offer(most[lane], place[lane] * LANES + lane);
-    for (; i < vocab; i++) offer(line[i], i);
-    tokens[row] = best;
-  });
+  for_each(rows, [&](int32_t row) { tokens[row] = largest(vocab, logits + (int64_t)row * vocab); });
 }
 
 void finite(int32_t rows, int32_t width, const float *x, uint8_t *is_finite) {
   for_each(rows, [&](int32_t row) {
     const float *line = x + (int64_t)row * width;
-    F32 sum = splat(0.0f);  // x * 0 is 0, or NaN for what is not finite
-    int32_t i = 0;
-    for (; i + LANES <= width; i += LANES) sum += load<F32>(line + i) * 0.0f;
-    float rest = sum_of(sum);
-    for (; i < width; i++) rest += line[i] * 0.0f;
-    is_finite[row] = rest == 0.0f;
+    F32 faults = splat(0.0f);
+    for (int32_t i = 0; i < width; i += LANES) faults += some(line + i, width - i, 0.0f) * 0.0f;
+    is_finite[row] = is_zero(faults);
   });
 }
 

@@ -51,6 +51,15 @@ template <class V> inline __attribute__((always_inline)) V load(const void *p) {
 }
 template <class V> inline __attribute__((always_inline)) void store(void *p, V v) { memcpy(p, &v, sizeof v); }
 
+// A store of a whole line, aligned, past the caches.
+#if defined(__AVX512F__) && LANES == 16
+constexpr bool CAN_STREAM = true;
+inline __attribute__((always_inline)) void stream(float *to, F32 v) { _mm512_stream_ps(to, (__m512)v); }
+#else
+constexpr bool CAN_STREAM = false;
+inline __attribute__((always_inline)) void stream(float *to, F32 v) { store(to, v); }
+#endif
+
 inline __attribute__((always_inline)) F32 splat(float x) { return x - F32{}; }  // x - 0 is x, which 0 + x is not
 inline __attribute__((always_inline)) I32 splat(int32_t x) { return I32{} + x; }
 

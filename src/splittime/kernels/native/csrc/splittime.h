@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define ST_INTERFACE_VERSION 3 /* raised with any change here; kernels/native/library.py refuses another */
+#define ST_INTERFACE_VERSION 4 /* raised with any change here; kernels/native/library.py refuses another */
 
 enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
 
@@ -70,12 +70,16 @@ typedef struct {
 
 int32_t st_interface_version(void);
 
-/* Instruction sets: "portable", "avx2", "avx512" (with VNNI), "avx512bf16". st_isa_name(i) is the i-th that was compiled
- * in, worst first, or NULL beyond the last; st_isa_runs(i) says whether this CPU has it; st_isa_select chooses. */
+/* Instruction sets: "amx_emulated" (for tests), "portable", "avx2", "avx512" (with VNNI), "avx512bf16", "amx".
+ * st_isa_name(i) is the i-th that was compiled in, worst first, or NULL beyond the last; st_isa_runs(i) says whether this
+ * CPU has it; st_isa_select chooses one that runs. */
 const char *st_isa_name(int32_t index);
 int32_t st_isa_runs(int32_t index);
 void st_isa_select(int32_t index);
 int32_t st_isa_selected(void);
+
+/* Why "amx" does not run here; "" where it does. The first call tries the tiles in a child process, some milliseconds. */
+const char *st_amx_refusal(void);
 
 /* The calling thread counts as one. Returns how many there are, fewer if the system refuses more. */
 int32_t st_set_threads(int32_t num_threads);

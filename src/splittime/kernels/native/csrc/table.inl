@@ -15,6 +15,7 @@ const Kernels ST_TABLE(ST_ISA) = {
     .name = ST_TEXT(ST_ISA),
     .runs = [] { return bool(ST_RUNS); },
     .linear = ST_ISA::linear,
+    .linear_gated = ST_ISA::linear_gated,
     .rms_norm = ST_ISA::rms_norm,
     .silu_mul = ST_ISA::silu_mul,
     .rope_write = ST_ISA::rope_write,

@@ -97,4 +97,7 @@ inline int64_t tile_of(const StKv &kv, int64_t block, int part, int head) {
   return (block * 2 + part) * kv.num_kv_heads + head;
 }
 
+// silu(gate) * up, silu(x) being x / (1 + e^-x).
+ST_INLINE F32 silu_mul_of(F32 gate, F32 up) { return gate / (exp_of(-gate) + 1.0f) * up; }
+
 }  // namespace ST_ISA

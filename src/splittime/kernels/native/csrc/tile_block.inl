@@ -1,0 +1,76 @@
+// The product that all kernels with tiles are made of: up to 32 rows times up to 32 columns, in up to four tiles of sums.
+#pragma once
+#include <type_traits>
+
+#include "tiles.h"
+
+namespace ST_ISA {
+
+constexpr int64_t TILE_ROWS = 16;
+
+// sums (+)= x w^T: `steps` times 64 bytes (or fewer, see TileConfig) of each row of x, and as many of each column of w, which
+// are four bytes of 16 lines each. Strides and distances are in bytes; second_ is what is between the first 16 columns and
+// the others. The sums are 32-bit integers or floats.
+struct TileCall {
+  const uint8_t *x;
+  int64_t x_stride;
+  const uint8_t *w;
+  int64_t w_stride, second_w, steps;
+  void *sums;
+  int64_t sum_stride, second_sums;
+  bool is_first;         // sums begin at 0
+  const uint8_t *ahead;  // weights to fetch meanwhile into the second-level cache
+  int64_t second_ahead, ahead_lines;  // lines a step
+};
+
+template <bool IS_FLOAT, int C, int A, int B> inline __attribute__((always_inline)) void tile_product() {
+  if constexpr (IS_FLOAT)
+    tile_product_bfloat16<C, A, B>();
+  else
+    tile_product_bytes<C, A, B>();
+}
+
+// body(tile, address) for each tile of sums.
+template <int ROWS, int COLUMNS, class F> inline __attribute__((always_inline)) void each_sum(const TileCall &call, F &&body) {
+  uint8_t *first = (uint8_t *)call.sums, *second = first + call.second_sums;
+  const int64_t below = TILE_ROWS * call.sum_stride;
+  body(std::integral_constant<int, 4>(), first);
+  if (COLUMNS == 2) body(std::integral_constant<int, 5>(), second);
+  if (ROWS == 2) body(std::integral_constant<int, 6>(), first + below);
+  if (ROWS == 2 && COLUMNS == 2) body(std::integral_constant<int, 7>(), second + below);
+}
+
+// ROWS, COLUMNS: tiles of 16.
+template <bool IS_FLOAT, int ROWS, int COLUMNS> void tile_block(const TileCall &call) {
+  each_sum<ROWS, COLUMNS>(call, [&](auto tile, uint8_t *at) {
+    if (call.is_first)
+      tile_zero<tile>();
+    else
+      tile_load<tile>(at, call.sum_stride);
+  });
+  const uint8_t *x = call.x, *w = call.w, *ahead = call.ahead;
+  const int64_t x_stride = call.x_stride, w_stride = call.w_stride, second = call.second_w;
+  for (int64_t step = 0; step < call.steps; step++, x += 64, w += 16 * w_stride) {
+    for (int64_t line = 0; line < call.ahead_lines; line++, ahead += 64) {
+      __builtin_prefetch(ahead, 0, 2);
+      if (COLUMNS == 2) __builtin_prefetch(ahead + call.second_ahead, 0, 2);
+    }
+    tile_load<0>(x, x_stride);
+    tile_load<2>(w, w_stride);
+    tile_product<IS_FLOAT, 4, 0, 2>();
+    if (COLUMNS == 2) tile_load<3>(w + second, w_stride), tile_product<IS_FLOAT, 5, 0, 3>();
+    if (ROWS == 2) tile_load<1>(x + 16 * x_stride, x_stride), tile_product<IS_FLOAT, 6, 1, 2>();
+    if (ROWS == 2 && COLUMNS == 2) tile_product<IS_FLOAT, 7, 1, 3>();
+  }
+  each_sum<ROWS, COLUMNS>(call, [&](auto tile, uint8_t *at) { tile_store<tile>(at, call.sum_stride); });
+}
+
+typedef void (*TileBlock)(const TileCall &);
+
+// The block for so many rows and tiles of columns.
+template <bool IS_FLOAT> inline TileBlock tile_block_of(int64_t rows, int64_t columns) {
+  if (rows > TILE_ROWS) return columns == 2 ? tile_block<IS_FLOAT, 2, 2> : tile_block<IS_FLOAT, 2, 1>;
+  return columns == 2 ? tile_block<IS_FLOAT, 1, 2> : tile_block<IS_FLOAT, 1, 1>;
+}
+
+}  // namespace ST_ISA

@@ -1,0 +1,79 @@
+"""Writes packed weights in the background, so that a first start does not wait for it: to hash the checkpoint, which
+gives the file its name, to write the file and to wait for the disk takes longer than to pack the weights.
+
+One thread of the least priority for each model, which holds the weights until they are written. Under load it goes
+slowly: a step that wants the cores has them. A process that ends waits for it, but not for long (`END_PATIENCE_S`);
+what is not written then, the next start packs again. A checkpoint that has changed since it was opened is not kept:
+its hash would name other weights.
+"""
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from splittime.models.weights.fingerprints import note_whole, yield_to_others
+from splittime.models.weights.packed_file import PackedWriter
+
+log = logging.getLogger("splittime.weights")
+
+END_PATIENCE_S = 10.0
+NOT_KEPT = "packed weights are not kept, the next start packs again: %s"
+_running: "set[Keeping]" = set()
+
+
+class Keeping:
+    """Writes `blobs` to the file that `path_of` says, unless there is one; with `is_replacing` there is, and it is
+    broken. path_of: raises OSError if they are not to be kept."""
+
+    def __init__(
+        self, writer: PackedWriter, blobs: dict[str, Tensor], path_of: Callable[[], Path], is_replacing: bool
+    ) -> None:
+        self._writer, self._blobs, self._path_of, self._is_replacing = writer, blobs, path_of, is_replacing
+        self._is_over = False
+        self.thread = threading.Thread(target=self._run, name="keep-packed", daemon=True)
+        _running.add(self)
+        self.thread.start()
+
+    def end(self, patience_s: float | None) -> None:
+        """Wait for it, or tell it to give up."""
+        self.thread.join(patience_s)
+        self._is_over = True
+
+    def _run(self) -> None:
+        yield_to_others()
+        try:
+            path = self._path_of()
+            if self._is_replacing or not path.exists():
+                self._write(path)
+        except OSError as error:
+            log.warning(NOT_KEPT, error)
+        finally:
+            self._writer.abandon()
+            self._blobs.clear()
+            _running.discard(self)
+
+    def _write(self, path: Path) -> None:
+        for name, blob in self._blobs.items():
+            if self._is_over:
+                return
+            self._writer.add(name, blob)
+        self._writer.finish(path)
+        note_whole(path, path.parent)
+
+
+def finish(patience_s: float | None = None) -> None:
+    """Wait until all that is being written is, or for so long at most for each."""
+    for keeping in list(_running):
+        keeping.end(patience_s)
+
+
+@atexit.register
+def _finish_soon() -> None:
+    """Ctrl-C gives up: what was being written is removed by the next start."""
+    with suppress(KeyboardInterrupt):
+        finish(END_PATIENCE_S)
