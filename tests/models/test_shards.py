@@ -10,6 +10,7 @@ import torch
 from splittime.core.errors import ConfigError
 from splittime.models.config import load_config, parse_config
 from splittime.models.quant.plan import choose
+from splittime.models.weights import keeping
 from splittime.models.weights.cache import open_cache
 from splittime.models.weights.checkpoint import Checkpoint
 from splittime.models.weights.shards import CUTS, CutSource, bounds, check, own_config, widest
@@ -238,6 +239,9 @@ def test_packed_weights_of_one_rank_are_no_other_s(stored, tmp_path):
     folder, _ = stored
     config = load_config(folder)
     plan = choose("int8", "float32")
-    keys = {open_cache(tmp_path, source_of(folder, index, 2), config, plan).path for index in (0, 1)}
-    keys.add(open_cache(tmp_path, Checkpoint(folder, config.quantization), config, plan).path)
-    assert len(keys) == 3
+    for source in (source_of(folder, 0, 2), source_of(folder, 1, 2), Checkpoint(folder, config.quantization)):
+        cache = open_cache(tmp_path / "packed", source, config, plan)
+        assert cache is not None
+        cache.close()
+        keeping.finish()
+    assert len(list((tmp_path / "packed").glob("*.packed"))) == 3
