@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -153,6 +155,48 @@ def test_a_start_does_not_wait_until_the_weights_are_kept(model, tmp_path, monke
     go_on.set()
     keeping.finish()
     assert len(packed_files(tmp_path / "cache")) == 1
+
+
+ENDS_AT_ONCE = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from splittime.kernels.choose import make_backend
+from splittime.models.config import load_config
+from splittime.models.quant.plan import choose
+from splittime.models.weights import fingerprints, keeping
+from splittime.models.weights.load import load_decoder
+
+keeping.END_PATIENCE_S = float(sys.argv[3])
+model, original = Path(sys.argv[1]), fingerprints._hash_piece
+
+def slow(descriptor, begin):
+    time.sleep(0.3)  # the interpreter is ending by then
+    if keeping.END_PATIENCE_S < 1:
+        threading.Event().wait()
+    return original(descriptor, begin)
+
+fingerprints._hash_piece = slow
+plan = choose("int8", "float32")
+load_decoder(model, load_config(model), make_backend("native", torch.float32), plan, 64, Path(sys.argv[2]))
+"""
+
+
+@needs_native
+@pytest.mark.parametrize(("patience_s", "num_kept"), [(60, 1), (0.1, 0)])
+def test_a_process_that_ends_at_once_keeps_its_weights_if_that_is_soon_done(model, tmp_path, patience_s, num_kept):
+    """Of several files, each hashed by threads that are begun while the interpreter ends."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(tensors)
+    file_of = {name: f"model-{number % 3}.safetensors" for number, name in enumerate(names)}
+    for file in set(file_of.values()):
+        save_file({name: tensors[name] for name in names if file_of[name] == file}, model / file)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    command = [sys.executable, "-c", ENDS_AT_ONCE, str(model), str(tmp_path / "cache"), str(patience_s)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert len(packed_files(tmp_path / "cache")) == num_kept
 
 
 def test_large_blobs_begin_where_huge_pages_do(tmp_path):

@@ -2,8 +2,10 @@
 
 Files are read once to hash them, and known again by path, size, times and inode (the time of the inode's last change
 cannot be set back by a tool that restores the other one). The hash of a file is the SHA-256 of the SHA-256s of its 16
-MiB pieces, so that several threads share one file (hashlib lets go of the GIL). A packed file is remembered as whole
-when its sums have been checked. The memory is a JSON file beside the cache; losing it costs one more reading.
+MiB pieces, so that several threads share one file (hashlib lets go of the GIL). They are threads that no end of the
+process waits for (as it would for those of `concurrent.futures`, with all that they have still to hash). A packed file
+is remembered as whole when its sums have been checked. The memory is a JSON file beside the cache; losing it costs one
+more reading.
 """
 
 import hashlib
@@ -12,8 +14,8 @@ import os
 import tempfile
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 PIECE_BYTES = 16 << 20
@@ -63,11 +65,9 @@ def _known(entry: object, identity: Identity) -> str | None:
 
 def _hash_file(path: Path) -> str:
     size = path.stat().st_size
-    with (
-        path.open("rb", buffering=0) as file,
-        ThreadPoolExecutor(os.cpu_count(), initializer=yield_to_others) as threads,
-    ):
-        pieces = threads.map(lambda begin: _hash_piece(file.fileno(), begin), range(0, size, PIECE_BYTES))
+    with path.open("rb", buffering=0) as file, ThreadPool(os.cpu_count(), yield_to_others) as threads:
+        begins = range(0, size, PIECE_BYTES)
+        pieces = threads.map(lambda begin: _hash_piece(file.fileno(), begin), begins, chunksize=1)
         return hashlib.sha256(b"".join(pieces)).hexdigest()
 
 

@@ -2,9 +2,9 @@
 gives the file its name, to write the file and to wait for the disk takes longer than to pack the weights.
 
 One thread of the least priority for each model, which holds the weights until they are written. Under load it goes
-slowly: a step that wants the cores has them. A process that ends waits for it, but not for long (`END_PATIENCE_S`);
-what is not written then, the next start packs again. A checkpoint that has changed since it was opened is not kept:
-its hash would name other weights.
+slowly: a step that wants the cores has them. A Python process that ends waits for it, but not for long
+(`END_PATIENCE_S`); an engine in a process of its own does not. What is not written then, the next start packs again.
+A checkpoint that has changed since it was opened is not kept: its hash would name other weights.
 """
 
 import atexit
@@ -50,7 +50,7 @@ class Keeping:
             path = self._path_of()
             if self._is_replacing or not path.exists():
                 self._write(path)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter: no more threads, the interpreter ends (Python 3.12.1)
             log.warning(NOT_KEPT, error)
         finally:
             self._writer.abandon()
