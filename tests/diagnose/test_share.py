@@ -19,7 +19,7 @@ def test_the_share_lies_in_its_interval_and_between_0_and_1(pairs):
         low, high = share.interval
         assert 0 <= low <= share.value <= high <= 1
         assert share.num_losers >= MIN_LOSERS
-    assert not (share.is_worth_it and share.unsure("x") is None and share.value < share.least)
+    assert not (share.is_worth_it and share.unsure() is None and share.value < share.least)
 
 
 def test_all_that_lose_alike_are_sure():
@@ -34,18 +34,18 @@ def test_one_event_is_not_enough_however_large():
     share = ratio(lost, [10.0 + ns for ns in lost])
     assert share.value > 2 * MIN_SHARE * 0.9
     assert not share.is_worth_it
-    assert "another may show" in share.unsure("x").why
+    assert "another may show" in share.unsure().why
 
 
 def test_few_losers_are_not_enough():
     share = ratio([100.0] * (MIN_LOSERS - 1) + [0.0] * 20, [100.0] * (MIN_LOSERS + 19))
     assert not share.is_worth_it
-    assert f"seen {MIN_LOSERS - 1} times only" in share.unsure("x").why
+    assert f"seen {MIN_LOSERS - 1} times only" in share.unsure().why
 
 
 def test_a_small_share_says_nothing():
     share = ratio([1.0] * 40, [100.0] * 40)
-    assert share.unsure("x") is None
+    assert share.unsure() is None
     assert not share.is_worth_it
 
 

@@ -113,7 +113,7 @@ def diagnose(books: Books) -> Diagnosis:
     findings, abstentions = _run(books, outside)
     if books.num_unsound:
         why = f"{books.num_unsound} accounts or steps contradict themselves in their times and were left out"
-        abstentions.append(Abstention("clocks", why))
+        abstentions.append(Abstention(name="clocks", why=why))
     residual = _residual(books)
     rest = [rule for rule in RULES.values() if rule.name not in OUTSIDE_RULES]
     more, unable = _run(books, rest)
@@ -121,7 +121,7 @@ def diagnose(books: Books) -> Diagnosis:
     if withheld:
         more = []
         why = f"{residual:.0%} of the requests' time is explained by neither book: first find out where that goes"
-        unable = [Abstention(rule.name, why) for rule in rest]
+        unable = [Abstention(name=rule.name, why=why) for rule in rest]
     findings, abstentions = findings + more, abstentions + unable
     findings = _in_words_of_the_server(books, findings)
     left = None if withheld or _lacks(books, "accounts") else unexplained(books, findings, abstentions)
@@ -168,7 +168,7 @@ def _run(books: Books, rules: list[Rule]) -> tuple[list[Finding], list[Abstentio
     abstentions: list[Abstention] = []
     for rule in rules:
         lack = next((why for need in rule.needs if (why := _lacks(books, need))), None)
-        answer = Abstention(rule.name, lack) if lack else rule.check(books)
+        answer = Abstention(name=rule.name, why=lack) if lack else rule.check(books)
         if isinstance(answer, Finding):
             findings.append(answer)
         elif answer is not None:

@@ -1,9 +1,9 @@
 """What a diagnosis is made of: findings, abstentions, and the order in which they are told.
 
-One function is one finding. A rule reads closed books and answers with a `Finding`, with an `Abstention` (it could not
-tell, and why), or with None (it looked and found nothing). `rule` notes beside the function what it needs to read and
-whose root it is. An *illness* is something that a change cures; a *limit* is what a healthy server is bound by: it is
-told, and is no reason to fail a build.
+One function is one finding, and its name is the finding's. A rule reads closed books and answers with a `Finding`, with
+an `Abstention` (it could not tell, and why), or with None (it looked and found nothing). `rule` gives that answer its
+name, and notes what the function needs to read and whose root it is. An *illness* is something that a change cures; a
+*limit* is what a healthy server is bound by: it is told, and is no reason to fail a build.
 
 The order of what is told (`in_order`):
 1. the larger share of the requests' time first, as an illness, as a limit or as what no cure is known for;
@@ -14,9 +14,11 @@ The order of what is told (`in_order`):
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 NOTHING_FOUND, FOUND, CANNOT_TELL = 0, 1, 3  # exit codes, for a CI; 2 is a usage error
 
@@ -52,7 +54,8 @@ class Cure(msgspec.Struct, frozen=True, kw_only=True):
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that holds the requests back.
 
-    claim: one plain sentence with its numbers. request_ids, step_ids: where to look (`splittime explain ID`).
+    name: the rule's; `rule` sets it. claim: one plain sentence with its numbers.
+    request_ids, step_ids: where to look (`splittime explain ID`).
     share_of_time: how much of all requests' time it explains; time that two findings share is counted in both.
     share_interval: what another run of the same load would show (`rules.share`), one in ten less than its lower end.
     confidence: 0 to 1, and confidence_from: what it was worked out from.
@@ -60,7 +63,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     regime: the batch sizes or loads in which it holds.
     """
 
-    name: str
+    name: str = ""
     claim: str
     evidence: tuple[Fact, ...]
     share_of_time: float
@@ -76,16 +79,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     share_interval: tuple[float, float] | None = None
 
 
-class Abstention(msgspec.Struct, frozen=True):
-    """A rule that could not tell, and why."""
+class Abstention(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule that could not tell, and why. name: as in `Finding`."""
 
-    name: str
+    name: str = ""
     why: str
 
 
 Answer = Finding | Abstention | None
 Check = Callable[[Any], Answer]
-CheckT = TypeVar("CheckT", bound=Callable[..., Answer])
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -103,13 +105,20 @@ class Rule(msgspec.Struct, frozen=True):
 RULES: dict[str, Rule] = {}
 
 
-def rule(*needs: str, root_of: tuple[str, ...] = (), explains: tuple[str, ...] = ()) -> Callable[[CheckT], CheckT]:
-    """Register a check under its function's name; its docstring's first paragraph is what the finding means."""
+def rule(*needs: str, root_of: tuple[str, ...] = (), explains: tuple[str, ...] = ()) -> Callable[[Check], Check]:
+    """Register a check under its function's name, which its answers get too; the first paragraph of its docstring is
+    what the finding means."""
 
-    def register(check: CheckT) -> CheckT:
-        meaning = " ".join((check.__doc__ or "").split("\n\n")[0].split())
-        RULES[check.__name__] = Rule(check.__name__, check, needs, root_of, meaning, tuple(map(str, explains)))
-        return check
+    def register(check: Check) -> Check:
+        name, meaning = check.__name__, " ".join((check.__doc__ or "").split("\n\n")[0].split())
+
+        @wraps(check)
+        def named(books: Any) -> Answer:
+            answer = check(books)
+            return None if answer is None else replace(answer, name=name)
+
+        RULES[name] = Rule(name, named, needs, root_of, meaning, tuple(map(str, explains)))
+        return named
 
     return register
 

@@ -178,26 +178,26 @@ def _at_ns(sample: Sample) -> int:
 MIN_STATES = 20  # samples; fewer are glimpses
 
 
-def asked(books: Books, name: str) -> Reported | Answer:
+def asked(books: Books) -> Reported | Answer:
     """What was told, or why nothing can be said."""
     about = books.served
     if about is None or books.accounts:
         return None  # a server that keeps accounts is diagnosed by them
     found = reported(books)
     if found is None:
-        return Abstention(name, f"a server of kind {about.kind} tells nothing in words that are known here")
+        return Abstention(why=f"a server of kind {about.kind} tells nothing in words that are known here")
     if not found.after:
-        return Abstention(name, f"{found.kind} shows no metrics ({found.words.metrics})")
+        return Abstention(why=f"{found.kind} shows no metrics ({found.words.metrics})")
     return found
 
 
-def with_states(books: Books, name: str) -> Reported | Answer:
+def with_states(books: Books) -> Reported | Answer:
     """The same of a server whose gauges were seen often enough."""
-    found = asked(books, name)
+    found = asked(books)
     if isinstance(found, Reported) and len(found.states) < MIN_STATES:
         why = f"only {len(found.states)} samples of how many requests wait in the server; {MIN_STATES} are the least"
         hint = f" (does it show its metrics? {found.words.metrics})" if not found.states else ""
-        return Abstention(name, why + hint)
+        return Abstention(why=why + hint)
     return found
 
 

@@ -46,16 +46,15 @@ def slot_bound(books: Books) -> Answer:
     if not slots or _kv_use(books) > KV_FULL:
         return None
     if not share.is_worth_it:
-        return share.unsure("slot_bound")
+        return share.unsure()
     cost = step_cost.fit(books.steps)
     wanted = _slots_wanted(books.steps, slots)
     gain = step_cost.batch_gain(cost, accounts, slots, wanted) if cost else None
     if gain is not None and gain < MIN_GAIN:
         why = f"requests wait for one of {slots} slots, but {wanted} would serve only {gain - 1:.0%} more: no cure"
-        return Abstention("slot_bound", why)
+        return Abstention(why=why)
     times = f"{gain:.2f} times as many" if gain is not None else "not known how many more"
     return Finding(
-        name="slot_bound",
         claim=f"{num_requests(accounts, waits)} of {num_requests(accounts)} requests waited for one of {slots} slots, "
         f"{share.value:.0%} of all requests' time, while KV blocks were free.{_choices(accounts)}",
         evidence=(
@@ -166,7 +165,6 @@ def _queue_bound(books: Books, refused: Sequence[ClosedAccount], share: Share) -
     waits = [time_ns(account, in_stages(Stage.QUEUE)) for account in served(books.accounts)]
     wanted = TIMES * int(bound or 1)
     return Finding(
-        name="queue_bound",
         claim=f"{len(refused)} of {len(books.accounts)} requests were refused because the queue was full at "
         f"{bound or 'its bound'}, while those that were let in waited {ms(median(waits) or 0):.0f} ms (median).",
         evidence=(
@@ -205,7 +203,7 @@ def deadlines_missed(books: Books) -> Answer:
         return None
     begun = [account for account in late if account.finish_reason != "refused"]
     if not begun:
-        return Abstention("deadlines_missed", f"{len(late)} requests were refused, as their deadlines cannot be met")
+        return Abstention(why=f"{len(late)} requests were refused, as their deadlines cannot be met")
     return _deadlines(books, late, begun, share)
 
 
@@ -228,7 +226,6 @@ def _deadlines(books: Books, late: Sequence[ClosedAccount], begun: Sequence[Clos
         else "Cure what they wait for; until then refuse early, or allow more time (X-Request-Deadline-Ms)."
     )
     return Finding(
-        name="deadlines_missed",
         claim=f"{len(late)} of {len(books.accounts)} requests were given up at their deadlines, after "
         f"{ms(allowed_ns):.0f} ms (median): {why}.",
         evidence=(

@@ -52,7 +52,7 @@ def burst(books: Books) -> Answer:
         return None
     share = of_requests(behind, accounts)
     if not share.is_worth_it:
-        return share.unsure("burst")
+        return share.unsure()
     return _finding(accounts, found, behind, sent, share.value, share.interval)
 
 
@@ -115,7 +115,6 @@ def _finding(
     longest_ns = max(end_ns - begin_ns for begin_ns, end_ns in (one.span for one in found))
     moments = f"{len(found)} moment{'s' * (len(found) != 1)}"
     return Finding(
-        name="burst",
         claim=f"{num_requests(accounts, sent)} of {num_requests(accounts)} requests{_by_whom(accounts, sent, sender)} "
         f"came at {moments}, up to {num_requests(largest.sent)} within {AT_ONCE_NS / 1e6:.0f} ms; what was waited "
         f"behind them is {share:.0%} of all requests' time.",

@@ -100,10 +100,9 @@ def client_bound(books: Books) -> Answer:
     lags = {o.request_id: float(_lag_ns(o)) for o in sent(books) if _lag_ns(o) > 0}
     share = of_outcomes(lags, sent(books))
     if not failed and not share.is_worth_it:
-        return share.unsure("client_bound")
+        return share.unsure()
     told = " ".join(_as_sentence(check.sentence) for check in failed)
     return Finding(
-        name="client_bound",
         claim=f"The client itself was late, by {share.value:.1%} of the time that was felt. {told}".strip(),
         evidence=(
             Fact("intended start to picked up", ms(sum(lags.values())), "ms over all requests"),
@@ -155,10 +154,9 @@ def slow_client(books: Books) -> Answer:
     if in_kernels.value > share.value:
         waits, share = dragged, in_kernels
     if not share.is_worth_it and not dropped:
-        return share.unsure("slow_client")
+        return share.unsure()
     lag = derive.percentiles([ns for a in accounts for ns in derive.send_lag_ns(a)], (50, 99))
     return Finding(
-        name="slow_client",
         claim=f"{len(waits)} clients did not read what was ready, {share.value:.0%} of all requests' time"
         + (f", and {len(dropped)} were dropped for it." if dropped else "."),
         evidence=(

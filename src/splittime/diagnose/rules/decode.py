@@ -107,7 +107,6 @@ def _kv_dtype(books: Books) -> str:
 
 
 def _limit(
-    name: str,
     claim: str,
     share: Share,
     groups: Sequence[FloorGroup],
@@ -118,7 +117,6 @@ def _limit(
     lows, highs = zip(*(group.rows for group in groups), strict=True)
     within = [s for s in books.steps if min(lows) <= len(s.rows) <= max(highs)]
     return Finding(
-        name=name,
         claim=claim,
         evidence=(*_evidence(groups), *more),
         step_ids=slowest_steps(within),
@@ -154,7 +152,7 @@ def weight_bandwidth_bound(books: Books) -> Answer:
     kept = _kept(now or setting(books, "dtype"), smaller)
     groups, share = _bound_by(books, Bound.WEIGHTS, kept)
     if not share.is_worth_it:
-        return share.unsure("weight_bandwidth_bound")
+        return share.unsure()
     crossover = crossover_rows(books)
     until = f"up to about {crossover:.0f} rows" if crossover is not None else "small batches"
     cure = Cure(sentence="Share the weights among more rows (more requests at once), or take a smaller model.")
@@ -165,7 +163,6 @@ def weight_bandwidth_bound(books: Books) -> Answer:
             elsewhere={"vllm": "an AWQ or GPTQ checkpoint", "sglang": "--quantization", "llama.cpp": "a Q4_K_M file"},
         )
     return _limit(
-        "weight_bandwidth_bound",
         f"{share.value:.0%} of the requests' time is decoding that waits for the weights to be read from memory, "
         f"for {_read_share(groups, Bound.WEIGHTS)} of a step at the least.",
         share,
@@ -188,7 +185,7 @@ def kv_bandwidth_bound(books: Books) -> Answer:
     kept = 1.0 if is_small else _kept(_kv_dtype(books), "int8")
     groups, share = _bound_by(books, Bound.KV, kept)
     if not share.is_worth_it:
-        return share.unsure("kv_bandwidth_bound")
+        return share.unsure()
     cure = Cure(sentence="Shorten the context, or take a model with fewer KV heads (GQA, MQA).")
     if not is_small:
         cure = Cure(
@@ -197,7 +194,6 @@ def kv_bandwidth_bound(books: Books) -> Answer:
             elsewhere={"vllm": "--kv-cache-dtype fp8", "sglang": "--kv-cache-dtype fp8_e5m2"},
         )
     return _limit(
-        "kv_bandwidth_bound",
         f"{share.value:.0%} of the requests' time is decoding that waits for keys and values to be read from memory, "
         f"for {_read_share(groups, Bound.KV)} of a step at the least.",
         share,
@@ -216,7 +212,7 @@ def compute_bound(books: Books) -> Answer:
     """Steps take as long as their multiplications take."""
     groups, share = _bound_by(books, Bound.COMPUTE)
     if not share.is_worth_it:
-        return share.unsure("compute_bound")
+        return share.unsure()
     threads, cores = threads_and_cores(books)
     is_meant = _are_threads_meant(books)
     flags: tuple[str, ...] = ()
@@ -228,7 +224,6 @@ def compute_bound(books: Books) -> Answer:
         sentence += f"other core{'s' * (cores - threads > 1)}: {threads} of {cores} threads is {is_meant}."
     elsewhere = {} if flags else {"vllm": "an FP8 or W8A8 checkpoint", "sglang": "--quantization w8a8_int8"}
     return _limit(
-        "compute_bound",
         f"{share.value:.0%} of the requests' time is steps that are bound by multiplications.",
         share,
         groups,

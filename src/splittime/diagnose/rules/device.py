@@ -31,12 +31,11 @@ def sampling_bound(books: Books) -> Answer:
     lost = attribution(books).of(Computed.SAMPLE)
     share = of_requests(lost, accounts, SAMPLE_SHARE)
     if not share.is_worth_it:
-        return share.unsure("sampling_bound")
+        return share.unsure()
     of_step = [s.sample_ns / max(1, s.end_ns - s.begin_ns) for s in books.steps if s.decode_tokens]
     rows = sum(s.decode_tokens for s in books.steps)
     each_ns = sum(s.sample_ns for s in books.steps) / max(1, rows)
     return Finding(
-        name="sampling_bound",
         claim=f"Choosing tokens takes {median(of_step) or 0:.0%} of a step (median), {ms(each_ns):.2f} ms for each "
         f"token: {share.value:.0%} of all requests' time.",
         evidence=(
@@ -86,10 +85,9 @@ def device_idle(books: Books) -> Answer:
     computing = times_ns(accounts, _COMPUTING)
     share = of_requests({name: ns * waiting for name, ns in computing.items()}, accounts)
     if not share.is_worth_it:
-        return share.unsure("device_idle")
+        return share.unsure()
     rows = sum(len(step.rows) for step in books.steps) / len(books.steps)
     return Finding(
-        name="device_idle",
         claim=_claim(device),
         evidence=_evidence(books, device),
         request_ids=worst(computing),

@@ -68,7 +68,6 @@ def _finding(books: Books, failures: Sequence[Failure], of: int, has_died: bool)
     restarts = (Fact("restarts of the engine", engine.restarts),) if engine is not None else ()
     why = "The engine process died: " if has_died else ""
     return Finding(
-        name="requests_fail",
         claim=f"{why}{len(failures)} of {of} requests failed; most often: {reasons[0][0]}",
         evidence=(*(Fact(reason, num, "requests") for reason, num in reasons), *restarts),
         request_ids=tuple(name for name, _ in failures[:5]),

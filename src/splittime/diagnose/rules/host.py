@@ -49,7 +49,7 @@ def host_bound(books: Books) -> Answer:
     if found.share(Computed.CPU_WAIT, Computed.STOPPED) > found.share(Computed.HOST):
         return None  # a thread that is put aside comes back to cold caches: its own work seems longer than it is
     if host_share < HOST_SHARE or not share.is_worth_it:
-        return share.unsure("host_bound") if host_share >= HOST_SHARE else None
+        return share.unsure() if host_share >= HOST_SHARE else None
     busy_ns = sum(step_cost.length_ns(step) for step in books.steps)
     parts = {name: sum(getattr(step, name) for step in books.steps) for name in _HOST_PARTS}
     largest = max(parts, key=lambda name: parts[name])
@@ -57,7 +57,6 @@ def host_bound(books: Books) -> Answer:
     kernels = str(setting(books, "kernels") or "")
     is_native = kernels in ("", "native", "auto")
     return Finding(
-        name="host_bound",
         claim=f"Of {(host_ns + device_ns) / 1e9:.1f} s of work the device waited {host_share:.0%} for the host, most "
         f"of it in {_HOST_PARTS[largest]}.",
         evidence=(
@@ -121,10 +120,9 @@ def gc_pauses(books: Books) -> Answer:
     felt = [(name, end_ns - begin_ns) for name, begin_ns, end_ns in pauses if _meets(begin_ns, end_ns, accounts)]
     longest_ns = max((ns for _, ns in felt), default=0)
     if not share.is_worth_it and sum(ns >= LONG_PAUSE_NS for _, ns in felt) < MIN_LONG_PAUSES:
-        return share.unsure("gc_pauses")
+        return share.unsure()
     where = " and ".join(sorted({name for name, _ in felt}))
     return Finding(
-        name="gc_pauses",
         claim=f"{len(felt)} collections of garbage in the {where} process, up to {ms(longest_ns):.0f} ms, held up "
         f"{len(held)} requests: {share.value:.1%} of all requests' time.",
         evidence=(
@@ -159,12 +157,11 @@ def slow_tokenizing(books: Books) -> Answer:
     taken = times_ns(accounts, in_stages(Stage.TOKENIZE, Stage.TOKENIZE_QUEUE))
     share = of_requests(taken, accounts)
     if not share.is_worth_it:
-        return share.unsure("slow_tokenizing")
+        return share.unsure()
     waited = times_ns(accounts, in_stages(Stage.TOKENIZE_QUEUE))
     tokens = sum(account.prompt_tokens for account in accounts)
     rate = tokens / max(1e-9, (sum(taken.values()) - sum(waited.values())) / 1e9)
     return Finding(
-        name="slow_tokenizing",
         claim=f"Tokenising, and waiting for it, took {share.value:.0%} of all requests' time: {rate:.0f} prompt "
         "tokens/s.",
         evidence=(

@@ -45,7 +45,7 @@ def prefill_interference(books: Books) -> Answer:
     if stalls is None or len(stalls.over_ns) < MIN_STALLED_STEPS:
         return None
     share = of_requests(stalls.lost_ns, accounts)
-    return _interference(books, stalls, share) if share.is_worth_it else share.unsure("prefill_interference")
+    return _interference(books, stalls, share) if share.is_worth_it else share.unsure()
 
 
 def _stalls(books: Books, accounts: Sequence[ClosedAccount]) -> Stalls | None:
@@ -67,7 +67,6 @@ def _interference(books: Books, stalls: Stalls, share: Share) -> Finding:
     held = [request_id for request_id, ns in stalls.lost_ns.items() if ns > 0]
     cure, cost = _smaller_chunks(books, max(step.prefill_tokens for step in felt))
     return Finding(
-        name="prefill_interference",
         claim=f"{num_requests(served(books.accounts), held)} decoding requests stood still while others' prompts were "
         f"computed: {ms(worst_ns):.0f} ms more (p95) in steps of {ms(stalls.quiet_ns):.1f} ms, {share.value:.0%} of "
         "all requests' time.",

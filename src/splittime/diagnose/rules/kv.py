@@ -72,7 +72,7 @@ def kv_bound(books: Books) -> Answer:
     waits = waits_for_blocks_ns(accounts)
     share = of_requests(waits, accounts)
     if not share.is_worth_it:
-        return share.unsure("kv_bound")
+        return share.unsure()
     batch = max(1, max(step.num_running for step in books.steps))
     cost = step_cost.fit(books.steps)
     wanted = sorted(step.num_running + step.num_waiting for step in books.steps)[int(0.95 * (len(books.steps) - 1))]
@@ -80,9 +80,8 @@ def kv_bound(books: Books) -> Answer:
     gain = step_cost.batch_gain(cost, accounts, batch, times * batch) if cost else None
     if gain is not None and gain < MIN_GAIN:
         why = f"requests wait for blocks, but {times} times {batch} at once would serve only {gain - 1:.0%} more"
-        return Abstention("kv_bound", why)
+        return Abstention(why=why)
     return Finding(
-        name="kv_bound",
         claim=f"{num_requests(accounts, waits)} of {num_requests(accounts)} requests waited for KV cache blocks, "
         f"{share.value:.0%} of all requests' time; {batch} fitted at once.",
         evidence=(
@@ -113,13 +112,12 @@ def preemption_thrash(books: Books) -> Answer:
     preemptions = sum(account.num_preemptions for account in accounts)
     share = of_requests(lost, accounts, THRASH_SHARE)
     if preemptions == 0 or not share.is_worth_it:
-        return share.unsure("preemption_thrash") if preemptions else None
+        return share.unsure() if preemptions else None
     again_ns = sum(times_ns(accounts, in_stages(Stage.RECOMPUTE)).values())
     victims = {a.request_id: float(a.num_preemptions) for a in accounts if a.num_preemptions}
     fewer = max(1, int(median(step.num_running for step in books.steps if step.victims) or 1))
     memory = _more_memory(books, 2)
     return Finding(
-        name="preemption_thrash",
         claim=f"{num_requests(accounts, victims)} requests were preempted {preemptions} times for want of KV blocks; "
         f"waiting to come back and computing again took {share.value:.0%} of all requests' time.",
         evidence=(

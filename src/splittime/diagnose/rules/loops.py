@@ -24,9 +24,8 @@ def loop_stalls(books: Books) -> Answer:
     felt = [account.end_ns - account.start_ns + account.unseen_ns for account in accounts]
     share = ratio([float(account.unseen_ns) for account in accounts], felt)
     if not share.is_worth_it:
-        return share.unsure("loop_stalls")
+        return share.unsure()
     return Finding(
-        name="loop_stalls",
         claim=f"{len(lost)} requests lay in their sockets while the server's event loop was busy with something else: "
         f"{share.value:.0%} of the requests' time, from when they had come.",
         evidence=(
@@ -69,11 +68,10 @@ def engine_loop_late(books: Books) -> Answer:
     found = _waits(books)
     share = of_requests(found.by_request, accounts)
     if not share.is_worth_it:
-        return share.unsure("engine_loop_late")
+        return share.unsure()
     is_waking = found.waking_ns > found.between_ns
     while_it = "it had no work and woke late" if is_waking else "it took in others or told news between two steps"
     return Finding(
-        name="engine_loop_late",
         claim=f"{num_requests(accounts, found.by_request)} requests waited for the engine's loop while no step ran, "
         f"{share.value:.0%} of all requests' time, most of it while {while_it}.",
         evidence=(

@@ -63,7 +63,7 @@ def buffering_proxy(books: Books) -> Answer:
     facts = (Fact("of a request's time before its first chunk", f"{_first_share(outcomes[0]):.0%}"),)
     share = of_outcomes(lost, streamed(books))
     if not share.is_worth_it:
-        return share.unsure("buffering_proxy")
+        return share.unsure()
     return _buffered(len(outcomes), len(streamed(books)), lost, share, facts, POSSIBLE)
 
 
@@ -74,7 +74,7 @@ def _buffered_by_both(both: Sequence[Pair]) -> Answer:
     late = {pair.outcome.request_id: float(max(0, pair.late_ns)) for pair in held}
     share = of_outcomes(late, [pair.outcome for pair in both])
     if len(held) < len(both) / 2 or not share.is_worth_it:
-        return share.unsure("buffering_proxy") if len(held) >= len(both) / 2 else None
+        return share.unsure() if len(held) >= len(both) / 2 else None
     spreads = [spread_ns(p.outcome.chunk_ns) / spread_ns(p.account.token_written_ns) for p in held]
     facts = (
         Fact("first chunk later than the server wrote it, median", ms(median(late.values()) or 0), "ms"),
@@ -124,7 +124,6 @@ def _buffered(
     num: int, of: int, lost: dict[str, float], share: Share, facts: tuple[Fact, ...], confidence: float
 ) -> Finding:
     return Finding(
-        name="buffering_proxy",
         claim=f"The chunks of {num} of {of} answers came in bursts: something between server and client collects "
         f"them, for {share.value:.0%} of the time that was felt.",
         evidence=(*facts, Fact("time until the first burst", ms(sum(lost.values())), "ms over all requests")),
@@ -177,9 +176,8 @@ def nagle(books: Books) -> Answer:
     lost = dict(_acknowledged_ns(outcomes, both if first >= ACK_SHARE else ()))
     share = of_outcomes(lost, outcomes, MIN_SHARE / 2)  # 40 ms, where felt at all, are felt in every answer
     if not share.is_worth_it:
-        return share.unsure("nagle")
+        return share.unsure()
     return Finding(
-        name="nagle",
         claim=f"Chunks wait about 40 ms on their way: {first:.0%} of the first chunks and {of_gaps:.0%} of the gaps "
         "that are felt, as when small writes wait for a delayed acknowledgement.",
         evidence=(
@@ -253,11 +251,10 @@ def slow_way(books: Books) -> Answer:
     lost = {pair.outcome.request_id: float(_late_both_ns(pair, is_held)) for pair in both}
     share = of_outcomes(lost, [pair.outcome for pair in both])
     if not share.is_worth_it:
-        return share.unsure("slow_way")
+        return share.unsure()
     is_far = trip_ns >= late_ns / 4
     who = "the way itself is long" if is_far else "something on it holds each request up"
     return Finding(
-        name="slow_way",
         claim=f"First chunks reach the client {ms(late_ns):.0f} ms (median) later than the server's own account "
         f"explains, {share.value:.0%} of the time that was felt: {who}.",
         evidence=(

@@ -26,10 +26,9 @@ def static_batching(books: Books) -> Answer:
     lost = attribution(books).of(Cause.POLICY)
     share = of_requests(lost, accounts)
     if not share.is_worth_it:
-        return share.unsure("static_batching")
+        return share.unsure()
     rows = [len(step.rows) for step in books.steps if step.rows]
     return Finding(
-        name="static_batching",
         claim=f"{num_requests(accounts, lost)} requests waited for a whole batch to end, {share.value:.0%} of all "
         "requests' time: static batching lets nobody join one that runs.",
         evidence=(
@@ -81,7 +80,6 @@ def _starvation(
     flags = ("--starvation-bound-ms", f"{bound_ms:.0f}") if not now_ms or bound_ms < now_ms else ("--policy", FCFS)
     longest = max(starved.values())
     return Finding(
-        name="starvation",
         claim=f"Under the policy {policy} {num_requests(accounts, starved)} of {num_requests(accounts)} requests stood "
         f"back for others that came later, the longest for {longest / 1e9:.1f} s, where those who were not overtaken "
         f"have their first token after {ms(usual_ns):.0f} ms.",

@@ -77,7 +77,7 @@ def overload(books: Books) -> Answer:
     arrivals = _by_server(books) if books.accounts else _by_client(books)
     served_ones = [arrival for arrival in arrivals if not arrival.is_refused]
     if len(served_ones) < NUM_WINDOWS * MIN_PER_WINDOW:
-        return Abstention("overload", f"requests served: only {len(served_ones)}, too few to test a trend")
+        return Abstention(why=f"requests served: only {len(served_ones)}, too few to test a trend")
     num_refused = num_turned_away(books) if books.accounts else len(arrivals) - len(served_ones)
     refused = num_refused / (num_refused + len(served_ones))
     share = ratio([a.wait_ns for a in served_ones], [a.end_ns - a.at_ns for a in served_ones])
@@ -86,7 +86,7 @@ def overload(books: Books) -> Answer:
     trend = growth([(arrival.at_ns, arrival.wait_ns) for arrival in served_ones])
     if share.value < MIN_SHARE or trend is None:
         is_small = share.value < MIN_SHARE
-        return None if is_small else Abstention("overload", "all came at one instant: no trend can be tested")
+        return None if is_small else Abstention(why="all came at one instant: no trend can be tested")
     z, first_ns, last_ns = trend
     waits_grow = z >= TREND_Z and last_ns >= GROWTH * first_ns
     grows = waits_grow and _ended(served_ones) <= MAX_ENDED
@@ -95,7 +95,7 @@ def overload(books: Books) -> Answer:
         why = (
             "waits grow, but all came within the time that one request takes: a burst and an overload look alike so far"
         )
-        return Abstention("overload", why)
+        return Abstention(why=why)
     return _overload(arrivals, num_refused, trend, share) if grows or is_refusing else None
 
 
@@ -109,7 +109,6 @@ def _overload(arrivals: Sequence[Arrival], refused: int, trend: tuple[float, flo
     grows = z >= TREND_Z and last_ns > first_ns
     wait = f"the wait grows from {ms(first_ns):.0f} to" if grows else "those that are let in wait"
     return Finding(
-        name="overload",
         claim=f"{rate:.3g} requests/s arrive and {serves:.3g} are served: {wait} {ms(last_ns):.0f} ms"
         + (f", and {refused} were refused." if refused else "."),
         evidence=(

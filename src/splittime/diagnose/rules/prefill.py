@@ -49,18 +49,18 @@ def token_budget_bound(books: Books) -> Answer:
     if cost is None or cost.prefill_ns <= 0:
         share = of_requests(waits, accounts)
         why = "prompts wait for the token budget; steps are too much alike to say more"
-        return Abstention("token_budget_bound", why) if share.is_worth_it else None
+        return Abstention(why=why) if share.is_worth_it else None
     chunks = _chunks(books.steps, largest)
     rows = median(step.decode_tokens for step in books.steps if step.prefill_tokens) or 0
     again_ns = cost.step_ns(rows, 0, 0)
     lost = _lost_to_budget(waits, chunks, again_ns, attribution(books).of(Stage.PREFILL))
     share = of_requests(lost, accounts)
     if not share.is_worth_it:
-        return share.unsure("token_budget_bound")
+        return share.unsure()
     gain = (again_ns + largest * cost.prefill_ns) / (again_ns / 2 + largest * cost.prefill_ns)
     if gain < MIN_GAIN:
         why = f"prompts wait for the token budget, but twice as many tokens a step would be only {gain - 1:.0%} faster"
-        return Abstention("token_budget_bound", why)
+        return Abstention(why=why)
     return _budget_finding(books, waits, chunks, cost, largest, gain, share)
 
 
@@ -105,7 +105,6 @@ def _budget_finding(
     times = _times(cost, rows, largest)
     lost = {**chunks, **waits}
     return Finding(
-        name="token_budget_bound",
         claim=f"Steps compute at most {largest} tokens of prompts: {num_requests(accounts, lost)} requests waited for "
         f"that budget or had their prompts cut into many chunks, {share.value:.0%} of all requests' time; twice as "
         f"many prompt tokens a step would be {gain:.2f} times as fast.",
@@ -163,7 +162,7 @@ def head_of_line(books: Books) -> Answer:
     accounts = served(books.accounts)
     blocking = _blocking(accounts, books.steps)
     share = of_requests(blocking.waits, accounts)
-    return _blocking_finding(books, blocking, share) if share.is_worth_it else share.unsure("head_of_line")
+    return _blocking_finding(books, blocking, share) if share.is_worth_it else share.unsure()
 
 
 def _blocking(accounts: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> Blocking:
@@ -213,7 +212,6 @@ def _blocking_finding(books: Books, blocking: Blocking, share: Share) -> Finding
     )
     blamed = blocking.blamed
     return Finding(
-        name="head_of_line",
         claim=f"{num_requests(served(books.accounts), blocking.waits)} requests waited behind {len(blamed)} long "
         f"prompts (up to {blocking.longest} tokens, the median is {blocking.usual:.0f}): {share.value:.0%} of all "
         "requests' time.",

@@ -120,20 +120,19 @@ SLOWED = (
 def engine_stopped(books: Books) -> Answer:
     """The engine was not run for long at a time, and did not ask to be: stopped from outside."""
     if all(step.off_cpu_ns is None for step in books.steps):
-        return Abstention("engine_stopped", NOT_STATED)
+        return Abstention(why=NOT_STATED)
     lost = attribution(books).of(Computed.STOPPED)
     share = stated(lost, served(books.accounts))
     if attribution(books).share(Computed.CPU_WAIT) > share.value:
         return None  # on a machine as full as that a thread is also off for those that it waits for: `cpu_starved`
     if not share.is_worth_it:
-        return share.unsure("engine_stopped")
+        return share.unsure()
     off_ns = [float(step[Part.STOPPED]) for step in timeline(books).by_step]
     stopped = [ns for ns in off_ns if ns >= LONG_NS]
     if sum(stopped) < sum(off_ns) / 2:
         why = f"off the processor for {share.value:.0%} of the time, but mostly for less than {ms(LONG_NS):.0f} ms "
-        return Abstention("engine_stopped", f"{why}in a step, as where it waits for another thread")
+        return Abstention(why=f"{why}in a step, as where it waits for another thread")
     return Finding(
-        name="engine_stopped",
         claim=f"The engine's thread was not run, and did not ask to be, {len(stopped)} times for "
         f"{ms(max(stopped, default=0)):.0f} ms at most: {share.value:.0%} of all requests' time.",
         evidence=(
@@ -166,7 +165,7 @@ def cpu_starved(books: Books) -> Answer:
     """The engine was ready to run and others had the processors: this machine has too few for all that is busy on
     it."""
     if all(step.cpu_wait_ns is None for step in books.steps):
-        return Abstention("cpu_starved", NOT_STATED)
+        return Abstention(why=NOT_STATED)
     threads, cores = threads_and_cores(books)
     ran = beside(books)
     if threads > cores:
@@ -177,12 +176,11 @@ def cpu_starved(books: Books) -> Answer:
         lost = {request_id: ns * ran.others_part for request_id, ns in lost.items()}
         share = of_requests(lost, accounts)
     if not share.is_worth_it:
-        return share.unsure("cpu_starved") or _as_usual(whole, share, ran)
+        return share.unsure() or _as_usual(whole, share, ran)
     waited_ns = sum(step.cpu_wait_ns or 0 for step in books.steps)
     tokens = sum(account.output_tokens for account in accounts)
     each = ms(sum(lost.values()) / max(1, tokens))
     return Finding(
-        name="cpu_starved",
         claim=f"The engine's thread was ready to run and had no processor for {waited_ns / 1e9:.1f} s. Other processes "
         f"of this machine had it for {share.value:.0%} of all requests' time: {each} ms for each token.",
         evidence=(
@@ -228,10 +226,10 @@ def _as_usual(whole: Share, share: Share, ran: Beside | None) -> Abstention | No
     why = f"the engine waits for a processor for {whole.value:.0%} of the requests' time"
     if ran is None:
         why += ", which a server's own processes and a client beside it on two cores make it do; "
-        return Abstention("cpu_starved", f"{why}{STARVED_SHARE:.0%} is more")
+        return Abstention(why=f"{why}{STARVED_SHARE:.0%} is more")
     why += f": by what they ran, {share.value:.0%} for other processes, "
     own = f"{whole.value - share.value:.0%} for this server's own and for a client beside it"
-    return Abstention("cpu_starved", why + own)
+    return Abstention(why=why + own)
 
 
 @rule(
@@ -251,9 +249,8 @@ def too_many_threads(books: Books) -> Answer:
     lost = {name: waited.get(name, 0.0) + computed.get(name, 0.0) * (1 - cores / threads) for name in computed}
     share = of_requests(lost, accounts)
     if not share.is_worth_it:
-        return share.unsure("too_many_threads")
+        return share.unsure()
     return Finding(
-        name="too_many_threads",
         claim=f"{threads} threads compute on {cores} core{'s' * (cores != 1)}: while one waits for its turn the others "
         f"wait for it, for up to {share.value:.0%} of all requests' time.",
         evidence=(

@@ -106,7 +106,7 @@ def uncached_reuse(books: Books) -> Answer:
     missed, _ = _missed(accounts, setting(books, "block_size") or DEFAULT_BLOCK)
     tokens, saved_ns, share = _sums_of(books, missed)
     if not share.is_worth_it:
-        return share.unsure("uncached_reuse")
+        return share.unsure()
     hit = sum(account.cached_tokens for account in accounts)
     is_off = setting(books, "enable_prefix_caching") is False
     if is_off:
@@ -123,7 +123,6 @@ def uncached_reuse(books: Books) -> Answer:
             elsewhere={"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"},
         )
     return Finding(
-        name="uncached_reuse",
         claim=f"{len(missed)} of {len(accounts)} prompts began like earlier ones, and {tokens} such tokens were "
         f"computed again: {share.value:.0%} of all requests' time.",
         evidence=(
@@ -152,12 +151,11 @@ def prefix_broken(books: Books) -> Answer:
     _, missed = _missed(accounts, setting(books, "block_size") or DEFAULT_BLOCK)
     tokens, saved_ns, share = _sums_of(books, missed)
     if not share.is_worth_it:
-        return share.unsure("prefix_broken")
+        return share.unsure()
     at_token = int(median(miss.at_token for miss in missed) or 0)
     until = int(median(_first_part_tokens(miss) for miss in missed) or 0)
     each = int(median(miss.tokens for miss in missed) or 0)
     return Finding(
-        name="prefix_broken",
         claim=f"{len(missed)} of {len(accounts)} prompts differ from earlier ones within tokens {at_token} to "
         f"{at_token + until} and repeat {each} of their tokens behind that: {share.value:.0%} of all requests' time.",
         evidence=(
@@ -197,10 +195,9 @@ def repeated_part(books: Books) -> Answer:
     wasted_ns = {a.request_id: twice[a.request_id] * _token_ns(a) for a in accounts if twice[a.request_id]}
     lost_ns, share = _sums(books, twice, wasted_ns)
     if not share.is_worth_it:
-        return share.unsure("repeated_part")
+        return share.unsure()
     each = int(median(twice[request_id] for request_id in wasted_ns) or 0)
     return Finding(
-        name="repeated_part",
         claim=f"{len(wasted_ns)} of {len(accounts)} prompts hold the same part more than once, {each} tokens of each "
         f"(median) a second time: {share.value:.0%} of all requests' time.",
         evidence=(

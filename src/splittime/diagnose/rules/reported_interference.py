@@ -25,20 +25,19 @@ from splittime.diagnose.rules.share import Share, counted
 
 MIN_RATIO = 3.0  # a step with a part of a prompt to one without, where the part is too large
 AS_LONG = 2.0  # a gap beyond so many times what a prompt takes is not a prompt's doing
-NAME = "reported_interference"
 
 
 @rule("reported", root_of=("reported_queue",))
 def reported_interference(books: Books) -> Answer:
     """Streams stand still while another server computes somebody else's prompt."""
-    found = asked(books, NAME)
+    found = asked(books)
     if not isinstance(found, Reported):
         return found
     if found.look == PROBED:
-        return Abstention(NAME, "cannot tell from a probe, whose prompts are its own: only a run of your load can")
+        return Abstention(why="cannot tell from a probe, whose prompts are its own: only a run of your load can")
     takes_ns = prefill_ns(found)
     if takes_ns is None:
-        return Abstention(NAME, found.lacks(NO_PREFILL, found.words.prefill_s))
+        return Abstention(why=found.lacks(NO_PREFILL, found.words.prefill_s))
     return _by_client(found, takes_ns) if found.outcomes else _by_server(found, takes_ns)
 
 
@@ -46,13 +45,13 @@ def _by_client(found: Reported, takes_ns: float) -> Answer:
     gaps = split(found.outcomes, takes_ns)
     ratio, quiet_ns = step_ratio(gaps), gaps.quiet_ns
     if ratio is None or quiet_ns is None:
-        return Abstention(NAME, "cannot tell: too few tokens came while a prompt was computed, as the client saw it")
+        return Abstention(why="cannot tell: too few tokens came while a prompt was computed, as the client saw it")
     if ratio < MIN_RATIO:
         return None
     lost_ns = stalled_ns(gaps)
     share = of_outcomes(lost_ns, found.outcomes)
     if not share.is_worth_it:
-        return share.unsure(NAME)
+        return share.unsure()
     facts = (
         Fact("gap between chunks, nobody's prompt computed, usual", ms(quiet_ns), "ms"),
         Fact("while one is, usual", ms(gaps.during_ns or 0.0), "ms"),
@@ -64,11 +63,11 @@ def _by_client(found: Reported, takes_ns: float) -> Answer:
 def _by_server(found: Reported, takes_ns: float) -> Answer:
     """Gaps are counted with the lower edge of their bucket: at least so long."""
     if found.grew(found.words.preemptions):
-        return Abstention(NAME, "cannot tell: requests that were thrown out of the KV cache stand still too")
+        return Abstention(why="cannot tell: requests that were thrown out of the KV cache stand still too")
     buckets = found.buckets(found.words.itl_s)
     count = sum(number for _, _, number in buckets)
     if not count:
-        return Abstention(NAME, found.lacks("how far apart tokens come, or none came"))
+        return Abstention(why=found.lacks("how far apart tokens come, or none came"))
     usual_s = next(high for i, (_, high, _) in enumerate(buckets) if sum(n for *_, n in buckets[: i + 1]) * 2 >= count)
     most_s = AS_LONG * takes_ns / 1e9
     long = [(low, number) for low, _, number in buckets if MIN_RATIO * usual_s <= low <= most_s and number > 0]
@@ -77,7 +76,7 @@ def _by_server(found: Reported, takes_ns: float) -> Answer:
     lost_s = sum((low - usual_s) * number for low, number in long)
     share = counted(lost_s / max(1e-9, _felt_s(found)), int(sum(number for _, number in long)))
     if not share.is_worth_it:
-        return share.unsure(NAME)
+        return share.unsure()
     facts = (
         Fact("gaps between tokens of three times the median and more", f"{sum(n for _, n in long):.0f} of {count:.0f}"),
     )
@@ -103,7 +102,6 @@ def _finding(
     apart = "end long prompts to a server of their own, or at another time."
     flag = found.words.budget
     return Finding(
-        name=NAME,
         claim=f"A token comes every {quiet_ns / 1e6:.0f} ms, and every {during_ns / 1e6:.0f} ms while {found.kind} "
         f"computes another's prompt: {min(1.0, share.value):.0%} of the requests' time.",
         evidence=(*facts, Fact("a prompt takes, mean", ms(prefill_ns(found) or 0.0), "ms")),

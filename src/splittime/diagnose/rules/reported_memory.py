@@ -27,24 +27,23 @@ FEW_AT_ONCE = 2.0  # requests of the longest kind in the whole cache
 @rule("reported", root_of=("overload", "reported_queue", "reported_interference"))
 def reported_kv(books: Books) -> Answer:
     """By another server's own count, the next prompt does not fit into what is free of its KV cache."""
-    found = with_states(books, "reported_kv")
+    found = with_states(books)
     if not isinstance(found, Reported):
         return found
     if all(state.kv_usage is None for state in found.states):
-        return Abstention("reported_kv", found.lacks("the use of its KV cache"))
+        return Abstention(why=found.lacks("the use of its KV cache"))
     share = share_of(found, Held.KV)
     if share.is_worth_it:
         return _full(found, share)
     longest = books.served.max_model_len if books.served is not None else None
     if found.look and found.kv_tokens and longest and found.kv_tokens < FEW_AT_ONCE * longest:
         return _small(found, found.kv_tokens, longest)
-    return share.unsure("reported_kv")
+    return share.unsure()
 
 
 def _small(found: Reported, size: int, longest: int) -> Finding:
     """No illness of what was seen: prompts of that length did not come."""
     return Finding(
-        name="reported_kv",
         claim=f"The whole KV cache of {found.kind} holds {size} tokens: {size / longest:.1f} requests of {longest}, "
         "the longest that it takes.",
         evidence=(Fact("KV cache, whole", size, "tokens"), Fact("longest request", longest, "tokens")),
@@ -64,7 +63,6 @@ def _full(found: Reported, share: Share) -> Finding:
     size, need = found.kv_tokens, median(filter(None, (needed_tokens(found, state) for state in waiting)))
     fits = "" if size is None or not need else f"; the next prompt needs {need:.0f} tokens of its {size:.0f}"
     return Finding(
-        name="reported_kv",
         claim=f"{found.kind} says that requests wait in it for {share.value:.0%} of the time they spend there, while "
         f"its KV cache has no room for the next{fits}.",
         evidence=(
@@ -91,18 +89,18 @@ def _full(found: Reported, share: Share) -> Finding:
 @rule("reported", root_of=("overload", "reported_queue", "reported_kv", "reported_interference"))
 def reported_preemptions(books: Books) -> Answer:
     """By another server's own count, its KV cache is full and running requests are thrown out of it."""
-    found = with_states(books, "reported_preemptions")
+    found = with_states(books)
     if not isinstance(found, Reported):
         return found
     preemptions = found.grew(found.words.preemptions)
     if preemptions is None:
-        return Abstention("reported_preemptions", found.lacks("how many requests it throws out of its KV cache"))
+        return Abstention(why=found.lacks("how many requests it throws out of its KV cache"))
     if not is_preempting(found):
         return None
     full = [inside(s) if (s.kv_usage or 0.0) >= _nearly_full(found) else 0.0 for s in found.states]
     share = ratio(full, [inside(state) for state in found.states])
     if not share.is_worth_it:
-        return share.unsure("reported_preemptions")
+        return share.unsure()
     return _preempted(found, preemptions, found.num_requests, share)
 
 
@@ -115,7 +113,6 @@ def _nearly_full(found: Reported) -> float:
 def _preempted(found: Reported, preemptions: float, requests: float, share: Share) -> Finding:
     usage = [state.kv_usage for state in found.states if state.kv_usage is not None]
     return Finding(
-        name="reported_preemptions",
         claim=f"{found.kind} threw requests out of its KV cache {preemptions:.0f} times; for {share.value:.0%} "
         "of the time that requests spent in it the cache was full.",
         evidence=(

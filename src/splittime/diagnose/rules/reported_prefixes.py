@@ -15,7 +15,6 @@ from splittime.diagnose.rules.share import Share, counted
 
 EXPECTED_HITS = 0.2  # of the prompt tokens, or there is little to find
 FOUND_HITS = 0.5  # of what was expected: a cache also evicts, and computes while others come
-NAME = "reported_prefix_misses"
 
 
 @rule(
@@ -24,7 +23,7 @@ NAME = "reported_prefix_misses"
 )
 def reported_prefix_misses(books: Books) -> Answer:
     """Prompts were made to share their beginnings, and another server's cache is off, or hardly finds them."""
-    found = asked(books, NAME)
+    found = asked(books)
     if not isinstance(found, Reported):
         return found
     assert books.run is not None
@@ -37,14 +36,14 @@ def reported_prefix_misses(books: Books) -> Answer:
         return None
     hits = _hits(found, whole)
     if hits is None:
-        return Abstention(NAME, found.lacks("how many prompt tokens come from its prefix cache"))
+        return Abstention(why=found.lacks("how many prompt tokens come from its prefix cache"))
     if hits >= FOUND_HITS * expected:
         return None
     lost_ns = _lost_to_misses(found, whole, shared, 1 - hits / expected)
     share = of_outcomes(lost_ns, found.outcomes)
     if share.is_worth_it:
         return _missed(found, expected, hits, lost_ns, share)
-    return share.unsure(NAME) or (_off(found) if found.is_cache_on is False else None)
+    return share.unsure() or (_off(found) if found.is_cache_on is False else None)
 
 
 def _unknown(found: Reported) -> Answer:
@@ -54,7 +53,7 @@ def _unknown(found: Reported) -> Answer:
     if found.is_cache_on is False:
         return _off(found)
     why = f"cannot tell: {found.kind} does not publish whether its prefix cache is on, and whether these prompts share"
-    return Abstention(NAME, f"{why} their beginnings is not known here")
+    return Abstention(why=f"{why} their beginnings is not known here")
 
 
 def _off(found: Reported) -> Finding:
@@ -64,7 +63,6 @@ def _off(found: Reported) -> Finding:
     takes_s = (found.mean(found.words.prefill_s) or 0.0) + (found.mean(found.words.queue_s) or 0.0)
     share = counted(min(1.0, takes_s / (found.mean(found.words.e2e_s) or 1.0)), int(found.num_requests))
     return Finding(
-        name=NAME,
         claim=f"The prefix cache of {found.kind} is off, and {share.value:.0%} of the requests' time passes until "
         "their prompts are computed: so much at most would be saved, if they share their beginnings, which is unknown.",
         evidence=(
@@ -134,7 +132,6 @@ def _missed(found: Reported, expected: float, hits: float, lost_ns: dict[str, fl
     flag = found.words.prefixes
     more = "" if is_off else f", or give it more memory ({found.memory_flag})"
     return Finding(
-        name=NAME,
         claim=f"{expected:.0f} prompt tokens begin like earlier prompts of {found.kind}, and {how}: at most "
         f"{share.value:.0%} of the time that was felt went into computing them again.",
         evidence=(

@@ -98,19 +98,19 @@ def step_ratio(gaps: Gaps) -> float | None:
 @rule("reported", root_of=("overload", "reported_queue", "reported_slots"))
 def reported_budget(books: Books) -> Answer:
     """Another server cuts prompts into many steps that take hardly longer than steps without them."""
-    found = asked(books, "reported_budget")
+    found = asked(books)
     if not isinstance(found, Reported):
         return found
     if prefill_ns(found) is None:
-        return Abstention("reported_budget", found.lacks(NO_PREFILL, found.words.prefill_s))
+        return Abstention(why=found.lacks(NO_PREFILL, found.words.prefill_s))
     if cut_into(found) is None:
         why = "cannot tell: no other stream had its tokens while a prompt was computed"
-        return Abstention("reported_budget", why)
+        return Abstention(why=why)
     steps = small_steps(found)
     if steps is None:
         return _may_be_small(cut_into(found))
     share = _share_before_first(found, 1 - 1 / steps.number)
-    return _budget(found, steps, share) if share.is_worth_it else share.unsure("reported_budget")
+    return _budget(found, steps, share) if share.is_worth_it else share.unsure()
 
 
 def _may_be_small(steps: Steps | None) -> Abstention | None:
@@ -118,7 +118,7 @@ def _may_be_small(steps: Steps | None) -> Abstention | None:
     if steps is None or not steps.is_least or not SURELY_CUT <= steps.number < MIN_STEPS:
         return None
     why = f"cannot tell: a prompt is computed in {steps.number:.0f} steps {steps.how}, and {MIN_STEPS} would be many"
-    return Abstention("reported_budget", f"{why}; a run of `splittime bench` tells how many")
+    return Abstention(why=f"{why}; a run of `splittime bench` tells how many")
 
 
 def _share_before_first(found: Reported, part: float) -> Share:
@@ -135,7 +135,6 @@ def _share_before_first(found: Reported, part: float) -> Share:
 
 def _budget(found: Reported, steps: Steps, share: Share) -> Finding:
     return Finding(
-        name="reported_budget",
         claim=f"{found.kind} computes a prompt in {steps.number:.0f} steps of about {steps.tokens:.0f} of its tokens: "
         f"at most {share.value:.0%} of the requests' time goes by before their first tokens because of it.",
         evidence=(

@@ -115,12 +115,12 @@ def _is_plateau(waiting: Sequence[Sample]) -> bool:
 @rule("reported", root_of=("overload", "reported_queue"))
 def reported_slots(books: Books) -> Answer:
     """By another server's own count, requests wait while it runs as many at once as it may."""
-    found = with_states(books, "reported_slots")
+    found = with_states(books)
     if not isinstance(found, Reported):
         return found
     share = share_of(found, Held.SLOTS)
     if not share.is_worth_it:
-        return share.unsure("reported_slots")
+        return share.unsure()
     top = most(found.states)
     gaps = split(found.outcomes, prefill_ns(found) or 0.0)
     gain = gain_of_more(gaps.quiet, found.outcomes, top)
@@ -140,11 +140,11 @@ def _slots(found: Reported, share: Share, top: float, gain: float | None) -> Fin
     )
     return _queue_finding(
         found,
-        "reported_slots",
         share,
         f"it runs {top:.0f} at once and never more",
         Cure(sentence=sentence, flags=() if is_full else (found.words.slots, str(more)), program=found.words.program),
         (Fact("twice as many at once would serve", told_gain),),
+        LIKELY,
         is_limit=is_full,
     )
 
@@ -152,33 +152,38 @@ def _slots(found: Reported, share: Share, top: float, gain: float | None) -> Fin
 @rule("reported")
 def reported_queue(books: Books) -> Answer:
     """By another server's own count, requests wait inside it, and neither slots nor KV memory explain it."""
-    found = with_states(books, "reported_queue")
+    found = with_states(books)
     if not isinstance(found, Reported):
         return found
     own, unknown = share_of(found, Held.OWN), share_of(found, Held.UNKNOWN)
     share = max(own, unknown, key=lambda one: one.value)
     if not share.is_worth_it:
-        return share.unsure("reported_queue")
+        return share.unsure()
     if share is own:
         claim = "most for something of their own: a grammar that is compiled, an adapter, a transfer of their KV"
         sentence = "Ask for fewer different grammars or adapters; neither slots nor memory would let them in sooner."
-        return _queue_finding(found, "reported_queue", share, claim, Cure(sentence=sentence), ())
+        return _queue_finding(found, share, claim, Cure(sentence=sentence))
     has_gauge = any(state.kv_usage is not None for state in found.states)
     kv = "" if has_gauge else f" ({found.lacks('the use of its cache')})"
     cure = Cure(sentence="Lower the rate, or add a server: its gauges show no limit that a setting would lift.")
     claim = f"it does not run as many as it did at other times, and its KV cache is not known to be full{kv}"
-    return _queue_finding(found, "reported_queue", share, claim, cure, ())
+    return _queue_finding(found, share, claim, cure)
 
 
 def _queue_finding(
-    found: Reported, name: str, share: Share, why: str, cure: Cure, facts: tuple[Fact, ...], is_limit: bool = False
+    found: Reported,
+    share: Share,
+    why: str,
+    cure: Cure,
+    facts: tuple[Fact, ...] = (),
+    confidence: float = POSSIBLE,
+    is_limit: bool = False,
 ) -> Finding:
     waiting = [state for state in found.states if state.waiting]
     counts = [state.waiting or 0.0 for state in found.states]
     trend = growth([(state.at_ns, state.waiting or 0.0) for state in found.states])
     grows = trend is not None and trend[0] >= TREND_Z
     return Finding(
-        name=name,
         claim=f"{found.kind} says that requests wait in it: {sum(counts) / len(counts):.1f} at a time on average, up "
         f"to {max(counts):.0f}, {share.value:.0%} of the time they spend in it{', and more and more' * grows}; {why}.",
         evidence=(
@@ -191,7 +196,7 @@ def _queue_finding(
         request_ids=slow_to_begin(found.outcomes),
         share_of_time=share.value,
         share_interval=share.interval,
-        confidence=LIKELY if name == "reported_slots" else POSSIBLE,
+        confidence=confidence,
         confidence_from="the server's own gauges, sampled, and Little's law; why each one waited it does not tell",
         cure=cure,
         cost="A larger batch lengthens each token's time; a slower rate or another server costs what it costs.",
@@ -216,7 +221,7 @@ MIN_REFUSED, REFUSED_SHARE = 5, 0.05  # of the requests: fewer harm few
 @rule("reported", root_of=("overload",))
 def reported_refusals(books: Books) -> Answer:
     """Another server turns requests away at a bound of its own, while those that it takes hardly wait."""
-    found = asked(books, "reported_refusals")
+    found = asked(books)
     if not isinstance(found, Reported):
         return found
     refused, queue_s, e2e_s = (
@@ -225,12 +230,12 @@ def reported_refusals(books: Books) -> Answer:
         found.mean(found.words.e2e_s),
     )
     if refused is None:
-        return Abstention("reported_refusals", found.lacks("how many it turns away"))
+        return Abstention(why=found.lacks("how many it turns away"))
     of = refused + max(found.grew(found.words.requests) or 0.0, len(sent(books)) - refused)
     if refused < max(MIN_REFUSED, REFUSED_SHARE * of):
         return None
     if queue_s is None or e2e_s is None:
-        return Abstention("reported_refusals", found.lacks("how long requests wait in its queue"))
+        return Abstention(why=found.lacks("how long requests wait in its queue"))
     if queue_s * 2 > e2e_s:
         return None  # it refuses what it could not serve in time: `overload` tells that
     return _refusals(found, refused, of, queue_s)
@@ -240,7 +245,6 @@ def _refusals(found: Reported, refused: float, of: float, queue_s: float) -> Fin
     share = counted(refused / of, int(refused), REFUSED_SHARE)
     top, waited = most(found.states), max((state.waiting or 0.0 for state in found.states), default=0.0)
     return Finding(
-        name="reported_refusals",
         claim=f"{found.kind} turned {refused:.0f} of {of:.0f} requests away at its bound on the queue, while those "
         f"that it took waited {queue_s * 1e3:.0f} ms on average.",
         evidence=(

@@ -37,16 +37,16 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     def is_worth_it(self) -> bool:
         return self.interval is not None and self.interval[0] >= self.least
 
-    def unsure(self, name: str) -> Abstention | None:
+    def unsure(self) -> Abstention | None:
         """For a share that is not worth it, or not surely so: None if it is too small as it stands."""
         if self.value < self.least:
             return None
         if self.interval is None:
             why = f"{self.value:.0%} of the time, but seen {self.num_losers} times only; {MIN_LOSERS} are the least"
-            return Abstention(name, why)
+            return Abstention(why=why)
         low, high = self.interval
         why = f"{self.value:.0%} of the time in this run, but another may show {low:.0%} to {high:.0%}: below "
-        return Abstention(name, f"{why}{self.least:.0%} is not worth acting on")
+        return Abstention(why=f"{why}{self.least:.0%} is not worth acting on")
 
 
 def of_requests(lost_ns: Mapping[str, float], accounts: Sequence[ClosedAccount], least: float = MIN_SHARE) -> Share:

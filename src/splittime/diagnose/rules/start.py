@@ -48,7 +48,7 @@ def cold_start(books: Books) -> Answer:
     if len(turned_away) >= max(COLD_REQUESTS, COLD_REFUSED * len(books.accounts)):
         return _not_ready(books, turned_away, engine)
     if engine is None or engine.ready_ns is None:
-        return Abstention("cold_start", "the server does not say when it was ready")
+        return Abstention(why="the server does not say when it was ready")
     slow = _slow_first_steps(books.steps, engine.ready_ns + COLD_WINDOW_NS)
     lost_ns = sum(over_ns for _, over_ns in slow)
     spans = union((step.begin_ns, step.end_ns) for step, _ in slow)
@@ -87,7 +87,6 @@ def _slow_first_steps(steps: Sequence[StepRecord], until_ns: int) -> list[tuple[
 
 def _cold(claim: str, ids: tuple[str, ...], share: Share, confidence: float, facts: list[Fact]) -> Finding:
     return Finding(
-        name="cold_start",
         claim=claim,
         evidence=tuple(facts),
         request_ids=ids,
@@ -121,7 +120,7 @@ def start_measurement_is_off(books: Books) -> Answer:
     alike = [step for step in books.steps if _is_alike(step)]
     if len(alike) < MIN_PROMPT_STEPS:
         why = f"{len(alike)} steps computed the beginning of a prompt alone; {MIN_PROMPT_STEPS} are the least"
-        return Abstention("start_measurement_is_off", why)
+        return Abstention(why=why)
     run_ns = median(_undisturbed_ns(step) / step.prefill_tokens for step in alike) or 0.0
     if 1 / OFF_BY < run_ns / measured_ns < OFF_BY:
         return None
@@ -150,7 +149,6 @@ def _finding(
         else "less time than they were made for"
     )
     return Finding(
-        name="start_measurement_is_off",
         claim=f"A prompt's token takes {run_ns / 1e6:.2f} ms where {measured_ns / 1e6:.2f} were measured at start: "
         f"steps of {budget} prompt tokens take {longer}.",
         evidence=(

@@ -20,10 +20,9 @@ def paused(books: Books) -> Answer:
     lost = attribution(books).of(Cause.PAUSED)
     share = stated(lost, accounts)
     if not share.is_worth_it:
-        return share.unsure("paused")
+        return share.unsure()
     longest = max((i.duration_ns for a in accounts for i in a.intervals if i.cause is Cause.PAUSED), default=0)
     return Finding(
-        name="paused",
         claim=f"The engine was paused while {num_requests(accounts, lost)} requests were in flight: {share.value:.0%} "
         "of all requests' time.",
         evidence=(
@@ -55,7 +54,6 @@ def sleeping(books: Books) -> Answer:
         return None
     sleeps = [s for p in (books.facts.processes if books.facts is not None else ()) for s in p.sleeps]
     return Finding(
-        name="sleeping",
         claim=f"{len(refused)} of {len(books.accounts)} requests came while the server was asleep or falling asleep, "
         "and got 503.",
         evidence=(Fact("turned away", len(refused), "requests"), Fact("sleeps and wakings known", len(sleeps))),

@@ -29,7 +29,6 @@ def too_few_threads(books: Books) -> Answer:
     if found.share(Computed.CPU_WAIT) > MAX_CPU_WAIT or not share.is_worth_it:
         return None
     return Finding(
-        name="too_few_threads",
         claim=f"{threads} of {cores} cores compute{'s' * (threads == 1)}, and {share.value:.0%} of all requests' time "
         f"is in steps of {ms(LONG_STEP_NS):.0f} ms or more, which more threads share.",
         evidence=(
