@@ -58,7 +58,7 @@ def mock_server(
     error_rate: Annotated[float, typer.Option(metavar="X", help="Share of requests that are answered 500.")] = 0.0,
     break_rate: Annotated[float, typer.Option(metavar="X", help="Share of streams that break off.")] = 0.0,
     slots: Annotated[int | None, typer.Option(metavar="N", help="Serve so many at a time, queue the rest.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of who fails.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed that draws who fails.")] = 0,
     host: Annotated[str, typer.Option(metavar="HOST", help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", help="0: a free one.")] = 8001,
     json: JsonFlag = False,

@@ -139,7 +139,7 @@ class ServerOptions:
     ] = None
     timeout: Annotated[str, typer.Option(metavar="TIME", help="Give a request up after so long.")] = "10m"
     vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Of the server's model, where the server does not say.")
+        int | None, typer.Option(metavar="N", help="Vocabulary size of the model, where the server does not say.")
     ] = None
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", help="Most tokens of prompt and answer, where the server does not say.")

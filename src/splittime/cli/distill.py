@@ -87,7 +87,7 @@ class DistillOptions:
     matrix_rate: Annotated[float, typer.Option("--matrix-rate", metavar="X", help="Muon's peak learning rate.")] = 0.02
     other_rate: Annotated[float, typer.Option("--other-rate", metavar="X", help="AdamW's peak learning rate.")] = 0.008
     workers: Annotated[int, typer.Option("--workers", metavar="N", help="Threads, a core each.")] = 2
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights, windows and samples.")] = 0
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of weights, windows and samples.")] = 0
     json: JsonFlag = False
 
 

@@ -2,8 +2,8 @@
 
 `--self` looks at the installation instead (`assemble.installation`), and needs no server.
 
-A running vLLM, SGLang, TGI or llama.cpp keeps no ledger: `loadgen.look` watches its metrics, and sends an idle one a
-small load.
+A running vLLM, SGLang, TGI or llama.cpp keeps no ledger: `bench.observation` watches its metrics, and sends
+an idle one a small load.
 
 Exit codes, for a CI: 0 nothing found (a healthy server's limits are told, and are no finding), 1 something found,
 2 a usage error, 3 cannot tell (too little to go by, or nobody there to ask).

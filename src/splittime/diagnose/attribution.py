@@ -4,7 +4,7 @@
 
 In this order:
 1. While the engine's thread was kept from running (collections of garbage, no processor, stopped), whatever it owed
-   belongs to that (`diagnose.deprived`).
+   belongs to that.
 2. A wait with a cause belongs to its cause, a stage outside the engine to itself.
 3. Computing (prefill, decode, recompute) and waiting for a step in flight are divided as the steps of that time were
    (`diagnose.timeline`): host, sampling, copies, ranks, and the device's part, of which others' prompts are what the

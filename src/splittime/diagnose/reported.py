@@ -20,7 +20,7 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer
 from splittime.diagnose.words import WORDS, MetricNames, Names, labels_of
 
-WATCHED, PROBED = "watched", "probed"  # `loadgen.look`
+WATCHED, PROBED = "watched", "probed"  # `bench.observation.ServerKind`
 
 
 class Reported(NamedTuple):

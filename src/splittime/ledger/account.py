@@ -116,7 +116,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         short one, and for one that was refused before it was tokenised.
     unseen_ns: how long before `start_ns` the request lay in its socket, because the server's event loop was busy, as
         the kernel says (`web.connection`); 0 below 8 ms. Part of no sum: the account begins when it is seen.
-    tenant: the name of the key that asked (`server.tenants`); empty where none is asked for.
+    tenant: the name of the key that asked (`web.tenants`); empty where none is asked for.
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     """
 

@@ -4,7 +4,7 @@ Read from what the kernel states of each step (`StepRecord.cpu_wait_ns`, `off_cp
 whose turn it was when the thread waited, from how long others ran (`beside`).
 
 `beside` divides the engine's wait for a processor (`StepRecord.cpu_wait_ns`) in proportion to who ran in that time, by
-what the kernel counted (`drive.machine_time`). Who ran is told about once a second: from one reading to the next is a
+what the kernel counted (`drive.host_time`). Who ran is told about once a second: from one reading to the next is a
 stretch, and a stretch counts by the wait in it. What ran in an hour without requests made no step wait, and one minute
 of other work is not thinned by ten quiet ones.
 """

@@ -42,7 +42,7 @@ def reported_kv(books: Books) -> Answer:
 
 
 def _small(found: Reported, size: int, longest: int) -> Finding:
-    """No illness of what was seen: prompts of that length did not come."""
+    """A limit, since prompts of that length did not come."""
     return Finding(
         claim=f"The whole KV cache of {found.kind} holds {size} tokens: {size / longest:.1f} requests of {longest}, "
         "the longest that it takes.",

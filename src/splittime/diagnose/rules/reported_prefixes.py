@@ -47,7 +47,7 @@ def reported_prefix_misses(books: Books) -> Answer:
 
 
 def _unknown(found: Reported) -> Answer:
-    """Without knowing the prompts: a cache that is on is silent, one that is off is told, and no illness."""
+    """What can be said without knowing the prompts: nothing of a cache that is on, and a limit for one that is off."""
     if found.is_cache_on:
         return None
     if found.is_cache_on is False:
@@ -57,7 +57,7 @@ def _unknown(found: Reported) -> Answer:
 
 
 def _off(found: Reported) -> Finding:
-    """An illness only where requests queue and nothing else is full: then computing prompts may be all that it does."""
+    """A limit, unless requests queue and nothing else is full: computing prompts may then be all that it does."""
     flag = found.words.prefixes
     queue = share_of(found, Held.UNKNOWN)
     takes_s = (found.mean(found.words.prefill_s) or 0.0) + (found.mean(found.words.queue_s) or 0.0)

@@ -1,7 +1,7 @@
 """A distillation: updates until the budget is spent, checkpoints between them.
 
 * The budget is minutes, tokens, or both; the learning rate's cosine ends where the budget ends. With tokens alone,
-  the same command gives the same weights, killed and repeated or not (`tests/lab/distill/test_resume.py`).
+  the same command gives the same weights, killed and repeated or not (`tests/lab/distill/test_distill_resume.py`).
 * A checkpoint is written now and then, and only if every weight in it is finite. A loss or a gradient that is not
   ends the run with an error; what the last checkpoint held is then in `OUT.unfinished/last-good`, as a model folder.
 * No weights are picked by their held-out figures: those of the last update are the student's.

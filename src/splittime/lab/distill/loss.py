@@ -11,7 +11,8 @@ all of them means over tokens, in nats. On the teacher's own outputs the same lo
 sequence-level distillation of Kim and Rush (2016, arXiv:1606.07947), with samples in place of their beam.
 
 Logits are made for a few rows at a time and made again for the backward pass, so that a large vocabulary takes
-`CHUNK_ELEMENTS` of memory rather than a whole window's. `tests/lab/distill/test_loss.py` compares with torch's own.
+`CHUNK_ELEMENTS` of memory rather than a whole window's. `tests/lab/distill/test_distill_loss.py` compares with
+torch's own.
 """
 
 from collections.abc import Callable

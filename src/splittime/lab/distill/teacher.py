@@ -2,7 +2,7 @@
 
 The serving runner computes whole windows as prompts over a KV cache that is used again for the next; nothing is
 sampled. Kernels give a token the same result whatever its neighbours and however many threads there are, so what the
-teacher says does not depend on how windows are grouped (`tests/lab/distill/test_teacher.py`).
+teacher says does not depend on how windows are grouped (`tests/lab/distill/test_distill_teacher.py`).
 """
 
 import threading

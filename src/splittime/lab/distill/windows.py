@@ -1,7 +1,7 @@
 """Which tokens come when: windows of a stream, longer ones later.
 
 Promises that the windows depend on the stream, the seed and the number of tokens that were seen, and on nothing else,
-so a run that goes on after a kill sees what it would have seen (`tests/lab/distill/test_resume.py`).
+so a run that goes on after a kill sees what it would have seen (`tests/lab/distill/test_distill_resume.py`).
 """
 
 import numpy as np

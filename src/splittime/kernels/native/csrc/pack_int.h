@@ -9,7 +9,7 @@
 //   values of int4:      uint8 pair[in / 8][16][4]: at [i][n][j] the integers at columns 8 i + j (lower half) and
 //                        8 i + 4 + j
 //
-// float16 for scales and minima of groups: see models/quant/bounds.py for what that costs in exactness where a format
+// float16 for scales and minima of groups: see tests/models/product_bounds.py for what that costs in exactness where a format
 // has more bits (GGUF's Q4_K to Q6_K multiply a float16 by 6 or 8 bits). float32 would cost 2 or 4 bytes a group more:
 // of an int4 weight in groups of 32 with minima, a fifth of all bytes, and so of the time of a decode step.
 //

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from splittime.models.fields import Fields
-from splittime.models.weights.formats.recipe import FLOATS, Recipe, Tensors, group_size, names, refuse, refuse_others
+from splittime.models.weights.formats.recipe import (
+    FLOATS,
+    Recipe,
+    Tensors,
+    group_size,
+    is_excepted_by_parts,
+    names,
+    refuse,
+    refuse_others,
+)
 from splittime.models.weights.formats.stored import GroupedWeight, num_groups, num_words
 
 METHOD = "awq"
@@ -38,9 +47,7 @@ def parse(values: dict[str, Any]) -> Recipe:
     )
 
 
-def is_excepted(module: str, recipe: Recipe) -> bool:
-    """One or more whole parts of the module's name: "gate" is a router, and no "gate_proj"."""
-    return any(f".{name}." in f".{module}." for name in recipe.exceptions)
+is_excepted = is_excepted_by_parts
 
 
 def is_stored(module: str, tensors: Tensors) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from splittime.models.fields import Fields
 from splittime.models.weights.formats.floats import BLOCK
-from splittime.models.weights.formats.recipe import Recipe, Tensors, names, refuse, refuse_others
+from splittime.models.weights.formats.recipe import Recipe, Tensors, is_excepted_by_parts, names, refuse, refuse_others
 
 METHOD = "fp8"
 ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -46,9 +46,7 @@ def parse(values: dict[str, Any]) -> Recipe:
     )
 
 
-def is_excepted(module: str, recipe: Recipe) -> bool:
-    """One or more whole parts of the module's name: "gate" is a router, and no "gate_proj"."""
-    return any(f".{name}." in f".{module}." for name in recipe.exceptions)
+is_excepted = is_excepted_by_parts
 
 
 def is_stored(module: str, tensors: Tensors) -> bool:

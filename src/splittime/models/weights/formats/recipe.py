@@ -1,4 +1,4 @@
-"""What `quantization_config` says, as one value for all formats; and how it is read: by `awq`, `gptq`, `compressed`.
+"""What `quantization_config` says, as one value for all formats; and how each format reads it.
 
 What changes the meaning of a number and is not carried out is refused with its name and value. What only tells how the
 checkpoint was made (a dataset, a damping factor, the kernel its maker preferred) is passed over.
@@ -129,8 +129,13 @@ def names(fields: Fields, key: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
+def is_excepted_by_parts(module: str, recipe: Recipe) -> bool:
+    """One or more whole parts of the module's name: "gate" is a router, and no "gate_proj"."""
+    return any(f".{name}." in f".{module}." for name in recipe.exceptions)
+
+
 def patterns(fields: Fields, key: str) -> tuple[str, ...]:
-    """The same; what begins with "re:" is a regular expression, which must be one, and one that ends soon."""
+    """As `names`; what begins with "re:" is a regular expression, which must be one, and one that ends soon."""
     listed = names(fields, key)
     for name in listed:
         if name.startswith("re:"):
