@@ -45,10 +45,10 @@ class Prober:
     def __init__(self, threads: int, folder: Path, num_bytes: int | None = None) -> None:
         self._native: Contender | None = None
         self._threads = threads
-        target, sources = folder / "machine", [str(HERE / "machine.cpp"), str(LOOPS / "peaks.cpp")]
+        target, sources = folder / "machine", [HERE / "machine.cpp", LOOPS / "peaks.cpp", LOOPS / "amx.cpp"]
         options = ["-O2", "-std=gnu++17", "-pthread", f"-I{LOOPS}"]
         try:
-            subprocess.run(["g++", *options, *sources, "-o", str(target)], check=True, capture_output=True)
+            subprocess.run(["g++", *options, *map(str, sources), "-o", str(target)], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):
             return
         command = [str(target), str(threads), str(num_bytes or memory_bytes())]

@@ -32,7 +32,7 @@ static float f32_of_bf16(uint16_t half) {
 
 namespace {
 
-constexpr int REQUEST = 0x1023, DATA = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA); 
+constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
 constexpr int NO_PERMISSION = 1, WRONG = 2;
 
 bool has_tiles() {
@@ -80,7 +80,7 @@ void *try_tiles(void *is_right) {
   return nullptr;
 }
 
-bool ask() { return syscall(SYS_arch_prctl, REQUEST, DATA) == 0; }
+bool ask() { return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0; }
 
 [[noreturn]] void be_the_child() {
   for (int number : {SIGILL, SIGSEGV, SIGBUS, SIGFPE, SIGTRAP}) signal(number, SIG_DFL);  // Python may have handlers
@@ -129,5 +129,6 @@ bool tiles_work() { return refusal().empty(); }
 extern "C" const char *st_amx_refusal(void) { return refusal().c_str(); }
 
 #else
+bool tiles_work() { return false; }
 extern "C" const char *st_amx_refusal(void) { return "the processor has no AMX"; }
 #endif

@@ -6,12 +6,10 @@
 #include <stddef.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
-#include <signal.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <sys/wait.h>
-#include <unistd.h>
+
+bool tiles_work();  // amx.cpp
 #endif
 
 namespace {
@@ -193,7 +191,6 @@ __attribute__((target("avx512f,avx512bw"))) int64_t read_streams(const char *byt
 // ---- tiles: four sums from two tiles of rows and two of columns, all of 16 rows and 64 bytes
 
 constexpr double TILE_CHAINS = 4;
-constexpr int ASK_FOR_PERMISSION = 0x1023, TILE_DATA = 18;
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -227,49 +224,16 @@ struct alignas(64) TileConfig {
 __attribute__((target("amx-tile,amx-int8"))) void tiles_int8(int64_t rounds) { TILE_LOOP(_tile_dpbssd) }
 __attribute__((target("amx-tile,amx-bf16"))) void tiles_bf16(int64_t rounds) { TILE_LOOP(_tile_dpbf16ps) }
 
-struct Features {
+bool has_flush() {
   unsigned a, b, c, d;
-};
-
-Features features() {
-  Features found;
-  __asm__("cpuid" : "=a"(found.a), "=b"(found.b), "=c"(found.c), "=d"(found.d) : "a"(7), "c"(0));
-  return found;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & 1u << 23);
 }
-
-constexpr unsigned TILE_BF16 = 1u << 22, TILE = 1u << 24, TILE_INT8 = 1u << 25, FLUSH = 1u << 23;  // in d, d, d, b
-
-bool advertises(unsigned bits) { return (features().d & bits) == bits; }
 
 __attribute__((target("clflushopt"))) void forget(const char *bytes, int64_t size) {
   for (int64_t i = 0; i < size; i += 64) _mm_clflushopt(const_cast<char *>(bytes) + i);
   _mm_mfence();
 }
 
-// A child asks the system for the tiles, uses them and ends; how it ended is the answer.
-bool survives(void (*multiply)(int64_t)) {
-  const pid_t child = fork();
-  if (child == 0) {
-    const rlimit no_dump = {0, 0};
-    setrlimit(RLIMIT_CORE, &no_dump);
-    signal(SIGILL, SIG_DFL), signal(SIGSEGV, SIG_DFL), signal(SIGBUS, SIG_DFL);
-    if (syscall(SYS_arch_prctl, ASK_FOR_PERMISSION, TILE_DATA) != 0) _exit(1);
-    multiply(1000);
-    _exit(0);
-  }
-  int status = 1;
-  if (child < 0 || waitpid(child, &status, 0) != child || status != 0) return false;
-  return syscall(SYS_arch_prctl, ASK_FOR_PERMISSION, TILE_DATA) == 0;
-}
-
-bool has_tiles_int8() {
-  static const bool found = advertises(TILE | TILE_INT8) && survives(tiles_int8);
-  return found;
-}
-bool has_tiles_bf16() {
-  static const bool found = advertises(TILE | TILE_BF16) && survives(tiles_bf16);
-  return found;
-}
 #endif
 
 const Loop LOOPS[] = {
@@ -279,12 +243,12 @@ const Loop LOOPS[] = {
     {"avx2 fma", ST_PEAK_FLOAT32, has_avx2, CHAINS * 16, fma_avx2, NULL},
     {"avx512 fma", ST_PEAK_FLOAT32, has_avx512, CHAINS * 32, fma_avx512, NULL},
     {"avx512 vdpbf16ps", ST_PEAK_BFLOAT16, has_bf16, CHAINS * 64, bf16_avx512, NULL},
-    {"amx tdpbf16ps", ST_PEAK_BFLOAT16, has_tiles_bf16, TILE_CHAINS * 16 * 16 * 32 * 2, tiles_bf16, NULL},
+    {"amx tdpbf16ps", ST_PEAK_BFLOAT16, tiles_work, TILE_CHAINS * 16 * 16 * 32 * 2, tiles_bf16, NULL},
     {"avx2 vpmaddwd", ST_PEAK_INT8, has_avx2, CHAINS * 32, pairs16_avx2, NULL},
     {"avx2 vpmaddubsw", ST_PEAK_INT8, has_avx2, CHAINS * 64, pairs8_avx2, NULL},
     {"avx512 vpmaddubsw", ST_PEAK_INT8, has_avx512, CHAINS * 128, pairs8_avx512, NULL},
     {"avx512 vpdpbusd", ST_PEAK_INT8, has_vnni, CHAINS * 128, vnni_avx512, NULL},
-    {"amx tdpbssd", ST_PEAK_INT8, has_tiles_int8, TILE_CHAINS * 16 * 16 * 64 * 2, tiles_int8, NULL},
+    {"amx tdpbssd", ST_PEAK_INT8, tiles_work, TILE_CHAINS * 16 * 16 * 64 * 2, tiles_int8, NULL},
     {"avx2 read", ST_PEAK_READ, has_avx2, 0, NULL, read_avx2<false>},
     {"avx2 read ahead", ST_PEAK_READ, has_avx2, 0, NULL, read_avx2<true>},
     {"avx512 read", ST_PEAK_READ, has_avx512, 0, NULL, read_avx512<false>},
@@ -307,7 +271,7 @@ double st_peak_multiply(int32_t loop, int64_t rounds) {
 
 int32_t st_peak_forget(const void *bytes, int64_t size) {
 #if defined(__x86_64__)
-  if (features().b & FLUSH) {
+  if (has_flush()) {
     forget(static_cast<const char *>(bytes), size);
     return 1;
   }
