@@ -11,6 +11,11 @@ def test_a_folder_is_itself(model_folder):
     assert model_source.default_name(str(model_folder), model_folder) == model_folder.name
 
 
+def test_the_folder_that_one_is_in_has_its_name(model_folder, monkeypatch):
+    monkeypatch.chdir(model_folder)
+    assert model_source.default_name(".", model_source.locate(".")) == model_folder.name
+
+
 def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"lacks tokenizer.json, \*.safetensors"):

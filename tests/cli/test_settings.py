@@ -132,6 +132,19 @@ def test_values_that_no_type_can_hold_are_mistakes_too(tmp_path, line):
         settings.load({}, config=file, environ={})
 
 
+@pytest.mark.parametrize(("name", "value"), [("served_model_name", ["caf\udcff"]), ("model", "models/caf\udcff")])
+def test_bytes_that_are_not_utf_8_are_refused_before_an_answer_has_to_hold_them(name, value):
+    with pytest.raises(ConfigError, match="UTF-8") as caught:
+        settings.load({name: value}, environ={})
+    assert str(caught.value.info.value).isascii()
+    assert caught.value.info.param == name
+
+
+def test_a_model_in_a_folder_whose_name_is_not_utf_8_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"caf\\udcff is not in UTF-8"):
+        worker_settings(settings.load({}, environ={}), tmp_path / "caf\udcff")
+
+
 @pytest.mark.parametrize("name", ["port", "ledger_file"])
 def test_what_the_engine_does_not_honour_is_no_argument_of_it(name):
     with pytest.raises(ConfigError, match=f"{name} is no setting of the engine"):

@@ -1,6 +1,7 @@
 """Reading checkpoints: sharded or not, and errors that name the tensor."""
 
 import json
+import mmap
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,18 @@ def test_a_released_tensor_leaves_memory_and_stays_readable(tmp_path):
     checkpoint.release(tensor)
     assert resident_bytes(tensor) < before - (3 << 20)
     assert torch.equal(tensor, written)
+
+
+def test_a_mapping_whose_name_is_not_utf_8_harms_nobody(tmp_path):
+    if not has_native_kernels():
+        pytest.skip("no native memory to release")
+    odd = tmp_path / "caf\udcff"
+    odd.write_bytes(b"x")
+    with odd.open("rb") as file, mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ):
+        checkpoint = write(tmp_path, a=torch.ones(64, 64))
+        tensor = checkpoint.take("a", 64, 64)
+        checkpoint.release(tensor)
+        assert tensor.sum() == 64 * 64
 
 
 def test_memory_that_is_no_mapping_is_never_released(tmp_path):

@@ -91,7 +91,7 @@ def default_name(model: str | None, folder: Path) -> str:
         return f"splittime-{model or PACKAGED[0]}"
     if folder.is_file():
         return _PART.sub("", folder.stem)
-    return folder.name if Path(model).expanduser().is_dir() else model
+    return folder.resolve().name or model if Path(model).expanduser().is_dir() else model
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> "Tokenizer":

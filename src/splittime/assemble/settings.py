@@ -106,6 +106,7 @@ def worker_settings(settings: Settings, model_path: Path) -> bytes:
     Raises ConfigError for what either would refuse, before any process is started. Only the runner can say how many
     blocks there are.
     """
+    _check_path(model_path)
     runner = RunnerConfig(model_path=str(model_path), **settings.part("runner"))
     scheduler = SchedulerConfig(num_blocks=_PLENTY_BLOCKS, **settings.part("scheduler"))
     runner.validate()
@@ -115,6 +116,13 @@ def worker_settings(settings: Settings, model_path: Path) -> bytes:
         hint = "--enable-prefix-caching, or leave --kv-offload-memory-bytes out"
         raise ConfigError(message, param="kv_offload_memory_bytes", value=runner.kv_offload_memory_bytes, hint=hint)
     return msgspec.json.encode({"runner": runner, "scheduler": scheduler})
+
+
+def _check_path(model_path: Path) -> None:
+    shown = _printable(str(model_path))
+    if shown != str(model_path):
+        message = f"the model's path {shown} is not in UTF-8"
+        raise ConfigError(message, param="model", value=shown, hint="give the folder a name in UTF-8")
 
 
 def _from_file(config: Path | None) -> dict[str, Value]:
@@ -165,7 +173,7 @@ def _checked(name: str, value: Any, origin: str) -> Value:
     try:
         typed = _typed(setting, value)
     except (ValueError, TypeError, KeyError, OverflowError):
-        shown = _mask(setting, value)
+        shown = _mask(setting, _printable(value))
         raise _bad(setting, shown, f"is not {_KIND_WORDS[setting.kind]}", origin) from None
     fault = setting.fault(typed)
     if fault is not None:
@@ -184,8 +192,8 @@ def _bad(setting: Setting, value: Any, why: str, origin: str, limit: Any = None)
 
 
 _KIND_WORDS = {
-    "text": "text",
-    "texts": "a list of texts",
+    "text": "text in UTF-8",
+    "texts": "a list of texts in UTF-8",
     "whole": "a whole number",
     "number": "a finite number",
     "switch": "true or false",
@@ -223,7 +231,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else _refuse()
+    """One that UTF-8 can hold, as all that is written out must: the bytes of an argument may be any."""
+    if not isinstance(value, str):
+        raise ValueError
+    value.encode()
+    return value
+
+
+def _printable(value: Any) -> Any:
+    """What can be written out in its place."""
+    if isinstance(value, list | tuple):
+        return [_printable(one) for one in value]
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _refuse() -> Any:

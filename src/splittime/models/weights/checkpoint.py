@@ -7,6 +7,7 @@ the file tells, not the config, and where both contradict each other the checkpo
 """
 
 import logging
+import os
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ class _Mappings:
     def _find_spans(self) -> list[tuple[int, int]]:
         if self._spans is None:
             maps = Path("/proc/self/maps")
-            lines = maps.read_text().splitlines() if maps.exists() else []
+            lines = os.fsdecode(maps.read_bytes()).splitlines() if maps.exists() else []  # any bytes may be in a name
             fields = [line.split(maxsplit=5) for line in lines]
             ours = [entry[0].split("-") for entry in fields if len(entry) == 6 and entry[5] in self._paths]
             self._spans = sorted((int(begin, 16), int(end, 16)) for begin, end in ours)
