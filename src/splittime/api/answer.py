@@ -224,7 +224,7 @@ class CompletionForm:
 
 
 class ChatForm(CompletionForm):
-    """The same for chats."""
+    """The form of a chat's answer."""
 
     answer = ChatCompletion
     object_chunk = "chat.completion.chunk"

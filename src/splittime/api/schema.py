@@ -33,7 +33,7 @@ def no_effect(description: str) -> Meta:
 
 
 class ForeignFields(Strict, kw_only=True):
-    """Those of both generation endpoints: first vLLM's, then llama.cpp's. `ChatBody` has those of chats alone."""
+    """Fields of vLLM and then of llama.cpp that both endpoints take. `ChatBody` has those of chats alone."""
 
     best_of: Annotated[Literal[1] | None, no_effect("each answer is the only one drawn for it.")] = None
     use_beam_search: Annotated[Literal[False] | None, no_effect("there is no beam search.")] = None

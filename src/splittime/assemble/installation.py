@@ -149,7 +149,7 @@ def _kernels() -> InstallationCheck:
 
 
 def _threads() -> InstallationCheck:
-    """Also whether the settings of this folder and environment can be read."""
+    """Says how many threads compute, and whether the settings of this folder and environment can be read."""
     from splittime.runner.machine import cpu_name, num_cores
 
     cores = num_cores()
@@ -202,7 +202,7 @@ def _port(port: int) -> InstallationCheck:
 
 
 def _extras() -> Iterator[InstallationCheck]:
-    """Those of pyproject.toml, but for what only developers need."""
+    """The extras of pyproject.toml, but for what only developers need."""
     try:
         names = metadata.metadata("splittime").get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:

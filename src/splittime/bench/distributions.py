@@ -32,7 +32,7 @@ Lengths = NDArray[np.int64]
 
 
 def bit_stream(seed: int, *name: str) -> PCG64:
-    """The same bits for the same seed and name, on every machine."""
+    """Returns random bits: the same for the same seed and name, on every machine."""
     words = blake2b("\0".join(name).encode(), digest_size=16).digest()
     return PCG64(SeedSequence([seed, *np.frombuffer(words, dtype="<u4").tolist()]))
 

@@ -54,7 +54,7 @@ class SearchResult(msgspec.Struct, frozen=True):
 
     @property
     def is_void(self) -> bool:
-        """Nothing was found but that the client is at fault."""
+        """All that was found is that the client is at fault."""
         return self.is_unjudged and self.kept is None
 
     @property

@@ -70,7 +70,7 @@ LATEST = 500  # of first chunks, for the percentiles so far
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """So far. `begun_per_s` over the time since the begin; TTFT is response time, of the latest first chunks."""
+    """How far a run is. `begun_per_s`: since its begin. TTFT: response time, of the latest first chunks."""
 
     elapsed_s: float
     planned: int

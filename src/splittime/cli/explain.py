@@ -96,8 +96,8 @@ def _print(found: "FoundAccounts") -> None:
 
 
 def without_controls(text: Text) -> Text:
-    """The same with a mark for each character that would move a terminal's cursor, colour it, or turn its direction:
-    ids and error messages are what clients sent."""
+    """The text with a mark in place of each character that would move a terminal's cursor, colour it, or turn its
+    direction: ids and error messages are what clients sent."""
     shown = "".join(char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text.plain)
     return Text(shown, style=text.style, spans=text.spans)
 

@@ -64,7 +64,7 @@ def loading(words: str, line_every_s: float | None = None) -> Iterator[Say]:
 
 @contextmanager
 def seconds_of(words: str) -> Iterator[Say]:
-    """The same with a sign of life in a log at once, and each second until it is over."""
+    """As `loading`, with a sign of life in a log at once, and each second until it is over."""
     console = talk()
     if not console.is_terminal:
         console.print(words, markup=False)

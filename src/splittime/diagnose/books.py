@@ -148,7 +148,7 @@ def another_server(url: str) -> str:
 
 
 def _is_sound(account: ClosedAccount) -> bool:
-    """Its intervals follow each other from its begin to its end, and its tokens too."""
+    """The account's intervals follow each other from its begin to its end, and its tokens too."""
     at_ns = account.start_ns
     for interval in account.intervals:
         if interval.begin_ns != at_ns or interval.end_ns < at_ns:

@@ -94,7 +94,7 @@ def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
 
 
 def steps_of(account: ClosedAccount, steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Those that ran in its time."""
+    """The steps that ran in the account's time."""
     return [step for step in steps if step.end_ns > account.start_ns and step.begin_ns < account.end_ns]
 
 

@@ -184,7 +184,7 @@ def operations(step: StepRecord, cost: TokenCost) -> float:
 
 
 def _positions(step: StepRecord, cost: TokenCost) -> float:
-    """That are read or written, over all rows."""
+    """Positions of the KV cache that are read or written, over all rows."""
     window = cost.window_tokens
     total = 0.0
     for _, start, num_tokens in step.rows:

@@ -67,7 +67,7 @@ class Reported(NamedTuple):
 
     @property
     def num_requests(self) -> float:
-        """That ended: by its own counter, or else those of the client."""
+        """Requests that ended: by the server's own counter, or else the client's requests."""
         ended = self.grew(self.words.requests)
         return float(sum(o.end_ns is not None for o in self.outcomes)) if ended is None else ended
 
@@ -160,7 +160,7 @@ def _whole(text: str | None) -> int | None:
 
 
 def _states(books: Books, outcomes: list[Outcome]) -> list[Sample]:
-    """Those between the first request and the last end; all, where the client only watched."""
+    """The samples between the first request and the last end; all, where the client only watched."""
     assert books.run is not None
     samples = sorted((s for s in books.run.samples if s.arm == books.arm and s.waiting is not None), key=_at_ns)
     loaded = [o for o in outcomes if o.sent_ns is not None]
@@ -192,7 +192,7 @@ def asked(books: Books) -> Reported | Answer:
 
 
 def with_states(books: Books) -> Reported | Answer:
-    """The same of a server whose gauges were seen often enough."""
+    """As `asked`, and abstains unless the gauges were seen often enough."""
     found = asked(books)
     if isinstance(found, Reported) and len(found.states) < MIN_STATES:
         why = f"only {len(found.states)} samples of how many requests wait in the server; {MIN_STATES} are the least"

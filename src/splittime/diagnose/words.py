@@ -132,7 +132,7 @@ def labels_of(metrics: Mapping[str, float], name: str) -> dict[str, str]:
 
 
 def in_their_words(finding: Finding, kind: str) -> Finding:
-    """The same finding about a server of another kind: with its own flag for what is ours, or with none."""
+    """The finding about a server of another kind: with its own flag in place of ours, or with none."""
     cure = finding.cure
     if kind == OURS or cure.program != OUR_PROGRAM:
         return finding

@@ -47,7 +47,7 @@ class Incarnation:
 
     @property
     def is_ready(self) -> bool:
-        """It is up, and has been heard of lately: a hung process would serve nobody."""
+        """The process is up, and has been heard of lately: a hung one would serve nobody."""
         return self.is_up and time.monotonic_ns() - self._heard_ns < SILENT_AFTER_S * 1e9
 
     def connect(self, context: zmq.asyncio.Context) -> None:
@@ -103,7 +103,7 @@ class Incarnation:
         self.process.kill()
 
     def close(self) -> None:
-        """Also of a process that still runs: its standard input ends, so it leaves."""
+        """Close what leads to the process. One that still runs leaves, since its standard input ends."""
         for task in self._tasks:
             task.cancel()
         if self.process.stdin is not None:

@@ -126,7 +126,7 @@ class Sleeping:
         self.rest, self.is_dead = Rest(), False
 
     def take_death(self) -> None:
-        """It stays asleep if it slept, or woke; else its successor will be awake."""
+        """The engine stays asleep if it slept or was waking when it died; else its successor will be awake."""
         self.is_dead = self.rest.state in (ASLEEP, WAKING)
         self.rest = Rest(ASLEEP, self.rest.level) if self.is_dead else Rest()
         self._num_open = 0

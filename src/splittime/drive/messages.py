@@ -35,7 +35,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
     pauses: tuple[tuple[int, int], ...] = ()
 
     def counted_on(self, num_before: int) -> "StepOutput":
-        """The same, of an engine that is not the first: each counts its steps from 1."""
+        """This output with its steps counted on from its predecessors', since each engine counts from 1."""
         if not num_before or self.record is None:
             return self
         step_id = self.step_id + num_before

@@ -206,8 +206,8 @@ class Ops(Protocol):
         """
 
     def pack_rounded(self, parts: Iterable[RoundedRows], shape: LinearShape) -> PackedWeight:
-        """The same of a weight that is integers already: these rows, one below the other, each part asked for when the
-        one before is done with.
+        """Pack a weight that is integers already: these rows, one below the other, each part asked for when the one
+        before is done with.
 
         `kernels.rounded` says which schemes there are, and raises `ConfigError` for others. `.blob` is there as above.
         """

@@ -35,7 +35,7 @@ def count_kv(*tensors: Tensor | None) -> None:
 
 
 def count_kv_bytes(dtype: torch.dtype, num_bytes: int) -> None:
-    """The same, of so many bytes."""
+    """Count so many bytes of keys and values as read."""
     with _lock:
         _bytes[f"kv.{str(dtype).removeprefix('torch.')}"] += num_bytes
 
@@ -123,7 +123,7 @@ class PlainOps(ABC):
 
 
 class HostOps(PlainOps):
-    """The same for backends whose rotary embedding and writing of keys and values are operations of their own."""
+    """As `PlainOps`, for backends whose rotary embedding and writing of keys and values are operations of their own."""
 
     @abstractmethod
     def rotate(self, x: Tensor, turns: Tensor) -> None:

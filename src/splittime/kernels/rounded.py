@@ -70,7 +70,7 @@ def check_columns(columns: Tensor | None, in_features: int) -> None:
 
 
 def in_panels(parts: Iterable[RoundedRows], panel_rows: int) -> Iterator[RoundedRows]:
-    """The same rows cut anew: every piece but the last is of a multiple of `panel_rows`."""
+    """Cut the rows anew: every piece but the last is of a multiple of `panel_rows`."""
     kept: RoundedRows | None = None
     for part in parts:
         kept = part if kept is None else joined([kept, part])

@@ -148,7 +148,7 @@ class Fields:
         return value
 
     def count_or_none(self, key: str, default: int | None = None) -> int | None:
-        """The same, or `default` when there is none."""
+        """As `count`, or `default` when there is none."""
         return default if self.values.get(key) is None else self.count(key)
 
     def number(self, key: str, default: object = MISSING) -> float:

@@ -133,7 +133,7 @@ class Gauge:
         yield len(memory) / best_s
 
     def _read_beyond(self, memory: Tensor, threads: ThreadPoolExecutor) -> Iterator[float]:
-        """The same of memory that no cache holds; forgetting it wakes cores and threads."""
+        """Read memory that no cache holds; forgetting it wakes cores and threads."""
         best_s = float("inf")
         for reads in zip(*(self._reads(part, threads) for part in memory.split(PART_BYTES)), strict=True):
             pass_s = 0.0

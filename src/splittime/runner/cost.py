@@ -29,7 +29,7 @@ def cost(model: ModelConfig, plan: WeightPlan, ops: Ops, weights_bytes: int, kv_
 
 
 def _layer_weights(layer: LayerSpec, hidden_size: int) -> int:
-    """That one token is multiplied by."""
+    """How many weights one token is multiplied by."""
     return layer.mixer.num_weights(hidden_size) + layer.feed_forward.num_weights(hidden_size)
 
 

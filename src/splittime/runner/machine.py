@@ -130,7 +130,7 @@ def kernels_build(ops: Ops) -> list[object]:
 
 
 def num_cores() -> int:
-    """That this process may use: by its affinity, and by its control group's quota, rounded up."""
+    """How many cores this process may use: by its affinity, and by its control group's quota, rounded up."""
     cores = len(_cores())
     try:
         quota, period = (CGROUP / "cpu.max").read_text().split()

@@ -87,7 +87,7 @@ class Parked:
         self._wait()
 
     def free_device(self) -> None:
-        """Their memory on the device is free. (It has to be copied to be used again: `fill_device`.)"""
+        """Free the tensors' memory on the device. (`fill_device` copies them there again.)"""
         for storage in self._storages:
             storage.resize_(0)
 
@@ -144,8 +144,8 @@ class Emptied:
 
 
 def _give_pages_back(tensor: Tensor) -> None:
-    """Its whole pages; the rest of it, less than two, is zeroed. (Elsewhere than on Linux the advice does not mean
-    this, and the memory stays.)"""
+    """Give the tensor's whole pages back; the rest of it, less than two, is zeroed. (Elsewhere than on Linux the advice
+    does not mean this, and the memory stays.)"""
     begin, num_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     first, end = -(-begin // PAGE_BYTES) * PAGE_BYTES, (begin + num_bytes) // PAGE_BYTES * PAGE_BYTES
     if sys.platform != "linux" or end <= first:

@@ -86,7 +86,7 @@ def choose(logits: Tensor, params: Sequence[SamplingParams], output_indices: Seq
 def choose_telling(
     logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], ops: Ops
 ) -> list[int]:
-    """The same, but -1 - token for a row that is not finite, where the backend tells (`Ops.tells_finite`)."""
+    """As `choose`, but -1 - token for a row that is not finite, where the backend tells (`Ops.tells_finite`)."""
     if all(one.is_greedy for one in params):
         return ops.argmax(logits)
     tokens = ops.draw(logits, draws(params, output_indices))

@@ -142,8 +142,8 @@ class TorchRunner:
             self._last_end = step.moved.end
 
     def _servable(self, plan: StepPlan, results: dict[str, RowResult]) -> list[Row]:
-        """Its rows, with the tokens that the plan could not know and the host does by now; but for those that cannot be
-        computed, whose results are told."""
+        """The plan's rows that can be computed, with the tokens that the plan could not know and the host does by now.
+        The others' errors go into `results`."""
         rows, sampled = [], self._being_sampled()
         for row in plan.rows:
             slot = self.slots[row.request_id]

@@ -95,7 +95,7 @@ class Place:
             self._admission.queued_prompt_tokens -= self.tokens_each.pop()
 
     def give_up(self) -> None:
-        """So did all that are left."""
+        """All that are left ended without being computed."""
         while self.left:
             self.drop_one()
 

@@ -162,7 +162,7 @@ class Planner:
         return cause
 
     def _plan_first_row(self, state: RequestState, rows: list[Row], budget: StepBudget, now_ns: int) -> None:
-        """Its row in the step that admits it. Only a static batch may be admitted without one."""
+        """Give a request its row in the step that admits it. Only a static batch may be admitted without one."""
         num_tokens = budget.chunk(state.num_pending)
         state.account.enter(state.computing_stage, now_ns)
         if num_tokens == 0:

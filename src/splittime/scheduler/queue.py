@@ -88,13 +88,15 @@ class ArrivalOrder:
         self._early: set[int] = set()  # pushes of those that were admitted before their turn
 
     def join(self, state: RequestState) -> None:
-        """It waits; its `pushed` is new."""
+        """Let a request wait; its `pushed` is new."""
         state.is_overtaken = False
         self._order.push((state.arrival, state.pushed, state))
 
     def leave(self, state: RequestState, is_admitted: bool) -> RequestState | None:
-        """It waits no more (its `pushed` still says which push that was). Returns who is overtaken by that, if
-        anybody is. One that goes away without a turn takes none; one that was overtaken had its turn already."""
+        """Take a request out (its `pushed` still says which push that was).
+
+        Returns whom that overtakes, if anybody. One that goes away without a turn takes none; one that was overtaken
+        had its turn already."""
         if not (is_admitted or state.is_overtaken):
             return None
         if not state.is_overtaken:
@@ -222,7 +224,7 @@ class WaitingQueue:
         return state
 
     def leave(self, state: RequestState, is_admitted: bool) -> None:
-        """It leaves to be computed, by which another may be overtaken, or otherwise (aborted, expired, held). Its
+        """Take a request out: to be computed, which may overtake another, or otherwise (aborted, expired, held). Its
         account learns why it waited."""
         leave_log(state)
         self._fresh.pop(state, None)

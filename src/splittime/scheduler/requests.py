@@ -152,7 +152,7 @@ class Speculation:
             self.active.discard(state)
 
     def forget(self, state: RequestState) -> None:
-        """It has ended, or was preempted: of its rows nothing will come."""
+        """Expect nothing of its rows: the request has ended, or was preempted."""
         self.active.discard(state)
         state.draft_token_ids = ()
         state.plan_until = state.max_num_tokens
@@ -237,8 +237,8 @@ class Requests:
         return end_output(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs)
 
     def _take_back(self, state: RequestState) -> None:
-        """Its blocks return to the pool, the runner is told to forget it with the next plan, and what comes of its rows
-        in steps that were not committed yet is of no interest any more."""
+        """Return its blocks to the pool, have the runner forget it with the next plan, and ignore what comes of its
+        rows in steps that are not committed yet."""
         self.cache.free(state.lease)
         if state.is_known_to_runner:
             self._released.append(state.request_id)

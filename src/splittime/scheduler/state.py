@@ -117,7 +117,7 @@ class RequestState:
         return Stage.RECOMPUTE if self.is_recomputing else Stage.PREFILL
 
     def next_row(self, num_tokens: int) -> Row:
-        """Its row for the next `num_tokens` pending tokens, all known; they count as computed from now on."""
+        """Makes the row for the next `num_tokens` pending tokens, all known; they count as computed from now on."""
         start, end = self.num_computed, self.num_computed + num_tokens
         num_samples = int(end == len(self.token_ids))
         self.num_computed, self.num_promised = end, num_samples
@@ -142,12 +142,12 @@ class RequestState:
         return new
 
     def stall(self, cause: Cause, now_ns: int) -> None:
-        """It runs and gets no row. While it recomputes, it stalls in what the preemption interrupted, prefill or
-        decode."""
+        """Note that it runs and gets no row. While it recomputes, it stalls in what the preemption interrupted,
+        prefill or decode."""
         self.account.enter(Stage.DECODE_STALL if self.num_output else Stage.PREFILL_STALL, now_ns, cause)
 
     def resume(self, now_ns: int) -> None:
-        """It gets a row for one token: if it stalled, it does no longer."""
+        """Note that it gets a row for one token, which ends a stall."""
         if self.account.stage is Stage.DECODE_STALL:
             self.account.enter(DECODE, now_ns)
         elif self.account.stage is Stage.PREFILL_STALL:  # one token of its prompt is left

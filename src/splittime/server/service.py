@@ -99,7 +99,7 @@ class Service:
         return self.require_model()
 
     def require_serving(self) -> ModelInfo:
-        """The same, counted as a refusal."""
+        """As `require_ready`, and counts a refusal."""
         try:
             return self.require_ready()
         except Refused as refused:

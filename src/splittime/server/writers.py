@@ -55,10 +55,10 @@ class WholeWriter:
         self._config, self._send = config, send
 
     def touch(self, choice: Choice, num_bytes: int) -> None:
-        """It is written at the end."""
+        """Does nothing: all is written at the end."""
 
     def abandon(self) -> None:
-        """Nothing has been written yet."""
+        """Does nothing: `write` looks whether the group was cancelled."""
 
     async def write(self, group: Group) -> None:
         await group.all_done.wait()

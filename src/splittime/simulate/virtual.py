@@ -96,7 +96,7 @@ class Timetable:
         self._count = 0
 
     def add(self, at_ns: int, message: ToEngine) -> None:
-        """Those of one instant come in the order in which they were added."""
+        """Have the message arrive at `at_ns`; those of one instant come in the order in which they were added."""
         self._count += 1
         heapq.heappush(self._coming, (at_ns, self._count, message))
 

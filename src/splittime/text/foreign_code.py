@@ -257,7 +257,7 @@ def tokenizer_faults() -> Iterator[None]:
 
 
 def too_costly(limits: str = "the memory that there is") -> RequestError:
-    """It may be the text, or what the model's author does with it; to send it again would not help."""
+    """The text is to blame, or what the model's author does with it; to send it again would not help."""
     return RequestError(
         f"to make tokens of this prompt takes more than {limits}",
         code="prompt_too_costly",

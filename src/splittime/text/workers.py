@@ -135,7 +135,7 @@ class Lane:
             self._go_on()
 
     def _return(self, task: TextTask) -> None:
-        """Its worker ended: once more, or the end of it."""
+        """The task's worker ended: try once more, or fail the task."""
         cpu_s, memory_bytes = self._owner.limits.cpu_s, self._owner.limits.memory_bytes
         is_early = time.monotonic() - task.began_s < cpu_s
         if is_early and task.num_tries < TRIES and not task.done.done() and not self._is_closed:

@@ -68,9 +68,9 @@ ANSWERED = Answered()
 
 
 class ConnectionProtocol(HttpToolsProtocol):
-    """It also ends what would hold a connection for ever: a client that does not send a request's head within `head_s`,
-    and one that takes nothing of an answer for `stall_s` (streams have their own, shorter limit, and their own words).
-    And what would fill the memory: one that sends more than `MAX_HEAD_BYTES` that are in no body.
+    """uvicorn's protocol. It also ends what would hold a connection for ever: a client that does not send a request's head
+    within `head_s`, and one that takes nothing of an answer for `stall_s` (streams have their own, shorter limit,
+    and their own words). And what would fill the memory: one that sends more than `MAX_HEAD_BYTES` that are in no body.
 
     at_once: the answer to a request of which only the head is known, or None if the application has to look at it.
     """
@@ -139,7 +139,7 @@ class ConnectionProtocol(HttpToolsProtocol):
     # ---- answers at once
 
     def _may_answer_at_once(self) -> bool:
-        """Nothing of this connection is at work, and the client takes what it is given."""
+        """No request of this connection is being served, and the client takes what it is given."""
         is_free = self.cycle is None or self.cycle.response_complete
         is_open = not (self.flow.write_paused or self.transport.is_closing())
         return is_free and is_open and not self.parser.should_upgrade()

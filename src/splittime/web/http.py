@@ -97,7 +97,7 @@ def query(scope: Scope) -> dict[str, str]:
 
 
 def query_of(scope: Scope, *known: str) -> dict[str, str]:
-    """The same, where these are all the names that mean something."""
+    """The query's values by name, where `known` are all the names that mean something."""
     asked = query(scope)
     for name, value in asked.items():
         if name not in known:
@@ -172,7 +172,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
 
 
 async def read_body_in_time(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
-    """The same, from a client that must not take for ever: 408 after `timeout_s`."""
+    """As `read_body`, from a client that must not take for ever: 408 after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             return await read_body(scope, receive, max_bytes)
@@ -234,7 +234,7 @@ async def respond_error(send: Send, error: SplittimeError | ErrorInfo, headers: 
 
 
 def error_at_once(error: SplittimeError, headers: Headers, on_written: Callable[[], None]) -> AtOnce:
-    """The same answer, for who can give it before there is a task."""
+    """What `respond_error` answers, for a caller that can give it before there is a task."""
     status, body, more = _error_parts(error, headers)
     return AtOnce(status, _sized(body, headers=more), body, on_written)
 

@@ -76,7 +76,7 @@ class Tenant:
         return self.is_operator or path in TENANT_PATHS or path.startswith(TENANT_FOLDERS)
 
     def cache_salt(self, asked: str) -> str:
-        """Its own salt with the request's: no request can name another tenant's, as no tenant's salt has a NUL."""
+        """The tenant's salt with the request's: no request can name another tenant's, as no tenant's salt has a NUL."""
         return f"{self.salt}\0{asked}" if self.salt else asked
 
     @property

@@ -259,7 +259,7 @@ def _slo(found: Summary, slo: Mapping[str, float]) -> Iterator[Sentence]:
 
 
 def _of_server(run: Run, arm: int) -> Iterator[RenderableType]:
-    """Its own metrics over the run, where it has any that are understood."""
+    """The server's own metrics over the run, where it has any that are understood."""
     from splittime.bench.server_view import render_server_view
     from splittime.wire.dialects import DIALECTS
 

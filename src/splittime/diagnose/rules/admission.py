@@ -128,7 +128,7 @@ def queue_bound(books: Books) -> Answer:
 
 
 def has_room(books: Books) -> bool:
-    """Those who are let in wait less for their turn than they are served, and the machine would serve all that come."""
+    """Who is let in waits less for a turn than being served takes, and the machine would serve all that come."""
     accounts = served(books.accounts)
     waits = [time_ns(account, in_stages(Stage.QUEUE)) for account in accounts]
     in_service = median(a.end_ns - a.start_ns - wait_ns for a, wait_ns in zip(accounts, waits, strict=True)) or 0

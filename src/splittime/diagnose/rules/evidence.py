@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 def served(accounts: Iterable[ClosedAccount]) -> list[ClosedAccount]:
-    """Those that reached the engine, by their start. What was refused has an account too, but no time in the engine."""
+    """The accounts of requests that reached the engine, by start. A refused one has an account, and no time there."""
     return sorted((a for a in accounts if a.finish_reason != "refused"), key=lambda account: account.start_ns)
 
 
@@ -51,7 +51,7 @@ def setting(books: Books, name: str) -> Any:
 
 
 def threads_and_cores(books: Books) -> tuple[int, int]:
-    """Those that the server uses, and those that its machine has; the same where that is not known."""
+    """The threads that the server uses, and the cores that its machine has: as many, where that is not known."""
     machine = books.facts.machine if books.facts is not None else None
     if machine is None:
         return 1, 1
@@ -105,5 +105,5 @@ def ms(duration_ns: float) -> float:
 
 
 def is_whole(account: ClosedAccount) -> bool:
-    """It came to its own end."""
+    """The request came to its own end."""
     return account.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)

@@ -152,7 +152,7 @@ def _ended(arrivals: Sequence[Arrival]) -> float:
 
 
 def _due(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Those that would have ended by the last arrival if they had not waited."""
+    """The arrivals that would have ended by the last one if they had not waited."""
     in_service = median(a.end_ns - a.at_ns - a.wait_ns for a in arrivals) or 0
     return [a for a in arrivals if a.at_ns <= arrivals[-1].at_ns - in_service]
 

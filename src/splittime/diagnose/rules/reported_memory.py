@@ -137,5 +137,5 @@ def _preempted(found: Reported, preemptions: float, requests: float, share: Shar
 
 
 def _stalled(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    """Those with the longest gaps between chunks: where a preemption would show."""
+    """The requests with the longest gaps between chunks: where a preemption would show."""
     return worst({o.request_id: max((b - a for a, b in pairwise(o.chunk_ns)), default=0) for o in outcomes})

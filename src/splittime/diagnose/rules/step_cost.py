@@ -81,7 +81,7 @@ def batch_gain(cost: StepCost, accounts: Sequence[ClosedAccount], batch: float, 
 
 
 def requests_per_s(cost: StepCost, accounts: Sequence[ClosedAccount], batch: float) -> float:
-    """That the machine serves at this batch."""
+    """How many requests a second the machine serves at this batch."""
     return 1e9 / max(1.0, _request_ns(cost, accounts, batch))
 
 

@@ -66,7 +66,7 @@ def choose_isa() -> tuple[str, str]:
 
 
 def _right_ones() -> list[str]:
-    """Those whose results are right, in the library's order."""
+    """The instruction sets whose results are right, in the library's order."""
     names = [name for name in native.isa_names() if name != EMULATED]
     native.select_isa(names[0])
     expected, right = results(), []
@@ -158,7 +158,7 @@ def _packed(scheme: int, group: int, extras: int, rows: int, columns: int) -> tu
 
 
 def _product_of_integers(scheme: int, tokens: int) -> np.ndarray:
-    """The same of a weight with minima, and of its columns in another order."""
+    """[tokens, OUT], by a weight with minima whose columns lie in another order."""
     lib, x, rng = library(), _normal(tokens, tokens, IN), np.random.default_rng(scheme)
     raw, blob = _aligned(lib.st_packed_bytes(scheme, OUT, IN, GROUP, MINIMA))
     integers = rng.integers(0, 16, (OUT, IN)).astype(np.int8)

@@ -100,7 +100,7 @@ class TritonOps(PlainOps):
         return MixtureLayer(self, layer, part.router, part.spec, experts)
 
     def forget_experts(self) -> None:
-        """Their weights are dropped; what was read of them stays counted."""
+        """Drop the experts' weights; what was read of them stays counted."""
         self._read_of_forgotten = Counter(self.bytes_read()) - Counter(super().bytes_read())
         self._experts = []
 

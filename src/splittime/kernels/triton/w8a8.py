@@ -250,7 +250,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def round_row_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same to e4m3, with a scale for each TILE of a token's columns: float32 [tiles, T]."""
+    """As `round_rows`, to e4m3, with a scale for each TILE of a token's columns: float32 [tiles, T]."""
     num_tokens, in_features = x.shape
     tiles, each = -(-in_features // TILE.value), ROUND_COLUMNS // TILE.value
     values = torch.empty(num_tokens, tiles * TILE.value, dtype=torch.float8_e4m3fn, device=x.device)
@@ -274,7 +274,7 @@ def product(
     values: Tensor, scales: Tensor, weight: EightBitWeight, residual: Tensor | None, dtype: torch.dtype,
     tiles: Tiles | None = None, end: End = add_parts,
 ) -> Tensor:  # fmt: skip
-    """The same, of what `round_rows` (or `round_row_groups`) made: -> [T, out] of `dtype`."""
+    """The product with what `round_rows` (or `round_row_groups`) made: [T, out] of `dtype`."""
     num_tokens, out_features = len(values), weight.out_features
     tiles = tiles or choose(num_tokens, weight)
     y = torch.empty(num_tokens, out_features, dtype=dtype, device=values.device)

@@ -83,7 +83,7 @@ def _trial(
 
 
 def _text_from(texts: Sequence[DocumentTokens], start: int, length: int) -> list[int]:
-    """So many tokens of the documents, one after the other, from this one on."""
+    """Returns `length` tokens of the documents, one after the other, from number `start` on."""
     endless = (token for number in range(start, start + len(texts)) for token in texts[number % len(texts)].ids)
     return list(islice(endless, length))
 

@@ -140,7 +140,7 @@ def alias_series(counters: Mapping[str, Series], stats: EngineStats, facts: Serv
 
 
 def _cache_config(stats: EngineStats, facts: ServerFacts | None) -> Series:
-    """Nothing until the engine has said how large its blocks are."""
+    """How the cache is set; empty until the engine has said how large its blocks are."""
     settings = facts.settings if facts is not None else {}
     if "block_size" not in settings:
         return {}

@@ -74,7 +74,7 @@ def num_values(row_bytes: int, kind: str) -> int:
 
 
 def rounded(rows: Tensor, kind: str) -> RoundedRows:
-    """The same in the form of `SCHEMES[kind]`. Where there are minima, integers are counted from the middle of their
+    """The rows in the form of `SCHEMES[kind]`. Where there are minima, integers are counted from the middle of their
     range and the minima take the difference: they come out near zero, since most groups of a trained weight lie about
     evenly on both sides of it, and lose less where a backend keeps them in 16 bits."""
     found = unpack(rows, kind)

@@ -78,7 +78,7 @@ class Checkpoint:
         return tensor
 
     def take_stored(self, name: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
-        """Likewise, of one of these dtypes; not counted: `take_linear` counts what it stands for."""
+        """The tensor, of one of these dtypes. It is not counted: `take_linear` counts what it stands for."""
         if name not in self:
             raise ConfigError(f"weights: tensor {name} of shape {list(shape)} is missing", param=name)
         tensor: Tensor = self._handles[self._file_of[name]].get_tensor(name)

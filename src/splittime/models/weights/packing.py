@@ -225,7 +225,7 @@ def _rounded_pieces(parts: Sequence[WeightRows], source: Source) -> Iterator[Rou
 
 
 def _widened(parts: Sequence[WeightRows], source: Source, scheme: WeightScheme) -> list[Tensor]:
-    """The same as float32: what the numbers stored in `scheme` stand for."""
+    """The parts as float32: what the numbers stored in `scheme` stand for."""
     pieces = _rounded_pieces(parts, source)
     return [dequantize(piece.integers, piece.scales, scheme, piece.zeros, piece.minima) for piece in pieces]
 

@@ -80,7 +80,7 @@ def _refuse_leaving(folder: Path, path: Path) -> None:
 
 
 def _header(path: Path) -> bytes:
-    """Its bytes as far as the file has them. Raises `ConfigError` for too many."""
+    """The header's bytes as far as the file has them. Raises `ConfigError` for too many."""
     with path.open("rb") as file:
         num_bytes = int.from_bytes(file.read(8), "little")
         if num_bytes > MAX_HEADER_BYTES:

@@ -133,7 +133,7 @@ class DummySource:
         return True
 
     def release(self, read: Tensor | StoredWeight) -> None:
-        """Its memory goes with its last reference."""
+        """Does nothing: the memory goes with its last reference."""
 
     def skip(self, name: str) -> None:
         """There is nothing that was not asked for."""

@@ -91,7 +91,7 @@ class Member:
         return _death_error(self.name, self._last_words, status)
 
     def end(self) -> None:
-        """Also of a stopped process; returns when it is gone."""
+        """End the process, a stopped one too; returns when it is gone."""
         self.process.kill()
         self._thread.join()
         self.channel.close()
