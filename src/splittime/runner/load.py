@@ -51,19 +51,7 @@ def load(
     config_ns = time.monotonic_ns()
     on_phase("read config", begin_ns, config_ns)
     choices.ops.set_threads(config.num_threads or machine.num_cores())
-    folder = machine.packed_cache_folder(config.packed_cache)
-    with torch.inference_mode():
-        loaded = load_decoder(
-            Path(config.model_path),
-            choices.whole,
-            choices.ops,
-            choices.plan,
-            choices.max_model_len,
-            folder,
-            _fitting(config, choices.ops, on_layer or (lambda done, total, num_bytes: None)),
-            ranks,
-            config.load_format == "dummy",
-        )
+    loaded = _load_weights(config, choices, on_layer or (lambda done, total, num_bytes: None), ranks)
     check_activations(config.activation_dtype, loaded.plan, choices.ops)
     weights_ns = time.monotonic_ns()
     on_phase("load weights", config_ns, weights_ns)
@@ -82,6 +70,21 @@ def load(
     computed = choices.model if ranks is None else counted(choices.model, ranks)
     least = cost(computed, loaded.plan, choices.ops, loaded.weights_bytes, kv_bytes_per_token)
     return loaded.decoder, store, resolved, least
+
+
+@torch.inference_mode()
+def _load_weights(config: RunnerConfig, choices: "_Choices", on_layer: OnLayer, ranks: Ranks | None) -> Loaded:
+    return load_decoder(
+        Path(config.model_path),
+        choices.whole,
+        choices.ops,
+        choices.plan,
+        choices.max_model_len,
+        machine.packed_cache_folder(config.packed_cache),
+        _fitting(config, choices.ops, on_layer),
+        ranks,
+        config.load_format == "dummy",
+    )
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ ANSWERED = Answered()
 
 
 class ConnectionProtocol(HttpToolsProtocol):
-    """uvicorn's protocol. It also ends what would hold a connection for ever: a client that does not send a request's head
-    within `head_s`, and one that takes nothing of an answer for `stall_s` (streams have their own, shorter limit,
+    """uvicorn's protocol. It also ends what would hold a connection for ever: a client that does not send a request's
+    head within `head_s`, and one that takes nothing of an answer for `stall_s` (streams have their own, shorter limit,
     and their own words). And what would fill the memory: one that sends more than `MAX_HEAD_BYTES` that are in no body.
 
     at_once: the answer to a request of which only the head is known, or None if the application has to look at it.

@@ -20,7 +20,7 @@ from splittime.diagnose.rules.evidence import (
     union,
     worst,
 )
-from splittime.diagnose.rules.share import of_requests
+from splittime.diagnose.rules.share import Share, of_requests
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.device_time import device_time
@@ -43,13 +43,16 @@ def host_bound(books: Books) -> Answer:
         return None  # what a device apart from the host waits is measured there: `device_idle`
     host_ns, device_ns = _usual_ns(books)
     host_share = host_ns / max(1.0, host_ns + device_ns)
-    accounts = served(books.accounts)
-    share = of_requests(attribution(books).of(Computed.HOST), accounts)
     found = attribution(books)
+    share = of_requests(found.of(Computed.HOST), served(books.accounts))
     if found.share(Computed.CPU_WAIT, Computed.STOPPED) > found.share(Computed.HOST):
         return None  # a thread that is put aside comes back to cold caches: its own work seems longer than it is
     if host_share < HOST_SHARE or not share.is_worth_it:
         return share.unsure() if host_share >= HOST_SHARE else None
+    return _waiting_for_host(books, share, host_ns + device_ns, host_share)
+
+
+def _waiting_for_host(books: Books, share: Share, worked_ns: float, host_share: float) -> Finding:
     busy_ns = sum(step_cost.length_ns(step) for step in books.steps)
     parts = {name: sum(getattr(step, name) for step in books.steps) for name in _HOST_PARTS}
     largest = max(parts, key=lambda name: parts[name])
@@ -57,7 +60,7 @@ def host_bound(books: Books) -> Answer:
     kernels = str(setting(books, "kernels") or "")
     is_native = kernels in ("", "native", "auto")
     return Finding(
-        claim=f"Of {(host_ns + device_ns) / 1e9:.1f} s of work the device waited {host_share:.0%} for the host, most "
+        claim=f"Of {worked_ns / 1e9:.1f} s of work the device waited {host_share:.0%} for the host, most "
         f"of it in {_HOST_PARTS[largest]}.",
         evidence=(
             *(Fact(meaning, f"{parts[name] / busy_ns:.1%}", "of busy time") for name, meaning in _HOST_PARTS.items()),
@@ -66,7 +69,7 @@ def host_bound(books: Books) -> Answer:
             Fact("rows in a step, mean", round(rows, 1)),
             Fact("kernels", kernels or "not told"),
         ),
-        request_ids=worst(times_ns(accounts, _COMPUTING)),
+        request_ids=worst(times_ns(served(books.accounts), _COMPUTING)),
         step_ids=slowest_steps(step for step in books.steps if step.host_gap_ns + step.launch_ns > step.device_ns),
         share_of_time=share.value,
         share_interval=share.interval,

@@ -177,8 +177,13 @@ def cpu_starved(books: Books) -> Answer:
         share = of_requests(lost, accounts)
     if not share.is_worth_it:
         return share.unsure() or _as_usual(whole, share, ran)
+    return _starved(books, ran, lost, share)
+
+
+def _starved(books: Books, ran: Beside | None, lost: dict[str, float], share: Share) -> Finding:
+    threads, cores = threads_and_cores(books)
     waited_ns = sum(step.cpu_wait_ns or 0 for step in books.steps)
-    tokens = sum(account.output_tokens for account in accounts)
+    tokens = sum(account.output_tokens for account in served(books.accounts))
     each = ms(sum(lost.values()) / max(1, tokens))
     return Finding(
         claim=f"The engine's thread was ready to run and had no processor for {waited_ns / 1e9:.1f} s. Other processes "

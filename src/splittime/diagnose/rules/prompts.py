@@ -99,6 +99,19 @@ def _sums_of(books: Books, missed: Sequence[Missed]) -> tuple[int, float, Share]
     return sum(tokens.values()), *_sums(books, tokens, {miss.account.request_id: miss.saved_ns for miss in missed})
 
 
+_TURN_CACHE_ON = Cure(
+    sentence="Turn the prefix cache on.",
+    flags=("--enable-prefix-caching",),
+    elsewhere={"vllm": "--enable-prefix-caching", "sglang": "leave out --disable-radix-cache"},
+)
+_KEEP_PREFIXES = Cure(
+    sentence="Keep prefixes longer: a larger KV cache (--kv-cache-memory-bytes; on a card also host memory, "
+    "--kv-offload-memory-bytes), the same cache_salt for who may share, and, with several servers, requests of one "
+    "prefix to one of them.",
+    elsewhere={"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"},
+)
+
+
 @rule("accounts", "parts", root_of=ROOT_OF, explains=(Computed.OTHERS_PROMPTS,))
 def uncached_reuse(books: Books) -> Answer:
     """Prompts begin like earlier ones, and that beginning was computed again."""
@@ -109,19 +122,6 @@ def uncached_reuse(books: Books) -> Answer:
         return share.unsure()
     hit = sum(account.cached_tokens for account in accounts)
     is_off = setting(books, "enable_prefix_caching") is False
-    if is_off:
-        cure = Cure(
-            sentence="Turn the prefix cache on.",
-            flags=("--enable-prefix-caching",),
-            elsewhere={"vllm": "--enable-prefix-caching", "sglang": "leave out --disable-radix-cache"},
-        )
-    else:
-        cure = Cure(
-            sentence="Keep prefixes longer: a larger KV cache (--kv-cache-memory-bytes; on a card also host memory, "
-            "--kv-offload-memory-bytes), the same cache_salt for who may share, and, with several servers, requests of "
-            "one prefix to one of them.",
-            elsewhere={"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"},
-        )
     return Finding(
         claim=f"{len(missed)} of {len(accounts)} prompts began like earlier ones, and {tokens} such tokens were "
         f"computed again: {share.value:.0%} of all requests' time.",
@@ -137,7 +137,7 @@ def uncached_reuse(books: Books) -> Answer:
         share_interval=share.interval,
         confidence=LIKELY,
         confidence_from="parts with equal hashes from the start on, computed before this request's prompt was",
-        cure=cure,
+        cure=_TURN_CACHE_ON if is_off else _KEEP_PREFIXES,
         cost="Under 1 % of throughput where nothing is shared; cached blocks are given up when room is needed.",
         counter_check=f"With the change and the same load the cached tokens do not reach about {hit + tokens}.",
         regime="prompts that share their beginning and come while it is still kept",

@@ -73,6 +73,8 @@ def choose_splits(programs: int, slots: int, longest_context: int, min_part_toke
     return max(1, min(slots // programs, -(-longest_context // min_part_tokens)))
 
 
+# In one piece: the state of a row's softmax passes from loop to loop, and a device function for each loop would take
+# and return all of it. The three loops differ in what they mask: the window's edge, nothing, and the end.
 @triton.jit(do_not_specialize=["begin_token", "num_splits", "table_stride"])
 def _prefill(
     q, token_stride, out, part_sums, data, scales, block_tables, table_stride, query_begins, context_lens, tile_table,
