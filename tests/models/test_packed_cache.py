@@ -259,6 +259,43 @@ def test_a_full_disk_costs_a_warning_and_leaves_nothing(model, tmp_path, caplog,
 
 
 @needs_native
+def test_a_disk_without_the_room_is_not_filled_up_first(model, tmp_path, caplog, monkeypatch):
+    full = os.statvfs_result((4096, 4096, 1000, 2, 2, 9, 9, 9, 0, 255))
+    monkeypatch.setattr(os, "fstatvfs", lambda _: full)
+    monkeypatch.setattr(PackedWriter, "add", lambda *_: pytest.fail("written to"))
+    with caplog.at_level(logging.WARNING):
+        load(model, tmp_path / "cache")
+    assert "bytes are needed and 8192 are free" in caplog.text
+    assert not list((tmp_path / "cache").glob(".*.packed.*"))
+
+
+def test_a_file_that_is_taken_for_one_left_behind_before_it_is_locked_is_begun_again(tmp_path, monkeypatch):
+    lock, others = packed_file.fcntl.flock, [1]
+
+    def meddled(file, how):
+        if others and not how & packed_file.fcntl.LOCK_NB:
+            others.pop()
+            packed_file._remove_stale(tmp_path)
+        lock(file, how)
+
+    monkeypatch.setattr(packed_file.fcntl, "flock", meddled)
+    writer = PackedWriter(tmp_path)
+    writer.add("a", torch.zeros(100, dtype=torch.uint8))
+    writer.finish(tmp_path / "x.packed")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.packed"]
+
+
+def test_a_file_system_without_locks_is_left_as_it_was(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(packed_file.fcntl, "flock", fail)
+    with pytest.raises(OSError, match="No locks"):
+        PackedWriter(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_native
 def test_a_load_that_fails_leaves_no_file(model, tmp_path):
     tensors = load_file(model / "model.safetensors")
     del tensors["model.norm.weight"]

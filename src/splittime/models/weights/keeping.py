@@ -58,6 +58,7 @@ class Keeping:
             _running.discard(self)
 
     def _write(self, path: Path) -> None:
+        self._writer.require_room(sum(map(len, self._blobs.values())))
         for name, blob in self._blobs.items():
             if self._is_over:
                 return

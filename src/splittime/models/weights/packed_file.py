@@ -14,6 +14,7 @@ kills those processes (SIGBUS), as with any mapped file; to replace or to delete
 known to be as it was written is read and summed first; one that is cut short or changed is `PackedFileBroken`.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -46,10 +47,7 @@ class PackedWriter:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stale(folder)
-        descriptor, waiting = tempfile.mkstemp(".tmp", ".new.packed.", folder)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed, by us or by our death
-        self._waiting = Path(waiting)
-        self._descriptor = descriptor
+        self._descriptor, self._waiting = _begin(folder)
         self._end = 0
         self._table: dict[str, tuple[int, int, int]] = {}
 
@@ -70,9 +68,17 @@ class PackedWriter:
         self._waiting.replace(path)  # while it is ours: nobody takes it for one that was left behind
         self._close()
 
+    def require_room(self, num_bytes: int) -> None:
+        """A disk that cannot hold so much is not filled up first: others write to it too."""
+        status = os.fstatvfs(self._descriptor)
+        free = status.f_bavail * status.f_frsize
+        if status.f_blocks and num_bytes > free:  # a file system may not tell
+            raise OSError(errno.ENOSPC, f"No space left on device: {num_bytes} bytes are needed and {free} are free")
+
     def abandon(self) -> None:
         with suppress(OSError):
             self._waiting.unlink(missing_ok=True)
+        with suppress(OSError):
             self._close()
 
     def _close(self) -> None:
@@ -144,6 +150,22 @@ def _read_table(descriptor: int) -> dict[str, tuple[int, int, int]]:
 
 def _bytes_of(blob: Tensor) -> memoryview:
     return memoryview(blob.numpy())  # type: ignore[arg-type]  # an array is a buffer; its stubs do not say so
+
+
+def _begin(folder: Path) -> tuple[int, Path]:
+    """A new file that is ours until it is closed, by us or by our death. Until it is locked another process that looks
+    for what was left behind may take it for that, and remove it: then it is none."""
+    while True:
+        descriptor, waiting = tempfile.mkstemp(".tmp", ".new.packed.", folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor, Path(waiting)
+        except OSError:  # a file system without locks
+            os.unlink(waiting)
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def _remove_stale(folder: Path) -> None:
