@@ -134,6 +134,21 @@ def test_a_worker_that_says_nothing_is_ended(monkeypatch) -> None:
     with_workers(body)
 
 
+def test_a_worker_that_has_served_its_one_text_is_given_no_other() -> None:
+    """It is ended at once, and its connection a turn of the loop later."""
+
+    async def body(workers: TextWorkers) -> None:
+        long = Encode(("a" * (text_workers.SHORT_CHARS + 1),))
+        for _ in range(2):
+            begun: list[bool] = []
+            task = workers.submit(long, lambda begun=begun: begun.append(True))
+            assert (task.cause, begun) == (Cause.WORKER_START, [])
+            await task.done
+            assert (task.num_tries, begun) == (1, [True])
+
+    with_workers(body)
+
+
 def test_small_texts_do_not_wait_for_large_ones() -> None:
     """However many large ones wait; and who waits is told why."""
 

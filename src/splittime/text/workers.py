@@ -117,9 +117,9 @@ class Lane:
 
     def is_idle_now(self, worker: "TextWorker", has_served: bool) -> None:
         if has_served and not self._is_kept:
+            self.workers.remove(worker)  # before its connection ends, a turn of the loop later
             worker.end()
-        else:
-            self._go_on()
+        self._go_on()
 
     def worker_ended(self, worker: "TextWorker", error: SplittimeError | None = None) -> None:
         """A worker ended: with its text, before its first, or because it was told to."""
