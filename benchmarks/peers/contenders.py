@@ -33,8 +33,8 @@ ROOT = HERE.parents[1]
 OURS = "splittime"
 CXX_OPTIONS = ("-O2", "-std=c++17")
 START_S, CELL_S = 600.0, 300.0  # how long a start and a cell may take before whoever takes it is taken for hung
-# Of each class: our settings for the runner; the kinds of GGUF file; the kind of OpenVINO folder; vLLM's kinds, see
-# VLLM. Each of vLLM's kinds in 4 bits is ahead somewhere: w4a8 in decoding, w4a16 in prefill.
+# By class: our settings for the runner, the kinds of GGUF file, the kinds of OpenVINO folder, vLLM's kinds (`VLLM`).
+# Each of vLLM's kinds in 4 bits is ahead somewhere: w4a8 in decoding, w4a16 in prefill.
 CLASSES: dict[str, dict[str, Any]] = {
     "float32": {"ours": {"dtype": "float32"}, "gguf": (), "ov": (), "vllm": ("float32",)},
     "bf16": {"ours": {"dtype": "bfloat16"}, "gguf": ("bf16", "f16"), "ov": ("fp16",), "vllm": ("bfloat16",)},
@@ -58,7 +58,7 @@ TRIAL = (
 
 @dataclass
 class Entry:
-    """A contender before it is started. needs: the files without which it cannot be. why_not: another reason that keeps
+    """An engine before it is started. needs: the files without which it cannot be. why_not: another reason that keeps
     it out. otherwise: what else to try where `command` does not survive the trial, and that in words."""
 
     name: str
@@ -72,6 +72,11 @@ class Entry:
         """Why it cannot be started."""
         missing = ", ".join(path.name for path in self.needs if not path.exists())
         return self.why_not or (f"no {missing}" if missing else None)
+
+    @property
+    def ways(self) -> list[tuple[str, list[str]]]:
+        """What to try, in order: each command, and that in words."""
+        return [("as it is by default", self.command), *([self.otherwise] if self.otherwise is not None else [])]
 
 
 def entries(folder: Path, model: str, precision: str, threads: int, settings: dict[str, Any]) -> list[Entry]:
@@ -220,7 +225,7 @@ def without_folders(value: Any) -> Any:
 
 @contextmanager
 def started(found: list[Entry], logs: Path) -> Iterator[tuple[dict[str, Contender], dict[str, Any]]]:
-    """Those that came up, and about each entry what it said of itself, or why it is not among them.
+    """Yields the contenders that came up, and about each entry what it said of itself, or why it did not come up.
 
     They load one after another, so that none pages another out while it converts its weights.
     """
@@ -236,19 +241,18 @@ def started(found: list[Entry], logs: Path) -> Iterator[tuple[dict[str, Contende
 
 
 def brought_up(entry: Entry, logs: Path) -> tuple[Contender | None, dict[str, Any]]:
-    """Started and tried, if need be the other way; None, and why, if it does not survive either."""
+    """Start a contender and try it, if need be the other way. None, and why, if it survives neither."""
     if entry.absent is not None:
         return None, {"absent": entry.absent}
     begin = time.monotonic()
-    ways = [("", entry.command)] + ([entry.otherwise] if entry.otherwise is not None else [])
     troubles: dict[str, str] = {}
-    for words, command in ways:
+    for words, command in entry.ways:
         contender = Contender(entry.name, command, logs / f"{entry.name.replace(' ', '-')}.log")
         try:
             said = _tried(contender)
         except Ended as ended:
             contender.stop()
-            troubles[words or "as it is by default"] = without_folders(str(ended))
+            troubles[words] = without_folders(str(ended))
             continue
         fell_back = {"runs": words, "because": troubles} if troubles else {}
         start_s = time.monotonic() - begin

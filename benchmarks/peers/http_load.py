@@ -183,7 +183,7 @@ def ours_over_best(runs: Runs) -> dict[str, Any]:
 
 
 def _run(entry: ServerEntry, clients: list[list[Ask]], about: dict[str, Any]) -> dict[str, float] | None:
-    """One run, or none if a request of it failed, which goes into `about`."""
+    """The figures of one run; None if a request failed, which goes into `about`."""
     try:
         return figures_of(*asyncio.run(load(entry, clients)))
     except TROUBLE as error:
@@ -196,13 +196,12 @@ def _words(error: BaseException) -> str:
 
 
 def _brought_up(entry: ServerEntry, threads: int, logs: Path, stack: ExitStack, about: dict[str, Any]) -> bool:
-    """Started and warmed by a request, if need be the other way; why not, if not, goes into `about`."""
-    missing = ", ".join(path.name for path in entry.needs if not path.exists())
-    if entry.why_not or missing:
-        about[entry.name] = {"absent": entry.why_not or f"no {missing}"}
+    """Start the server and warm it by a request, if need be the other way. What came of it goes into `about`."""
+    if entry.absent is not None:
+        about[entry.name] = {"absent": entry.absent}
         return False
     troubles: dict[str, str] = {}
-    for words, command in [("", entry.command)] + ([entry.otherwise] if entry.otherwise is not None else []):
+    for words, command in entry.ways:
         trial = ExitStack()
         try:
             log = logs / f"{entry.name.replace(' ', '-')}.log"
@@ -210,7 +209,7 @@ def _brought_up(entry: ServerEntry, threads: int, logs: Path, stack: ExitStack, 
             asyncio.run(load(entry, [[Ask(list(range(5, 37)), 8)]] * 2))
         except TROUBLE as error:
             trial.close()
-            troubles[words or "as it is by default"] = without_folders(_words(error))
+            troubles[words] = without_folders(_words(error))
             continue
         stack.push(trial)
         about[entry.name] = {"ready_s": ready_s} | ({"runs": words, "because": troubles} if troubles else {})

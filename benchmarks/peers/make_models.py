@@ -109,7 +109,7 @@ def trained_tokenizer() -> Tokenizer:
 
 
 def filled_up(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
-    """The same with further merges until it has `vocab_size` entries."""
+    """The tokenizer with further merges until it has `vocab_size` entries."""
     state = json.loads(tokenizer.to_str())
     vocab, merges = state["model"]["vocab"], state["model"]["merges"]
     for left, right in _pairs(vocab):

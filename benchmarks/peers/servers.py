@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contenders import CLASSES, OURS, ROOT, how_it_ended, vllm_model
+from benchmarks.peers.contenders import CLASSES, OURS, ROOT, Entry, how_it_ended, vllm_model
 from benchmarks.server_process import free_port
 
 CONTEXT_TOKENS = 512  # of one request: the longest prompt and output that http_load draws, and room
@@ -20,18 +20,12 @@ MAX_STREAMS = 64
 
 
 @dataclass
-class ServerEntry:
-    """`body` is what a request needs beyond prompt, max_tokens and stream; each server refuses the others' fields.
-    why_not: what keeps it out. otherwise: what else to try where `command` does not answer, and that in words."""
+class ServerEntry(Entry):
+    """body: what a request needs beyond prompt, max_tokens and stream; each server refuses the others' fields."""
 
-    name: str
-    command: list[str]
-    needs: list[Path]
-    body: dict[str, Any]
+    body: dict[str, Any] = field(default_factory=dict)
     ready_path: str = "/health"
     environment: dict[str, str] = field(default_factory=dict)
-    why_not: str | None = None
-    otherwise: tuple[str, list[str]] | None = None
     port: int = field(default_factory=free_port)
 
     @property
@@ -69,7 +63,7 @@ def _ours(checkpoint: Path, settings: dict[str, Any]) -> ServerEntry:
         "--no-enable-prefix-caching",
         *flags,
     ]
-    entry = ServerEntry(OURS, command, [checkpoint / "config.json"], GREEDY, "/ready")
+    entry = ServerEntry(OURS, command, [checkpoint / "config.json"], body=GREEDY, ready_path="/ready")
     entry.command += ["--port", str(entry.port)]
     return entry
 
@@ -78,7 +72,7 @@ def _llama(folder: Path, file: Path, kind: str, threads: int) -> ServerEntry:
     program = folder / "build" / "llama" / "bin" / "llama-server"
     slots = ["-np", "32", "-c", str(32 * CONTEXT_TOKENS), "--cache-ram", "0"]
     command = [str(program), "-m", str(file), "-t", str(threads), "-tb", str(threads), *slots, "--host", "127.0.0.1"]
-    entry = ServerEntry(f"llama.cpp {kind}", command, [program, file], {**GREEDY, "cache_prompt": False})
+    entry = ServerEntry(f"llama.cpp {kind}", command, [program, file], body={**GREEDY, "cache_prompt": False})
     entry.command += ["--port", str(entry.port)]
     entry.otherwise = ("without repacked weights", [*entry.command, "--no-repack"])
     return entry
@@ -87,7 +81,7 @@ def _llama(folder: Path, file: Path, kind: str, threads: int) -> ServerEntry:
 def _openvino(folder: Path, model: Path, kind: str, threads: int) -> ServerEntry:
     python = folder / "venv" / "ov" / "bin" / "python"
     command = [str(python), "-m", "benchmarks.peers.openvino_server", str(model), str(threads)]
-    entry = ServerEntry(f"openvino {kind}", command, [python, model / "config.json"], {})
+    entry = ServerEntry(f"openvino {kind}", command, [python, model / "config.json"])
     entry.command.append(str(entry.port))
     return entry
 
@@ -99,7 +93,7 @@ def _vllm(folder: Path, model: str, kind: str) -> ServerEntry:
     body = {**GREEDY, "model": str(found.checkpoint)}
     module = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(found.checkpoint)]
     needs = [python, found.checkpoint / "config.json"]
-    entry = ServerEntry(f"vllm {kind}", [*module, *limits, *options], needs, body, environment=found.environment)
+    entry = ServerEntry(f"vllm {kind}", [*module, *limits, *options], needs, body=body, environment=found.environment)
     entry.command += ["--port", str(entry.port)]
     entry.why_not = found.why_not
     return entry

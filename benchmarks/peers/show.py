@@ -42,7 +42,7 @@ def filed(model: str, start: str = "peers") -> dict[str, list[dict[str, Any]]]:
 
 
 def dates(results: list[dict[str, Any]]) -> list[str]:
-    """Of all cells."""
+    """The days on which cells were measured, in order."""
     found = [result["conditions"]["date"] for result in results]
     for result in results:
         found += [
@@ -52,7 +52,7 @@ def dates(results: list[dict[str, Any]]) -> list[str]:
 
 
 def heading(results: list[dict[str, Any]]) -> str:
-    """Of one kind of processor."""
+    """Says which kind of processor the results are of, and when they were measured."""
     conditions, when = results[-1]["conditions"], dates(results)
     span = when[0] if when[0] == when[-1] else f"{when[0]} to {when[-1]}"
     return f"{conditions['cpu']}, {conditions['cores']} cores ({', '.join(conditions['flags'])}), measured {span}"
@@ -86,7 +86,7 @@ def notes(contenders: dict[str, Any]) -> list[str]:
 
 
 def geometric_means(cells: dict[str, Any]) -> dict[str, float]:
-    """Of the ratios to the best peer, by kind of cell and of all."""
+    """Means of the ratios to the best peer: by kind of cell, and of all."""
     ratios: dict[str, list[float]] = {"decode": [], "prefill": [], "all": []}
     for name, cell in cells.items():
         if cell.get("ours_over_best_peer"):
@@ -118,7 +118,7 @@ def _ratio(cell: dict[str, Any]) -> str:
 
 
 def markdown(figures: dict[str, Any]) -> str:
-    """The same for a document."""
+    """The figures of `table` for a document."""
     names = [name for name, about in figures["contenders"].items() if "absent" not in about]
     rows = [[figures["precision"], *names, "roofline", "bandwidth / arithmetic", "ours over the best peer"]]
     rows.append(["---"] * len(rows[0]))

@@ -298,10 +298,10 @@ def test_the_best_peer_is_another_in_each_figure_and_a_failed_run_counts_in_no_r
 
 
 def test_a_server_that_does_not_come_up_is_left_out_with_its_last_words(tmp_path, monkeypatch):
-    dead = servers.ServerEntry("a", [sys.executable, "-c", "raise SystemExit('no memory')"], [], {})
+    dead = servers.ServerEntry("a", [sys.executable, "-c", "raise SystemExit('no memory')"], [])
     dead.otherwise = ("plainly", [sys.executable, "-c", "raise SystemExit('none either')"])
-    missing = servers.ServerEntry("b", ["x"], [tmp_path / "x"], {})
-    unfit = servers.ServerEntry("c", ["x"], [], {}, why_not="no tiles")
+    missing = servers.ServerEntry("b", ["x"], [tmp_path / "x"])
+    unfit = servers.ServerEntry("c", ["x"], [], why_not="no tiles")
     monkeypatch.setattr(http_load, "server_entries", lambda *_: [dead, missing, unfit])
     settings = {"folder": tmp_path, "model": "m", "precision": "int8", "threads": 1, "setting": [], "only": None}
     asked = argparse.Namespace(**settings, clients=[1], repeats=1, requests=1, lock=None)
