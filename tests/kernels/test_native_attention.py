@@ -16,7 +16,7 @@ KV_DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 NAN = float("nan")
 BOUND = 2e-5  # float32 all through: both read the same stored values, whatever their type
 INT8_BOUND = 5e-4  # a decode rounds queries and weights to 16 bits; the store's own rounding costs some 50 times that
-TILED_BOUND = 2**-8 * 3.5  # of weighted means of normal values: their weights and the weights' sum, 2^-9 each
+AMX_BOUND = 2**-8 * 3.5  # of weighted means of normal values: their weights and the weights' sum, 2^-9 each
 SHAPES = [  # head_dim, block_size, num_heads, num_kv_heads, window
     (8, 1, 2, 2, None),
     (8, 16, 8, 1, 19),
@@ -98,7 +98,7 @@ def as_tiles_take_it(batch, dim: int, dtype: torch.dtype, q):
         return q, BOUND
     factor = torch.tensor(0.3 * 1.44269504)
     rounded = (q * factor).bfloat16().float() / factor
-    return torch.cat([q[: batch.num_decode_rows], rounded[batch.num_decode_rows :]]), TILED_BOUND
+    return torch.cat([q[: batch.num_decode_rows], rounded[batch.num_decode_rows :]]), AMX_BOUND
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -1,10 +1,10 @@
 """Choosing the instruction set: the fastest of those that the CPU has and whose results agree with the portable code's.
 
-An instruction set that was compiled but never run on such a CPU before must not be trusted blindly, so each start
-spends some milliseconds on small cases of every kernel. What disagrees is left out, and said; tiles of AMX are tried in
-a child process before (`csrc/amx.cpp`), since they may end the process. How fast the others are is measured too: an
-instruction that multiplies pairs has twice the rate of a plain one on some processors and half of it on others. Which
-one is chosen changes no answer's kind: each rounds what the scheme says, and nothing else.
+Kernels that were compiled but never run on such a CPU are not trusted blindly: each start spends some milliseconds on
+small cases of every kernel, and leaves out, with a warning, an instruction set whose results disagree. AMX is tried in
+a child process before (`csrc/amx.cpp`), since it may end the process. Speed is measured too: an instruction that
+multiplies pairs has twice the rate of a plain one on some processors and half of it on others. Whichever is chosen
+rounds what the scheme says, and nothing else.
 
 `SPLITTIME_ISA` names one to use whatever its speed, for tests and comparisons.
 """
@@ -38,13 +38,13 @@ from splittime.kernels.native.library import (
 ASKED = "SPLITTIME_ISA"
 EMULATED = "amx_emulated"  # for tests
 OUT, IN, GROUP = 48, 192, 64
-PRODUCTS = (  # scheme, columns of a group, extras
+PRODUCTS = (  # of the check: scheme, columns of a group, extras
     *((FLOAT32, 0, 0), (BFLOAT16, 0, 0), (BFLOAT16, 0, ROUNDED_ACTIVATIONS)),
     *((INT8, 0, 0), (INT8, 16, 0), (INT4, GROUP, 0)),
 )
-RATED = ((BFLOAT16, 0), (BFLOAT16, ROUNDED_ACTIVATIONS), (INT8, 0))  # scheme and extras
+RATED = ((BFLOAT16, 0), (BFLOAT16, ROUNDED_ACTIVATIONS), (INT8, 0))  # products that are timed: scheme and extras
 RATED_TOKENS, RATED_WIDTH, RATED_ROUNDS = 32, 512, 5
-CLEARLY = 0.9  # of the time
+CLEARLY = 0.9  # faster is who takes less than so much of the time
 TOKENS = (1, 7, 40)
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 64, 16
 TOLERANCE = 0.02  # of the largest result; a wrong layout is off by 100 %
@@ -52,7 +52,7 @@ TOLERANCE = 0.02  # of the largest result; a wrong layout is off by 100 %
 
 @functools.cache
 def choose_isa() -> tuple[str, str]:
-    """Select an instruction set; its name, and why.
+    """Select an instruction set. Returns its name, and why it is the one.
 
     Raises `LibraryMissing`; RuntimeError if none is right; `ConfigError` for a `SPLITTIME_ISA` that does not run here.
     """
@@ -82,10 +82,12 @@ def _right_ones() -> list[str]:
 
 
 def fastest(names: Sequence[str]) -> tuple[str, str]:
-    """The last of them, the one with the most instructions, unless another is clearly faster; and why."""
+    """Returns the last name, which has the most instructions, unless another is clearly faster; and why.
+
+    names: in the library's order, the portable code first."""
     if len(names) == 1:
         return names[0], f"{names[0]}: the only one that runs here"
-    tried = names[1:]  # the first is the portable code
+    tried = names[1:]
     taken_s = _product_times(tried)
     means_s = {name: math.prod(taken_s[name]) ** (1 / len(RATED)) for name in tried}
     best = min(tried, key=lambda name: means_s[name])
@@ -112,7 +114,7 @@ def _product_times(names: Sequence[str]) -> dict[str, list[float]]:
 
 @functools.cache
 def bytes_read() -> np.ndarray:
-    """What the checks themselves have read, which no weight was for: int64 [READ_KINDS]."""
+    """Bytes that the checks themselves have read, by kind: int64 [READ_KINDS]. To be taken off a model's."""
     choose_isa()
     counts = np.zeros(native.READ_KINDS, dtype=np.int64)
     library().st_bytes_read(counts.ctypes.data)
@@ -120,7 +122,7 @@ def bytes_read() -> np.ndarray:
 
 
 def results() -> list[np.ndarray]:
-    """Returns what the selected instruction set computes, for the same cases each time."""
+    """Returns what the selected instruction set computes for small cases of every kernel, the same cases each time."""
     products = [_product(*kind, tokens) for kind in PRODUCTS for tokens in TOKENS]
     products += [_product_of_integers(scheme, tokens) for scheme in (INT8, INT4) for tokens in TOKENS]
     return [*products, *_elementwise(), *(_attention(kv_type) for kv_type in (FLOAT32, BFLOAT16, INT8)), *_choices()]
@@ -136,7 +138,7 @@ def _normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def _aligned(num_bytes: int) -> tuple[np.ndarray, int]:
-    """Zeros, and the aligned address within them."""
+    """Returns zeros, and the first aligned address within them, from which `num_bytes` are free."""
     raw = np.zeros(num_bytes + native.BLOB_ALIGNMENT, dtype=np.uint8)
     return raw, raw.ctypes.data + -raw.ctypes.data % native.BLOB_ALIGNMENT
 
@@ -150,7 +152,7 @@ def _product(scheme: int, group: int, extras: int, tokens: int) -> np.ndarray:
 
 
 def _packed(scheme: int, group: int, extras: int, rows: int, columns: int) -> tuple[np.ndarray, StLinear]:
-    """Random weights, and the memory that they lie in."""
+    """Returns the memory of a packed random weight, which the caller keeps, and the weight."""
     weight = _normal(scheme, rows, columns)
     raw, blob = _aligned(library().st_packed_bytes(scheme, rows, columns, group, extras))
     library().st_pack(scheme, rows, columns, group, weight.ctypes.data, FLOAT32, 0, rows, blob)
@@ -188,7 +190,7 @@ def _elementwise() -> Iterator[np.ndarray]:
 
 
 def _attention(kv_type: int) -> np.ndarray:
-    """A decode row at position 19, whose past a first call computed, and a prompt of six: [7, HEADS * HEAD_DIM]."""
+    """[7, HEADS * HEAD_DIM]: a decode row at position 19, whose past a first call computed, and a prompt of six."""
     itemsize = {FLOAT32: 4, BFLOAT16: 2, INT8: 1}[kv_type]
     raw, data = _aligned(4 * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM * itemsize)
     scales = np.zeros((4, 2, KV_HEADS, BLOCK_SIZE), dtype=np.float32)

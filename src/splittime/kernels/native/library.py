@@ -1,4 +1,4 @@
-"""The shared library of CPU kernels, by ctypes: the structures and functions of `csrc/splittime.h`, declared once.
+"""The shared library of CPU kernels, by ctypes: the structures and functions of `csrc/splittime.h` and `csrc/peaks.h`.
 
 `library()` loads it, or says why it cannot (`LibraryMissing`): no compiler at install, another processor. ctypes gives
 up the GIL during each call, so the threads that answer health checks run while a step computes.
@@ -11,7 +11,7 @@ import functools
 import importlib.machinery
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from itertools import pairwise
 from pathlib import Path
 
@@ -121,6 +121,12 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_release_pages": (None, (_P, _L)),
     "st_allocate": (_P, (_L,)),
     "st_free": (None, (_P, _L)),
+    "st_peak_name": (c_char_p, (_I,)),
+    "st_peak_kind": (_I, (_I,)),
+    "st_peak_runs": (_I, (_I,)),
+    "st_peak_multiply": (c_double, (_I, _L)),
+    "st_peak_forget": (_I, (_P, _L)),
+    "st_peak_read": (_L, (_I, _P, _L)),
 }
 
 
@@ -161,7 +167,7 @@ def isa_names() -> list[str]:
 
 
 def amx_refusal() -> str:
-    """Why the processor's tiles are not used though it has them; "" where they are, or where there are none."""
+    """Why a processor's AMX is not used; "" where it is, or where there is none."""
     refusal = library().st_amx_refusal().decode()
     return "" if refusal == NO_AMX else refusal
 

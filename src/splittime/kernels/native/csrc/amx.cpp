@@ -1,7 +1,7 @@
-// Whether tiles may be used. A processor that advertises them may still kill the process at the first (seen with another
-// engine on a virtual machine), and the system gives them to those alone who ask. So a child process tries the whole
-// sequence, on a thread other than its first, before this one asks: permission, configuration, loads, a product, a store,
-// and a comparison.
+// Whether the tiles of AMX may be used. A processor that advertises them may still kill the process at their first use (seen
+// with another engine on a virtual machine), and Linux permits them only to a process that asks. So a child process first
+// tries the whole sequence, on a thread other than its first: permission, configuration, loads, products, stores, and a
+// comparison. Only if that works does this process ask for them.
 #include <string.h>
 
 #include "splittime.h"
@@ -28,7 +28,7 @@ static float f32_of_bf16(uint16_t half) {
   return x;
 }
 }  // namespace ST_ISA
-#include "tiles.h"
+#include "amx_tiles.h"
 
 namespace {
 
@@ -43,7 +43,8 @@ bool has_tiles() {
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-// 16 x 64 signed bytes times 64 x 16 unsigned ones, then the same numbers' halves as bfloat16, and what scalars say.
+// Multiplies 16 x 64 signed bytes by 64 x 16 unsigned ones, then 16 x 32 numbers of bfloat16 by 32 x 16, and compares both
+// with sums made one by one.
 void *try_tiles(void *is_right) {
   using namespace amx;
   int8_t x[16][64];
@@ -80,6 +81,7 @@ void *try_tiles(void *is_right) {
   return nullptr;
 }
 
+// Asks Linux for the tiles, for all threads of this process (Documentation/arch/x86/xstate.rst).
 bool ask() { return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0; }
 
 [[noreturn]] void be_the_child() {
@@ -125,10 +127,10 @@ const std::string &refusal() {
 
 }  // namespace
 
-bool tiles_work() { return refusal().empty(); }
+bool amx_works() { return refusal().empty(); }
 extern "C" const char *st_amx_refusal(void) { return refusal().c_str(); }
 
 #else
-bool tiles_work() { return false; }
+bool amx_works() { return false; }
 extern "C" const char *st_amx_refusal(void) { return "the processor has no AMX"; }
 #endif

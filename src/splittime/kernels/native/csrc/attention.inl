@@ -128,8 +128,8 @@ struct Softmax {
 
 #include "attention_decode.inl"
 #include "attention_prefill.inl"
-#ifdef ST_TILES
-#include "attention_prefill_tiles.inl"
+#ifdef ST_AMX
+#include "attention_prefill_amx.inl"
 #endif
 
 namespace ST_ISA::paged {

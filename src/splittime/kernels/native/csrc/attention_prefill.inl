@@ -10,17 +10,17 @@ constexpr int KEY_TILE = 128;
 constexpr int PREFILL_ROWS = 96;     // (query, head) pairs of an item, about
 constexpr int TILE_QUERIES = 48;  // at most: a tile computes what its last query sees for all of them
 
-#ifdef ST_TILES
-constexpr int TILED_ROWS = 256, TILED_QUERIES = 64;  // the same by AMX (attention_prefill_tiles.inl): packed keys cost more
-inline bool is_tiled(const Attend &call) { return call.kv.type == ST_BFLOAT16 && call.kv.head_dim % 32 == 0; }
+#ifdef ST_AMX
+constexpr int AMX_PREFILL_ROWS = 256, AMX_PREFILL_QUERIES = 64;  // on AMX more: packing the keys takes longer there
+inline bool goes_by_amx(const Attend &call) { return call.kv.type == ST_BFLOAT16 && call.kv.head_dim % 32 == 0; }
 #else
-constexpr int TILED_ROWS = 0, TILED_QUERIES = 0;
-inline bool is_tiled(const Attend &) { return false; }
+constexpr int AMX_PREFILL_ROWS = 0, AMX_PREFILL_QUERIES = 0;
+inline bool goes_by_amx(const Attend &) { return false; }
 #endif
 
 inline int32_t tile_queries(const Attend &call) {
-  const int32_t fit = (is_tiled(call) ? TILED_ROWS : PREFILL_ROWS) / call.sharing;
-  const int32_t most = is_tiled(call) ? TILED_QUERIES : TILE_QUERIES;
+  const int32_t fit = (goes_by_amx(call) ? AMX_PREFILL_ROWS : PREFILL_ROWS) / call.sharing;
+  const int32_t most = goes_by_amx(call) ? AMX_PREFILL_QUERIES : TILE_QUERIES;
   return fit < 1 ? 1 : fit > most ? most : fit;
 }
 
@@ -154,16 +154,16 @@ template <class T> void take_tiles(Prefill &state, const int32_t *table) {
   }
 }
 
-#ifdef ST_TILES
-void tiled_prefill(const Attend &call, int32_t row, int32_t kv_head, int32_t part);
+#ifdef ST_AMX
+void amx_prefill(const Attend &call, int32_t row, int32_t kv_head, int32_t part);
 #else
-inline void tiled_prefill(const Attend &, int32_t, int32_t, int32_t) {}
+inline void amx_prefill(const Attend &, int32_t, int32_t, int32_t) {}
 #endif
 
 // Tiles of late queries see most and come first: items are taken from the last to the first.
 template <class T> void prefill_tile(const Attend &call, int32_t row, int32_t kv_head, int32_t part) {
   static thread_local Room<float> memory;
-  if (is_tiled(call)) return tiled_prefill(call, row, kv_head, part);
+  if (goes_by_amx(call)) return amx_prefill(call, row, kv_head, part);
   const int32_t count = call.queries(row), each = tile_queries(call), begin = part * each;
   const int32_t rows = (count - begin < each ? count - begin : each) * call.sharing;
   const int64_t padded = (rows + QUERY_ROWS - 1) / QUERY_ROWS * QUERY_ROWS;

@@ -1,6 +1,6 @@
 // y = x W^T for integer weights. Activations are rounded to int8 once and laid out for the tiles; then threads take items
 // of some panels and some tokens. A token's sums run over the same chunks and blocks of columns whatever the tile, so
-// its result depends on nothing else. Where the processor has tiles of its own, many tokens go by those (linear_tiles.inl).
+// its result depends on nothing else. Where the processor has AMX, products of more tokens use it (linear_amx.inl).
 #include "linear_int_activations.inl"
 
 #include <utility>
@@ -9,11 +9,10 @@ namespace ST_ISA {
 
 constexpr int64_t MOST_TOKENS = 512;    // rounded at a time, which bounds the scratch memory
 constexpr int64_t ITEM_TOKENS = 128, ITEM_PANELS = 8;  // of an item: their chunk of activations stays in L2
-constexpr int64_t TILED_ITEM_TOKENS = 256, TILED_ITEM_PANELS = 16;  // the same by tiles, which need more work for each byte of weights
+constexpr int64_t AMX_ITEM_TOKENS = 256, AMX_ITEM_PANELS = 16;  // on AMX, which needs more work for each byte of weights
 constexpr int64_t DIRECT4 = 12;         // up to here, tiles split nibbles themselves; beyond, the first does for all
 constexpr int64_t STREAMED_BYTES = 2 << 20;
 constexpr int64_t ORDERED_TOKENS = 32;  // up to here, weights are read in the order of memory
-
 
 // One call, for all of its items.
 struct IntProduct {
@@ -198,18 +197,18 @@ inline void int_item(const IntProduct &c, int64_t first, int64_t last, int64_t b
   }
 }
 
-#ifdef ST_TILES
-void tiled_item(const IntProduct &c, int64_t first, int64_t last, int64_t begin, int64_t tokens);
-// Tokens from which tiles are faster (measured, see docs/log.md): of int8 where vectors no longer keep up with memory; with
-// groups later, since the sums of each group leave the tiles.
-constexpr int64_t TILED_FROM = 4, TILED_GROUPS_FROM = 9;
-inline bool is_tiled(const StLinear &weight, int64_t tokens) {
+#ifdef ST_AMX
+void amx_item(const IntProduct &c, int64_t first, int64_t last, int64_t begin, int64_t tokens);
+// From so many tokens on AMX is faster than vectors (measured, see docs/log.md): with int8 where vectors no longer keep up with
+// memory; with groups later, since the sums of each group have to leave the tiles.
+constexpr int64_t AMX_FROM = 4, AMX_GROUPS_FROM = 9;
+inline bool goes_by_amx(const StLinear &weight, int64_t tokens) {
   if (weight.scheme == ST_BFLOAT16) return true;
-  return tokens >= (is_by_row(weight.scheme, weight.group) ? TILED_FROM : TILED_GROUPS_FROM);
+  return tokens >= (is_by_row(weight.scheme, weight.group) ? AMX_FROM : AMX_GROUPS_FROM);
 }
 #else
-inline bool is_tiled(const StLinear &, int64_t) { return false; }
-inline void tiled_item(const IntProduct &, int64_t, int64_t, int64_t, int64_t) {}
+inline bool goes_by_amx(const StLinear &, int64_t) { return false; }
+inline void amx_item(const IntProduct &, int64_t, int64_t, int64_t, int64_t) {}
 #endif
 
 // How many items to cut panels into, by twos: enough for the threads to even out, none too small to be worth a hand-over.
@@ -292,8 +291,7 @@ struct Results {
 inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int64_t x_stride, const Results &to) {
   const int64_t in = weight.in_features;
   const IntLayout layout = layout_of(weight);
-  const bool tiled = is_tiled(weight, tokens);
-
+  const bool by_amx = goes_by_amx(weight, tokens);
   for (int64_t done = 0; done < tokens; done += MOST_TOKENS) {
     const int64_t now = tokens - done < MOST_TOKENS ? tokens - done : MOST_TOKENS;
     const Activations a = activations_for(weight, layout, now);
@@ -307,14 +305,14 @@ inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int
     const bool streams = is_streamed(weight, now, to.y, to.y_stride);
     const IntProduct product = {weight,     layout,  a,       residual, to.residual_stride, to.y_stride, to.y + done * to.y_stride,
                                 streams, to.gated};
-    const int64_t each = tiled ? TILED_ITEM_TOKENS : ITEM_TOKENS;
+    const int64_t each = by_amx ? AMX_ITEM_TOKENS : ITEM_TOKENS;
     const int64_t parts = (now + each - 1) / each, pairs = (layout.panels + 1) / 2;
-    const int64_t items = panel_items(layout, now, parts, tiled ? TILED_ITEM_PANELS : ITEM_PANELS);
+    const int64_t items = panel_items(layout, now, parts, by_amx ? AMX_ITEM_PANELS : ITEM_PANELS);
     for_each((int32_t)(items * parts), [&](int32_t index) {
       const int64_t item = index / parts, part = index % parts;
       const int64_t begin = now * part / parts, end = now * (part + 1) / parts;
       const int64_t first = pairs * item / items * 2, last = pairs * (item + 1) / items * 2;
-      (tiled ? tiled_item : int_item)(product, first, last < layout.panels ? last : layout.panels, begin, end - begin);
+      (by_amx ? amx_item : int_item)(product, first, last < layout.panels ? last : layout.panels, begin, end - begin);
     });
   }
 }
@@ -327,13 +325,13 @@ void linear_int(const StLinear *weight, int32_t tokens, const float *x, int64_t 
 // y = silu(gates) * ups, the weight's outputs being gates, then ups. False where that takes more than one pass.
 bool gated_int(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, float *y) {
   const int64_t inner = weight->out_features / 2;
-  if (!is_tiled(*weight, tokens) || weight->below || inner % PANEL) return false;
+  if (!goes_by_amx(*weight, tokens) || weight->below || inner % PANEL) return false;
   multiply(*weight, tokens, x, x_stride, {nullptr, 0, y, inner, inner / PANEL});
   return true;
 }
 
 }  // namespace ST_ISA
 
-#ifdef ST_TILES
-#include "linear_tiles.inl"
+#ifdef ST_AMX
+#include "linear_amx.inl"
 #endif

@@ -7,8 +7,8 @@
 namespace ST_ISA {
 
 constexpr int64_t CHUNK = 512;  // columns at a time: their weights in L1, many tokens' activations in L2
-#ifdef ST_TILES
-constexpr int64_t SPARE_TOKENS = 32;  // linear_tiles.inl reads whole tiles of tokens
+#ifdef ST_AMX
+constexpr int64_t SPARE_TOKENS = 32;  // linear_amx.inl reads whole tiles of tokens
 #else
 constexpr int64_t SPARE_TOKENS = 0;
 #endif
@@ -94,9 +94,7 @@ inline void round_token8(const Activations &a, int64_t token, const float *x, in
 // To bfloat16, ties to even; a NaN stays one. What pads the last pair is zero.
 inline void round_bfloat16(const Activations &a, int64_t token, const float *x, int64_t in) {
   for (int64_t k = 0; k < in; k += LANES) {
-    const F32 v = load_some(x + k, in - k);
-    const U32 bits = (U32)v, up = bits + 0x7fff + (bits >> 16 & 1);
-    const U16h halves = __builtin_convertvector((v == v ? up : bits | 0x400000) >> 16, U16h);
+    const U16h halves = to_bf16(load_some(x + k, in - k));
     const int64_t left = 2 * ((in - k + 1) / 2 * 2);
     memcpy(place<uint8_t>(a, token, 2 * k), &halves, left < (int64_t)sizeof halves ? left : (int64_t)sizeof halves);
   }

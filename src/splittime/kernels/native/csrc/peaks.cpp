@@ -9,7 +9,7 @@
 #include <cpuid.h>
 #include <immintrin.h>
 
-bool tiles_work();  // amx.cpp
+bool amx_works();  // amx.cpp
 #endif
 
 namespace {
@@ -243,12 +243,12 @@ const Loop LOOPS[] = {
     {"avx2 fma", ST_PEAK_FLOAT32, has_avx2, CHAINS * 16, fma_avx2, NULL},
     {"avx512 fma", ST_PEAK_FLOAT32, has_avx512, CHAINS * 32, fma_avx512, NULL},
     {"avx512 vdpbf16ps", ST_PEAK_BFLOAT16, has_bf16, CHAINS * 64, bf16_avx512, NULL},
-    {"amx tdpbf16ps", ST_PEAK_BFLOAT16, tiles_work, TILE_CHAINS * 16 * 16 * 32 * 2, tiles_bf16, NULL},
+    {"amx tdpbf16ps", ST_PEAK_BFLOAT16, amx_works, TILE_CHAINS * 16 * 16 * 32 * 2, tiles_bf16, NULL},
     {"avx2 vpmaddwd", ST_PEAK_INT8, has_avx2, CHAINS * 32, pairs16_avx2, NULL},
     {"avx2 vpmaddubsw", ST_PEAK_INT8, has_avx2, CHAINS * 64, pairs8_avx2, NULL},
     {"avx512 vpmaddubsw", ST_PEAK_INT8, has_avx512, CHAINS * 128, pairs8_avx512, NULL},
     {"avx512 vpdpbusd", ST_PEAK_INT8, has_vnni, CHAINS * 128, vnni_avx512, NULL},
-    {"amx tdpbssd", ST_PEAK_INT8, tiles_work, TILE_CHAINS * 16 * 16 * 64 * 2, tiles_int8, NULL},
+    {"amx tdpbssd", ST_PEAK_INT8, amx_works, TILE_CHAINS * 16 * 16 * 64 * 2, tiles_int8, NULL},
     {"avx2 read", ST_PEAK_READ, has_avx2, 0, NULL, read_avx2<false>},
     {"avx2 read ahead", ST_PEAK_READ, has_avx2, 0, NULL, read_avx2<true>},
     {"avx512 read", ST_PEAK_READ, has_avx512, 0, NULL, read_avx512<false>},

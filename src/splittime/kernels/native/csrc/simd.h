@@ -74,6 +74,10 @@ inline __attribute__((always_inline)) F32 load_bf16(const uint16_t *p) {
 }
 
 // Round to bfloat16, ties to even; a NaN stays one.
+inline __attribute__((always_inline)) U16h to_bf16(F32 v) {
+  const U32 bits = (U32)v, up = bits + 0x7fff + (bits >> 16 & 1);
+  return __builtin_convertvector((v == v ? up : bits | 0x400000) >> 16, U16h);
+}
 inline uint16_t bf16_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);

@@ -22,15 +22,15 @@ enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4
  * minimum that is taken off. One of the two: scale * (q - zero) - minimum is scale * (q - 8) less a higher minimum. */
 enum { ST_ZEROS = 1, ST_MINIMA = 2 };
 
-/* In their place for ST_BFLOAT16: activations are rounded to bfloat16 before the product, as instructions for two such
- * numbers want it. Without it they are taken as they are, whatever the processor. */
+/* For ST_BFLOAT16: activations are rounded to bfloat16 before the product, as the processor's products of bfloat16 want
+ * it. Without it they stay float32, whatever the processor. */
 enum { ST_ROUNDED_ACTIVATIONS = 4 };
 
 /* A weight [out_features, in_features] in the layout of its scheme, `blob` made by st_pack or st_pack_rounded.
  * group: columns that share a scale: of ST_INT4 a multiple of 32; of ST_INT8 a multiple of 16, or 0 for one scale a row.
- * extras: ST_ZEROS or ST_MINIMA; of ST_BFLOAT16 ST_ROUNDED_ACTIVATIONS; or 0. bias: [out_features] or NULL. columns: [in_features] or NULL, of integer weights: the
- * j-th column multiplies x[columns[j]]. below: the weight whose outputs follow this one's, or NULL; it has the same
- * in_features and may have another scheme and other columns. */
+ * extras: ST_ZEROS or ST_MINIMA; of ST_BFLOAT16 ST_ROUNDED_ACTIVATIONS; or 0. bias: [out_features] or NULL.
+ * columns: [in_features] or NULL, of integer weights: the j-th column multiplies x[columns[j]]. below: the weight whose
+ * outputs follow this one's, or NULL; it has the same in_features and may have another scheme and other columns. */
 typedef struct StLinear {
   int32_t scheme, out_features, in_features, group, extras;
   const uint8_t *blob;

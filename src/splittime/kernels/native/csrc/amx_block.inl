@@ -1,26 +1,26 @@
-// The product that all kernels with tiles are made of: up to 32 rows times up to 32 columns, in up to four tiles of sums.
+// The product that all kernels on AMX are made of: up to 32 rows times up to 32 columns, in up to four tiles of sums.
 #pragma once
 #include <type_traits>
 
-#include "tiles.h"
+#include "amx_tiles.h"
 
 namespace ST_ISA {
 
-constexpr int64_t TILE_ROWS = 16;
+constexpr int64_t AMX_ROWS = 16;
 
-// sums (+)= x w^T: `steps` times 64 bytes (or fewer, see TileConfig) of each row of x, and as many of each column of w, which
-// are four bytes of 16 lines each. Strides and distances are in bytes; second_ is what is between the first 16 columns and
-// the others. The sums are 32-bit integers or floats.
-struct TileCall {
+// sums (+)= x w^T. A step multiplies 64 bytes (or fewer, see TileConfig) of each row of x with as many of each column of w; of
+// w they lie as 16 lines, each with four bytes of every column. Strides and distances are in bytes; second_...: from the
+// first 16 columns to the second. The sums are 32-bit integers, or floats.
+struct AmxCall {
   const uint8_t *x;
   int64_t x_stride;
   const uint8_t *w;
   int64_t w_stride, second_w, steps;
   void *sums;
   int64_t sum_stride, second_sums;
-  bool is_first;         // sums begin at 0
+  bool is_first;         // sums begin at 0 and not at what is in memory
   const uint8_t *ahead;  // weights to fetch meanwhile into the second-level cache
-  int64_t second_ahead, ahead_lines;  // lines a step
+  int64_t second_ahead, ahead_lines;  // cache lines a step
 };
 
 template <bool IS_FLOAT, int C, int A, int B> inline __attribute__((always_inline)) void tile_product() {
@@ -30,18 +30,18 @@ template <bool IS_FLOAT, int C, int A, int B> inline __attribute__((always_inlin
     tile_product_bytes<C, A, B>();
 }
 
-// body(tile, address) for each tile of sums.
-template <int ROWS, int COLUMNS, class F> inline __attribute__((always_inline)) void each_sum(const TileCall &call, F &&body) {
+// Calls body(tile, address) for each tile of sums.
+template <int ROWS, int COLUMNS, class F> inline __attribute__((always_inline)) void each_sum(const AmxCall &call, F &&body) {
   uint8_t *first = (uint8_t *)call.sums, *second = first + call.second_sums;
-  const int64_t below = TILE_ROWS * call.sum_stride;
+  const int64_t below = AMX_ROWS * call.sum_stride;
   body(std::integral_constant<int, 4>(), first);
   if (COLUMNS == 2) body(std::integral_constant<int, 5>(), second);
   if (ROWS == 2) body(std::integral_constant<int, 6>(), first + below);
   if (ROWS == 2 && COLUMNS == 2) body(std::integral_constant<int, 7>(), second + below);
 }
 
-// ROWS, COLUMNS: tiles of 16.
-template <bool IS_FLOAT, int ROWS, int COLUMNS> void tile_block(const TileCall &call) {
+// ROWS, COLUMNS: in tiles of 16.
+template <bool IS_FLOAT, int ROWS, int COLUMNS> void amx_block(const AmxCall &call) {
   each_sum<ROWS, COLUMNS>(call, [&](auto tile, uint8_t *at) {
     if (call.is_first)
       tile_zero<tile>();
@@ -65,12 +65,12 @@ template <bool IS_FLOAT, int ROWS, int COLUMNS> void tile_block(const TileCall &
   each_sum<ROWS, COLUMNS>(call, [&](auto tile, uint8_t *at) { tile_store<tile>(at, call.sum_stride); });
 }
 
-typedef void (*TileBlock)(const TileCall &);
+typedef void (*AmxBlock)(const AmxCall &);
 
-// The block for so many rows and tiles of columns.
-template <bool IS_FLOAT> inline TileBlock tile_block_of(int64_t rows, int64_t columns) {
-  if (rows > TILE_ROWS) return columns == 2 ? tile_block<IS_FLOAT, 2, 2> : tile_block<IS_FLOAT, 2, 1>;
-  return columns == 2 ? tile_block<IS_FLOAT, 1, 2> : tile_block<IS_FLOAT, 1, 1>;
+// rows: of x, 1 to 32; columns: in tiles of 16.
+template <bool IS_FLOAT> inline AmxBlock amx_block_of(int64_t rows, int64_t columns) {
+  if (rows > AMX_ROWS) return columns == 2 ? amx_block<IS_FLOAT, 2, 2> : amx_block<IS_FLOAT, 2, 1>;
+  return columns == 2 ? amx_block<IS_FLOAT, 1, 2> : amx_block<IS_FLOAT, 1, 1>;
 }
 
 }  // namespace ST_ISA

@@ -1,23 +1,22 @@
-// y = x W^T by tiles of AMX: int8 and int4 weights, and bfloat16 ones with rounded activations. The weights lie as the other
-// kernels have them: 16 outputs times 64 bytes of a panel are a tile, so that a product may go either way.
+// y = x W^T on AMX: int8 and int4 weights, and bfloat16 ones with rounded activations. The weights lie as for the vector
+// kernels: 16 outputs times 64 bytes of a panel are a tile, so either kind of kernel can read them.
 //
-// Integer products are exact, and what follows them is the same code, so a token's result has the same bits by tiles as by
-// vectors: the number of tokens decides, by speed alone. Those of bfloat16 add in an order of their own: on this instruction
-// set they go by tiles whatever the number of tokens.
+// Integer products are exact and the code after them is shared, so a token's result has the same bits on AMX as on vectors:
+// which is used depends on the number of tokens, by speed alone. bfloat16 products add in another order than the vector
+// kernels' do: on this instruction set they use AMX whatever the number of tokens.
 //
-// Of many tokens, 32 at a time times a chunk of their columns (32 KB) stay in the first-level cache while the weights of an
-// item's panels pass, 32 outputs at a time, from the second. Measured on a Sapphire Rapids class Xeon: 3.5 to 4 of 6.4
-// TOP/s a core, where loads that all hit the first level have 5.3; prefetching into the first level costs more than it brings.
+// With many tokens, a chunk of the columns of 32 tokens (16 KB) stays in the first-level cache while the weights of an item's
+// panels come from the second, 32 outputs at a time. Measured on a Sapphire Rapids class Xeon, one core, int8: 3.5 to 4 TOP/s
+// of at most 6.4; 5.3 where all loads hit the first level. Prefetching into the first level costs more than it saves.
 #pragma once
-#include "tile_block.inl"
+#include "amx_block.inl"
 #include "vecmath.inl"
 
 namespace ST_ISA {
 
-constexpr int64_t TILE_TOKENS = TILE_ROWS, BLOCK_TOKENS = 2 * TILE_TOKENS;
+constexpr int64_t TILE_TOKENS = AMX_ROWS, BLOCK_TOKENS = 2 * TILE_TOKENS;
 
-
-// Pairs of four-bit integers -> bytes, in the order of an int8 panel.
+// Unpacks pairs of four-bit integers into bytes, in the order of an int8 panel.
 inline void split_pairs(const uint8_t *pairs, int64_t bytes, uint8_t *to) {
   for (int64_t i = 0; i < bytes; i += 64, to += 128) {
     const U8 both = load<U8>(pairs + i);
@@ -25,21 +24,23 @@ inline void split_pairs(const uint8_t *pairs, int64_t bytes, uint8_t *to) {
   }
 }
 
-// One call of the kernels below: tokens [token, token + tokens) times panels [panel, panel + panels) of one chunk; both count
-// from the item's first, at most BLOCK_TOKENS and 2.
-struct TiledBlock {
+// A part of an AmxPart that one call computes: tokens [token, token + tokens) times panels [panel, panel + panels) of one chunk,
+// counted from the part's first; at most BLOCK_TOKENS and 2.
+struct PartBlock {
   int64_t chunk, token, tokens, panel, panels;
 };
 
-// Some panels times some tokens: an item of a thread's work, or a part of one.
-struct TiledPart {
+// Some panels times some tokens: an item of a thread's work, or as much of one as its scratch memory holds.
+struct AmxPart {
   const IntProduct &c;
   int64_t panel, panels, token, tokens;
   uint8_t *split;  // [panel][CHUNK * PANEL], of int4
   uint8_t *sums;   // [panel][tokens, rounded up][PANEL], of 4 bytes each
 
-  bool is_ordered() const { return tokens <= TILE_TOKENS; }  // weights are used once: they are read in the order of memory
-  int64_t second_panel() const { return (c.place_of(1) - c.place_of(0)) * c.layout.panel_bytes; }  // of a block
+  // Each weight is used once, so they are read in the order of memory.
+  bool is_ordered() const { return tokens <= TILE_TOKENS; }
+  // Bytes from a block's first panel to its second.
+  int64_t second_panel() const { return (c.place_of(1) - c.place_of(0)) * c.layout.panel_bytes; }
   int64_t panel_sums() const { return (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS * BLOCK_TOKENS * PANEL * 4; }
 
   void run() const {
@@ -58,7 +59,7 @@ struct TiledPart {
       }
   }
 
-  void add(const TiledBlock &block) const {
+  void add(const PartBlock &block) const {
     if (c.weight.scheme == ST_BFLOAT16) return add_chunk<true>(block);
     if (is_by_row(c.weight.scheme, c.weight.group)) return add_chunk<false>(block);
     if (c.weight.extras & ST_MINIMA) return add_groups<ST_MINIMA>(block);
@@ -66,8 +67,8 @@ struct TiledPart {
     add_groups<0>(block);
   }
 
-  TileCall call_of(const TiledBlock &at) const {
-    TileCall call{};
+  AmxCall call_of(const PartBlock &at) const {
+    AmxCall call{};
     call.x_stride = c.x.width(at.chunk);
     call.x = c.x.values + c.x.at(at.chunk, token + at.token);
     const bool is_split = c.weight.scheme == ST_INT4;
@@ -80,8 +81,8 @@ struct TiledPart {
     return call;
   }
 
-  // Each block of tokens fetches its share of the weights that come next.
-  void fetch(TileCall &call, const TiledBlock &at) const {
+  // Prefetch the weights of the next chunk, or panels, into the second-level cache: each block of tokens a share of them.
+  void fetch(AmxCall &call, const PartBlock &at) const {
     const int64_t shares = panel_sums() / (BLOCK_TOKENS * PANEL * 4), bytes = c.values(0, 1) - c.values(0, 0);
     const int64_t lines = (bytes / 64 + shares - 1) / shares, following = panel + at.panel + (is_ordered() ? 2 : panels);
     const bool is_last = at.chunk + 1 == c.chunks();
@@ -90,11 +91,11 @@ struct TiledPart {
     call.ahead_lines = (lines + CHUNK / 64 - 1) / (CHUNK / 64);
   }
 
-  // Where sums run over whole rows: int8 without groups, and bfloat16, whose last step may be a short one.
-  template <bool IS_FLOAT> void add_chunk(const TiledBlock &at) const {
+  // For weights whose sums run over whole rows: int8 without groups, and bfloat16, whose last step may be short.
+  template <bool IS_FLOAT> void add_chunk(const PartBlock &at) const {
     const int64_t width = c.x.width(at.chunk), short_step = width % 64;
-    const TileBlock products = tile_block_of<IS_FLOAT>(at.tokens, at.panels);
-    TileCall call = call_of(at);
+    const AmxBlock products = amx_block_of<IS_FLOAT>(at.tokens, at.panels);
+    AmxCall call = call_of(at);
     call.steps = width / 64;
     products(call);
     if (!short_step) return;
@@ -104,17 +105,17 @@ struct TiledPart {
     tiles_begin(64);
   }
 
-  // Where they run over the blocks of a chunk, each of which has scales of its own.
-  template <int EXTRAS> void add_groups(const TiledBlock &at) const {
+  // For weights in groups: sums run over the blocks of a chunk, each of which has scales of its own.
+  template <int EXTRAS> void add_groups(const PartBlock &at) const {
     const int64_t block = c.x.block, depth = block < 64 ? block : 64, blocks = c.x.width(at.chunk) / block;
     alignas(64) int32_t dots[2][BLOCK_TOKENS][PANEL];
     if (c.weight.scheme == ST_INT4 && at.token == 0)
       for (int64_t i = at.panel; i < at.panel + at.panels; i++)
         split_pairs(c.values(c.place_of(panel + i), at.chunk), blocks * block * PANEL / 2, split + i * CHUNK * PANEL);
-    TileCall call = call_of(at);
+    AmxCall call = call_of(at);
     float *to = (float *)call.sums;
     call.sums = dots, call.second_sums = sizeof dots[0], call.is_first = true, call.steps = block / depth;
-    const TileBlock products = tile_block_of<false>(at.tokens, at.panels);
+    const AmxBlock products = amx_block_of<false>(at.tokens, at.panels);
     const Block *about = c.x.blocks + c.x.at(at.chunk, token + at.token) / block;
     for (int64_t b = 0; b < blocks; b++, about++, call.x += block, call.w += block * PANEL) {
       products(call);
@@ -125,7 +126,7 @@ struct TiledPart {
     }
   }
 
-  // to += scales * (a block's products), of `count` tokens.
+  // to += scales * (a block's products), for `count` tokens.
   template <int EXTRAS>
   void add_dots(int64_t p, int64_t group, const int32_t (*dots)[PANEL], int64_t count, const Block *about, int64_t blocks,
                 float *to) const {
@@ -145,7 +146,7 @@ struct TiledPart {
         for (int64_t p = 0; p < panels; p++) finish(c, panel + p, token + t, [&](int) { return result(p, t); });
   }
 
-  // A panel of gates and the one of ups that belongs to it.
+  // y = silu(gates) * ups for one token: p is a panel of gates, p + 1 the panel of ups that belongs to it.
   void finish_gated(int64_t p, int64_t t) const {
     F32 halves[2] = {result(p, t), result(p + 1, t)};
     if (c.weight.bias)
@@ -163,11 +164,11 @@ struct TiledPart {
   }
 };
 
-// Panels [first, last) for tokens [begin, begin + tokens).
-void tiled_item(const IntProduct &c, int64_t first, int64_t last, int64_t begin, int64_t tokens) {
+// y for panels [first, last) and tokens [begin, begin + tokens).
+void amx_item(const IntProduct &c, int64_t first, int64_t last, int64_t begin, int64_t tokens) {
   static thread_local Room<uint8_t> scratch;
-  const int64_t together = last - first < TILED_ITEM_PANELS ? last - first : TILED_ITEM_PANELS;
-  TiledPart part = {c, first, together, begin, tokens, nullptr, nullptr};
+  const int64_t together = last - first < AMX_ITEM_PANELS ? last - first : AMX_ITEM_PANELS;
+  AmxPart part = {c, first, together, begin, tokens, nullptr, nullptr};
   part.split = scratch.of(together * (CHUNK * PANEL + part.panel_sums()));
   part.sums = part.split + together * CHUNK * PANEL;
   tiles_begin(c.x.depth());

@@ -1,17 +1,18 @@
-// A tile of a row's query tokens by tiles of AMX, where keys and values are kept as bfloat16: queries and weights are rounded
-// to it too, scores, softmax and results stay float32. Which keys are taken together, and in which order, is as in
-// attention_prefill.inl, so that a query's result depends on no other here either.
+// attention_prefill.inl on AMX, for keys and values kept as bfloat16. Queries, and the softmax's weights, are rounded to
+// bfloat16 too; scores, softmax and results stay float32. Keys are taken in the same tiles and order as there, so here too a
+// query's result depends on no other query.
 #pragma once
-#include "tile_block.inl"
+#include "amx_block.inl"
 
 namespace ST_ISA::paged {
 
-// Two neighbours as one: tokens of values, dimensions of keys.
+// Pairs of 16-bit numbers as 32-bit ones, as AMX multiplies them: neighbouring tokens of values, dimensions of keys.
 ST_INLINE U32 paired(const uint16_t *low, const uint16_t *high) {
   return __builtin_convertvector(load<U16h>(low), U32) | __builtin_convertvector(load<U16h>(high), U32) << 16;
 }
 
-// Keys of tokens [from, to), [head_dim / 2][KEY_TILE] pairs of dimensions; token t goes to column t - origin.
+// Copies the keys of tokens [from, to) to to_pairs [head_dim / 2][KEY_TILE], pairs of dimensions; token t goes to column
+// t - origin.
 inline void pack_keys(const StKv &kv, const int32_t *table, int head, int32_t origin, int32_t from, int32_t to, uint32_t *to_pairs) {
   const int32_t size = kv.block_size, dim = kv.head_dim;
   for (int32_t t = from; t < to;) {
@@ -29,7 +30,8 @@ inline void pack_keys(const StKv &kv, const int32_t *table, int head, int32_t or
   }
 }
 
-// Values of tokens [from, to), [KEY_TILE / 2][head_dim] pairs of tokens; zeros for the others of the steps of 32 tokens.
+// Copies the values of tokens [from, to) to to_pairs [KEY_TILE / 2][head_dim], pairs of tokens. The rest of the first and the
+// last 32 tokens is zeros.
 inline void pack_values(const StKv &kv, const int32_t *table, int head, int32_t origin, int32_t from, int32_t to,
                         uint32_t *to_pairs) {
   const int32_t size = kv.block_size, dim = kv.head_dim, begin = (from - origin) / 32 * 32, end = (to - origin + 31) / 32 * 32;
@@ -44,14 +46,8 @@ inline void pack_values(const StKv &kv, const int32_t *table, int head, int32_t 
   }
 }
 
-// To bfloat16, ties to even.
-ST_INLINE U16h rounded_halves(F32 v) {
-  const U32 bits = (U32)v, up = bits + 0x7fff + (bits >> 16 & 1);
-  return __builtin_convertvector((v == v ? up : bits | 0x400000) >> 16, U16h);
-}
-
-// What Prefill has, and the same as operands of tiles.
-struct TiledPrefill : Prefill {
+// Prefill with its operands as AMX takes them.
+struct AmxPrefill : Prefill {
   uint16_t *q16, *weights16;  // [row][head_dim], [row][KEY_TILE]
   uint32_t *keys16, *values16;
 
@@ -61,35 +57,36 @@ struct TiledPrefill : Prefill {
     for (int32_t row = 0; row < padded; row++) {
       const float *from = row < rows ? call.query(token + row / call.sharing, head * call.sharing + row % call.sharing) : nullptr;
       for (int32_t d = 0; d < dim; d += LANES)
-        store(q16 + row * dim + d, rounded_halves(from ? load<F32>(from + d) * factor : F32{}));
+        store(q16 + row * dim + d, to_bf16(from ? load<F32>(from + d) * factor : F32{}));
       softmaxes[row] = Softmax();
       keeps[row] = 1;
     }
     memset(results, 0, sizeof(float) * padded * call.wide_dim);
   }
 
-  // The last position that a pair of register tiles sees.
+  // The last position that 32 rows from `begin` see.
   int32_t last_of_block(int32_t begin) const { return position_of(begin + 32 < rows ? begin + 31 : rows - 1); }
 
   void score_tile(int32_t at, int32_t from, int32_t to) {
-    TileCall block{};
+    AmxCall block{};
     block.x_stride = call.kv.head_dim * 2, block.w_stride = KEY_TILE * 4, block.steps = call.kv.head_dim / 32;
     block.second_w = 64, block.second_sums = 64, block.sum_stride = KEY_TILE * 4, block.is_first = true;
     for (int32_t row = 0; row < rows; row += 32)
       for (int32_t key = from / 32 * 32; key < to && at + key <= last_of_block(row); key += 32) {
         block.x = (const uint8_t *)(q16 + row * call.kv.head_dim), block.w = (const uint8_t *)(keys16 + key);
         block.sums = scores + row * KEY_TILE + key;
-        tile_block_of<true>(rows - row, 2)(block);
+        amx_block_of<true>(rows - row, 2)(block);
       }
   }
 
-  // The weights of [from, to) as bfloat16, and zeros in what is left of the steps of 32; what was summed up before, scaled.
+  // Rounds the weights of keys [from, to) to bfloat16, with zeros in the rest of the first and the last 32 keys, and scales
+  // what earlier tiles of keys have summed up.
   void round_weights(int32_t from, int32_t to) {
     const int32_t begin = from / LANES * LANES, end = (to + LANES - 1) / LANES * LANES;
     for (int32_t row = 0; row < rows; row++) {
       for (int32_t key = from / 32 * 32; key < (to + 31) / 32 * 32; key += LANES)
         store(weights16 + row * KEY_TILE + key,
-              key < begin || key >= end ? U16h{} : rounded_halves(load<F32>(scores + row * KEY_TILE + key)));
+              key < begin || key >= end ? U16h{} : to_bf16(load<F32>(scores + row * KEY_TILE + key)));
       if (keeps[row] == 1) continue;
       float *result = results + (int64_t)row * call.wide_dim;
       for (int32_t d = 0; d < call.wide_dim; d += LANES) store(result + d, load<F32>(result + d) * keeps[row]);
@@ -98,7 +95,7 @@ struct TiledPrefill : Prefill {
 
   void mix_tile(int32_t at, int32_t from, int32_t to) {
     const int32_t dim = call.kv.head_dim, first = from / 32 * 32;
-    TileCall block{};
+    AmxCall block{};
     block.x_stride = KEY_TILE * 2, block.w_stride = dim * 4;
     block.second_w = 64, block.second_sums = 64, block.sum_stride = call.wide_dim * 4;
     for (int32_t row = 0; row < rows; row += 32) {
@@ -107,7 +104,7 @@ struct TiledPrefill : Prefill {
       for (int32_t d = 0; d < dim && block.steps > 0; d += 32) {
         block.x = (const uint8_t *)(weights16 + row * KEY_TILE + first), block.w = (const uint8_t *)(values16 + first / 2 * dim + d);
         block.sums = results + (int64_t)row * call.wide_dim + d;
-        tile_block_of<true>(rows - row, 2)(block);
+        amx_block_of<true>(rows - row, 2)(block);
       }
     }
   }
@@ -128,14 +125,14 @@ struct TiledPrefill : Prefill {
   }
 };
 
-void tiled_prefill(const Attend &call, int32_t row, int32_t kv_head, int32_t part) {
+void amx_prefill(const Attend &call, int32_t row, int32_t kv_head, int32_t part) {
   static thread_local Room<float> memory;
   const int32_t count = call.queries(row), each = tile_queries(call), begin = part * each;
   const int32_t rows = (count - begin < each ? count - begin : each) * call.sharing;
   const int64_t padded = (rows + 31) / 32 * 32, dim = call.kv.head_dim;
   float *at = memory.of(padded * (2 * LANES + KEY_TILE + dim + 1 + dim / 2 + KEY_TILE / 2) + KEY_TILE * dim);
   const int32_t token = call.batch.query_begins[row] + begin, position = call.batch.context_lens[row] - count + begin;
-  TiledPrefill state{{call, kv_head, token, position, rows, (int32_t)padded}};
+  AmxPrefill state{{call, kv_head, token, position, rows, (int32_t)padded}};
   state.softmaxes = (Softmax *)at;
   state.scores = at + padded * 2 * LANES;
   state.results = state.scores + padded * KEY_TILE;

@@ -1,10 +1,11 @@
-// Tiles of AMX: 8 registers of 16 rows of 64 bytes, and products of two of them. The instructions are written as assembly,
-// since the compiler's own intrinsics take literal numbers alone. With ST_EMULATED the same functions are plain
-// C++, so that the kernels on top of them run, and are tested, on any processor.
+// Tiles of AMX: eight registers of 16 rows of 64 bytes, and products of two of them. (In the other kernels a tile is a block
+// of sums in vector registers.) The instructions are assembly, because the compiler's intrinsics take no template argument
+// for a tile's number. With ST_EMULATED the same functions are plain C++, so that the kernels on top of them run, and are
+// tested, on any processor.
 //
-// Numbers have one meaning everywhere: 0 and 1 hold activations (16 tokens each), 2 and 3 weights (16 outputs each), 4 to 7
-// sums: 4 = 0 x 2, 5 = 0 x 3, 6 = 1 x 2, 7 = 1 x 3. All have 16 rows: what lies in the rows of tokens that are not
-// there is computed with and thrown away, since a product takes as long for one row as memory takes to bring its weights.
+// Each tile has one use everywhere: 0 and 1 hold activations (16 tokens each), 2 and 3 weights (16 outputs each), 4 to 7 sums:
+// 4 = 0 x 2, 5 = 0 x 3, 6 = 1 x 2, 7 = 1 x 3. All have 16 rows. Where there are fewer tokens, the other rows are computed too
+// and their results are thrown away: memory takes longer to bring the weights than the whole product takes.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -57,7 +58,7 @@ template <int C, int A, int B> void tile_product_bytes() {
       memcpy(&emulated.data[C][m][4 * n], &sum, 4);
     }
 }
-// Even and odd products are added up apart, then to each other, then to the sum.
+// TDPBF16PS adds the even and the odd products up apart, then both to each other, then that to the sum.
 template <int C, int A, int B> void tile_product_bfloat16() {
   const auto at = [](const uint8_t *pair, int i) {
     uint16_t half;
@@ -78,12 +79,12 @@ template <int C, int A, int B> void tile_product_bfloat16() {
 
 #else
 
-// Never assumed to be still there from an earlier call: torch's own products set it in the same threads.
+// Called anew before each use: torch's own products configure the tiles of the same threads.
 inline void tiles_begin(int depth) {
   const TileConfig config(depth);
   asm volatile("ldtilecfg %0" : : "m"(config));
 }
-// Without tiles in use, a switch of threads has 8 KB less to save.
+// Once the tiles are released, a switch of threads has 8 KB less to save.
 inline void tiles_end() { asm volatile("tilerelease"); }
 template <int T> inline __attribute__((always_inline)) void tile_zero() { asm volatile("tilezero %%tmm%c0" : : "i"(T)); }
 template <int T> inline __attribute__((always_inline)) void tile_load(const void *from, int64_t stride) {
