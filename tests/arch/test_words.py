@@ -8,6 +8,9 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "splittime"
 RIDDLES = {"bed", "fate", "fitted", "happened", "lapse", "lost", "news", "sparing", "told", "way"}
 
+# beginnings of docstrings that speak of something named elsewhere
+WITHOUT_SUBJECT = ("Also ", "And ", "It ", "Likewise", "Of ", "So ", "That ", "The same ", "They ", "Those ")
+
 
 @cache
 def trees() -> dict[Path, ast.Module]:
@@ -33,7 +36,7 @@ def test_a_class_name_has_one_meaning():
 def test_a_docstring_names_its_subject():
     described = nodes(ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
     begins = [(path, getattr(node, "name", ""), ast.get_docstring(node) or "") for path, node in described]
-    assert [(path, name) for path, name, text in begins if text.startswith("Of ")] == []
+    assert [(path, name) for path, name, text in begins if text.startswith(WITHOUT_SUBJECT)] == []
 
 
 def test_no_name_is_a_riddle():

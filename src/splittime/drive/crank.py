@@ -36,8 +36,8 @@ Pieces = Iterator[Machine | None]
 
 
 class Measuring:
-    """pieces: what is to be done; None: nothing. ended_ns: the end of the latest piece; a request that came before that
-    is told that it waited for it (`measuring`)."""
+    """The measurement of the machine. pieces: what is left of it; None: nothing. ended_ns: the end of the latest piece;
+    the account of a request that came before that says that it waited for it (`measuring`)."""
 
     def __init__(self, pieces: Pieces | None, clock: Clock) -> None:
         self.ended_ns = 0
@@ -85,7 +85,8 @@ class EngineParts:
 
 
 class Crank:
-    """Not thread-safe. `pauses`, `processor`: what is to be told of the collector, and of the thread that turns."""
+    """Not thread-safe. pauses: of the garbage collector; processor: time of the thread that turns the crank. Both are
+    told with each step; None: not."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class Recorder:
         self._scheduler = scheduler
         self._idle_since_ns: int | None = None
         self._idle_ns = 0
-        self._victims: tuple[str, ...] = ()  # preempted for a step that there was nothing left to do in
+        self._victims: tuple[str, ...] = ()  # preempted while planning steps that came out empty
 
     def note_victims(self, victims: Sequence[str]) -> None:
         """Preempted for a plan of which no step came: the next record names them."""

@@ -65,7 +65,9 @@ FILLING = 60  # two of it are 0.0115 as a bfloat16: nothing here is zero, infini
 
 
 class Gauge:
-    """For one backend, scheme of weights and number of threads. folder: where ceilings are kept; None for nowhere."""
+    """Measures the ceilings for one backend, scheme of weights and number of threads.
+
+    folder: where they are kept; None for nowhere."""
 
     def __init__(self, ops: Ops, scheme: WeightScheme, threads: int, folder: Path | None) -> None:
         self._ops, self._scheme = ops, scheme
@@ -82,7 +84,7 @@ class Gauge:
         return self._best(recall(self._path).get(self._key, []))
 
     def is_due(self) -> bool:
-        """It is time to measure again."""
+        """Whether it is time to measure again."""
         return time.time_ns() - (self.known().measured_at_unix_ns or 0) > RENEW_AFTER_S * 10**9
 
     def measure(self) -> Iterator[Machine | None]:
@@ -145,14 +147,14 @@ class Gauge:
         yield len(memory) / best_s
 
     def _reads(self, part: Tensor, threads: ThreadPoolExecutor) -> list[Callable[[], object]]:
-        """Ways to read it."""
+        """Ways to read the part: one for each loop that reads."""
         if not self._loops:
             return [part.view(torch.float32).sum]  # torch has its own threads
         shares = self._shares(part)
         return [partial(_all, threads, loop.read, shares) for loop in self._loops if loop.kind == peaks.READ]
 
     def _shares(self, part: Tensor) -> Sequence[Tensor]:
-        """One for each thread, in whole pages."""
+        """Cut the part, one share for each thread, in whole pages."""
         return part.split(-(-len(part) // (self._plain.threads * PAGE_BYTES)) * PAGE_BYTES)
 
     def _allocate(self, num_bytes: int) -> Tensor:

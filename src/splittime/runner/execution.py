@@ -243,7 +243,9 @@ class Launched:
 def _accepted(
     found: ComputedRows, lines: Sequence[int], tokens: list[int], block_size: int
 ) -> Iterator[tuple[Slot, list[int]]]:
-    """The lines of `found.sampling` whose tokens are accepted, of these, by request, which learns them."""
+    """Yields each request with those of its `lines` whose tokens are accepted, once it has learnt these tokens.
+
+    lines: indices of `found.sampling`. That of a draft is accepted only if the draft was right."""
     batch, sampling, contexts = found.batch, found.sampling, found.batch.attention.context_lens
     if not batch.has_drafts:
         for line in lines:

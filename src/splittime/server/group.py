@@ -72,8 +72,8 @@ class Group:
         self._follow_all()
 
     def _take_back(self, request_ids: Sequence[str]) -> None:
-        """Some were submitted before one was refused: end them, and hear them out. The rest's ids are not ours: one may
-        be that of another request."""
+        """End the choices that were submitted before one was refused, and follow them to their end. The others' ids are
+        left alone: one may be another request's."""
         self.choices = self.choices[: len(request_ids)]
         self._writer.abandon()
         for request_id in request_ids:

@@ -79,7 +79,7 @@ def slowest_steps(steps: Iterable[StepRecord]) -> tuple[int, ...]:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same instants as disjoint spans, in order."""
+    """The spans' instants as disjoint spans, in order."""
     merged: list[Span] = []
     for begin_ns, end_ns in sorted(spans):
         if merged and begin_ns <= merged[-1][1]:

@@ -1,4 +1,4 @@
-"""The same figures under vLLM's names, so that the dashboards and routers made for it read this server too.
+"""This server's figures under vLLM's names, so that the dashboards and routers made for it read this server too.
 
 Where the definitions differ, so do the figures: our time to first token ends when the token is written, our prefill and
 decode times leave out preempted time, and tokens are counted when their request ends. Every series has the labels that
