@@ -31,7 +31,7 @@ from splittime.core.errors import ErrorInfo, RequestError
 from splittime.core.facts import Machine
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import AWAKE, Part, SleepReport
+from splittime.core.sleep import Part, SleepReport
 from splittime.core.step import TokenLogprob
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.host_time import machine_time
@@ -149,8 +149,6 @@ class LLM:
         """Give memory back until `wake`: of the KV cache, whose content is forgotten, and of the weights, which are
         kept in host memory (level 1) or dropped (2). Nothing is generated meanwhile. See docs/guides/sleep.md."""
         with self._alone():
-            if self.crank.residency.rest.state == AWAKE:
-                self._driver.run_dry()
             return self._kept(self._driver.sleep(level))
 
     def wake(self) -> SleepReport:

@@ -2,11 +2,14 @@
 
 import pytest
 
-from splittime.core.clock import VirtualClock
+from splittime.core.clock import SystemClock, VirtualClock
+from splittime.core.errors import Conflict
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.sleep import Moved
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.messages import Abort, Release, Submit
+from splittime.drive.inline import InlineDriver
+from splittime.drive.messages import Abort, Release, StepOutput, Submit
 from splittime.engine.engine import Engine
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import verify_steps
@@ -121,3 +124,31 @@ def test_sleep_waits_for_a_held_request() -> None:
     crank.abort("held")
     crank.turn()
     assert crank.engine.is_empty
+
+
+def test_an_engine_in_this_process_does_not_wait_for_ever_to_sleep_while_a_request_is_held() -> None:
+    class Sleeper:
+        parks = False
+
+        def sleep(self, level: int) -> Moved:
+            raise AssertionError("a request is held")
+
+        def wake(self) -> Moved:
+            raise AssertionError("it never slept")
+
+    clock, turns = SystemClock(), []
+    engine = Engine(Scheduler(SchedulerConfig(max_num_seqs=1)))
+    crank = Crank(EngineParts(engine, FakeRunner(clock=clock), sleeper=Sleeper()), clock)
+    crank.submit(request_of("held"), clock.now_ns(), Cause.GRAMMAR)
+    turn = crank.turn
+
+    def counted() -> StepOutput | None:
+        turns.append(1)
+        assert len(turns) < 100, "it turns without end"
+        return turn()
+
+    crank.turn = counted  # type: ignore[method-assign]
+    with pytest.raises(Conflict, match="stays awake"):
+        InlineDriver(crank).sleep(1)
+    assert crank.engine.scheduler.request_ids == ["held"]
+    assert crank.residency.refusal() is None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.core.request import Request
-from splittime.core.sleep import SleepAsk, SleepReport
+from splittime.core.sleep import AWAKE, SleepAsk, SleepReport
 from splittime.drive.crank import Crank
 from splittime.drive.messages import StepOutput
 
@@ -50,9 +50,12 @@ class InlineDriver:
             pass
 
     def sleep(self, level: int) -> SleepReport:
-        """Wait for what runs, then give memory back. Raises why it stays awake."""
+        """Do what there is to do, then give memory back. Raises why it stays awake: a request that is held or stands
+        still would be waited for without end, since nobody can release it meanwhile."""
+        if self.crank.residency.rest.state == AWAKE:
+            self.run_dry()
         answers: list[SleepReport | SplittimeError] = []
-        self.crank.sleep(SleepAsk(level), time.monotonic_ns(), answers.append)
+        self.crank.sleep(SleepAsk(level, timeout_s=0.0), time.monotonic_ns(), answers.append)
         while not answers:
             self.crank.turn()
         if isinstance(answers[0], SplittimeError):
