@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from again import holds_once_in
+from splittime.server import service
 
 from .conftest import LiveServer, say
 
@@ -261,6 +262,25 @@ def test_a_drain_lets_streams_finish_and_ends_the_rest(launch) -> None:
         assert short.result()[-2]["choices"][0]["finish_reason"] == "length"
         assert endless.result()[-2]["error"]["code"] == "draining"
     assert nothing_left(live)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_drain_does_not_wait_for_a_client_that_does_not_read(launch, monkeypatch, stream) -> None:
+    import asyncio
+
+    monkeypatch.setattr(service, "LAST_WORDS_S", 0.2)
+    config = {"send_buffer_bytes": 4096, "slow_reader_buffer_bytes": 10**9, "slow_reader_s": 1000.0}
+    live = launch(say(TEXT * 40, end=False), step_s=0.0005, config=config, model={"max_model_len": 10**6})
+    slow = connect(live, receive_buffer=4096)
+    body = {"prompt": "x", "max_tokens": 2000, "stream": stream, "logprobs": 5}
+    slow.sendall(raw_request(body, headers="X-Request-Id: slow\r\n"))
+    wait_until(lambda: live.engine.submitted and live.engine.is_empty)
+    asyncio.run_coroutine_threadsafe(live.service.drain(grace_s=0), live.loop).result(50)
+    assert nothing_left(live)
+    (account,) = live.ledger.account("slow")
+    account.verify()
+    assert account.error.code == "draining"
+    slow.close()
 
 
 SERVE = """

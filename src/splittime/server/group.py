@@ -40,6 +40,10 @@ class Writer(Protocol):
         """Nobody reads any more: write nothing from now on."""
         ...
 
+    def cut(self) -> None:
+        """Cut the connection: its client has not read its last words."""
+        ...
+
 
 class Group:
     def __init__(
@@ -169,6 +173,11 @@ class Group:
         for choice in self.choices:
             if not choice.is_done:
                 self._lose(choice, error)
+
+    def cut(self) -> None:
+        """Wait no longer for a client that does not read how its answer ended."""
+        self._writer.cut()
+        self._writer.abandon()
 
     def _abort_all(self, cancelled_ns: int | None = None) -> None:
         for choice in self.choices:

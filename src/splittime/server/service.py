@@ -37,6 +37,7 @@ log = logging.getLogger("splittime.server")
 READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 ENGINE_ANSWER_S = 1.0  # for the engine to end what it was told to abort; it may hang
+CUT_S = 1.0  # for those that did not read them to be gone
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
 
 
@@ -222,6 +223,9 @@ class Service:
         for group in list(self.groups.values()):
             group.give_up(error)
         await self._until_empty(time.monotonic() + LAST_WORDS_S)
+        for group in list(self.groups.values()):
+            group.cut()
+        await self._until_empty(time.monotonic() + CUT_S)
 
     async def _until_empty(self, deadline_s: float) -> None:
         while self.num_open and time.monotonic() < deadline_s:

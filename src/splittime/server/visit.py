@@ -208,6 +208,10 @@ class Visit:
         if self._group is not None:
             value, message = getattr(self.service.config, limit), f"the client did not read: {limit} passed"
             self._group.end_early(ErrorInfo("slow_reader", message, "slow_reader", 408, limit=value))
+        self.cut()
+
+    def cut(self) -> None:
+        """Cut the connection, without waiting for the client to read anything."""
         if (connection := http.connection(self.scope)) is not None:
             connection.abort()
 

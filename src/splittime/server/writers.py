@@ -44,6 +44,10 @@ class Written(Protocol):
         """The client did not read until this limit of the configuration had passed."""
         ...
 
+    def cut(self) -> None:
+        """Cut the connection, without waiting for the client to read anything."""
+        ...
+
 
 class WholeWriter:
     """Writes one response when all choices are done."""
@@ -59,6 +63,9 @@ class WholeWriter:
 
     def abandon(self) -> None:
         """Does nothing: `write` looks whether the group was cancelled."""
+
+    def cut(self) -> None:
+        self._visit.cut()
 
     async def write(self, group: Group) -> None:
         await group.all_done.wait()
@@ -212,6 +219,9 @@ class StreamWriter:
             self._in_write.clear()
         if self._blocked is not None:
             self._blocked.cancel()
+
+    def cut(self) -> None:
+        self._visit.cut()
 
     # ---- the end
 
