@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not has_native_kernels(), reason="no native kern
 
 ROUTES = {
     "float32": {},
-    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16": {"dtype": "bfloat16", "activation_dtype": "float32"},
     "bfloat16 activations": {"dtype": "bfloat16", "activation_dtype": "bfloat16"},
     "int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "int4": {"quantization": "int4"},

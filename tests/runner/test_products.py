@@ -7,7 +7,8 @@ import torch
 from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted, Row, StepPlan
-from splittime.kernels.native import library
+from splittime.kernels.native import check, library
+from splittime.runner import machine
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 
@@ -39,7 +40,10 @@ def logits(runner):
     ("settings", "products"),
     [
         ({}, "layers float32 x float32, head float32 x float32"),
-        ({"dtype": "bfloat16"}, "layers bfloat16 x float32, head bfloat16 x float32"),
+        (
+            {"dtype": "bfloat16", "activation_dtype": "float32"},
+            "layers bfloat16 x float32, head bfloat16 x float32",
+        ),
         (
             {"dtype": "bfloat16", "activation_dtype": "bfloat16"},
             "layers bfloat16 x bfloat16, head bfloat16 x bfloat16",
@@ -52,6 +56,37 @@ def logits(runner):
 )
 def test_products_are_told_as_they_are(load, settings, products):
     assert load(**{"kernels": "native"} | settings).resolved.products == f"weights x activations: {products}"
+
+
+@pytest.mark.parametrize(
+    ("gain", "settings", "products", "reason"),
+    [
+        (5.04, {}, "bfloat16 x bfloat16", "by 5.0, measured"),
+        (3.0, {}, "bfloat16 x bfloat16", "by 3.0, measured"),
+        (2.94, {}, "bfloat16 x float32", "by 2.9, measured: below 3"),
+        (5.04, {"activation_dtype": "float32"}, "bfloat16 x float32", "as asked"),
+        (5.04, {"quantization": "int8"}, "int8 x int8", "as the weights and the kernels have it"),
+        (5.04, {"kernels": "reference"}, "bfloat16 x bfloat16", "as the weights and the kernels have it"),
+    ],
+)
+def test_auto_rounds_activations_where_that_pays_threefold(load, monkeypatch, gain, settings, products, reason):
+    monkeypatch.setattr(machine, "rounding_gain", lambda: gain)
+    resolved = load(**{"kernels": "native", "dtype": "bfloat16"} | settings).resolved
+    assert resolved.products == f"weights x activations: layers {products}, head {products}"
+    assert resolved.products_reason.endswith(reason)
+
+
+def test_ranks_do_not_measure_whether_to_round(monkeypatch):
+    monkeypatch.setattr(machine, "rounding_gain", lambda: 5.0)
+    config = RunnerConfig(model_path="", tensor_parallel_size=2)
+    assert machine.choose_weights(config, "bfloat16", "native").layers.rounds_activations is False
+
+
+def test_the_gain_of_rounding_is_measured_on_the_chosen_instruction_set(monkeypatch):
+    asked = []
+    monkeypatch.setattr(check, "_product_times", lambda names: asked.extend(names) or {names[0]: [6.0, 2.0, 1.0]})
+    assert check.rounding_gain.__wrapped__() == 3.0
+    assert asked == [check.choose_isa()[0]]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +109,7 @@ def test_a_checkpoint_is_computed_the_same_way_by_every_instruction_set(load):
     try:
         found = {}
         for isa in library.isa_names():
-            plain = load(dtype="bfloat16", kv_cache_dtype="float32")
+            plain = load(dtype="bfloat16", kv_cache_dtype="float32", activation_dtype="float32")
             rounded = load(dtype="bfloat16", kv_cache_dtype="float32", activation_dtype="bfloat16")
             library.select_isa(isa)
             found[isa] = (logits(plain), logits(rounded))

@@ -25,8 +25,9 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
 
     model_path: a local folder with config.json and safetensors, or a .gguf file.
     dtype: "auto" is `runner.machine.choose_dtype`.
-    activation_dtype: "bfloat16" rounds activations before each product, on every processor alike; a processor with
-        instructions for it needs half the time. What the kernels do not support is refused.
+    activation_dtype: "bfloat16" rounds activations before each product with weights of bfloat16, "float32" never does,
+        "auto" where that is three times as fast (`runner.machine.choose_rounding`). What the kernels do not support is
+        refused.
     quantization: see `models.quant.plan`. "w8a8" (int8) and "fp8" round activations too; "fp8" needs "triton", "w8a8"
         that or "native". A checkpoint that is quantised already is served as it is and refuses this.
     kv_cache_dtype: "fp8" is e4m3 with a scale for each token and head.
@@ -42,8 +43,8 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
     activation_dtype: Annotated[
         Dtype,
         Doc(
-            "Activations in products. auto, native kernels: float32 by float weights, int8 by integers, on any "
-            "processor; others: as dtype. bfloat16 (native, bfloat16 weights) rounds them: faster with AVX512-BF16."
+            "Activations in products. auto, native kernels: int8 by integers; float32 by float weights, but rounded to "
+            "bfloat16 by those of bfloat16 where that is 3 times as fast (AMX); others: as dtype."
         ),
     ] = "auto"
     quantization: Annotated[
@@ -152,6 +153,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     dtype_reason: str
     activation_dtype: str
     products: str
+    products_reason: str
     layers: str
     weights: str
     weights_bytes: int

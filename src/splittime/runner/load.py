@@ -124,7 +124,11 @@ class _Choices:
             kv_cache_dtype=kv_cache_dtype,
             max_model_len=machine.choose_max_model_len(config, model),
             num_host_slots=num_host_slots(config, kernels, _bytes_per_block(config, own, kv_cache_dtype)),
-            reasons={"kernels_reason": kernels_reason, "dtype_reason": dtype_reason},
+            reasons={
+                "kernels_reason": kernels_reason,
+                "dtype_reason": dtype_reason,
+                "products_reason": machine.choose_rounding(config, _name(dtype), kernels)[1],
+            },
         )
         if choices.ops.isa_reason:
             choices.reasons["kernels_reason"] += f"; {choices.ops.isa_reason}"

@@ -21,6 +21,7 @@ import torch
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import Ops
+from splittime.kernels.native.check import rounding_gain
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan, choose
@@ -32,6 +33,7 @@ CGROUP = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
 SMALL_MODEL_BYTES = 128 << 20
 FREE_MEMORY_SHARE = 0.5
+WORTH_ROUNDING = 3.0
 
 
 def multiplies_bfloat16() -> bool:
@@ -79,7 +81,22 @@ def choose_dtype(asked: str, checkpoint_dtype: str, kernels: str) -> tuple[torch
 
 def choose_weights(config: RunnerConfig, dtype: str, kernels: str) -> WeightPlan:
     """Each kind's scheme. A scheme rounds activations to bfloat16 with native kernels only: others compute in dtype."""
-    return choose(config.quantization, dtype, config.activation_dtype if kernels == "native" else "auto")
+    activations = choose_rounding(config, dtype, kernels)[0] if kernels == "native" else "auto"
+    return choose(config.quantization, dtype, activations)
+
+
+def choose_rounding(config: RunnerConfig, dtype: str, kernels: str) -> tuple[str, str]:
+    """The dtype that activations are rounded to before products with bfloat16 weights, and why (ADR 17)."""
+    asked = config.activation_dtype
+    if asked != "auto":
+        return asked, "as asked"
+    if kernels != "native" or dtype != "bfloat16" or config.quantization is not None:
+        return "auto", "as the weights and the kernels have it"
+    if config.tensor_parallel_size > 1:
+        return "float32", "each rank would measure for itself whether to round"
+    gain = rounding_gain()
+    told = f"rounding activations multiplies the rate of products by {gain:.1f}, measured"
+    return ("bfloat16", told) if gain >= WORTH_ROUNDING else ("float32", f"{told}: below {WORTH_ROUNDING:g}")
 
 
 def choose_kv_cache_dtype(asked: str, dtype: torch.dtype, kernels: str) -> torch.dtype:
