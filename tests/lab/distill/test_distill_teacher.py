@@ -1,5 +1,6 @@
 """The teacher in the serving kernels says what the student's own arithmetic says of the same weights."""
 
+import pytest
 import torch
 from schools import TEACHER, make_model
 
@@ -7,8 +8,15 @@ from splittime.lab.distill import teacher as teachers
 from splittime.lab.distill.llama import Llama
 from splittime.lab.distill.student import read_weights
 from splittime.lab.distill.teacher import Teacher
+from splittime.runner import machine
 
 TOKENS = torch.randint(TEACHER.vocab_size, (5, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def not_rounded(monkeypatch):
+    """Activations stay float32, as the training model's, on processors with AMX too."""
+    monkeypatch.setattr(machine, "rounding_gain", lambda: 1.0)
 
 
 def test_logits_are_those_of_the_training_model(tmp_path):

@@ -24,6 +24,7 @@ log = logging.getLogger("splittime.weights")
 END_PATIENCE_S = 10.0
 NOT_KEPT = "packed weights are not kept, the next start packs again: %s"
 _running: "set[Keeping]" = set()
+_starting = threading.Lock()  # who is in `_running` has been started
 
 
 class Keeping:
@@ -36,8 +37,9 @@ class Keeping:
         self._writer, self._blobs, self._path_of, self._is_replacing = writer, blobs, path_of, is_replacing
         self._is_over = False
         self.thread = threading.Thread(target=self._run, name="keep-packed", daemon=True)
-        _running.add(self)
-        self.thread.start()
+        with _starting:
+            self.thread.start()
+            _running.add(self)
 
     def end(self, patience_s: float | None) -> None:
         """Wait for it, or tell it to give up."""
@@ -55,7 +57,8 @@ class Keeping:
         finally:
             self._writer.abandon()
             self._blobs.clear()
-            _running.discard(self)
+            with _starting:
+                _running.discard(self)
 
     def _write(self, path: Path) -> None:
         self._writer.require_room(sum(map(len, self._blobs.values())))
@@ -69,7 +72,9 @@ class Keeping:
 
 def finish(patience_s: float | None = None) -> None:
     """Wait until all that is being written is, or for so long at most for each."""
-    for keeping in list(_running):
+    with _starting:
+        running = list(_running)
+    for keeping in running:
         keeping.end(patience_s)
 
 

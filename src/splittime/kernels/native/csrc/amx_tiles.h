@@ -10,6 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "wide.h"
+
 namespace ST_ISA {
 
 // What LDTILECFG reads. (Intel's Software Developer's Manual, volume 1, chapter 18.)
@@ -48,33 +50,50 @@ template <int T> void tile_store(void *to, int64_t stride) {
   for (int r = 0; r < emulated.config.rows[T]; r++)
     memcpy((uint8_t *)to + r * stride, emulated.data[T][r], emulated.config.row_bytes[T]);
 }
-template <int C, int A, int B> void tile_product_bytes() {
-  for (int m = 0; m < 16; m++)
-    for (int n = 0; n < 16; n++) {
-      int32_t sum;
-      memcpy(&sum, &emulated.data[C][m][4 * n], 4);
-      for (int k = 0; k < emulated.config.row_bytes[A]; k++)
-        sum += (int8_t)emulated.data[A][m][k] * emulated.data[B][k / 4][4 * n + k % 4];
-      memcpy(&emulated.data[C][m][4 * n], &sum, 4);
+
+// sums[m][n] += a[m] * b[n] for 16 tokens m and 16 outputs n; depth: bytes of a token. The innermost loop is one that a
+// compiler makes vectors of: tests on processors without tiles spend most of their time here.
+using TileBytes = uint8_t[16][64];
+static WIDE void multiply_bytes(TileBytes &sums, const TileBytes &a, const TileBytes &b, int depth) {
+  for (int m = 0; m < 16; m++) {
+    int32_t sum[16];
+    memcpy(sum, sums[m], 64);
+    for (int k = 0; k < depth; k++) {
+      uint32_t weights[16];
+      memcpy(weights, b[k / 4], 64);
+      for (int n = 0; n < 16; n++) sum[n] += (int8_t)a[m][k] * (int32_t)(weights[n] >> 8 * (k % 4) & 255);
     }
+    memcpy(sums[m], sum, 64);
+  }
 }
-// TDPBF16PS adds the even and the odd products up apart, then both to each other, then that to the sum.
-template <int C, int A, int B> void tile_product_bfloat16() {
-  const auto at = [](const uint8_t *pair, int i) {
-    uint16_t half;
-    memcpy(&half, pair + 2 * i, 2);
-    return f32_of_bf16(half);
-  };
-  for (int m = 0; m < 16; m++)
-    for (int n = 0; n < 16; n++) {
-      float sum, halves[2] = {0, 0};
-      for (int k = 0; k < emulated.config.row_bytes[A] / 4; k++)
-        for (int i = 0; i < 2; i++)
-          halves[i] += at(&emulated.data[A][m][4 * k], i) * at(&emulated.data[B][k][4 * n], i);
-      memcpy(&sum, &emulated.data[C][m][4 * n], 4);
-      sum += halves[0] + halves[1];
-      memcpy(&emulated.data[C][m][4 * n], &sum, 4);
+// TDPBF16PS adds the even and the odd products up apart, then both to each other, then that to the sum. A product of two bfloat16 is exact in
+// float32, so it makes no difference whether a compiler joins it with its addition.
+static WIDE void multiply_bfloat16(TileBytes &sums, const TileBytes &a, const TileBytes &b, int depth) {
+  for (int m = 0; m < 16; m++) {
+    float sum[16], halves[2][16] = {};
+    memcpy(sum, sums[m], 64);
+    for (int k = 0; k < depth / 2; k++) {
+      uint32_t weights[16];
+      memcpy(weights, b[k / 2], 64);
+      uint16_t half;
+      memcpy(&half, &a[m][2 * k], 2);
+      const float token = f32_of_bf16(half);
+      for (int n = 0; n < 16; n++) {
+        const uint32_t bits = k % 2 ? weights[n] & 0xffff0000u : weights[n] << 16;
+        float weight;
+        memcpy(&weight, &bits, 4);
+        halves[k % 2][n] += token * weight;
+      }
     }
+    for (int n = 0; n < 16; n++) sum[n] += halves[0][n] + halves[1][n];
+    memcpy(sums[m], sum, 64);
+  }
+}
+template <int C, int A, int B> void tile_product_bytes() {
+  multiply_bytes(emulated.data[C], emulated.data[A], emulated.data[B], emulated.config.row_bytes[A]);
+}
+template <int C, int A, int B> void tile_product_bfloat16() {
+  multiply_bfloat16(emulated.data[C], emulated.data[A], emulated.data[B], emulated.config.row_bytes[A]);
 }
 
 #else

@@ -1,7 +1,7 @@
 // For the files that are compiled for any processor. A WIDE function exists in several versions, of which the library
 // takes the best as it is loaded; where there is no way to do that, in one. All give the same bits: none of them
-// multiplies and adds, which is all that a processor with more instructions would round otherwise. What a WIDE function
-// calls in its loops is INLINE, so that it becomes part of each version.
+// adds a product that is rounded, which is all that a processor with more instructions would round otherwise. What a
+// WIDE function calls in its loops is INLINE, so that it becomes part of each version.
 #pragma once
 #include <stdint.h>
 #include <string.h>
