@@ -66,8 +66,8 @@ static WIDE void multiply_bytes(TileBytes &sums, const TileBytes &a, const TileB
     memcpy(sums[m], sum, 64);
   }
 }
-// TDPBF16PS adds the even and the odd products up apart, then both to each other, then that to the sum. A product of two bfloat16 is exact in
-// float32, so it makes no difference whether a compiler joins it with its addition.
+// TDPBF16PS adds the even and the odd products up apart, then both to each other, then that to the sum. A product of two
+// bfloat16 is exact in float32, so it makes no difference whether a compiler joins it with its addition.
 static WIDE void multiply_bfloat16(TileBytes &sums, const TileBytes &a, const TileBytes &b, int depth) {
   for (int m = 0; m < 16; m++) {
     float sum[16], halves[2][16] = {};
