@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import tiny_checkpoint
@@ -72,7 +73,7 @@ def test_content_decides_not_name_nor_date(model, tmp_path):
     folder = tmp_path / "cache"
     load(model, folder)
     (path,) = packed_files(folder)
-    status = path.stat()
+    written = (path.stat().st_ino, path.stat().st_mtime_ns)
     shutil.copytree(model, tmp_path / "copy")
     for changed in (lambda: None, lambda: os.utime(tmp_path / "copy" / "model.safetensors")):
         changed()
@@ -82,7 +83,7 @@ def test_content_decides_not_name_nor_date(model, tmp_path):
         assert story.startswith("mapped")
         assert torch.equal(first, second)
         assert packed_files(folder) == [path]
-        assert path.stat() == status
+        assert (path.stat().st_ino, path.stat().st_mtime_ns) == written
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 4] += 1
     status = (model / "model.safetensors").stat()
@@ -157,6 +158,21 @@ def test_a_start_does_not_wait_until_the_weights_are_kept(model, tmp_path, monke
     assert len(packed_files(tmp_path / "cache")) == 1
 
 
+def test_what_gives_up_lets_go_of_the_weights_at_once_and_leaves_no_file(tmp_path):
+    go_on, path = threading.Event(), tmp_path / "x.packed"
+    blob = torch.zeros(64, dtype=torch.uint8)
+    held = weakref.ref(blob)
+    started = keeping.Keeping(
+        packed_file.PackedWriter(tmp_path), {"a": blob}, lambda: (go_on.wait(30), path)[1], is_replacing=False
+    )
+    del blob
+    keeping.finish(0.0)
+    assert held() is None, "while its checkpoint is still being hashed"
+    go_on.set()
+    started.thread.join(30)
+    assert list(tmp_path.iterdir()) == []
+
+
 ENDS_AT_ONCE = """
 import sys, threading, time
 from pathlib import Path
@@ -167,12 +183,12 @@ from splittime.models.quant.plan import choose
 from splittime.models.weights import fingerprints, keeping
 from splittime.models.weights.load import load_decoder
 
-keeping.END_PATIENCE_S = float(sys.argv[3])
+keeping.PATIENCE_S = float(sys.argv[3])
 model, original = Path(sys.argv[1]), fingerprints._hash_piece
 
 def slow(descriptor, begin):
     time.sleep(0.3)  # the interpreter is ending by then
-    if keeping.END_PATIENCE_S < 1:
+    if keeping.PATIENCE_S < 1:
         threading.Event().wait()
     return original(descriptor, begin)
 

@@ -148,9 +148,9 @@ class TorchSleeper:
             self._runner.decoder = self._loaded()
 
     def _drop_weights(self) -> None:
-        """What is left of the decoder is its configuration and its operations; nothing can be run. Who still writes
-        them to the cache holds them until he has."""
-        keeping.finish()
+        """What is left of the decoder is its configuration and its operations; nothing can be run. What still writes
+        the weights to the cache holds them until it has, but not for long."""
+        keeping.finish(keeping.PATIENCE_S)
         self._runner.decoder = self._runner.decoder.without_weights()
         self._runner.execution.forget_weights()
 

@@ -3,7 +3,7 @@ gives the file its name, to write the file and to wait for the disk takes longer
 
 One thread of the least priority for each model, which holds the weights until they are written. Under load it goes
 slowly: a step that wants the cores has them. A Python process that ends waits for it, but not for long
-(`END_PATIENCE_S`); an engine in a process of its own does not. What is not written then, the next start packs again.
+(`PATIENCE_S`); an engine in a process of its own does not. What is not written then, the next start packs again.
 A checkpoint that has changed since it was opened is not kept: its hash would name other weights.
 """
 
@@ -21,7 +21,7 @@ from splittime.models.weights.packed_file import PackedWriter
 
 log = logging.getLogger("splittime.weights")
 
-END_PATIENCE_S = 10.0
+PATIENCE_S = 10.0  # of who ends or sleeps
 NOT_KEPT = "packed weights are not kept, the next start packs again: %s"
 _running: "set[Keeping]" = set()
 _starting = threading.Lock()  # who is in `_running` has been started
@@ -42,30 +42,33 @@ class Keeping:
             _running.add(self)
 
     def end(self, patience_s: float | None) -> None:
-        """Wait for it, or tell it to give up."""
+        """Wait for it, or tell it to give up and let go of the weights."""
         self.thread.join(patience_s)
         self._is_over = True
+        self._blobs = {}
 
     def _run(self) -> None:
         yield_to_others()
         try:
             path = self._path_of()
             if self._is_replacing or not path.exists():
-                self._write(path)
+                self._write(path, self._blobs)
         except (OSError, RuntimeError) as error:  # the latter: no more threads, the interpreter ends (Python 3.12.1)
             log.warning(NOT_KEPT, error)
         finally:
             self._writer.abandon()
-            self._blobs.clear()
+            self._blobs = {}
             with _starting:
                 _running.discard(self)
 
-    def _write(self, path: Path) -> None:
-        self._writer.require_room(sum(map(len, self._blobs.values())))
-        for name, blob in self._blobs.items():
+    def _write(self, path: Path, blobs: dict[str, Tensor]) -> None:
+        self._writer.require_room(sum(map(len, blobs.values())))
+        for name, blob in blobs.items():
             if self._is_over:
                 return
             self._writer.add(name, blob)
+        if self._is_over:  # since before the first: there may have been none
+            return
         self._writer.finish(path)
         note_whole(path, path.parent)
 
@@ -82,4 +85,4 @@ def finish(patience_s: float | None = None) -> None:
 def _finish_soon() -> None:
     """Ctrl-C gives up: what was being written is removed by the next start."""
     with suppress(KeyboardInterrupt):
-        finish(END_PATIENCE_S)
+        finish(PATIENCE_S)
