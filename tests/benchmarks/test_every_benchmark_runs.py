@@ -45,6 +45,7 @@ ALONE = {
     "scenarios.azure_replay": ["--trace", "TRACE", "--seconds", "2"],
     "scenarios.bench_golden": ["--seconds", "0.5", "--repeats", "1"],
     "scenarios.both_books": ["--requests", "30"],
+    "scenarios.kv_use": ["--trace", "TRACE", "--seconds", "2"],
     "scenarios.overload": ["--seconds", "1", "--tokens", "8", "--no-file"],
 }
 ENDS_WITH = {"gpu.goals": 3}  # as it must, where no card has run the rest
