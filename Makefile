@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile setup.py src/splittime/kernels/native/csrc/* | cksum | cut -d' ' -f1)
 
 # Two processes with one thread each for torch; what asks for the time runs after them, alone.
+# Compiled modules are kept whatever the environment says: each of the processes that tests start would compile them.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile
 
 .PHONY: setup serve check check-parallel check-timing check-rest check-all failed-again test format lint docs bench bench-peers clean

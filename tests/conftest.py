@@ -9,6 +9,7 @@ Without a card, Triton's kernels are tested in its interpreter, which has to be 
 """
 
 import os
+import sys
 from itertools import combinations, groupby
 from pathlib import Path
 
@@ -24,6 +25,13 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 MORE_EXAMPLES = int(os.environ.get("SPLITTIME_EXAMPLES", "1"))
+
+
+def pytest_collection_finish() -> None:
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from quick_interpreter import quicken
+
+        quicken()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

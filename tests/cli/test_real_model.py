@@ -38,7 +38,7 @@ def test_generate_accounts_for_every_nanosecond(answer):
 
 
 def test_llm_gives_what_the_command_gives(answer):
-    llm = splittime.LLM(max_num_seqs=4, kv_cache_memory_bytes="32MiB")
+    llm = splittime.LLM(max_num_seqs=4, kv_cache_memory_bytes="32MiB", max_model_len=256)
     sampling = splittime.SamplingParams(max_tokens=8, temperature=0.0)
     one, other = llm.generate([PROMPT, "import os"], sampling)
     assert one.text == answer["text"]

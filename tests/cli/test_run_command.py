@@ -99,16 +99,19 @@ def test_a_long_text_where_a_model_is_expected_is_not_repeated():
     assert caught.value.info.hint.endswith("to answer it: splittime run PROMPT")
 
 
-def answer(*words, stdin=None):
-    done = subprocess.run([*COMMAND, *words], input=stdin, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return done
+def answer(*words):
+    """What the command says to these words, as JSON; in this process, which has imported torch once."""
+    done = CliRunner().invoke(main.app, [*words, *FEW, "--json"])
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_a_prompt_from_the_command_line_is_that_of_standard_input():
-    asked = json.loads(answer("run", "def f(x):", *FEW, "--json").stdout)
+    asked = answer("run", "def f(x):")
     assert asked["text"]
-    piped = answer("generate", "code", "-", *FEW, stdin="def f(x):")
+    command = [*COMMAND, "generate", "code", "-", *FEW]
+    piped = subprocess.run(command, input="def f(x):", capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert piped.returncode == 0, piped.stderr
     assert piped.stdout == asked["text"] + "\n"
     assert "D decode" in piped.stderr
 
@@ -124,12 +127,9 @@ def chat_model(tmp_path):
 
 
 def test_a_prompt_is_a_message_where_the_model_chats_and_a_text_with_raw(chat_model):
-    plain, raw = (
-        json.loads(answer("run", str(chat_model), "import", *FEW, *more, "--json").stdout) for more in ([], ["--raw"])
-    )
-    sent = json.loads(answer("run", "-p", "u:import\na:", *FEW, "--json").stdout)
-    assert plain["text"] == sent["text"]
-    assert raw["text"] == json.loads(answer("run", "-p", "import", *FEW, "--json").stdout)["text"]
+    plain, raw = (answer("run", str(chat_model), "import", *more) for more in ([], ["--raw"]))
+    assert plain["text"] == answer("run", "-p", "u:import\na:")["text"]
+    assert raw["text"] == answer("run", "-p", "import")["text"]
     assert plain["account"]["prompt_tokens"] > raw["account"]["prompt_tokens"]
 
 
@@ -190,17 +190,6 @@ def test_a_chat_at_the_terminal(chat_model, terminal):
         assert "D decode" in person.until(r"v deliver[^>]*>>> ")
     person.type("/what\n")
     assert "/what is no command. /clear" in person.until(r"/exit[^>]*>>> ")
-    person.type("/exit\n")
-    assert person.process.wait(LIMIT_S) == 0
-
-
-def test_without_a_template_each_line_is_continued_and_the_end_of_the_input_ends_it(chat_model, terminal):
-    path = chat_model / "tokenizer_config.json"
-    path.write_text(path.read_text().replace("chat_template", "no_template"))
-    person = terminal("run", str(chat_model), *FEW)
-    assert "each line is continued by itself: it has no chat template" in person.until(">>> ")
-    person.type("import os\n")
-    person.until(r"v deliver[^>]*>>> ")
     person.type("\x04")
     assert person.process.wait(LIMIT_S) == 0
 
@@ -222,19 +211,26 @@ def test_an_interrupt_ends_an_answer_and_not_the_chat(chat_model, terminal):
     assert person.process.wait(LIMIT_S) == 0
 
 
-def fake_llm(model_folder, max_model_len):
+def fake_llm(model_folder, max_model_len, template=TEMPLATE):
     engine = Engine(Scheduler(SchedulerConfig(max_model_len=max_model_len, num_blocks=64)))
     parts = EngineParts(engine, FakeRunner(vocab_size=256))
-    return LLM.from_parts(parts, Tokenizer.load(model_folder, TEMPLATE))
+    return LLM.from_parts(parts, Tokenizer.load(model_folder, template))
+
+
+def typed(line):
+    """Ctrl-D, or a line."""
+    if line == "\x04":
+        raise EOFError
+    return line
 
 
 def conversation(llm, monkeypatch, lines, max_tokens=8):
     """Returns the prompts that a chat of these lines asks the model."""
     asked, waiting, real = [], iter(lines), llm.stream
-    monkeypatch.setattr("builtins.input", lambda _: next(waiting))
+    monkeypatch.setattr("builtins.input", lambda _: typed(next(waiting)))
     monkeypatch.setattr(llm, "stream", lambda prompt, sampling: asked.append(prompt) or real(prompt, sampling))
     chat.chat(llm, SamplingParams(max_tokens=max_tokens), raw=False)
-    return [llm.tokenizer.decode(prompt) for prompt in asked]
+    return [prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt) for prompt in asked]
 
 
 def test_each_turn_has_those_before_it(model_folder, monkeypatch, capsys):
@@ -244,6 +240,14 @@ def test_each_turn_has_those_before_it(model_folder, monkeypatch, capsys):
     assert second.startswith("u:one\na:")
     assert second.endswith("\nu:two\na:")
     assert third == "u:three\na:"
+
+
+def test_without_a_template_each_line_is_continued_and_the_end_of_the_input_ends_it(model_folder, monkeypatch, capsys):
+    llm = fake_llm(model_folder, 512, template=None)
+    assert conversation(llm, monkeypatch, ["one", "two", "\x04", "three"]) == ["one", "two"]
+    said = capsys.readouterr().err
+    assert "each line is continued by itself: it has no chat template" in said
+    assert said.count("v deliver") == 2
 
 
 def test_the_oldest_turns_are_forgotten_when_the_context_is_full(model_folder, monkeypatch, capsys):

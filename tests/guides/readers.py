@@ -33,6 +33,7 @@ REWRITTEN = (
 )
 CACHE = Path(tempfile.gettempdir()) / f"splittime-docs-{os.getuid()}"
 """What a start measures once (threads, ceilings) is kept for the next one, as on a reader's machine."""
+SHARED = ("splittime serve", "splittime serve --port 8000")
 START_S, BLOCK_S, END_S = 150, 200, 100
 SHIM = """#!/bin/sh
 exec {python} -c 'import sys; sys.argv[0] = "splittime"; from splittime.cli.entry import main; main()' "$@"
@@ -101,7 +102,7 @@ class Reader:
         """Runs the block. Raises `AssertionError` unless it ends as the page says."""
         if not block.is_server:
             self._run(block)
-        elif block.text.strip() != "splittime serve" or self.shared is None:
+        elif block.text.strip() not in SHARED or self.shared is None:
             self._serve(block)
 
     def end(self) -> None:

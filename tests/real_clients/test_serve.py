@@ -1,6 +1,6 @@
 """`splittime serve` as its users meet it: a real process, the packaged model, the official OpenAI client, and bad luck.
 
-One server for the module; the tests that kill it start their own.
+One server for the module; the last tests kill its engine, and end it.
 """
 
 import asyncio
@@ -245,7 +245,7 @@ def test_live_knobs_change_the_running_engine(server: Server) -> None:
 
 
 def test_every_account_in_the_file_verifies(server: Server, ledger_file: Path) -> None:
-    """Runs last in the module: all that the tests above did is in there."""
+    """Runs before the engine is killed: all that the tests above did is in there."""
     server.complete()
     counts = get_json(f"{server.url}/stats")["ledger"]
     assert (counts["dropped"], counts["unwritten"]) == (0, 0)
@@ -256,24 +256,22 @@ def test_every_account_in_the_file_verifies(server: Server, ledger_file: Path) -
         assert all(interval.stage != "unattributed" or interval.duration_ns == 0 for interval in account.intervals)
 
 
-def test_engine_killed_under_load_then_serves_again() -> None:
-    with running() as server:
-        with ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(_raw_stream, server, 1500) for _ in range(4)]
-            wait_until(lambda: server.engine()["num_running"] == 4)
-            worker = subprocess.run(
-                ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True
-            )
-            os.kill(int(worker.stdout.split()[0]), signal.SIGKILL)
-            for future in asked:
-                assert "error" in future.result(timeout=PATIENCE_S)
-        with pytest.raises(urllib.error.HTTPError) as not_ready:
-            urllib.request.urlopen(f"{server.url}/ready", timeout=60)
-        assert not_ready.value.code == 503
-        with urllib.request.urlopen(f"{server.url}/health", timeout=60) as response:
-            assert response.status == 200
-        wait_until_ready(server.url, server.process, PATIENCE_S)
-        assert server.complete()
+def test_engine_killed_under_load_then_serves_again(server: Server) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(_raw_stream, server, 1500) for _ in range(4)]
+        wait_until(lambda: server.engine()["num_running"] == 4)
+        of_the_server = ["pgrep", "-P", str(server.process.pid), "-f", "splittime.assemble.worker"]
+        worker = subprocess.run(of_the_server, capture_output=True, text=True, check=True)
+        os.kill(int(worker.stdout), signal.SIGKILL)
+        for future in asked:
+            assert "error" in future.result(timeout=PATIENCE_S)
+    with pytest.raises(urllib.error.HTTPError) as not_ready:
+        urllib.request.urlopen(f"{server.url}/ready", timeout=60)
+    assert not_ready.value.code == 503
+    with urllib.request.urlopen(f"{server.url}/health", timeout=60) as response:
+        assert response.status == 200
+    wait_until_ready(server.url, server.process, PATIENCE_S)
+    assert server.complete()
 
 
 def _raw_stream(server: Server, max_tokens: int) -> str:
@@ -285,8 +283,9 @@ def _raw_stream(server: Server, max_tokens: int) -> str:
         return response.read().decode()[-400:]
 
 
-def test_sigterm_finishes_streams_and_leaves() -> None:
-    with running() as server, ThreadPoolExecutor(1) as pool:
+def test_sigterm_finishes_streams_and_leaves(server: Server) -> None:
+    """Runs last in the module: it ends the server."""
+    with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(_raw_stream, server, 200)
         wait_until(lambda: server.engine()["num_running"] or asked.done())
         server.process.terminate()

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks.scenarios.quality_gate import PACKAGED, write_four_bits
 from splittime.cli.main import app
+from splittime.lab.quality.documents import python_documents
 
 pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine
 
@@ -30,8 +31,12 @@ def test_a_pass_with_its_reports(tmp_path):
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_a_failure_says_why_on_standard_output():
-    result = quality("code", "code", "--candidate-quantization", "int4", *FEW, "--margin-kl", "1e-6", "--json")
+def test_a_failure_says_why_on_standard_output(tmp_path):
+    """Of a short text: the whole of the usual one takes seconds to tokenise."""
+    text = tmp_path / "text.txt"
+    text.write_text("<|endoftext|>".join(one.text for one in python_documents(60)[:24]))
+    few = (*FEW, "--text", str(text))
+    result = quality("code", "code", "--candidate-quantization", "int4", *few, "--margin-kl", "1e-6", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert (report["verdict"], report["base"]["name"]) == ("FAIL", "code")
