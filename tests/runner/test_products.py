@@ -65,8 +65,8 @@ def test_products_are_told_as_they_are(load, settings, products):
         (3.0, {}, "bfloat16 x bfloat16", "by 3.0, measured"),
         (2.94, {}, "bfloat16 x float32", "by 2.9, measured: below 3"),
         (5.04, {"activation_dtype": "float32"}, "bfloat16 x float32", "as asked"),
-        (5.04, {"quantization": "int8"}, "int8 x int8", "as the weights and the kernels have it"),
-        (5.04, {"kernels": "reference"}, "bfloat16 x bfloat16", "as the weights and the kernels have it"),
+        (5.04, {"quantization": "int8"}, "int8 x int8", "as the scheme of each weight has it"),
+        (5.04, {"kernels": "reference"}, "bfloat16 x bfloat16", "the reference kernels compute in their own dtype"),
     ],
 )
 def test_auto_rounds_activations_where_that_pays_threefold(load, monkeypatch, gain, settings, products, reason):

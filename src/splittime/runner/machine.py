@@ -81,17 +81,17 @@ def choose_dtype(asked: str, checkpoint_dtype: str, kernels: str) -> tuple[torch
 
 def choose_weights(config: RunnerConfig, dtype: str, kernels: str) -> WeightPlan:
     """Each kind's scheme. A scheme rounds activations to bfloat16 with native kernels only: others compute in dtype."""
-    activations = choose_rounding(config, dtype, kernels)[0] if kernels == "native" else "auto"
-    return choose(config.quantization, dtype, activations)
+    return choose(config.quantization, dtype, choose_rounding(config, dtype, kernels)[0])
 
 
 def choose_rounding(config: RunnerConfig, dtype: str, kernels: str) -> tuple[str, str]:
     """The dtype that activations are rounded to before products with bfloat16 weights, and why (ADR 17)."""
-    asked = config.activation_dtype
-    if asked != "auto":
-        return asked, "as asked"
-    if kernels != "native" or dtype != "bfloat16" or config.quantization is not None:
-        return "auto", "as the weights and the kernels have it"
+    if kernels != "native":
+        return "auto", f"the {kernels} kernels compute in their own dtype"
+    if config.activation_dtype != "auto":
+        return config.activation_dtype, "as asked"
+    if dtype != "bfloat16" or config.quantization is not None:
+        return "auto", "as the scheme of each weight has it"
     if config.tensor_parallel_size > 1:
         return "float32", "each rank would measure for itself whether to round"
     gain = rounding_gain()
