@@ -1,6 +1,6 @@
 """The edges of the server under load: first byte out, refusal, cancellation, start-up. Over HTTP, on one machine.
 
-    python -m benchmarks.scenarios.http_edges [--small] [--json]
+    python -m benchmarks.scenarios.http_edges [--small] [--flags="--num-threads 1"] [--json]
 
 * send lag: 64 streams decode at once; from the instant a token is ready in the engine to the instant its chunk has been
   given to the socket, p50 and p99 over all tokens (from the ledger's accounts).
@@ -8,16 +8,21 @@
   the 429 as the client sees it, and as the server's account says (client, server and engine share two cores).
 * cancellation: clients go away at random moments; from noticing it to the blocks being free, p50 and maximum.
 * start-up: process start to /ready, three times in a row.
+
+How many threads a server takes is measured by itself, and an engine on all cores delays its server's chunks: two trees
+are compared with the number given (`--flags`).
 """
 
 import argparse
 import asyncio
 import random
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,13 +98,13 @@ async def refusals(url: str, count: int, per_s: float) -> tuple[list[float], lis
     return [ms for ms in one_by_one if ms is not None], [ms for ms in at_rate if ms is not None]
 
 
-def startup_seconds(count: int) -> list[float]:
+def startup_seconds(count: int, flags: Sequence[str]) -> list[float]:
     seconds = []
     for _ in range(count):
         port = free_port()
         begin = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-m", "splittime.cli.main", "serve", "--port", str(port)],
+            [sys.executable, "-m", "splittime.cli.main", "serve", "--port", str(port), *flags],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -117,9 +122,9 @@ def accounts_of(ledger_file: Path) -> list[ClosedAccount]:
     return accounts
 
 
-def measure_streams(folder: Path, sizes: Sizes) -> dict[str, Any]:
+def measure_streams(folder: Path, sizes: Sizes, flags: Sequence[str]) -> dict[str, Any]:
     ledger_file = folder / "streams.sqlite"
-    with served("--ledger-file", str(ledger_file)) as url:
+    with served("--ledger-file", str(ledger_file), *flags) as url:
         asyncio.run(many_streams(url, 8, sizes.tokens // 8))
         begin = time.monotonic()
         statuses = asyncio.run(many_streams(url, sizes.streams, sizes.tokens))
@@ -131,9 +136,10 @@ def measure_streams(folder: Path, sizes: Sizes) -> dict[str, Any]:
     return {"streams": sizes.streams, "tokens_per_s": rate, "send_lag_ms": derive.percentiles(lags_ms)}
 
 
-def measure_refusals(folder: Path, sizes: Sizes) -> dict[str, Any]:
+def measure_refusals(folder: Path, sizes: Sizes, flags: Sequence[str]) -> dict[str, Any]:
     ledger_file = folder / "refusals.sqlite"
-    with served("--ledger-file", str(ledger_file), "--max-queued-requests", "8", "--max-num-seqs", "16") as url:
+    full = ("--max-queued-requests", "8", "--max-num-seqs", "16")
+    with served("--ledger-file", str(ledger_file), *full, *flags) as url:
         one_by_one, at_rate = asyncio.run(refusals(url, sizes.asks, per_s=200))
     refused = [a for a in accounts_of(ledger_file) if a.error is not None and a.error.status == 429]
     server_ms = [derive.e2e_ns(account) / 1e6 for account in refused]
@@ -145,9 +151,9 @@ def measure_refusals(folder: Path, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def measure_cancellation(folder: Path, sizes: Sizes) -> dict[str, Any]:
+def measure_cancellation(folder: Path, sizes: Sizes, flags: Sequence[str]) -> dict[str, Any]:
     ledger_file = folder / "cancel.sqlite"
-    with served("--ledger-file", str(ledger_file)) as url:
+    with served("--ledger-file", str(ledger_file), *flags) as url:
         asyncio.run(leave_at_random(url, sizes.leavers))
         time.sleep(0.5)
         blocks_used = get_json(f"{url}/stats")["engine"]["blocks_used"]
@@ -166,17 +172,18 @@ def measure_cancellation(folder: Path, sizes: Sizes) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="to see that it works: the figures mean nothing")
+    parser.add_argument("--flags", default="", help='of each `serve`: --flags="--num-threads 1"')
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    sizes = SMALL if arguments.small else Sizes()
+    sizes, flags = SMALL if arguments.small else Sizes(), shlex.split(arguments.flags)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        starts = startup_seconds(sizes.starts)
+        starts = startup_seconds(sizes.starts, flags)
         figures = {
             "startup_s": {"median": statistics.median(starts), "all": starts},
-            "streams": measure_streams(folder, sizes),
-            "refusals": measure_refusals(folder, sizes),
-            "cancellation": measure_cancellation(folder, sizes),
+            "streams": measure_streams(folder, sizes, flags),
+            "refusals": measure_refusals(folder, sizes, flags),
+            "cancellation": measure_cancellation(folder, sizes, flags),
         }
     path = file_result("http_edges", figures, vars(arguments), arguments.json)
     if not arguments.json:
