@@ -1,0 +1,76 @@
+"""What a step computes, in the numbers that its time depends on, and how long its parts take.
+
+A `StepShape` comes from a recorded step or from a plan that is yet to run. A `StepTime` comes from a cost model
+(`simulate.cost`), or from the record itself (`simulate.replay`).
+"""
+
+from typing import NamedTuple
+
+from splittime.core.step import StepPlan
+from splittime.ledger.steps import StepRecord
+
+
+class StepShape(NamedTuple):
+    """What a step computes.
+
+    rows: requests in it, of which `decode_rows` sample after one known token. tokens: computed ones, drafts included.
+    kv_tokens: positions that are read or written: start + num_tokens, summed over the rows.
+    prompt_pairs: pairs of positions that attention compares in rows of more than one token; a row of n tokens from
+        position s on has n s + n (n + 1) / 2.
+    moved_blocks: copies to host memory and back. execution: as in `core.step.StepResult`.
+    """
+
+    rows: int
+    tokens: int
+    decode_rows: int
+    kv_tokens: int
+    prompt_pairs: int
+    moved_blocks: int = 0
+    execution: str = "host"
+
+
+class StepTime(NamedTuple):
+    """How long the parts of a step take, in ns, in their order; moves_ns: copies of blocks. host_gap_ns: from its end
+    to the begin of the next step, if there is work."""
+
+    plan_ns: int = 0
+    launch_ns: int = 0
+    moves_ns: int = 0
+    device_ns: int = 0
+    sample_ns: int = 0
+    commit_ns: int = 0
+    host_gap_ns: int = 0
+
+    @property
+    def step_ns(self) -> int:
+        """From the begin of the step to its end."""
+        return sum(self) - self.host_gap_ns
+
+
+def shape_of_record(record: StepRecord) -> StepShape:
+    num_drafts = sum(drafts for _, drafts, _ in record.verified)
+    moved = record.offloaded_blocks + record.restored_blocks
+    pairs = sum(count * start + count * (count + 1) // 2 for _, start, count in record.rows if count > 1)
+    return StepShape(
+        rows=len(record.rows),
+        tokens=record.prefill_tokens + record.decode_tokens,
+        decode_rows=record.decode_tokens - num_drafts,
+        kv_tokens=record.kv_tokens_read,
+        prompt_pairs=pairs,
+        moved_blocks=moved,
+        execution=record.execution,
+    )
+
+
+def shape_of_plan(plan: StepPlan, execution: str = "host") -> StepShape:
+    """Returns what the record of this plan will show."""
+    tokens = decode_rows = kv_tokens = pairs = 0
+    for row in plan.rows:
+        count = row.num_tokens
+        tokens += count
+        kv_tokens += row.start + count
+        if count > 1:
+            pairs += count * row.start + count * (count + 1) // 2
+        decode_rows += row.num_samples > 0 and len(row.token_ids) == 1
+    moved = len(plan.offloads) + len(plan.restores)
+    return StepShape(len(plan.rows), tokens, decode_rows, kv_tokens, pairs, moved, execution)
