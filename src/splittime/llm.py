@@ -40,7 +40,7 @@ from splittime.drive.known import MAX_SLEEPS
 from splittime.drive.messages import StepOutput
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.prompt_parts import prompt_parts
+from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger
 from splittime.scheduler.events import RequestOutput
@@ -266,7 +266,7 @@ class LLM:
     def _choice(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Choice:
         account = Account(f"llm-{next(self._numbers)}", time.monotonic_ns(), Stage.TOKENIZE)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        parts = prompt_parts(token_ids)
+        hashes = prompt_hashes(token_ids)
         submitted_ns = time.monotonic_ns()
         account.enter(Stage.HANDOFF, submitted_ns)
         request = Request(
@@ -277,7 +277,7 @@ class LLM:
             submitted_ns=submitted_ns,
         )
         text = OutputText(self.tokenizer, token_ids, stop=sampling.stop, min_tokens=sampling.min_tokens)
-        return Choice(index, request, account, text, prompt_parts=parts)
+        return Choice(index, request, account, text, prompt_hashes=hashes)
 
     def _complete(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """With a seed and a bound: to the end of the context, if nothing else was said."""

@@ -27,7 +27,7 @@ from splittime.engine.engine import Engine
 from splittime.engine.recorder import ThreadTime
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.prompt_parts import prompt_parts
+from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.config import SchedulerConfig
@@ -199,6 +199,6 @@ class Ward:
                 token_steps=tuple(outcome.token_steps),
                 token_ready_ns=tuple(outcome.token_ready_ns),
                 token_written_ns=tuple(at_ns + WRITE_NS for at_ns in outcome.token_ready_ns),
-                prompt_parts=prompt_parts(case.prompt),
+                prompt_parts=prompt_hashes(case.prompt).parts,
             )
         )

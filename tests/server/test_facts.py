@@ -10,7 +10,7 @@ from splittime.api.limits import ModelInfo
 from splittime.core.facts import TokenCost
 from splittime.drive import host_time
 from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.prompt_parts import prompt_parts
+from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.store import Ledger, open_readonly
 from splittime.server.config import ServerConfig
 from splittime.server.service import Service
@@ -98,6 +98,7 @@ def test_an_account_holds_the_parts_of_its_prompt(launch) -> None:
         body = {"prompt": prompt, "max_tokens": 2}
         assert live.post("/v1/completions", body, {"X-Request-Id": name})[0] == 200
     parts = {name: live.get(f"/ledger/requests/{name}")[2]["prompt_parts"] for name in ("long", "ids", "short")}
-    assert [tuple(part) for part in parts["long"]] == list(prompt_parts(tuple(live.app.service.tokenizer.encode(text))))
-    assert [tuple(part) for part in parts["ids"]] == list(prompt_parts(range(3, 203)))
+    token_ids = tuple(live.app.service.tokenizer.encode(text))
+    assert [tuple(part) for part in parts["long"]] == list(prompt_hashes(token_ids).parts)
+    assert [tuple(part) for part in parts["ids"]] == list(prompt_hashes(range(3, 203)).parts)
     assert parts["short"] == []

@@ -15,7 +15,7 @@ from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason, Request
 from splittime.core.step import TokenLogprob
 from splittime.ledger.account import Account, ClosedAccount
-from splittime.ledger.prompt_parts import PromptParts
+from splittime.ledger.prompt_parts import NO_HASHES, PromptHashes
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput
 from splittime.text.output import OutputText
@@ -57,7 +57,7 @@ class Choice:
     text: OutputText
     echo: Echo | None = None
     hides_output: bool = False  # echo with max_tokens 0
-    prompt_parts: PromptParts = ()
+    prompt_hashes: PromptHashes = NO_HASHES
     token_ids: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     ready_ns: list[int] = field(default_factory=list)
@@ -235,6 +235,10 @@ class Choice:
             token_written_ns=tuple(self.written_ns),
             cancelled_ns=self.cancelled_ns,
             freed_ns=self.freed_ns,
-            prompt_parts=self.prompt_parts,
+            prompt_parts=self.prompt_hashes.parts,
+            prefixes=self.prompt_hashes.prefixes,
+            max_tokens=self.request.sampling.max_tokens or 0,
+            priority=self.request.priority,
+            deadline_ns=self.request.deadline_ns,
             **about,
         )

@@ -113,11 +113,14 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         shorter than `token_steps` if the client went away.
     first_chunk_tokens: output tokens in the first chunk written (TPOT's divisor leaves them out).
     prompt_parts: (hash, start, num_tokens) of the prompt's parts, cut by content (`ledger.prompt_parts`); () for a
-        short one, and for one that was refused before it was tokenised.
+        short one, and for one that was refused before it was tokenised. prefixes: hashes of its beginnings, by which
+        two prompts are compared block for block.
     unseen_ns: how long before `start_ns` the request lay in its socket, because the server's event loop was busy, as
         the kernel says (`web.connection`); 0 below 8 ms. Part of no sum: the account begins when it is seen.
     tenant: the name of the key that asked (`web.tenants`); empty where none is asked for.
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
+    max_tokens: output tokens that it had room for; 0: not known (an earlier version's book, or a request that never
+        reached the engine). priority, deadline_ns: as in `core.request.Request`.
     """
 
     request_id: str
@@ -141,9 +144,13 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cancelled_ns: int | None = None
     freed_ns: int | None = None
     prompt_parts: tuple[tuple[int, int, int], ...] = ()
+    prefixes: bytes = b""
     unseen_ns: int = 0
     host_tokens: int = 0
     tenant: str = ""
+    max_tokens: int = 0
+    priority: int = 0
+    deadline_ns: int | None = None
 
     @property
     def is_refused(self) -> bool:

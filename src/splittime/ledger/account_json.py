@@ -2,9 +2,10 @@
 
 Times inside are relative to `start_ns`, for people to read; `start_ns` itself is of the host's monotonic clock.
 `stages` are contiguous and end at `end_ns - start_ns`. `derived` holds the figures of `ledger.derive`, nothing else.
-`prompt_parts` are [hash, start, num_tokens] each. `account_from_json(account_json(a)) == a`.
+`prompt_parts` are [hash, start, num_tokens] each, `prefixes` is base64. `account_from_json(account_json(a)) == a`.
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
@@ -43,9 +44,13 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "cancelled_ns": _relative(account.cancelled_ns, account.start_ns),
         "freed_ns": _relative(account.freed_ns, account.start_ns),
         "prompt_parts": account.prompt_parts,
+        "prefixes": b64encode(account.prefixes).decode(),
         "unseen_ns": account.unseen_ns,
         "host_tokens": account.host_tokens,
         "tenant": account.tenant,
+        "max_tokens": account.max_tokens,
+        "priority": account.priority,
+        "deadline_ns": _relative(account.deadline_ns, account.start_ns),
         "derived": _derived_json(account),
     }
 
@@ -76,9 +81,13 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         cancelled_ns=_absolute(data["cancelled_ns"], start_ns),
         freed_ns=_absolute(data["freed_ns"], start_ns),
         prompt_parts=tuple(tuple(part) for part in data.get("prompt_parts", ())),
+        prefixes=b64decode(data.get("prefixes", "")),
         unseen_ns=data.get("unseen_ns", 0),
         host_tokens=data.get("host_tokens", 0),
         tenant=data.get("tenant", ""),
+        max_tokens=data.get("max_tokens", 0),
+        priority=data.get("priority", 0),
+        deadline_ns=_absolute(data.get("deadline_ns"), start_ns),
     )
 
 

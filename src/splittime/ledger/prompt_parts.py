@@ -11,10 +11,14 @@ left out, or a run of equal tokens would be cut at each. A part's hash says whet
 So it depends on the part's own tokens and on the WINDOW - 1 before it, the end of the cut. It is the same in every
 process (`hash()` is not), and small enough to be exact in JavaScript. Parts of equal hash are the same text but for
 chance: a million different ones hold about 0.1 such pairs.
+
+Beside the parts stand hashes of the prompt's beginnings, one every `PREFIX_TOKENS`: which prompts could share KV cache,
+and up to where, to a block's exactness.
 """
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +30,8 @@ WINDOW = 4
 MIN_TOKENS = 16
 ODDS = 48  # cuts come on average every ODDS + MIN_TOKENS = 64 tokens
 HASH_BITS = 52
+PREFIX_TOKENS = 16
+PREFIX_BYTES = 6
 
 # odd, so that each bit of a token counts in the upper bits: multiply-shift hashing (Dietzfelbinger et al., 1997)
 _WEIGHTS = np.array([0x1F35A7BD8C2E6B13, 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85], np.int64)
@@ -33,14 +39,40 @@ _SHIFT = np.uint64(29)
 _THRESHOLD = np.uint64(2**64 // ODDS)
 
 
-def prompt_parts(token_ids: Sequence[int]) -> PromptParts:
-    """The parts, contiguous from 0; () for fewer than `SHORT_TOKENS` tokens."""
+class PromptHashes(NamedTuple):
+    """parts: contiguous from 0; () for fewer than `SHORT_TOKENS` tokens. prefixes: `PREFIX_BYTES` for each
+    `PREFIX_TOKENS` whole tokens: a hash of all tokens up to there."""
+
+    parts: PromptParts = ()
+    prefixes: bytes = b""
+
+
+NO_HASHES = PromptHashes()
+
+
+def prompt_hashes(token_ids: Sequence[int]) -> PromptHashes:
+    """Returns the hashes of the first `MAX_TOKENS` tokens."""
     count = len(token_ids)
-    if count < SHORT_TOKENS:
-        return ()
+    if count < PREFIX_TOKENS:
+        return NO_HASHES
     if count > MAX_TOKENS:
         token_ids, count = token_ids[:MAX_TOKENS], MAX_TOKENS
     mixed = _mixed(np.frombuffer(struct.Struct(f"{count}q").pack(*token_ids), np.int64))
+    return PromptHashes(_parts(mixed, count) if count >= SHORT_TOKENS else (), _prefixes(mixed))
+
+
+def prefix_list(prefixes: bytes) -> list[bytes]:
+    """Returns the hash of the first `PREFIX_TOKENS` tokens, of twice as many, ..."""
+    return [prefixes[at : at + PREFIX_BYTES] for at in range(0, len(prefixes), PREFIX_BYTES)]
+
+
+def _prefixes(mixed: np.ndarray) -> bytes:
+    """Sums of all windows up to each edge; each window holds `WINDOW` tokens in their order."""
+    sums = np.cumsum(mixed)[PREFIX_TOKENS - WINDOW :: PREFIX_TOKENS]
+    return sums.astype(">u8").view(np.uint8).reshape(-1, 8)[:, :PREFIX_BYTES].tobytes()
+
+
+def _parts(mixed: np.ndarray, count: int) -> PromptParts:
     firsts = _first_windows(mixed)
     sums = np.add.reduceat(mixed, firsts).tolist()
     starts = [0, *[first + WINDOW - 1 for first in firsts[1:]]]

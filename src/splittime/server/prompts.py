@@ -21,7 +21,7 @@ from splittime.api.params import Ask, Prompt
 from splittime.core.errors import DeadlineExceeded, RequestError
 from splittime.core.request import Request
 from splittime.ledger.account import Account
-from splittime.ledger.prompt_parts import PromptParts, prompt_parts
+from splittime.ledger.prompt_parts import PromptHashes, prompt_hashes
 from splittime.ledger.stages import Stage
 from splittime.server.service import Service
 from splittime.text.foreign_code import num_bytes, require_at_most
@@ -39,7 +39,7 @@ class TokenizedPrompt(NamedTuple):
     """given: as the client sent it; a chat's as token ids."""
 
     token_ids: tuple[int, ...]
-    parts: PromptParts
+    hashes: PromptHashes
     given: Prompt
 
     def choice(self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer) -> Choice:
@@ -47,7 +47,7 @@ class TokenizedPrompt(NamedTuple):
         sampling = request.sampling
         text = OutputText(tokenizer, self.token_ids, stop=sampling.stop, min_tokens=sampling.min_tokens)
         echo = self._echo(tokenizer, with_offsets=sampling.prompt_logprobs is not None) if ask.echo else None
-        return Choice(index, request, account, text, echo, ask.echo_only, self.parts)
+        return Choice(index, request, account, text, echo, ask.echo_only, self.hashes)
 
     def _echo(self, tokenizer: Tokenizer, *, with_offsets: bool) -> Echo:
         """The prompt as it was given, and where each of its tokens begins."""
@@ -102,7 +102,7 @@ class Prompts:
         """Raises what the client must be told, or `Disconnected` after `drop`."""
         ids = await self._token_ids(deadline_ns)
         pairs = zip(ids, self._given or ids, strict=True)
-        return [TokenizedPrompt(token_ids, prompt_parts(token_ids), given) for token_ids, given in pairs]
+        return [TokenizedPrompt(token_ids, prompt_hashes(token_ids), given) for token_ids, given in pairs]
 
     async def _token_ids(self, deadline_ns: int | None) -> tuple[tuple[int, ...], ...]:
         if self.work is None:

@@ -1,0 +1,103 @@
+"""An engine whose steps take the time that they are said to take, and compute nothing.
+
+    clock = VirtualClock()
+    engine, runner = costed_engine(Scheduler(config), costs, clock)
+    Crank(EngineParts(engine, runner), clock)
+
+The scheduler, the cache, the engine and the crank are the real ones. `StepCosts` says what each step takes: a cost
+model, or a recorded ledger. A step's own parts pass while it is planned, run and committed, so that its record shows
+them where a real one does; what lies between two steps is its driver's to wait for (`after_step_ns`).
+
+Tokens follow from the request's id and their position: two runs of the same requests make the same tokens, whatever
+else differs, and what one run has in its prefix cache is worth as much as what the other has.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+from zlib import crc32
+
+from splittime.core.clock import VirtualClock
+from splittime.core.step import Row, RowResult, StepPlan, StepResult
+from splittime.engine.engine import Engine
+from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.shape import StepTime
+
+
+class StepCosts(Protocol):
+    def of(self, plan: StepPlan) -> StepTime:
+        """Returns what this step takes. Asked once for each step, in order."""
+        ...
+
+
+class CurrentStep:
+    """What the step in hand takes, for the engine that plans it and the runner that runs it."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
+        self.time = StepTime()
+
+
+class CostedEngine(Engine):
+    """The engine, for whose planning and committing time passes."""
+
+    def __init__(self, scheduler: Scheduler, step: CurrentStep, clock: VirtualClock) -> None:
+        super().__init__(scheduler)
+        self._step, self._clock = step, clock
+
+    def begin(self, now_ns: int) -> StepPlan | None:
+        plan = super().begin(now_ns)
+        if plan is not None:
+            self._step.time = self._step.costs.of(plan)
+            self._clock.advance(self._step.time.plan_ns)
+        return plan
+
+    def end(self, result: StepResult, now_ns: int) -> None:
+        super().end(result, now_ns)
+        self._clock.advance(self._step.time.commit_ns)
+
+
+class CostedRunner:
+    """A `Runner` that lets the step's time pass."""
+
+    verifies_drafts = False
+
+    def __init__(self, step: CurrentStep, clock: VirtualClock, execution: str = "host") -> None:
+        self._step, self._clock, self._execution = step, clock, execution
+
+    def run(self, plan: StepPlan) -> StepResult:
+        time = self._step.time
+        self._clock.advance(time.launch_ns + time.moves_ns + time.device_ns + time.sample_ns)
+        offload_ns = time.moves_ns if plan.offloads else 0
+        return StepResult(
+            plan.step_id,
+            tuple(_row_result(row) for row in plan.rows),
+            time.device_ns,
+            time.sample_ns,
+            self._execution,
+            offload_ns=offload_ns,
+            restore_ns=time.moves_ns - offload_ns,
+        )
+
+
+def costed_engine(
+    scheduler: Scheduler, costs: StepCosts, clock: VirtualClock, execution: str = "host"
+) -> tuple[Engine, CostedRunner, Callable[[], int]]:
+    """Returns an engine, its runner, and what tells how long after a step the next may begin."""
+    step = CurrentStep(costs)
+    return CostedEngine(scheduler, step, clock), CostedRunner(step, clock, execution), lambda: step.time.host_gap_ns
+
+
+def _row_result(row: Row) -> RowResult:
+    if not row.num_samples:
+        return RowResult(row.request_id)
+    return RowResult(row.request_id, (output_token(row.request_id, row.start + len(row.token_ids)),))
+
+
+def output_token(request_id: str, position: int) -> int:
+    """Returns the token that a simulated request has at this position, behind its prompt."""
+    return mixed_token(crc32(request_id.encode()), position)
+
+
+def mixed_token(seed: int, index: int) -> int:
+    """Returns a number of 30 bits that depends on all of both (Fibonacci hashing: Knuth, volume 3, 6.4)."""
+    return ((seed * 0x2545F4914F6CDD1D + index) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> 34

@@ -1,0 +1,209 @@
+"""A recorded run again, with the step times that its ledger has: does this scheduler decide what that one did?
+
+    divergence = replay(accounts, steps, facts)        None: the same decisions in every step
+
+The same scheduler, cache, engine, crank and loop run under a virtual clock. Requests reach the engine when they did,
+aborts too, and each step takes what its record says. What comes out is compared with the record: who was in the step
+with which tokens, who was preempted, how many ran and waited, how many blocks were in use, when it began and ended.
+
+Who can be replayed: an engine that does not plan ahead, from its first step on, with its knobs unchanged since. What a
+ledger does not say is not guessed: a request whose account is missing while steps name it is a `ConfigError`.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from splittime.core.clock import VirtualClock
+from splittime.core.errors import ConfigError
+from splittime.core.request import FinishReason
+from splittime.core.step import StepPlan
+from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.loop import run_loop
+from splittime.drive.messages import Abort, FromEngine, StepOutput, Submit, ToEngine
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.steps import StepRecord
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.costed import costed_engine
+from splittime.simulate.shape import StepTime
+from splittime.simulate.trace import TracedRequest, traced_requests
+
+DECISIONS = (
+    *("step_id", "rows", "victims", "prefill_tokens", "decode_tokens", "kv_tokens_read", "blocks_used"),
+    *("num_running", "num_waiting", "offloaded_blocks", "restored_blocks", "begin_ns", "end_ns"),
+)
+
+
+class Divergence(NamedTuple):
+    """The first step that was decided otherwise: what of it, as recorded and as replayed (None: no such step)."""
+
+    step_id: int
+    what: str
+    recorded: object
+    replayed: object
+
+
+Rows = tuple[tuple[str, int, int], ...]
+
+
+class UnknownStep(Exception):
+    """The replay has come to a step that the records do not have: nobody knows how long it takes."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self.rows = rows
+
+
+class RecordedSteps:
+    """The records, one after the other: the costs of the replay's steps and the instants at which they begin."""
+
+    def __init__(self, records: Sequence[StepRecord]) -> None:
+        self.records = records
+        self.num_begun = 0
+
+    @property
+    def next(self) -> StepRecord | None:
+        """The record of the next step to begin."""
+        return self.records[self.num_begun] if self.num_begun < len(self.records) else None
+
+    def of(self, plan: StepPlan) -> StepTime:
+        record, rows = self.next, tuple((row.request_id, row.start, row.num_tokens) for row in plan.rows)
+        if record is None or record.rows != rows:
+            raise UnknownStep(rows)
+        self.num_begun += 1
+        return time_of(record)
+
+
+def time_of(record: StepRecord) -> StepTime:
+    """Returns the parts of a recorded step; how long after it the next began, its own record does not say."""
+    return StepTime(
+        record.plan_ns, record.launch_ns, record.moves_ns, record.device_ns, record.sample_ns, record.commit_ns
+    )
+
+
+class RecordedArrivals:
+    """The messages of a recorded run, handed over before the step that the engine was at, and not a step earlier.
+
+    `Arrivals` of a loop. Each turn of the loop begins when a recorded step did, or when a request ended without one
+    (its deadline)."""
+
+    def __init__(self, clock: VirtualClock, steps: RecordedSteps, messages: list[tuple[int, ToEngine | None]]) -> None:
+        self.is_closed = False
+        self._clock, self._steps, self._messages = clock, steps, deque(messages)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return True  # time goes on in `take_all`
+
+    def take_all(self) -> Iterator[tuple[ToEngine, int]]:
+        record = self._steps.next
+        if record is None:
+            self.is_closed = True
+            return
+        if record.idle_ns:
+            self._clock.advance_to(record.begin_ns - record.host_gap_ns)  # it woke up then
+        while self._messages and self._messages[0][0] <= record.begin_ns:
+            at_ns, message = self._messages.popleft()
+            if not isinstance(message, Submit):
+                self._clock.advance_to(at_ns)
+            if message is None:
+                return
+            yield message, at_ns
+        self._clock.advance_to(record.begin_ns)
+
+
+def replay(accounts: Sequence[ClosedAccount], records: Sequence[StepRecord], facts: ServerFacts) -> Divergence | None:
+    """Returns the first divergence, None if there is none. Raises ConfigError for what cannot be replayed."""
+    _require_whole(accounts, records, facts)
+    config = scheduler_config(facts)
+    requests = traced_requests(accounts, config.max_model_len)
+    clock = VirtualClock(min(records[0].begin_ns, *(traced.received_ns for traced in requests)))
+    steps = RecordedSteps(records)
+    engine, runner, _ = costed_engine(Scheduler(config), steps, clock, records[0].execution)
+    messages = _messages(requests, records)
+    replayed: list[StepRecord] = []
+    try:
+        run_loop(
+            Crank(EngineParts(engine, runner), clock),
+            RecordedArrivals(clock, steps, messages),
+            lambda message: _keep(message, replayed),
+        )
+    except UnknownStep as unknown:
+        return _first_divergence(records, replayed, unknown.rows)
+    return _first_divergence(records, replayed, None)
+
+
+def scheduler_config(facts: ServerFacts) -> SchedulerConfig:
+    """Returns the scheduler's settings as the facts tell them. Raises ConfigError if they are not all there."""
+    known = {name: facts.settings[name] for name in SchedulerConfig.__struct_fields__ if name in facts.settings}
+    missing = [name for name in ("num_blocks", "max_num_seqs", "max_num_batched_tokens") if name not in known]
+    if missing:
+        raise ConfigError(f"the ledger's facts do not say {', '.join(missing)}", param="ledger")
+    known.setdefault("max_model_len", facts.max_model_len)
+    return msgspec.convert(known, SchedulerConfig)
+
+
+def _require_whole(accounts: Sequence[ClosedAccount], records: Sequence[StepRecord], facts: ServerFacts) -> None:
+    if not records:
+        raise ConfigError("the ledger has no steps to replay", param="ledger")
+    if facts.settings.get("async_scheduling"):
+        raise ConfigError("a ledger of an engine that plans ahead cannot be replayed step by step", param="ledger")
+    ids = [record.step_id for record in records]
+    if ids != list(range(1, len(ids) + 1)):
+        hint = "Keep more of it: --max-file-steps, --max-file-accounts; or write to a new file."
+        raise ConfigError("the ledger's steps are not all of one engine, from its first on", param="ledger", hint=hint)
+    unknown = {row[0] for record in records for row in record.rows} - {account.request_id for account in accounts}
+    if unknown:
+        hint = "Replay a ledger whose server has ended its requests, and which kept all accounts (--max-file-accounts)."
+        words = f"{len(unknown)} requests have steps but no account, {min(unknown)!r} among them"
+        raise ConfigError(words, param="ledger", hint=hint)
+
+
+def _messages(requests: Sequence[TracedRequest], records: Sequence[StepRecord]) -> list[tuple[int, ToEngine | None]]:
+    """Returns what reached the engine, in order. None: a deadline, at which the engine had to look."""
+    last_step = {row[0]: record for record in records for row in record.rows}
+    begins = {record.begin_ns for record in records}
+    messages: list[tuple[int, int, ToEngine | None]] = []
+    for traced in requests:
+        account = traced.account
+        messages.append((traced.received_ns, len(messages), Submit(traced.request)))
+        gone_ns = _abort_ns(account, last_step.get(account.request_id))
+        if gone_ns is not None:
+            messages.append((gone_ns, len(messages), Abort(account.request_id)))
+        elif account.finish_reason == FinishReason.DEADLINE and account.freed_ns not in (None, *begins):
+            messages.append((account.freed_ns or 0, len(messages), None))
+    messages.sort(key=lambda message: message[:2])
+    return [(at_ns, message) for at_ns, _, message in messages]
+
+
+def _abort_ns(account: ClosedAccount, last: StepRecord | None) -> int | None:
+    """When the engine was told to end it; None if it ended by itself."""
+    was_aborted = account.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+    ran_on = last is not None and account.token_steps and last.step_id > account.token_steps[-1]  # a stop string
+    if not (was_aborted or ran_on):
+        return None
+    if account.freed_ns is not None and not ran_on:
+        return account.freed_ns
+    return max(account.end_ns, last.end_ns) if last is not None else account.end_ns
+
+
+def _keep(message: FromEngine, replayed: list[StepRecord]) -> None:
+    if isinstance(message, StepOutput) and message.record is not None:
+        replayed.append(message.record)
+
+
+def _first_divergence(
+    records: Sequence[StepRecord], replayed: Sequence[StepRecord], last_rows: Rows | None
+) -> Divergence | None:
+    """last_rows: of the step at which the replay stopped."""
+    for recorded, again in zip(records, replayed, strict=False):
+        for name in DECISIONS:
+            if getattr(recorded, name) != getattr(again, name):
+                return Divergence(recorded.step_id, name, getattr(recorded, name), getattr(again, name))
+    if len(replayed) < len(records):
+        missing = records[len(replayed)]
+        return Divergence(missing.step_id, "rows", missing.rows, last_rows)
+    return None

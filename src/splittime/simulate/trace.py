@@ -1,0 +1,146 @@
+"""What a ledger says of the requests that came: when, how long, with what in common. Made anew from closed accounts.
+
+A ledger keeps no texts and no tokens. It keeps hashes of a prompt's beginnings (`ledger.prompt_parts`) and how much of
+it was found in the prefix cache. From these come stand-ins: tokens that are equal where the beginnings are. Where a
+prompt found more in the cache than it shares with another prompt, it begins with the tokens of the latest request that
+shares the most with it, output included (a conversation's next turn).
+
+Times are those of the recorded run. Until it reached the engine a request took what it took then; from there on the
+simulation says.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+from zlib import crc32
+
+from splittime.core.request import FinishReason, Request
+from splittime.core.sampling import SamplingParams
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
+from splittime.ledger.stages import Stage
+from splittime.simulate.costed import mixed_token, output_token
+
+MAX_REMEMBERED = 4_096  # requests whose tokens a later one may begin with
+SERVER_STAGES = (Stage.RECEIVE, Stage.TOKENIZE_QUEUE, Stage.TOKENIZE, Stage.ADMIT, Stage.HANDOFF)
+
+
+class TracedRequest(NamedTuple):
+    """A request that reached the engine at `received_ns`, and what its account said in the end. submitted: when the
+    server had handed it over."""
+
+    request: Request
+    received_ns: int
+    account: ClosedAccount
+
+
+def traced_requests(accounts: Iterable[ClosedAccount], max_model_len: int) -> list[TracedRequest]:
+    """Returns the requests that reached the engine, in the order in which they did. One that was ended by its client,
+    its deadline or an error may have as many tokens as it had asked for."""
+    reached = [(received_ns, account) for account in accounts if (received_ns := _received_ns(account)) is not None]
+    reached.sort(key=lambda each: (each[0], each[1].request_id))
+    stand_ins = StandIns(account for _, account in reached)
+    return [
+        TracedRequest(_request(account, stand_ins.tokens_of(account), max_model_len), received_ns, account)
+        for received_ns, account in reached
+    ]
+
+
+def server_intervals(account: ClosedAccount) -> list[tuple[Stage, int]]:
+    """Returns the stages before the engine, with the begin of each."""
+    before = takewhile(lambda interval: interval.stage in SERVER_STAGES, account.intervals)
+    return [(interval.stage, interval.begin_ns) for interval in before]
+
+
+def _received_ns(account: ClosedAccount) -> int | None:
+    """When the engine took it; None if it never did."""
+    behind = (interval.begin_ns for interval in account.intervals if interval.stage not in SERVER_STAGES)
+    reached = not account.is_refused and account.prompt_tokens > 0
+    return next(behind, None) if reached else None
+
+
+def _computed_ns(account: ClosedAccount) -> float:
+    """When its prompt was begun to be computed."""
+    begun = (each.begin_ns for each in account.intervals if each.stage is Stage.PREFILL)
+    return next(begun, math.inf)
+
+
+def _request(account: ClosedAccount, prompt: tuple[int, ...], max_model_len: int) -> Request:
+    ended_itself = account.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    room = max_model_len - len(prompt)
+    max_tokens = account.output_tokens if ended_itself else account.max_tokens or room
+    submitted_ns = next((begin for stage, begin in server_intervals(account) if stage is Stage.HANDOFF), None)
+    return Request(
+        request_id=account.request_id,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max(1, max_tokens), seed=0, ignore_eos=True),
+        submitted_ns=account.start_ns if submitted_ns is None else submitted_ns,
+        priority=account.priority,
+        deadline_ns=account.deadline_ns,
+        cache_salt=account.tenant,
+    )
+
+
+class StandIns:
+    """Tokens in the place of prompts. Blocks of `PREFIX_TOKENS` are the same in two prompts where these are, up to the
+    end of the block."""
+
+    def __init__(self, accounts: Iterable[ClosedAccount]) -> None:
+        self._computed_ns: dict[bytes, float] = {}  # when the first prompt with this beginning was begun
+        for account in accounts:
+            for mark in prefix_list(account.prefixes):
+                self._computed_ns[mark] = min(self._computed_ns.get(mark, math.inf), _computed_ns(account))
+        self._by_beginning: dict[bytes, list[int]] = {}  # the latest request with it: its tokens, output included
+        self._recent: deque[tuple[list[bytes], list[int]]] = deque()
+        self._unusual: dict[bytes, list[int]] = {}  # blocks that are not what their hash alone says
+
+    def tokens_of(self, account: ClosedAccount) -> tuple[int, ...]:
+        """Returns `prompt_tokens` tokens."""
+        hashes = prefix_list(account.prefixes)
+        tokens = [token for mark in hashes for token in self._block(mark)]
+        own = crc32(account.request_id.encode()) + 1
+        tokens += [mixed_token(own, -index) for index in range(1, account.prompt_tokens - len(tokens) + 1)]
+        if account.cached_tokens and not self._is_explained(account, hashes):
+            self._continue(tokens, self._nearest(hashes)[: account.cached_tokens], hashes)
+        outputs = [output_token(account.request_id, len(tokens) + i) for i in range(account.output_tokens)]
+        self._remember(hashes, tokens + outputs)
+        return tuple(tokens)
+
+    def _is_explained(self, account: ClosedAccount, hashes: list[bytes]) -> bool:
+        """Whether a prompt that was computed before begins with what this one found in the cache."""
+        last = -(-account.cached_tokens // PREFIX_TOKENS)
+        return last <= len(hashes) and self._computed_ns[hashes[last - 1]] < _computed_ns(account)
+
+    def _block(self, mark: bytes) -> list[int]:
+        seed = int.from_bytes(mark, "big")
+        return self._unusual.get(mark) or [mixed_token(seed, index) for index in range(PREFIX_TOKENS)]
+
+    def _continue(self, tokens: list[int], beginning: list[int], hashes: list[bytes]) -> None:
+        """Gives a prompt, which found more in the cache than any prompt explains, the beginning of another request."""
+        first = num_equal(tokens, beginning) // PREFIX_TOKENS
+        tokens[: len(beginning)] = beginning
+        for index, mark in enumerate(hashes[first : -(-len(beginning) // PREFIX_TOKENS)], first):
+            self._unusual[mark] = tokens[index * PREFIX_TOKENS : (index + 1) * PREFIX_TOKENS]
+
+    def _nearest(self, hashes: list[bytes]) -> list[int]:
+        """Returns the tokens of the latest request that shares the longest beginning."""
+        shared = (self._by_beginning.get(mark) for mark in (*reversed(hashes), b""))
+        return next((tokens for tokens in shared if tokens is not None), [])
+
+    def _remember(self, hashes: list[bytes], tokens: list[int]) -> None:
+        for mark in (b"", *hashes):
+            self._by_beginning[mark] = tokens
+        self._recent.append((hashes, tokens))
+        if len(self._recent) > MAX_REMEMBERED:
+            old_hashes, old_tokens = self._recent.popleft()
+            for mark in old_hashes:
+                if self._by_beginning.get(mark) is old_tokens:
+                    del self._by_beginning[mark]
+
+
+def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Returns how many first tokens are the same."""
+    pairs = zip(tokens, others, strict=False)
+    return next((index for index, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))
