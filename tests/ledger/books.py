@@ -52,6 +52,10 @@ def accounts(draw) -> ClosedAccount:
         prompt_parts=tuple(
             draw(st.lists(st.tuples(st.integers(0, 2**52), st.integers(0, 99), st.integers(1, 99)), max_size=3))
         ),
+        prefixes=draw(st.binary(max_size=18)),
+        max_tokens=draw(st.integers(0, 99)),
+        priority=draw(st.integers(-2, 2)),
+        deadline_ns=draw(st.none() | st.just(account.end_ns)),
     )
 
 
