@@ -29,6 +29,7 @@ def account(name: str, prompt: tuple[int, ...], at_ns: int, **more) -> ClosedAcc
             "finish_reason": "length",
             "prompt_tokens": len(prompt),
             "output_tokens": 32,
+            "freed_ns": at_ns + 40,
             "prefixes": prompt_hashes(prompt).prefixes,
         }
         | more
@@ -48,6 +49,14 @@ def test_what_came_is_made_anew() -> None:
 def test_who_was_cut_short_may_have_what_it_had_asked_for(asked: int, given: int) -> None:
     gone = account("a", SYSTEM, 0, finish_reason="abort", max_tokens=asked, output_tokens=3)
     assert traced_requests([gone], 2048)[0].request.sampling.max_tokens == given
+
+
+def test_who_met_a_stop_string_could_have_gone_on() -> None:
+    stopped = account("a", SYSTEM, 0, finish_reason="stop", max_tokens=60, freed_ns=None)
+    (traced,) = traced_requests([stopped], 2048)
+    assert (traced.stops_after, traced.request.sampling.max_tokens) == (32, 60)
+    (ended,) = traced_requests([msgspec.structs.replace(stopped, freed_ns=40)], 2048)
+    assert (ended.stops_after, ended.request.sampling.max_tokens) == (None, 32)
 
 
 def test_who_never_reached_the_engine_is_left_out() -> None:

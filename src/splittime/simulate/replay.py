@@ -170,7 +170,7 @@ def _messages(requests: Sequence[TracedRequest], records: Sequence[StepRecord]) 
     for traced in requests:
         account = traced.account
         messages.append((traced.received_ns, len(messages), Submit(traced.request)))
-        gone_ns = _abort_ns(account, last_step.get(account.request_id))
+        gone_ns = _abort_ns(traced, last_step.get(account.request_id))
         if gone_ns is not None:
             messages.append((gone_ns, len(messages), Abort(account.request_id)))
         elif account.finish_reason == FinishReason.DEADLINE and account.freed_ns not in (None, *begins):
@@ -179,15 +179,14 @@ def _messages(requests: Sequence[TracedRequest], records: Sequence[StepRecord]) 
     return [(at_ns, message) for at_ns, _, message in messages]
 
 
-def _abort_ns(account: ClosedAccount, last: StepRecord | None) -> int | None:
-    """When the engine was told to end it; None if it ended by itself."""
-    was_aborted = account.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
-    ran_on = last is not None and account.token_steps and last.step_id > account.token_steps[-1]  # a stop string
-    if not (was_aborted or ran_on):
-        return None
-    if account.freed_ns is not None and not ran_on:
-        return account.freed_ns
-    return max(account.end_ns, last.end_ns) if last is not None else account.end_ns
+def _abort_ns(traced: TracedRequest, last: StepRecord | None) -> int | None:
+    """When the engine was told to end it; None if it ended by itself. last: the last step that it was in."""
+    account = traced.account
+    if traced.stops_after is not None:
+        return last.end_ns if last is not None else account.end_ns
+    if account.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        return account.end_ns if account.freed_ns is None else account.freed_ns
+    return None
 
 
 def _keep(message: FromEngine, replayed: list[StepRecord]) -> None:

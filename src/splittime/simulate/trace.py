@@ -16,11 +16,13 @@ from itertools import takewhile
 from typing import NamedTuple
 from zlib import crc32
 
+import msgspec
+
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
-from splittime.ledger.account import ClosedAccount
+from splittime.ledger.account import ClosedAccount, Mark
 from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
-from splittime.ledger.stages import Stage
+from splittime.ledger.stages import Cause, Stage
 from splittime.simulate.costed import mixed_token, output_token
 
 MAX_REMEMBERED = 4_096  # requests whose tokens a later one may begin with
@@ -28,12 +30,34 @@ SERVER_STAGES = (Stage.RECEIVE, Stage.TOKENIZE_QUEUE, Stage.TOKENIZE, Stage.ADMI
 
 
 class TracedRequest(NamedTuple):
-    """A request that reached the engine at `received_ns`, and what its account said in the end. submitted: when the
-    server had handed it over."""
+    """A request that reached the engine at `received_ns`, and what its account said in the end.
+
+    marks: of the server, before that; the first is its arrival. stops_after: so many tokens, after which the server ended
+    it (a stop string). leaves_ns: when its client went away. None: it ended otherwise.
+    """
 
     request: Request
-    received_ns: int
     account: ClosedAccount
+    marks: tuple[Mark, ...]
+    received_ns: int
+    stops_after: int | None = None
+    leaves_ns: int | None = None
+
+    @property
+    def admitted_ns(self) -> int:
+        """When the server asked whether there was room for it."""
+        return next((mark.begin_ns for mark in self.marks if mark.stage is Stage.ADMIT), self.marks[0].begin_ns)
+
+    def moved(self, delta_ns: int) -> "TracedRequest":
+        """Returns it as if it had come so much later."""
+        deadline_ns = None if self.request.deadline_ns is None else self.request.deadline_ns + delta_ns
+        instants = {"submitted_ns": self.request.submitted_ns + delta_ns, "deadline_ns": deadline_ns}
+        return self._replace(
+            request=msgspec.structs.replace(self.request, **instants),
+            marks=tuple(Mark(stage, cause, begin_ns + delta_ns) for stage, cause, begin_ns in map(_fields, self.marks)),
+            received_ns=self.received_ns + delta_ns,
+            leaves_ns=None if self.leaves_ns is None else self.leaves_ns + delta_ns,
+        )
 
 
 def traced_requests(accounts: Iterable[ClosedAccount], max_model_len: int) -> list[TracedRequest]:
@@ -43,15 +67,30 @@ def traced_requests(accounts: Iterable[ClosedAccount], max_model_len: int) -> li
     reached.sort(key=lambda each: (each[0], each[1].request_id))
     stand_ins = StandIns(account for _, account in reached)
     return [
-        TracedRequest(_request(account, stand_ins.tokens_of(account), max_model_len), received_ns, account)
-        for received_ns, account in reached
+        _traced(account, received_ns, stand_ins.tokens_of(account), max_model_len) for received_ns, account in reached
     ]
 
 
-def server_intervals(account: ClosedAccount) -> list[tuple[Stage, int]]:
-    """Returns the stages before the engine, with the begin of each."""
+def at_speed(requests: Iterable[TracedRequest], factor: float) -> list[TracedRequest]:
+    """Returns the requests as if they had come `factor` times as fast. What each does by itself keeps its pace."""
+    requests = list(requests)
+    first_ns = min((traced.marks[0].begin_ns for traced in requests), default=0)
+    return [traced.moved(round((traced.marks[0].begin_ns - first_ns) * (1 / factor - 1))) for traced in requests]
+
+
+def _traced(account: ClosedAccount, received_ns: int, prompt: tuple[int, ...], max_model_len: int) -> TracedRequest:
     before = takewhile(lambda interval: interval.stage in SERVER_STAGES, account.intervals)
-    return [(interval.stage, interval.begin_ns) for interval in before]
+    marks = tuple(Mark(interval.stage, interval.cause, interval.begin_ns) for interval in before)
+    stopped = _met_stop_string(account)
+    went_away = account.finish_reason == FinishReason.ABORT
+    return TracedRequest(
+        request=_request(account, prompt, max_model_len),
+        account=account,
+        marks=marks or (Mark(Stage.HANDOFF, None, account.start_ns),),
+        received_ns=received_ns,
+        stops_after=account.output_tokens if stopped else None,
+        leaves_ns=(account.end_ns if account.cancelled_ns is None else account.cancelled_ns) if went_away else None,
+    )
 
 
 def _received_ns(account: ClosedAccount) -> int | None:
@@ -68,19 +107,28 @@ def _computed_ns(account: ClosedAccount) -> float:
 
 
 def _request(account: ClosedAccount, prompt: tuple[int, ...], max_model_len: int) -> Request:
-    ended_itself = account.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    in_engine = account.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and not _met_stop_string(account)
     room = max_model_len - len(prompt)
-    max_tokens = account.output_tokens if ended_itself else account.max_tokens or room
-    submitted_ns = next((begin for stage, begin in server_intervals(account) if stage is Stage.HANDOFF), None)
+    max_tokens = account.output_tokens if in_engine else account.max_tokens or room
+    handed_ns = next((each.begin_ns for each in account.intervals if each.stage is Stage.HANDOFF), account.start_ns)
     return Request(
         request_id=account.request_id,
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=max(1, max_tokens), seed=0, ignore_eos=True),
-        submitted_ns=account.start_ns if submitted_ns is None else submitted_ns,
+        submitted_ns=handed_ns,
         priority=account.priority,
         deadline_ns=account.deadline_ns,
         cache_salt=account.tenant,
     )
+
+
+def _met_stop_string(account: ClosedAccount) -> bool:
+    """Whether the server ended it, before the engine said that it had."""
+    return account.finish_reason == FinishReason.STOP and account.freed_ns is None
+
+
+def _fields(mark: Mark) -> tuple[Stage, Cause | None, int]:
+    return mark.stage, mark.cause, mark.begin_ns
 
 
 class StandIns:

@@ -1,0 +1,170 @@
+"""A server under a virtual clock: arrivals, admission, the engine, delivery. What it makes is a ledger.
+
+    books = simulate(requests, config, costs, limits, delivery)
+
+A request arrives, is admitted or refused by the server's own admission (`simulate.door`), reaches the engine after as
+long as it took in the recorded run, and is computed by the same scheduler, engine, crank and loop as a real one, in the
+time that `costs` says. Its account is closed as the server would close it.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from splittime.core.clock import VirtualClock
+from splittime.core.errors import Refused
+from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.loop import run_loop
+from splittime.drive.messages import FromEngine, StepOutput
+from splittime.ledger.account import REFUSED, Account, ClosedAccount
+from splittime.ledger.stages import Stage
+from splittime.ledger.steps import StepRecord
+from splittime.scheduler.admission import Admission, QueueLimits
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.events import RequestOutput
+from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.costed import StepCosts, costed_engine
+from splittime.simulate.door import Door
+from splittime.simulate.trace import TracedRequest
+from splittime.simulate.virtual import RequestOutcome
+
+OnAccount = Callable[[ClosedAccount], None]
+OnStep = Callable[[StepRecord], None]
+OF_THE_REQUEST = (
+    *("request_id", "group_id", "model", "endpoint", "tenant", "started_at_unix_ns"),
+    *("prompt_tokens", "prompt_parts", "prefixes", "max_tokens", "priority"),
+)
+
+
+class Delivery(NamedTuple):
+    """send_lag_ns: from a token's being ready to its bytes' being with the socket. end_ns: from the last token to the
+    end of the answer. to_wake_ns: what an engine without work takes to wake up."""
+
+    send_lag_ns: int = 0
+    end_ns: int = 0
+    to_wake_ns: int = 0
+
+
+AT_ONCE = Delivery()
+
+
+class Books(NamedTuple):
+    """What a run has made: the accounts in the order in which they ended, and the steps."""
+
+    accounts: list[ClosedAccount]
+    steps: list[StepRecord]
+
+
+def simulate(
+    requests: Iterable[TracedRequest],
+    config: SchedulerConfig,
+    costs: StepCosts,
+    limits: QueueLimits,
+    delivery: Delivery = AT_ONCE,
+    execution: str = "host",
+) -> Books:
+    """Returns the ledger of a server with these settings that is asked these requests. Raises what `costs` raises."""
+    books = Books([], [])
+    clock = VirtualClock()
+    engine, runner, after_step_ns = costed_engine(Scheduler(config), costs, clock, execution)
+    server = SimulatedServer(clock, limits, delivery, after_step_ns, books.accounts.append, books.steps.append)
+    server.run(Crank(EngineParts(engine, runner), clock), requests)
+    return books
+
+
+class SimulatedServer:
+    """on_account, on_step: called with each as it is closed; nothing closed is kept."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        limits: QueueLimits,
+        delivery: Delivery,
+        after_step_ns: Callable[[], int],
+        on_account: OnAccount,
+        on_step: OnStep,
+    ) -> None:
+        self._clock, self._delivery, self._after_step_ns = clock, delivery, after_step_ns
+        self._on_account, self._on_step = on_account, on_step
+        self._door = Door(clock, Admission(limits), delivery.to_wake_ns, self._refuse)
+        self._open: dict[str, tuple[TracedRequest, RequestOutcome]] = {}
+
+    def run(self, crank: Crank, requests: Iterable[TracedRequest]) -> None:
+        """Until the last request has ended."""
+        for traced in requests:
+            self._door.expect(traced)
+            self._open[traced.request.request_id] = (traced, RequestOutcome(traced.request, _begun(traced)))
+        run_loop(crank, self._door, self._take)
+
+    def _take(self, message: FromEngine) -> None:
+        assert isinstance(message, StepOutput)
+        for output in message.outputs:
+            self._take_output(output, message.step_id, message.ready_ns)
+        if message.record is not None:
+            self._on_step(message.record)
+            self._clock.advance(self._after_step_ns())
+
+    def _take_output(self, output: RequestOutput, step_id: int, ready_ns: int) -> None:
+        traced, outcome = self._open[output.request_id]
+        outcome.take(output, step_id, ready_ns)
+        if output.token_ids or any(mark.stage is Stage.PREFILL for mark in output.marks):
+            self._door.note_begun(output.request_id, ready_ns)
+        if output.freed_ns is not None:
+            del self._open[output.request_id]
+            self._door.note_ended(output.request_id, ready_ns)
+            self._on_account(_closed(traced, outcome, output.freed_ns, self._delivery))
+        elif len(outcome.token_ids) == traced.stops_after:
+            self._door.abort(output.request_id, ready_ns + self._delivery.send_lag_ns)
+
+    def _refuse(self, traced: TracedRequest, refused: Refused, at_ns: int) -> None:
+        del self._open[traced.request.request_id]
+        account = Account(traced.request.request_id, traced.marks[0].begin_ns, traced.marks[0].stage)
+        account.extend(mark for mark in traced.marks if mark.begin_ns <= at_ns)
+        account.enter(Stage.DELIVER, at_ns)
+        account.close(at_ns)
+        self._on_account(_account(traced, account, REFUSED, error=refused.info))
+
+
+def _begun(traced: TracedRequest) -> Account:
+    """Returns the account that the server hands over with the request."""
+    first = traced.marks[0]
+    account = Account(traced.request.request_id, first.begin_ns, first.stage)
+    account.extend(traced.marks[1:])
+    return account
+
+
+def _closed(traced: TracedRequest, outcome: RequestOutcome, freed_ns: int, delivery: Delivery) -> ClosedAccount:
+    """Returns the account as the server closes it. A stop string's tokens are those up to it."""
+    count = len(outcome.token_ids) if traced.stops_after is None else traced.stops_after
+    ready_ns = tuple(outcome.token_ready_ns[:count])
+    outcome.account.close(max(freed_ns, outcome.account.marks[-1].begin_ns) + delivery.end_ns)
+    was_stopped = traced.stops_after is not None and len(outcome.token_ids) >= count
+    return _account(
+        traced,
+        outcome.account,
+        "stop" if was_stopped else str(outcome.finish_reasons[0]),
+        error=outcome.error,
+        cached_tokens=outcome.num_cached_tokens or 0,
+        host_tokens=outcome.num_host_tokens,
+        output_tokens=len(ready_ns),
+        num_preemptions=outcome.num_preemptions,
+        first_chunk_tokens=min(1, len(ready_ns)),
+        token_steps=tuple(outcome.token_steps[:count]),
+        token_ready_ns=ready_ns,
+        token_written_ns=tuple(at_ns + delivery.send_lag_ns for at_ns in ready_ns),
+        cancelled_ns=traced.leaves_ns if outcome.finish_reasons[0] == "abort" and not was_stopped else None,
+        freed_ns=None if was_stopped else freed_ns,
+    )
+
+
+def _account(traced: TracedRequest, account: Account, finish_reason: str, **facts: Any) -> ClosedAccount:
+    about = {name: getattr(traced.account, name) for name in OF_THE_REQUEST}
+    assert account.end_ns is not None
+    return ClosedAccount(
+        **about,
+        start_ns=account.start_ns,
+        end_ns=account.end_ns,
+        intervals=tuple(account.intervals()),
+        finish_reason=finish_reason,
+        deadline_ns=traced.request.deadline_ns,
+        **facts,
+    )
