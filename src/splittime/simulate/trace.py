@@ -32,8 +32,8 @@ SERVER_STAGES = (Stage.RECEIVE, Stage.TOKENIZE_QUEUE, Stage.TOKENIZE, Stage.ADMI
 class TracedRequest(NamedTuple):
     """A request that reached the engine at `received_ns`, and what its account said in the end.
 
-    marks: of the server, before that; the first is its arrival. stops_after: so many tokens, after which the server ended
-    it (a stop string). leaves_ns: when its client went away. None: it ended otherwise.
+    marks: of the server, before that; the first is its arrival. stops_after: so many tokens, after which the server
+    ended it (a stop string). leaves_ns: when its client went away. None: it ended otherwise.
     """
 
     request: Request
