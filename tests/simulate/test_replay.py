@@ -17,20 +17,14 @@ from splittime.engine.engine import Engine
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import prompt_hashes
-from splittime.ledger.steps import StepRecord
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
 from splittime.simulate.replay import Divergence, replay
+from splittime.simulate.trace import Recorded
 from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 COSTS = HostCosts(after_output_ns=37, to_wake_ns=11, per_message_ns=3)
-
-
-class Recorded(msgspec.Struct):
-    accounts: list[ClosedAccount]
-    steps: list[StepRecord]
-    facts: ServerFacts
 
 
 def closed(outcome: RequestOutcome) -> ClosedAccount:
@@ -109,7 +103,7 @@ CONFIGS = st.builds(
 @given(CONFIGS, st.integers(0, 10_000))
 def test_a_replay_decides_as_the_recorded_run_did(config: SchedulerConfig, seed: int) -> None:
     recorded = record_run(config, seed)
-    assert replay(recorded.accounts, recorded.steps, recorded.facts) is None
+    assert replay(recorded) is None
 
 
 TIGHT = SchedulerConfig(max_model_len=256, num_blocks=16, block_size=16, max_num_batched_tokens=64, max_num_seqs=8)
@@ -121,7 +115,7 @@ def test_what_happened_is_in_these_runs() -> None:
     assert any(step.victims for step in recorded.steps)
     assert {account.finish_reason for account in recorded.accounts} == {"abort", "deadline", "length", "stop"}
     assert any(account.cached_tokens for account in recorded.accounts)
-    assert replay(recorded.accounts, recorded.steps, recorded.facts) is None
+    assert replay(recorded) is None
 
 
 @pytest.mark.parametrize(
@@ -131,7 +125,7 @@ def test_what_happened_is_in_these_runs() -> None:
 def test_another_scheduler_is_found_out(knob: str, value: object) -> None:
     recorded = record_run(TIGHT, seed=4, count=60)
     facts = msgspec.structs.replace(recorded.facts, settings=recorded.facts.settings | {knob: value})
-    divergence = replay(recorded.accounts, recorded.steps, facts)
+    divergence = replay(msgspec.structs.replace(recorded, facts=facts))
     assert isinstance(divergence, Divergence)
     assert divergence.recorded != divergence.replayed
 
@@ -140,7 +134,7 @@ def test_a_step_that_took_longer_is_found_out() -> None:
     recorded = record_run(TIGHT, seed=3)
     second = recorded.steps[1]
     steps = [recorded.steps[0], msgspec.structs.replace(second, end_ns=second.end_ns + 1), *recorded.steps[2:]]
-    assert replay(recorded.accounts, steps, recorded.facts) == (2, "end_ns", second.end_ns + 1, second.end_ns)
+    assert replay(msgspec.structs.replace(recorded, steps=steps)) == (2, "end_ns", second.end_ns + 1, second.end_ns)
 
 
 @pytest.mark.parametrize(
@@ -157,4 +151,4 @@ def test_what_cannot_be_replayed_is_refused(spoil, words: str) -> None:
     recorded = record_run(TIGHT, seed=0)
     spoil(recorded)
     with pytest.raises(ConfigError, match=words):
-        replay(recorded.accounts, recorded.steps, recorded.facts)
+        replay(recorded)

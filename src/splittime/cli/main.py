@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from splittime import __version__
-from splittime.cli import bench, distill, doctor, explain, quality, quantize, run, serve
+from splittime.cli import bench, distill, doctor, explain, quality, quantize, run, serve, simulate
 from splittime.cli.config import app as config_app
 from splittime.cli.panels import GroupedCommand
 
@@ -23,6 +23,7 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
     (run.run, run.EXAMPLES, "Answer a prompt or chat at the terminal, and say where time went."),
     (explain.explain, explain.EXAMPLES, "Show where a request's time went, and why it was slow."),
     (doctor.doctor, doctor.EXAMPLES, "Say what holds a server's requests back, and what to try."),
+    (simulate.command, simulate.EXAMPLES, "Say what a change would have done to recorded requests."),
     (quantize.quantize, quantize.EXAMPLES, "Quantise or prune a model into a new checkpoint."),
     (distill.distill, distill.EXAMPLES, "Train a smaller model to say what a larger one would."),
     (quality.quality, quality.EXAMPLES, "Say whether a quantised model is as good as its base."),

@@ -80,7 +80,7 @@ def with_settings(*parts: str, options: type | None = None) -> Callable[[Callabl
         chosen = sorted((s for s in settings_module.SETTINGS if s.name in taken), key=place_of)
         names = {setting.name for setting in chosen} | {"model"}
         own = parameters_of(options) if options is not None else _own_parameters(command)
-        shown = [*own, *(_parameter(setting) for setting in chosen), _CONFIG_PARAMETER]
+        shown = [*own, *(flag_of(setting) for setting in chosen), _CONFIG_PARAMETER]
 
         @functools.wraps(command)
         def with_values(**arguments: Any) -> None:
@@ -169,14 +169,16 @@ def say_error(error: SplittimeError) -> None:
         console.print(f"hint:  {error.info.hint}", markup=False)
 
 
-def _parameter(setting: Setting) -> inspect.Parameter:
-    """The flag of a setting. None means that it was not given."""
+def flag_of(setting: Setting, words: str | None = None) -> inspect.Parameter:
+    """The flag of a setting. None means that it was not given. words: its help; default: with the setting's default."""
     names: Iterable[str] = (setting.flag,)
     if setting.kind == "switch":
         names = (f"{setting.flag}/--no-{setting.flag[2:]}",)
     metavar = "|".join(setting.choices) if setting.choices else _METAVARS.get(setting.kind)
     panel = panel_of(setting)
-    option = typer.Option(None, *names, help=_help(setting), show_default=False, metavar=metavar, rich_help_panel=panel)
+    option = typer.Option(
+        None, *names, help=words or _help(setting), show_default=False, metavar=metavar, rich_help_panel=panel
+    )
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_TYPES[setting.kind]
     )

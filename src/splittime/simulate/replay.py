@@ -1,6 +1,6 @@
 """A recorded run again, with the step times that its ledger has: does this scheduler decide what that one did?
 
-    divergence = replay(accounts, steps, facts)        None: the same decisions in every step
+    divergence = replay(recorded)        None: the same decisions in every step
 
 The same scheduler, cache, engine, crank and loop run under a virtual clock. Requests reach the engine when they did,
 aborts too, and each step takes what its record says. What comes out is compared with the record: who was in the step
@@ -23,14 +23,13 @@ from splittime.core.step import StepPlan
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.loop import run_loop
 from splittime.drive.messages import Abort, FromEngine, StepOutput, Submit, ToEngine
-from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.costed import costed_engine
 from splittime.simulate.shape import StepTime
-from splittime.simulate.trace import TracedRequest, traced_requests
+from splittime.simulate.trace import Recorded, TracedRequest, traced_requests
 
 DECISIONS = (
     *("step_id", "rows", "victims", "prefill_tokens", "decode_tokens", "kv_tokens_read", "blocks_used"),
@@ -115,11 +114,11 @@ class RecordedArrivals:
         self._clock.advance_to(record.begin_ns)
 
 
-def replay(accounts: Sequence[ClosedAccount], records: Sequence[StepRecord], facts: ServerFacts) -> Divergence | None:
+def replay(recorded: Recorded) -> Divergence | None:
     """Returns the first divergence, None if there is none. Raises ConfigError for what cannot be replayed."""
-    _require_whole(accounts, records, facts)
-    config = scheduler_config(facts)
-    requests = traced_requests(accounts, config.max_model_len)
+    _require_whole(recorded)
+    config, records = scheduler_config(recorded.facts), recorded.steps
+    requests = traced_requests(recorded.accounts, config.max_model_len)
     clock = VirtualClock(min(records[0].begin_ns, *(traced.received_ns for traced in requests)))
     steps = RecordedSteps(records)
     engine, runner, _ = costed_engine(Scheduler(config), steps, clock, records[0].execution)
@@ -146,7 +145,8 @@ def scheduler_config(facts: ServerFacts) -> SchedulerConfig:
     return msgspec.convert(known, SchedulerConfig)
 
 
-def _require_whole(accounts: Sequence[ClosedAccount], records: Sequence[StepRecord], facts: ServerFacts) -> None:
+def _require_whole(recorded: Recorded) -> None:
+    accounts, records, facts = recorded.accounts, recorded.steps, recorded.facts
     if not records:
         raise ConfigError("the ledger has no steps to replay", param="ledger")
     if facts.settings.get("async_scheduling"):

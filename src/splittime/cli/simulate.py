@@ -1,0 +1,169 @@
+"""`splittime simulate LEDGER`: what a change of settings or of load would have done to the requests of a ledger file."""
+
+import inspect
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import orjson
+import typer
+from rich.table import Table
+
+from splittime.assemble import settings as settings_module
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, sign, talk, wide
+from splittime.cli.progress import loading
+from splittime.core.errors import ConfigError
+from splittime.simulate.change import KNOBS, LIMITS, Change
+
+if TYPE_CHECKING:
+    from splittime.simulate.trace import Recorded
+    from splittime.simulate.what_if import Predicted, Prediction
+
+EXAMPLES = f"""\b
+Examples:
+  splittime simulate run.sqlite --max-num-seqs 32      and 32 slots?
+  splittime simulate run.sqlite --speed 1.5            and half as much again?
+  splittime simulate run.sqlite --num-blocks 400 --policy priority
+  splittime simulate run.sqlite                        how well does it do?
+  splittime simulate run.sqlite --check                the same decisions?
+
+{EXIT_CODES} --check: 1 if they differ."""
+
+WORDS = {
+    "ttft": "time to first token",
+    "itl": "between tokens",
+    "e2e": "whole request",
+    "queue": "in the queue",
+    "output_tokens_per_s": "output tokens/s",
+    "refused": "refused",
+    "preemptions": "preemptions",
+    "mean_running": "requests in a step",
+    "steps": "steps",
+}
+
+
+def simulate(
+    ledger: Annotated[Path, typer.Argument(metavar="LEDGER", help="A ledger file (splittime serve --ledger-file).")],
+    num_blocks: Annotated[
+        int | None, typer.Option("--num-blocks", metavar="N", min=1, help="Blocks of the KV cache.")
+    ] = None,
+    speed: Annotated[
+        float, typer.Option("--speed", metavar="X", min=0.01, max=100, help="Requests come X times as fast.")
+    ] = 1.0,
+    draws: Annotated[
+        int, typer.Option("--draws", metavar="N", min=1, max=1000, help="Simulations, for the interval.")
+    ] = 20,
+    check: Annotated[
+        bool, typer.Option("--check", help="Replay the recorded step times: are all decisions the same?")
+    ] = False,
+    json: JsonFlag = False,
+    **settings: Any,
+) -> None:
+    """Say what a change would have done to recorded requests, with the same scheduler under a virtual clock."""
+    recorded = _read(ledger)
+    if check:
+        raise typer.Exit(_check(recorded, json))
+    from splittime.simulate.what_if import predict  # scipy: half a second
+
+    given = {name: value for name, value in {**settings, "num_blocks": num_blocks}.items() if value is not None}
+    with loading(f"simulating {len(recorded.accounts)} requests") as say:
+        prediction = predict(
+            recorded,
+            Change(given, speed),
+            draws,
+            on_draw=lambda number: say(f"simulation {number} of {draws}", number / draws),
+        )
+    if json:
+        sys.stdout.buffer.write(orjson.dumps(msgspec.to_builtins(prediction)) + b"\n")
+    else:
+        _print(prediction)
+
+
+def _read(path: Path) -> "Recorded":
+    from splittime.ledger.store import open_readonly
+    from splittime.simulate.trace import Recorded
+
+    file, everything = open_readonly(path), 10**9
+    facts = file.facts()
+    if facts is None:
+        hint = "It is of a server that never got ready, or of an early version."
+        raise ConfigError(f"{path} does not say what its server was", param="ledger", hint=hint)
+    return Recorded(file.accounts(limit=everything), file.steps(limit=everything), facts)
+
+
+def _check(recorded: "Recorded", as_json: bool) -> int:
+    from splittime.simulate.replay import replay
+
+    divergence = replay(recorded)
+    if as_json:
+        told = {"steps": len(recorded.steps), "divergence": None if divergence is None else divergence._asdict()}
+        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+    elif divergence is None:
+        wide().print(f"All {len(recorded.steps):,} steps are decided as they were recorded.")
+    else:
+        wide().print(
+            f"Step {divergence.step_id} is decided otherwise: {divergence.what} was {divergence.recorded}, "
+            f"now {divergence.replayed}",
+            markup=False,
+        )
+    return int(divergence is not None)
+
+
+def _print(prediction: "Prediction") -> None:
+    is_change = bool(str(prediction.change))
+    table = Table(box=None, padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    for name in ("recorded", "simulated", *(("changed", "change", "90 % of draws") if is_change else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for figure in prediction.figures:
+        table.add_row(*_row(figure, is_change))
+    console = wide()
+    console.print(table)
+    talk().print(_about(prediction), markup=False)
+
+
+def _row(figure: "Predicted", is_change: bool) -> list[str]:
+    cells = [_name(figure.name), _value(figure.recorded), _value(figure.before)]
+    if not is_change:
+        return cells
+    if figure.ratio is None or figure.low is None or figure.high is None:
+        return [*cells, _value(figure.after), "", ""]
+    interval = f"{figure.low - 1:+.0%} to {figure.high - 1:+.0%}"
+    return [*cells, _value(figure.after), f"{figure.ratio - 1:+.0%}", interval]
+
+
+def _name(name: str) -> str:
+    """`ttft_ms_99` for people."""
+    first, _, percent = name.partition("_ms_")
+    return f"{WORDS[first]} p{percent}, ms" if percent else WORDS[name]
+
+
+def _value(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _about(prediction: "Prediction") -> str:
+    change = str(prediction.change)
+    lines = [f"changed: {change}" if change else "simulated: the settings as they were recorded"]
+    refused = f", {prediction.num_refused:,} refused ones left out" if prediction.num_refused else ""
+    lines.append(
+        f"{prediction.num_requests:,} requests{refused}; they come when they came, whatever was answered before"
+    )
+    error = prediction.model.errors.median_relative
+    lines.append(f"step times: a model of {prediction.num_steps:,} steps, {error:.1%} off in the median on unseen ones")
+    return "\n".join(lines)
+
+
+def _signed() -> Any:
+    """The command, with a flag for each setting that a simulation can change."""
+    chosen = [setting for setting in settings_module.SETTINGS if setting.name in (*KNOBS, *LIMITS)]
+    own = [one for one in inspect.signature(simulate).parameters.values() if one.name != "settings"]
+    guarded = fails_clearly(simulate)
+    sign(guarded, [*own, *(flag_of(setting, setting.doc.help) for setting in chosen)])
+    return guarded
+
+
+command = _signed()

@@ -1,0 +1,40 @@
+"""A change to a server whose effect is asked: which settings it may touch, and the settings with it made."""
+
+from typing import Any
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+from splittime.scheduler.admission import QueueLimits
+from splittime.scheduler.config import LIVE_KNOBS, SchedulerConfig
+
+KNOBS = (*(knob for knob in LIVE_KNOBS if knob != "paused"), "num_blocks")
+LIMITS = ("max_queued_requests", "max_queued_prompt_tokens")
+
+
+class Change(msgspec.Struct, frozen=True):
+    """settings: values by name, of `KNOBS` and `LIMITS`. speed: requests come so many times as fast."""
+
+    settings: dict[str, Any] = {}
+    speed: float = 1.0
+
+    def __str__(self) -> str:
+        told = [f"{name} {value}" for name, value in self.settings.items()]
+        return ", ".join([*told, *([f"{self.speed:g} times the requests a second"] if self.speed != 1 else [])])
+
+
+def changed(config: SchedulerConfig, limits: QueueLimits, change: Change) -> tuple[SchedulerConfig, QueueLimits]:
+    """Returns the settings with the change made. Raises ConfigError for one that there is not, or that cannot be."""
+    unknown = sorted(set(change.settings) - {*KNOBS, *LIMITS})
+    if unknown:
+        hint = f"What can be changed: {', '.join((*KNOBS, *LIMITS))}."
+        raise ConfigError(f"{unknown[0]!r} cannot be simulated", param=unknown[0], hint=hint)
+    if not 0.01 <= change.speed <= 100:
+        raise ConfigError(f"speed is {change.speed:g}; it must be 0.01 to 100", param="speed", value=change.speed)
+    knobs = {name: value for name, value in change.settings.items() if name in KNOBS}
+    bounds = {name: change.settings.get(name, getattr(limits, name)) for name in LIMITS}
+    try:
+        config = msgspec.convert({**msgspec.to_builtins(config), **knobs}, SchedulerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"bad setting: {error}", value=str(knobs)) from None
+    return config.validate(), QueueLimits(**bounds)
