@@ -1,4 +1,4 @@
-"""`splittime simulate LEDGER`: what a change of settings or of load would have done to the requests of a ledger file."""
+"""`splittime simulate LEDGER`: what a change would have done to the requests of a ledger file."""
 
 import inspect
 import sys
@@ -134,9 +134,9 @@ def _row(figure: "Predicted", is_change: bool) -> list[str]:
 
 
 def _name(name: str) -> str:
-    """`ttft_ms_99` for people."""
+    """`ttft_ms_p99` for people."""
     first, _, percent = name.partition("_ms_")
-    return f"{WORDS[first]} p{percent}, ms" if percent else WORDS[name]
+    return f"{WORDS[first]} {percent}, ms" if percent else WORDS[name]
 
 
 def _value(value: float | None) -> str:
@@ -150,10 +150,12 @@ def _about(prediction: "Prediction") -> str:
     lines = [f"changed: {change}" if change else "simulated: the settings as they were recorded"]
     refused = f", {prediction.num_refused:,} refused ones left out" if prediction.num_refused else ""
     lines.append(
-        f"{prediction.num_requests:,} requests{refused}; they come when they came, whatever was answered before"
+        f"{prediction.num_requests:,} requests{refused}; they come when they came, whatever the answers before"
     )
     error = prediction.model.errors.median_relative
-    lines.append(f"step times: a model of {prediction.num_steps:,} steps, {error:.1%} off in the median on unseen ones")
+    lines.append(
+        f"step times: a model of {prediction.num_steps:,} steps; of unseen ones the median error is {error:.1%}"
+    )
     return "\n".join(lines)
 
 

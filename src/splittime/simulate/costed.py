@@ -24,8 +24,8 @@ from splittime.simulate.shape import StepTime
 
 
 class StepCosts(Protocol):
-    def of(self, plan: StepPlan) -> StepTime:
-        """Returns what this step takes. Asked once for each step, in order."""
+    def of(self, plan: StepPlan, now_ns: int) -> StepTime:
+        """Returns what this step takes, which begins now. Asked once for each step, in order."""
         ...
 
 
@@ -47,7 +47,7 @@ class CostedEngine(Engine):
     def begin(self, now_ns: int) -> StepPlan | None:
         plan = super().begin(now_ns)
         if plan is not None:
-            self._step.time = self._step.costs.of(plan)
+            self._step.time = self._step.costs.of(plan, now_ns)
             self._clock.advance(self._step.time.plan_ns)
         return plan
 

@@ -69,7 +69,7 @@ class RecordedSteps:
         """The record of the next step to begin."""
         return self.records[self.num_begun] if self.num_begun < len(self.records) else None
 
-    def of(self, plan: StepPlan) -> StepTime:
+    def of(self, plan: StepPlan, now_ns: int) -> StepTime:
         record, rows = self.next, tuple((row.request_id, row.start, row.num_tokens) for row in plan.rows)
         if record is None or record.rows != rows:
             raise UnknownStep(rows)

@@ -29,7 +29,8 @@ from splittime.ledger.steps import StepRecord
 from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.change import LIMITS, Change, changed
-from splittime.simulate.cost import CostModel, fit
+from splittime.simulate.cost import CostModel, Noise
+from splittime.simulate.fit import Fitted, fit
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Books, Delivery, simulate
 from splittime.simulate.shape import StepTime, shape_of_plan
@@ -44,8 +45,8 @@ Figures = dict[str, float]
 
 
 class Predicted(msgspec.Struct, frozen=True):
-    """A figure. recorded: of the real run. before, after: simulated, medians of the draws, with the recorded settings and
-    with the changed ones. ratio: after over before; low, high: its interval. None: it does not exist."""
+    """A figure. recorded: of the real run. before, after: simulated, medians of the draws, with the recorded settings
+    and with the changed ones. ratio: after over before; low, high: its interval. None: it does not exist."""
 
     name: str
     recorded: float | None
@@ -72,13 +73,18 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class ModelCosts:
-    """A cost model as the costs of a run."""
+    """A cost model as the costs of a run, on the machine of the recorded time, with the noise that its steps had.
+    speed: of the run's time against the recorded one."""
 
-    def __init__(self, model: CostModel, execution: str) -> None:
-        self._model, self._execution = model, execution
+    def __init__(self, fitted: Fitted, execution: str, seed: int, speed: float) -> None:
+        self._model, self._pace = fitted
+        self._execution, self._speed, self._begin_ns = execution, speed, fitted.pace.begins_ns[0]
+        self._noise = Noise(random.Random(seed), fitted.model.persistence)
 
-    def of(self, plan: StepPlan) -> StepTime:
-        return self._model.step_time(shape_of_plan(plan, self._execution))
+    def of(self, plan: StepPlan, now_ns: int) -> StepTime:
+        recorded_ns = self._begin_ns + round((now_ns - self._begin_ns) * self._speed)
+        shape = shape_of_plan(plan, self._execution)
+        return self._model.step_time(shape, self._pace.at(recorded_ns), self._noise.next())
 
 
 class Server(msgspec.Struct, frozen=True):
@@ -90,11 +96,12 @@ class Server(msgspec.Struct, frozen=True):
     delivery: Delivery
     execution: str
 
-    def run(self, model: CostModel, change: Change) -> Books:
-        """Raises ConfigError for settings that there are not, or that cannot be together."""
+    def run(self, fitted: Fitted, change: Change, seed: int) -> Books:
+        """Returns the ledger of a run. seed: of the steps' noise. Raises ConfigError for a change that cannot be."""
         config, limits = changed(self.config, self.limits, change)
         requests = at_speed(traced_requests(self.recorded.accounts, config.max_model_len), change.speed)
-        return simulate(requests, config, ModelCosts(model, self.execution), limits, self.delivery, self.execution)
+        costs = ModelCosts(fitted, self.execution, seed, change.speed)
+        return simulate(requests, config, costs, limits, self.delivery, self.execution)
 
 
 def predict(
@@ -105,12 +112,12 @@ def predict(
     on_draw: Callable[[int], None] = lambda number: None,
 ) -> Prediction:
     """Raises ConfigError for a change that cannot be, a ledger that says too little, or steps far from any recorded."""
-    server, model = server_of(recorded), fit(recorded.steps, recorded.facts)
+    server, fitted = server_of(recorded), fit(recorded.steps, recorded.facts)
     rng = random.Random(seed)
-    pairs = []
+    pairs: list[tuple[Figures, ...]] = []
     for number in range(draws):
-        drawn = model.sample(rng)
-        pairs.append((figures(*server.run(drawn, Change())), figures(*server.run(drawn, change))))
+        drawn = fitted._replace(model=fitted.model.sample(rng))
+        pairs.append(tuple(figures(*server.run(drawn, each, number)) for each in (Change(), change)))
         on_draw(number + 1)
     seen = figures(list(recorded.accounts), list(recorded.steps))
     return Prediction(
@@ -120,7 +127,7 @@ def predict(
         num_refused=sum(account.is_refused for account in recorded.accounts),
         num_steps=len(recorded.steps),
         draws=draws,
-        model=model,
+        model=fitted.model,
     )
 
 
@@ -173,7 +180,7 @@ def _samples(served: Sequence[ClosedAccount]) -> dict[str, list[float]]:
     }
 
 
-def _predicted(name: str, recorded: float | None, pairs: Sequence[tuple[Figures, Figures]]) -> Predicted:
+def _predicted(name: str, recorded: float | None, pairs: Sequence[tuple[Figures, ...]]) -> Predicted:
     both = [(before[name], after[name]) for before, after in pairs if name in before and name in after]
     if not both:
         return Predicted(name, recorded, None, None, None, None, None)

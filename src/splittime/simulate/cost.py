@@ -1,0 +1,138 @@
+"""What a step takes, from what it computes: a model fitted on the steps of any ledger (`simulate.fit`).
+
+    device_ns = c0 + c1 [has prompts] + c2 decode rows + c3 prompt tokens + c4 KV positions + c5 pairs of prompts
+    plan_ns, launch_ns, sample_ns, commit_ns, host_gap_ns: each c0 + c1 rows + c2 tokens
+    moves_ns  = c x blocks moved
+
+No coefficient is negative. A step whose rows all decode may take another way (a captured graph) than one with prompts,
+so these have a constant of their own. What is not linear (tiles of rows, caches) is in a factor for each bucket of
+tokens, drawn towards 1 where a bucket has few steps.
+
+A virtual machine takes a third more or less for the same within minutes. `Pace` says how fast it was when, so that a
+simulation of the recorded time has the machine of that time. What is not known exactly is drawn: the coefficients
+(`sample`), and what a single step takes more or less than its like (`Noise`). Steps with more than `REACH` times the most of anything that was recorded are refused.
+"""
+
+import math
+import random
+from bisect import bisect_left, bisect_right
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from splittime.core.errors import ConfigError
+from splittime.simulate.shape import StepShape, StepTime
+
+REACH = 2.0
+FEATURES = ("step", "step with prompts", "decode row", "prompt token", "KV position", "pair of prompt positions")
+HOST_PARTS = ("plan_ns", "launch_ns", "sample_ns", "commit_ns", "host_gap_ns")
+BUCKET_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens of a step, upper ends
+LIMITED = ("rows", "tokens", "decode_rows", "kv_tokens", "prompt_pairs", "moved_blocks")
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Steps alike: how their time compares with what the lines and the machine's pace say. factor: of the mean. noise:
+    quantiles of the ratio to that, evenly spaced, of mean 1. median_error: relative to the mean, of
+    its own steps."""
+
+    num_steps: int
+    factor: float
+    noise: tuple[float, ...]
+    median_error: float
+
+
+class Errors(msgspec.Struct, frozen=True):
+    """How far off the model is on steps that it was not fitted on (every other stretch of time, whatever the machine's
+    pace was). median_relative: the middle of |predicted / taken - 1|. mean_relative: of the sum of all. drift: standard
+    deviation of the logarithm of the machine's pace from one stretch to another."""
+
+    median_relative: float
+    mean_relative: float
+    drift: float
+
+
+class OutOfRange(ConfigError):
+    """A step is far from all that the model was fitted on."""
+
+
+class CostModel(msgspec.Struct, frozen=True):
+    """device: coefficients of `FEATURES`, in ns. covariance: of these. host: coefficients of each of `HOST_PARTS`.
+    most: of each quantity of `LIMITED`, in the recorded steps. persistence: of the noise, from a step to the next.
+    about: what it was fitted on."""
+
+    device: tuple[float, ...]
+    covariance: tuple[tuple[float, ...], ...]
+    host: tuple[tuple[float, float, float], ...]
+    move_ns: float
+    buckets: dict[str, Bucket]
+    most: tuple[int, ...]
+    persistence: float
+    errors: Errors
+    num_steps: int
+    about: dict[str, Any] = {}
+
+    def step_time(self, shape: StepShape, pace: float = 1.0, noise: float | None = None) -> StepTime:
+        """Returns what the step takes on a machine that takes `pace` times as long as in the mean. noise: how unusual
+        the step is among its like, in standard deviations; None: it takes their mean. Raises OutOfRange."""
+        self._require_near(shape)
+        bucket, factor = self.buckets.get(bucket_of(shape)), pace
+        if bucket is not None:
+            factor *= bucket.factor if noise is None else bucket.factor * quantile(bucket.noise, noise)
+        rows, tokens, decode_rows, kv_tokens, pairs, moved, _ = shape
+        c0, c1, c2, c3, c4, c5 = self.device
+        prompt_tokens = tokens - decode_rows
+        device_ns = c0 + c2 * decode_rows + c4 * kv_tokens
+        if prompt_tokens > 0:
+            device_ns += c1 + c3 * prompt_tokens + c5 * pairs
+        plan, launch, sample, commit, gap = [round(factor * (a + b * rows + c * tokens)) for a, b, c in self.host]
+        return StepTime(plan, launch, round(self.move_ns * moved), round(factor * device_ns), sample, commit, gap)
+
+    def sample(self, rng: random.Random) -> "CostModel":
+        """Returns a model that may as well be true: its coefficients are drawn."""
+        generator = np.random.Generator(np.random.PCG64(rng.getrandbits(64)))
+        drawn = generator.multivariate_normal(self.device, self.covariance, method="svd")
+        return msgspec.structs.replace(self, device=tuple(max(0.0, value) for value in drawn.tolist()))
+
+    def _require_near(self, shape: StepShape) -> None:
+        for name, value, most in zip(LIMITED, shape, self.most, strict=False):
+            if value > REACH * most:
+                words = f"a step would have {value} {name}; of the recorded ones none has more than {most}"
+                hint = "Record a load that has such steps, and simulate that."
+                raise OutOfRange(words, param=name, value=value, limit=round(REACH * most), hint=hint)
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """How long the machine took for the same, against its mean: `factors[i]` from the instant `begins_ns[i]` on."""
+
+    begins_ns: tuple[int, ...]
+    factors: tuple[float, ...]
+
+    def at(self, now_ns: int) -> float:
+        return self.factors[max(bisect_right(self.begins_ns, now_ns) - 1, 0)]
+
+
+class Noise:
+    """How unusual the steps of a run are, one after the other: what slows one slows the next."""
+
+    def __init__(self, rng: random.Random, persistence: float) -> None:
+        self._gauss, self._kept, self._new = rng.gauss, persistence, math.sqrt(1 - persistence**2)
+        self._now = rng.gauss(0.0, 1.0)
+
+    def next(self) -> float:
+        """Returns the next step's, in standard deviations."""
+        self._now = self._kept * self._now + self._new * self._gauss(0.0, 1.0)
+        return self._now
+
+
+def bucket_of(shape: StepShape) -> str:
+    """Returns the name of the steps alike: by how many tokens, and whether there are prompts among them."""
+    at = bisect_left(BUCKET_EDGES, shape.tokens)
+    kind = "decode" if shape.tokens == shape.decode_rows else "prompts"
+    return f"{kind}, over {BUCKET_EDGES[-1]}" if at == len(BUCKET_EDGES) else f"{kind}, up to {BUCKET_EDGES[at]}"
+
+
+def quantile(values: tuple[float, ...], deviations: float) -> float:
+    """Returns the value that lies where a normal variable is so many standard deviations from its middle."""
+    share = 0.5 + 0.5 * math.erf(deviations / math.sqrt(2))
+    return values[min(int(share * len(values)), len(values) - 1)]

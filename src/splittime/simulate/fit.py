@@ -1,0 +1,228 @@
+"""Fits a cost model on recorded steps.
+
+Device time is a non-negative linear regression with a weak prior: a half-normal one for each coefficient, so wide that
+its term alone could make three times the mean step. Errors count relative to the step's predicted time, and those
+beyond `HUBER` robust standard deviations count less (Huber, 1964), in a few re-weighted rounds. The solution is that of
+Lawson and Hanson's NNLS on the prior's rows below the data's.
+
+Steps that follow each other are not independent: the machine is slow for a while. So the coefficients' covariance is
+the one that is robust to clusters (Liang and Zeger, Biometrika 1986), over stretches of time.
+"""
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from splittime.core.errors import ConfigError
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.steps import StepRecord
+from splittime.simulate.cost import LIMITED, Bucket, CostModel, Errors, Pace, bucket_of
+from splittime.simulate.shape import StepShape, StepTime, shape_of_record
+
+MIN_STEPS = 50
+STRETCHES = 16
+PACE_STEPS = 60  # recorded steps that say how fast the machine was meanwhile
+HUBER = 2.0
+ROUNDS = 4
+PRIOR_WIDTH = 3.0
+SHRINK = 20.0  # steps that a bucket needs for half of its factor to be believed
+QUANTILES = 200
+
+Array = NDArray[np.float64]
+
+
+class Line(NamedTuple):
+    """coefficients: one for each column. covariance: of these."""
+
+    coefficients: Array
+    covariance: Array
+
+
+class Fitted(NamedTuple):
+    """A model, and how fast the machine was when the steps ran that it was fitted on."""
+
+    model: CostModel
+    pace: Pace
+
+
+class Steps(NamedTuple):
+    """Recorded steps as arrays. parts: what the host took, one column for each of `HOST_PARTS`; the gap is that behind
+    the step, NaN where nobody knows it. total_ns: the whole step, without the gap and without moves."""
+
+    begins_ns: list[int]
+    shapes: list[StepShape]
+    features: Array
+    host_features: Array
+    device_ns: Array
+    parts_ns: Array
+    total_ns: Array
+
+
+def fit(records: Sequence[StepRecord], facts: ServerFacts | None = None) -> Fitted:
+    """Returns the model of these steps. Raises ConfigError for too few."""
+    records = [record for record in records if not record.verified]
+    if len(records) < MIN_STEPS:
+        hint = "Record more: some minutes of traffic."
+        raise ConfigError(f"{len(records)} steps are too few to go by", param="ledger", limit=MIN_STEPS, hint=hint)
+    steps = _steps(records)
+    model, pace = _fit(steps, facts)
+    return Fitted(msgspec.structs.replace(model, errors=_held_out(steps, facts, pace)), pace)
+
+
+def _steps(records: Sequence[StepRecord]) -> Steps:
+    shapes = [shape_of_record(record) for record in records]
+    gaps = [
+        after.host_gap_ns if after.step_id == before.step_id + 1 and not after.idle_ns else math.nan
+        for before, after in zip(records, [*records[1:], records[0]], strict=True)
+    ]
+    parts = [[r.plan_ns, r.launch_ns, r.sample_ns, r.commit_ns, gap] for r, gap in zip(records, gaps, strict=True)]
+    total = [record.end_ns - record.begin_ns - record.moves_ns for record in records]
+    return Steps(
+        [record.begin_ns for record in records],
+        shapes,
+        np.array([_features(shape) for shape in shapes]),
+        np.array([(1.0, shape.rows, shape.tokens) for shape in shapes]),
+        np.array([record.device_ns for record in records], float),
+        np.array(parts, float),
+        np.array(total, float),
+    )
+
+
+def _features(shape: StepShape) -> tuple[float, ...]:
+    prompt_tokens = shape.tokens - shape.decode_rows
+    has_prompts = float(prompt_tokens > 0)
+    return (1.0, has_prompts, shape.decode_rows, prompt_tokens, shape.kv_tokens, shape.prompt_pairs * has_prompts)
+
+
+def _fit(steps: Steps, facts: ServerFacts | None) -> Fitted:
+    line = _line(steps.features, steps.device_ns)
+    host = tuple(_host_line(steps.host_features, part) for part in steps.parts_ns.T)
+    plain = CostModel(
+        device=tuple(line.coefficients.tolist()),
+        covariance=tuple(map(tuple, line.covariance.tolist())),
+        host=host,
+        move_ns=0.0,
+        buckets={},
+        most=tuple(max(getattr(shape, name) for shape in steps.shapes) for name in LIMITED),
+        persistence=0.0,
+        errors=Errors(0.0, 0.0, 0.0),
+        num_steps=len(steps.shapes),
+        about={} if facts is None else {"model": facts.model, "machine": msgspec.to_builtins(facts.machine)},
+    )
+    ratios = steps.total_ns / np.maximum(_totals(plain, steps.shapes), 1.0)  # taken, over what the lines say
+    buckets = _buckets(steps.shapes, ratios)
+    pace, paces = _pace(steps.begins_ns, ratios / [buckets[bucket_of(shape)].factor for shape in steps.shapes])
+    ratios /= paces
+    model = msgspec.structs.replace(plain, buckets=_buckets(steps.shapes, ratios), persistence=_persistence(ratios))
+    return Fitted(model, pace)
+
+
+def _pace(begins_ns: Sequence[int], ratios: Array) -> tuple[Pace, Array]:
+    """Returns the pace, and its factor for each step."""
+    stretches = np.array_split(np.arange(len(ratios)), max(1, len(ratios) // PACE_STEPS))
+    means = np.array([_trimmed_mean(ratios[some]) for some in stretches])
+    paces = np.repeat(means, [len(some) for some in stretches])
+    pace = Pace(tuple(begins_ns[some[0]] for some in stretches), tuple(means.tolist()))
+    return pace, paces
+
+
+def _line(columns: Array, values: Array) -> Line:
+    scale = np.where(columns.mean(axis=0) > 0, columns.mean(axis=0), 1.0)
+    scaled, prior = columns / scale, np.full(columns.shape[1], 1 / (PRIOR_WIDTH * max(values.mean(), 1.0)))
+    weights = 1 / np.maximum(values, values.mean() * 0.01 + 1)
+    for _ in range(ROUNDS):
+        solved, _ = nnls(
+            np.vstack([scaled * weights[:, None], np.diag(prior)]), np.append(values * weights, np.zeros(len(prior)))
+        )
+        predicted = np.maximum(scaled @ solved, values.mean() * 0.01 + 1)
+        relative = values / predicted - 1
+        spread = max(1.4826 * float(np.median(np.abs(relative - np.median(relative)))), 1e-9)
+        weights = np.sqrt(np.minimum(1.0, HUBER * spread / np.maximum(np.abs(relative), 1e-12))) / predicted
+    return Line(solved / scale, _covariance(scaled, values, weights, prior, solved) / np.outer(scale, scale))
+
+
+def _covariance(scaled: Array, values: Array, weights: Array, prior: Array, solved: Array) -> Array:
+    """The coefficients that are 0 are taken as known."""
+    free = solved > 0
+    weighted, errors = scaled[:, free] * weights[:, None], (values - scaled @ solved) * weights
+    bread = np.linalg.pinv(weighted.T @ weighted + np.diag(prior[free] ** 2))
+    pushes = [weighted[some].T @ errors[some] for some in _stretches(len(values))]
+    robust = bread @ sum(np.outer(push, push) for push in pushes) @ bread
+    covariance = np.zeros((len(solved), len(solved)))
+    covariance[np.ix_(free, free)] = robust
+    return covariance
+
+
+def _stretches(count: int) -> list[Array]:
+    """Returns the indices of the steps of each stretch of time."""
+    return np.array_split(np.arange(count), min(STRETCHES, count))
+
+
+def _host_line(columns: Array, values: Array) -> tuple[float, float, float]:
+    known = ~np.isnan(values)
+    if not known.any() or not values[known].any():
+        return (0.0, 0.0, 0.0)
+    constant, a_row, a_token = _line(columns[known], values[known]).coefficients.tolist()
+    return (constant, a_row, a_token)
+
+
+def _totals(model: CostModel, shapes: Sequence[StepShape]) -> Array:
+    return np.array([_without_moves(model.step_time(shape)) for shape in shapes], float)
+
+
+def _without_moves(time: StepTime) -> int:
+    return time.step_ns - time.moves_ns
+
+
+def _buckets(shapes: Sequence[StepShape], ratios: Array) -> dict[str, Bucket]:
+    members: dict[str, list[float]] = defaultdict(list)
+    for shape, ratio in zip(shapes, ratios.tolist(), strict=True):
+        members[bucket_of(shape)].append(ratio)
+    return {name: _bucket(np.array(values), ratios) for name, values in members.items()}
+
+
+def _bucket(values: Array, all_ratios: Array) -> Bucket:
+    """A bucket of few steps takes its noise from all."""
+    trust = len(values) / (len(values) + SHRINK)
+    factor = math.exp(trust * math.log(max(_trimmed_mean(values), 1e-3)))
+    source = values if len(values) >= SHRINK else all_ratios
+    noise = np.quantile(source, (np.arange(QUANTILES) + 0.5) / QUANTILES)
+    error = float(np.median(np.abs(values / factor - 1)))
+    return Bucket(len(values), factor, tuple((noise / noise.mean()).tolist()), error)
+
+
+def _trimmed_mean(values: Array) -> float:
+    """Without the hundredth at each end: a pause of the machine is noise, and no bucket's."""
+    low, high = np.quantile(values, (0.01, 0.99))
+    return float(values[(values >= low) & (values <= high)].mean())
+
+
+def _persistence(ratios: Array) -> float:
+    """How alike neighbours are: the correlation of their ranks."""
+    ranks = np.argsort(np.argsort(ratios)).astype(float)
+    correlation = float(np.corrcoef(ranks[:-1], ranks[1:])[0, 1])
+    return min(max(correlation, 0.0), 0.99)
+
+
+def _held_out(steps: Steps, facts: ServerFacts | None, pace: Pace) -> Errors:
+    stretches = _stretches(len(steps.shapes))
+    seen, unseen = np.concatenate(stretches[::2]), np.concatenate(stretches[1::2])
+    half = msgspec.structs.replace(_fit(_some(steps, seen), facts).model, most=(sys.maxsize,) * len(LIMITED))
+    predicted, taken = _totals(half, [steps.shapes[index] for index in unseen]), steps.total_ns[unseen]
+    return Errors(
+        median_relative=float(np.median(np.abs(predicted / taken - 1))),
+        mean_relative=float(predicted.sum() / taken.sum() - 1),
+        drift=float(np.std(np.log(pace.factors))),
+    )
+
+
+def _some(steps: Steps, indices: Array) -> Steps:
+    begins_ns, shapes = ([values[index] for index in indices] for values in (steps.begins_ns, steps.shapes))
+    return Steps(begins_ns, shapes, *(values[indices] for values in steps[2:]))
