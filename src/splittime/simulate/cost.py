@@ -10,7 +10,9 @@ tokens, drawn towards 1 where a bucket has few steps.
 
 A virtual machine takes a third more or less for the same within minutes. `Pace` says how fast it was when, so that a
 simulation of the recorded time has the machine of that time. What is not known exactly is drawn: the coefficients
-(`sample`), and what a single step takes more or less than its like (`Noise`). Steps with more than `REACH` times the most of anything that was recorded are refused.
+(`sample`), and what a single step takes more or less than its like (`Noise`).
+
+Steps with more than `REACH` times the most of anything that was recorded are refused.
 """
 
 import math

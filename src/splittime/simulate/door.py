@@ -44,11 +44,14 @@ class Door:
     def wait(self, timeout_s: float | None) -> bool:
         now_ns = self._clock.now_ns()
         until_ns = None if timeout_s is None else now_ns + round(timeout_s * 1e9)
-        if self._coming and (until_ns is None or self._coming[0][0] <= until_ns):
-            self._clock.advance_to(self._coming[0][0])
-            if not isinstance(self._coming[0][2], TracedRequest):
+        while self._coming and (until_ns is None or self._coming[0][0] <= until_ns):
+            at_ns, _, came = self._coming[0]
+            self._clock.advance_to(at_ns)
+            if not isinstance(came, TracedRequest):
                 self._clock.advance(self._to_wake_ns)
-            return True
+                return True
+            heapq.heappop(self._coming)
+            self._admit(came, at_ns)
         if until_ns is None:
             self.is_closed = True
         else:

@@ -34,7 +34,7 @@ from splittime.simulate.fit import Fitted, fit
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Books, Delivery, simulate
 from splittime.simulate.shape import StepTime, shape_of_plan
-from splittime.simulate.trace import Recorded, at_speed, traced_requests
+from splittime.simulate.trace import Recorded, TracedRequest, at_speed, traced_requests
 
 DRAWS = 20
 SHARE = 0.9  # of the draws, within an interval
@@ -90,7 +90,7 @@ class ModelCosts:
 class Server(msgspec.Struct, frozen=True):
     """A recorded server, ready to be simulated."""
 
-    recorded: Recorded
+    requests: list[TracedRequest]
     config: SchedulerConfig
     limits: QueueLimits
     delivery: Delivery
@@ -99,7 +99,7 @@ class Server(msgspec.Struct, frozen=True):
     def run(self, fitted: Fitted, change: Change, seed: int) -> Books:
         """Returns the ledger of a run. seed: of the steps' noise. Raises ConfigError for a change that cannot be."""
         config, limits = changed(self.config, self.limits, change)
-        requests = at_speed(traced_requests(self.recorded.accounts, config.max_model_len), change.speed)
+        requests = at_speed(self.requests, change.speed)
         costs = ModelCosts(fitted, self.execution, seed, change.speed)
         return simulate(requests, config, costs, limits, self.delivery, self.execution)
 
@@ -140,7 +140,9 @@ def server_of(recorded: Recorded) -> Server:
     settings = recorded.facts.settings
     limits = QueueLimits(*(settings.get(name, UNBOUNDED) for name in LIMITS))
     execution = statistics.mode(step.execution for step in recorded.steps)
-    return Server(recorded, scheduler_config(recorded.facts), limits, _delivery(served, recorded.steps), execution)
+    config = scheduler_config(recorded.facts)
+    requests = traced_requests(recorded.accounts, config.max_model_len)
+    return Server(requests, config, limits, _delivery(served, recorded.steps), execution)
 
 
 def _delivery(served: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> Delivery:

@@ -1,0 +1,92 @@
+"""Ledgers of runs under a virtual clock, whose truth is known: requests in bursts that end in every way there is."""
+
+import random
+
+import msgspec
+
+from splittime.core.clock import VirtualClock
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
+from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.messages import Abort
+from splittime.engine.engine import Engine
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.prompt_parts import prompt_hashes
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.fake import FakeRunner
+from splittime.simulate.trace import Recorded
+from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
+
+STEP_NS, TOKEN_NS = 900, 31
+TIGHT = SchedulerConfig(max_model_len=256, num_blocks=16, block_size=16, max_num_batched_tokens=64, max_num_seqs=8)
+
+COSTS = HostCosts(after_output_ns=37, to_wake_ns=11, per_message_ns=3)
+
+
+def closed(outcome: RequestOutcome) -> ClosedAccount:
+    request, account = outcome.request, outcome.account
+    return ClosedAccount(
+        request_id=request.request_id,
+        group_id=request.request_id,
+        model="fake",
+        endpoint="completions",
+        started_at_unix_ns=0,
+        start_ns=account.start_ns,
+        end_ns=account.end_ns,
+        intervals=tuple(account.intervals()),
+        finish_reason=str(outcome.finish_reasons[0]),
+        error=outcome.error,
+        prompt_tokens=len(request.prompt_token_ids),
+        cached_tokens=outcome.num_cached_tokens or 0,
+        output_tokens=len(outcome.token_ids),
+        num_preemptions=outcome.num_preemptions,
+        token_steps=tuple(outcome.token_steps),
+        token_ready_ns=tuple(outcome.token_ready_ns),
+        token_written_ns=tuple(outcome.token_ready_ns),
+        cancelled_ns=account.end_ns if outcome.finish_reasons[0] == "abort" else None,
+        freed_ns=account.end_ns,
+        prefixes=prompt_hashes(request.prompt_token_ids).prefixes,
+        max_tokens=request.sampling.max_tokens,
+        priority=request.priority,
+        deadline_ns=request.deadline_ns,
+    )
+
+
+def record_run(
+    config: SchedulerConfig,
+    seed: int,
+    count: int = 25,
+    eos_every: int = 40,
+    costs: HostCosts = COSTS,
+    have_deadlines: bool = True,
+) -> Recorded:
+    """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
+    admission stands before it."""
+    rng, clock = random.Random(seed), VirtualClock()
+    runner = FakeRunner(step_ns=STEP_NS, token_ns=TOKEN_NS, clock=clock, eos_every=eos_every)
+    run = TimedRun(Crank(EngineParts(Engine(Scheduler(config)), runner), clock), clock, costs)
+    common = [tuple(rng.randrange(1, 900) for _ in range(rng.choice((20, 90, 150)))) for _ in range(3)]
+    at_ns = 0
+    for number in range(count):
+        at_ns += rng.choice((1, 3, 400, 3_000, 60_000))
+        prompt = (*rng.choice((*common, ())), *(rng.randrange(1, 900) for _ in range(rng.choice((1, 7, 40, 80)))))
+        sampling = SamplingParams(max_tokens=rng.choice((1, 2, 9, 60)), seed=number)
+        deadline_ns = at_ns + rng.choice((700, 9_000, 90_000)) if rng.random() < 0.15 and have_deadlines else None
+        name = f"r{number}"
+        request = Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            eos_token_ids=(0,),
+            submitted_ns=at_ns,
+            priority=rng.randrange(3),
+            deadline_ns=deadline_ns,
+        )
+        run.submit(request)
+        if rng.random() < 0.15:
+            run.at(at_ns + rng.choice((1, 2_000, 30_000)), Abort(name))
+    run.run()
+    facts = ServerFacts(version="test", model="fake", max_model_len=256, settings=msgspec.to_builtins(config))
+    return Recorded([closed(outcome) for outcome in run.outcomes.values()], run.steps, facts)

@@ -1,0 +1,190 @@
+"""A simulated server: with the true step times it writes the ledger that the real one wrote; and its own admission."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from known_runs import STEP_NS, TIGHT, TOKEN_NS, record_run
+
+from splittime.core.clock import VirtualClock
+from splittime.core.errors import Refused
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
+from splittime.core.step import StepPlan
+from splittime.drive.messages import Abort, Submit
+from splittime.ledger.account import ClosedAccount, Mark
+from splittime.ledger.stages import Stage
+from splittime.ledger.steps import verify_steps
+from splittime.scheduler.admission import Admission, QueueLimits
+from splittime.scheduler.config import SchedulerConfig
+from splittime.simulate.door import Door
+from splittime.simulate.run import OF_THE_REQUEST, Delivery, simulate
+from splittime.simulate.shape import StepTime, shape_of_plan, shape_of_record
+from splittime.simulate.trace import TracedRequest, at_speed, traced_requests
+from splittime.simulate.virtual import HostCosts
+
+COSTS = HostCosts(to_wake_ns=11)
+UNBOUNDED = QueueLimits(10**9, 10**9)
+
+
+class TrueCosts:
+    """What the runner of the recorded runs takes."""
+
+    def of(self, plan: StepPlan, now_ns: int) -> StepTime:
+        return StepTime(device_ns=STEP_NS + TOKEN_NS * shape_of_plan(plan).tokens)
+
+
+@given(st.sampled_from((TIGHT, SchedulerConfig(max_model_len=256, num_blocks=60))), st.integers(0, 10_000))
+def test_with_the_true_times_it_writes_the_recorded_ledger(config: SchedulerConfig, seed: int) -> None:
+    recorded = record_run(config, seed, eos_every=0, costs=COSTS, have_deadlines=False)
+    requests = traced_requests(recorded.accounts, 256)
+    books = simulate(requests, config, TrueCosts(), UNBOUNDED, Delivery(to_wake_ns=COSTS.to_wake_ns))
+    verify_steps(books.steps)
+    assert books.steps == list(recorded.steps)
+    made = {account.request_id: account for account in books.accounts}
+    for account in recorded.accounts:
+        again = made[account.request_id]
+        again.verify()
+        for name in ("intervals", "finish_reason", "token_ready_ns", "token_steps", "cached_tokens", "num_preemptions"):
+            assert getattr(again, name) == getattr(account, name), name
+
+
+def test_a_shape_is_the_same_from_a_plan_and_from_its_record() -> None:
+    shapes = []
+
+    class Watching(TrueCosts):
+        def of(self, plan: StepPlan, now_ns: int) -> StepTime:
+            shapes.append(shape_of_plan(plan))
+            return super().of(plan, now_ns)
+
+    recorded = record_run(TIGHT, seed=4)
+    books = simulate(traced_requests(recorded.accounts, 256), TIGHT, Watching(), UNBOUNDED)
+    assert [shape_of_record(step) for step in books.steps] == shapes
+
+
+def test_time_passes_in_the_parts_of_a_step_and_behind_it() -> None:
+    class Parts:
+        def of(self, plan: StepPlan, now_ns: int) -> StepTime:
+            return StepTime(1, 20, 0, 300, 4_000, 50_000, 600_000)
+
+    recorded = record_run(TIGHT, seed=4, count=4)
+    first, second = simulate(traced_requests(recorded.accounts, 256), TIGHT, Parts(), UNBOUNDED).steps[:2]
+    names = ("plan_ns", "launch_ns", "device_ns", "sample_ns", "commit_ns")
+    assert [getattr(first, name) for name in names] == [1, 20, 300, 4_000, 50_000]
+    assert second.begin_ns - first.end_ns == second.host_gap_ns == 600_000
+
+
+def test_a_stop_string_ends_its_request_a_little_late() -> None:
+    recorded = record_run(TIGHT, seed=4, eos_every=0)
+    long = max(recorded.accounts, key=lambda account: account.output_tokens)
+    stopped = msgspec.structs.replace(long, finish_reason="stop", freed_ns=None, output_tokens=7, max_tokens=60)
+    (request,) = traced_requests([stopped], 256)
+    books = simulate([request], TIGHT, TrueCosts(), UNBOUNDED, Delivery(send_lag_ns=10))
+    (account,) = books.accounts
+    assert (account.finish_reason, account.output_tokens, account.freed_ns) == ("stop", 7, None)
+    assert len([step for step in books.steps if step.decode_tokens]) == 7  # the first is the prompt's; one too many
+
+
+def test_twice_as_fast_means_half_the_gaps() -> None:
+    requests = traced_requests(record_run(TIGHT, seed=4).accounts, 256)
+    fast = at_speed(requests, 2.0)
+    starts = [request.marks[0].begin_ns for request in requests]
+    expected = [starts[0] + (start - starts[0]) / 2 for start in starts]
+    assert [request.marks[0].begin_ns for request in fast] == pytest.approx(expected, abs=1)
+    for slow, quick in zip(requests, fast, strict=True):
+        delta_ns = quick.marks[0].begin_ns - slow.marks[0].begin_ns
+        assert quick.received_ns - slow.received_ns == delta_ns
+        assert quick.request.submitted_ns - slow.request.submitted_ns == delta_ns
+        before, after = slow.request.deadline_ns, quick.request.deadline_ns
+        assert after is None if before is None else after == before + delta_ns
+        assert quick.leaves_ns is None if slow.leaves_ns is None else quick.leaves_ns == slow.leaves_ns + delta_ns
+    assert at_speed([], 2.0) == []
+
+
+# ---- the door
+
+
+def traced(name: str, at_ns: int, tokens: int = 10, leaves_ns: int | None = None) -> TracedRequest:
+    account = record_run(TIGHT, seed=4, count=1).accounts[0]
+    request = Request(
+        request_id=name,
+        prompt_token_ids=tuple(range(tokens)),
+        sampling=SamplingParams(max_tokens=1, seed=0),
+        submitted_ns=at_ns + 5,
+    )
+    marks = (Mark(Stage.RECEIVE, None, at_ns), Mark(Stage.ADMIT, None, at_ns + 2), Mark(Stage.HANDOFF, None, at_ns + 5))
+    return TracedRequest(request, account, marks, at_ns + 9, None, leaves_ns)
+
+
+class Refusals(list):
+    def __call__(self, request: TracedRequest, refused: Refused, at_ns: int) -> None:
+        self.append((request.request.request_id, refused.reason, at_ns))
+
+
+def a_door(limits: QueueLimits, to_wake_ns: int = 0) -> tuple[Door, VirtualClock, Refusals]:
+    clock, refusals = VirtualClock(), Refusals()
+    return Door(clock, Admission(limits), to_wake_ns, refusals), clock, refusals
+
+
+def test_who_comes_is_asked_for_when_it_has_got_so_far() -> None:
+    door, clock, refusals = a_door(QueueLimits(1, 10**9), to_wake_ns=7)
+    door.expect(traced("a", 100))
+    door.expect(traced("b", 103, leaves_ns=150))
+    assert door.wait(None)
+    assert clock.now_ns() == 109 + 7
+    assert [(message.request.request_id, at_ns) for message, at_ns in door.take_all()] == [("a", 109)]
+    assert refusals == [("b", "queued_requests", 105)]
+
+
+def test_admission_knows_no_more_than_it_could() -> None:
+    """One left the queue at 104, one asked at 103 and one at 105: only the second finds room."""
+    door, clock, refusals = a_door(QueueLimits(1, 10**9))
+    for name, at_ns in (("a", 0), ("early", 101), ("late", 103)):
+        door.expect(traced(name, at_ns))
+    clock.advance_to(50)
+    assert [at_ns for _, at_ns in door.take_all()] == [9]
+    door.note_begun("a", 104)
+    clock.advance_to(300)
+    assert [message.request.request_id for message, _ in door.take_all()] == ["late"]
+    assert refusals == [("early", "queued_requests", 103)]
+
+
+def test_who_leaves_is_aborted_and_not_before_it_came() -> None:
+    door, clock, _ = a_door(UNBOUNDED)
+    door.expect(traced("a", 0, leaves_ns=50))
+    door.expect(traced("b", 0, leaves_ns=3))
+    clock.advance_to(100)
+    came = [(type(message), getattr(message, "request_id", None), at_ns) for message, at_ns in door.take_all()]
+    assert came == [(Submit, None, 9), (Submit, None, 9), (Abort, "b", 9), (Abort, "a", 50)]
+
+
+def test_it_wakes_for_messages_and_closes_when_nothing_is_left() -> None:
+    door, clock, _ = a_door(UNBOUNDED, to_wake_ns=7)
+    assert not door.wait(1e-6)
+    assert clock.now_ns() == 1_000
+    door.abort("x", 1_500)
+    assert door.wait(None)
+    assert clock.now_ns() == 1_507
+    assert [message for message, _ in door.take_all()] == [Abort("x")]
+    assert not door.wait(None)
+    assert door.is_closed
+
+
+def test_the_refused_have_accounts() -> None:
+    recorded = record_run(TIGHT, seed=4, count=60, have_deadlines=False)
+    requests = traced_requests(recorded.accounts, 256)
+    books = simulate(requests, TIGHT, TrueCosts(), QueueLimits(2, 10**9))
+    refused = [account for account in books.accounts if account.is_refused]
+    assert refused
+    assert len(books.accounts) == len(requests)
+    for account in books.accounts:
+        account.verify()
+    assert all(account.is_turned_away and account.error.code == "queued_requests" for account in refused)
+
+
+@pytest.mark.parametrize("account", [record_run(TIGHT, seed=4).accounts[0]])
+def test_an_account_keeps_what_its_request_was(account: ClosedAccount) -> None:
+    (request,) = traced_requests([account], 256)
+    (made,) = simulate([request], TIGHT, TrueCosts(), UNBOUNDED).accounts
+    for name in OF_THE_REQUEST:
+        assert getattr(made, name) == getattr(account, name), name
