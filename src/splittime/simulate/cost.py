@@ -35,7 +35,7 @@ LIMITED = ("rows", "tokens", "decode_rows", "kv_tokens", "prompt_pairs", "moved_
 
 class Bucket(msgspec.Struct, frozen=True):
     """Steps alike: how their time compares with what the lines and the machine's pace say. factor: of the mean. noise:
-    quantiles of the ratio to that, evenly spaced, of mean 1. median_error: relative to the mean, of
+    quantiles of the ratio to that, evenly spaced, of mean 1 without pauses. median_error: relative to the mean, of
     its own steps."""
 
     num_steps: int

@@ -34,6 +34,7 @@ ROUNDS = 4
 PRIOR_WIDTH = 3.0
 SHRINK = 20.0  # steps that a bucket needs for half of its factor to be believed
 QUANTILES = 200
+PAUSE = 3.0
 
 Array = NDArray[np.float64]
 
@@ -127,7 +128,7 @@ def _fit(steps: Steps, facts: ServerFacts | None) -> Fitted:
 def _pace(begins_ns: Sequence[int], ratios: Array) -> tuple[Pace, Array]:
     """Returns the pace, and its factor for each step."""
     stretches = np.array_split(np.arange(len(ratios)), max(1, len(ratios) // PACE_STEPS))
-    means = np.array([_trimmed_mean(ratios[some]) for some in stretches])
+    means = np.array([_steady_mean(ratios[some]) for some in stretches])
     paces = np.repeat(means, [len(some) for some in stretches])
     pace = Pace(tuple(begins_ns[some[0]] for some in stretches), tuple(means.tolist()))
     return pace, paces
@@ -191,17 +192,17 @@ def _buckets(shapes: Sequence[StepShape], ratios: Array) -> dict[str, Bucket]:
 def _bucket(values: Array, all_ratios: Array) -> Bucket:
     """A bucket of few steps takes its noise from all."""
     trust = len(values) / (len(values) + SHRINK)
-    factor = math.exp(trust * math.log(max(_trimmed_mean(values), 1e-3)))
+    factor = math.exp(trust * math.log(max(_steady_mean(values), 1e-3)))
     source = values if len(values) >= SHRINK else all_ratios
     noise = np.quantile(source, (np.arange(QUANTILES) + 0.5) / QUANTILES)
     error = float(np.median(np.abs(values / factor - 1)))
-    return Bucket(len(values), factor, tuple((noise / noise.mean()).tolist()), error)
+    return Bucket(len(values), factor, tuple((noise / _steady_mean(noise)).tolist()), error)
 
 
-def _trimmed_mean(values: Array) -> float:
-    """Without the hundredth at each end: a pause of the machine is noise, and no bucket's."""
-    low, high = np.quantile(values, (0.01, 0.99))
-    return float(values[(values >= low) & (values <= high)].mean())
+def _steady_mean(values: Array) -> float:
+    """The mean, with what is over `PAUSE` times the median brought in: the machine's pauses are noise, no bucket's."""
+    middle = float(np.median(values))
+    return float(np.clip(values, middle / PAUSE, middle * PAUSE).mean())
 
 
 def _persistence(ratios: Array) -> float:

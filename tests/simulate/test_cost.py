@@ -1,0 +1,220 @@
+"""The cost model: a known truth is found again, in noise and pauses; what is far from all that was seen is refused."""
+
+import random
+import statistics
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splittime.core.errors import ConfigError
+from splittime.ledger.steps import StepRecord
+from splittime.simulate.cost import REACH, CostModel, Noise, OutOfRange, Pace, bucket_of, quantile
+from splittime.simulate.fit import MIN_STEPS, Fitted, fit
+from splittime.simulate.shape import StepShape, shape_of_record
+
+TRUTH = {"step": 200_000, "prompts": 300_000, "row": 90_000, "token": 60_000, "kv": 40, "pair": 70}
+HOST_NS, GAP_NS = 150_000, 50_000
+
+
+def device_ns(shape: StepShape) -> float:
+    prompt_tokens = shape.tokens - shape.decode_rows
+    with_prompts = prompt_tokens * TRUTH["token"] + shape.prompt_pairs * TRUTH["pair"] + TRUTH["prompts"]
+    decode = TRUTH["step"] + shape.decode_rows * TRUTH["row"] + shape.kv_tokens * TRUTH["kv"]
+    return decode + with_prompts * (prompt_tokens > 0)
+
+
+def a_record(rng: random.Random, step_id: int, begin_ns: int, factor: float, bend: float = 1.0) -> StepRecord:
+    """A step of up to 16 rows that decode, and sometimes a prompt. bend: what steps of over 8 tokens take more."""
+    rows = [(f"r{i}", rng.randrange(50, 1_000), 1) for i in range(rng.randrange(1, 17))]
+    if rng.random() < 0.3:
+        rows.append(("p", rng.choice((0, 128)), rng.randrange(8, 200)))
+    num_prompt = sum(count for _, _, count in rows if count > 1)
+    record = StepRecord(
+        step_id=step_id,
+        begin_ns=begin_ns,
+        end_ns=begin_ns,
+        plan_ns=0,
+        launch_ns=0,
+        device_ns=0,
+        sample_ns=0,
+        commit_ns=0,
+        host_gap_ns=GAP_NS,
+        idle_ns=0,
+        rows=tuple(rows),
+        prefill_tokens=num_prompt,
+        decode_tokens=sum(count == 1 for _, _, count in rows),
+        kv_tokens_read=sum(start + count for _, start, count in rows),
+        blocks_used=0,
+        num_running=len(rows),
+        num_waiting=0,
+    )
+    shape = shape_of_record(record)
+    took_ns = round(device_ns(shape) * factor * (bend if shape.tokens > 8 else 1.0))
+    launch_ns = round(HOST_NS * factor)
+    return msgspec.structs.replace(
+        record, device_ns=took_ns, launch_ns=launch_ns, end_ns=begin_ns + took_ns + launch_ns
+    )
+
+
+def records(
+    seed: int, count: int = 600, noise: float = 0.05, slow: float = 1.0, bend: float = 1.0, pauses: float = 0.005
+) -> list[StepRecord]:
+    """Steps one after the other. slow: how long the second half of them takes against the first; some pause."""
+    rng, made, now_ns = random.Random(seed), [], 0
+    for number in range(1, count + 1):
+        pause = 20.0 if rng.random() < pauses else 1.0
+        factor = rng.lognormvariate(0, noise) * pause * (slow if number > count // 2 else 1.0)
+        made.append(a_record(rng, number, now_ns, factor, bend))
+        now_ns = made[-1].end_ns + GAP_NS
+    return made
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Fitted:
+    return fit(records(0))
+
+
+def fresh_shapes(seed: int, count: int = 200) -> list[StepShape]:
+    return [shape_of_record(record) for record in records(seed, count)]
+
+
+def test_the_truth_is_found_in_noise_and_pauses(fitted: Fitted) -> None:
+    for shape in fresh_shapes(1):
+        assert fitted.model.step_time(shape).device_ns == pytest.approx(device_ns(shape), rel=0.12)
+    errors = [fitted.model.step_time(s).device_ns / device_ns(s) - 1 for s in fresh_shapes(2)]
+    assert abs(statistics.mean(errors)) < 0.04
+    assert fitted.model.errors.median_relative < 0.08
+
+
+def test_the_host_has_its_parts(fitted: Fitted) -> None:
+    time = fitted.model.step_time(StepShape(4, 4, 4, 1_000, 0))
+    assert time.launch_ns == pytest.approx(HOST_NS, rel=0.1)
+    assert time.host_gap_ns == pytest.approx(GAP_NS, rel=0.1)
+    assert (time.plan_ns, time.sample_ns, time.commit_ns, time.moves_ns) == (0, 0, 0, 0)
+
+
+def test_intervals_of_the_coefficients_hold_the_truth() -> None:
+    """What 40 draws of the model say of a step: the truth lies within nine tenths of them nine times of ten."""
+    shape, held = StepShape(8, 8, 8, 4_000, 0), 0
+    for seed in range(20):
+        model = fit(records(seed, count=300)).model
+        model = msgspec.structs.replace(model, buckets={})
+        rng = random.Random(seed)
+        drawn = sorted(model.sample(rng).step_time(shape).device_ns for _ in range(40))
+        held += drawn[1] <= device_ns(shape) <= drawn[-2]
+    assert 14 <= held <= 20
+
+
+def test_draws_differ_and_are_the_same_for_the_same_seed(fitted: Fitted) -> None:
+    draws = [fitted.model.sample(random.Random(seed)).device for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+    assert all(value >= 0 for draw in draws for value in draw)
+
+
+def test_the_machine_s_pace_is_found() -> None:
+    made = records(3, slow=1.5)
+    model, pace = fit(made)
+    assert pace.at(made[-1].begin_ns) / pace.at(made[0].begin_ns) == pytest.approx(1.5, rel=0.12)
+    assert model.errors.drift > 0.1
+    assert fit(records(3)).model.errors.drift < 0.06
+
+
+def test_pace_holds_from_its_instant_on() -> None:
+    pace = Pace((100, 200), (1.0, 2.0))
+    assert [pace.at(now_ns) for now_ns in (0, 100, 199, 200, 10**9)] == [1.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_what_is_not_linear_is_in_the_buckets() -> None:
+    model = fit(records(4, bend=1.6)).model
+    few, many = StepShape(7, 7, 7, 3_000, 0), StepShape(14, 14, 14, 7_000, 0)
+    assert model.step_time(few).device_ns == pytest.approx(device_ns(few), rel=0.15)
+    assert model.step_time(many).device_ns == pytest.approx(device_ns(many) * 1.6, rel=0.15)
+    lines = msgspec.structs.replace(model, buckets={})
+    assert abs(lines.step_time(few).device_ns / device_ns(few) - 1) > 0.15
+
+
+def test_noise_is_as_wide_as_that_of_the_steps() -> None:
+    model = fit(records(5, count=2_000, noise=0.2, pauses=0.0)).model
+    noise, shape = Noise(random.Random(0), model.persistence), StepShape(8, 8, 8, 4_000, 0)
+    times = [model.step_time(shape, 1.0, noise.next()).device_ns for _ in range(4_000)]
+    expected = model.step_time(shape).device_ns
+    assert statistics.mean(times) == pytest.approx(expected, rel=0.05)
+    within = sum(abs(time / statistics.median(times) - 1) < 0.2 for time in times) / len(times)
+    assert 0.55 < within < 0.8  # a standard deviation of a fifth: two thirds
+
+
+def test_what_slows_one_step_slows_the_next() -> None:
+    rng, level, factors = random.Random(1), 0.0, []
+    for _ in range(1_000):
+        level = 0.9 * level + 0.44 * rng.gauss(0, 1)
+        factors.append(2 ** (level / 3))
+    made, now_ns = [], 0
+    for number, factor in enumerate(factors, 1):
+        made.append(a_record(rng, number, now_ns, factor))
+        now_ns = made[-1].end_ns + GAP_NS
+    assert fit(made).model.persistence > 0.6
+    assert fit(records(0, noise=0.1)).model.persistence < 0.2
+    noise = Noise(random.Random(0), 0.9)
+    values = [noise.next() for _ in range(20_000)]
+    assert statistics.correlation(values[:-1], values[1:]) == pytest.approx(0.9, abs=0.03)
+    assert statistics.stdev(values) == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        (StepShape(40, 40, 40, 1_000, 0), "rows"),
+        (StepShape(2, 600, 0, 1_000, 0), "tokens"),
+        (StepShape(2, 2, 2, 10**6, 0), "kv_tokens"),
+        (StepShape(1, 100, 0, 100, 10**7), "prompt_pairs"),
+        (StepShape(2, 2, 2, 1_000, 0, moved_blocks=1), "moved_blocks"),
+    ],
+)
+def test_what_is_far_from_all_that_was_seen_is_refused(fitted: Fitted, shape: StepShape, name: str) -> None:
+    with pytest.raises(OutOfRange, match=f"{name}; of the recorded ones none has more than") as raised:
+        fitted.model.step_time(shape)
+    assert raised.value.info.param == name
+
+
+def test_twice_the_most_is_not_far(fitted: Fitted) -> None:
+    rows = int(fitted.model.most[0] * REACH)
+    assert fitted.model.step_time(StepShape(rows, rows, 10, 1_000, 0)).device_ns > 0
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="49 steps are too few"):
+        fit(records(0, count=MIN_STEPS - 1))
+
+
+def test_it_crosses_json_unchanged(fitted: Fitted) -> None:
+    encoded = msgspec.json.encode(fitted.model)
+    assert msgspec.json.decode(encoded, type=CostModel) == fitted.model
+
+
+@given(st.integers(1, 16), st.integers(0, 200), st.integers(0, 8_000), st.floats(0.1, 10), st.floats(-8, 8))
+def test_no_part_is_negative_and_slower_takes_longer(
+    fitted: Fitted, rows: int, prompt: int, kv: int, pace: float, noise: float
+) -> None:
+    shape = StepShape(rows, rows + prompt, rows, kv, prompt * 10)
+    time = fitted.model.step_time(shape, pace, noise)
+    assert min(time) >= 0
+    assert time.step_ns == sum(time) - time.host_gap_ns
+    assert fitted.model.step_time(shape, pace * 1.5, noise).step_ns > time.step_ns
+
+
+def test_steps_alike_have_one_name() -> None:
+    shapes = [StepShape(1, 1, 1, 9, 0), StepShape(3, 3, 3, 9, 0), StepShape(4, 4, 4, 9, 0), StepShape(3, 4, 2, 9, 3)]
+    assert [bucket_of(shape) for shape in shapes] == [
+        "decode, up to 1",
+        "decode, up to 4",
+        "decode, up to 4",
+        "prompts, up to 4",
+    ]
+    assert bucket_of(StepShape(1, 9_000, 0, 9_000, 9)) == "prompts, over 4096"
+
+
+def test_quantiles_by_standard_deviations() -> None:
+    values = tuple(float(i) for i in range(100))
+    assert [quantile(values, deviations) for deviations in (-9, -1, 0, 1, 9)] == [0.0, 15.0, 50.0, 84.0, 99.0]

@@ -1,0 +1,91 @@
+"""What a change would have done: found where the truth is known, refused where it cannot be told."""
+
+import msgspec
+import pytest
+from known_runs import TIGHT, record_run
+
+from splittime.core.errors import ConfigError
+from splittime.scheduler.admission import QueueLimits
+from splittime.simulate.change import Change, changed
+from splittime.simulate.trace import Recorded
+from splittime.simulate.what_if import Prediction, figures, predict, server_of
+
+LIMITS = QueueLimits(256, 10**6)
+
+
+def run(max_num_seqs: int = 4) -> Recorded:
+    config = msgspec.structs.replace(TIGHT, max_num_seqs=max_num_seqs, num_blocks=60)
+    return record_run(config, seed=9, count=150, have_deadlines=False)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Recorded:
+    return run()
+
+
+@pytest.fixture(scope="module")
+def prediction(recorded: Recorded) -> Prediction:
+    return predict(recorded, Change({"max_num_seqs": 8}), draws=6)
+
+
+@pytest.mark.parametrize("name", ["itl_ms_p50", "e2e_ms_p50", "output_tokens_per_s", "steps"])
+def test_the_same_settings_give_the_same_figures(recorded: Recorded, prediction: Prediction, name: str) -> None:
+    figure = prediction.figure(name)
+    assert figure.recorded == figures(list(recorded.accounts), list(recorded.steps))[name]
+    assert figure.before == pytest.approx(figure.recorded, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["queue_ms_p90", "ttft_ms_p90", "mean_running"])
+def test_a_change_does_what_it_does_in_truth(prediction: Prediction, name: str) -> None:
+    truth = run(max_num_seqs=8)
+    figure, true = prediction.figure(name), figures(list(truth.accounts), list(truth.steps))[name]
+    assert figure.after == pytest.approx(true, rel=0.25)
+    assert (figure.ratio > 1) == (true > figure.recorded)
+    assert figure.low <= figure.ratio <= figure.high
+
+
+def test_no_change_changes_nothing(recorded: Recorded) -> None:
+    same = predict(recorded, Change(), draws=2)
+    for figure in same.figures:
+        assert figure.before == figure.after
+        assert figure.ratio in (1.0, None)
+
+
+def test_more_requests_a_second_wait_longer(recorded: Recorded) -> None:
+    faster = predict(recorded, Change(speed=3.0), draws=2)
+    assert faster.figure("queue_ms_p90").ratio > 1.2
+    assert faster.figure("output_tokens_per_s").ratio > 1.05
+
+
+def test_draws_are_told_and_are_the_same_again(recorded: Recorded) -> None:
+    told: list[int] = []
+    first = predict(recorded, Change({"max_num_seqs": 2}), draws=2, on_draw=told.append)
+    assert told == [1, 2]
+    assert first == predict(recorded, Change({"max_num_seqs": 2}), draws=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (Change({"max_num_seq": 2}), "'max_num_seq' cannot be simulated"),
+        (Change({"paused": True}), "'paused' cannot be simulated"),
+        (Change({"policy": "best"}), "bad setting"),
+        (Change({"num_blocks": 1}), "num_blocks is 1"),
+        (Change({"max_num_batched_tokens": 2}), "at least max_num_seqs"),
+        (Change(speed=0.0), "speed is 0"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(change: Change, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        changed(TIGHT, LIMITS, change)
+
+
+def test_limits_are_changed_beside_the_knobs() -> None:
+    config, limits = changed(TIGHT, LIMITS, Change({"max_num_seqs": 3, "max_queued_requests": 7}))
+    assert (config.max_num_seqs, limits.max_queued_requests, limits.max_queued_prompt_tokens) == (3, 7, 10**6)
+    assert str(Change({"policy": "fcfs"}, speed=1.5)) == "policy fcfs, 1.5 times the requests a second"
+
+
+def test_a_ledger_that_says_too_little_is_refused(recorded: Recorded) -> None:
+    with pytest.raises(ConfigError, match="3 requests are too few"):
+        server_of(msgspec.structs.replace(recorded, accounts=recorded.accounts[:3]))
