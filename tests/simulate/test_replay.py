@@ -1,5 +1,7 @@
 """A recorded run, replayed with the step times of its ledger, decides the same in every step."""
 
+from bisect import bisect
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from known_runs import TIGHT, record_run
 
 from splittime.core.errors import ConfigError
+from splittime.ledger.account import ClosedAccount
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.replay import Divergence, replay
 
@@ -75,3 +78,27 @@ def test_what_cannot_be_replayed_is_refused(spoil, words: str) -> None:
     spoil(recorded)
     with pytest.raises(ConfigError, match=words):
         replay(recorded)
+
+
+def test_who_came_a_moment_too_late_for_a_step_is_in_the_next() -> None:
+    """An engine takes messages in before it notes the instant at which the step begins: what comes in between waits."""
+    recorded = record_run(TIGHT, seed=4)
+    starts = sorted(account.start_ns for account in recorded.accounts)
+    step, late = next(
+        (step, account)
+        for account in recorded.accounts
+        for step in recorded.steps
+        if step.begin_ns < account.start_ns < step.end_ns
+        and bisect(starts, step.begin_ns - 6) == bisect(starts, account.start_ns) - 1
+    )
+    earlier = came_at(late, step.begin_ns - 5)
+    accounts = [earlier if account is late else account for account in recorded.accounts]
+    assert replay(msgspec.structs.replace(recorded, accounts=accounts)) is None
+
+
+def came_at(account: ClosedAccount, at_ns: int) -> ClosedAccount:
+    """The account, with what lay before the engine moved."""
+    first, second = account.intervals[:2]
+    first = msgspec.structs.replace(first, begin_ns=at_ns, end_ns=at_ns)
+    second = msgspec.structs.replace(second, begin_ns=at_ns)
+    return msgspec.structs.replace(account, start_ns=at_ns, intervals=(first, second, *account.intervals[2:]))

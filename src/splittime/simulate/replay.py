@@ -10,6 +10,7 @@ Who can be replayed: an engine that does not plan ahead, from its first step on,
 ledger does not say is not guessed: a request whose account is missing while steps name it is a `ConfigError`.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -88,11 +89,20 @@ class RecordedArrivals:
     """The messages of a recorded run, handed over before the step that the engine was at, and not a step earlier.
 
     `Arrivals` of a loop. Each turn of the loop begins when a recorded step did, or when a request ended without one
-    (its deadline)."""
+    (its deadline). num_taken: requests that the engine had taken in before each step: one that came just before a step
+    may have been a moment too late for it.
+    """
 
-    def __init__(self, clock: VirtualClock, steps: RecordedSteps, messages: list[tuple[int, ToEngine | None]]) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        steps: RecordedSteps,
+        messages: list[tuple[int, ToEngine | None]],
+        num_taken: Sequence[int],
+    ) -> None:
         self.is_closed = False
-        self._clock, self._steps, self._messages = clock, steps, deque(messages)
+        self._clock, self._steps, self._messages, self._num_taken = clock, steps, deque(messages), num_taken
+        self._num_submitted = 0
 
     def wait(self, timeout_s: float | None) -> bool:
         return True  # time goes on in `take_all`
@@ -105,9 +115,14 @@ class RecordedArrivals:
         if record.idle_ns:
             self._clock.advance_to(record.begin_ns - record.host_gap_ns)  # it woke up then
         while self._messages and self._messages[0][0] <= record.begin_ns:
-            at_ns, message = self._messages.popleft()
-            if not isinstance(message, Submit):
+            at_ns, message = self._messages[0]
+            if isinstance(message, Submit):
+                if self._num_submitted == self._num_taken[self._steps.num_begun]:
+                    break
+                self._num_submitted += 1
+            else:
                 self._clock.advance_to(at_ns)
+            self._messages.popleft()
             if message is None:
                 return
             yield message, at_ns
@@ -127,7 +142,7 @@ def replay(recorded: Recorded) -> Divergence | None:
     try:
         run_loop(
             Crank(EngineParts(engine, runner), clock),
-            RecordedArrivals(clock, steps, messages),
+            RecordedArrivals(clock, steps, messages, _num_taken(requests, records)),
             lambda message: _keep(message, replayed),
         )
     except UnknownStep as unknown:
@@ -177,6 +192,21 @@ def _messages(requests: Sequence[TracedRequest], records: Sequence[StepRecord]) 
             messages.append((account.freed_ns or 0, len(messages), None))
     messages.sort(key=lambda message: message[:2])
     return [(at_ns, message) for at_ns, _, message in messages]
+
+
+def _num_taken(requests: Sequence[TracedRequest], records: Sequence[StepRecord]) -> list[int]:
+    """Returns how many requests had been taken in before each step: who is there after it, and who has ended."""
+    last_step = {row[0]: record for record in records for row in record.rows}
+    ended_ns = sorted(_ended_ns(traced, last_step.get(traced.request.request_id)) for traced in requests)
+    return [record.num_running + record.num_waiting + bisect_right(ended_ns, record.end_ns) for record in records]
+
+
+def _ended_ns(traced: TracedRequest, last: StepRecord | None) -> int:
+    """When the engine was done with it. One that was aborted for a stop string was there until its last step's end."""
+    aborted_ns = _abort_ns(traced, last)
+    if aborted_ns is not None:
+        return aborted_ns + (traced.stops_after is not None)
+    return traced.account.end_ns if traced.account.freed_ns is None else traced.account.freed_ns
 
 
 def _abort_ns(traced: TracedRequest, last: StepRecord | None) -> int | None:

@@ -46,15 +46,17 @@ Figures = dict[str, float]
 
 class Predicted(msgspec.Struct, frozen=True):
     """A figure. recorded: of the real run. before, after: simulated, medians of the draws, with the recorded settings
-    and with the changed ones. ratio: after over before; low, high: its interval. None: it does not exist."""
+    and with the changed ones. ratio: after over before. Each has its interval, if it exists itself."""
 
     name: str
     recorded: float | None
     before: float | None
     after: float | None
     ratio: float | None
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
+    after_low: float | None = None
+    after_high: float | None = None
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -185,10 +187,17 @@ def _samples(served: Sequence[ClosedAccount]) -> dict[str, list[float]]:
 def _predicted(name: str, recorded: float | None, pairs: Sequence[tuple[Figures, ...]]) -> Predicted:
     both = [(before[name], after[name]) for before, after in pairs if name in before and name in after]
     if not both:
-        return Predicted(name, recorded, None, None, None, None, None)
-    ratios = sorted(after / before for before, after in both if before > 0)
+        return Predicted(name, recorded, None, None, None)
     before, after = (statistics.median(side) for side in zip(*both, strict=True))
+    ratios = [after / before for before, after in both if before > 0]
+    after_low, after_high = _interval([after for _, after in both])
     if not ratios:
-        return Predicted(name, recorded, before, after, None, None, None)
-    cut = int(len(ratios) * (1 - SHARE) / 2)
-    return Predicted(name, recorded, before, after, statistics.median(ratios), ratios[cut], ratios[-1 - cut])
+        return Predicted(name, recorded, before, after, None, None, None, after_low, after_high)
+    return Predicted(
+        name, recorded, before, after, statistics.median(ratios), *_interval(ratios), after_low, after_high
+    )
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    ordered, cut = sorted(values), int(len(values) * (1 - SHARE) / 2)
+    return ordered[cut], ordered[-1 - cut]
