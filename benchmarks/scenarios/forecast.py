@@ -29,8 +29,8 @@ from benchmarks.report import file_result
 from benchmarks.server_process import served
 from splittime.ledger.store import open_readonly
 from splittime.simulate.change import Change
+from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import replay
-from splittime.simulate.trace import Recorded
 from splittime.simulate.what_if import figures, predict
 
 SETTINGS = {"num_threads": 1, "max_num_seqs": 16}

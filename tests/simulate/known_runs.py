@@ -16,7 +16,7 @@ from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
-from splittime.simulate.trace import Recorded
+from splittime.simulate.recorded import Recorded
 from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 STEP_NS, TOKEN_NS = 900, 31

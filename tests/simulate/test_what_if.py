@@ -7,7 +7,7 @@ from known_runs import TIGHT, record_run
 from splittime.core.errors import ConfigError
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import Change, changed
-from splittime.simulate.trace import Recorded
+from splittime.simulate.recorded import Recorded
 from splittime.simulate.what_if import Prediction, figures, predict, server_of
 
 LIMITS = QueueLimits(256, 10**6)

@@ -79,6 +79,7 @@ def _as_json(found: "FoundAccounts") -> dict[str, Any]:
     compared = [compare(account, found.others, found.steps) for account in found.accounts]
     devices = [device_time(steps_of(account, found.steps)) for account in found.accounts]
     return {
+        "simulated": found.simulated,
         "accounts": [account_json(account) for account in found.accounts],
         "against_median": msgspec.to_builtins(compared),
         "device": msgspec.to_builtins(devices),
@@ -90,6 +91,8 @@ def _print(found: "FoundAccounts") -> None:
     from splittime.diagnose.explain import explain as explain_account
 
     console = Console(highlight=False, soft_wrap=True)
+    if found.simulated:
+        console.print(without_controls(Text(f"Simulated, with {found.simulated}\n", style="bold yellow")))
     for account in found.accounts:
         console.print(without_controls(explain_account(account, found.steps)))
         console.print(without_controls(comparison_text(compare(account, found.others, found.steps))))

@@ -13,11 +13,10 @@ from rich.table import Table
 from splittime.assemble import settings as settings_module
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, sign, talk, wide
 from splittime.cli.progress import loading
-from splittime.core.errors import ConfigError
 from splittime.simulate.change import KNOBS, LIMITS, Change
 
 if TYPE_CHECKING:
-    from splittime.simulate.trace import Recorded
+    from splittime.simulate.recorded import Recorded
     from splittime.simulate.what_if import Predicted, Prediction
 
 EXAMPLES = f"""\b
@@ -25,6 +24,7 @@ Examples:
   splittime simulate run.sqlite --max-num-seqs 32      and 32 slots?
   splittime simulate run.sqlite --speed 1.5            and half as much again?
   splittime simulate run.sqlite --num-blocks 400 --policy priority
+  splittime simulate run.sqlite --speed 2 --out twice.sqlite
   splittime simulate run.sqlite                        how well does it do?
   splittime simulate run.sqlite --check                the same decisions?
 
@@ -57,39 +57,32 @@ def simulate(
     check: Annotated[
         bool, typer.Option("--check", help="Replay the recorded step times: are all decisions the same?")
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Keep one simulation as a ledger: for doctor, explain.")
+    ] = None,
     json: JsonFlag = False,
     **settings: Any,
 ) -> None:
     """Say what a change would have done to recorded requests, with the same scheduler under a virtual clock."""
-    recorded = _read(ledger)
+    from splittime.simulate.recorded import read_ledger, write_ledger
+
+    recorded = read_ledger(ledger)
     if check:
         raise typer.Exit(_check(recorded, json))
-    from splittime.simulate.what_if import predict  # scipy: half a second
+    from splittime.simulate.what_if import predict, simulated  # scipy: half a second
 
     given = {name: value for name, value in {**settings, "num_blocks": num_blocks}.items() if value is not None}
+    change = Change(given, speed)
+    if out is not None:
+        write_ledger(simulated(recorded, change), out)
     with loading(f"simulating {len(recorded.accounts)} requests") as say:
         prediction = predict(
-            recorded,
-            Change(given, speed),
-            draws,
-            on_draw=lambda number: say(f"simulation {number} of {draws}", number / draws),
+            recorded, change, draws, on_draw=lambda number: say(f"simulation {number} of {draws}", number / draws)
         )
     if json:
         sys.stdout.buffer.write(orjson.dumps(msgspec.to_builtins(prediction)) + b"\n")
     else:
         _print(prediction)
-
-
-def _read(path: Path) -> "Recorded":
-    from splittime.ledger.store import open_readonly
-    from splittime.simulate.trace import Recorded
-
-    file, everything = open_readonly(path), 10**9
-    facts = file.facts()
-    if facts is None:
-        hint = "It is of a server that never got ready, or of an early version."
-        raise ConfigError(f"{path} does not say what its server was", param="ledger", hint=hint)
-    return Recorded(file.accounts(limit=everything), file.steps(limit=everything), facts)
 
 
 def _check(recorded: "Recorded", as_json: bool) -> int:

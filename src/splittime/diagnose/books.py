@@ -102,7 +102,9 @@ def make_books(
     run: Run | None = None,
     arm: int = 0,
 ) -> Books:
-    """In order, whatever order they came in, and without what is unsound."""
+    """In order, whatever order they came in, and without what is unsound. The source of a simulated ledger says so."""
+    if facts is not None and facts.simulated:
+        source = f"{source}, simulated with {facts.simulated}"
     sound_accounts = sorted(filter(_is_sound, accounts), key=lambda account: account.end_ns)
     sound_steps = sorted((s for s in steps if s.end_ns >= s.begin_ns), key=lambda step: step.begin_ns)
     return Books(

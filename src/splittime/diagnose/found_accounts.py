@@ -24,11 +24,12 @@ class AccountQuestion(NamedTuple):
 
 
 class FoundAccounts(msgspec.Struct, frozen=True):
-    """What to explain, what to hold it against, and the steps in its time."""
+    """What to explain, what to hold it against, and the steps in its time. simulated: as in `ServerFacts`."""
 
     accounts: list[ClosedAccount]
     others: list[ClosedAccount]
     steps: list[StepRecord]
+    simulated: str = ""
 
 
 def accounts_from_file(path: Path, question: AccountQuestion) -> FoundAccounts:
@@ -66,7 +67,9 @@ def _read(file: LedgerFile, path: Path, question: AccountQuestion) -> FoundAccou
         raise NotFound(f"no request {request_id!r} in {path}", param="request_id", value=request_id)
     begin_ns = min(account.start_ns for account in accounts)
     end_ns = max(account.end_ns for account in accounts)
-    return FoundAccounts(accounts, others, file.steps_between(begin_ns, end_ns))
+    facts = file.facts()
+    simulated = "" if facts is None else facts.simulated
+    return FoundAccounts(accounts, others, file.steps_between(begin_ns, end_ns), simulated)
 
 
 def _slowest(others: list[ClosedAccount], question: AccountQuestion, where: str) -> list[ClosedAccount]:

@@ -34,7 +34,8 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """`settings` are the resolved ones, by their flags' names (`max_num_seqs`, `block_size`, `num_blocks`, ...), with
-    what was changed on the live server."""
+    what was changed on the live server. simulated: what was changed in the simulation that wrote this ledger; empty for
+    a server's own."""
 
     version: str
     model: str
@@ -43,6 +44,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     cost: TokenCost | None = None
     machine: Machine | None = None
     processes: tuple[Process, ...] = ()
+    simulated: str = ""
 
     def process(self, name: str) -> Process | None:
         return next((process for process in self.processes if process.name == name), None)

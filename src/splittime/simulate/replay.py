@@ -29,8 +29,9 @@ from splittime.ledger.steps import StepRecord
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.costed import costed_engine
+from splittime.simulate.recorded import Recorded
 from splittime.simulate.shape import StepTime
-from splittime.simulate.trace import Recorded, TracedRequest, traced_requests
+from splittime.simulate.trace import TracedRequest, traced_requests
 
 DECISIONS = (
     *("step_id", "rows", "victims", "prefill_tokens", "decode_tokens", "kv_tokens_read", "blocks_used"),

@@ -21,22 +21,12 @@ import msgspec
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import ClosedAccount, Mark
-from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Cause, Stage
-from splittime.ledger.steps import StepRecord
 from splittime.simulate.costed import mixed_token, output_token
 
 MAX_REMEMBERED = 4_096  # requests whose tokens a later one may begin with
 SERVER_STAGES = (Stage.RECEIVE, Stage.TOKENIZE_QUEUE, Stage.TOKENIZE, Stage.ADMIT, Stage.HANDOFF)
-
-
-class Recorded(msgspec.Struct, frozen=True):
-    """A ledger: what was kept of a run."""
-
-    accounts: Sequence[ClosedAccount]
-    steps: Sequence[StepRecord]
-    facts: ServerFacts
 
 
 class TracedRequest(NamedTuple):

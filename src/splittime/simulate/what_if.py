@@ -31,10 +31,11 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.change import LIMITS, Change, changed
 from splittime.simulate.cost import CostModel, Noise
 from splittime.simulate.fit import Fitted, fit
+from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Books, Delivery, simulate
 from splittime.simulate.shape import StepTime, shape_of_plan
-from splittime.simulate.trace import Recorded, TracedRequest, at_speed, traced_requests
+from splittime.simulate.trace import TracedRequest, at_speed, traced_requests
 
 DRAWS = 20
 SHARE = 0.9  # of the draws, within an interval
@@ -131,6 +132,19 @@ def predict(
         draws=draws,
         model=fitted.model,
     )
+
+
+def simulated(recorded: Recorded, change: Change) -> Recorded:
+    """Returns the ledger that the changed server would have written, by the likeliest model; its facts say that it was
+    simulated. Raises as `predict` does."""
+    books = server_of(recorded).run(fit(recorded.steps, recorded.facts), change, seed=0)
+    facts = msgspec.structs.replace(
+        recorded.facts,
+        settings=recorded.facts.settings | change.settings,
+        processes=(),
+        simulated=str(change) or "the settings as they were",
+    )
+    return Recorded(books.accounts, books.steps, facts)
 
 
 def server_of(recorded: Recorded) -> Server:

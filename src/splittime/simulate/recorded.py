@@ -1,0 +1,58 @@
+"""A ledger as a whole: read from a file, and a simulated one written to one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.steps import StepRecord
+from splittime.ledger.store import Ledger, open_readonly
+
+ALL = 10**9
+BATCH = 10_000  # records, of which the file's queue holds five times as many
+FLUSH_S = 60.0
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """What was kept of a run, real or simulated."""
+
+    accounts: Sequence[ClosedAccount]
+    steps: Sequence[StepRecord]
+    facts: ServerFacts
+
+
+def read_ledger(path: Path) -> Recorded:
+    """Raises NotFound, and ConfigError for a file that is no ledger or does not say what its server was."""
+    file = open_readonly(path)
+    try:
+        facts = file.facts()
+        if facts is None:
+            hint = "It is of a server that never got ready, or of an early version."
+            raise ConfigError(f"{path} does not say what its server was", param="ledger", hint=hint)
+        return Recorded(file.accounts(limit=ALL), file.steps(limit=ALL), facts)
+    finally:
+        file.close()
+
+
+def write_ledger(recorded: Recorded, path: Path) -> None:
+    """Raises ConfigError for a file that is there already, or cannot be written."""
+    if path.exists():
+        hint = "Name another file, or move this one away."
+        raise ConfigError(f"{path} is there already", param="out", value=str(path), hint=hint)
+    size = max(1, len(recorded.accounts), len(recorded.steps))
+    ledger = Ledger(path, max_accounts=1, max_steps=1, max_file_accounts=size, max_file_steps=size)
+    ledger.describe_by(lambda: recorded.facts)
+    try:
+        for records, add in ((recorded.accounts, ledger.add_account), (recorded.steps, ledger.add_step)):
+            for number, record in enumerate(records, 1):
+                add(record)
+                if number % BATCH == 0:
+                    ledger.flush(FLUSH_S)
+        ledger.flush(FLUSH_S)
+    finally:
+        ledger.close()
+    if ledger.counts().unwritten or ledger.counts().dropped:
+        raise ConfigError(f"{path} could not be written whole: see the log", param="out", value=str(path))

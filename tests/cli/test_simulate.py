@@ -1,0 +1,108 @@
+"""`splittime simulate`: a table, JSON, a ledger that says what it is, and errors that name what is missing."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from known_runs import TIGHT, record_run
+from typer.testing import CliRunner, Result
+
+from splittime.cli.main import app
+from splittime.scheduler.config import SchedulerConfig
+from splittime.simulate.recorded import Recorded, read_ledger, write_ledger
+
+CONFIG = msgspec.structs.replace(TIGHT, max_num_seqs=4, num_blocks=60)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)], env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+
+def recorded_run(config: SchedulerConfig = CONFIG) -> Recorded:
+    return record_run(config, seed=9, count=80, have_deadlines=False)
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("ledgers") / "run.sqlite"
+    write_ledger(recorded_run(), path)
+    return path
+
+
+def test_a_ledger_comes_back_as_it_was_written(ledger: Path) -> None:
+    written, read = recorded_run(), read_ledger(ledger)
+    assert read.steps == list(written.steps)
+    assert sorted(read.accounts, key=lambda a: a.request_id) == sorted(written.accounts, key=lambda a: a.request_id)
+    assert read.facts == written.facts
+
+
+def test_a_change_is_told_beside_what_was(ledger: Path) -> None:
+    result = invoke(ledger, "--max-num-seqs", 8, "--draws", 2)
+    assert result.exit_code == 0, result.output
+    head, first = result.stdout.splitlines()[:2]
+    assert head.split() == ["recorded", "simulated", "changed", "change", "90", "%", "of", "draws"]
+    assert first.split()[:6] == ["time", "to", "first", "token", "p50,", "ms"]
+    assert "%" in first
+    assert "changed: max_num_seqs 8" in result.stderr
+    assert "80 requests; they come when they came" in result.stderr
+
+
+def test_without_a_change_it_shows_how_well_it_does(ledger: Path) -> None:
+    result = invoke(ledger, "--draws", 1)
+    assert result.stdout.splitlines()[0].split() == ["recorded", "simulated"]
+    assert "the settings as they were recorded" in result.stderr
+
+
+def test_json_has_every_figure_and_the_model(ledger: Path) -> None:
+    told = json.loads(invoke(ledger, "--speed", 2, "--draws", 2, "--json").stdout)
+    assert told["change"] == {"settings": {}, "speed": 2.0}
+    assert {"name", "recorded", "before", "after", "ratio", "low", "high"} <= set(told["figures"][0])
+    assert told["model"]["num_steps"] == told["num_steps"] > 100
+
+
+def test_the_same_decisions(ledger: Path, tmp_path: Path) -> None:
+    assert invoke(ledger, "--check").exit_code == 0
+    assert json.loads(invoke(ledger, "--check", "--json").stdout)["divergence"] is None
+    run = recorded_run()
+    facts = msgspec.structs.replace(run.facts, settings=run.facts.settings | {"max_num_seqs": 2})
+    write_ledger(msgspec.structs.replace(run, facts=facts), tmp_path / "other.sqlite")
+    result = invoke(tmp_path / "other.sqlite", "--check")
+    assert result.exit_code == 1
+    assert "is decided otherwise" in result.stdout
+
+
+def test_a_simulated_ledger_says_so_wherever_it_is_read(ledger: Path, tmp_path: Path) -> None:
+    out = tmp_path / "simulated.sqlite"
+    assert invoke(ledger, "--max-num-seqs", 2, "--draws", 1, "--out", out).exit_code == 0
+    made = read_ledger(out)
+    assert (made.facts.simulated, made.facts.settings["max_num_seqs"]) == ("max_num_seqs 2", 2)
+    assert len(made.accounts) == 80
+    assert max(len(step.rows) for step in made.steps) == 2
+    shown = CliRunner().invoke(app, ["explain", "--slowest", "1", "--ledger", str(out)]).stdout
+    assert "Simulated, with max_num_seqs 2" in shown
+    diagnosed = CliRunner().invoke(app, ["doctor", str(out)]).stdout
+    assert "simulated with max_num_seqs 2" in " ".join(diagnosed.split())
+    again = invoke(ledger, "--draws", 1, "--out", out)
+    assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--policy", "best"), "bad setting"),
+        (("--num-blocks", 1), "num_blocks is 1"),
+        (("--max-num-batched-tokens", 2), "at least max_num_seqs"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_2(ledger: Path, flags: tuple[object, ...], words: str) -> None:
+    result = invoke(ledger, *flags, "--draws", 1)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_what_is_no_ledger_is_refused_with_2(tmp_path: Path) -> None:
+    assert invoke(tmp_path / "none.sqlite").exit_code == 2
+    (tmp_path / "text.sqlite").write_text("no")
+    result = invoke(tmp_path / "text.sqlite")
+    assert (result.exit_code, "not a readable ledger" in result.stderr) == (2, True)
