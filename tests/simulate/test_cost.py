@@ -178,6 +178,16 @@ def test_what_is_far_from_all_that_was_seen_is_refused(fitted: Fitted, shape: St
     assert raised.value.info.param == name
 
 
+def test_copies_take_what_a_block_takes() -> None:
+    made = records(6)
+    moving = [
+        msgspec.structs.replace(r, offloaded_blocks=3, offload_ns=3_000, end_ns=r.end_ns + 3_000) for r in made[::7]
+    ]
+    model = fit([*moving, *made]).model
+    assert model.step_time(StepShape(2, 2, 2, 900, 0, moved_blocks=5)).moves_ns == 5_000
+    assert model.step_time(StepShape(2, 2, 2, 900, 0)).moves_ns == 0
+
+
 def test_twice_the_most_is_not_far(fitted: Fitted) -> None:
     rows = int(fitted.model.most[0] * REACH)
     assert fitted.model.step_time(StepShape(rows, rows, 10, 1_000, 0)).device_ns > 0

@@ -7,7 +7,7 @@ from known_runs import TIGHT, record_run
 from splittime.core.errors import ConfigError
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import Change, changed
-from splittime.simulate.recorded import Recorded
+from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.what_if import Prediction, figures, predict, server_of
 
 LIMITS = QueueLimits(256, 10**6)
@@ -84,6 +84,30 @@ def test_limits_are_changed_beside_the_knobs() -> None:
     config, limits = changed(TIGHT, LIMITS, Change({"max_num_seqs": 3, "max_queued_requests": 7}))
     assert (config.max_num_seqs, limits.max_queued_requests, limits.max_queued_prompt_tokens) == (3, 7, 10**6)
     assert str(Change({"policy": "fcfs"}, speed=1.5)) == "policy fcfs, 1.5 times the requests a second"
+
+
+def test_an_engine_that_cannot_be_simulated_is_refused(recorded: Recorded) -> None:
+    facts = msgspec.structs.replace(recorded.facts, settings=recorded.facts.settings | {"async_scheduling": True})
+    with pytest.raises(ConfigError, match="plans ahead"):
+        predict(msgspec.structs.replace(recorded, facts=facts), Change())
+    drafting = msgspec.structs.replace(recorded.steps[5], verified=(("r0", 1, 1),))
+    with pytest.raises(ConfigError, match="speculates"):
+        predict(msgspec.structs.replace(recorded, steps=[*recorded.steps[:5], drafting, *recorded.steps[6:]]), Change())
+
+
+def test_of_several_servers_in_a_file_the_latest_counts(recorded: Recorded) -> None:
+    before, count = run(max_num_seqs=2), len(recorded.steps)
+    last = len(before.steps) + 1
+    steps = [msgspec.structs.replace(step, step_id=step.step_id + last) for step in recorded.steps]
+    accounts = [
+        msgspec.structs.replace(a, token_steps=tuple(step_id + last for step_id in a.token_steps))
+        for a in recorded.accounts
+    ]
+    both = Recorded([*before.accounts, *accounts], [*before.steps, *steps], recorded.facts)
+    latest = latest_run(both)
+    assert (len(latest.steps), latest.steps[0].step_id) == (count, last + 1)
+    assert [a for a in latest.accounts if a.token_steps] == [a for a in accounts if a.token_steps]
+    assert latest_run(recorded) is recorded
 
 
 def test_a_ledger_that_says_too_little_is_refused(recorded: Recorded) -> None:

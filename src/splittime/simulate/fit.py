@@ -64,11 +64,11 @@ class Steps(NamedTuple):
     device_ns: Array
     parts_ns: Array
     total_ns: Array
+    move_ns: float  # of a block
 
 
 def fit(records: Sequence[StepRecord], facts: ServerFacts | None = None) -> Fitted:
     """Returns the model of these steps. Raises ConfigError for too few."""
-    records = [record for record in records if not record.verified]
     if len(records) < MIN_STEPS:
         hint = "Record more: some minutes of traffic."
         raise ConfigError(f"{len(records)} steps are too few to go by", param="ledger", limit=MIN_STEPS, hint=hint)
@@ -93,6 +93,7 @@ def _steps(records: Sequence[StepRecord]) -> Steps:
         np.array([record.device_ns for record in records], float),
         np.array(parts, float),
         np.array(total, float),
+        sum(record.moves_ns for record in records) / max(1, sum(shape.moved_blocks for shape in shapes)),
     )
 
 
@@ -109,7 +110,7 @@ def _fit(steps: Steps, facts: ServerFacts | None) -> Fitted:
         device=tuple(line.coefficients.tolist()),
         covariance=tuple(map(tuple, line.covariance.tolist())),
         host=host,
-        move_ns=0.0,
+        move_ns=steps.move_ns,
         buckets={},
         most=tuple(max(getattr(shape, name) for shape in steps.shapes) for name in LIMITED),
         persistence=0.0,
@@ -226,4 +227,4 @@ def _held_out(steps: Steps, facts: ServerFacts | None, pace: Pace) -> Errors:
 
 def _some(steps: Steps, indices: Array) -> Steps:
     begins_ns, shapes = ([values[index] for index in indices] for values in (steps.begins_ns, steps.shapes))
-    return Steps(begins_ns, shapes, *(values[indices] for values in steps[2:]))
+    return Steps(begins_ns, shapes, *(values[indices] for values in steps[2:-1]), steps.move_ns)

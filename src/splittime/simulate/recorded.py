@@ -37,6 +37,22 @@ def read_ledger(path: Path) -> Recorded:
         file.close()
 
 
+def latest_run(recorded: Recorded) -> Recorded:
+    """Returns what the latest server wrote: a file may hold former ones', whose last step's number is not followed by
+    this one's first."""
+    steps = recorded.steps
+    first = next((i for i in range(len(steps) - 1, 0, -1) if steps[i].step_id != steps[i - 1].step_id + 1), 0)
+    if not first:
+        return recorded
+    since = steps[first]
+    accounts = [
+        a
+        for a in recorded.accounts
+        if a.end_ns >= since.begin_ns and min(a.token_steps, default=since.step_id) >= since.step_id
+    ]
+    return Recorded(accounts, steps[first:], recorded.facts)
+
+
 def write_ledger(recorded: Recorded, path: Path) -> None:
     """Raises ConfigError for a file that is there already, or cannot be written."""
     if path.exists():

@@ -31,7 +31,7 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.change import LIMITS, Change, changed
 from splittime.simulate.cost import CostModel, Noise
 from splittime.simulate.fit import Fitted, fit
-from splittime.simulate.recorded import Recorded
+from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Books, Delivery, simulate
 from splittime.simulate.shape import StepTime, shape_of_plan
@@ -115,6 +115,7 @@ def predict(
     on_draw: Callable[[int], None] = lambda number: None,
 ) -> Prediction:
     """Raises ConfigError for a change that cannot be, a ledger that says too little, or steps far from any recorded."""
+    recorded = latest_run(recorded)
     server, fitted = server_of(recorded), fit(recorded.steps, recorded.facts)
     rng = random.Random(seed)
     pairs: list[tuple[Figures, ...]] = []
@@ -137,6 +138,7 @@ def predict(
 def simulated(recorded: Recorded, change: Change) -> Recorded:
     """Returns the ledger that the changed server would have written, by the likeliest model; its facts say that it was
     simulated. Raises as `predict` does."""
+    recorded = latest_run(recorded)
     books = server_of(recorded).run(fit(recorded.steps, recorded.facts), change, seed=0)
     facts = msgspec.structs.replace(
         recorded.facts,
@@ -148,7 +150,11 @@ def simulated(recorded: Recorded, change: Change) -> Recorded:
 
 
 def server_of(recorded: Recorded) -> Server:
-    """Raises ConfigError for a ledger that says too little."""
+    """Raises ConfigError for a ledger that says too little, and for an engine that cannot be simulated."""
+    if recorded.facts.settings.get("async_scheduling"):
+        raise ConfigError("an engine that plans ahead cannot be simulated", param="ledger", value="async_scheduling")
+    if any(step.verified for step in recorded.steps):
+        raise ConfigError("an engine that speculates cannot be simulated", param="ledger")
     served = [account for account in recorded.accounts if not account.is_refused]
     if len(served) < MIN_REQUESTS:
         hint = "Record more: splittime serve --ledger-file FILE."
