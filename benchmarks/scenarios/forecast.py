@@ -136,7 +136,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sizes = Sizes(2.0, 2) if arguments.small else Sizes(arguments.seconds, arguments.draws)
     rounds = [forecast(sizes, seed) for seed in range(1 if arguments.small else arguments.rounds)]
-    told = {"summary": summary(rounds), "rounds": rounds}
+    told: dict[str, Any] = {"summary": summary(rounds), "rounds": rounds}
     path = file_result("forecast", told, vars(arguments), arguments.json)
     if not arguments.json:
         for name, values in told["summary"].items():

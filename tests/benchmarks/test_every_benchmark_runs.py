@@ -42,6 +42,8 @@ ALONE = {
     "by_turns": [".", ".", "--rounds", "1", "--", "-m", "benchmarks.micro.plan_commit", "--small", "--json"],
     "house": ["--walk"],
     "scenarios.http_edges": ["--small"],
+    "scenarios.forecast": ["--small"],
+    "micro.simulator_speed": ["--small"],
     "scenarios.azure_replay": ["--trace", "TRACE", "--seconds", "2"],
     "scenarios.bench_golden": ["--seconds", "0.5", "--repeats", "1"],
     "scenarios.both_books": ["--requests", "30"],
