@@ -1,5 +1,6 @@
 """The cost model: a known truth is found again, in noise and pauses; what is far from all that was seen is refused."""
 
+import math
 import random
 import statistics
 
@@ -124,6 +125,14 @@ def test_the_machine_s_pace_is_found() -> None:
 def test_pace_holds_from_its_instant_on() -> None:
     pace = Pace((100, 200), (1.0, 2.0))
     assert [pace.at(now_ns) for now_ns in (0, 100, 199, 200, 10**9)] == [1.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_another_hour_is_slower_or_faster_throughout() -> None:
+    rng, pace = random.Random(0), Pace((100, 200), (1.0, 2.0))
+    others = [pace.another(rng, 0.1) for _ in range(2_000)]
+    assert all(other.factors[1] == pytest.approx(2 * other.factors[0]) for other in others)
+    logs = [math.log(other.factors[0]) for other in others]
+    assert (statistics.mean(logs), statistics.stdev(logs)) == pytest.approx((0, 0.1), abs=0.01)
 
 
 def test_what_is_not_linear_is_in_the_buckets() -> None:

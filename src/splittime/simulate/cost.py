@@ -110,6 +110,11 @@ class Pace(msgspec.Struct, frozen=True):
     begins_ns: tuple[int, ...]
     factors: tuple[float, ...]
 
+    def another(self, rng: random.Random, drift: float) -> "Pace":
+        """Returns that of another hour: slower or faster throughout, by as much as the machine is from time to time."""
+        factor = math.exp(rng.gauss(0.0, drift))
+        return Pace(self.begins_ns, tuple(one * factor for one in self.factors))
+
     def at(self, now_ns: int) -> float:
         return self.factors[max(bisect_right(self.begins_ns, now_ns) - 1, 0)]
 

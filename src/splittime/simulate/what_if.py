@@ -3,10 +3,10 @@
     recorded = Recorded(accounts, steps, facts)
     prediction = predict(recorded, Change({"max_num_seqs": 32}))
 
-The cost model is fitted on the recorded steps. From what it is sure of, models are drawn; with each draw the requests
-are simulated twice, with the recorded settings and with the changed ones. The two share the draw, so what is not known
-of the machine mostly cancels: the change has a narrower interval than either side. An interval leaves out a twentieth
-of the draws at each end.
+The cost model is fitted on the recorded steps. From what it is sure of, models are drawn, each on a machine in another
+hour; with each draw the requests are simulated twice, with the recorded settings and with the changed ones. The two
+share the draw, so what is not known of the machine mostly cancels: the change has a narrower interval than either side.
+An interval leaves out a twentieth of the draws at each end.
 
 How well the simulator does is told beside it: the recorded run, and its simulation with the settings that it had.
 
@@ -120,7 +120,7 @@ def predict(
     rng = random.Random(seed)
     pairs: list[tuple[Figures, ...]] = []
     for number in range(draws):
-        drawn = fitted._replace(model=fitted.model.sample(rng))
+        drawn = Fitted(fitted.model.sample(rng), fitted.pace.another(rng, fitted.model.errors.drift))
         pairs.append(tuple(figures(*server.run(drawn, each, number)) for each in (Change(), change)))
         on_draw(number + 1)
     seen = figures(list(recorded.accounts), list(recorded.steps))
