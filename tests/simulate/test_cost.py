@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from splittime.core.errors import ConfigError
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.cost import REACH, CostModel, Noise, OutOfRange, Pace, bucket_of, quantile
-from splittime.simulate.fit import MIN_STEPS, Fitted, fit
+from splittime.simulate.fit import MIN_STEPS, Fit, fit
 from splittime.simulate.shape import StepShape, shape_of_record
 
 TRUTH = {"step": 200_000, "prompts": 300_000, "row": 90_000, "token": 60_000, "kv": 40, "pair": 70}
@@ -73,7 +73,7 @@ def records(
 
 
 @pytest.fixture(scope="module")
-def fitted() -> Fitted:
+def fitted() -> Fit:
     return fit(records(0))
 
 
@@ -81,7 +81,7 @@ def fresh_shapes(seed: int, count: int = 200) -> list[StepShape]:
     return [shape_of_record(record) for record in records(seed, count)]
 
 
-def test_the_truth_is_found_in_noise_and_pauses(fitted: Fitted) -> None:
+def test_the_truth_is_found_in_noise_and_pauses(fitted: Fit) -> None:
     for shape in fresh_shapes(1):
         assert fitted.model.step_time(shape).device_ns == pytest.approx(device_ns(shape), rel=0.12)
     errors = [fitted.model.step_time(s).device_ns / device_ns(s) - 1 for s in fresh_shapes(2)]
@@ -89,7 +89,7 @@ def test_the_truth_is_found_in_noise_and_pauses(fitted: Fitted) -> None:
     assert fitted.model.errors.median_relative < 0.08
 
 
-def test_the_host_has_its_parts(fitted: Fitted) -> None:
+def test_the_host_has_its_parts(fitted: Fit) -> None:
     time = fitted.model.step_time(StepShape(4, 4, 4, 1_000, 0))
     assert time.launch_ns == pytest.approx(HOST_NS, rel=0.1)
     assert time.host_gap_ns == pytest.approx(GAP_NS, rel=0.1)
@@ -108,7 +108,7 @@ def test_intervals_of_the_coefficients_hold_the_truth() -> None:
     assert 14 <= held <= 20
 
 
-def test_draws_differ_and_are_the_same_for_the_same_seed(fitted: Fitted) -> None:
+def test_draws_differ_and_are_the_same_for_the_same_seed(fitted: Fit) -> None:
     draws = [fitted.model.sample(random.Random(seed)).device for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
     assert all(value >= 0 for draw in draws for value in draw)
@@ -181,7 +181,7 @@ def test_what_slows_one_step_slows_the_next() -> None:
         (StepShape(2, 2, 2, 1_000, 0, moved_blocks=1), "moved_blocks"),
     ],
 )
-def test_what_is_far_from_all_that_was_seen_is_refused(fitted: Fitted, shape: StepShape, name: str) -> None:
+def test_what_is_far_from_all_that_was_seen_is_refused(fitted: Fit, shape: StepShape, name: str) -> None:
     with pytest.raises(OutOfRange, match=f"{name}; of the recorded ones none has more than") as raised:
         fitted.model.step_time(shape)
     assert raised.value.info.param == name
@@ -197,7 +197,7 @@ def test_copies_take_what_a_block_takes() -> None:
     assert model.step_time(StepShape(2, 2, 2, 900, 0)).moves_ns == 0
 
 
-def test_twice_the_most_is_not_far(fitted: Fitted) -> None:
+def test_twice_the_most_is_not_far(fitted: Fit) -> None:
     rows = int(fitted.model.most[0] * REACH)
     assert fitted.model.step_time(StepShape(rows, rows, 10, 1_000, 0)).device_ns > 0
 
@@ -207,14 +207,14 @@ def test_too_few_steps_are_refused() -> None:
         fit(records(0, count=MIN_STEPS - 1))
 
 
-def test_it_crosses_json_unchanged(fitted: Fitted) -> None:
+def test_it_crosses_json_unchanged(fitted: Fit) -> None:
     encoded = msgspec.json.encode(fitted.model)
     assert msgspec.json.decode(encoded, type=CostModel) == fitted.model
 
 
 @given(st.integers(1, 16), st.integers(0, 200), st.integers(0, 8_000), st.floats(0.1, 10), st.floats(-8, 8))
 def test_no_part_is_negative_and_slower_takes_longer(
-    fitted: Fitted, rows: int, prompt: int, kv: int, pace: float, noise: float
+    fitted: Fit, rows: int, prompt: int, kv: int, pace: float, noise: float
 ) -> None:
     shape = StepShape(rows, rows + prompt, rows, kv, prompt * 10)
     time = fitted.model.step_time(shape, pace, noise)

@@ -1,1 +1,1 @@
-"""Runners without a model, for the same scheduler and the same loop under any clock."""
+"""The same scheduler and loop under a virtual clock: without a model, for recorded requests, and with a change."""

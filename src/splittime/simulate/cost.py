@@ -33,7 +33,7 @@ BUCKET_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # toke
 LIMITED = ("rows", "tokens", "decode_rows", "kv_tokens", "prompt_pairs", "moved_blocks")
 
 
-class Bucket(msgspec.Struct, frozen=True):
+class ShapeBucket(msgspec.Struct, frozen=True):
     """Steps alike: how their time compares with what the lines and the machine's pace say. factor: of the mean. noise:
     quantiles of the ratio to that, evenly spaced, of mean 1 without pauses. median_error: relative to the mean, of
     its own steps."""
@@ -67,7 +67,7 @@ class CostModel(msgspec.Struct, frozen=True):
     covariance: tuple[tuple[float, ...], ...]
     host: tuple[tuple[float, float, float], ...]
     move_ns: float
-    buckets: dict[str, Bucket]
+    buckets: dict[str, ShapeBucket]
     most: tuple[int, ...]
     persistence: float
     errors: Errors

@@ -23,7 +23,7 @@ from scipy.optimize import nnls
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.cost import LIMITED, Bucket, CostModel, Errors, Pace, bucket_of
+from splittime.simulate.cost import LIMITED, CostModel, Errors, Pace, ShapeBucket, bucket_of
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
 
 MIN_STEPS = 50
@@ -46,14 +46,14 @@ class Line(NamedTuple):
     covariance: Array
 
 
-class Fitted(NamedTuple):
+class Fit(NamedTuple):
     """A model, and how fast the machine was when the steps ran that it was fitted on."""
 
     model: CostModel
     pace: Pace
 
 
-class Steps(NamedTuple):
+class StepTable(NamedTuple):
     """Recorded steps as arrays. parts: what the host took, one column for each of `HOST_PARTS`; the gap is that behind
     the step, NaN where nobody knows it. total_ns: the whole step, without the gap and without moves."""
 
@@ -67,17 +67,17 @@ class Steps(NamedTuple):
     move_ns: float  # of a block
 
 
-def fit(records: Sequence[StepRecord], facts: ServerFacts | None = None) -> Fitted:
+def fit(records: Sequence[StepRecord], facts: ServerFacts | None = None) -> Fit:
     """Returns the model of these steps. Raises ConfigError for too few."""
     if len(records) < MIN_STEPS:
         hint = "Record more: some minutes of traffic."
         raise ConfigError(f"{len(records)} steps are too few to go by", param="ledger", limit=MIN_STEPS, hint=hint)
     steps = _steps(records)
     model, pace = _fit(steps, facts)
-    return Fitted(msgspec.structs.replace(model, errors=_held_out(steps, facts, pace)), pace)
+    return Fit(msgspec.structs.replace(model, errors=_held_out(steps, facts, pace)), pace)
 
 
-def _steps(records: Sequence[StepRecord]) -> Steps:
+def _steps(records: Sequence[StepRecord]) -> StepTable:
     shapes = [shape_of_record(record) for record in records]
     gaps = [
         after.host_gap_ns if after.step_id == before.step_id + 1 and not after.idle_ns else math.nan
@@ -85,7 +85,7 @@ def _steps(records: Sequence[StepRecord]) -> Steps:
     ]
     parts = [[r.plan_ns, r.launch_ns, r.sample_ns, r.commit_ns, gap] for r, gap in zip(records, gaps, strict=True)]
     total = [record.end_ns - record.begin_ns - record.moves_ns for record in records]
-    return Steps(
+    return StepTable(
         [record.begin_ns for record in records],
         shapes,
         np.array([_features(shape) for shape in shapes]),
@@ -103,7 +103,7 @@ def _features(shape: StepShape) -> tuple[float, ...]:
     return (1.0, has_prompts, shape.decode_rows, prompt_tokens, shape.kv_tokens, shape.prompt_pairs * has_prompts)
 
 
-def _fit(steps: Steps, facts: ServerFacts | None) -> Fitted:
+def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
     line = _line(steps.features, steps.device_ns)
     host = tuple(_host_line(steps.host_features, part) for part in steps.parts_ns.T)
     plain = CostModel(
@@ -123,7 +123,7 @@ def _fit(steps: Steps, facts: ServerFacts | None) -> Fitted:
     pace, paces = _pace(steps.begins_ns, ratios / [buckets[bucket_of(shape)].factor for shape in steps.shapes])
     ratios /= paces
     model = msgspec.structs.replace(plain, buckets=_buckets(steps.shapes, ratios), persistence=_persistence(ratios))
-    return Fitted(model, pace)
+    return Fit(model, pace)
 
 
 def _pace(begins_ns: Sequence[int], ratios: Array) -> tuple[Pace, Array]:
@@ -183,21 +183,21 @@ def _without_moves(time: StepTime) -> int:
     return time.step_ns - time.moves_ns
 
 
-def _buckets(shapes: Sequence[StepShape], ratios: Array) -> dict[str, Bucket]:
+def _buckets(shapes: Sequence[StepShape], ratios: Array) -> dict[str, ShapeBucket]:
     members: dict[str, list[float]] = defaultdict(list)
     for shape, ratio in zip(shapes, ratios.tolist(), strict=True):
         members[bucket_of(shape)].append(ratio)
     return {name: _bucket(np.array(values), ratios) for name, values in members.items()}
 
 
-def _bucket(values: Array, all_ratios: Array) -> Bucket:
+def _bucket(values: Array, all_ratios: Array) -> ShapeBucket:
     """A bucket of few steps takes its noise from all."""
     trust = len(values) / (len(values) + SHRINK)
     factor = math.exp(trust * math.log(max(_steady_mean(values), 1e-3)))
     source = values if len(values) >= SHRINK else all_ratios
     noise = np.quantile(source, (np.arange(QUANTILES) + 0.5) / QUANTILES)
     error = float(np.median(np.abs(values / factor - 1)))
-    return Bucket(len(values), factor, tuple((noise / _steady_mean(noise)).tolist()), error)
+    return ShapeBucket(len(values), factor, tuple((noise / _steady_mean(noise)).tolist()), error)
 
 
 def _steady_mean(values: Array) -> float:
@@ -213,7 +213,7 @@ def _persistence(ratios: Array) -> float:
     return min(max(correlation, 0.0), 0.99)
 
 
-def _held_out(steps: Steps, facts: ServerFacts | None, pace: Pace) -> Errors:
+def _held_out(steps: StepTable, facts: ServerFacts | None, pace: Pace) -> Errors:
     stretches = _stretches(len(steps.shapes))
     seen, unseen = np.concatenate(stretches[::2]), np.concatenate(stretches[1::2])
     half = msgspec.structs.replace(_fit(_some(steps, seen), facts).model, most=(sys.maxsize,) * len(LIMITED))
@@ -225,6 +225,6 @@ def _held_out(steps: Steps, facts: ServerFacts | None, pace: Pace) -> Errors:
     )
 
 
-def _some(steps: Steps, indices: Array) -> Steps:
+def _some(steps: StepTable, indices: Array) -> StepTable:
     begins_ns, shapes = ([values[index] for index in indices] for values in (steps.begins_ns, steps.shapes))
-    return Steps(begins_ns, shapes, *(values[indices] for values in steps[2:-1]), steps.move_ns)
+    return StepTable(begins_ns, shapes, *(values[indices] for values in steps[2:-1]), steps.move_ns)

@@ -47,7 +47,7 @@ class Delivery(NamedTuple):
 AT_ONCE = Delivery()
 
 
-class Books(NamedTuple):
+class SimulatedBooks(NamedTuple):
     """What a run has made: the accounts in the order in which they ended, and the steps."""
 
     accounts: list[ClosedAccount]
@@ -61,9 +61,9 @@ def simulate(
     limits: QueueLimits,
     delivery: Delivery = AT_ONCE,
     execution: str = "host",
-) -> Books:
+) -> SimulatedBooks:
     """Returns the ledger of a server with these settings that is asked these requests. Raises what `costs` raises."""
-    books = Books([], [])
+    books = SimulatedBooks([], [])
     clock = VirtualClock()
     engine, runner, after_step_ns = costed_engine(Scheduler(config), costs, clock, execution)
     server = SimulatedServer(clock, limits, delivery, after_step_ns, books.accounts.append, books.steps.append)

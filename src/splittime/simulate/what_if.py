@@ -30,10 +30,10 @@ from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.change import LIMITS, Change, changed
 from splittime.simulate.cost import CostModel, Noise
-from splittime.simulate.fit import Fitted, fit
+from splittime.simulate.fit import Fit, fit
 from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.replay import scheduler_config
-from splittime.simulate.run import Books, Delivery, simulate
+from splittime.simulate.run import Delivery, SimulatedBooks, simulate
 from splittime.simulate.shape import StepTime, shape_of_plan
 from splittime.simulate.trace import TracedRequest, at_speed, traced_requests
 
@@ -79,7 +79,7 @@ class ModelCosts:
     """A cost model as the costs of a run, on the machine of the recorded time, with the noise that its steps had.
     speed: of the run's time against the recorded one."""
 
-    def __init__(self, fitted: Fitted, execution: str, seed: int, speed: float) -> None:
+    def __init__(self, fitted: Fit, execution: str, seed: int, speed: float) -> None:
         self._model, self._pace = fitted
         self._execution, self._speed, self._begin_ns = execution, speed, fitted.pace.begins_ns[0]
         self._noise = Noise(random.Random(seed), fitted.model.persistence)
@@ -90,7 +90,7 @@ class ModelCosts:
         return self._model.step_time(shape, self._pace.at(recorded_ns), self._noise.next())
 
 
-class Server(msgspec.Struct, frozen=True):
+class RecordedServer(msgspec.Struct, frozen=True):
     """A recorded server, ready to be simulated."""
 
     requests: list[TracedRequest]
@@ -99,7 +99,7 @@ class Server(msgspec.Struct, frozen=True):
     delivery: Delivery
     execution: str
 
-    def run(self, fitted: Fitted, change: Change, seed: int) -> Books:
+    def run(self, fitted: Fit, change: Change, seed: int) -> SimulatedBooks:
         """Returns the ledger of a run. seed: of the steps' noise. Raises ConfigError for a change that cannot be."""
         config, limits = changed(self.config, self.limits, change)
         requests = at_speed(self.requests, change.speed)
@@ -120,7 +120,7 @@ def predict(
     rng = random.Random(seed)
     pairs: list[tuple[Figures, ...]] = []
     for number in range(draws):
-        drawn = Fitted(fitted.model.sample(rng), fitted.pace.another(rng, fitted.model.errors.drift))
+        drawn = Fit(fitted.model.sample(rng), fitted.pace.another(rng, fitted.model.errors.drift))
         pairs.append(tuple(figures(*server.run(drawn, each, number)) for each in (Change(), change)))
         on_draw(number + 1)
     seen = figures(list(recorded.accounts), list(recorded.steps))
@@ -149,7 +149,7 @@ def simulated(recorded: Recorded, change: Change) -> Recorded:
     return Recorded(books.accounts, books.steps, facts)
 
 
-def server_of(recorded: Recorded) -> Server:
+def server_of(recorded: Recorded) -> RecordedServer:
     """Raises ConfigError for a ledger that says too little, and for an engine that cannot be simulated."""
     if recorded.facts.settings.get("async_scheduling"):
         raise ConfigError("an engine that plans ahead cannot be simulated", param="ledger", value="async_scheduling")
@@ -164,7 +164,7 @@ def server_of(recorded: Recorded) -> Server:
     execution = statistics.mode(step.execution for step in recorded.steps)
     config = scheduler_config(recorded.facts)
     requests = traced_requests(recorded.accounts, config.max_model_len)
-    return Server(requests, config, limits, _delivery(served, recorded.steps), execution)
+    return RecordedServer(requests, config, limits, _delivery(served, recorded.steps), execution)
 
 
 def _delivery(served: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> Delivery:
