@@ -1,1 +1,1 @@
-"""The same scheduler and loop under a virtual clock: without a model, for recorded requests, and with a change."""
+"""Runs the scheduler and its loop under a virtual clock: without a model, for recorded requests, with a change."""
