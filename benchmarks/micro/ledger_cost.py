@@ -23,7 +23,7 @@ from splittime.core.engine_stats import EngineStats
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.account_json import account_json
 from splittime.ledger.export.prometheus import PrometheusExporter
-from splittime.ledger.prompt_parts import prompt_parts
+from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
@@ -161,7 +161,7 @@ def parts_of(num_tokens: int) -> Body:
 
     def body(calls: int) -> None:
         for _ in range(calls):
-            prompt_parts(prompt)
+            prompt_hashes(prompt)
 
     return body
 

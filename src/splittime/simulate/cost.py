@@ -97,7 +97,8 @@ class CostModel(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, device=tuple(max(0.0, value) for value in drawn.tolist()))
 
     def _require_near(self, shape: StepShape) -> None:
-        for name, value, most in zip(LIMITED, shape, self.most, strict=False):
+        for name, most in zip(LIMITED, self.most, strict=True):
+            value: int = getattr(shape, name)
             if value > REACH * most:
                 words = f"a step would have {value} {name}; of the recorded ones none has more than {most}"
                 hint = "Record a load that has such steps, and simulate that."

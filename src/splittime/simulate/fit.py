@@ -226,5 +226,13 @@ def _held_out(steps: StepTable, facts: ServerFacts | None, pace: Pace) -> Errors
 
 
 def _some(steps: StepTable, indices: Array) -> StepTable:
-    begins_ns, shapes = ([values[index] for index in indices] for values in (steps.begins_ns, steps.shapes))
-    return StepTable(begins_ns, shapes, *(values[indices] for values in steps[2:-1]), steps.move_ns)
+    return StepTable(
+        [steps.begins_ns[index] for index in indices],
+        [steps.shapes[index] for index in indices],
+        steps.features[indices],
+        steps.host_features[indices],
+        steps.device_ns[indices],
+        steps.parts_ns[indices],
+        steps.total_ns[indices],
+        steps.move_ns,
+    )

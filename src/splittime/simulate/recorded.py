@@ -12,7 +12,7 @@ from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger, open_readonly
 
 ALL = 10**9
-BATCH = 10_000  # records, of which the file's queue holds five times as many
+BATCH = 10_000  # records, of each kind; the file's queue holds five times as many
 FLUSH_S = 60.0
 
 
@@ -62,12 +62,12 @@ def write_ledger(recorded: Recorded, path: Path) -> None:
     ledger = Ledger(path, max_accounts=1, max_steps=1, max_file_accounts=size, max_file_steps=size)
     ledger.describe_by(lambda: recorded.facts)
     try:
-        for records, add in ((recorded.accounts, ledger.add_account), (recorded.steps, ledger.add_step)):
-            for number, record in enumerate(records, 1):
-                add(record)
-                if number % BATCH == 0:
-                    ledger.flush(FLUSH_S)
-        ledger.flush(FLUSH_S)
+        for begin in range(0, size, BATCH):
+            for account in recorded.accounts[begin : begin + BATCH]:
+                ledger.add_account(account)
+            for step in recorded.steps[begin : begin + BATCH]:
+                ledger.add_step(step)
+            ledger.flush(FLUSH_S)
     finally:
         ledger.close()
     if ledger.counts().unwritten or ledger.counts().dropped:
