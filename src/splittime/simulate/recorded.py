@@ -24,7 +24,7 @@ class Recorded(msgspec.Struct, frozen=True):
     facts: ServerFacts
 
 
-def read_ledger(path: Path) -> Recorded:
+def read_ledger(path: Path | str) -> Recorded:
     """Raises NotFound, and ConfigError for a file that is no ledger or does not say what its server was."""
     file = open_readonly(path)
     try:
