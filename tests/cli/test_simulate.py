@@ -90,6 +90,9 @@ def test_a_simulated_ledger_says_so_wherever_it_is_read(ledger: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (("--check", "--max-num-seqs", 2), "takes no change"),
+        (("--check", "--speed", 2), "takes no change"),
+        (("--check", "--out", "x.sqlite"), "no --out"),
         (("--policy", "best"), "bad setting"),
         (("--num-blocks", 1), "num_blocks is 1"),
         (("--max-num-batched-tokens", 2), "at least max_num_seqs"),

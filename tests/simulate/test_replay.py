@@ -63,6 +63,12 @@ def test_a_step_that_took_longer_is_found_out() -> None:
     assert replay(msgspec.structs.replace(recorded, steps=steps)) == (2, "end_ns", second.end_ns + 1, second.end_ns)
 
 
+def test_a_server_that_was_paused_in_the_end_is_not_replayed_as_paused() -> None:
+    recorded = record_run(TIGHT, seed=4)
+    recorded.facts.settings["paused"] = True
+    assert replay(recorded) is None
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [

@@ -85,6 +85,15 @@ def test_a_stop_string_ends_its_request_a_little_late() -> None:
     assert len([step for step in books.steps if step.decode_tokens]) == 7  # the first is the prompt's; one too many
 
 
+def test_an_answer_ends_when_its_last_token_is_written() -> None:
+    requests = traced_requests(record_run(TIGHT, seed=4).accounts, 256)
+    for delivery, behind_ns in ((Delivery(send_lag_ns=70), 70), (Delivery(send_lag_ns=70, end_ns=90), 90)):
+        for account in simulate(requests, TIGHT, TrueCosts(), UNBOUNDED, delivery).accounts:
+            if account.token_ready_ns and account.finish_reason == "length":
+                assert account.token_written_ns == tuple(ns + 70 for ns in account.token_ready_ns)
+                assert account.end_ns - account.token_ready_ns[-1] == behind_ns
+
+
 def test_twice_as_fast_means_half_the_gaps() -> None:
     requests = traced_requests(record_run(TIGHT, seed=4).accounts, 256)
     fast = at_speed(requests, 2.0)

@@ -13,6 +13,7 @@ from rich.table import Table
 from splittime.assemble import settings as settings_module
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, sign, talk, wide
 from splittime.cli.progress import loading
+from splittime.core.errors import ConfigError
 from splittime.simulate.change import KNOBS, LIMITS, Change
 
 if TYPE_CHECKING:
@@ -66,13 +67,16 @@ def simulate(
     """Say what a change would have done to recorded requests, with the same scheduler under a virtual clock."""
     from splittime.simulate.recorded import read_ledger, write_ledger
 
+    given = {name: value for name, value in {**settings, "num_blocks": num_blocks}.items() if value is not None}
+    change = Change(given, speed)
+    if check and (str(change) or out is not None):
+        hint = "Leave --check out to simulate a change, or the change to check."
+        raise ConfigError("--check replays what was, and takes no change and no --out", param="check", hint=hint)
     recorded = read_ledger(ledger)
     if check:
         raise typer.Exit(_check(recorded, json))
     from splittime.simulate.what_if import predict, simulated  # scipy: half a second
 
-    given = {name: value for name, value in {**settings, "num_blocks": num_blocks}.items() if value is not None}
-    change = Change(given, speed)
     if out is not None:
         write_ledger(simulated(recorded, change), out)
     with loading(f"simulating {len(recorded.accounts)} requests") as say:

@@ -136,7 +136,9 @@ def _closed(traced: TracedRequest, outcome: RequestOutcome, freed_ns: int, deliv
     """Returns the account as the server closes it. A stop string's tokens are those up to it."""
     count = len(outcome.token_ids) if traced.stops_after is None else traced.stops_after
     ready_ns = tuple(outcome.token_ready_ns[:count])
-    outcome.account.close(max(freed_ns, outcome.account.marks[-1].begin_ns) + delivery.end_ns)
+    written_ns = tuple(at_ns + delivery.send_lag_ns for at_ns in ready_ns)
+    done_ns = max(freed_ns, outcome.account.marks[-1].begin_ns)
+    outcome.account.close(max([done_ns + delivery.end_ns, *written_ns[-1:]]))
     was_stopped = traced.stops_after is not None and len(outcome.token_ids) >= count
     return _account(
         traced,
@@ -150,7 +152,7 @@ def _closed(traced: TracedRequest, outcome: RequestOutcome, freed_ns: int, deliv
         first_chunk_tokens=min(1, len(ready_ns)),
         token_steps=tuple(outcome.token_steps[:count]),
         token_ready_ns=ready_ns,
-        token_written_ns=tuple(at_ns + delivery.send_lag_ns for at_ns in ready_ns),
+        token_written_ns=written_ns,
         cancelled_ns=traced.leaves_ns if outcome.finish_reasons[0] == "abort" and not was_stopped else None,
         freed_ns=None if was_stopped else freed_ns,
     )
