@@ -1,6 +1,5 @@
 """The cost model: a known truth is found again, in noise and pauses; what is far from all that was seen is refused."""
 
-import math
 import random
 import statistics
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.cost import REACH, CostModel, Noise, OutOfRange, Pace, bucket_of, quantile
+from splittime.simulate.cost import REACH, CostModel, Noise, OutOfRange, Pace, PaceOf, bucket_of, quantile
 from splittime.simulate.fit import MIN_STEPS, Fit, fit
 from splittime.simulate.shape import StepShape, shape_of_record
 
@@ -117,22 +116,23 @@ def test_draws_differ_and_are_the_same_for_the_same_seed(fitted: Fit) -> None:
 def test_the_machine_s_pace_is_found() -> None:
     made = records(3, slow=1.5)
     model, pace = fit(made)
-    assert pace.at(made[-1].begin_ns) / pace.at(made[0].begin_ns) == pytest.approx(1.5, rel=0.12)
+    for shape in (StepShape(4, 4, 4, 900, 0), StepShape(4, 40, 3, 900, 60)):
+        slowed = pace.at(made[-1].begin_ns, shape) / pace.at(made[0].begin_ns, shape)
+        assert slowed == pytest.approx(1.5, rel=0.15)
     assert model.errors.drift > 0.1
     assert fit(records(3)).model.errors.drift < 0.06
 
 
 def test_pace_holds_from_its_instant_on() -> None:
-    pace = Pace((100, 200), (1.0, 2.0))
-    assert [pace.at(now_ns) for now_ns in (0, 100, 199, 200, 10**9)] == [1.0, 1.0, 1.0, 2.0, 2.0]
+    pace = Pace(PaceOf((100, 200), (1.0, 2.0)), PaceOf((150,), (3.0,)))
+    decode, prompt = StepShape(2, 2, 2, 90, 0), StepShape(2, 9, 1, 90, 40)
+    assert [pace.at(now_ns, decode) for now_ns in (0, 100, 199, 200, 10**9)] == [1.0, 1.0, 1.0, 2.0, 2.0]
+    assert [pace.at(now_ns, prompt) for now_ns in (0, 10**9)] == [3.0, 3.0]
 
 
 def test_another_hour_is_slower_or_faster_throughout() -> None:
-    rng, pace = random.Random(0), Pace((100, 200), (1.0, 2.0))
-    others = [pace.another(rng, 0.1) for _ in range(2_000)]
-    assert all(other.factors[1] == pytest.approx(2 * other.factors[0]) for other in others)
-    logs = [math.log(other.factors[0]) for other in others]
-    assert (statistics.mean(logs), statistics.stdev(logs)) == pytest.approx((0, 0.1), abs=0.01)
+    pace = Pace(PaceOf((100, 200), (1.0, 2.0)), PaceOf((150,), (3.0,)))
+    assert pace.times(1.5) == Pace(PaceOf((100, 200), (1.5, 3.0)), PaceOf((150,), (4.5,)))
 
 
 def test_what_is_not_linear_is_in_the_buckets() -> None:

@@ -1,5 +1,9 @@
 """What a change would have done: found where the truth is known, refused where it cannot be told."""
 
+import math
+import random
+import statistics
+
 import msgspec
 import pytest
 from known_runs import TIGHT, record_run
@@ -8,7 +12,7 @@ from splittime.core.errors import ConfigError
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import Change, changed
 from splittime.simulate.recorded import Recorded, latest_run
-from splittime.simulate.what_if import Prediction, figures, predict, server_of
+from splittime.simulate.what_if import Prediction, _hours, figures, predict, server_of
 
 LIMITS = QueueLimits(256, 10**6)
 
@@ -42,6 +46,14 @@ def test_a_change_does_what_it_does_in_truth(prediction: Prediction, name: str) 
     assert figure.after == pytest.approx(true, rel=0.25)
     assert (figure.ratio > 1) == (true > figure.recorded)
     assert figure.low <= figure.ratio <= figure.high
+
+
+def test_hours_are_spread_evenly() -> None:
+    hours = _hours(21, 0.1, random.Random(0))
+    assert sorted(hours)[10] == 1.0
+    assert statistics.stdev(map(math.log, hours)) == pytest.approx(0.1, rel=0.1)
+    assert hours != sorted(hours)
+    assert _hours(1, 0.1, random.Random(0)) == [1.0]
 
 
 def test_no_change_changes_nothing(recorded: Recorded) -> None:

@@ -47,7 +47,7 @@ class ShapeBucket(msgspec.Struct, frozen=True):
 class Errors(msgspec.Struct, frozen=True):
     """How far off the model is on steps that it was not fitted on (every other stretch of time, whatever the machine's
     pace was). median_relative: the middle of |predicted / taken - 1|. mean_relative: of the sum of all. drift: standard
-    deviation of the logarithm of the machine's pace from one stretch to another."""
+    deviation of the logarithm of the machine's pace from one sixteenth of the steps to another."""
 
     median_relative: float
     mean_relative: float
@@ -105,19 +105,30 @@ class CostModel(msgspec.Struct, frozen=True):
                 raise OutOfRange(words, param=name, value=value, limit=round(REACH * most), hint=hint)
 
 
-class Pace(msgspec.Struct, frozen=True):
-    """How long the machine took for the same, against its mean: `factors[i]` from the instant `begins_ns[i]` on."""
+class PaceOf(msgspec.Struct, frozen=True):
+    """How long one kind of steps took against its mean: `factors[i]` times as long from `begins_ns[i]` on."""
 
-    begins_ns: tuple[int, ...]
-    factors: tuple[float, ...]
-
-    def another(self, rng: random.Random, drift: float) -> "Pace":
-        """Returns that of another hour: slower or faster throughout, by as much as the machine is from time to time."""
-        factor = math.exp(rng.gauss(0.0, drift))
-        return Pace(self.begins_ns, tuple(one * factor for one in self.factors))
+    begins_ns: tuple[int, ...] = (0,)
+    factors: tuple[float, ...] = (1.0,)
 
     def at(self, now_ns: int) -> float:
         return self.factors[max(bisect_right(self.begins_ns, now_ns) - 1, 0)]
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """How fast the machine was when. What slows a step of half a millisecond (who wakes when) hardly slows one that
+    computes prompts for 30, so the two have a pace each."""
+
+    decode: PaceOf
+    prompts: PaceOf
+
+    def at(self, now_ns: int, shape: StepShape) -> float:
+        return (self.decode if shape.tokens == shape.decode_rows else self.prompts).at(now_ns)
+
+    def times(self, factor: float) -> "Pace":
+        """Returns that of another hour, slower or faster throughout."""
+        kinds = ((kind.begins_ns, tuple(one * factor for one in kind.factors)) for kind in (self.decode, self.prompts))
+        return Pace(*(PaceOf(*kind) for kind in kinds))
 
 
 class Noise:

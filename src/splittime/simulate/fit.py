@@ -23,12 +23,12 @@ from scipy.optimize import nnls
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.cost import LIMITED, CostModel, Errors, Pace, ShapeBucket, bucket_of
+from splittime.simulate.cost import LIMITED, CostModel, Errors, Pace, PaceOf, ShapeBucket, bucket_of
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
 
 MIN_STEPS = 50
 STRETCHES = 16
-PACE_STEPS = 60  # recorded steps that say how fast the machine was meanwhile
+PACE_STEPS = {"decode": 60, "prompts": 15}  # recorded ones that say how fast the machine was meanwhile
 HUBER = 2.0
 ROUNDS = 4
 PRIOR_WIDTH = 3.0
@@ -74,7 +74,7 @@ def fit(records: Sequence[StepRecord], facts: ServerFacts | None = None) -> Fit:
         raise ConfigError(f"{len(records)} steps are too few to go by", param="ledger", limit=MIN_STEPS, hint=hint)
     steps = _steps(records)
     model, pace = _fit(steps, facts)
-    return Fit(msgspec.structs.replace(model, errors=_held_out(steps, facts, pace)), pace)
+    return Fit(msgspec.structs.replace(model, errors=_held_out(steps, facts, model)), pace)
 
 
 def _steps(records: Sequence[StepRecord]) -> StepTable:
@@ -120,19 +120,26 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
     )
     ratios = steps.total_ns / np.maximum(_totals(plain, steps.shapes), 1.0)  # taken, over what the lines say
     buckets = _buckets(steps.shapes, ratios)
-    pace, paces = _pace(steps.begins_ns, ratios / [buckets[bucket_of(shape)].factor for shape in steps.shapes])
-    ratios /= paces
+    pace = _pace(steps, ratios / [buckets[bucket_of(shape)].factor for shape in steps.shapes])
+    ratios /= [pace.at(begin_ns, shape) for begin_ns, shape in zip(steps.begins_ns, steps.shapes, strict=True)]
     model = msgspec.structs.replace(plain, buckets=_buckets(steps.shapes, ratios), persistence=_persistence(ratios))
     return Fit(model, pace)
 
 
-def _pace(begins_ns: Sequence[int], ratios: Array) -> tuple[Pace, Array]:
-    """Returns the pace, and its factor for each step."""
-    stretches = np.array_split(np.arange(len(ratios)), max(1, len(ratios) // PACE_STEPS))
-    means = np.array([_steady_mean(ratios[some]) for some in stretches])
-    paces = np.repeat(means, [len(some) for some in stretches])
-    pace = Pace(tuple(begins_ns[some[0]] for some in stretches), tuple(means.tolist()))
-    return pace, paces
+def _pace(steps: StepTable, ratios: Array) -> Pace:
+    decodes = np.array([shape.tokens == shape.decode_rows for shape in steps.shapes])
+    begins_ns = np.array(steps.begins_ns)
+    kinds = {"decode": decodes, "prompts": ~decodes}
+    return Pace(**{name: _pace_of(begins_ns[some], ratios[some], PACE_STEPS[name]) for name, some in kinds.items()})
+
+
+def _pace_of(begins_ns: NDArray[np.int64], ratios: Array, num_steps: int) -> PaceOf:
+    """Returns the pace of these steps, from one stretch of so many to the next."""
+    if not len(ratios):
+        return PaceOf()
+    stretches = np.array_split(np.arange(len(ratios)), max(1, len(ratios) // num_steps))
+    factors = tuple(_steady_mean(ratios[some]) for some in stretches)
+    return PaceOf(tuple(int(begins_ns[some[0]]) for some in stretches), factors)
 
 
 def _line(columns: Array, values: Array) -> Line:
@@ -213,7 +220,7 @@ def _persistence(ratios: Array) -> float:
     return min(max(correlation, 0.0), 0.99)
 
 
-def _held_out(steps: StepTable, facts: ServerFacts | None, pace: Pace) -> Errors:
+def _held_out(steps: StepTable, facts: ServerFacts | None, model: CostModel) -> Errors:
     stretches = _stretches(len(steps.shapes))
     seen, unseen = np.concatenate(stretches[::2]), np.concatenate(stretches[1::2])
     half = msgspec.structs.replace(_fit(_some(steps, seen), facts).model, most=(sys.maxsize,) * len(LIMITED))
@@ -221,8 +228,14 @@ def _held_out(steps: StepTable, facts: ServerFacts | None, pace: Pace) -> Errors
     return Errors(
         median_relative=float(np.median(np.abs(predicted / taken - 1))),
         mean_relative=float(predicted.sum() / taken.sum() - 1),
-        drift=float(np.std(np.log(pace.factors))),
+        drift=float(np.std([math.log(_pace_in(steps, model, some)) for some in stretches])),
     )
+
+
+def _pace_in(steps: StepTable, model: CostModel, some: Array) -> float:
+    """Returns what these steps took, over what the model expects."""
+    expected = _totals(model, [steps.shapes[index] for index in some]).sum()
+    return float(steps.total_ns[some].sum() / max(expected, 1.0))
 
 
 def _some(steps: StepTable, indices: Array) -> StepTable:

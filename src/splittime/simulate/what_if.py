@@ -14,6 +14,7 @@ What is assumed: requests come when they came, whatever the answers before (an o
 server refused are not sent again; prompts and answers keep their lengths.
 """
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -81,13 +82,14 @@ class ModelCosts:
 
     def __init__(self, fitted: Fit, execution: str, seed: int, speed: float) -> None:
         self._model, self._pace = fitted
-        self._execution, self._speed, self._begin_ns = execution, speed, fitted.pace.begins_ns[0]
+        self._execution, self._speed = execution, speed
+        self._begin_ns = min(fitted.pace.decode.begins_ns[0], fitted.pace.prompts.begins_ns[0])
         self._noise = Noise(random.Random(seed), fitted.model.persistence)
 
     def of(self, plan: StepPlan, now_ns: int) -> StepTime:
         recorded_ns = self._begin_ns + round((now_ns - self._begin_ns) * self._speed)
         shape = shape_of_plan(plan, self._execution)
-        return self._model.step_time(shape, self._pace.at(recorded_ns), self._noise.next())
+        return self._model.step_time(shape, self._pace.at(recorded_ns, shape), self._noise.next())
 
 
 class RecordedServer(msgspec.Struct, frozen=True):
@@ -119,8 +121,8 @@ def predict(
     server, fitted = server_of(recorded), fit(recorded.steps, recorded.facts)
     rng = random.Random(seed)
     pairs: list[tuple[Figures, ...]] = []
-    for number in range(draws):
-        drawn = Fit(fitted.model.sample(rng), fitted.pace.another(rng, fitted.model.errors.drift))
+    for number, factor in enumerate(_hours(draws, fitted.model.errors.drift, rng)):
+        drawn = Fit(fitted.model.sample(rng), fitted.pace.times(factor))
         pairs.append(tuple(figures(*server.run(drawn, each, number)) for each in (Change(), change)))
         on_draw(number + 1)
     seen = figures(list(recorded.accounts), list(recorded.steps))
@@ -133,6 +135,13 @@ def predict(
         draws=draws,
         model=fitted.model,
     )
+
+
+def _hours(draws: int, drift: float, rng: random.Random) -> list[float]:
+    """Returns how slow the machine is in each draw: quantiles, evenly spread, so that few draws have the right median."""
+    shares = [(number + 0.5) / draws for number in range(draws)]
+    rng.shuffle(shares)
+    return [math.exp(drift * statistics.NormalDist().inv_cdf(share)) for share in shares]
 
 
 def simulated(recorded: Recorded, change: Change) -> Recorded:
