@@ -190,5 +190,6 @@ def test_a_deadline_ends_a_request_where_it_stands(launch) -> None:
     for account in live.ledger.accounts():
         account.verify()
         assert account.finish_reason == "deadline"
+        assert account.deadline_ns - account.start_ns in (80 * 10**6, 1_500 * 10**6, 30 * 10**6)
     assert live.engine.is_empty
     assert live.service.admission.queued_requests == 0

@@ -3,11 +3,12 @@
 import msgspec
 import pytest
 
+from splittime.core.errors import ErrorInfo
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.stages import Stage
 from splittime.simulate.costed import output_token
-from splittime.simulate.trace import num_equal, traced_requests
+from splittime.simulate.trace import num_equal, refused_requests, traced_requests
 
 SYSTEM = tuple(range(1_000, 1_100))
 
@@ -63,6 +64,21 @@ def test_who_never_reached_the_engine_is_left_out() -> None:
     refused = account("a", SYSTEM, 0, finish_reason="refused")
     lost = msgspec.structs.replace(refused, finish_reason="abort", intervals=refused.intervals[:2])
     assert traced_requests([refused, lost], 2048) == []
+
+
+def test_the_refused_come_again_as_long_as_the_next_that_was_served() -> None:
+    full = ErrorInfo("overloaded", "no room", "queued_requests", 429)
+    served = [account("a", SYSTEM, 0), account("b", SYSTEM[:50], 500)]
+    refused = account("r", (), 100, finish_reason="refused", error=full, intervals=served[0].intervals[:0])
+    other = msgspec.structs.replace(refused, request_id="s", start_ns=900)
+    wrong = msgspec.structs.replace(refused, request_id="w", error=ErrorInfo("request", "bad", "bad", 400))
+    traced = traced_requests([*served, refused, wrong], 2048)
+    assert [one.account.request_id for one in traced] == ["a", "b"]
+    again = refused_requests([*served, refused, other, wrong], traced)
+    assert [(one.account.request_id, len(one.request.prompt_token_ids)) for one in again] == [("r", 50), ("s", 50)]
+    assert (again[0].admitted_ns, again[0].received_ns) == (100, 100 + 20 - 5)
+    assert again[0].request.prompt_token_ids[0] != again[1].request.prompt_token_ids[0]
+    assert refused_requests([refused], []) == []
 
 
 def test_prompts_share_what_they_shared() -> None:

@@ -145,7 +145,7 @@ def _value(value: float | None) -> str:
 def _about(prediction: "Prediction") -> str:
     change = str(prediction.change)
     lines = [f"changed: {change}" if change else "simulated: the settings as they were recorded"]
-    refused = f", {prediction.num_refused:,} refused ones left out" if prediction.num_refused else ""
+    refused = f" and {prediction.num_refused:,} refused ones, as long as others" if prediction.num_refused else ""
     lines.append(
         f"{prediction.num_requests:,} requests{refused}; they come when they came, whatever the answers before"
     )

@@ -53,6 +53,7 @@ class Visit:
         self.account = Account("", self.start_ns, Stage.RECEIVE)
         self.request_id = ""
         self.notices: list[str] = []  # what the client reads beside its answer
+        self._deadline_ns: int | None = None  # once its head has been read
         # what it holds, from when it has it until it leaves
         self._group: Group | None = None
         self._prompts: Prompts | None = None
@@ -103,7 +104,7 @@ class Visit:
 
     def _read_head(self) -> tuple[ModelInfo, int | None]:
         """The model, and the request's deadline; refused if there is no room, or none for its tenant."""
-        deadline_ns = http.deadline_ns(self.scope, self.start_ns)
+        deadline_ns = self._deadline_ns = http.deadline_ns(self.scope, self.start_ns)
         model = self.service.require_serving()
         try:
             self.service.quota(self.tenant).check(now_ns())
@@ -265,6 +266,7 @@ class Visit:
                 finish_reason=finish_reason,
                 error=error,
                 cancelled_ns=at_ns if finish_reason == FinishReason.ABORT else None,
+                deadline_ns=self._deadline_ns,
                 **self._about(),
             )
         )

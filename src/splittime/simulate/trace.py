@@ -10,6 +10,7 @@ simulation says.
 """
 
 import math
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
@@ -71,6 +72,28 @@ def traced_requests(accounts: Iterable[ClosedAccount], max_model_len: int) -> li
     ]
 
 
+def refused_requests(accounts: Iterable[ClosedAccount], served: Sequence[TracedRequest]) -> list[TracedRequest]:
+    """Returns the requests that the server refused for want of room or time. Nobody knows how long they were: each is
+    as long as the next that was served (or the last), and shares its prompt with nobody."""
+    received_ns = [traced.received_ns for traced in served]
+    refused = (account for account in accounts if account.is_turned_away)
+    return [_as_long_as(served[min(bisect(received_ns, a.start_ns), len(served) - 1)], a) for a in refused if served]
+
+
+def _as_long_as(like: TracedRequest, account: ClosedAccount) -> TracedRequest:
+    marks = _server_marks(account)
+    num_tokens, own = len(like.request.prompt_token_ids), crc32(account.request_id.encode()) + 1
+    received_ns = marks[-1].begin_ns + like.received_ns - like.admitted_ns
+    request = msgspec.structs.replace(
+        like.request,
+        request_id=account.request_id,
+        prompt_token_ids=tuple(mixed_token(own, -index) for index in range(1, num_tokens + 1)),
+        submitted_ns=received_ns,
+        deadline_ns=account.deadline_ns,
+    )
+    return TracedRequest(request, msgspec.structs.replace(account, prompt_tokens=num_tokens), marks, received_ns)
+
+
 def at_speed(requests: Iterable[TracedRequest], factor: float) -> list[TracedRequest]:
     """Returns the requests as if they had come `factor` times as fast. What each does by itself keeps its pace."""
     requests = list(requests)
@@ -79,14 +102,12 @@ def at_speed(requests: Iterable[TracedRequest], factor: float) -> list[TracedReq
 
 
 def _traced(account: ClosedAccount, received_ns: int, prompt: tuple[int, ...], max_model_len: int) -> TracedRequest:
-    before = takewhile(lambda interval: interval.stage in SERVER_STAGES, account.intervals)
-    marks = tuple(Mark(interval.stage, interval.cause, interval.begin_ns) for interval in before)
     stopped = _met_stop_string(account)
     went_away = account.finish_reason == FinishReason.ABORT
     return TracedRequest(
         request=_request(account, prompt, max_model_len),
         account=account,
-        marks=marks or (Mark(Stage.HANDOFF, None, account.start_ns),),
+        marks=_server_marks(account),
         received_ns=received_ns,
         stops_after=account.output_tokens if stopped else None,
         leaves_ns=(account.end_ns if account.cancelled_ns is None else account.cancelled_ns) if went_away else None,
@@ -125,6 +146,13 @@ def _request(account: ClosedAccount, prompt: tuple[int, ...], max_model_len: int
 def _met_stop_string(account: ClosedAccount) -> bool:
     """Whether the server ended it, before the engine said that it had."""
     return account.finish_reason == FinishReason.STOP and account.freed_ns is None
+
+
+def _server_marks(account: ClosedAccount) -> tuple[Mark, ...]:
+    """Returns at least one, its arrival."""
+    before = takewhile(lambda interval: interval.stage in SERVER_STAGES, account.intervals)
+    marks = tuple(Mark(interval.stage, interval.cause, interval.begin_ns) for interval in before)
+    return marks or (Mark(Stage.HANDOFF, None, account.start_ns),)
 
 
 def _fields(mark: Mark) -> tuple[Stage, Cause | None, int]:

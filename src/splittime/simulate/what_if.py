@@ -10,8 +10,8 @@ An interval leaves out a twentieth of the draws at each end.
 
 How well the simulator does is told beside it: the recorded run, and its simulation with the settings that it had.
 
-What is assumed: requests come when they came, whatever the answers before (an open loop); those that the recorded
-server refused are not sent again; prompts and answers keep their lengths.
+What is assumed: requests come when they came, whatever the answers before (an open loop); prompts and answers keep
+their lengths; those that the recorded server refused, whose lengths nobody knows, are as long as the next that was not.
 """
 
 import math
@@ -36,7 +36,7 @@ from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Delivery, SimulatedBooks, simulate
 from splittime.simulate.shape import StepTime, shape_of_plan
-from splittime.simulate.trace import TracedRequest, at_speed, traced_requests
+from splittime.simulate.trace import TracedRequest, at_speed, refused_requests, traced_requests
 
 DRAWS = 20
 SHARE = 0.9  # of the draws, within an interval
@@ -130,7 +130,7 @@ def predict(
         change=change,
         figures=tuple(_predicted(name, seen.get(name), pairs) for name in seen),
         num_requests=sum(not account.is_refused for account in recorded.accounts),
-        num_refused=sum(account.is_refused for account in recorded.accounts),
+        num_refused=sum(account.is_turned_away for account in recorded.accounts),
         num_steps=len(recorded.steps),
         draws=draws,
         model=fitted.model,
@@ -138,7 +138,7 @@ def predict(
 
 
 def _hours(draws: int, drift: float, rng: random.Random) -> list[float]:
-    """Returns how slow the machine is in each draw: quantiles, evenly spread, so that few draws have the right median."""
+    """Returns how slow the machine is in each draw: evenly spread quantiles, whose median few draws have too."""
     shares = [(number + 0.5) / draws for number in range(draws)]
     rng.shuffle(shares)
     return [math.exp(drift * statistics.NormalDist().inv_cdf(share)) for share in shares]
@@ -172,7 +172,8 @@ def server_of(recorded: Recorded) -> RecordedServer:
     limits = QueueLimits(*(settings.get(name, UNBOUNDED) for name in LIMITS))
     execution = statistics.mode(step.execution for step in recorded.steps)
     config = scheduler_config(recorded.facts)
-    requests = traced_requests(recorded.accounts, config.max_model_len)
+    traced = traced_requests(recorded.accounts, config.max_model_len)
+    requests = [*traced, *refused_requests(recorded.accounts, traced)]
     return RecordedServer(requests, config, limits, _delivery(served, recorded.steps), execution)
 
 
