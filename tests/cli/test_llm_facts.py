@@ -9,7 +9,7 @@ from splittime.drive.crank import EngineParts
 from splittime.drive.host_time import machine_time
 from splittime.engine.engine import Engine
 from splittime.ledger.facts import ServerFacts
-from splittime.ledger.prompt_parts import prompt_parts
+from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.llm import LLM
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -52,7 +52,7 @@ def test_facts_with_the_ceilings_measured_when_asked(model_folder):
 def test_accounts_hold_the_parts_of_their_prompts(llm):
     prompt = [number % 250 for number in range(300)]
     [output] = llm.generate([prompt], SamplingParams(max_tokens=2))
-    assert output.account.prompt_parts == prompt_parts(prompt) != ()
+    assert output.account.prompt_parts == prompt_hashes(prompt).parts != ()
 
 
 def test_steps_tell_who_had_run(llm):
