@@ -75,6 +75,7 @@ def test_a_server_that_was_paused_in_the_end_is_not_replayed_as_paused() -> None
         (lambda run: run.steps.clear(), "no steps"),
         (lambda run: run.steps.pop(0), "not all of one engine"),
         (lambda run: run.accounts.pop(0), "'r0' among them"),
+        (lambda run: run.accounts.append(run.accounts[0]), "2 requests have the id 'r0'"),
         (lambda run: run.facts.settings.update(async_scheduling=True), "plans ahead"),
         (lambda run: run.facts.settings.pop("num_blocks"), "do not say num_blocks"),
     ],

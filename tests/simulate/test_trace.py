@@ -8,7 +8,7 @@ from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.stages import Stage
 from splittime.simulate.costed import output_token
-from splittime.simulate.trace import num_equal, refused_requests, traced_requests
+from splittime.simulate.trace import num_equal, refused_requests, traced_requests, with_own_ids
 
 SYSTEM = tuple(range(1_000, 1_100))
 
@@ -79,6 +79,12 @@ def test_the_refused_come_again_as_long_as_the_next_that_was_served() -> None:
     assert (again[0].admitted_ns, again[0].received_ns) == (100, 100 + 20 - 5)
     assert again[0].request.prompt_token_ids[0] != again[1].request.prompt_token_ids[0]
     assert refused_requests([refused], []) == []
+
+
+def test_an_id_that_came_twice_is_two_requests() -> None:
+    came = [account("a", SYSTEM, 500), account("a", SYSTEM, 0), account("b", SYSTEM, 100)]
+    renamed = with_own_ids(traced_requests(came, 2048))
+    assert [(one.request.request_id, one.marks[0].begin_ns) for one in renamed] == [("a", 0), ("b", 100), ("a#2", 500)]
 
 
 def test_prompts_share_what_they_shared() -> None:

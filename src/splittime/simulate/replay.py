@@ -11,7 +11,7 @@ ledger does not say is not guessed: a request whose account is missing while ste
 """
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -172,6 +172,10 @@ def _require_whole(recorded: Recorded) -> None:
     if ids != list(range(1, len(ids) + 1)):
         hint = "Keep more of it: --max-file-steps, --max-file-accounts; or write to a new file."
         raise ConfigError("the ledger's steps are not all of one engine, from its first on", param="ledger", hint=hint)
+    reached = Counter(account.request_id for account in accounts if account.token_steps)
+    name, count = max(reached.items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise ConfigError(f"{count} requests have the id {name!r}; the steps do not tell them apart", param="ledger")
     unknown = {row[0] for record in records for row in record.rows} - {account.request_id for account in accounts}
     if unknown:
         hint = "Replay a ledger whose server has ended its requests, and which kept all accounts (--max-file-accounts)."

@@ -30,7 +30,7 @@ from splittime.simulate.virtual import RequestOutcome
 OnAccount = Callable[[ClosedAccount], None]
 OnStep = Callable[[StepRecord], None]
 OF_THE_REQUEST = (
-    *("request_id", "group_id", "model", "endpoint", "tenant", "started_at_unix_ns"),
+    *("group_id", "model", "endpoint", "tenant", "started_at_unix_ns"),
     *("prompt_tokens", "prompt_parts", "prefixes", "max_tokens", "priority"),
 )
 
@@ -163,6 +163,7 @@ def _account(traced: TracedRequest, account: Account, finish_reason: str, **fact
     assert account.end_ns is not None
     return ClosedAccount(
         **about,
+        request_id=traced.request.request_id,
         start_ns=account.start_ns,
         end_ns=account.end_ns,
         intervals=tuple(account.intervals()),

@@ -11,7 +11,7 @@ simulation says.
 
 import math
 from bisect import bisect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -92,6 +92,19 @@ def _as_long_as(like: TracedRequest, account: ClosedAccount) -> TracedRequest:
         deadline_ns=account.deadline_ns,
     )
     return TracedRequest(request, msgspec.structs.replace(account, prompt_tokens=num_tokens), marks, received_ns)
+
+
+def with_own_ids(requests: Iterable[TracedRequest]) -> list[TracedRequest]:
+    """Returns the requests in the order in which they came, the second of an id under another: a client may use an id
+    again once its request has ended, or was refused."""
+    seen: Counter[str] = Counter()
+    renamed = []
+    for traced in sorted(requests, key=lambda each: each.marks[0].begin_ns):
+        name = traced.request.request_id
+        seen[name] += 1
+        own = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        renamed.append(traced._replace(request=msgspec.structs.replace(traced.request, request_id=own)))
+    return renamed
 
 
 def at_speed(requests: Iterable[TracedRequest], factor: float) -> list[TracedRequest]:

@@ -36,7 +36,7 @@ from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Delivery, SimulatedBooks, simulate
 from splittime.simulate.shape import StepTime, shape_of_plan
-from splittime.simulate.trace import TracedRequest, at_speed, refused_requests, traced_requests
+from splittime.simulate.trace import TracedRequest, at_speed, refused_requests, traced_requests, with_own_ids
 
 DRAWS = 20
 SHARE = 0.9  # of the draws, within an interval
@@ -173,7 +173,7 @@ def server_of(recorded: Recorded) -> RecordedServer:
     execution = statistics.mode(step.execution for step in recorded.steps)
     config = scheduler_config(recorded.facts)
     traced = traced_requests(recorded.accounts, config.max_model_len)
-    requests = [*traced, *refused_requests(recorded.accounts, traced)]
+    requests = with_own_ids([*traced, *refused_requests(recorded.accounts, traced)])
     return RecordedServer(requests, config, limits, _delivery(served, recorded.steps), execution)
 
 
