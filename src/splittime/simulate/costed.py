@@ -63,20 +63,31 @@ class CostedRunner:
 
     def __init__(self, step: CurrentStep, clock: VirtualClock, execution: str = "host") -> None:
         self._step, self._clock, self._execution = step, clock, execution
+        self._seeds: dict[str, int] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
+        for request_id in plan.released:
+            self._seeds.pop(request_id, None)
+        for admitted in plan.admitted:
+            self._seeds[admitted.request_id] = _seed(admitted.request_id)
         time = self._step.time
         self._clock.advance(time.launch_ns + time.moves_ns + time.device_ns + time.sample_ns)
         offload_ns = time.moves_ns if plan.offloads else 0
         return StepResult(
             plan.step_id,
-            tuple(_row_result(row) for row in plan.rows),
+            tuple([self._row_result(row) for row in plan.rows]),
             time.device_ns,
             time.sample_ns,
             self._execution,
             offload_ns=offload_ns,
             restore_ns=time.moves_ns - offload_ns,
         )
+
+    def _row_result(self, row: Row) -> RowResult:
+        request_id = row.request_id
+        if not row.num_samples:
+            return RowResult(request_id)
+        return RowResult(request_id, (mixed_token(self._seeds[request_id], row.start + len(row.token_ids)),))
 
 
 def costed_engine(
@@ -87,15 +98,13 @@ def costed_engine(
     return CostedEngine(scheduler, step, clock), CostedRunner(step, clock, execution), lambda: step.time.host_gap_ns
 
 
-def _row_result(row: Row) -> RowResult:
-    if not row.num_samples:
-        return RowResult(row.request_id)
-    return RowResult(row.request_id, (output_token(row.request_id, row.start + len(row.token_ids)),))
-
-
 def output_token(request_id: str, position: int) -> int:
     """Returns the token that a simulated request has at this position, behind its prompt."""
-    return mixed_token(crc32(request_id.encode()), position)
+    return mixed_token(_seed(request_id), position)
+
+
+def _seed(request_id: str) -> int:
+    return crc32(request_id.encode())
 
 
 def mixed_token(seed: int, index: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import Refused
+from splittime.core.request import FinishReason
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.loop import run_loop
 from splittime.drive.messages import FromEngine, StepOutput
@@ -25,7 +26,6 @@ from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.costed import StepCosts, costed_engine
 from splittime.simulate.door import Door
 from splittime.simulate.trace import TracedRequest
-from splittime.simulate.virtual import RequestOutcome
 
 OnAccount = Callable[[ClosedAccount], None]
 OnStep = Callable[[StepRecord], None]
@@ -71,6 +71,21 @@ def simulate(
     return books
 
 
+class OpenRequest:
+    """What has become of a request so far. ready_ns, steps: of its tokens, each of which comes in a step of its own."""
+
+    __slots__ = (
+        *("account", "cached_tokens", "has_begun", "host_tokens", "num_preemptions", "ready_ns", "steps", "traced"),
+    )
+
+    def __init__(self, traced: TracedRequest) -> None:
+        self.traced, self.account = traced, _begun(traced)
+        self.ready_ns: list[int] = []
+        self.steps: list[int] = []
+        self.cached_tokens = self.host_tokens = self.num_preemptions = 0
+        self.has_begun = False
+
+
 class SimulatedServer:
     """on_account, on_step: called with each as it is closed; nothing closed is kept."""
 
@@ -86,13 +101,13 @@ class SimulatedServer:
         self._clock, self._delivery, self._after_step_ns = clock, delivery, after_step_ns
         self._on_account, self._on_step = on_account, on_step
         self._door = Door(clock, Admission(limits), delivery.to_wake_ns, self._refuse)
-        self._open: dict[str, tuple[TracedRequest, RequestOutcome]] = {}
+        self._open: dict[str, OpenRequest] = {}
 
     def run(self, crank: Crank, requests: Iterable[TracedRequest]) -> None:
         """Until the last request has ended."""
         for traced in requests:
             self._door.expect(traced)
-            self._open[traced.request.request_id] = (traced, RequestOutcome(traced.request, _begun(traced)))
+            self._open[traced.request.request_id] = OpenRequest(traced)
         run_loop(crank, self._door, self._take)
 
     def _take(self, message: FromEngine) -> None:
@@ -104,15 +119,28 @@ class SimulatedServer:
             self._clock.advance(self._after_step_ns())
 
     def _take_output(self, output: RequestOutput, step_id: int, ready_ns: int) -> None:
-        traced, outcome = self._open[output.request_id]
-        outcome.take(output, step_id, ready_ns)
-        if output.token_ids or any(mark.stage is Stage.PREFILL for mark in output.marks):
+        request = self._open[output.request_id]
+        if output.token_ids:
+            request.ready_ns.append(ready_ns)
+            request.steps.append(step_id)
+        if output.marks:  # a request that goes on decoding has nothing but its token to tell
+            self._take_marks(request, output, ready_ns)
+        elif len(request.steps) == request.traced.stops_after:
+            self._door.abort(output.request_id, ready_ns + self._delivery.send_lag_ns)
+
+    def _take_marks(self, request: "OpenRequest", output: RequestOutput, ready_ns: int) -> None:
+        request.account.extend(output.marks)
+        request.num_preemptions = max(request.num_preemptions, output.num_preemptions)
+        if output.num_cached_tokens is not None:
+            request.cached_tokens, request.host_tokens = output.num_cached_tokens, output.num_host_tokens
+        if not request.has_begun and any(mark.stage is Stage.PREFILL for mark in output.marks):
+            request.has_begun = True
             self._door.note_begun(output.request_id, ready_ns)
         if output.freed_ns is not None:
             del self._open[output.request_id]
             self._door.note_ended(output.request_id, ready_ns)
-            self._on_account(_closed(traced, outcome, output.freed_ns, self._delivery))
-        elif len(outcome.token_ids) == traced.stops_after:
+            self._on_account(_closed(request, output, output.freed_ns, self._delivery))
+        elif len(request.steps) == request.traced.stops_after:
             self._door.abort(output.request_id, ready_ns + self._delivery.send_lag_ns)
 
     def _refuse(self, traced: TracedRequest, refused: Refused, at_ns: int) -> None:
@@ -132,28 +160,29 @@ def _begun(traced: TracedRequest) -> Account:
     return account
 
 
-def _closed(traced: TracedRequest, outcome: RequestOutcome, freed_ns: int, delivery: Delivery) -> ClosedAccount:
-    """Returns the account as the server closes it. A stop string's tokens are those up to it."""
-    count = len(outcome.token_ids) if traced.stops_after is None else traced.stops_after
-    ready_ns = tuple(outcome.token_ready_ns[:count])
-    written_ns = tuple(at_ns + delivery.send_lag_ns for at_ns in ready_ns)
-    done_ns = max(freed_ns, outcome.account.marks[-1].begin_ns)
-    outcome.account.close(max([done_ns + delivery.end_ns, *written_ns[-1:]]))
-    was_stopped = traced.stops_after is not None and len(outcome.token_ids) >= count
+def _closed(request: OpenRequest, last: RequestOutput, freed_ns: int, delivery: Delivery) -> ClosedAccount:
+    """Returns the account as the server closes it. A stop string's tokens are those up to it. last: its last output."""
+    traced, account = request.traced, request.account
+    was_stopped = traced.stops_after is not None and len(request.steps) >= traced.stops_after
+    count = traced.stops_after if was_stopped else len(request.steps)
+    ready_ns = tuple(request.ready_ns[:count])
+    written_ns = tuple([at_ns + delivery.send_lag_ns for at_ns in ready_ns])
+    done_ns = max(freed_ns, account.marks[-1].begin_ns)
+    account.close(max([done_ns + delivery.end_ns, *written_ns[-1:]]))
     return _account(
         traced,
-        outcome.account,
-        "stop" if was_stopped else str(outcome.finish_reasons[0]),
-        error=outcome.error,
-        cached_tokens=outcome.num_cached_tokens or 0,
-        host_tokens=outcome.num_host_tokens,
+        account,
+        str(FinishReason.STOP if was_stopped else last.finish_reason),
+        error=None if was_stopped else last.error,
+        cached_tokens=request.cached_tokens,
+        host_tokens=request.host_tokens,
         output_tokens=len(ready_ns),
-        num_preemptions=outcome.num_preemptions,
+        num_preemptions=request.num_preemptions,
         first_chunk_tokens=min(1, len(ready_ns)),
-        token_steps=tuple(outcome.token_steps[:count]),
+        token_steps=tuple(request.steps[:count]),
         token_ready_ns=ready_ns,
         token_written_ns=written_ns,
-        cancelled_ns=traced.leaves_ns if outcome.finish_reasons[0] == "abort" and not was_stopped else None,
+        cancelled_ns=traced.leaves_ns if last.finish_reason is FinishReason.ABORT and not was_stopped else None,
         freed_ns=None if was_stopped else freed_ns,
     )
 
