@@ -32,7 +32,7 @@ Examples:
 {EXIT_CODES} --check: 1 if they differ."""
 
 WORDS = {
-    "ttft": "time to first token",
+    "ttft": "first token",
     "itl": "between tokens",
     "e2e": "whole request",
     "queue": "in the queue",
@@ -126,14 +126,19 @@ def _row(figure: "Predicted", is_change: bool) -> list[str]:
         return cells
     if figure.ratio is None or figure.low is None or figure.high is None:
         return [*cells, _value(figure.after), "", ""]
-    interval = f"{figure.low - 1:+.0%} to {figure.high - 1:+.0%}"
-    return [*cells, _value(figure.after), f"{figure.ratio - 1:+.0%}", interval]
+    interval = f"{_times(figure.low)} to {_times(figure.high)}"
+    return [*cells, _value(figure.after), _times(figure.ratio), interval]
 
 
 def _name(name: str) -> str:
     """`ttft_ms_p99` for people."""
     first, _, percent = name.partition("_ms_")
     return f"{WORDS[first]} {percent}, ms" if percent else WORDS[name]
+
+
+def _times(ratio: float) -> str:
+    """Returns how much more or less; from twice as much on, how many times."""
+    return f"{ratio:.3g}x" if ratio >= 2 else f"{ratio - 1:+.0%}"
 
 
 def _value(value: float | None) -> str:
