@@ -2,12 +2,13 @@
 
     python -m benchmarks.scenarios.forecast [--rounds 3] [--seconds 15] [--small] [--json]
 
-A round records one run (30 requests a second, prompts of 8 to 400 tokens, half of them with a common beginning, answers
-of 1 to 120 tokens). From its ledger alone the simulator predicts five others: the same settings again, and four changes
-of a knob or of the load. Then each is run, with the same requests. The error of a figure is |predicted / measured - 1|;
-that of "recorded" takes the recorded run itself for the prediction: it is what a person would do who expects no change,
-and for the same settings it is the machine's own noise. An interval covers if the measured figure lies between the
-predicted ones of 5 and 95 % of the draws.
+A round has five cells: the same settings again, and four changes of a knob or of the load. In each a run is recorded
+(30 requests a second, prompts of 8 to 400 tokens, half of them with a common beginning, answers of 1 to 120 tokens),
+the simulator predicts from its ledger alone, and the changed server is run right after it, with the same requests: a
+virtual machine's pace changes within minutes. The error of a figure is |predicted / measured - 1|; that of "recorded"
+takes the recorded run itself for the prediction: it is what a person would do who expects no change, and for the same
+settings it is the machine's own noise. An interval covers if the measured figure lies between the predicted ones of 5
+and 95 % of the draws.
 
 Each recorded run is also replayed step by step with its own times: `same_decisions` counts the steps of which every
 decision was the same.
@@ -29,9 +30,11 @@ from benchmarks.report import file_result
 from benchmarks.server_process import served
 from splittime.ledger.store import open_readonly
 from splittime.simulate.change import Change
+from splittime.simulate.draws import cores
+from splittime.simulate.figures import figures
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import replay
-from splittime.simulate.what_if import figures, predict
+from splittime.simulate.what_if import predict
 
 SETTINGS = {"num_threads": 1, "max_num_seqs": 16}
 CHANGES = {
@@ -78,7 +81,7 @@ def run(change: Change, sizes: Sizes, seed: int) -> Recorded:
         path = Path(folder) / "run.sqlite"
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**SETTINGS, **change.settings}.items()]
         with served("--ledger-file", str(path), *flags) as url:
-            asyncio.run(load(url, 1.0, PER_S, seed=99))
+            asyncio.run(load(url, 1.0, PER_S * change.speed, seed=99))
             asyncio.run(load(url, sizes.seconds, PER_S * change.speed, seed))
         file = open_readonly(path)
         facts = file.facts()
@@ -88,11 +91,14 @@ def run(change: Change, sizes: Sizes, seed: int) -> Recorded:
 
 def forecast(sizes: Sizes, seed: int) -> dict[str, Any]:
     """One round: for each change and figure what was recorded, predicted and measured."""
-    recorded = run(Change(), sizes, seed)
-    divergence = replay(recorded)
     cells: dict[str, Any] = {}
+    num_steps = num_same = 0
     for name, change in CHANGES.items():
-        predicted = predict(recorded, change, draws=sizes.draws)
+        recorded = run(Change(), sizes, seed)
+        divergence = replay(recorded)
+        num_steps += len(recorded.steps)
+        num_same += len(recorded.steps) if divergence is None else divergence.step_id - 1
+        predicted = predict(recorded, change, draws=sizes.draws, processes=cores())
         books = run(change, sizes, seed)
         measured = figures(list(books.accounts), list(books.steps))
         cells[name] = {
@@ -105,8 +111,7 @@ def forecast(sizes: Sizes, seed: int) -> dict[str, Any]:
             }
             for told in TOLD
         }
-    same = len(recorded.steps) if divergence is None else divergence.step_id - 1
-    return {"steps": len(recorded.steps), "same_decisions": same, "cells": cells}
+    return {"steps": num_steps, "same_decisions": num_same, "cells": cells}
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,12 +4,14 @@ import asyncio
 from typing import Any
 
 import aiohttp
+import client_runs
 import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from splittime.bench import own_book
+from splittime.bench.book.figures import summary
 from splittime.bench.book.records import Arm, Ending, Outcome, Phase
 from splittime.bench.own_book import by_request, fetch, sent_as
 from splittime.ledger.account import Account, ClosedAccount
@@ -167,3 +169,13 @@ def test_the_name_that_was_sent() -> None:
     assert sent_as(account("a", "a")) == "a"
     twice = [account("a"), account("a", start_ns=5000)]
     assert [one.start_ns for one in by_request(twice)["a"]] == [5000]
+
+
+def test_the_gaps_of_the_server_s_own_clock_are_found_by_the_id_that_was_sent() -> None:
+    """The server names its answers after the id that came, with a prefix."""
+    whole = client_runs.run([client_runs.outcome(0), client_runs.outcome(1)])
+    named = [account(f"r-{i}-choice", f"cmpl-r-{i}") for i in range(2)]
+    timed = tuple(msgspec.structs.replace(one, token_ready_ns=(10, 30, 60)) for one in named)
+    arm = msgspec.structs.replace(whole.arms[0], accounts=timed)
+    found = summary(msgspec.structs.replace(whole, arms=(arm,))).figures["itl"]
+    assert (found.count, found.max) == (4, 30)

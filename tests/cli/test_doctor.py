@@ -54,6 +54,21 @@ def test_a_ledger_file(ill, tmp_path):
     assert answer["findings"][0]["request_ids"][0].startswith("r")
 
 
+def test_a_finding_says_what_its_cure_would_gain(ill, tmp_path):
+    path = str(ledger_file(ill, tmp_path / "l.sqlite"))
+    told = " ".join(invoke("doctor", path).stdout.split())
+    assert "gains A replay of the latest 100 requests with max_num_seqs" in told
+    assert "it would help" in told
+    finding = json.loads(invoke("doctor", path, "--json").stdout)["findings"][0]
+    assert finding["predicted"]["figures"][0]["name"] == "e2e_ms_mean"
+    assert finding["predicted"]["figures"][0]["high"] < 1
+    result = invoke("doctor", path, "--no-sizes")
+    assert result.exit_code == 1
+    assert "gains   " not in result.stdout
+    finding = json.loads(invoke("doctor", path, "--json", "--no-sizes").stdout)["findings"][0]
+    assert (finding["predicted"], finding["not_predicted"]) == (None, "")
+
+
 def test_a_healthy_one_and_a_thin_one(well, tmp_path):
     path = ledger_file(well, tmp_path / "l.sqlite")
     result = invoke("doctor", str(path))
@@ -124,9 +139,11 @@ def test_a_live_server(server):
     assert result.exit_code == 1, result.stderr
     assert "1. slot_bound" in result.stdout
     assert "100 requests" in result.stdout
+    assert "A replay of the latest 100 requests" in " ".join(result.stdout.split())
     del answers["/ledger/facts"]  # an older server
     result = invoke("doctor", url, "--api-key", "k")
     assert "1. slot_bound" in result.stdout
+    assert "gains not known: only the books of a splittime server" in " ".join(result.stdout.split())
     result = invoke("doctor", url)  # answers 404, as another's server does
     assert result.exit_code == 2
     told = " ".join(result.stderr.split())

@@ -39,6 +39,8 @@ def test_an_idle_server_is_probed_and_its_slots_are_named():
     assert result.exit_code == 1
     assert found["findings"][0]["name"] == "reported_slots"
     assert found["findings"][0]["cure"]["command"] == "vllm serve MODEL --max-num-seqs 4"
+    assert found["findings"][0]["predicted"] is None
+    assert "splittime server" in found["findings"][0]["not_predicted"]
     assert "idle, probed" in found["source"]
     assert f"{observation.AT_ONCE} requests at a time" in result.stderr, "it says beforehand what it sends"
     reasons = {one["name"]: one["why"] for one in found["abstentions"]}

@@ -10,13 +10,21 @@ from typer.testing import CliRunner, Result
 
 from splittime.cli.main import app
 from splittime.scheduler.config import SchedulerConfig
-from splittime.simulate.recorded import Recorded, read_ledger, write_ledger
+from splittime.simulate.recorded import Recorded, read_ledger, written_ledger
 
 CONFIG = msgspec.structs.replace(TIGHT, max_num_seqs=4, num_blocks=60)
 
 
 def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)], env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+
+def write(recorded: Recorded, path: Path) -> None:
+    with written_ledger(recorded.facts, path) as ledger:
+        for account in recorded.accounts:
+            ledger.add_account(account)
+        for step in recorded.steps:
+            ledger.add_step(step)
 
 
 def recorded_run(config: SchedulerConfig = CONFIG) -> Recorded:
@@ -26,7 +34,7 @@ def recorded_run(config: SchedulerConfig = CONFIG) -> Recorded:
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("ledgers") / "run.sqlite"
-    write_ledger(recorded_run(), path)
+    write(recorded_run(), path)
     return path
 
 
@@ -55,6 +63,18 @@ def test_without_a_change_it_shows_how_well_it_does(ledger: Path) -> None:
     assert "the settings as they were recorded" in result.stderr
 
 
+def test_another_load_is_compared_with_itself(ledger: Path) -> None:
+    load = ("--rate", 2_000, "--duration", "50ms", "--input-tokens", 24, "--output-tokens", 4)
+    told = json.loads(invoke(ledger, *load, "--max-num-seqs", 2, "--draws", 2, "--json").stdout)
+    assert 60 < told["num_requests"] < 140
+    by_name = {figure["name"]: figure for figure in told["figures"]}
+    assert by_name["ttft_ms_p50"]["recorded"] is None
+    assert by_name["mean_running"]["after"] <= 2
+    checked = invoke(ledger, *load, "--check")
+    assert checked.exit_code == 2
+    assert "takes no change" in checked.stderr
+
+
 def test_json_has_every_figure_and_the_model(ledger: Path) -> None:
     told = json.loads(invoke(ledger, "--speed", 2, "--draws", 2, "--json").stdout)
     assert told["change"] == {"settings": {}, "speed": 2.0}
@@ -67,7 +87,7 @@ def test_the_same_decisions(ledger: Path, tmp_path: Path) -> None:
     assert json.loads(invoke(ledger, "--check", "--json").stdout)["divergence"] is None
     run = recorded_run()
     facts = msgspec.structs.replace(run.facts, settings=run.facts.settings | {"max_num_seqs": 2})
-    write_ledger(msgspec.structs.replace(run, facts=facts), tmp_path / "other.sqlite")
+    write(msgspec.structs.replace(run, facts=facts), tmp_path / "other.sqlite")
     result = invoke(tmp_path / "other.sqlite", "--check")
     assert result.exit_code == 1
     assert "is decided otherwise" in result.stdout

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.kv.blocks import block_name, root_name
+from splittime.kv.blocks import block_names, root_name
 from splittime.kv.cache import KVCache, Lease
 
 
@@ -95,10 +95,10 @@ def test_switched_off_it_does_not_even_find_what_is_held() -> None:
 
 def test_names_depend_on_every_token_before() -> None:
     root = root_name("")
-    a, b = block_name(root, [1, 2]), block_name(root, [1, 3])
-    assert a != b
-    assert block_name(a, [5, 6]) != block_name(b, [5, 6])
-    assert len({block_name(root_name(salt), [1]) for salt in ("", "a", "b")}) == 3
+    first, second = block_names(root, [1, 2, 5, 6], 2)
+    assert (first, second) == (*block_names(root, [1, 2, 9], 2), *block_names(first, [5, 6], 2))
+    assert not {first, second} & set(block_names(root, [1, 3, 5, 6], 2))
+    assert len({block_names(root_name(salt), [1], 1)[0] for salt in ("", "a", "b")}) == 3
 
 
 @settings(max_examples=200, deadline=None)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from splittime.core.errors import RequestError
+from splittime.ledger.steps import StepRecord
 from splittime.scheduler.admission import WINDOW_DEPARTURES, Admission, QueueLimits, Refused, ServiceRate
 
 from .conftest import say
@@ -54,7 +55,7 @@ def test_what_many_choices_take_they_give_back() -> None:
     assert (room.queued_requests, room.queued_prompt_tokens) == (2, 66)
     place.give_up()
     assert (room.queued_requests, room.queued_prompt_tokens) == (0, 0)
-    assert room.predicted_wait_s() is None  # who was not served says nothing of how fast that is
+    assert room.expected_wait() is None  # who was not served says nothing of how fast that is
 
 
 def test_a_departure_told_late_takes_no_time_back() -> None:
@@ -98,18 +99,18 @@ def test_more_choices_than_the_queue_holds_can_never_be_served() -> None:
 
 def test_the_wait_is_predicted_from_departures() -> None:
     room = admission(100, 10_000)
-    assert room.predicted_wait_s() is None
+    assert room.expected_wait() is None
     places = [room.enter(0, count=1, tokens=10, deadline_ns=None) for _ in range(20)]
     for i in range(10):
         places[i].leave((i + 1) * S // 2)
-    assert room.predicted_wait_s() == pytest.approx(5.0)
+    assert room.expected_wait().wait_s == pytest.approx(5.0)
     now_ns = 5 * S
     room.check(now_ns, deadline_ns=now_ns + 6 * S)
     with pytest.raises(Refused) as caught:
         room.check(now_ns, deadline_ns=now_ns + 4 * S)
     assert caught.value.facts["reason"] == "deadline"
     assert caught.value.facts["predicted_wait_ms"] == pytest.approx(5000)
-    assert caught.value.info.retry_after_s == pytest.approx(5.0)
+    assert caught.value.info.retry_after_s == pytest.approx(1.0)  # then 4 s are enough
 
 
 def test_an_idle_time_does_not_count_as_service() -> None:
@@ -193,3 +194,130 @@ def test_a_deadline_ends_a_request_where_it_stands(launch) -> None:
         assert account.deadline_ns - account.start_ns in (80 * 10**6, 1_500 * 10**6, 30 * 10**6)
     assert live.engine.is_empty
     assert live.service.admission.queued_requests == 0
+
+
+def busy_server(launch):
+    """One slot that is taken for a second, and three that wait; each departure took 40 ms so far."""
+    live = launch(say("x" * 8, end=False), max_running=1, step_s=0.02)
+    for _ in range(3):
+        assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+    return live
+
+
+SLO = "x-llm-d-slo-ttft-ms"
+
+
+def test_what_cannot_have_its_first_token_in_time_is_refused(launch) -> None:
+    live = busy_server(launch)
+    live.engine.paused = True
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(live.post, "/v1/completions", {"prompt": "x", "max_tokens": 1}) for _ in range(4)]
+        while live.service.admission.queued_requests < 4:
+            time.sleep(0.01)
+        status, headers, answer = live.post("/v1/completions", {"prompt": "x"}, {SLO: "15"})
+        error = answer["error"]
+        assert (status, error["code"], error["reason"]) == (429, "slo_ttft", "slo_ttft")
+        assert error["wait_estimate"] == "departures"
+        assert error["predicted_ttft_ms"] > 15
+        missing_ms = error["predicted_ttft_ms"] - 15
+        assert error["retry_after_s"] * 1000 == pytest.approx(missing_ms, abs=15)  # what had passed of the 15, too
+        assert int(headers["retry-after"]) >= 1
+        assert 0 <= error["limit"] <= 15
+        assert f"{error['predicted_ttft_ms']:.0f} ms predicted (departures)" in error["message"]
+        live.engine.paused = False
+        assert {future.result()[0] for future in waiting} == {200}
+    assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, {SLO: "60000"})[0] == 200
+    assert live.service.admission.refusals == {"slo_ttft": 1}
+
+
+def test_without_the_header_nobody_is_refused_for_a_first_token(launch) -> None:
+    live = busy_server(launch)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        sent = [pool.submit(live.post, "/v1/completions", {"prompt": "x", "max_tokens": 4}) for _ in range(8)]
+        assert {future.result()[0] for future in sent} == {200}
+    assert not live.service.admission.refusals
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-5", "", "nan", "99999999999"])
+def test_a_bad_time_for_the_first_token_names_its_header(launch, value: str) -> None:
+    status, _, answer = launch(say("x")).post("/v1/completions", {"prompt": "x"}, {SLO: value})
+    assert status == 400
+    assert answer["error"]["param"] == SLO
+    assert answer["error"]["value"] == value
+
+
+def test_a_first_token_that_no_queue_keeps_away_gets_no_time_to_come_back() -> None:
+    class Slow:
+        def wait_s(self, requests: int, tokens: int, own_tokens: int) -> tuple[float, float]:
+            return (0.1 * requests, 0.1 * requests + own_tokens)
+
+    room = Admission(QueueLimits(10, 1000), predictor=Slow())
+    room.enter(0, count=1, tokens=1, deadline_ns=None)
+    with pytest.raises(Refused) as caught:
+        room.check(0, tokens=5, first_token_by_ns=2 * S)
+    assert caught.value.info.retry_after_s is None
+    assert "Even without a queue" in caught.value.info.hint
+    with pytest.raises(Refused) as caught:
+        room.check(0, tokens=2, first_token_by_ns=2 * S)
+    assert caught.value.info.retry_after_s == pytest.approx(0.1, abs=0.0011)  # rounded up
+    assert caught.value.facts["wait_estimate"] == "model"
+
+
+def test_a_queue_that_is_full_names_the_time_until_the_next_one_leaves_it() -> None:
+    class Known:
+        def wait_s(self, requests: int, tokens: int, own_tokens: int) -> tuple[float, float]:
+            return (0.25 + requests, 0.5 + requests)
+
+    room = Admission(QueueLimits(1, 1000), predictor=Known())
+    room.enter(0, count=1, tokens=1, deadline_ns=None)
+    with pytest.raises(Refused) as caught:
+        room.check(0)
+    assert caught.value.info.retry_after_s == 0.25
+    assert caught.value.facts["predicted_wait_ms"] == 1250
+
+
+def test_the_gauges_say_who_predicts_and_how_far_off_it_is(launch) -> None:
+    live = busy_server(launch)
+    server = live.get("/stats")[2]["server"]
+    assert server["wait_estimate"] == "departures"
+    assert server["step_error_ratio"] == {"decode": None, "prompts": None}
+    live.call(lambda: live.service.waits.cost.errors.update(decode=0.0625))
+    assert live.get("/stats")[2]["server"]["step_error_ratio"]["decode"] == 0.0625
+    assert 'splittime_step_prediction_error_ratio{kind="decode"} 0.0625' in live.get("/metrics")[2].decode()
+
+
+def a_step(number: int, prompt_tokens: int, step_ns: int) -> StepRecord:
+    """One row that decodes, and sometimes one of a prompt."""
+    rows = (("d", 50, 1), ("p", 0, prompt_tokens)) if prompt_tokens else (("d", 50, 1),)
+    times = {"plan_ns": 0, "launch_ns": 0, "device_ns": step_ns, "sample_ns": 0, "commit_ns": 0}
+    gaps = {"host_gap_ns": 0, "idle_ns": 0}
+    counts = {"prefill_tokens": prompt_tokens, "decode_tokens": 1, "kv_tokens_read": 51 + prompt_tokens}
+    state = {"blocks_used": 1, "num_running": len(rows), "num_waiting": 0}
+    begin_ns = number * S
+    return StepRecord(
+        step_id=number, begin_ns=begin_ns, end_ns=begin_ns + step_ns, rows=rows, **times, **gaps, **counts, **state
+    )
+
+
+def test_what_the_ledger_holds_is_what_admission_knows(launch) -> None:
+    """Steps of 10 ms, and 1 ms more for each prompt token: 300 tokens in slices of 100 take 330 ms."""
+    live = launch(say("x"))
+    limits = {"max_num_batched_tokens": 128, "max_prefill_tokens": 100, "enable_chunked_prefill": True}
+    live.engine.knobs_now |= {**limits, "batching": "continuous"}
+    for number in range(320):
+        prompt_tokens = number % 7 * 15 if number % 2 else 0
+        step_ns = 10 * S // 1000 + prompt_tokens * S // 1000
+        live.call(lambda number=number, p=prompt_tokens, ns=step_ns: live.ledger.add_step(a_step(number, p, ns)))
+    prompt = {"prompt": [7] * 300, "max_tokens": 1}
+    status, headers, answer = live.post("/v1/completions", prompt, {SLO: "250"})
+    error = answer["error"]
+    assert (status, error["wait_estimate"]) == (429, "model")
+    assert error["predicted_wait_ms"] == 0
+    assert error["predicted_ttft_ms"] == pytest.approx(330, rel=0.1)
+    assert "Even without a queue" in error["hint"]
+    assert "retry-after" not in headers
+    assert live.post("/v1/completions", prompt, {SLO: "2000"})[0] == 200
+    assert live.post("/v1/completions", prompt)[0] == 200
+    gauges = live.get("/stats")[2]["server"]
+    assert gauges["wait_estimate"] == "model"
+    assert max(gauges["step_error_ratio"].values()) < 0.05

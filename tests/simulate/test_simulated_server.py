@@ -10,7 +10,6 @@ from splittime.core.clock import VirtualClock
 from splittime.core.errors import Refused
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.step import StepPlan
 from splittime.drive.messages import Abort, Submit
 from splittime.ledger.account import ClosedAccount, Mark
 from splittime.ledger.stages import Stage
@@ -19,7 +18,7 @@ from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.door import Door
 from splittime.simulate.run import OF_THE_REQUEST, Delivery, simulate
-from splittime.simulate.shape import StepTime, shape_of_plan, shape_of_record
+from splittime.simulate.shape import StepShape, StepTime, shape_of_record
 from splittime.simulate.trace import TracedRequest, at_speed, traced_requests
 from splittime.simulate.virtual import HostCosts
 
@@ -30,8 +29,8 @@ UNBOUNDED = QueueLimits(10**9, 10**9)
 class TrueCosts:
     """What the runner of the recorded runs takes."""
 
-    def of(self, plan: StepPlan, now_ns: int) -> StepTime:
-        return StepTime(device_ns=STEP_NS + TOKEN_NS * shape_of_plan(plan).tokens)
+    def of(self, shape: StepShape, now_ns: int) -> StepTime:
+        return StepTime(device_ns=STEP_NS + TOKEN_NS * shape.tokens)
 
 
 @given(st.sampled_from((TIGHT, SchedulerConfig(max_model_len=256, num_blocks=60))), st.integers(0, 10_000))
@@ -53,9 +52,9 @@ def test_a_shape_is_the_same_from_a_plan_and_from_its_record() -> None:
     shapes = []
 
     class Watching(TrueCosts):
-        def of(self, plan: StepPlan, now_ns: int) -> StepTime:
-            shapes.append(shape_of_plan(plan))
-            return super().of(plan, now_ns)
+        def of(self, shape: StepShape, now_ns: int) -> StepTime:
+            shapes.append(shape)
+            return super().of(shape, now_ns)
 
     recorded = record_run(TIGHT, seed=4)
     books = simulate(traced_requests(recorded.accounts, 256), TIGHT, Watching(), UNBOUNDED)
@@ -64,7 +63,7 @@ def test_a_shape_is_the_same_from_a_plan_and_from_its_record() -> None:
 
 def test_time_passes_in_the_parts_of_a_step_and_behind_it() -> None:
     class Parts:
-        def of(self, plan: StepPlan, now_ns: int) -> StepTime:
+        def of(self, shape: StepShape, now_ns: int) -> StepTime:
             return StepTime(1, 20, 0, 300, 4_000, 50_000, 600_000)
 
     recorded = record_run(TIGHT, seed=4, count=4)
@@ -137,8 +136,7 @@ def a_door(limits: QueueLimits, to_wake_ns: int = 0) -> tuple[Door, VirtualClock
 
 def test_who_comes_is_asked_for_when_it_has_got_so_far() -> None:
     door, clock, refusals = a_door(QueueLimits(1, 10**9), to_wake_ns=7)
-    door.expect(traced("a", 100))
-    door.expect(traced("b", 103, leaves_ns=150))
+    door.expect([traced("a", 100), traced("b", 103, leaves_ns=150)])
     assert door.wait(None)
     assert clock.now_ns() == 109 + 7
     assert [(message.request.request_id, at_ns) for message, at_ns in door.take_all()] == [("a", 109)]
@@ -148,8 +146,7 @@ def test_who_comes_is_asked_for_when_it_has_got_so_far() -> None:
 def test_admission_knows_no_more_than_it_could() -> None:
     """One left the queue at 104, one asked at 103 and one at 105: only the second finds room."""
     door, clock, refusals = a_door(QueueLimits(1, 10**9))
-    for name, at_ns in (("a", 0), ("early", 101), ("late", 103)):
-        door.expect(traced(name, at_ns))
+    door.expect(traced(name, at_ns) for name, at_ns in (("a", 0), ("early", 101), ("late", 103)))
     clock.advance_to(50)
     assert [at_ns for _, at_ns in door.take_all()] == [9]
     door.note_begun("a", 104)
@@ -160,11 +157,28 @@ def test_admission_knows_no_more_than_it_could() -> None:
 
 def test_who_leaves_is_aborted_and_not_before_it_came() -> None:
     door, clock, _ = a_door(UNBOUNDED)
-    door.expect(traced("a", 0, leaves_ns=50))
-    door.expect(traced("b", 0, leaves_ns=3))
+    door.expect([traced("a", 0, leaves_ns=50), traced("b", 0, leaves_ns=3)])
     clock.advance_to(100)
     came = [(type(message), getattr(message, "request_id", None), at_ns) for message, at_ns in door.take_all()]
     assert came == [(Submit, None, 9), (Submit, None, 9), (Abort, "b", 9), (Abort, "a", 50)]
+
+
+def test_who_comes_is_asked_for_no_earlier_than_the_rest_of_the_world() -> None:
+    asked = []
+    door, clock, _ = a_door(UNBOUNDED)
+    door.expect(asked.append(name) or traced(name, at_ns) for name, at_ns in (("a", 0), ("b", 4), ("c", 500)))
+    assert door.next_ns == 2
+    assert asked == ["a", "b"]
+    clock.advance_to(100)
+    assert len(list(door.take_all())) == 2
+    assert door.next_ns == 502
+
+
+def test_who_comes_out_of_order_is_refused() -> None:
+    door, _, _ = a_door(UNBOUNDED)
+    door.expect([traced("a", 10), traced("b", 9)])
+    with pytest.raises(ValueError, match="'b' comes before 'a'"):
+        door.wait(None)
 
 
 def test_it_wakes_for_messages_and_closes_when_nothing_is_left() -> None:

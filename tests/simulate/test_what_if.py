@@ -11,8 +11,10 @@ from known_runs import TIGHT, record_run
 from splittime.core.errors import ConfigError
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import Change, changed
+from splittime.simulate.figures import figures
 from splittime.simulate.recorded import Recorded, latest_run
-from splittime.simulate.what_if import Prediction, _hours, figures, predict, server_of
+from splittime.simulate.replica import replica_of
+from splittime.simulate.what_if import OTHER_HOUR, Prediction, hours, predict
 
 LIMITS = QueueLimits(256, 10**6)
 
@@ -49,11 +51,11 @@ def test_a_change_does_what_it_does_in_truth(prediction: Prediction, name: str) 
 
 
 def test_hours_are_spread_evenly() -> None:
-    hours = _hours(21, 0.1, random.Random(0))
-    assert sorted(hours)[10] == 1.0
-    assert statistics.stdev(map(math.log, hours)) == pytest.approx(0.1, rel=0.1)
-    assert hours != sorted(hours)
-    assert _hours(1, 0.1, random.Random(0)) == [1.0]
+    factors = hours(21, 0.1, random.Random(0))
+    assert sorted(factors)[10] == 1.0
+    assert statistics.stdev(map(math.log, factors)) == pytest.approx(math.hypot(0.1, OTHER_HOUR), rel=0.1)
+    assert factors != sorted(factors)
+    assert hours(1, 0.1, random.Random(0)) == [1.0]
 
 
 def test_no_change_changes_nothing(recorded: Recorded) -> None:
@@ -124,4 +126,4 @@ def test_of_several_servers_in_a_file_the_latest_counts(recorded: Recorded) -> N
 
 def test_a_ledger_that_says_too_little_is_refused(recorded: Recorded) -> None:
     with pytest.raises(ConfigError, match="3 requests are too few"):
-        server_of(msgspec.structs.replace(recorded, accounts=recorded.accounts[:3]))
+        replica_of(msgspec.structs.replace(recorded, accounts=recorded.accounts[:3]))

@@ -23,7 +23,7 @@ _ERRORS = {
     409: "The X-Request-Id is in flight, or the server is not in a state for that.",
     413: "The body is too large.",
     415: "The body is compressed.",
-    429: "The queue is full, or the deadline cannot be met. Retry-After says when to come back.",
+    429: "The queue is full, the deadline cannot be met, or a simulation runs. Retry-After says when to come back.",
     500: "The engine failed.",
     503: "Not ready, or shutting down. Retry-After says when to come back.",
     504: "The request's own deadline passed.",
@@ -31,7 +31,10 @@ _ERRORS = {
 _GENERATION_ERRORS = (400, 404, 408, 409, 413, 415, 429, 500, 503, 504)
 
 # In words only: a tool that draws requests would draw deadlines too, and a deadline that passes is a 504 by right.
-_DEADLINE = "The header X-Request-Deadline-Ms (1 to 10^10, counted from arrival) ends the request when it passes."
+_DEADLINE = (
+    "The header X-Request-Deadline-Ms (1 to 10^10, counted from arrival) ends the request when it passes; "
+    "x-llm-d-slo-ttft-ms (the same) refuses it with 429 if its first token is predicted to come later."
+)
 
 _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
 EXAMPLES: dict[str, Any] = {
@@ -104,6 +107,7 @@ def _paths(knobs: Schema) -> Schema:
         "/ledger/steps": {"get": _get("The latest steps", [limit], errors=(400,))},
         "/ledger/facts": {"get": _get("What the server knows of itself: settings, costs, ceilings", errors=(503,))},
         "/ledger/trace.json": {"get": _get("A trace for Perfetto", [limit], errors=(400,))},
+        "/ledger/what-if": {"post": _what_if(knobs)},
         "/openapi.json": {"get": _get("This description")},
         "/docs": {"get": _get("A page that shows it", content=html)},
         "/": {"get": _get("What this is; the page, for a browser")},
@@ -140,6 +144,22 @@ def _change_knobs(knobs: Schema) -> Schema:
         "summary": "Change some of them",
         "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": {}}}},
         "responses": _responses((400, 413, 503), _json(OBJECT)),
+    }
+
+
+def _what_if(knobs: Schema) -> Schema:
+    blocks = {"num_blocks": {"type": "integer", "minimum": 1}}
+    settings = {name: schema for name, schema in (knobs | blocks).items() if name != "paused"}
+    speed = {"type": "number", "minimum": 0.01, "maximum": 100}
+    properties = {
+        "settings": {"type": "object", "properties": settings, "additionalProperties": False},
+        "speed": {**speed, "description": "Requests come so many times as fast."},
+    }
+    body = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {
+        "summary": "What a change would have made of the latest requests",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": {"speed": 1.5}}}},
+        "responses": _responses((400, 408, 409, 413, 415, 429, 500, 503), _json(OBJECT)),
     }
 
 
@@ -224,6 +244,8 @@ _ERROR_FIELDS: Schema = {
     "reason": TEXT,
     "queued": {"type": "integer"},
     "predicted_wait_ms": {"type": ["number", "null"]},
+    "predicted_ttft_ms": {"type": "number"},
+    "wait_estimate": {"enum": ["model", "departures", None]},
 }
 _ERROR: Schema = {  # `core.errors.error_body` makes it
     "type": "object",

@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 
 from splittime.bench.book.records import Arm, Outcome
+from splittime.bench.book.requests import sent_as
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.facts import ServerFacts
@@ -29,17 +30,8 @@ MAX_LIST_BYTES = 512 * 2**20
 PATIENCE_S = 2.0
 PAUSE_S = 0.05
 AT_ONCE = 8
-ID_PREFIXES = ("chatcmpl-", "cmpl-")
 
 Accounts = dict[str, list[ClosedAccount]]
-
-
-def sent_as(account: ClosedAccount) -> str:
-    """The X-Request-Id that the account's request came with: the response's id without its prefix."""
-    for prefix in ID_PREFIXES:
-        if account.group_id.startswith(prefix):
-            return account.group_id.removeprefix(prefix)
-    return account.group_id
 
 
 def by_request(accounts: Sequence[ClosedAccount]) -> Accounts:

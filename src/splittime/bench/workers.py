@@ -27,6 +27,7 @@ from splittime.bench.event_loop import no_garbage_collection, run_loop
 from splittime.bench.jobs import Job
 from splittime.bench.load import Load
 from splittime.bench.share import LoadCounts, LoadShare, Vitals
+from splittime.core.cores import num_cores
 from splittime.core.errors import EngineError, SplittimeError
 
 CHUNKS_PER_S_OF_ONE = 8_000.0  # what one process reads with its event loop mostly idle
@@ -63,8 +64,7 @@ def num_workers(asked: int | None, jobs: Sequence[Job]) -> int:
     """As many as asked for; else as the expected rate of chunks needs, if there are cores for them."""
     if asked is not None:
         return max(1, asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(-(-int(expected_chunks_per_s(jobs)) // int(CHUNKS_PER_S_OF_ONE)), cores - 1))
+    return max(1, min(-(-int(expected_chunks_per_s(jobs)) // int(CHUNKS_PER_S_OF_ONE)), num_cores() - 1))
 
 
 def expected_chunks_per_s(jobs: Sequence[Job]) -> float:

@@ -29,6 +29,11 @@ NS_PER_UNIT = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "
 MAX_NS = 10_000 * 3600e9
 _TIME = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([a-zµ]*)")
 _UNITS = {"_s": 1e9, "_ms": 1e6}
+NOT_SIMULATED = (  # loads that wait for answers, or of texts; what a simulated client does not do
+    *("concurrency", "rate_end", "ramp_s", "cool_down_s", "cool_down_requests", "warm_up_s", "warm_up_requests"),
+    *("turns", "turn_input_tokens", "think_s", "expected_ttft_ms", "expected_tpot_ms", "num_requests"),
+    *("slow_reader_share", "slow_reader_delay_ms", "prompt_form", "dataset", "speed_up"),
+)
 FIELDS: Any = msgspec.inspect.type_info(LoadSpec).fields  # type: ignore[attr-defined]
 
 
@@ -50,19 +55,28 @@ def with_load_flags(options: type, *without: str) -> Callable[[Callable[..., Non
     given of the load, a dict of `LoadSpec`'s fields."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields = [field for field in FIELDS if field.name not in without]
-        flags = [*parameters_of(options), *(_parameter(field) for field in fields)]
+        flags = [*parameters_of(options), *load_parameters(None, *without)]
 
         @functools.wraps(command)
         def with_load(**arguments: Any) -> None:
-            given = {field.name: arguments.pop(field.name) for field in fields}
-            load = {name: _value(name, value) for name, value in given.items() if value is not None}
+            load = load_of(arguments)
             command(options(**arguments), load)
 
         sign(with_load, flags)
         return fails_clearly(with_load)
 
     return decorate
+
+
+def load_parameters(panel: str | None, *without: str) -> list[inspect.Parameter]:
+    """Returns the flags of a load. panel: the heading under which they are listed."""
+    return [_parameter(field, panel) for field in FIELDS if field.name not in without]
+
+
+def load_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Takes a load's flags out of a command's arguments. Returns what was given of them, by the names of `LoadSpec`."""
+    given = {field.name: arguments.pop(field.name) for field in FIELDS if field.name in arguments}
+    return {name: _value(name, value) for name, value in given.items() if value is not None}
 
 
 def flag_names(field: str) -> list[str]:
@@ -72,7 +86,7 @@ def flag_names(field: str) -> list[str]:
     return [whole] if unit is None else [whole.removesuffix(unit.replace("_", "-")), whole]
 
 
-def _parameter(field: Any) -> inspect.Parameter:
+def _parameter(field: Any, panel: str | None) -> inspect.Parameter:
     kind, choices = _kind(field.name)
     names = flag_names(field.name)
     metavar: str | None = "|".join(choices) if choices else _NAMED.get(field.name, _METAVARS.get(kind, "TEXT"))
@@ -81,7 +95,7 @@ def _parameter(field: Any) -> inspect.Parameter:
     if kind is bool:
         names, metavar = [f"{names[0]}/--no-{names[0][2:]}"], None
     text = _description(field)
-    option = typer.Option(None, *names, help=text, metavar=metavar, show_default=False)
+    option = typer.Option(None, *names, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 
 

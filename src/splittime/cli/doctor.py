@@ -23,6 +23,7 @@ from rich.text import Text
 from splittime import __version__
 from splittime.cli.explain import DEFAULT_URL, without_controls
 from splittime.cli.options import CleanConsole, JsonFlag, fails_clearly, say_error, talk
+from splittime.cli.progress import loading
 from splittime.core.errors import EngineError, NotFound
 from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND
 from splittime.wire.get_json import get_json
@@ -49,6 +50,7 @@ Examples:
   splittime doctor http://host:9000 --no-probe   the same, watched only
   splittime doctor runs/today.sqlite         a ledger file, also after a crash
   splittime doctor run.json --json           a bench run, of any server
+  splittime doctor --no-sizes                at once, without each gain
   splittime doctor --self                    is this installation sound?
 
 Exit codes: 0 nothing found, 1 something found, 2 usage, 3 cannot tell.
@@ -70,6 +72,10 @@ def doctor(
         bool,
         typer.Option("--probe/--no-probe", help="Send a small load to another kind of server if it is idle."),
     ] = True,
+    sizes: Annotated[
+        bool,
+        typer.Option("--sizes/--no-sizes", help="Replay the latest requests with each cure: what would it gain?"),
+    ] = True,
     is_self: Annotated[
         bool, typer.Option("--self", help="Check this installation: kernels, libraries, memory, extras.")
     ] = False,
@@ -81,15 +87,27 @@ def doctor(
     from splittime.diagnose.doctor import diagnose
 
     try:
-        diagnosis = diagnose(_read(source, limit, api_key, probe))
+        books = _read(source, limit, api_key, probe)
     except EngineError as error:  # nobody there is no finding
         say_error(error)
         raise typer.Exit(CANNOT_TELL) from None
+    diagnosis = diagnose(books)
+    if sizes:
+        diagnosis = _with_sizes(books, diagnosis)
     if json:
         sys.stdout.buffer.write(orjson.dumps(diagnosis.as_json()) + b"\n")
     else:
         Console(highlight=False, soft_wrap=True).print(without_controls(diagnosis_text(diagnosis)))
     raise typer.Exit(diagnosis.exit_code)
+
+
+def _with_sizes(books: "Books", diagnosis: "Diagnosis") -> "Diagnosis":
+    if not any(finding.cure.flags for finding in diagnosis.findings):
+        return diagnosis
+    from splittime.diagnose.sized import sized
+
+    with loading("replaying the latest requests") as say:
+        return sized(books, diagnosis, say)
 
 
 def _check_installation(as_json: bool) -> int:
@@ -198,10 +216,17 @@ def _finding(finding: "Finding", mark: str) -> Text:
     text.append(_entry("try", finding.cure.sentence), style="not bold default")
     if finding.cure.command is not None:
         text.append(f"{'':10}{finding.cure.command}\n", style="bold default")
+    text.append(_size(finding), style="not bold default")
     rest = (("costs", finding.cost), ("unless", finding.counter_check), ("holds", finding.regime))
     sure = f"{finding.confidence:.2f}: {finding.confidence_from}"
     entries = "".join(_entry(name, sentence) for name, sentence in (*rest, ("sure", sure)))
     return text.append(entries + _where(finding), style="not bold default")
+
+
+def _size(finding: "Finding") -> str:
+    if finding.predicted is not None:
+        return _entry("gains", finding.predicted.sentence)
+    return _entry("gains", f"not known: {finding.not_predicted}.") if finding.not_predicted else ""
 
 
 def _share(finding: "Finding") -> str:

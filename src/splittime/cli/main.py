@@ -5,7 +5,20 @@ from typing import Annotated
 import typer
 
 from splittime import __version__
-from splittime.cli import bench, distill, doctor, explain, quality, quantize, run, serve, simulate
+from splittime.cli import (
+    bench,
+    calibrate,
+    distill,
+    doctor,
+    explain,
+    plan,
+    quality,
+    quantize,
+    run,
+    serve,
+    simulate,
+    tune,
+)
 from splittime.cli.config import app as config_app
 from splittime.cli.panels import GroupedCommand
 
@@ -24,6 +37,9 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
     (explain.explain, explain.EXAMPLES, "Show where a request's time went, and why it was slow."),
     (doctor.doctor, doctor.EXAMPLES, "Say what holds a server's requests back, and what to try."),
     (simulate.command, simulate.EXAMPLES, "Say what a change would have done to recorded requests."),
+    (calibrate.calibrate, calibrate.EXAMPLES, "Measure what a server's steps take, for plans."),
+    (plan.plan, plan.EXAMPLES, "Say how many servers a load needs, and what they cost."),
+    (tune.command, tune.EXAMPLES, "Find the settings that keep an SLO, and prove them."),
     (quantize.quantize, quantize.EXAMPLES, "Quantise or prune a model into a new checkpoint."),
     (distill.distill, distill.EXAMPLES, "Train a smaller model to say what a larger one would."),
     (quality.quality, quality.EXAMPLES, "Say whether a quantised model is as good as its base."),

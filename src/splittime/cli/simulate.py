@@ -1,5 +1,6 @@
 """`splittime simulate LEDGER`: what a change would have done to the requests of a ledger file."""
 
+import functools
 import inspect
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ import typer
 from rich.table import Table
 
 from splittime.assemble import settings as settings_module
+from splittime.cli.bench_flags import NOT_SIMULATED, load_of, load_parameters
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, sign, talk, wide
 from splittime.cli.progress import loading
+from splittime.core.cores import num_cores
 from splittime.core.errors import ConfigError
 from splittime.simulate.change import KNOBS, LIMITS, Change
 
@@ -26,6 +29,8 @@ Examples:
   splittime simulate run.sqlite --speed 1.5            and half as much again?
   splittime simulate run.sqlite --num-blocks 400 --policy priority
   splittime simulate run.sqlite --speed 2 --out twice.sqlite
+  splittime simulate run.sqlite --rate 40 --input-tokens lognormal:500:1
+  splittime simulate run.sqlite --trace mooncake.jsonl --length-scale 0.05
   splittime simulate run.sqlite                        how well does it do?
   splittime simulate run.sqlite --check                the same decisions?
 
@@ -64,24 +69,33 @@ def simulate(
     json: JsonFlag = False,
     **settings: Any,
 ) -> None:
-    """Say what a change would have done to recorded requests, with the same scheduler under a virtual clock."""
-    from splittime.simulate.recorded import read_ledger, write_ledger
+    """Say what a change would have done to recorded requests, with the same scheduler under a virtual clock; or to the
+    load that is described."""
+    from splittime.simulate.recorded import read_ledger
 
+    load = load_of(settings)
     given = {name: value for name, value in {**settings, "num_blocks": num_blocks}.items() if value is not None}
     change = Change(given, speed)
-    if check and (str(change) or out is not None):
+    if check and (str(change) or load or out is not None):
         hint = "Leave --check out to simulate a change, or the change to check."
         raise ConfigError("--check replays what was, and takes no change and no --out", param="check", hint=hint)
     recorded = read_ledger(ledger)
     if check:
         raise typer.Exit(_check(recorded, json))
-    from splittime.simulate.what_if import predict, simulated  # scipy: half a second
+    from splittime.plan.load import requests_for
+    from splittime.simulate.what_if import predict, write_simulated  # scipy: half a second
 
+    other_requests = functools.partial(requests_for, load) if load else None
     if out is not None:
-        write_ledger(simulated(recorded, change), out)
-    with loading(f"simulating {len(recorded.accounts)} requests") as say:
+        write_simulated(recorded, change, out, other_requests)
+    with loading("simulating") as say:
         prediction = predict(
-            recorded, change, draws, on_draw=lambda number: say(f"simulation {number} of {draws}", number / draws)
+            recorded,
+            change,
+            draws,
+            on_draw=lambda number: say(f"simulation {number} of {draws}", number / draws),
+            processes=num_cores(),
+            other_requests=other_requests,
         )
     if json:
         sys.stdout.buffer.write(orjson.dumps(msgspec.to_builtins(prediction)) + b"\n")
@@ -166,7 +180,8 @@ def _signed() -> Any:
     chosen = [setting for setting in settings_module.SETTINGS if setting.name in (*KNOBS, *LIMITS)]
     own = [one for one in inspect.signature(simulate).parameters.values() if one.name != "settings"]
     guarded = fails_clearly(simulate)
-    sign(guarded, [*own, *(flag_of(setting, setting.doc.help) for setting in chosen)])
+    of_settings = [flag_of(setting, setting.doc.help) for setting in chosen]
+    sign(guarded, [*own, *of_settings, *load_parameters("Another load than the recorded one", *NOT_SIMULATED)])
     return guarded
 
 

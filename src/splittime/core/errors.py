@@ -117,6 +117,10 @@ class Overloaded(SplittimeError):
     code = "overloaded"
 
 
+def _in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
+
+
 class Refused(Overloaded):
     """A refusal with the numbers that led to it."""
 
@@ -129,13 +133,22 @@ class Refused(Overloaded):
         queued: int = 0,
         limit: int | None = None,
         predicted_wait_s: float | None = None,
-        retry_after_s: float = 1.0,
+        predicted_ttft_s: float | None = None,
+        wait_estimate: str | None = None,
+        retry_after_s: float | None = 1.0,
         hint: str | None = None,
     ) -> None:
         super().__init__(message, code=reason, status=status, retry_after_s=retry_after_s, limit=limit, hint=hint)
-        wait_ms = None if predicted_wait_s is None else round(predicted_wait_s * 1e3, 3)
         self.reason = reason
-        self.facts = {"reason": reason, "queued": queued, "limit": limit, "predicted_wait_ms": wait_ms}
+        self.facts = {
+            "reason": reason,
+            "queued": queued,
+            "limit": limit,
+            "predicted_wait_ms": _in_ms(predicted_wait_s),
+            "wait_estimate": wait_estimate,
+        }
+        if predicted_ttft_s is not None:
+            self.facts["predicted_ttft_ms"] = _in_ms(predicted_ttft_s)
 
     def to_body(self) -> dict[str, Any]:
         body = super().to_body()

@@ -37,8 +37,8 @@ class TokenCost(msgspec.Struct, frozen=True, kw_only=True):
     """What the model's shape makes a step need, at the least; where ranks share the model, of the first one.
 
     weight_bytes: read by a step in which a row samples, the packed weights as they lie in memory; of a mixture of
-        experts only those that one token chooses. head_bytes: of these the head's, which a step without a sampling row
-        leaves alone.
+        experts only those that one token chooses; idle_expert_bytes: the other experts'. head_bytes: of these the
+        head's, which a step without a sampling row leaves alone.
     kv_bytes_per_token: read for each token of context that a row attends to, and written for each new one.
     operations_per_token: of the layers' products, for each token computed; a multiplication and its addition are two.
     operations_per_sample: of the head's product, for each row that samples.
@@ -54,3 +54,4 @@ class TokenCost(msgspec.Struct, frozen=True, kw_only=True):
     operations_per_sample: int = 0
     window_tokens: int | None = None
     windowed_share: float = 0.0
+    idle_expert_bytes: int = 0

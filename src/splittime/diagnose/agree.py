@@ -55,7 +55,7 @@ def direction(flag: Flag, settings: Mapping[str, Any]) -> tuple[str, str]:
     if value is None:
         name, wanted = name.removeprefix("no_"), not name.startswith("no_")
         return name, "" if settings.get(name) is wanted else str(wanted)
-    now, then = _number(settings.get(name)), _number(value)
+    now, then = number_of(settings.get(name)), number_of(value)
     if then is None or now is None:
         return name, "" if str(settings.get(name)) == value else (value if then is None else _from_unset(name))
     return name, "" if then == now else ("up" if then > now else "down")
@@ -66,7 +66,8 @@ def _from_unset(name: str) -> str:
     return "down" if name.startswith("max_") else "up"
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """Returns a typed number with its unit (`64MiB`) or a dtype's bytes; None for other words."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):

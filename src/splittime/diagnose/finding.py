@@ -51,6 +51,34 @@ class Cure(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join((self.program, *self.flags)) if self.flags else None
 
 
+class FigureChange(msgspec.Struct, frozen=True):
+    """A figure of the replayed requests. recorded: in the real run. before, after: simulated, without the change and
+    with it. ratio: after over before, with the interval from low to high; None where before is 0."""
+
+    name: str
+    recorded: float | None
+    before: float | None
+    after: float | None
+    ratio: float | None
+    low: float | None
+    high: float | None
+
+
+class Gain(msgspec.Struct, frozen=True, kw_only=True):
+    """What the latest requests would be with the cure (`diagnose.sized`).
+
+    settings: what was changed; is_nearer: not as far as the cure says, since the recorded steps do not reach there.
+    figures: the one that the finding is about first. sentence: all this for people.
+    """
+
+    settings: dict[str, Any]
+    is_nearer: bool
+    figures: tuple[FigureChange, ...]
+    num_requests: int
+    draws: int
+    sentence: str
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that holds the requests back.
 
@@ -61,6 +89,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     confidence: 0 to 1, and confidence_from: what it was worked out from.
     cost: what the cure will cost. counter_check: what, when measured, would refute the finding.
     regime: the batch sizes or loads in which it holds.
+    predicted: what the cure would gain; not_predicted: why that is not told ("": nobody asked, or no flag is the cure).
     """
 
     name: str = ""
@@ -77,6 +106,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     step_ids: tuple[int, ...] = ()
     is_limit: bool = False
     share_interval: tuple[float, float] | None = None
+    predicted: Gain | None = None
+    not_predicted: str = ""
 
 
 class Abstention(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,6 +121,12 @@ class Engine:
             self._recorder.start_idling(times.end_ns)
         return record
 
+    def take_over(self, last: StepRecord, count: int) -> None:
+        """Go on behind so many steps that were taken and recorded elsewhere; this is the last."""
+        self._recorder.take_over(last, count)
+        if not self._has_steps:
+            self._recorder.start_idling(last.end_ns)
+
     def call_off(self) -> None:
         """Forget the newest step in flight, of which no result will come. Its requests cannot go on: end them."""
         self._in_flight.pop()

@@ -105,6 +105,11 @@ class Recorder:
     def is_idle(self) -> bool:
         return self._idle_since_ns is not None
 
+    def take_over(self, last: StepRecord, count: int) -> None:
+        """Go on behind a number of steps that were recorded elsewhere, without idle time among them."""
+        self._previous = last
+        self.num_steps += count
+
     def record(self, step: InFlight, result: StepResult, times: StepTimes, is_overlapped: bool) -> StepRecord:
         """Returns the record of a step that has ended. is_overlapped: the host went on while it was computed."""
         span = self._overlapped(step, times) if is_overlapped else _in_turn(step, times)

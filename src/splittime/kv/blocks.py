@@ -23,8 +23,15 @@ def root_name(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def block_name(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+def block_names(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Returns the names of the blocks that these tokens fill, behind the block of that name."""
+    words, names = array("I", token_ids), []
+    num_bytes, block_bytes = len(words) * words.itemsize, block_size * words.itemsize
+    content = words.tobytes()
+    for end in range(block_bytes, num_bytes + 1, block_bytes):
+        parent = blake2b(parent + content[end - block_bytes : end], digest_size=DIGEST_BYTES).digest()
+        names.append(parent)
+    return names
 
 
 class PrefixIndex:

@@ -15,7 +15,7 @@ into which it is copied back. Such a block is in the index as soon as that is pl
 
 from collections.abc import Iterable, Sequence
 
-from splittime.kv.blocks import BlockPool, PrefixIndex, block_name, root_name
+from splittime.kv.blocks import BlockPool, PrefixIndex, block_names, root_name
 from splittime.kv.host import HostTier, Moves
 
 NO_BLOCK = -1
@@ -81,7 +81,8 @@ class KVCache:
         if not self.enable_prefix_caching:
             return 0
         for i in range((len(token_ids) - 1) // self.block_size):
-            name = self._name(lease, i, token_ids)
+            self._name_blocks(lease, i + 1, token_ids)
+            name = lease.names[i]
             block_id = self._index.find(name)
             if block_id is not None:
                 self._pool.share(block_id)
@@ -113,10 +114,12 @@ class KVCache:
         """Index the blocks that the first `num_computed` tokens fill."""
         if not self.enable_prefix_caching:
             return
-        while lease.num_indexed < num_computed // self.block_size:
-            i = lease.num_indexed
-            self._index.add(self._name(lease, i, token_ids), lease.block_ids[i])
-            lease.num_indexed += 1
+        begin, end = lease.num_indexed, num_computed // self.block_size
+        if begin < end:
+            self._name_blocks(lease, end, token_ids)
+            for name, block_id in zip(lease.names[begin:end], lease.block_ids[begin:end], strict=True):
+                self._index.add(name, block_id)
+            lease.num_indexed = end
 
     def trim(self, lease: Lease, num_tokens: int) -> None:
         """Take the blocks back that the first `num_tokens` do not need. Drafts had them; none is in the index."""
@@ -186,10 +189,10 @@ class KVCache:
             self._index.add(lease.names[place], block_id)
         lease.in_host.clear()
 
-    def _name(self, lease: Lease, i: int, token_ids: Sequence[int]) -> bytes:
-        """Name of the lease's block i; the chain is computed once and kept."""
-        while len(lease.names) <= i:
-            start = len(lease.names) * self.block_size
-            parent = lease.names[-1] if lease.names else root_name(lease.salt)
-            lease.names.append(block_name(parent, token_ids[start : start + self.block_size]))
-        return lease.names[i]
+    def _name_blocks(self, lease: Lease, count: int, token_ids: Sequence[int]) -> None:
+        """Name the lease's first `count` blocks; the chain is computed once and kept."""
+        names = lease.names
+        if len(names) < count:
+            parent = names[-1] if names else root_name(lease.salt)
+            begin, end = len(names) * self.block_size, count * self.block_size
+            names += block_names(parent, token_ids[begin:end], self.block_size)

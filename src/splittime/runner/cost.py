@@ -5,26 +5,38 @@ looked up, and the arithmetic of everything that is not a product. Of a mixture 
 a step of several tokens reads more, how many more depends on the text.
 """
 
+from typing import Protocol
+
 from splittime.core.facts import TokenCost
-from splittime.kernels.api import Ops, WeightScheme
+from splittime.kernels.api import WeightScheme
 from splittime.kernels.layer import LayerSpec, MixtureSpec
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan, kept_bytes
 
 
-def cost(model: ModelConfig, plan: WeightPlan, ops: Ops, weights_bytes: int, kv_bytes_per_token: int) -> TokenCost:
+class PackedSizes(Protocol):
+    """What `Ops` says of the size of weights."""
+
+    def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> int | None:
+        """Returns the size of a packed weight, None where it is not known to differ from `kept_bytes`."""
+
+
+def cost(
+    model: ModelConfig, plan: WeightPlan, sizes: PackedSizes, weights_bytes: int, kv_bytes_per_token: int
+) -> TokenCost:
     """weights_bytes: of all packed weights, the head's and every expert's among them."""
     mixers = [layer.mixer for layer in model.layers]
+    idle_expert_bytes = sum(_idle_expert_bytes(layer, model.hidden_size, plan, sizes) for layer in model.layers)
     return TokenCost(
-        weight_bytes=weights_bytes
-        - sum(_idle_expert_bytes(layer, model.hidden_size, plan, ops) for layer in model.layers),
+        weight_bytes=weights_bytes - idle_expert_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
         operations_per_token=2 * sum(_layer_weights(layer, model.hidden_size) for layer in model.layers),
         operations_per_context_token=4 * sum(mixer.query_width for mixer in mixers),
-        head_bytes=_bytes(ops, model.vocab_size, model.hidden_size, plan.head),
+        head_bytes=_bytes(sizes, model.vocab_size, model.hidden_size, plan.head),
         operations_per_sample=2 * model.vocab_size * model.hidden_size,
         window_tokens=max(model.windows, default=None),
         windowed_share=len(model.windows) / model.num_layers,
+        idle_expert_bytes=idle_expert_bytes,
     )
 
 
@@ -33,15 +45,15 @@ def _layer_weights(layer: LayerSpec, hidden_size: int) -> int:
     return layer.mixer.num_weights(hidden_size) + layer.feed_forward.num_weights(hidden_size)
 
 
-def _idle_expert_bytes(layer: LayerSpec, hidden_size: int, plan: WeightPlan, ops: Ops) -> int:
+def _idle_expert_bytes(layer: LayerSpec, hidden_size: int, plan: WeightPlan, sizes: PackedSizes) -> int:
     """Returns the bytes of the experts that one token does not choose."""
     part = layer.feed_forward
     if not isinstance(part, MixtureSpec):
         return 0
-    gate_up = _bytes(ops, 2 * part.expert.inner, hidden_size, plan.layers)
-    down = _bytes(ops, hidden_size, part.expert.inner, plan.layers)
+    gate_up = _bytes(sizes, 2 * part.expert.inner, hidden_size, plan.layers)
+    down = _bytes(sizes, hidden_size, part.expert.inner, plan.layers)
     return (part.router.num_experts - part.router.num_chosen) * (gate_up + down)
 
 
-def _bytes(ops: Ops, out_features: int, in_features: int, scheme: WeightScheme) -> int:
-    return ops.packed_bytes(out_features, in_features, scheme) or kept_bytes(out_features, in_features, scheme)
+def _bytes(sizes: PackedSizes, out_features: int, in_features: int, scheme: WeightScheme) -> int:
+    return sizes.packed_bytes(out_features, in_features, scheme) or kept_bytes(out_features, in_features, scheme)

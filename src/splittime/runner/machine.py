@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from splittime.core.cache_folder import cache_folder
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import Ops
 from splittime.kernels.native.check import rounding_gain
@@ -124,10 +125,8 @@ def packed_cache_folder(setting: str) -> Path | None:
     if setting == "off":
         return None
     if setting == "auto":
-        with suppress(RuntimeError):  # no home directory, as in many containers
-            home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-            return (home if home.is_absolute() else Path.home() / ".cache") / "splittime" / "packed"
-        return None
+        home = cache_folder()
+        return None if home is None else home / "packed"
     try:
         folder = Path(setting).expanduser()
         is_usable = "\0" not in setting and (folder.is_dir() or not folder.exists())

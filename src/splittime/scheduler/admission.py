@@ -5,16 +5,19 @@ engine, or waiting there. A generation leaves the queue when its first `prefill`
 are estimated from the prompt's own bytes until they are known, and never as more than the context holds; those of a
 long text count when they are known, so that what is refused in the end fills nobody's queue meanwhile.
 
-The predicted wait is a simple model. While the queue is not empty, the time from one departure to the next is how long
+The wait is predicted by a model of the running engine (`WaitPredictor`; in a server `simulate.wait`). Where that cannot
+tell, it is predicted from departures. While the queue is not empty, the time from one departure to the next is how long
 one place takes to come free. Over the last departures that gives seconds per request and seconds per prompt token;
 the wait of a newcomer is what stands before it times either, and the larger holds: per request when slots are scarce,
-per token when prefill is. With nothing measured yet it is unknown, and unknown refuses nobody.
+per token when prefill is. With nothing measured yet it is unknown, and unknown refuses nobody. Each prediction says
+which of the two it is.
 """
 
 import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 from splittime.core.errors import Refused, RequestError
 
@@ -31,6 +34,21 @@ class QueueLimits:
 
     max_queued_requests: int
     max_queued_prompt_tokens: int
+
+
+class WaitPredictor(Protocol):
+    def wait_s(self, requests: int, tokens: int, own_tokens: int) -> tuple[float, float] | None:
+        """Returns how long one of so many prompt tokens waits behind so many requests of so many prompt tokens in all,
+        and how long until its first token; None if it cannot tell."""
+        ...
+
+
+class ExpectedWait(NamedTuple):
+    """wait_s: from now until a newcomer is computed. ttft_s: from now until its first token. estimate: what says so."""
+
+    wait_s: float
+    ttft_s: float
+    estimate: Literal["model", "departures"]
 
 
 class ServiceRate:
@@ -101,13 +119,20 @@ class Place:
 
 
 class Admission:
-    def __init__(self, bounds: QueueLimits, on_refusal: Callable[[str], None] = lambda reason: None) -> None:
+    """predictor: asked first; None: waits are predicted from departures alone."""
+
+    def __init__(
+        self,
+        bounds: QueueLimits,
+        on_refusal: Callable[[str], None] = lambda reason: None,
+        predictor: WaitPredictor | None = None,
+    ) -> None:
         self.bounds = bounds
         self.queued_requests = 0
         self.queued_prompt_tokens = 0
         self.refusals: Counter[str] = Counter()
         self.rate = ServiceRate()
-        self._on_refusal = on_refusal
+        self._on_refusal, self._predictor = on_refusal, predictor
         self._bytes_per_token = INITIAL_BYTES_PER_TOKEN
         self._busy_since_ns = 0
 
@@ -121,30 +146,66 @@ class Admission:
             seen = min(max(num_bytes / tokens, least), most)
             self._bytes_per_token += _RATIO_WEIGHT * (seen - self._bytes_per_token)
 
-    def predicted_wait_s(self) -> float | None:
-        return self.rate.wait_s(self.queued_requests, self.queued_prompt_tokens)
+    def expected_wait(self, tokens: int = 1) -> ExpectedWait | None:
+        """Returns the wait of a newcomer with this many prompt tokens; None if nothing is known yet."""
+        return self._expected(self.queued_requests, self.queued_prompt_tokens, tokens)
 
-    def check(self, now_ns: int, *, count: int = 1, tokens: int = 0, deadline_ns: int | None = None) -> None:
+    def _expected(self, requests: int, queued_tokens: int, tokens: int) -> ExpectedWait | None:
+        """Departures do not say how long the newcomer's own prompt takes: by them `ttft_s` is `wait_s`."""
+        said = self._predictor.wait_s(requests, queued_tokens, tokens) if self._predictor is not None else None
+        if said is not None:
+            return ExpectedWait(*said, "model")
+        wait_s = self.rate.wait_s(requests, queued_tokens)
+        return None if wait_s is None else ExpectedWait(wait_s, wait_s, "departures")
+
+    def check(
+        self,
+        now_ns: int,
+        *,
+        count: int = 1,
+        tokens: int = 0,
+        deadline_ns: int | None = None,
+        first_token_by_ns: int | None = None,
+    ) -> None:
         """Raise `Refused` if `count` generations of `tokens` prompt tokens in all have no room, or no time."""
-        bounds, wait_s = self.bounds, self.predicted_wait_s()
+        bounds = self.bounds
         if self.queued_requests + count > bounds.max_queued_requests:
-            self._refuse("queued_requests", self.queued_requests, bounds.max_queued_requests, wait_s)
+            self._refuse("queued_requests", bounds.max_queued_requests)
         self.require_room_for_tokens(tokens)
-        if deadline_ns is not None and wait_s is not None and now_ns + wait_s * 1e9 > deadline_ns:
-            self._refuse("deadline", self.queued_requests, None, wait_s)
+        if deadline_ns is not None or first_token_by_ns is not None:
+            expected = self.expected_wait(tokens // count)
+            self._require_time(now_ns, expected, deadline_ns, first_token_by_ns)
 
     def require_room_for_tokens(self, tokens: int, own_tokens: int = 0) -> None:
         """own_tokens: those of the queued that are its own. In a queue of no others any prompt may stand."""
         others, limit = self.queued_prompt_tokens - own_tokens, self.bounds.max_queued_prompt_tokens
         if others and others + tokens > limit:
-            self._refuse("queued_prompt_tokens", self.queued_prompt_tokens, limit, self.predicted_wait_s())
+            self._refuse("queued_prompt_tokens", limit)
 
-    def enter(self, now_ns: int, *, count: int, tokens: int, deadline_ns: int | None) -> Place:
+    def require_first_token(self, now_ns: int, tokens: int, own: Place, first_token_by_ns: int) -> None:
+        """Raise `Refused` if one in the queue, now known to be of so many tokens, has no time behind the others."""
+        others = self.queued_requests - own.left, self.queued_prompt_tokens - sum(own.tokens_each)
+        self._require_time(now_ns, self._expected(*others, tokens), None, first_token_by_ns)
+
+    def _require_time(
+        self, now_ns: int, expected: ExpectedWait | None, deadline_ns: int | None, first_token_by_ns: int | None
+    ) -> None:
+        if expected is None:
+            return
+        if deadline_ns is not None and now_ns + expected.wait_s * 1e9 > deadline_ns:
+            raise self.refuse(_late("deadline", self.queued_requests, expected, expected.wait_s, deadline_ns - now_ns))
+        if first_token_by_ns is not None and now_ns + expected.ttft_s * 1e9 > first_token_by_ns:
+            left_ns = first_token_by_ns - now_ns
+            raise self.refuse(_late("slo_ttft", self.queued_requests, expected, expected.ttft_s, left_ns))
+
+    def enter(
+        self, now_ns: int, *, count: int, tokens: int, deadline_ns: int | None, first_token_by_ns: int | None = None
+    ) -> Place:
         """Take places in the queue, or raise: `Refused` for now, `RequestError` if it could never fit."""
         if count > self.bounds.max_queued_requests:
             limit = self.bounds.max_queued_requests
             raise RequestError(f"{count} choices are more than the queue holds", param="n", value=count, limit=limit)
-        self.check(now_ns, count=count, tokens=tokens, deadline_ns=deadline_ns)
+        self.check(now_ns, count=count, tokens=tokens, deadline_ns=deadline_ns, first_token_by_ns=first_token_by_ns)
         if self.queued_requests == 0:
             self._busy_since_ns = now_ns
         self.queued_requests += count
@@ -163,22 +224,55 @@ class Admission:
         self._on_refusal(refused.reason)
         return refused
 
-    def _refuse(self, reason: str, queued: int, limit: int | None, wait_s: float | None) -> None:
-        one_place_s = self.rate.seconds_per_request or 1.0
+    def _refuse(self, reason: str, limit: int) -> None:
+        """For want of room, which there is when the next one leaves the queue."""
+        expected, next_one = self.expected_wait(), self._expected(0, 0, 1)
+        if next_one is not None and next_one.estimate == "model":
+            retry_after_s = next_one.wait_s
+        else:
+            retry_after_s = self.rate.seconds_per_request or 1.0
         raise self.refuse(
             Refused(
                 _MESSAGES[reason],
                 reason=reason,
-                queued=queued,
+                queued=self.queued_requests if reason == "queued_requests" else self.queued_prompt_tokens,
                 limit=limit,
-                predicted_wait_s=wait_s,
-                retry_after_s=round(max(0.001, (wait_s or 1.0) if reason == "deadline" else one_place_s), 3),
+                predicted_wait_s=None if expected is None else expected.wait_s,
+                wait_estimate=None if expected is None else expected.estimate,
+                retry_after_s=_rounded(retry_after_s),
             )
         )
 
 
+def _late(reason: str, queued: int, expected: ExpectedWait, takes_s: float, left_ns: int) -> Refused:
+    """Returns the refusal of a request that takes longer than what is left of its time. When the queue has become
+    shorter by as much as is missing, another would make it."""
+    takes_ms, left_ms = takes_s * 1e3, max(left_ns, 0) / 1e6
+    words = f"{_MESSAGES[reason]}: {takes_ms:.0f} ms predicted ({expected.estimate}), {left_ms:.0f} ms allowed"
+    alone_s = takes_s - expected.wait_s  # in an empty queue, all the same
+    missing_s = max(takes_s - max(left_ns, 0) * 1e-9, 0.001)
+    is_hopeless = alone_s * 1e3 > left_ms
+    return Refused(
+        words,
+        reason=reason,
+        queued=queued,
+        limit=round(left_ms),
+        predicted_wait_s=expected.wait_s,
+        predicted_ttft_s=expected.ttft_s,
+        wait_estimate=expected.estimate,
+        retry_after_s=None if is_hopeless else _rounded(missing_s),
+        hint=_HOPELESS if is_hopeless else None,
+    )
+
+
+def _rounded(retry_after_s: float) -> float:
+    return math.ceil(max(0.001, retry_after_s) * 1000) / 1000
+
+
+_HOPELESS = "Even without a queue this prompt takes longer: allow more time, or send a shorter one."
 _MESSAGES = {
     "queued_requests": "as many requests wait as max_queued_requests allows",
     "queued_prompt_tokens": "as many prompt tokens wait as max_queued_prompt_tokens allows",
     "deadline": "the predicted wait is longer than the request's deadline",
+    "slo_ttft": "the first token would come later than x-llm-d-slo-ttft-ms allows",
 }

@@ -15,6 +15,8 @@ up. A plan is made in four passes over one token budget:
 Every request that waits, and every running one that gets no row, gets its cause at this moment.
 """
 
+import math
+
 from splittime.core.step import PENDING, Admitted, Row, StepPlan
 from splittime.ledger.stages import Cause
 from splittime.scheduler.config import SchedulerConfig
@@ -78,6 +80,41 @@ class Planner:
         requests.begin_step(self._step_id, rows)
         offloads, restores = requests.cache.take_moves()
         return StepPlan(self._step_id, tuple(rows), admitted, requests.take_released(), offloads, restores)
+
+    def quiet_until_ns(self, now_ns: int) -> float:
+        """Until when a plan of nothing but a row for each of the running says of those who wait what the last one said,
+        while there are as few blocks; before now if not even this one would."""
+        queue, config = self._requests.queue, self._requests.config
+        bound_ns = config.starvation_bound_ms * 1e6
+        first = queue.peek(now_ns, bound_ns)
+        if first is None:
+            return math.inf
+        cause = self._obstacle_behind_decodes()
+        said = (Cause.KV_BLOCKS, Cause.POLICY) if cause is None else (cause, cause)
+        return queue.overdue_from_ns(now_ns, bound_ns) if queue.has_said(first, *said) else -math.inf
+
+    def lacks_blocks(self, first: RequestState) -> bool:
+        """Whether a plan of nothing but decodes, whose blocks are taken, finds too few for who waits first. What it
+        tries leaves the cache as a plan that comes behind would."""
+        cause = self._find_blocks(first, StepBudget(self._requests.config, len(self._requests.running)))
+        if cause is None:
+            self._requests.cache.free(first.lease)
+            first.num_computed = 0
+        return cause is Cause.KV_BLOCKS
+
+    def waits_for_blocks(self, now_ns: int) -> RequestState | None:
+        """Returns who waits first, if nothing but blocks keeps it from being admitted behind decodes."""
+        first = self._requests.queue.peek(now_ns, self._requests.config.starvation_bound_ms * 1e6)
+        return None if first is None or self._obstacle_behind_decodes() is not None else first
+
+    def _obstacle_behind_decodes(self) -> Cause | None:
+        """What keeps any request from being admitted into a step in which all that run decode."""
+        config = self._requests.config
+        return self._obstacle(StepBudget(config, len(self._requests.running)), config.batching == "continuous")
+
+    def pass_steps(self, count: int) -> None:
+        """Go on behind a number of steps that were taken without a plan."""
+        self._step_id += count
 
     def _plan_decodes(self, rows: list[Row], now_ns: int) -> list[RequestState]:
         """A row for each running request with one pending token, which needs a new block at a block's edge only.

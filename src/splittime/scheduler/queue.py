@@ -10,62 +10,14 @@ their own, which says `policy`. Who waits for something of its own stands elsewh
     a request     pushed @12 ........joins @25 (next plan).......... leaves @95: batch_slots 25..90, token_budget 90..95
 """
 
-import heapq
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from splittime.ledger.stages import Cause
+from splittime.scheduler.heap import MortalHeap
 from splittime.scheduler.state import Rank, RequestState, overdue_rank
-
-Entry = TypeVar("Entry", bound=tuple)
-SWEEP_FROM = 64  # dead entries that are not worth a sweep
-
-
-class MortalHeap(Generic[Entry]):
-    """A heap whose entries may die where they are. All operations are O(log n), over many calls.
-
-    Taking an entry out of the middle of a heap costs O(n). So it stays: `is_alive` tells the living from the dead, the
-    dead are skipped when they come to the top, and they are swept out when they are the most (one at the bottom might
-    never come to the top). Entries are ordered as tuples are.
-    """
-
-    def __init__(self, is_alive: Callable[[Entry], bool]) -> None:
-        self._entries: list[Entry] = []
-        self._is_alive = is_alive
-
-    def __iter__(self) -> Iterator[Entry]:
-        """The living, in no order."""
-        return filter(self._is_alive, self._entries)
-
-    @property
-    def num_kept(self) -> int:
-        """Entries, the dead among them."""
-        return len(self._entries)
-
-    def push(self, entry: Entry) -> None:
-        heapq.heappush(self._entries, entry)
-
-    def first(self) -> Entry | None:
-        """The least of the living; it stays."""
-        entries = self._entries
-        while entries and not self._is_alive(entries[0]):
-            heapq.heappop(entries)
-        return entries[0] if entries else None
-
-    def pop(self) -> Entry | None:
-        """The least of the living; it leaves."""
-        return None if self.first() is None else heapq.heappop(self._entries)
-
-    def sweep(self, num_alive: int) -> None:
-        """Forget the dead, once they outnumber so many living ones."""
-        if len(self._entries) > 2 * num_alive + SWEEP_FROM:
-            self.fill(list(self))
-
-    def fill(self, entries: Iterable[Entry]) -> None:
-        """Hold these entries and no others."""
-        self._entries = list(entries)
-        heapq.heapify(self._entries)
 
 
 class ArrivalOrder:
@@ -142,6 +94,9 @@ class CauseLog:
     def cause(self) -> Cause:
         """What its readers wait for now."""
         return self._entries[-1][1]
+
+    def states(self, cause: Cause) -> bool:
+        return bool(self._entries) and self._entries[-1][1] is cause
 
     def state_cause(self, now_ns: int, cause: Cause) -> None:
         if self._entries and self._entries[-1][1] is cause:
@@ -259,6 +214,19 @@ class WaitingQueue:
         self._first = first
         cause = _overtaken_cause(first_cause) if first.is_overtaken else first_cause
         first.account.enter(first.waiting_stage, now_ns, cause)
+
+    def has_said(self, first: RequestState, first_cause: Cause, rest_cause: Cause) -> bool:
+        """Whether all would wait on as they do if `wait` gave these causes."""
+        own = _overtaken_cause(first_cause) if first.is_overtaken else first_cause
+        is_same = self._first is first and first.account.cause is own and self._log.states(rest_cause)
+        return is_same and not self._fresh and not self._overtaken
+
+    def overdue_from_ns(self, now_ns: int, starvation_bound_ns: float) -> float:
+        """Up to which instant `peek` gives the same as now, while nobody comes or goes."""
+        oldest = self._by_age.first()
+        if oldest is None or now_ns - oldest[0] > starvation_bound_ns or math.isinf(starvation_bound_ns):
+            return math.inf
+        return oldest[0] + math.floor(starvation_bound_ns)
 
     def waiting_for(self) -> Counter[Cause | None]:
         """How many wait for what now, in O(arrivals since the last plan)."""

@@ -11,7 +11,9 @@ at once, since steps run in order.
 The scheduler reads no clock: `now_ns` is told to it. `check` verifies its books against the cache's.
 """
 
+import math
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from splittime.core.errors import Conflict
@@ -20,8 +22,8 @@ from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
+from splittime.scheduler.heap import MortalHeap
 from splittime.scheduler.planner import Planner
-from splittime.scheduler.queue import MortalHeap
 from splittime.scheduler.requests import Requests, rank_of
 from splittime.scheduler.state import (
     DECODE,
@@ -34,6 +36,7 @@ from splittime.scheduler.state import (
     rank,
     row_error,
 )
+from splittime.scheduler.stretch import QuietStretch, TokensOf, num_undecided
 
 
 class Scheduler:
@@ -177,7 +180,8 @@ class Scheduler:
             accepted, logprobs, num_tokens = accepted[:num_kept], logprobs[:num_kept], len(token_ids)
         state.num_promised -= row.num_samples
         self.counts.output_tokens += len(accepted)
-        if (num_tokens - 1) // self._block_size > lease.num_indexed:  # of the last token nothing is computed
+        # of the last token nothing is computed
+        if (num_tokens - 1) // self._block_size > lease.num_indexed and self.cache.enable_prefix_caching:
             self.cache.commit(lease, token_ids, num_tokens - 1)
         prompt_logprobs = state.new_prompt_logprobs(row, row_result) if row_result.prompt_logprobs else ()
         if reason is not None:
@@ -196,6 +200,28 @@ class Scheduler:
         self.speculation.settle(state, row, row_result.draft_token_ids)
         if self._requests.has_step_in_flight and not self._requests.is_in_flight(state):
             state.stall(Cause.STEP_IN_FLIGHT, now_ns)  # its tokens had to be known before it could be planned
+
+    # ---- many steps at once ---------------------------------------------------------------------------------------
+
+    def stretch(self, now_ns: int, tokens_of: TokensOf) -> QuietStretch | None:
+        """Returns the steps that come, in which there is nothing to decide; None if there is something now. tokens_of:
+        says what they sample."""
+        max_steps = 0 if self.config.paused else num_undecided(self._requests)
+        if not max_steps:
+            return None
+        deadline_ns = self.next_deadline_ns()
+        until_ns = min(self._planner.quiet_until_ns(now_ns), math.inf if deadline_ns is None else deadline_ns - 1)
+        if now_ns > until_ns:
+            return None
+        first, lacks_blocks = self._planner.waits_for_blocks(now_ns), self._planner.lacks_blocks
+        is_steady = (lambda: True) if first is None else partial(lacks_blocks, first)
+        return QuietStretch(self._requests, tokens_of, max_steps, until_ns, is_steady)
+
+    def take_over(self, stretch: QuietStretch, committed_ns: int) -> list[RequestOutput]:
+        """Go on behind a stretch, whose last step was committed then. Returns the ends of those who have ended."""
+        self._planner.pass_steps(stretch.num_steps)
+        self._last_commit_ns = committed_ns
+        return stretch.close(committed_ns)
 
     # ---- what others look at --------------------------------------------------------------------------------------
 

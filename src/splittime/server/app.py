@@ -24,7 +24,7 @@ from splittime.api.limits import ModelInfo
 from splittime.core.errors import NotFound, RequestError, SplittimeError
 from splittime.drive.client import EngineClient
 from splittime.ledger.store import Ledger
-from splittime.server import routes_dashboard, routes_info, routes_ledger, routes_sleep
+from splittime.server import routes_dashboard, routes_info, routes_ledger, routes_sleep, routes_what_if
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
 from splittime.server.service import Service
@@ -80,6 +80,7 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ledger/steps", routes_ledger.steps),
     ("GET", "/ledger/facts", routes_ledger.facts),
     ("GET", "/ledger/trace.json", routes_ledger.trace_json),
+    ("POST", "/ledger/what-if", routes_what_if.what_if),
     ("GET", "/dashboard/data", routes_dashboard.data),
     ("GET", "/dashboard/requests/{request_id}", routes_dashboard.one_request),
     ("GET", "/dashboard/findings", routes_dashboard.findings),

@@ -143,7 +143,7 @@ def _look(service: Service, after: PageCursor | None) -> View:
 
 
 def _server(service: Service) -> dict[str, Any]:
-    model, wait_s = service.model, service.admission.predicted_wait_s()
+    model = service.model
     return {
         "version": __version__,
         "model": model.name if model is not None else None,
@@ -151,7 +151,7 @@ def _server(service: Service) -> dict[str, Any]:
         "is_ready": service.is_serving,
         "is_draining": service.is_draining,
         "open_requests": service.num_open,
-        "predicted_wait_ms": None if wait_s is None else round(wait_s * 1e3, 3),
+        **service.predicted(),
         "refusals": dict(service.admission.refusals),
     }
 

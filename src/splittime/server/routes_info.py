@@ -1,6 +1,7 @@
 """Everything that is not a generation and not the ledger: probes, models, tokens, metrics, knobs, the description."""
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -159,14 +160,14 @@ async def metrics(service: Service, scope: http.Scope, receive: http.Receive, se
 
 async def stats(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The engine's latest gauges and this process's own, in JSON."""
-    admission, wait_s = service.admission, service.admission.predicted_wait_s()
+    admission = service.admission
     answer = {
         "engine": msgspec.to_builtins(service.client.stats()),
         "server": {
             "open_requests": service.num_open,
             "queued_requests": admission.queued_requests,
             "queued_prompt_tokens": admission.queued_prompt_tokens,
-            "predicted_wait_ms": None if wait_s is None else round(wait_s * 1e3, 3),
+            **service.predicted(),
             "refusals": dict(admission.refusals),
             "is_draining": service.is_draining,
             "gc_pauses": None if service.gc_pauses is None else service.gc_pauses.summary(),
@@ -197,6 +198,7 @@ async def change_knobs(service: Service, scope: http.Scope, receive: http.Receiv
         engine_knobs = await _configure(service, wanted)
     for name, value in own.items():
         setattr(service.admission.bounds, name, value)
+    service.knobs_changed_ns = time.monotonic_ns()
     await http.respond_json(send, {**engine_knobs, **asdict(service.admission.bounds)})
 
 

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from typing import Any
 
 import msgspec
 import orjson
@@ -26,6 +27,8 @@ from splittime.ledger.store import ID_PREFIXES, Ledger
 from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.server.config import ServerConfig
 from splittime.server.group import Group
+from splittime.server.simulation import Simulation
+from splittime.simulate.wait import Begun, WaitModel
 from splittime.text.process import Encode, InlineTokenizing, TextLimits, TextWork
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.workers import TextWorkers
@@ -62,7 +65,11 @@ class Service:
         self.started_ns = self._ready_ns = time.monotonic_ns() if started_ns is None else started_ns
         ledger.describe_by(self.facts, machine_time())
         bounds = QueueLimits(config.max_queued_requests, config.max_queued_prompt_tokens)
-        self.admission = Admission(bounds, self.exporter.count_refusal)
+        self.groups: dict[str, Group] = {}  # by `full_id`, as what is reserved
+        self.waits = WaitModel(self._running, client.stats)
+        ledger.subscribe(self.waits.take)
+        self.exporter.tell_step_errors(lambda: self.waits.cost.errors)
+        self.admission = Admission(bounds, self.exporter.count_refusal, self.waits)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         limits = TextLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
         self.texts = TextWorkers(tokenizer.describe, limits)
@@ -70,8 +77,9 @@ class Service:
         self.inline = InlineTokenizing(config.inline_tokenize_chars)
         self.is_draining = False
         self.began_draining = asyncio.Event()
-        self.groups: dict[str, Group] = {}  # by `full_id`, as what is reserved
         self._reserved: dict[str, asyncio.Event] = {}
+        self.simulation = Simulation()
+        self.knobs_changed_ns = 0  # when one was last
         self.num_open = 0  # HTTP requests for generations that are being served
 
     # ---- may a request come in
@@ -177,6 +185,25 @@ class Service:
         names = {request_id, *map(request_id.removeprefix, ID_PREFIXES)}
         return any(self.full_id(name, each) in self.groups for name in names for each in (tenant, *whose))
 
+    def _running(self) -> Iterator[Begun]:
+        for group in self.groups.values():
+            for choice in group.choices:
+                if choice.has_started and not choice.is_done:
+                    request = choice.request
+                    most = request.sampling.max_tokens or 1
+                    yield Begun(request.request_id, len(request.prompt_token_ids), choice.num_output_tokens, most)
+
+    def predicted(self) -> dict[str, Any]:
+        """Returns the wait that the server expects of a newcomer (ms), by which estimate, and the error of the model of
+        steps."""
+        expected = self.admission.expected_wait()
+        errors = self.waits.cost.errors
+        return {
+            "predicted_wait_ms": None if expected is None else round(expected.wait_s * 1e3, 3),
+            "wait_estimate": None if expected is None else expected.estimate,
+            "step_error_ratio": {kind: None if each is None else round(each, 4) for kind, each in errors.items()},
+        }
+
     # ---- the ledger
 
     def file_account(self, account: ClosedAccount) -> None:
@@ -233,6 +260,7 @@ class Service:
 
     def close(self) -> None:
         self.texts.close()
+        self.simulation.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
         if self.gc_pauses is not None:
             self.gc_pauses.close()

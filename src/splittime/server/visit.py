@@ -54,6 +54,7 @@ class Visit:
         self.request_id = ""
         self.notices: list[str] = []  # what the client reads beside its answer
         self._deadline_ns: int | None = None  # once its head has been read
+        self._first_token_by_ns: int | None = None
         # what it holds, from when it has it until it leaves
         self._group: Group | None = None
         self._prompts: Prompts | None = None
@@ -105,12 +106,13 @@ class Visit:
     def _read_head(self) -> tuple[ModelInfo, int | None]:
         """The model, and the request's deadline; refused if there is no room, or none for its tenant."""
         deadline_ns = self._deadline_ns = http.deadline_ns(self.scope, self.start_ns)
+        by_ns = self._first_token_by_ns = http.first_token_by_ns(self.scope, self.start_ns)
         model = self.service.require_serving()
         try:
             self.service.quota(self.tenant).check(now_ns())
         except Refused as refused:
             raise self.service.admission.refuse(refused) from None
-        self.service.admission.check(now_ns(), tokens=1, deadline_ns=deadline_ns)
+        self.service.admission.check(now_ns(), tokens=1, deadline_ns=deadline_ns, first_token_by_ns=by_ns)
         return model, deadline_ns
 
     async def _come_in(self) -> tuple[Ask, Group, Writer]:
@@ -126,9 +128,13 @@ class Visit:
         self.account.enter(Stage.ADMIT, now_ns())
         prompts = self._prompts = Prompts(ask, model, self.service, self.account)
         prompts.require_possible()
-        tokens = prompts.estimate_tokens() * ask.n
-        admission = self.service.admission
-        place = self._place = admission.enter(now_ns(), count=ask.num_choices, tokens=tokens, deadline_ns=deadline_ns)
+        place = self._place = self.service.admission.enter(
+            now_ns(),
+            count=ask.num_choices,
+            tokens=prompts.estimate_tokens() * ask.n,
+            deadline_ns=deadline_ns,
+            first_token_by_ns=self._first_token_by_ns,
+        )
         tokenized = await prompts.tokenize(deadline_ns)
         self.account.enter(Stage.ADMIT, now_ns())
         if self._is_gone:
@@ -136,6 +142,8 @@ class Visit:
         lengths = [len(prompt.token_ids) for prompt in tokenized for _ in range(ask.n)]
         if prompts.is_long:
             place.require_room(sum(lengths))
+            if self._first_token_by_ns is not None:
+                self.service.admission.require_first_token(now_ns(), lengths[0], place, self._first_token_by_ns)
         place.correct(lengths)
         if deadline_ns is not None and now_ns() >= deadline_ns:
             raise too_late()

@@ -8,9 +8,13 @@ No coefficient is negative. A step whose rows all decode may take another way (a
 so these have a constant of their own. What is not linear (tiles of rows, caches) is in a factor for each bucket of
 tokens, drawn towards 1 where a bucket has few steps.
 
-A virtual machine takes a third more or less for the same within minutes. `Pace` says how fast it was when, so that a
-simulation of the recorded time has the machine of that time. What is not known exactly is drawn: the coefficients
-(`sample`), and what a single step takes more or less than its like (`Noise`).
+A model that was not measured (`simulate.data_sheet`) has a second line, `compute`, of the same features: the time that
+the arithmetic takes, where the first is what the memory takes. A step takes the larger of the two (Williams, Waterman
+and Patterson's roofline, 2009). A fitted model has none: what was measured has both in it.
+
+Within minutes a virtual machine may take a third more or less time for the same work. `Pace` says how fast it was at
+each time, so that a simulation of the recorded time has the machine of that time. What is not known exactly is drawn:
+the coefficients (`sample`), and by how much a single step differs from steps that are alike (`Noise`).
 
 Steps with more than `REACH` times the most of anything that was recorded are refused.
 """
@@ -34,9 +38,9 @@ LIMITED = ("rows", "tokens", "decode_rows", "kv_tokens", "prompt_pairs", "moved_
 
 
 class ShapeBucket(msgspec.Struct, frozen=True):
-    """Steps alike: how their time compares with what the lines and the machine's pace say. factor: of the mean. noise:
-    quantiles of the ratio to that, evenly spaced, of mean 1 without pauses. median_error: relative to the mean, of
-    its own steps."""
+    """Steps that are alike, and how their times compare with what the lines and the machine's pace say. factor: of
+    their mean to that. noise: evenly spaced quantiles of a step's time over this mean, of mean 1 without pauses.
+    median_error: the median difference of its own steps from the mean, relative to it."""
 
     num_steps: int
     factor: float
@@ -59,9 +63,9 @@ class OutOfRange(ConfigError):
 
 
 class CostModel(msgspec.Struct, frozen=True):
-    """device: coefficients of `FEATURES`, in ns. covariance: of these. host: coefficients of each of `HOST_PARTS`.
-    most: of each quantity of `LIMITED`, in the recorded steps. persistence: of the noise, from a step to the next.
-    about: what it was fitted on."""
+    """device: coefficients of `FEATURES`, in ns. compute: those of the second line, if there is one. covariance: of
+    both lines, one behind the other. host: coefficients of each of `HOST_PARTS`. most: of each quantity of `LIMITED`,
+    in the recorded steps. persistence: of the noise, from a step to the next. about: what it was fitted on."""
 
     device: tuple[float, ...]
     covariance: tuple[tuple[float, ...], ...]
@@ -73,6 +77,24 @@ class CostModel(msgspec.Struct, frozen=True):
     errors: Errors
     num_steps: int
     about: dict[str, Any] = {}
+    compute: tuple[float, ...] = ()
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all numbers are there, finite, and what they must be: a file may hold anything."""
+        lines, host = (*self.device, *self.compute), [one for part in self.host for one in part]
+        spread = [one for row in self.covariance for one in row]
+        numbers = (*lines, *host, *spread, self.move_ns, *msgspec.structs.astuple(self.errors))
+        return (
+            len(self.device) == len(FEATURES)
+            and len(self.compute) in (0, len(FEATURES))
+            and [len(row) for row in self.covariance] == [len(lines)] * len(lines)
+            and (len(self.host), len(self.most)) == (len(HOST_PARTS), len(LIMITED))
+            and all(each.noise and each.factor > 0 and min(each.noise) >= 0 for each in self.buckets.values())
+            and all(map(math.isfinite, numbers))
+            and min(lines) >= 0
+            and 0 <= self.persistence < 1
+        )
 
     def step_time(self, shape: StepShape, pace: float = 1.0, noise: float | None = None) -> StepTime:
         """Returns what the step takes on a machine that takes `pace` times as long as in the mean. noise: how unusual
@@ -81,20 +103,24 @@ class CostModel(msgspec.Struct, frozen=True):
         bucket, factor = self.buckets.get(bucket_of(shape)), pace
         if bucket is not None:
             factor *= bucket.factor if noise is None else bucket.factor * quantile(bucket.noise, noise)
-        rows, tokens, decode_rows, kv_tokens, pairs, moved, _ = shape
-        c0, c1, c2, c3, c4, c5 = self.device
-        prompt_tokens = tokens - decode_rows
-        device_ns = c0 + c2 * decode_rows + c4 * kv_tokens
-        if prompt_tokens > 0:
-            device_ns += c1 + c3 * prompt_tokens + c5 * pairs
+        rows, tokens, _, _, _, moved, _ = shape
+        device_ns = _on_line(self.device, shape)
+        if self.compute:
+            device_ns = max(device_ns, _on_line(self.compute, shape))
         plan, launch, sample, commit, gap = [round(factor * (a + b * rows + c * tokens)) for a, b, c in self.host]
         return StepTime(plan, launch, round(self.move_ns * moved), round(factor * device_ns), sample, commit, gap)
 
     def sample(self, rng: random.Random) -> "CostModel":
-        """Returns a model that may as well be true: its coefficients are drawn."""
+        """Returns another model that fits as well: its coefficients are drawn from the normal distribution that the fit
+        gives them (`covariance`), and none is negative."""
         generator = np.random.Generator(np.random.PCG64(rng.getrandbits(64)))
-        drawn = generator.multivariate_normal(self.device, self.covariance, method="svd")
-        return msgspec.structs.replace(self, device=tuple(max(0.0, value) for value in drawn.tolist()))
+        both, covariance = np.array((*self.device, *self.compute)), np.array(self.covariance)
+        scale = np.sqrt(np.diag(covariance))  # they are of sizes that no decomposition has digits for
+        scale[scale == 0] = 1.0
+        covariance /= np.outer(scale, scale)  # positive semidefinite but for rounding, of which numpy would warn
+        drawn = generator.multivariate_normal(np.zeros(len(both)), covariance, method="svd", check_valid="ignore")
+        values = tuple(np.maximum(both + scale * drawn, 0.0).tolist())
+        return msgspec.structs.replace(self, device=values[: len(FEATURES)], compute=values[len(FEATURES) :])
 
     def _require_near(self, shape: StepShape) -> None:
         for name, most in zip(LIMITED, self.most, strict=True):
@@ -103,6 +129,15 @@ class CostModel(msgspec.Struct, frozen=True):
                 words = f"a step would have {value} {name}; of the recorded ones none has more than {most}"
                 hint = "Record a load that has such steps, and simulate that."
                 raise OutOfRange(words, param=name, value=value, limit=round(REACH * most), hint=hint)
+
+
+def _on_line(line: tuple[float, ...], shape: StepShape) -> float:
+    """Returns ns, before any bucket's factor."""
+    _, tokens, decode_rows, kv_tokens, pairs, _, _ = shape
+    c0, c1, c2, c3, c4, c5 = line
+    prompt_tokens = tokens - decode_rows
+    line_ns = c0 + c2 * decode_rows + c4 * kv_tokens
+    return line_ns + c1 + c3 * prompt_tokens + c5 * pairs if prompt_tokens > 0 else line_ns
 
 
 class PaceOf(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """An engine whose steps take the time that they are said to take, and compute nothing.
 
     clock = VirtualClock()
-    engine, runner = costed_engine(Scheduler(config), costs, clock)
+    engine, runner = costed_engine(Scheduler(config), by_shape(costs), clock)
     Crank(EngineParts(engine, runner), clock)
 
 The scheduler, the cache, the engine and the crank are the real ones. `StepCosts` says what each step takes: a cost
@@ -13,6 +13,7 @@ else differs, and what one run has in its prefix cache is worth as much as what 
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 from zlib import crc32
 
@@ -20,20 +21,30 @@ from splittime.core.clock import VirtualClock
 from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.engine.engine import Engine
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.shape import StepTime
+from splittime.simulate.shape import StepShape, StepTime, shape_of_plan
+
+SPREAD, GOLDEN = 0x2545F4914F6CDD1D, 0x9E3779B97F4A7C15
 
 
 class StepCosts(Protocol):
-    def of(self, plan: StepPlan, now_ns: int) -> StepTime:
-        """Returns what this step takes, which begins now. Asked once for each step, in order."""
+    def of(self, shape: StepShape, now_ns: int) -> StepTime:
+        """Returns what a step takes that computes this, and begins now. Asked once for each step, in order."""
         ...
+
+
+PlanTime = Callable[[StepPlan, int], StepTime]
+
+
+def by_shape(costs: StepCosts, execution: str = "host") -> PlanTime:
+    """Returns what says how long the step takes that a plan describes."""
+    return lambda plan, now_ns: costs.of(shape_of_plan(plan, execution), now_ns)
 
 
 class CurrentStep:
     """What the step in hand takes, for the engine that plans it and the runner that runs it."""
 
-    def __init__(self, costs: StepCosts) -> None:
-        self.costs = costs
+    def __init__(self, time_of: PlanTime) -> None:
+        self.time_of = time_of
         self.time = StepTime()
 
 
@@ -47,7 +58,7 @@ class CostedEngine(Engine):
     def begin(self, now_ns: int) -> StepPlan | None:
         plan = super().begin(now_ns)
         if plan is not None:
-            self._step.time = self._step.costs.of(plan, now_ns)
+            self._step.time = self._step.time_of(plan, now_ns)
             self._clock.advance(self._step.time.plan_ns)
         return plan
 
@@ -63,19 +74,14 @@ class CostedRunner:
 
     def __init__(self, step: CurrentStep, clock: VirtualClock, execution: str = "host") -> None:
         self._step, self._clock, self._execution = step, clock, execution
-        self._seeds: dict[str, int] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
-        for request_id in plan.released:
-            self._seeds.pop(request_id, None)
-        for admitted in plan.admitted:
-            self._seeds[admitted.request_id] = _seed(admitted.request_id)
         time = self._step.time
         self._clock.advance(time.launch_ns + time.moves_ns + time.device_ns + time.sample_ns)
         offload_ns = time.moves_ns if plan.offloads else 0
         return StepResult(
             plan.step_id,
-            tuple([self._row_result(row) for row in plan.rows]),
+            tuple([_result(row) for row in plan.rows]),
             time.device_ns,
             time.sample_ns,
             self._execution,
@@ -83,18 +89,19 @@ class CostedRunner:
             restore_ns=time.moves_ns - offload_ns,
         )
 
-    def _row_result(self, row: Row) -> RowResult:
-        request_id = row.request_id
-        if not row.num_samples:
-            return RowResult(request_id)
-        return RowResult(request_id, (mixed_token(self._seeds[request_id], row.start + len(row.token_ids)),))
+
+def _result(row: Row) -> RowResult:
+    request_id = row.request_id
+    if not row.num_samples:
+        return RowResult(request_id)
+    return RowResult(request_id, (mixed_token(_seed(request_id), row.start + len(row.token_ids)),))
 
 
 def costed_engine(
-    scheduler: Scheduler, costs: StepCosts, clock: VirtualClock, execution: str = "host"
+    scheduler: Scheduler, time_of: PlanTime, clock: VirtualClock, execution: str = "host"
 ) -> tuple[Engine, CostedRunner, Callable[[], int]]:
     """Returns an engine, its runner, and what tells how long after a step the next may begin."""
-    step = CurrentStep(costs)
+    step = CurrentStep(time_of)
     return CostedEngine(scheduler, step, clock), CostedRunner(step, clock, execution), lambda: step.time.host_gap_ns
 
 
@@ -103,10 +110,22 @@ def output_token(request_id: str, position: int) -> int:
     return mixed_token(_seed(request_id), position)
 
 
+def output_tokens(request_id: str, begin: int, end: int) -> list[int]:
+    """Returns those from a position to another."""
+    return mixed_tokens(_seed(request_id), begin, end)
+
+
+@lru_cache(4096)
 def _seed(request_id: str) -> int:
     return crc32(request_id.encode())
 
 
 def mixed_token(seed: int, index: int) -> int:
     """Returns a number of 30 bits that depends on all of both (Fibonacci hashing: Knuth, volume 3, 6.4)."""
-    return ((seed * 0x2545F4914F6CDD1D + index) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> 34
+    return ((seed * SPREAD + index) * GOLDEN & 0xFFFFFFFFFFFFFFFF) >> 34
+
+
+def mixed_tokens(seed: int, begin: int, end: int) -> list[int]:
+    """Returns those from an index to another."""
+    first = seed * SPREAD
+    return [(index * GOLDEN & 0xFFFFFFFFFFFFFFFF) >> 34 for index in range(first + begin, first + end)]

@@ -1,12 +1,13 @@
 """What stands between the clients and a simulated engine: who comes when, who is admitted, who goes away.
 
 The `Arrivals` of a loop. Admission is the server's own (`scheduler.admission`). It is asked at the instant at which a
-request had got so far, and is told only of what had left its queue by then, though the loop comes by later.
+request has come that far, and knows only what had left its queue by then, even if the loop looks later.
 """
 
 import heapq
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import Refused
@@ -23,16 +24,35 @@ class Door:
     def __init__(self, clock: VirtualClock, admission: Admission, to_wake_ns: int, on_refusal: OnRefusal) -> None:
         self.is_closed = False
         self._clock, self._admission, self._to_wake_ns, self._on_refusal = clock, admission, to_wake_ns, on_refusal
-        self._coming: list[tuple[int, int, TracedRequest | ToEngine]] = []
+        self._expected: Iterator[TracedRequest] = iter(())  # in the order in which they come
+        self._following: TracedRequest | None = None  # the first of these
+        self._coming: list[tuple[int, bool, int, TracedRequest | ToEngine]] = []  # at one instant messages are last
         self._count = 0
         self._places: dict[str, Place] = {}  # of those in the server's queue
         self._left: deque[tuple[int, Place, bool]] = deque()  # when, whose place, and whether it was computed
 
-    def expect(self, traced: TracedRequest) -> None:
-        self._add(traced.admitted_ns, traced)
+    def expect(self, requests: Iterable[TracedRequest]) -> None:
+        """These come, in the order of their arrivals. They are asked for when it is time for them."""
+        self._expected = iter(requests)
+        self._following = next(self._expected, None)
 
     def abort(self, request_id: str, at_ns: int) -> None:
         self._add(at_ns, Abort(request_id))
+
+    @property
+    def next_ns(self) -> float:
+        """When something comes next: a request to the server's admission, or a message to the engine."""
+        while self._following is not None and not (self._coming and self._coming[0][0] < self._following.arrived_ns):
+            self._take_in(self._following)
+        return self._coming[0][0] if self._coming else math.inf
+
+    def _take_in(self, traced: TracedRequest) -> None:
+        """Raises ValueError if the one behind it came before it."""
+        self._add(traced.admitted_ns, traced)
+        self._following = behind = next(self._expected, None)
+        if behind is not None and behind.arrived_ns < traced.arrived_ns:
+            names = f"{behind.request.request_id!r} comes before {traced.request.request_id!r}"
+            raise ValueError(f"requests are expected in the order of their arrivals: {names}")
 
     def note_begun(self, request_id: str, at_ns: int) -> None:
         """A step has computed its first tokens: it has left the queue."""
@@ -44,8 +64,8 @@ class Door:
     def wait(self, timeout_s: float | None) -> bool:
         now_ns = self._clock.now_ns()
         until_ns = None if timeout_s is None else now_ns + round(timeout_s * 1e9)
-        while self._coming and (until_ns is None or self._coming[0][0] <= until_ns):
-            at_ns, _, came = self._coming[0]
+        while (next_ns := self.next_ns) < math.inf and (until_ns is None or next_ns <= until_ns):
+            at_ns, _, _, came = self._coming[0]
             self._clock.advance_to(at_ns)
             if not isinstance(came, TracedRequest):
                 self._clock.advance(self._to_wake_ns)
@@ -59,8 +79,8 @@ class Door:
         return False
 
     def take_all(self) -> Iterator[tuple[ToEngine, int]]:
-        while self._coming and self._coming[0][0] <= self._clock.now_ns():
-            at_ns, _, came = heapq.heappop(self._coming)
+        while self.next_ns <= self._clock.now_ns():
+            at_ns, _, _, came = heapq.heappop(self._coming)
             if isinstance(came, TracedRequest):
                 self._admit(came, at_ns)
             else:
@@ -68,7 +88,7 @@ class Door:
 
     def _add(self, at_ns: int, came: TracedRequest | ToEngine) -> None:
         self._count += 1
-        heapq.heappush(self._coming, (at_ns, self._count, came))
+        heapq.heappush(self._coming, (at_ns, not isinstance(came, TracedRequest), self._count, came))
 
     def _admit(self, traced: TracedRequest, at_ns: int) -> None:
         while self._left and self._left[0][0] <= at_ns:

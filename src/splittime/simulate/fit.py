@@ -24,12 +24,13 @@ from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.cost import LIMITED, CostModel, Errors, Pace, PaceOf, ShapeBucket, bucket_of
-from splittime.simulate.shape import StepShape, StepTime, shape_of_record
+from splittime.simulate.shape import StepShape, StepTime, features_of, shape_of_record
 
 MIN_STEPS = 50
 STRETCHES = 16
 PACE_STEPS = {"decode": 60, "prompts": 15}  # recorded ones that say how fast the machine was meanwhile
 HUBER = 2.0
+LEAST_SPREAD = 0.02  # else, where most steps are all alike, the few others count for nothing
 ROUNDS = 4
 PRIOR_WIDTH = 3.0
 SHRINK = 20.0  # steps that a bucket needs for half of its factor to be believed
@@ -88,7 +89,7 @@ def _steps(records: Sequence[StepRecord]) -> StepTable:
     return StepTable(
         [record.begin_ns for record in records],
         shapes,
-        np.array([_features(shape) for shape in shapes]),
+        np.array([features_of(shape) for shape in shapes]),
         np.array([(1.0, shape.rows, shape.tokens) for shape in shapes]),
         np.array([record.device_ns for record in records], float),
         np.array(parts, float),
@@ -97,14 +98,8 @@ def _steps(records: Sequence[StepRecord]) -> StepTable:
     )
 
 
-def _features(shape: StepShape) -> tuple[float, ...]:
-    prompt_tokens = shape.tokens - shape.decode_rows
-    has_prompts = float(prompt_tokens > 0)
-    return (1.0, has_prompts, shape.decode_rows, prompt_tokens, shape.kv_tokens, shape.prompt_pairs * has_prompts)
-
-
 def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
-    line = _line(steps.features, steps.device_ns)
+    line = line_of(steps.features, steps.device_ns)
     host = tuple(_host_line(steps.host_features, part) for part in steps.parts_ns.T)
     plain = CostModel(
         device=tuple(line.coefficients.tolist()),
@@ -119,10 +114,10 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
         about={} if facts is None else {"model": facts.model, "machine": msgspec.to_builtins(facts.machine)},
     )
     ratios = steps.total_ns / np.maximum(_totals(plain, steps.shapes), 1.0)  # taken, over what the lines say
-    buckets = _buckets(steps.shapes, ratios)
+    buckets = buckets_of(steps.shapes, ratios)
     pace = _pace(steps, ratios / [buckets[bucket_of(shape)].factor for shape in steps.shapes])
     ratios /= [pace.at(begin_ns, shape) for begin_ns, shape in zip(steps.begins_ns, steps.shapes, strict=True)]
-    model = msgspec.structs.replace(plain, buckets=_buckets(steps.shapes, ratios), persistence=_persistence(ratios))
+    model = msgspec.structs.replace(plain, buckets=buckets_of(steps.shapes, ratios), persistence=persistence_of(ratios))
     return Fit(model, pace)
 
 
@@ -142,7 +137,7 @@ def _pace_of(begins_ns: NDArray[np.int64], ratios: Array, num_steps: int) -> Pac
     return PaceOf(tuple(int(begins_ns[some[0]]) for some in stretches), factors)
 
 
-def _line(columns: Array, values: Array) -> Line:
+def line_of(columns: Array, values: Array) -> Line:
     scale = np.where(columns.mean(axis=0) > 0, columns.mean(axis=0), 1.0)
     scaled, prior = columns / scale, np.full(columns.shape[1], 1 / (PRIOR_WIDTH * max(values.mean(), 1.0)))
     weights = 1 / np.maximum(values, values.mean() * 0.01 + 1)
@@ -152,7 +147,7 @@ def _line(columns: Array, values: Array) -> Line:
         )
         predicted = np.maximum(scaled @ solved, values.mean() * 0.01 + 1)
         relative = values / predicted - 1
-        spread = max(1.4826 * float(np.median(np.abs(relative - np.median(relative)))), 1e-9)
+        spread = max(1.4826 * float(np.median(np.abs(relative - np.median(relative)))), LEAST_SPREAD)
         weights = np.sqrt(np.minimum(1.0, HUBER * spread / np.maximum(np.abs(relative), 1e-12))) / predicted
     return Line(solved / scale, _covariance(scaled, values, weights, prior, solved) / np.outer(scale, scale))
 
@@ -162,14 +157,14 @@ def _covariance(scaled: Array, values: Array, weights: Array, prior: Array, solv
     free = solved > 0
     weighted, errors = scaled[:, free] * weights[:, None], (values - scaled @ solved) * weights
     bread = np.linalg.pinv(weighted.T @ weighted + np.diag(prior[free] ** 2))
-    pushes = [weighted[some].T @ errors[some] for some in _stretches(len(values))]
+    pushes = [weighted[some].T @ errors[some] for some in stretches_of(len(values))]
     robust = bread @ sum(np.outer(push, push) for push in pushes) @ bread
     covariance = np.zeros((len(solved), len(solved)))
     covariance[np.ix_(free, free)] = robust
     return covariance
 
 
-def _stretches(count: int) -> list[Array]:
+def stretches_of(count: int) -> list[Array]:
     """Returns the indices of the steps of each stretch of time."""
     return np.array_split(np.arange(count), min(STRETCHES, count))
 
@@ -178,7 +173,7 @@ def _host_line(columns: Array, values: Array) -> tuple[float, float, float]:
     known = ~np.isnan(values)
     if not known.any() or not values[known].any():
         return (0.0, 0.0, 0.0)
-    constant, a_row, a_token = _line(columns[known], values[known]).coefficients.tolist()
+    constant, a_row, a_token = line_of(columns[known], values[known]).coefficients.tolist()
     return (constant, a_row, a_token)
 
 
@@ -190,7 +185,7 @@ def _without_moves(time: StepTime) -> int:
     return time.step_ns - time.moves_ns
 
 
-def _buckets(shapes: Sequence[StepShape], ratios: Array) -> dict[str, ShapeBucket]:
+def buckets_of(shapes: Sequence[StepShape], ratios: Array) -> dict[str, ShapeBucket]:
     members: dict[str, list[float]] = defaultdict(list)
     for shape, ratio in zip(shapes, ratios.tolist(), strict=True):
         members[bucket_of(shape)].append(ratio)
@@ -213,7 +208,7 @@ def _steady_mean(values: Array) -> float:
     return float(np.clip(values, middle / PAUSE, middle * PAUSE).mean())
 
 
-def _persistence(ratios: Array) -> float:
+def persistence_of(ratios: Array) -> float:
     """How alike neighbours are: the correlation of their ranks."""
     ranks = np.argsort(np.argsort(ratios)).astype(float)
     correlation = float(np.corrcoef(ranks[:-1], ranks[1:])[0, 1])
@@ -221,7 +216,7 @@ def _persistence(ratios: Array) -> float:
 
 
 def _held_out(steps: StepTable, facts: ServerFacts | None, model: CostModel) -> Errors:
-    stretches = _stretches(len(steps.shapes))
+    stretches = stretches_of(len(steps.shapes))
     seen, unseen = np.concatenate(stretches[::2]), np.concatenate(stretches[1::2])
     half = msgspec.structs.replace(_fit(_some(steps, seen), facts).model, most=(sys.maxsize,) * len(LIMITED))
     predicted, taken = _totals(half, [steps.shapes[index] for index in unseen]), steps.total_ns[unseen]

@@ -1,6 +1,7 @@
 """A ledger as a whole: read from a file, and a simulated one written to one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger, open_readonly
 
 ALL = 10**9
-BATCH = 10_000  # records, of each kind; the file's queue holds five times as many
+BATCH = 10_000  # records; the file's queue holds five times as many
 FLUSH_S = 60.0
 
 
@@ -53,22 +54,42 @@ def latest_run(recorded: Recorded) -> Recorded:
     return Recorded(accounts, steps[first:], recorded.facts)
 
 
-def write_ledger(recorded: Recorded, path: Path) -> None:
-    """Raises ConfigError for a file that is there already, or cannot be written."""
+class LedgerSink:
+    """Takes records for a file as they come, and waits for the file every `BATCH` of them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._num_records = ledger, 0
+
+    def add_account(self, account: ClosedAccount) -> None:
+        self._ledger.add_account(account)
+        self._count()
+
+    def add_step(self, step: StepRecord) -> None:
+        self._ledger.add_step(step)
+        self._count()
+
+    def _count(self) -> None:
+        self._num_records += 1
+        if not self._num_records % BATCH:
+            self._ledger.flush(FLUSH_S)
+
+
+@contextmanager
+def written_ledger(facts: ServerFacts, path: Path) -> Iterator[LedgerSink]:
+    """Yields what takes the records of a new file. Raises ConfigError for one that is there already, or could not be
+    written whole."""
     if path.exists():
         hint = "Name another file, or move this one away."
         raise ConfigError(f"{path} is there already", param="out", value=str(path), hint=hint)
-    size = max(1, len(recorded.accounts), len(recorded.steps))
-    ledger = Ledger(path, max_accounts=1, max_steps=1, max_file_accounts=size, max_file_steps=size)
-    ledger.describe_by(lambda: recorded.facts)
+    ledger = Ledger(path, max_accounts=1, max_steps=1, max_file_accounts=ALL, max_file_steps=ALL)
+    ledger.describe_by(lambda: facts)
     try:
-        for begin in range(0, size, BATCH):
-            for account in recorded.accounts[begin : begin + BATCH]:
-                ledger.add_account(account)
-            for step in recorded.steps[begin : begin + BATCH]:
-                ledger.add_step(step)
-            ledger.flush(FLUSH_S)
-    finally:
+        yield LedgerSink(ledger)
+        ledger.flush(FLUSH_S)
+    except BaseException:  # half a run is none
         ledger.close()
+        path.unlink(missing_ok=True)
+        raise
+    ledger.close()
     if ledger.counts().unwritten or ledger.counts().dropped:
         raise ConfigError(f"{path} could not be written whole: see the log", param="out", value=str(path))

@@ -71,7 +71,7 @@ class RecordedSteps:
         """The record of the next step to begin."""
         return self.records[self.num_begun] if self.num_begun < len(self.records) else None
 
-    def of(self, plan: StepPlan, now_ns: int) -> StepTime:
+    def time_of(self, plan: StepPlan, now_ns: int) -> StepTime:
         record, rows = self.next, tuple((row.request_id, row.start, row.num_tokens) for row in plan.rows)
         if record is None or record.rows != rows:
             raise UnknownStep(rows)
@@ -137,7 +137,7 @@ def replay(recorded: Recorded) -> Divergence | None:
     requests = traced_requests(recorded.accounts, config.max_model_len)
     clock = VirtualClock(min(records[0].begin_ns, *(traced.received_ns for traced in requests)))
     steps = RecordedSteps(records)
-    engine, runner, _ = costed_engine(Scheduler(config), steps, clock, records[0].execution)
+    engine, runner, _ = costed_engine(Scheduler(config), steps.time_of, clock, records[0].execution)
     messages = _messages(requests, records)
     replayed: list[StepRecord] = []
     try:

@@ -1,13 +1,15 @@
 """A server under a virtual clock: arrivals, admission, the engine, delivery. What it makes is a ledger.
 
     books = simulate(requests, config, costs, limits, delivery)
+    simulate_each(requests, config, costs, limits, on_account, on_step)        keeps nothing that is closed
 
 A request arrives, is admitted or refused by the server's own admission (`simulate.door`), reaches the engine after as
 long as it took in the recorded run, and is computed by the same scheduler, engine, crank and loop as a real one, in the
 time that `costs` says. Its account is closed as the server would close it.
 """
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from splittime.core.clock import VirtualClock
@@ -23,8 +25,9 @@ from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.costed import StepCosts, costed_engine
+from splittime.simulate.costed import StepCosts, by_shape, costed_engine
 from splittime.simulate.door import Door
+from splittime.simulate.skip import SkipAhead
 from splittime.simulate.trace import TracedRequest
 
 OnAccount = Callable[[ClosedAccount], None]
@@ -61,14 +64,38 @@ def simulate(
     limits: QueueLimits,
     delivery: Delivery = AT_ONCE,
     execution: str = "host",
+    skips_ahead: bool = True,
 ) -> SimulatedBooks:
-    """Returns the ledger of a server with these settings that is asked these requests. Raises what `costs` raises."""
+    """Returns the ledger of a server with these settings that is asked these requests. Raises what `costs` raises.
+
+    skips_ahead: takes the steps in which nothing is decided without a plan for each; the ledger is the same.
+    """
     books = SimulatedBooks([], [])
-    clock = VirtualClock()
-    engine, runner, after_step_ns = costed_engine(Scheduler(config), costs, clock, execution)
-    server = SimulatedServer(clock, limits, delivery, after_step_ns, books.accounts.append, books.steps.append)
-    server.run(Crank(EngineParts(engine, runner), clock), requests)
+    sinks = books.accounts.append, books.steps.append
+    simulate_each(requests, config, costs, limits, *sinks, delivery, execution, skips_ahead)
     return books
+
+
+def simulate_each(
+    requests: Iterable[TracedRequest],
+    config: SchedulerConfig,
+    costs: StepCosts,
+    limits: QueueLimits,
+    on_account: OnAccount,
+    on_step: OnStep,
+    delivery: Delivery = AT_ONCE,
+    execution: str = "host",
+    skips_ahead: bool = True,
+) -> None:
+    """Hands over each account and each step as it is closed, and keeps none: memory is that of the open requests.
+    requests: asked for when it is time for each of them, unless they are a list. Raises ValueError if they do not come
+    in the order of their arrivals, and what `costs` raises."""
+    clock = VirtualClock()
+    engine, runner, after_step_ns = costed_engine(Scheduler(config), by_shape(costs, execution), clock, execution)
+    skip = SkipAhead(engine, costs, clock, execution, on_step) if skips_ahead else None
+    server = SimulatedServer(clock, limits, delivery, after_step_ns, on_account, on_step, skip)
+    in_order = sorted(requests, key=lambda traced: traced.arrived_ns) if isinstance(requests, list) else requests
+    server.run(Crank(EngineParts(engine, runner), clock), in_order)
 
 
 class OpenRequest:
@@ -85,6 +112,14 @@ class OpenRequest:
         self.cached_tokens = self.host_tokens = self.num_preemptions = 0
         self.has_begun = False
 
+    @property
+    def steps_before_stop(self) -> int:
+        """How many steps will not end it by a stop string."""
+        stops_after = self.traced.stops_after
+        if stops_after is None or stops_after <= len(self.steps):
+            return sys.maxsize
+        return stops_after - len(self.steps) - 1
+
 
 class SimulatedServer:
     """on_account, on_step: called with each as it is closed; nothing closed is kept."""
@@ -97,18 +132,22 @@ class SimulatedServer:
         after_step_ns: Callable[[], int],
         on_account: OnAccount,
         on_step: OnStep,
+        skip: SkipAhead | None,
     ) -> None:
         self._clock, self._delivery, self._after_step_ns = clock, delivery, after_step_ns
-        self._on_account, self._on_step = on_account, on_step
+        self._on_account, self._on_step, self._skip = on_account, on_step, skip
         self._door = Door(clock, Admission(limits), delivery.to_wake_ns, self._refuse)
         self._open: dict[str, OpenRequest] = {}
 
     def run(self, crank: Crank, requests: Iterable[TracedRequest]) -> None:
         """Until the last request has ended."""
-        for traced in requests:
-            self._door.expect(traced)
-            self._open[traced.request.request_id] = OpenRequest(traced)
+        self._door.expect(self._opened(requests))
         run_loop(crank, self._door, self._take)
+
+    def _opened(self, requests: Iterable[TracedRequest]) -> Iterator[TracedRequest]:
+        for traced in requests:
+            self._open[traced.request.request_id] = OpenRequest(traced)
+            yield traced
 
     def _take(self, message: FromEngine) -> None:
         assert isinstance(message, StepOutput)
@@ -117,6 +156,24 @@ class SimulatedServer:
         if message.record is not None:
             self._on_step(message.record)
             self._clock.advance(self._after_step_ns())
+            if self._skip is not None:
+                self._skip_behind(message.record, self._skip)
+
+    def _skip_behind(self, last: StepRecord, skip: SkipAhead) -> None:
+        """Takes the steps in which there is nothing to tell but tokens, and at the last of them ends."""
+        while self._clock.now_ns() < self._door.next_ns and (stretch := skip.stretch()) is not None:
+            requests = [self._open[request_id] for request_id in stretch.request_ids]
+            stretch.max_steps = min(stretch.max_steps, *(each.steps_before_stop for each in requests))
+            skipped = skip.run(stretch, last, self._door.next_ns)
+            steps = list(range(skipped.first_step, skipped.last.step_id + 1))
+            for request in requests:
+                request.ready_ns += skipped.ready_ns
+                request.steps += steps
+            for output in skipped.ends:
+                self._take_marks(self._open[output.request_id], output, skipped.ready_ns[-1])
+            if not skipped.ends:
+                break
+            last = skipped.last
 
     def _take_output(self, output: RequestOutput, step_id: int, ready_ns: int) -> None:
         request = self._open[output.request_id]

@@ -50,10 +50,12 @@ class StepTime(NamedTuple):
 def shape_of_record(record: StepRecord) -> StepShape:
     num_drafts = sum(drafts for _, drafts, _ in record.verified)
     moved = record.offloaded_blocks + record.restored_blocks
-    pairs = sum(count * start + count * (count + 1) // 2 for _, start, count in record.rows if count > 1)
+    tokens, pairs = record.prefill_tokens + record.decode_tokens, 0
+    if tokens > len(record.rows):  # else each row has one token
+        pairs = sum(count * start + count * (count + 1) // 2 for _, start, count in record.rows if count > 1)
     return StepShape(
         rows=len(record.rows),
-        tokens=record.prefill_tokens + record.decode_tokens,
+        tokens=tokens,
         decode_rows=record.decode_tokens - num_drafts,
         kv_tokens=record.kv_tokens_read,
         prompt_pairs=pairs,
@@ -66,11 +68,22 @@ def shape_of_plan(plan: StepPlan, execution: str = "host") -> StepShape:
     """Returns what the record of this plan will show."""
     tokens = decode_rows = kv_tokens = pairs = 0
     for row in plan.rows:
-        count = row.num_tokens
+        num_known, start = len(row.token_ids), row.start
+        count = num_known + len(row.draft_token_ids)
         tokens += count
-        kv_tokens += row.start + count
+        kv_tokens += start + count
         if count > 1:
-            pairs += count * row.start + count * (count + 1) // 2
-        decode_rows += row.num_samples > 0 and len(row.token_ids) == 1
+            pairs += count * start + count * (count + 1) // 2
+        if num_known == 1 and row.num_samples:
+            decode_rows += 1
     moved = len(plan.offloads) + len(plan.restores)
     return StepShape(len(plan.rows), tokens, decode_rows, kv_tokens, pairs, moved, execution)
+
+
+def features_of(shape: StepShape) -> tuple[float, ...]:
+    """Returns the values of `simulate.cost.FEATURES`."""
+    _, tokens, decode_rows, kv_tokens, pairs, _, _ = shape
+    prompt_tokens = tokens - decode_rows
+    if prompt_tokens > 0:
+        return (1.0, 1.0, float(decode_rows), float(prompt_tokens), float(kv_tokens), float(pairs))
+    return (1.0, 0.0, float(decode_rows), 0.0, float(kv_tokens), 0.0)

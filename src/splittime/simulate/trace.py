@@ -45,6 +45,10 @@ class TracedRequest(NamedTuple):
     leaves_ns: int | None = None
 
     @property
+    def arrived_ns(self) -> int:
+        return self.marks[0].begin_ns
+
+    @property
     def admitted_ns(self) -> int:
         """When the server asked whether there was room for it."""
         return next((mark.begin_ns for mark in self.marks if mark.stage is Stage.ADMIT), self.marks[0].begin_ns)
@@ -99,7 +103,7 @@ def with_own_ids(requests: Iterable[TracedRequest]) -> list[TracedRequest]:
     again once its request has ended, or was refused."""
     seen: Counter[str] = Counter()
     renamed = []
-    for traced in sorted(requests, key=lambda each: each.marks[0].begin_ns):
+    for traced in sorted(requests, key=lambda each: each.arrived_ns):
         name = traced.request.request_id
         seen[name] += 1
         own = name if seen[name] == 1 else f"{name}#{seen[name]}"
@@ -110,8 +114,8 @@ def with_own_ids(requests: Iterable[TracedRequest]) -> list[TracedRequest]:
 def at_speed(requests: Iterable[TracedRequest], factor: float) -> list[TracedRequest]:
     """Returns the requests as if they had come `factor` times as fast. What each does by itself keeps its pace."""
     requests = list(requests)
-    first_ns = min((traced.marks[0].begin_ns for traced in requests), default=0)
-    return [traced.moved(round((traced.marks[0].begin_ns - first_ns) * (1 / factor - 1))) for traced in requests]
+    first_ns = min((traced.arrived_ns for traced in requests), default=0)
+    return [traced.moved(round((traced.arrived_ns - first_ns) * (1 / factor - 1))) for traced in requests]
 
 
 def _traced(account: ClosedAccount, received_ns: int, prompt: tuple[int, ...], max_model_len: int) -> TracedRequest:

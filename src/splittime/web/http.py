@@ -137,15 +137,24 @@ def request_id(scope: Scope) -> str:
 
 def deadline_ns(scope: Scope, start_ns: int) -> int | None:
     """`X-Request-Deadline-Ms`, counted from arrival, as an instant."""
-    given = header(scope, b"x-request-deadline-ms")
+    return _instant_ns(scope, "X-Request-Deadline-Ms", start_ns)
+
+
+def first_token_by_ns(scope: Scope, start_ns: int) -> int | None:
+    """`x-llm-d-slo-ttft-ms`, llm-d's header, counted from arrival, as an instant."""
+    return _instant_ns(scope, "x-llm-d-slo-ttft-ms", start_ns)
+
+
+def _instant_ns(scope: Scope, name: str, start_ns: int) -> int | None:
+    given = header(scope, name.lower().encode())
     if given is None:
         return None
     least, most = DEADLINE_MS
     ms = float(given) if _NUMBER.fullmatch(given) else math.nan
     if not least <= ms <= most:
         raise RequestError(
-            f"X-Request-Deadline-Ms must be a number of milliseconds, {least} to {most}",
-            param="X-Request-Deadline-Ms",
+            f"{name} must be a number of milliseconds, {least} to {most}",
+            param=name,
             value=given[:64],
             limit=[least, most],
             hint="count from the request's arrival, in digits such as 1500 or 2.5",

@@ -1,4 +1,5 @@
-"""One question to a running server, answered in JSON: for commands, which ask few and may block."""
+"""One question to a running server, answered in JSON, or a change of what it holds: for commands, which ask few and may
+block."""
 
 import http.client
 import json
@@ -18,9 +19,21 @@ def get_json(url: str, api_key: str | None, nobody: str = "") -> Any:
 
     Raises `NotFound`, `ConfigError` (the key is refused) or `EngineError`, each with what a user can do.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return _answered(urllib.request.Request(url), api_key, nobody)
+
+
+def patch_json(url: str, body: Any, api_key: str | None, nobody: str = "") -> Any:
+    """Returns what a running server answers to a PATCH of this body. Raises as `get_json` does."""
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    return _answered(urllib.request.Request(url, data, headers, method="PATCH"), api_key, nobody)
+
+
+def _answered(request: urllib.request.Request, api_key: str | None, nobody: str) -> Any:
+    url = request.full_url
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         raise _refused(error, url) from None

@@ -26,6 +26,7 @@ from splittime.bench.book.records import Ending, Outcome, Run
 from splittime.bench.book.requests import (
     PER_REQUEST_LIMITS,
     is_good,
+    sent_as,
     tpot_ns,
 )
 from splittime.bench.book.series import (
@@ -171,7 +172,8 @@ def _figures(run: Run, arm: int, whole: Sequence[Outcome]) -> dict[str, Figure]:
 def _server_gaps(run: Run, arm: int, whole: Sequence[Outcome]) -> Pooled:
     """Gaps between tokens by the server's clock, of the complete requests whose accounts are there."""
     place = {outcome.request_id: i for i, outcome in enumerate(whole)}
-    pairs = [(place[a.group_id], derive.itl_ns(a)) for a in run.arms[arm].accounts if a.group_id in place]
+    named = [(sent_as(account), account) for account in run.arms[arm].accounts]
+    pairs = [(place[name], derive.itl_ns(account)) for name, account in named if name in place]
     owner = np.repeat([p for p, _ in pairs], [len(gaps) for _, gaps in pairs]).astype(np.int64)
     return Pooled(np.array([g for _, gaps in pairs for g in gaps], dtype=np.float64), owner, len(whole))
 

@@ -21,8 +21,18 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from splittime.bench.book.records import Ending, Outcome
+from splittime.ledger.account import ClosedAccount
 
 MAX_UNSEEN_SHARE = 0.05
+ID_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+def sent_as(account: ClosedAccount) -> str:
+    """Returns the X-Request-Id that the account's request came with: the response's id without its prefix."""
+    for prefix in ID_PREFIXES:
+        if account.group_id.startswith(prefix):
+            return account.group_id.removeprefix(prefix)
+    return account.group_id
 
 
 def response_ttft_ns(outcome: Outcome) -> int | None:

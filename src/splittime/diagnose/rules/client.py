@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from splittime.bench.book.records import Outcome, RunCheck
+from splittime.bench.book.requests import sent_as
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, in_stages, ms, served, times_ns, worst
@@ -67,13 +68,8 @@ def joined(books: Books) -> list[Pair]:
 
 
 def _paired(books: Books, outcomes: Sequence[Outcome]) -> list[Pair]:
-    by_name = {_sent_as(account): account for account in books.accounts if account.token_written_ns}
+    by_name = {sent_as(account): account for account in books.accounts if account.token_written_ns}
     return [Pair(o, by_name[o.request_id]) for o in outcomes if o.request_id in by_name]
-
-
-def _sent_as(account: ClosedAccount) -> str:
-    """The id that the client sent: the response's without its prefix."""
-    return account.group_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
 def failed_checks(books: Books) -> list[RunCheck]:

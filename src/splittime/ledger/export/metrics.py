@@ -68,5 +68,12 @@ METRICS = (
     MetricSpec("splittime_host_blocks_used", "gauge", (), "Blocks of host memory that keep what was evicted"),
     MetricSpec("splittime_host_blocks_total", "gauge", (), "Blocks of host memory there are for it"),
     MetricSpec("splittime_paused", "gauge", (), "1 while the engine is paused"),
+    MetricSpec(
+        "splittime_step_prediction_error_ratio",
+        "gauge",
+        ("kind",),
+        "Median of |predicted / taken - 1| of the steps of the last two minutes, by kind: decode, prompts; no series "
+        "before the model has seen enough",
+    ),
     MetricSpec("splittime_asleep", "gauge", (), "The level at which the engine sleeps, 0 while it is awake"),
 )

@@ -4,7 +4,7 @@ Histograms are our own (`histogram.py`); counters and gauges go by prometheus_cl
 `vllm.ALIASES` the same figures under vLLM's; `vllm.alias_series` fills those of them that are counters and gauges.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -38,6 +38,7 @@ class PrometheusExporter(Collector):
                 self._histograms[alias.spec.name] = Histogram(alias.edges)
         self._counters: dict[str, dict[tuple[str, ...], float]] = {s.name: {} for s in METRICS if s.kind == "counter"}
         self._num_padded = 0
+        self._step_errors: Callable[[], Mapping[str, float | None]] = dict
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ledger.subscribe(self._on_record)
@@ -55,6 +56,10 @@ class PrometheusExporter(Collector):
             if spec.kind == "histogram":
                 most = facts.max_model_len if facts and edges is TOKENS else None
                 yield from self._histograms[same_as or spec.name].merged(labels).lines(spec, most)
+
+    def tell_step_errors(self, errors: Callable[[], Mapping[str, float | None]]) -> None:
+        """From now on ask this how far off the predictions of steps are, by their kind."""
+        self._step_errors = errors
 
     def count_refusal(self, reason: str) -> None:
         self._count("splittime_refusals_total", reason)
@@ -85,6 +90,8 @@ class PrometheusExporter(Collector):
         values: dict[str, Any] = {**self._counters, **{name: {(): value} for name, value in totals.items()}}
         values["splittime_ledger_drops_total"] = {("queue_full",): counts.dropped, ("disk",): counts.unwritten}
         values.update((name, {(): value}) for name, value in _gauges(stats).items())
+        errors = {(kind,): each for kind, each in self._step_errors().items() if each is not None}
+        values["splittime_step_prediction_error_ratio"] = errors
         for spec in METRICS:
             if spec.kind != "histogram":
                 yield _family(spec, values[spec.name])

@@ -12,6 +12,7 @@ import { Poll } from "./poll.js";
 import { Store } from "./store.js";
 import { Table } from "./table.js";
 import { Tiles } from "./tiles.js";
+import { WhatIf } from "./what_if.js";
 import { classOf, learnWords, shortLabel } from "./words.js";
 
 const FILTERS = {
@@ -31,6 +32,7 @@ const table = new Table(store, (row, from) => detail.open(row, from));
 const findings = new Findings((id, from) => detail.open({ id }, from));
 const poll = new Poll(onAnswer, onTrouble);
 const playground = new Playground((id, from) => detail.open({ id }, from), onTrouble, () => poll.wake());
+const whatIf = new WhatIf(onTrouble);
 let span = 300;
 let process = null;
 
@@ -86,6 +88,7 @@ byId("key-form").addEventListener("submit", (event) => {
   byId("key-dialog").close();
   poll.wake();
   findings.wake();
+  whatIf.wake();
 });
 
 // ---- what the bars' colours mean

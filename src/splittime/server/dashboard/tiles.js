@@ -52,7 +52,8 @@ export class Tiles {
     this.waiting.gauge.replaceChildren(...(causes.length ? [stageBar(causes)] : []));
     const wait = server.predicted_wait_ms;
     const words = causesInWords(causes);
-    say(this.waiting.note, causes.length && wait !== null ? `${words} · next ≈ ${duration(wait * 1e6)}` : words);
+    say(this.waiting.note, causes.length && wait !== null ? `${words} · next ≈ ${duration(wait * 1e6)} by ${server.wait_estimate}` : words);
+    this.waiting.note.title = whoSaysSo(server);
   }
 
   #prompts(store) {
@@ -71,6 +72,14 @@ export class Tiles {
       say(tile.note, told ? `p99 ${duration(percentile(values, 99))} · ${count(told)} in 60 s` : "none ended in 60 s");
     }
   }
+}
+
+/** Who predicts the wait, and how far off that model has been. */
+function whoSaysSo(server) {
+  const errors = Object.entries(server.step_error_ratio).filter(([, ratio]) => ratio !== null);
+  const off = errors.map(([kind, ratio]) => `${kind} ${percent(ratio)}`).join(", ");
+  const who = { model: "The wait is predicted by the model of steps", departures: "The wait is predicted from departures" };
+  return [who[server.wait_estimate] ?? "Nothing is known of the wait yet", off && `its steps are off by: ${off}`].filter(Boolean).join("; ");
 }
 
 /** `12 batch slots, 1 kv blocks`, the most first; of a single cause its name alone, since the number stands above. */

@@ -1,0 +1,199 @@
+"""`splittime plan SOURCE... --slo TERMS --rate PEAK`: how many servers a load needs, and what they cost."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import orjson
+import typer
+from rich.table import Table
+
+from splittime.cli.bench_flags import NOT_SIMULATED, time_ns, with_load_flags
+from splittime.cli.options import EXIT_CODES, JsonFlag, talk, wide
+from splittime.cli.progress import loading
+from splittime.core.errors import ConfigError
+from splittime.present.tables import Sentence
+
+if TYPE_CHECKING:
+    from splittime.cli.progress import Say
+    from splittime.plan.capacity import RateTrial
+    from splittime.plan.worksheet import Sheet
+    from splittime.simulate.replica import Replica
+
+EXAMPLES = f"""\b
+Examples:
+  splittime plan run.sqlite --slo ttft_p99=500ms,itl_p99=50ms --rate 40
+  splittime plan run.sqlite --slo ttft_p99=1s --rate 40 --price 2.5 --growth 1.5
+  splittime plan run.sqlite --slo e2e_p90=5s --trace azure.csv --max-num-seqs 32
+  splittime plan one.json light.json,heavy.json --slo ttft_p99=1s --out plan.html
+  splittime plan --device H100 --device L40S --model-config my-model \\
+    --precision bfloat16 --slo ttft_p99=1s,itl_p99=50ms --rate 40
+
+{EXIT_CODES}"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    source: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SOURCE...",
+            help="A ledger of one server, what calibrate wrote, or RUN.json,RUN.json of bench; several: compared. "
+            "Default: the latest calibration.",
+        ),
+    ] = None
+    slo: Annotated[str, typer.Option(metavar="TERMS", help="To be kept: ttft_p99=300ms,itl_p99=50ms.")]
+    device: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Plan from the data sheet of this device, not measured.")
+    ] = None
+    model_config: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="With --device: the model's folder or config.json.")
+    ] = None
+    precision: Annotated[str, typer.Option(metavar="NAME", help="With --device: precision of the weights.")] = (
+        "bfloat16"
+    )
+    max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="Slots, instead of the server's own.")] = None
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a step, instead of the server's own.")
+    ] = None
+    num_blocks: Annotated[
+        int | None, typer.Option(metavar="N", help="Blocks of the KV cache, instead of the server's own.")
+    ] = None
+    price: Annotated[
+        list[float] | None,
+        typer.Option(metavar="X", min=0, help="Price of one server for an hour, or one for each source."),
+    ] = None
+    currency: Annotated[str, typer.Option(metavar="TEXT", help="Unit of the price.")] = "$"
+    growth: Annotated[float, typer.Option(metavar="X", min=0.01, help="Plan for X times the peak.")] = 1.0
+    regions: Annotated[int, typer.Option(metavar="N", min=1, help="Each has its part of the load, and a spare.")] = 1
+    start_up: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Time until a new server serves. Default: as the ledger's server."),
+    ] = None
+    draws: Annotated[
+        int, typer.Option(metavar="N", min=1, max=200, help="Models that are searched, for the interval.")
+    ] = 8
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML page with plots.")] = None
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the lines as CSV.")] = None
+    json: JsonFlag = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was given instead of the servers' own settings."""
+        given = {name: getattr(self, name) for name in ("max_num_seqs", "max_num_batched_tokens", "num_blocks")}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@with_load_flags(PlanOptions, *NOT_SIMULATED)
+def plan(given: PlanOptions, load: dict[str, Any]) -> None:
+    """Say how many servers a load needs within an SLO, what breaks first, and what it costs."""
+    from splittime.bench.book.slo import check_terms, parse_slo
+    from splittime.plan.page import write_csv, write_page
+
+    slo = parse_slo(given.slo)
+    check_terms(slo)
+    with loading("reading what the servers did") as say:
+        replicas = _replicas(given)
+        priced = zip(replicas.items(), _prices(given, len(replicas)), strict=True)
+        sheets = [_sheet(*one, given, load, slo, price, say) for one, price in priced]
+    if given.out is not None:
+        write_page(sheets, slo, given.out)
+    if given.csv is not None:
+        write_csv(sheets, given.csv)
+    if given.json:
+        sys.stdout.buffer.write(orjson.dumps({"plans": msgspec.to_builtins(sheets)}) + b"\n")
+    else:
+        _print(sheets)
+    for path in (given.out, given.csv):
+        if path is not None:
+            talk().print(f"wrote {path}", markup=False)
+
+
+def _replicas(given: PlanOptions) -> "dict[str, Replica]":
+    """Returns the servers to plan with, by what they are called."""
+    from splittime.plan.sources import replica_in, replica_of_device
+
+    sources = given.source or ([] if given.device else [_kept()])
+    names = [Path(source).name for source in sources]
+    labels = names if len(set(names)) == len(names) else sources
+    found = {label: replica_in(source, given.settings) for label, source in zip(labels, sources, strict=True)}
+    for name in given.device or ():
+        if given.model_config is None:
+            raise ConfigError("--device needs the model", param="model_config", hint="Give --model-config FOLDER.")
+        from splittime.runner.config_sizes import sizes_of_config  # torch: two seconds
+
+        sizes = sizes_of_config(given.model_config, given.precision)
+        found[name] = replica_of_device(name, sizes.cost, sizes.weights_bytes, given.precision, given.settings)
+    return found
+
+
+def _kept() -> str:
+    """Returns the file of the latest calibration. Raises ConfigError if there is none."""
+    from splittime.plan.calibration import kept_files
+
+    latest = next(kept_files(), None)
+    if latest is None:
+        hint = "splittime calibrate measures one. Or name a ledger, or --device with --model-config."
+        raise ConfigError("nothing to plan with", param="source", hint=hint)
+    talk().print(f"the latest calibration: {latest}", markup=False)
+    return str(latest)
+
+
+def _prices(given: PlanOptions, count: int) -> "list[float | None]":
+    prices = given.price or []
+    if len(prices) not in (0, 1, count):
+        words = f"{len(prices)} prices for {count} servers"
+        raise ConfigError(words, param="price", value=len(prices), hint="Give one for all, or one for each.")
+    return list(prices) if len(prices) == count else [*prices, None][:1] * count
+
+
+def _sheet(
+    label: str,
+    replica: "Replica",
+    given: PlanOptions,
+    load: dict[str, Any],
+    slo: dict[str, float],
+    price: float | None,
+    say: "Say",
+) -> "Sheet":
+    from splittime.plan.capacity import capacity
+    from splittime.plan.worksheet import PlanTerms, worksheet
+
+    terms = PlanTerms(
+        peak=load.get("rate"),
+        price=price,
+        currency=given.currency,
+        growth=given.growth,
+        regions=given.regions,
+        start_up_s=None if given.start_up is None else time_ns(given.start_up, "--start-up") / 1e9,
+    ).validate()
+    searched = 0
+
+    def on_trial(trial: "RateTrial") -> None:
+        nonlocal searched
+        searched += 1
+        say(f"{label}: {trial.rate:.3g} requests/s {'keep' if trial.keeps else 'break'} the SLO, run {searched}")
+
+    return worksheet(label, replica, capacity(replica, load, slo, given.draws, on_trial=on_trial), terms)
+
+
+def _print(sheets: "list[Sheet]") -> None:
+    from splittime.plan.page import line_names, line_of, shown
+
+    table = Table(box=None, padding=(0, 1))
+    table.add_column("")
+    for sheet in sheets:
+        table.add_column(sheet.label)
+    if len(sheets) == 1:
+        table.add_column("how", style="dim")
+    for name in line_names(sheets):
+        lines = [line_of(sheet, name) for sheet in sheets]
+        how = [line.formula for line in lines if line is not None] if len(sheets) == 1 else []
+        table.add_row(name, *("-" if line is None else shown(line) for line in lines), *how)
+    wide().print(table)
+    for sheet in sheets:
+        talk().print(f"{sheet.label}: {sheet.source}", markup=False)
+        for note in sheet.notes:
+            talk().print(Sentence(note, indent=2, head="  "))

@@ -1,0 +1,297 @@
+"""`splittime tune [MODEL] --slo TERMS`: the settings that keep an SLO, predicted by the simulator and then measured."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from splittime import __version__
+from splittime.assemble import model_source
+from splittime.assemble import settings as settings_module
+from splittime.assemble.settings import MODEL, Settings
+from splittime.cli.bench_flags import load_of, load_parameters
+from splittime.cli.options import JsonFlag, ModelArgument, fails_clearly, flag_of, parameters_of, sign, talk
+from splittime.cli.panels import place_of
+from splittime.cli.progress import loading
+from splittime.core.cores import num_cores
+from splittime.core.errors import ConfigError
+from splittime.core.settings import settings_of
+from splittime.core.whole_file import check_writable, write_whole
+
+if TYPE_CHECKING:
+    from splittime.tune.budget import TimeBudget
+    from splittime.tune.compare_profiles import ProfileFigures
+    from splittime.tune.goal import Goal
+    from splittime.tune.measure import DrawnLoad, Measurer
+    from splittime.tune.profiles import Profile
+    from splittime.tune.servers import Servers
+    from splittime.tune.traffic import RecordedLoad
+    from splittime.tune.tuner import Tuned, Tuner
+
+EXAMPLES = """\b
+Examples:
+  splittime tune --slo ttft_p99=500ms,itl_p99=50ms --rate 20
+  splittime tune ./models/llama --slo tpot_p99=40ms --rate 4 --max-num-seqs 8
+  splittime tune --url http://127.0.0.1:8000 --slo ttft_p99=1s --rate 5 --apply
+  splittime tune --slo ttft_p99=1s --rate 9 --notebook night.jsonl --minutes 60
+  splittime tune --slo ttft_p99=1s --ledger today.sqlite
+  splittime tune --slo ttft_p99=1s --rate 9 --compare-profiles
+
+\b
+Without --url it starts servers of its own, one after the other, with the flags
+of `splittime serve` that are given. Ctrl-C ends it: a running server has its
+knobs back, and the notebook is whole; the same command goes on with it.
+Exit codes:
+  0    better settings were found, or nothing is to be changed
+  1    the SLO was not met by anything that was tried; it says what was reached
+  2    a usage or settings error
+  3    no verdict: time was up, or the runs differed too much among themselves
+  130  Ctrl-C
+"""
+ENGINE_SETTINGS = {s.name: s for part in ("runner", "scheduler") for s in settings_of(settings_module.PARTS[part])}
+QUALITY_TOKENS = 20_000
+FAILED = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    model: ModelArgument = None
+    slo: Annotated[str, typer.Option("--slo", metavar="TERMS", help="To be kept: ttft_p99=500ms,itl_p99=50ms.")]
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="Tune this running server's live knobs instead.")
+    ] = None
+    ledger: Annotated[
+        Path | None,
+        typer.Option("--ledger", metavar="FILE", help="Load of this ledger's busiest half minute, instead of --rate."),
+    ] = None
+    compare_profiles: Annotated[
+        bool, typer.Option("--compare-profiles", help="Measure the three profiles on this load, and change nothing.")
+    ] = False
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", metavar="latency|throughput|balanced", help="What to begin with, and what to seek."),
+    ] = None
+    minutes: Annotated[
+        float, typer.Option("--minutes", metavar="N", min=0.1, help="Time for it all; a run under way is ended.")
+    ] = 20.0
+    notebook: Annotated[
+        Path | None,
+        typer.Option("--notebook", metavar="FILE", help="Keep each trial here; a trial that is in it is not repeated."),
+    ] = None
+    knob: Annotated[
+        list[str] | None, typer.Option("--knob", metavar="NAME", help="Turn only this one. May be given again.")
+    ] = None
+    keep_numbers: Annotated[
+        bool, typer.Option("--keep-numbers", help="Try nothing that changes what the model answers.")
+    ] = False
+    apply: Annotated[bool, typer.Option("--apply", help="Leave the settings found on the server of --url.")] = False
+    write_config: Annotated[
+        Path | None, typer.Option("--write-config", metavar="FILE", help="Write the settings found as a settings file.")
+    ] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="Key of the server of --url."),
+    ] = None
+    json: JsonFlag = False
+
+
+def tune(given: TuneOptions, settings: Settings, load: dict[str, Any]) -> None:
+    """Find the settings that keep an SLO: search in the simulator, verify on the real engine."""
+    from splittime.tune.budget import TimeBudget
+    from splittime.tune.compare_profiles import compare_profiles
+    from splittime.tune.measure import sigterm_interrupts
+
+    _check(given, load)
+    servers, profile = _servers(given, settings)
+    with sigterm_interrupts(), loading("tuning") as say:
+        budget = TimeBudget(given.minutes)
+        measurer, asked_load, with_time = _measurer(given, servers, profile, load, budget, say)
+        if given.compare_profiles:
+            beside = compare_profiles(measurer, _asked(settings), budget)
+        else:
+            found = _tuner(given, measurer, asked_load, budget, with_time).run()
+        if given.apply and not given.compare_profiles:
+            servers.set({**servers.before, **found.changes})  # type: ignore[attr-defined]
+    if given.compare_profiles:
+        _tell_profiles(given, beside)
+        return
+    _tell(given, servers, found)
+    raise typer.Exit(found.exit_code)
+
+
+def _check(given: TuneOptions, load: Mapping[str, Any]) -> None:
+    """Raises ConfigError for flags that exclude each other, before anything is started."""
+    if given.ledger is not None and load:
+        name = next(iter(load))
+        hint = "Leave one of them out."
+        raise ConfigError("a ledger is a load already", param=name, value=load[name], hint=hint)
+    if given.ledger is None and "rate" not in load and "trace" not in load:
+        hint = "Give --rate, --trace with its own times, or --ledger."
+        raise ConfigError("a load is needed whose requests come when they come", param="rate", hint=hint)
+    if given.apply and given.url is None:
+        hint = "--write-config FILE keeps them for the next start."
+        raise ConfigError("--apply needs the --url of a running server", param="apply", hint=hint)
+    if given.url is not None and given.model is not None:
+        raise ConfigError("a model and a --url", param="url", value=given.url, hint="Give one of them.")
+    if given.write_config is not None:
+        check_writable(given.write_config, "write_config")
+
+
+def _servers(given: TuneOptions, settings: Settings) -> "tuple[Servers, Profile]":
+    from splittime.tune.profiles import PROFILES
+    from splittime.tune.servers import OwnServers, RunningServer
+    from splittime.tune.traffic import recorded_settings
+    from splittime.wire.target import Target
+
+    if given.profile is not None and given.profile not in PROFILES:
+        hint = f"one of {', '.join(PROFILES)}"
+        raise ConfigError(f"there is no profile {given.profile!r}", param="profile", value=given.profile, hint=hint)
+    profile = PROFILES[given.profile or "balanced"]
+    asked = _asked(settings)
+    if given.url is None:
+        model_source.locate(given.model)  # refuses what is no model
+        recorded = {} if given.ledger is None else recorded_settings(given.ledger, ENGINE_SETTINGS)
+        return OwnServers(given.model, {**recorded, **(profile.settings if given.profile else {}), **asked}), profile
+    if asked:
+        hint = "Leave them out, or leave --url out."
+        raise ConfigError("a running server has its settings already", param=next(iter(asked)), hint=hint)
+    return RunningServer(Target(url=given.url, api_key=given.api_key)), profile
+
+
+def _asked(settings: Settings) -> dict[str, Any]:
+    """Returns the engine's settings that were given as a flag, in a file or in the environment."""
+    return {name: settings[name] for name in ENGINE_SETTINGS if settings.values[name].origin != "default"}
+
+
+def _measurer(
+    given: TuneOptions,
+    servers: "Servers",
+    profile: "Profile",
+    load: dict[str, Any],
+    budget: "TimeBudget",
+    say: Callable[..., None],
+) -> "tuple[Measurer, RecordedLoad | DrawnLoad, Callable[[str, float | None], None]]":
+    """Returns what makes runs, what they ask, and what shows the progress with the time that is left."""
+    from splittime.tune.measure import DrawnLoad, Measurer, RealRuns
+    from splittime.tune.notebook import Notebook
+
+    goal = _goal(given.slo, profile)
+    asked = DrawnLoad(load) if given.ledger is None else _recorded(given.ledger)
+    about = {"servers": servers.about, "load": asked.about, "goal": goal, "version": __version__, "machine": _machine()}
+
+    def with_time(what: str, share: float | None) -> None:
+        say(f"{what}; at most {budget} left", share)
+
+    runs = RealRuns(servers, asked, goal, with_time)
+    return Measurer(runs, goal, Notebook(given.notebook, about)), asked, with_time
+
+
+def _recorded(ledger: Path) -> "RecordedLoad":
+    from splittime.simulate.recorded import read_ledger
+    from splittime.tune.traffic import RecordedLoad
+
+    return RecordedLoad(read_ledger(ledger), __version__, num_cores())
+
+
+def _tuner(
+    given: TuneOptions,
+    measurer: "Measurer",
+    load: "RecordedLoad | DrawnLoad",
+    budget: "TimeBudget",
+    say: Callable[[str, float | None], None],
+) -> "Tuner":
+    from splittime.tune.knobs import KNOBS
+    from splittime.tune.tuner import Tuner
+
+    for name in given.knob or ():
+        if name not in KNOBS:
+            hint = f"one of {', '.join(KNOBS)}"
+            raise ConfigError(f"there is no knob {name!r}", param="knob", value=name, hint=hint)
+    gate = None if given.keep_numbers or measurer.maker.is_live else functools.partial(_refusal, given.model)
+    return Tuner(measurer, load, budget, say, gate, tuple(given.knob) if given.knob else None)
+
+
+def _goal(slo: str, profile: "Profile") -> "Goal":
+    from splittime.bench.book.slo import parse_slo
+    from splittime.tune.goal import Goal
+
+    goal = Goal(slo=parse_slo(slo), seeks=profile.seeks)
+    goal.check()
+    return goal
+
+
+def _machine() -> str:
+    import platform
+
+    return f"{platform.node()}, {platform.machine()}, {num_cores()} cores"
+
+
+def _refusal(model: str | None, change: Mapping[str, Any]) -> str | None:
+    """Returns why the quality gate refuses a change; None if it passes."""
+    from splittime.lab.quality.run import Competitor, Prepared, QualityComparison, Questions
+
+    path = str(model_source.locate(model))
+    questions = Questions(length="short", tokens=QUALITY_TOKENS)
+    asked = QualityComparison(Competitor(path), Competitor(path, dict(change)), questions)
+    report = Prepared(asked).measure(lambda what, done, total: None)
+    if report.verdict == "PASS":
+        return None
+    return f"quality {report.verdict}: {' '.join(report.reasons)}"
+
+
+def _tell(given: TuneOptions, servers: "Servers", found: "Tuned") -> None:
+    from splittime.cli import tune_show
+
+    flags = tune_show.flags_of(servers, found)
+    if given.write_config is not None:
+        write_whole(given.write_config, tune_show.as_toml(servers, found).encode(), param="write_config")
+        talk().print(f"wrote {given.write_config}", markup=False)
+    if given.json:
+        told = {**msgspec.to_builtins(found), "exit_code": found.exit_code, "flags": flags}
+        sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+    else:
+        tune_show.show(found, flags, _goal_of(given), is_applied=given.apply)
+
+
+def _tell_profiles(given: TuneOptions, beside: "list[ProfileFigures]") -> None:
+    from splittime.cli.options import wide
+    from splittime.cli.tune_show import profiles_table
+
+    if given.json:
+        sys.stdout.buffer.write(msgspec.json.encode(beside) + b"\n")
+    else:
+        wide().print(profiles_table(beside))
+
+
+def _goal_of(given: TuneOptions) -> "Goal":
+    from splittime.tune.profiles import PROFILES
+
+    return _goal(given.slo, PROFILES[given.profile or "balanced"])
+
+
+def _signed() -> Any:
+    """The command, with its own flags, those of a load, and those of the engine's settings."""
+    chosen = list(ENGINE_SETTINGS.values())
+    own, loads = parameters_of(TuneOptions), load_parameters("The load")
+    config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings file of the servers.")]
+    config_flag = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config)
+
+    @functools.wraps(tune)
+    def with_flags(**arguments: Any) -> None:
+        load = load_of(arguments)
+        flags = {setting.name: arguments.pop(setting.name) for setting in chosen}
+        settings = settings_module.load({**flags, MODEL.name: None}, arguments.pop("config"))
+        given = TuneOptions(**arguments)
+        tune(given, settings, load)
+
+    sign(with_flags, [*own, *loads, *(flag_of(setting) for setting in sorted(chosen, key=place_of)), config_flag])
+    return fails_clearly(with_flags, FAILED)
+
+
+command = _signed()

@@ -1,0 +1,136 @@
+"""What `splittime tune` says at its end: the trials, the settings, and how to start a server with them."""
+
+import json
+import math
+import shlex
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from splittime.bench.book.metrics import shown
+from splittime.cli.options import wide
+from splittime.tune.knobs import words
+from splittime.tune.servers import OwnServers, Servers, as_typed
+
+if TYPE_CHECKING:
+    from splittime.tune.compare_profiles import ProfileFigures
+    from splittime.tune.goal import Goal
+    from splittime.tune.notebook import TuneTrial
+    from splittime.tune.tuner import Tuned
+
+STYLES = {"BETTER": "green", "WORSE": "red", "INCONCLUSIVE": "yellow", "EQUIVALENT": ""}
+
+
+def settings_of_tuned(servers: Servers, found: "Tuned") -> dict[str, Any]:
+    """Returns the settings found, as `splittime serve` takes them."""
+    return servers.as_settings(found.changes) if isinstance(servers, OwnServers) else dict(found.changes)
+
+
+def flags_of(servers: Servers, found: "Tuned") -> list[str]:
+    """Returns the flags that start a server with what was found: all of them for servers of our own, those that were
+    changed for one that runs."""
+    if isinstance(servers, OwnServers):
+        return servers.flags(found.changes)
+    return [word for name, value in found.changes.items() for word in as_typed(name, value)]
+
+
+def as_toml(servers: Servers, found: "Tuned") -> str:
+    """Returns a settings file, with what was asked for and what was found."""
+    about = servers.about.get("settings", {})
+    settings = {**about, **settings_of_tuned(servers, found)}
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in settings.items() if value is not None)
+
+
+def _toml(value: Any) -> str:
+    """Returns a value as TOML: JSON's booleans, numbers, strings and arrays are TOML's too."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def show(found: "Tuned", flags: list[str], goal: "Goal", is_applied: bool) -> None:
+    """Writes all to standard output."""
+    console = wide()
+    if found.trials:
+        console.print(_table(found))
+        for number, trial in enumerate(found.trials, 1):
+            console.print(f"{number}: {trial.why}", markup=False, soft_wrap=True)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    console.print(f"\n{found.outcome.upper()}: {_sentence(found)}", markup=False, soft_wrap=True)
+    for name in found.after.terms:
+        console.print(f"  {name}: {_change_of(found, name)}{_limit(goal, name)}", markup=False)
+    if found.changes:
+        done = "  (applied)" if is_applied else ""
+        console.print(f"splittime serve {shlex.join(flags)}{done}", markup=False, soft_wrap=True)
+
+
+def _table(found: "Tuned") -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("", "change", "predicted", "measured", "runs", "verdict", "cost"):
+        table.add_column(name, justify="left" if name in ("change", "verdict") else "right", overflow="fold")
+    for number, trial in enumerate(found.trials, 1):
+        style = STYLES[trial.verdict]
+        verdict = f"[{style}]{trial.verdict}[/]" if style else str(trial.verdict)
+        runs = f"{trial.runs}+{trial.runs}"
+        table.add_row(
+            str(number), words(trial.change), _predicted(trial), _gain(trial.measured), runs, verdict, _cost(trial)
+        )
+    return table
+
+
+def _predicted(trial: "TuneTrial") -> str:
+    if trial.predicted is None:
+        return "-"
+    return f"{_gain(trial.predicted.gain)} ({_gain(trial.predicted.low)} to {_gain(trial.predicted.high)})"
+
+
+def _gain(value: float | None) -> str:
+    if value is None:
+        return "-"
+    ratio = math.exp(value)
+    return f"{ratio:.3g}x" if ratio >= 2 else f"{ratio - 1:+.0%}"
+
+
+def _cost(trial: "TuneTrial") -> str:
+    return f"{trial.seconds:.0f} s"
+
+
+def _sentence(found: "Tuned") -> str:
+    took = f"{found.seconds:.0f} s" if found.seconds < 90 else f"{found.seconds / 60:.0f} min"
+    if found.outcome == "nothing to change":
+        return f"the settings keep the SLO, and nothing gains more than noise ({took})."
+    if found.outcome == "better":
+        return f"{words(found.changes)} ({took})."
+    if found.outcome == "slo missed":
+        best = ", ".join(f"{name} {shown(name, value)}" for name, value in found.best.items())
+        return f"nothing that was tried keeps the SLO ({took}). The best of each term on its own: {best}."
+    return f"no verdict within {took}: allow more --minutes, or a longer --duration."
+
+
+def _change_of(found: "Tuned", name: str) -> str:
+    """Returns a term's value before and after."""
+    before, after = found.before.terms.get(name), found.after.terms.get(name)
+    texts = [shown(name, value) for value in (before, after) if value is not None]
+    return " -> ".join(dict.fromkeys(texts))
+
+
+def _limit(goal: "Goal", name: str) -> str:
+    return f"  (SLO {shown(name, goal.slo[name])})" if name in goal.slo else ""
+
+
+def profiles_table(beside: "list[ProfileFigures]") -> Table:
+    """Returns a row for each profile: the median of its runs, with the least and the most."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("profile", "SLO kept", *beside[0].figures):
+        table.add_column(name, justify="left" if name == "profile" else "right", overflow="fold")
+    for one in beside:
+        kept = f"{sum(one.kept)} of {len(one.kept)}"
+        table.add_row(one.name, kept, *(_spread(name, values) for name, values in one.figures.items()))
+    return table
+
+
+def _spread(name: str, values: tuple[float, ...]) -> str:
+    if not values:
+        return "-"
+    middle = shown(name, statistics.median(values))
+    return middle if len(values) == 1 else f"{middle}\n({shown(name, min(values))} to {shown(name, max(values))})"

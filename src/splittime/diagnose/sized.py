@@ -1,0 +1,256 @@
+"""How much each finding's cure would gain: the latest requests, replayed with that one change.
+
+    sized(books, diagnosis) -> Diagnosis
+
+A finding whose cure consists of flags that the simulator can change gets `predicted`: the figure that it is about
+(`ABOUT`, else the mean request), with and without the change, and an interval. If the simulator cannot tell, the
+finding gets the reason and stays as it is. The simulator also abstains if its replay without the change is further than
+`MAX_ERROR` from the record.
+
+A cure is withdrawn if its interval is not a gain throughout. The finding then keeps its claim, its evidence and its
+place among the illnesses (what the books state outranks what is inferred), but has no flags any more, and comes after
+those whose cures help. A cure is judged by its own value only: if that needs steps beyond the recorded ones, a value on
+the way is replayed and shown, and the cure stays.
+
+An interval is that of the draws, widened by the error of the replay without the change, and at least by `LEAST_ERROR`.
+The replay is bounded: `DRAWS` pairs of simulations of the stretch that `diagnose.window` picks.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from splittime.core.errors import ConfigError
+from splittime.diagnose.agree import flags_of, number_of
+from splittime.diagnose.books import Books
+from splittime.diagnose.doctor import Diagnosis
+from splittime.diagnose.finding import OUR_PROGRAM, FigureChange, Finding, Gain
+from splittime.diagnose.window import Stretch, latest_stretch
+from splittime.simulate.change import KNOBS, LIMITS, Change
+
+if TYPE_CHECKING:
+    from splittime.simulate.what_if import Prediction
+
+DRAWS = 8
+MAX_ERROR = 0.3  # of the replay as it was, against the record
+LEAST_ERROR = 0.03  # that no replay is free of: an interval is at least so wide on either side
+NO_HARM = 0.95  # an interval that begins above: it would not help; below, it might
+
+MEAN, TTFT, ITL, REFUSED = "e2e_ms_mean", "ttft_ms_p99", "itl_ms_p99", "refused"
+ABOUT: dict[str, tuple[str, ...]] = {
+    "slot_bound": (MEAN, TTFT),
+    "kv_bound": (MEAN, TTFT),
+    "preemption_thrash": (MEAN, ITL),
+    "token_budget_bound": (MEAN, TTFT),
+    "head_of_line": (MEAN, TTFT),
+    "static_batching": (MEAN, TTFT),
+    "starvation": (TTFT, MEAN),
+    "prefill_interference": (ITL, MEAN),
+    "queue_bound": (REFUSED, MEAN),
+    "overload": (MEAN, TTFT, REFUSED),
+}
+WORDS = {
+    MEAN: "the mean request",
+    TTFT: "the first token (p99)",
+    ITL: "the gap between tokens (p99)",
+    REFUSED: "the number of refused requests",
+}
+
+Say = Callable[[str, float], None]
+
+
+def sized(books: Books, diagnosis: Diagnosis, say: Say = lambda words, share: None) -> Diagnosis:
+    """Returns the diagnosis with its gains. say: is told what is replayed, and which share of all is done."""
+    wanted = [finding.name for finding in diagnosis.findings if finding.cure.flags]
+    stretch = latest_stretch(books) if wanted else None
+    findings = []
+    for finding in diagnosis.findings:
+        if finding.name not in wanted:
+            findings.append(finding)
+            continue
+        done = wanted.index(finding.name)
+
+        def of_all(share: float, done: int = done, name: str = finding.name) -> None:
+            say(f"replaying the cure of {name}", (done + share) / len(wanted))
+
+        findings.append(_sized(books, finding, stretch, of_all))
+    behind = [finding for finding in findings if is_withdrawn(finding)]
+    return replace(diagnosis, findings=(*(f for f in findings if f not in behind), *behind))
+
+
+def is_withdrawn(finding: Finding) -> bool:
+    """Whether the finding had a flag that would not help."""
+    return finding.predicted is not None and not finding.predicted.is_nearer and not helps(finding.predicted)
+
+
+def helps(gain: Gain) -> bool:
+    """Whether all of the interval of what the finding is about is a gain."""
+    high = gain.figures[0].high
+    return high is not None and high < 1
+
+
+def _sized(books: Books, finding: Finding, stretch: Stretch | None, say: Callable[[float], None]) -> Finding:
+    try:
+        gain = _gain(books, finding, stretch, say)
+    except ConfigError as error:
+        return replace(finding, not_predicted=error.info.message)
+    finding = replace(finding, predicted=gain)
+    if not is_withdrawn(finding):
+        return finding
+    flags = " ".join(finding.cure.flags)
+    cure = replace(finding.cure, flags=(), sentence=f"{finding.cure.sentence} ({flags} is withdrawn: see the gain.)")
+    return replace(finding, cure=cure)
+
+
+def _gain(books: Books, finding: Finding, stretch: Stretch | None, say: Callable[[float], None]) -> Gain:
+    """Raises ConfigError where it cannot be told."""
+    if finding.cure.program != OUR_PROGRAM or stretch is None:
+        raise ConfigError("only the books of a splittime server, with its steps and facts, can be replayed")
+    wanted = settings_of(finding, books)
+    prediction, made = _prediction(stretch, wanted, say)
+    names = dict.fromkeys((*ABOUT.get(finding.name, (MEAN,)), MEAN))
+    figures = tuple(_figure(prediction, name) for name in names)
+    _require_like(figures[0])
+    gain = Gain(
+        settings=made,
+        is_nearer=made != wanted,
+        figures=figures,
+        num_requests=prediction.num_requests,
+        draws=prediction.draws,
+        sentence="",
+    )
+    return replace(gain, sentence=_sentence(gain, stretch.num_open))
+
+
+def settings_of(finding: Finding, books: Books) -> dict[str, Any]:
+    """Returns what the cure's flags set. Raises ConfigError for one that no simulation can change."""
+    return dict(_setting(typed, value, books) for typed, value in flags_of(finding.cure.flags))
+
+
+def _setting(typed: str, value: str | None, books: Books) -> tuple[str, Any]:
+    name = typed.removeprefix("--").replace("-", "_")
+    if name == "kv_cache_memory_bytes" and value is not None:
+        return "num_blocks", _blocks(value, books)
+    is_off = value is None and name.startswith("no_")
+    name = name.removeprefix("no_") if is_off else name
+    if name not in (*KNOBS, *LIMITS):
+        raise ConfigError(f"no replay can change {typed}", param=typed)
+    return name, (not is_off if value is None else _value(value))
+
+
+def _value(text: str) -> Any:
+    number = number_of(text)
+    if number is None:
+        return text
+    return int(number) if number == int(number) else number
+
+
+def _blocks(size: str, books: Books) -> int:
+    """Returns how many blocks fit into so many bytes."""
+    number, facts = number_of(size), books.facts
+    block_size = None if facts is None else facts.settings.get("block_size")
+    if number is None or not block_size or facts is None or facts.cost is None:
+        raise ConfigError("these books do not say how large a block of the KV cache is")
+    return int(number) // (block_size * facts.cost.kv_bytes_per_token)
+
+
+def _prediction(
+    stretch: Stretch, wanted: dict[str, Any], say: Callable[[float], None]
+) -> tuple["Prediction", dict[str, Any]]:
+    """Returns that of the wanted settings, or of what is nearest to them within the recorded steps' reach."""
+    from splittime.simulate.cost import OutOfRange
+    from splittime.simulate.what_if import predict  # scipy: half a second
+
+    refused: ConfigError | None = None
+    for settings in _towards(wanted, stretch.recorded.facts.settings):
+        try:
+            on_draw = lambda number: say(number / DRAWS)  # noqa: E731
+            # Another hour slows both sides, and takes steps out of reach that the recorded hour did not need.
+            return predict(stretch.recorded, Change(settings), DRAWS, on_draw=on_draw, other_hour=0.0), settings
+        except OutOfRange as error:
+            refused = error
+    assert refused is not None
+    raise refused
+
+
+def _towards(wanted: dict[str, Any], now: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the wanted settings, then those half as far from what is set now, and so on, where something grows."""
+    settings: dict[str, Any] = {}
+    nearer = wanted
+    while nearer != settings:
+        settings = nearer
+        yield settings
+        nearer = {name: _half_way(value, now.get(name)) for name, value in settings.items()}
+
+
+def _half_way(value: Any, now: Any) -> Any:
+    is_growth = type(value) is int and type(now) is int and value > now + 1
+    return (value + now) // 2 if is_growth else value
+
+
+def _figure(prediction: "Prediction", name: str) -> FigureChange:
+    """Returns the figure; its interval is that of the draws, wider by the replay's own error."""
+    found = prediction.figure(name)
+    off = abs(found.before / found.recorded - 1) if found.before and found.recorded else 0.0
+    wider = 1 + max(off, LEAST_ERROR)
+    low = None if found.low is None else found.low / wider
+    high = None if found.high is None else found.high * wider
+    return FigureChange(name, found.recorded, found.before, found.after, found.ratio, low, high)
+
+
+def _require_like(figure: FigureChange) -> None:
+    """Raises ConfigError for a replay that is not like the record, and for a figure that it does not have."""
+    if figure.ratio is None or figure.before is None:
+        raise ConfigError(f"a replay as it was says nothing of {WORDS[figure.name]}")
+    if figure.recorded and abs(figure.before / figure.recorded - 1) > MAX_ERROR:
+        raise ConfigError(
+            f"a replay as it was has {figure.before:.3g} ms for {WORDS[figure.name]} where {figure.recorded:.3g} ms "
+            "are recorded: too far off to go by"
+        )
+
+
+def _sentence(gain: Gain, num_open: int) -> str:
+    change = ", ".join(f"{name} {value}" for name, value in gain.settings.items())
+    left_out = f" ({num_open} that were in flight at their begin left out)" if num_open else ""
+    told = "; ".join(_change_words(figure) for figure in gain.figures if figure.ratio is not None)
+    nearer = " More is out of reach of the recorded steps." if gain.is_nearer else ""
+    main = gain.figures[0]
+    return (
+        f"A replay of the latest {gain.num_requests} requests{left_out} with {change} changes {told}: "
+        f"{_verdict(gain)}.{_refusals(gain)}{nearer} Unchanged, it has {_off(main)}."
+    )
+
+
+def _refusals(gain: Gain) -> str:
+    """A shorter wait for those who are let in has a price."""
+    found = next((figure for figure in gain.figures if figure.name == REFUSED), None)
+    if found is None or not found.after or found.after <= (found.before or 0):
+        return ""
+    return f" It would refuse {found.after:.0f} requests, where {found.before:.0f} are refused without."
+
+
+def _change_words(figure: FigureChange) -> str:
+    assert figure.ratio is not None
+    assert figure.low is not None
+    assert figure.high is not None
+    return f"{WORDS[figure.name]} by {_percent(figure.ratio)} ({_percent(figure.low)} to {_percent(figure.high)})"
+
+
+def _percent(ratio: float) -> str:
+    told = f"{ratio:.3g} times" if ratio >= 2 else f"{round(100 * ratio) - 100:+d} %"
+    return "0 %" if told == "+0 %" else told
+
+
+def _verdict(gain: Gain) -> str:
+    main, *others = gain.figures
+    harmed = [WORDS[other.name] for other in others if other.low is not None and other.low > 1 / NO_HARM]
+    if helps(gain):
+        return f"it would help, and harm {' and '.join(harmed)}" if harmed else "it would help"
+    return "it would not help" if main.low is not None and main.low >= NO_HARM else "nobody can tell whether it helps"
+
+
+def _off(figure: FigureChange) -> str:
+    if not figure.recorded or figure.before is None:
+        return f"{figure.before:g} where {figure.recorded:g} are recorded"
+    return f"{WORDS[figure.name]} {_percent(figure.before / figure.recorded)} off the record"

@@ -1,0 +1,1 @@
+"""How much one server can carry, and how many of them a load needs."""

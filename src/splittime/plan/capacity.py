@@ -1,0 +1,262 @@
+"""The highest rate at which one server keeps an SLO, found in the simulator, as an interval.
+
+    found = capacity(replica, load, parse_slo("ttft_p99=500ms"), draws=8)
+    found.rate              requests a second: low, middle, high
+    found.trials            what each simulated rate came to, on the likeliest model
+
+A trial draws the load at its rate, as `bench` would send it for as long (longer where the requests would be too few to
+judge by), simulates it and judges it as `bench` judges a run. So what is found is what `bench search` with the same
+load would find, and can be checked by it. The first tenth of a trial fills an empty server and does not count.
+
+For the likeliest model the rate is doubled or halved until the knee lies between two rates, and these are brought
+together by bisection. Each draw (`Replica.drawn`: another model that fits as well) is then searched near that knee. All
+trials share their random numbers, so that two trials differ by nothing but the rate.
+"""
+
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from splittime.bench.book.slo import SloResult
+from splittime.core.errors import ConfigError
+from splittime.ledger.stages import Stage
+from splittime.plan.judged import judged
+from splittime.plan.load import load_at, requests_for
+from splittime.simulate.change import Change
+from splittime.simulate.cost import OutOfRange
+from splittime.simulate.replica import Replica
+from splittime.simulate.run import SimulatedBooks
+from splittime.simulate.shape import shape_of_record
+from splittime.simulate.what_if import hours, interval
+
+RESOLUTION = 1.03  # both ends of the knee are this close
+STRIDE = 1.12  # of the search near a rate that is nearly right
+WARM_UP = 0.1
+FIRST_RATE = 1.0
+MOST = 1e5  # times the first rate, or less
+MAX_REQUESTS = 200_000
+WAITS = (Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
+
+
+class Middle(NamedTuple):
+    """A figure with its interval over the draws."""
+
+    low: float
+    middle: float
+    high: float
+
+
+class RateTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """A simulated run at one rate. input_tokens, output_tokens: of a request, in the mean. first_waits, later_waits:
+    the share of the time up to the first token, and of the time behind it, that the requests wait, by cause.
+    prompt_share: the share of the steps' time that prompts need. kv_usage: the most blocks in use, as a share of all.
+    running: requests in a step, in the mean."""
+
+    rate: float
+    terms: tuple[SloResult, ...]
+    num_requests: int
+    input_tokens: float
+    output_tokens: float
+    first_waits: dict[str, float]
+    later_waits: dict[str, float]
+    prompt_share: float
+    kv_usage: float
+    running: float
+
+    @property
+    def keeps(self) -> bool:
+        return all(term.ok for term in self.terms)
+
+    def term(self, name: str) -> SloResult:
+        return next(term for term in self.terms if term.name == name)
+
+
+class Knee(msgspec.Struct, frozen=True):
+    """The highest rate that keeps and the lowest that breaks. None: not found; `stopped` says why the search could not
+    go on there."""
+
+    kept: RateTrial | None
+    broken: RateTrial | None
+    trials: tuple[RateTrial, ...]
+    stopped: str | None = None
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """rate: the highest that keeps the SLO, over the draws. knee: from the lowest kept to the highest broken rate.
+    likeliest: the search on the likeliest model."""
+
+    rate: Middle
+    knee: tuple[float, float]
+    likeliest: Knee
+    draws: int
+
+    @property
+    def kept(self) -> RateTrial:
+        """The highest rate that keeps, on the likeliest model."""
+        assert self.likeliest.kept is not None
+        return self.likeliest.kept
+
+
+Try = Callable[[float], RateTrial]
+
+
+def capacity(
+    replica: Replica,
+    load: Mapping[str, Any],
+    slo: Mapping[str, float],
+    draws: int = 8,
+    seed: int = 0,
+    on_trial: Callable[[RateTrial], None] = lambda trial: None,
+) -> Capacity:
+    """Returns the highest rate within the SLO, with its interval. load: fields of `LoadSpec`. slo: terms as `parse_slo`
+    gives them. draws: how many other models are searched, for the interval. Raises ConfigError for a load that cannot
+    be simulated, and if no rate keeps the SLO."""
+    replica = replica.steady()
+    likeliest = find_knee(_trier(replica, load, slo, seed, on_trial), FIRST_RATE)
+    if likeliest.kept is None:
+        raise _hopeless(likeliest, slo)
+    kept, broken = [], []
+    rng = random.Random(seed)
+    for factor in hours(draws, replica.costs.errors.drift, rng):
+        drawn = _trier(replica.drawn(factor, rng), load, slo, seed, on_trial)
+        near = find_knee(drawn, likeliest.kept.rate, STRIDE)
+        kept.append(near.kept.rate if near.kept is not None else 0.0)
+        broken.append(near.broken.rate if near.broken is not None else kept[-1])
+    return Capacity(middle_of(kept), (min(kept), max(broken)), likeliest, draws)
+
+
+def find_knee(trial_at: Try, first: float, stride: float = 2.0) -> Knee:
+    """Returns the knee, looked for from `first` on. A rate that cannot be simulated counts as one that breaks, and
+    `stopped` says why, if it is the knee's upper end."""
+    search = _Search(trial_at)
+    low, high = search.bracket(first, stride)
+    while low is not None and high is not None and high / low > RESOLUTION:
+        rate = (low * high) ** 0.5
+        low, high = (rate, high) if search.keeps(rate) else (low, rate)
+    trials = search.trials
+    kept, broken = (None if end is None else trials.get(end) for end in (low, high))
+    stopped = None if high is None else search.refused.get(high)
+    return Knee(kept, broken, tuple(trials[rate] for rate in sorted(trials)), stopped)
+
+
+class _Search:
+    """The rates that were tried. refused: why a rate could not be simulated."""
+
+    def __init__(self, trial_at: Try) -> None:
+        self._trial_at = trial_at
+        self.trials: dict[float, RateTrial] = {}
+        self.refused: dict[float, str] = {}
+
+    def keeps(self, rate: float) -> bool:
+        try:
+            self.trials[rate] = trial = self._trial_at(rate)
+        except (OutOfRange, TooMany) as error:
+            self.refused[rate] = f"at {rate:.3g} requests/s {error.info.message}"
+            return False
+        return trial.keeps
+
+    def bracket(self, first: float, stride: float) -> tuple[float | None, float | None]:
+        """Returns a rate that keeps and a higher one that does not; None where none was found. Strides grow to 2."""
+        keeps, rate = self.keeps(first), first
+        while 1 / MOST < rate / first < MOST:
+            before, rate = rate, rate * stride if keeps else rate / stride
+            if self.keeps(rate) != keeps:
+                return (before, rate) if keeps else (rate, before)
+            stride = min(stride * stride, 2.0)
+        return (rate, None) if keeps else (None, rate)
+
+
+class TooMany(ConfigError):
+    """A trial would have more requests than anybody waits for."""
+
+
+def _trier(
+    replica: Replica,
+    load: Mapping[str, Any],
+    slo: Mapping[str, float],
+    seed: int,
+    on_trial: Callable[[RateTrial], None],
+) -> Try:
+    def trial_at(rate: float) -> RateTrial:
+        trial = simulated_trial(replica, load_at(load, rate), slo, rate, seed)
+        on_trial(trial)
+        return trial
+
+    return trial_at
+
+
+def simulated_trial(
+    replica: Replica, load: Mapping[str, Any], slo: Mapping[str, float], rate: float, seed: int
+) -> RateTrial:
+    """Returns what this load comes to. Raises TooMany, and OutOfRange for steps beyond the model."""
+    requests = requests_for(dict(load), replica)
+    if len(requests) > MAX_REQUESTS:
+        raise TooMany(f"{len(requests):,} requests are too many for a trial", limit=MAX_REQUESTS)
+    return trial_of(replica, replica.run(requests, Change(), seed), slo, rate)
+
+
+def trial_of(replica: Replica, books: SimulatedBooks, slo: Mapping[str, float], rate: float) -> RateTrial:
+    """Returns the trial whose ledger this is."""
+    served = [account for account in books.accounts if not account.is_refused]
+    count = max(1, len(served))
+    return RateTrial(
+        rate=rate,
+        terms=tuple(judged(books, slo, WARM_UP)),
+        num_requests=len(books.accounts),
+        input_tokens=sum(account.prompt_tokens for account in served) / count,
+        output_tokens=sum(account.output_tokens for account in served) / count,
+        first_waits=_waits(books, is_first=True),
+        later_waits=_waits(books, is_first=False),
+        prompt_share=_prompt_share(replica, books),
+        kv_usage=max((step.blocks_used for step in books.steps), default=0) / replica.config.num_blocks,
+        running=sum(len(step.rows) for step in books.steps) / max(1, len(books.steps)),
+    )
+
+
+def middle_of(values: list[float]) -> Middle:
+    """Returns the median of the draws, and the interval of one more draw (`simulate.what_if.interval`)."""
+    low, high = interval(values)
+    return Middle(low, statistics.median(values), high)
+
+
+def _waits(books: SimulatedBooks, is_first: bool) -> dict[str, float]:
+    """Returns the shares of the time up to the first token, or behind it, by cause; largest first."""
+    spent: Counter[str] = Counter()
+    total = 0
+    for account in books.accounts:
+        first_ns = account.token_ready_ns[0] if account.token_ready_ns else account.end_ns
+        for each in account.intervals:
+            if (each.begin_ns < first_ns) == is_first:
+                total += each.end_ns - each.begin_ns
+                if each.stage in WAITS:
+                    spent[str(each.cause or each.stage)] += each.end_ns - each.begin_ns
+    return {name: ns / total for name, ns in spent.most_common()}
+
+
+def _prompt_share(replica: Replica, books: SimulatedBooks) -> float:
+    """Returns the share of all steps' time by which steps with prompts take longer than with their decoding rows
+    alone."""
+    all_ns = prompts_ns = 0
+    for step in books.steps:
+        shape = shape_of_record(step)
+        taken_ns = replica.costs.step_time(shape).step_ns
+        all_ns += taken_ns
+        prompt_tokens = shape.tokens - shape.decode_rows
+        if prompt_tokens:
+            alone = shape._replace(rows=shape.decode_rows, tokens=shape.decode_rows, prompt_pairs=0)
+            prompts_ns += taken_ns - (replica.costs.step_time(alone).step_ns if shape.decode_rows else 0)
+    return max(0.0, min(1.0, prompts_ns / all_ns)) if all_ns else 0.0
+
+
+def _hopeless(knee: Knee, slo: Mapping[str, float]) -> ConfigError:
+    """The SLO cannot be kept at any rate: says what can."""
+    if not knee.trials:
+        return ConfigError(f"no rate could be simulated: {knee.stopped}", param="rate")
+    lightest = knee.trials[0]
+    missed = " ".join(term.sentence for term in lightest.terms if not term.ok)
+    hint = f"At {lightest.rate:.3g} requests/s, the lightest load tried: {missed} Ask for no less than that."
+    return ConfigError("no rate keeps the SLO", param="slo", value=", ".join(slo), hint=hint)

@@ -1,0 +1,103 @@
+"""A plan as a file: one HTML page with plots, or a CSV of its lines."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from splittime.bench.book.metrics import RATES, SHARES
+from splittime.core.whole_file import write_whole
+from splittime.plan.worksheet import Sheet, SheetLine
+from splittime.present.plot import Plot, plot_styles
+from splittime.present.scale import Scale, duration, fitting, number, share
+
+COLUMNS = ("server", "source", "name", "value", "low", "high", "unit", "formula")
+
+
+def write_page(sheets: Sequence[Sheet], slo: Mapping[str, float], path: Path) -> None:
+    """Write whole or not at all. Raises `ConfigError` where it cannot be written."""
+    write_whole(path, render_page(sheets, slo).encode("utf-8", "replace"), param="html")
+
+
+def render_page(sheets: Sequence[Sheet], slo: Mapping[str, float]) -> str:
+    """Returns the page. The same plan gives the same bytes; nothing is fetched."""
+    assets = files("splittime.plan") / "assets"
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    styles = plot_styles() + (assets / "plan.css").read_text("utf-8")
+    return environment.from_string((assets / "plan.html").read_text("utf-8")).render(
+        sheets=[(sheet, [_term_plot(sheet, name, limit) for name, limit in slo.items()]) for sheet in sheets],
+        names=line_names(sheets),
+        line_of=line_of,
+        shown=shown,
+        styles=Markup(styles),
+    )
+
+
+def write_csv(sheets: Sequence[Sheet], path: Path) -> None:
+    """Write whole or not at all. Raises `ConfigError` where it cannot be written."""
+    file = io.StringIO(newline="")
+    rows = csv.writer(file, lineterminator="\n")
+    rows.writerow(COLUMNS)
+    for sheet in sheets:
+        for line in sheet.lines:
+            rows.writerow(
+                [sheet.label, sheet.source, line.name, line.value, line.low, line.high, line.unit, line.formula]
+            )
+    write_whole(path, file.getvalue().encode("utf-8", "replace"), param="csv")
+
+
+def line_names(sheets: Sequence[Sheet]) -> list[str]:
+    """Returns the names of all lines, in their order."""
+    return list(dict.fromkeys(line.name for sheet in sheets for line in sheet.lines))
+
+
+def line_of(sheet: Sheet, name: str) -> SheetLine | None:
+    return next((line for line in sheet.lines if line.name == name), None)
+
+
+def shown(line: SheetLine) -> str:
+    """Returns a line's value with its unit and interval, for people."""
+    if isinstance(line.value, str):
+        return line.value
+    words = f"{_digits(line.value)} {line.unit}".rstrip()
+    if line.low is None or line.high is None or line.low == line.high:
+        return words
+    return f"{words} ({_digits(line.low)} to {_digits(line.high)})"
+
+
+def _digits(value: float) -> str:
+    if value == int(value) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _term_plot(sheet: Sheet, name: str, limit: float) -> Plot:
+    """Draws a term of the SLO against the rate, with its limit and the knee."""
+    told = [(trial.rate, trial.term(name).value) for trial in sheet.capacity.likeliest.trials]
+    known = [(rate, value) for rate, value in told if value is not None]
+    label = share if name in SHARES else number if name in RATES else duration
+    rates, values = [rate for rate, _ in known], [value for _, value in known]
+    described = f"{name} at {len(known)} simulated rates; the knee lies from {_knee(sheet)} requests a second."
+    plot = Plot(_across(rates), fitting([*values, limit]), title=f"{name}, by requests a second", described=described)
+    plot.x_axis(number).y_axis(label).band(*sheet.capacity.knee, "cool")
+    plot.line(rates, values, "response")
+    plot.dots(rates, values, "response")
+    plot.across(limit, "bad")
+    plot.key("response", "simulated")
+    plot.key("bad", f"limit, {label(limit)}")
+    plot.key("cool", f"knee, {_knee(sheet)}")
+    return plot
+
+
+def _knee(sheet: Sheet) -> str:
+    return " to ".join(f"{rate:.3g}" for rate in sheet.capacity.knee)
+
+
+def _across(rates: Sequence[float]) -> Scale:
+    return Scale(min(rates) * 0.95, max(rates) * 1.05, is_log=True)

@@ -1,0 +1,77 @@
+"""Where a plan's server comes from: a ledger, a file that describes one, runs of `bench`, or a data sheet.
+
+replica_in("today.sqlite")              the ledger of a server
+replica_in("one.json")                  what `splittime calibrate` wrote
+replica_in("light.json,heavy.json")     runs of `bench` against any server
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from splittime.bench.book.records import Run, load_run
+from splittime.core.errors import ConfigError, NotFound
+from splittime.core.facts import Machine, TokenCost
+from splittime.simulate.change import Change, changed
+from splittime.simulate.data_sheet import device_named, replica_of_data_sheet
+from splittime.simulate.recorded import latest_run, read_ledger
+from splittime.simulate.replica import Replica, load_replica, replica_of
+
+SQLITE = b"SQLite format 3\x00"
+
+
+def replica_in(source: str, settings: dict[str, Any]) -> Replica:
+    """Returns the server that files tell of, with these settings instead of its own. Raises NotFound, and ConfigError
+    for files that tell too little."""
+    paths = [Path(name) for name in source.split(",")]
+    missing = next((path for path in paths if not path.is_file()), None)
+    if missing is not None:
+        raise NotFound(f"there is no file {missing}", param="source", value=str(missing))
+    if len(paths) > 1 or _is_run(paths[0]):
+        return _from_outside([load_run(path) for path in paths], settings)
+    return with_settings(_own(paths[0]), settings)
+
+
+def replica_of_device(
+    name: str, cost: TokenCost, weights_bytes: int, precision: str, settings: dict[str, Any]
+) -> Replica:
+    """Returns a server that nobody has measured. weights_bytes: what they take of its memory. Raises ConfigError for a
+    device that nobody knows, and for a model that it cannot hold."""
+    device = device_named(name)
+    replica = with_settings(
+        replica_of_data_sheet(device, cost, precision=precision, weights_bytes=weights_bytes), settings
+    )
+    machine = Machine(cpu=device.name, threads=1, read_bytes_per_s=device.read_bytes_per_s)
+    return msgspec.structs.replace(replica, token_cost=cost, machine=machine)
+
+
+def with_settings(replica: Replica, settings: dict[str, Any]) -> Replica:
+    """Raises ConfigError for settings that cannot be."""
+    config, limits = changed(replica.config, replica.limits, Change(settings))
+    return msgspec.structs.replace(replica, config=config, limits=limits)
+
+
+def _own(path: Path) -> Replica:
+    with path.open("rb") as file:
+        is_ledger = file.read(len(SQLITE)) == SQLITE
+    return replica_of(latest_run(read_ledger(path))) if is_ledger else load_replica(path)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether `bench` wrote it."""
+    try:
+        msgspec.json.decode(path.read_bytes(), type=Run)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _from_outside(runs: list[Run], settings: dict[str, Any]) -> Replica:
+    from splittime.plan.outside import Guesses, replica_of_runs
+
+    unknown = sorted(set(settings) - set(Guesses._fields))
+    if unknown:
+        hint = f"Of a server that is seen from outside one can say: {', '.join(Guesses._fields)}."
+        raise ConfigError(f"{unknown[0]} cannot be changed in runs of bench", param=unknown[0], hint=hint)
+    return replica_of_runs(runs, **settings)

@@ -1,0 +1,193 @@
+"""The worksheet of a plan: from one server's capacity to servers, money and memory, each line with its formula.
+
+    sheet = worksheet("h100", replica, found, PlanTerms(peak=40.0, price=2.5))
+    sheet.lines[0].name, .value, .low, .high, .unit, .formula
+
+A line's formula has its inputs in it, so that a reader can work it out again. Low and high come from the capacity's
+interval: the more a server carries, the fewer are needed.
+"""
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+from splittime.plan.capacity import Capacity, RateTrial
+from splittime.simulate.replica import Replica
+
+PER_MILLION = 1e6
+S_PER_HOUR = 3600.0
+LEAST_WAIT = 0.1  # a smaller share is not what breaks
+
+
+class PlanTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What the servers are for. peak: requests a second that all of them carry together. price: of one server for an
+    hour. growth: how many times the peak is planned for. regions: each carries its part, and has its own spare.
+    start_up_s: what a new server takes until it serves."""
+
+    peak: float | None = None
+    price: float | None = None
+    currency: str = "$"
+    growth: float = 1.0
+    regions: int = 1
+    start_up_s: float | None = None
+
+    def validate(self) -> "PlanTerms":
+        """Raises ConfigError for a term that cannot be."""
+        for name, least in (("peak", 0.0), ("price", 0.0), ("growth", 0.0), ("start_up_s", 0.0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                words = "the peak rate" if name == "peak" else name
+                raise ConfigError(f"{words} is {value:g}; it must be {least:g} or more", param=name, value=value)
+        if self.regions < 1:
+            raise ConfigError(f"regions is {self.regions}; at least 1", param="regions", value=self.regions, limit=1)
+        return self
+
+
+class SheetLine(msgspec.Struct, frozen=True):
+    """A figure of a plan. low, high: its interval, if it has one."""
+
+    name: str
+    value: float | str
+    unit: str
+    formula: str
+    low: float | None = None
+    high: float | None = None
+
+
+class Sheet(msgspec.Struct, frozen=True):
+    """A server's plan. source: where its costs come from. notes: its limits, for people."""
+
+    label: str
+    source: str
+    capacity: Capacity
+    lines: tuple[SheetLine, ...]
+    notes: tuple[str, ...]
+
+
+def worksheet(label: str, replica: Replica, found: Capacity, terms: PlanTerms) -> Sheet:
+    """Returns the plan of one server. found: what `capacity` says of this replica. Without a peak in `terms` there are
+    no lines about servers and money."""
+    lines = [*_of_one(replica, found), *_of_memory(replica, found)]
+    if terms.peak:
+        lines += _of_all(replica, found, terms)
+    return Sheet(label, replica.source, found, tuple(lines), tuple(_notes(replica, found)))
+
+
+def _of_one(replica: Replica, found: Capacity) -> Iterator[SheetLine]:
+    kept = found.kept
+    low, middle, high = found.rate
+    yield SheetLine("highest rate", middle, "requests/s", "the most that keeps the SLO, simulated", low, high)
+    yield SheetLine("knee", middle, "requests/s", "from the lowest kept to the highest broken rate", *found.knee)
+    for name, tokens in (("input", kept.input_tokens), ("output", kept.output_tokens)):
+        formula = f"highest rate x {tokens:,.4g} tokens a request"
+        yield SheetLine(f"{name} tokens", middle * tokens, "tokens/s", formula, low * tokens, high * tokens)
+    broken = found.likeliest.broken
+    if broken is not None:
+        yield SheetLine("breaks first", first_to_break(broken), "", f"at {broken.rate:.3g} requests/s, simulated")
+    yield SheetLine(
+        "requests in a step", kept.running, "", f"mean at {kept.rate:.3g} requests/s; slots: {_slots(replica)}"
+    )
+
+
+def _of_memory(replica: Replica, found: Capacity) -> Iterator[SheetLine]:
+    kept, cost = found.kept, replica.token_cost
+    config = replica.config
+    formula = f"most blocks in use / {config.num_blocks:,} blocks of {config.block_size} tokens"
+    yield SheetLine("KV cache in use", 100 * kept.kv_usage, "%", formula)
+    if cost is None:
+        return
+    per_token = cost.kv_bytes_per_token
+    block = per_token * config.block_size
+    whole = block * config.num_blocks
+    yield SheetLine("KV bytes of a token", per_token, "bytes", "2 x layers x KV heads x head size x bytes of a number")
+    formula = f"{config.num_blocks:,} blocks x {config.block_size} tokens x {per_token:,} bytes"
+    yield SheetLine("KV cache", whole / 2**20, "MiB", formula)
+    spare = (1 - kept.kv_usage) * whole
+    yield SheetLine(
+        "KV cache never used", spare / 2**20, "MiB", f"{1 - kept.kv_usage:.0%} of it: could be smaller by so much"
+    )
+    rate = replica.machine.read_bytes_per_s if replica.machine is not None else None
+    if rate:
+        formula = f"{cost.weight_bytes:,} bytes of weights / {rate:,.3g} bytes/s"
+        yield SheetLine("decode floor", cost.weight_bytes / rate * 1e3, "ms", formula)
+        formula = (
+            f"half the bytes of weights: {cost.weight_bytes // 2:,} / {rate:,.3g} bytes/s less a step, if memory-bound"
+        )
+        yield SheetLine("smaller weights save", cost.weight_bytes / 2 / rate * 1e3, "ms", formula)
+
+
+def _of_all(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[SheetLine]:
+    assert terms.peak is not None
+    need = terms.peak * terms.growth / terms.regions
+    low, middle, high = (math.ceil(need / rate) * terms.regions if rate else None for rate in reversed(found.rate))
+    grown = f" x {terms.growth:g}" if terms.growth != 1 else ""
+    split = f" / {terms.regions} regions" if terms.regions > 1 else ""
+    formula = f"{terms.peak:g} requests/s{grown}{split} / highest rate, rounded up"
+    yield SheetLine("servers", "nobody can tell" if middle is None else middle, "", formula, low, high)
+    if middle is None or high is None:
+        yield SheetLine(
+            "servers with spares", "nobody can tell", "", "a somewhat slower machine keeps the SLO at no rate"
+        )
+        return
+    with_spares = high + terms.regions
+    formula = f"the upper end, and one more in each region: {high} + {terms.regions}"
+    yield SheetLine("servers with spares", with_spares, "", formula)
+    yield from _of_start_up(replica, found, terms)
+    if terms.price is not None:
+        yield from _of_money(found, terms, with_spares)
+
+
+def _of_start_up(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[SheetLine]:
+    own_s = None if replica.start_up_ns is None else replica.start_up_ns / 1e9
+    start_up_s = terms.start_up_s if terms.start_up_s is not None else own_s
+    if start_up_s is None:
+        return
+    formula = f"highest rate x {start_up_s:.3g} s until a new server serves: they wait or go elsewhere"
+    yield SheetLine("a lost server leaves", found.rate.middle * start_up_s, "requests", formula)
+    if terms.price is not None:
+        paid = terms.price * start_up_s / S_PER_HOUR
+        yield SheetLine(
+            "a start costs", paid, terms.currency, f"{terms.price:g}/h x {start_up_s:.3g} s that serve nobody"
+        )
+
+
+def _of_money(found: Capacity, terms: PlanTerms, servers: int) -> Iterator[SheetLine]:
+    assert terms.price is not None
+    assert terms.peak is not None
+    an_hour = servers * terms.price
+    yield SheetLine("an hour", an_hour, terms.currency, f"{servers} servers x {terms.price:g}/h")
+    requests = terms.peak * terms.growth * S_PER_HOUR
+    for name, tokens, share in (
+        ("input", found.kept.input_tokens, found.kept.prompt_share),
+        ("output", found.kept.output_tokens, 1 - found.kept.prompt_share),
+    ):
+        millions = requests * tokens / PER_MILLION
+        formula = f"an hour x {share:.0%} (their part of the steps' time) / {millions:,.4g} million in a peak hour"
+        yield SheetLine(f"a million {name} tokens", an_hour * share / millions, terms.currency, formula)
+
+
+def first_to_break(broken: RateTrial) -> str:
+    """Returns the terms that a rate breaks, and what the requests wait for most in the time that these are about."""
+    missed = [term.name for term in broken.terms if not term.ok]
+    is_first = any(name.startswith(("ttft", "service_ttft")) for name in missed)
+    waits = broken.first_waits if is_first else broken.later_waits
+    cause, share = next(iter(waits.items()), ("", 0.0))
+    terms, time = ", ".join(missed), "the time to the first token" if is_first else "the time behind the first token"
+    if share < LEAST_WAIT:
+        return f"{terms}: the steps themselves take too long, with {broken.running:.3g} requests in each"
+    return f"{terms}: {share:.0%} of {time} is a wait for {cause}"
+
+
+def _slots(replica: Replica) -> str:
+    return f"{replica.config.max_num_seqs:,}"
+
+
+def _notes(replica: Replica, found: Capacity) -> Iterator[str]:
+    error = replica.costs.errors
+    if error.median_relative:
+        yield f"step times: of steps that the model has not seen the median error is {error.median_relative:.1%}"
+    if found.likeliest.stopped is not None:
+        yield f"nothing higher was looked at: {found.likeliest.stopped}"
+    yield "requests come when they come, whatever the answers before (an open loop), spread evenly over the servers"

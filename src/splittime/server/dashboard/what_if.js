@@ -1,0 +1,157 @@
+/**
+ * What another setting, or another load, would have made of the latest requests. The server simulates it beside itself
+ * and changes nothing; a setting that it can change while it serves can then be applied from here.
+ */
+
+import { KeyNeeded, askJson } from "./api.js";
+import { byId, el, say } from "./dom.js";
+import { DASH, count, duration, plural } from "./format.js";
+
+const LOAD = "load, times";
+const FIGURES = [
+  ["ttft_ms_p50", "first token, p50"],
+  ["ttft_ms_p99", "first token, p99"],
+  ["itl_ms_p50", "between tokens, p50"],
+  ["itl_ms_p99", "between tokens, p99"],
+  ["e2e_ms_mean", "whole request, mean"],
+  ["refused", "refused"],
+];
+
+export class WhatIf {
+  #schemas = null;
+  #knobs = {};
+  #isBusy = false;
+
+  /** onTrouble: what `ask` raised where it is not this panel's to show. */
+  constructor(onTrouble) {
+    this.onTrouble = onTrouble;
+    this.form = byId("what-if");
+    this.select = byId("what-if-name");
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#ask();
+    });
+    this.select.addEventListener("change", () => this.#showValue());
+    this.seen = new IntersectionObserver(([entry]) => entry.isIntersecting && this.wake(), { rootMargin: "200px" });
+    this.seen.observe(this.form);
+  }
+
+  /** Learn what can be asked, when the panel is first seen, and when there is a key at last. */
+  async wake() {
+    if (this.#schemas) return;
+    try {
+      const [described, knobs] = await Promise.all([askJson("openapi.json"), askJson("knobs")]);
+      const asked = described.paths["/ledger/what-if"].post.requestBody.content["application/json"].schema;
+      this.#knobs = knobs;
+      this.#schemas = { ...asked.properties.settings.properties, [LOAD]: asked.properties.speed };
+    } catch (error) {
+      this.#fail(error);
+      return;
+    }
+    this.seen.disconnect();
+    this.select.replaceChildren(...Object.keys(this.#schemas).map((name) => el("option", { value: name }, name)));
+    byId("what-if-ask").disabled = false;
+    this.#showValue();
+  }
+
+  #showValue() {
+    const name = this.select.value;
+    const now = name === LOAD ? 1 : this.#knobs[name];
+    byId("what-if-value").replaceChildren(control(this.#schemas[name], now));
+    say(byId("what-if-now"), now === undefined ? "" : `now ${now ?? "no bound"}`);
+  }
+
+  #wanted() {
+    const [name, input] = [this.select.value, byId("what-if-value").firstElementChild];
+    const isWord = input.tagName === "SELECT" && !["true", "false"].includes(input.value);
+    const value = isWord ? input.value : input.value === "" ? null : JSON.parse(input.value);
+    return { name, value, body: name === LOAD ? { speed: value } : { settings: { [name]: value } } };
+  }
+
+  async #ask() {
+    if (this.#isBusy) return;
+    const wanted = this.#wanted();
+    this.#busy(true, "Simulating …");
+    try {
+      this.#show(await send("POST", "ledger/what-if", wanted.body), wanted);
+    } catch (error) {
+      this.#fail(error);
+    }
+    this.#busy(false);
+  }
+
+  #show(found, wanted) {
+    const figures = new Map(found.figures.map((figure) => [figure.name, figure]));
+    const rows = FIGURES.map(([name, words]) => row(words, figures.get(name), name !== "refused"));
+    const heads = ["", "recorded", "simulated", "changed", "change"].map((word) => el("th", { scope: "col" }, word));
+    byId("what-if-answer").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...rows)), ...this.#apply(wanted));
+    const leftOut = found.num_left_out ? `, without ${count(found.num_left_out)} in flight at their begin` : "";
+    say(byId("what-if-note"),
+      `The latest ${plural(found.num_requests, "request")} (${duration(found.span_s * 1e9)}${leftOut}), simulated ${count(found.draws)} times as it was and with ${wanted.name} ${wanted.value ?? "without a bound"}. How far “simulated” is from “recorded” is the simulator's error.`);
+  }
+
+  #apply({ name, value }) {
+    if (!(name in this.#knobs)) return []; // not to be changed while it serves
+    const apply = async () => {
+      try {
+        this.#knobs = await send("PATCH", "knobs", { [name]: value });
+      } catch (error) {
+        this.#fail(error);
+        return;
+      }
+      byId("what-if-apply").remove();
+      say(byId("what-if-note"), `${name} is ${this.#knobs[name] ?? "without a bound"} now. The next question is about requests from now on.`);
+      this.#showValue();
+    };
+    return [el("button", { type: "button", id: "what-if-apply", onclick: apply }, `Apply: ${name} ${value ?? "without a bound"}`)];
+  }
+
+  #busy(isBusy, words) {
+    this.#isBusy = isBusy;
+    byId("what-if-ask").disabled = isBusy;
+    this.form.setAttribute("aria-busy", isBusy);
+    if (!isBusy) return;
+    byId("what-if-answer").replaceChildren();
+    say(byId("what-if-note"), words);
+  }
+
+  #fail(error) {
+    if (error instanceof KeyNeeded) this.onTrouble(error);
+    say(byId("what-if-note"), error.message);
+  }
+}
+
+const send = (method, path, body) => askJson(path, { method, headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+
+/** The field for a value of this JSON schema. */
+function control(schema, now) {
+  const kinds = schema.anyOf ?? [schema];
+  const words = kinds.flatMap((kind) => kind.enum ?? (kind.type === "boolean" ? [true, false] : []));
+  if (words.length) return el("select", { "aria-label": "Value" }, ...words.map((word) => el("option", { value: String(word), selected: word === now }, String(word))));
+  const isWhole = kinds.some((kind) => kind.type === "integer");
+  const number = kinds.find((kind) => ["integer", "number"].includes(kind.type)) ?? {};
+  const mayBeEmpty = kinds.some((kind) => kind.type === "null");
+  return el("input", { type: "number", "aria-label": "Value", value: now ?? "", min: number.minimum, max: number.maximum, step: isWhole ? 1 : "any", required: !mayBeEmpty, placeholder: mayBeEmpty ? "no bound" : null });
+}
+
+function row(words, figure, isTime) {
+  if (!figure) return el("tr", {}, el("th", { scope: "row" }, words), ...Array.from({ length: 4 }, () => el("td", {}, DASH)));
+  const told = (value) => (value === null ? DASH : isTime ? duration(value * 1e6) : count(value));
+  const change = figure.ratio === null ? DASH : `${times(figure.ratio)} (${times(figure.low)} to ${times(figure.high)})`;
+  const cells = [told(figure.recorded), told(figure.before), told(figure.after)].map((text) => el("td", {}, text));
+  return el("tr", {}, el("th", { scope: "row" }, words), ...cells, el("td", { class: kindOf(figure) }, change));
+}
+
+const SAME = 0.005; // less is told as 0 %
+
+/** Whether all of the interval is better, or worse. */
+function kindOf({ low, high }) {
+  if (low === null) return null;
+  return high < 1 - SAME ? "better" : low > 1 + SAME ? "worse" : null;
+}
+
+function times(ratio) {
+  if (ratio >= 2) return `${ratio.toPrecision(3)} times`;
+  const percents = Math.round((ratio - 1) * 100);
+  return percents === 0 ? "0 %" : `${percents > 0 ? "+" : "−"}${Math.abs(percents)} %`;
+}

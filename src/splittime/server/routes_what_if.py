@@ -1,0 +1,84 @@
+"""`POST /ledger/what-if`: what other settings, or another load, would have made of the latest requests.
+
+Nothing of the server is changed. Only requests that began after the latest change of a knob count: before, the settings
+were others than those that the simulation starts from.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+import orjson
+
+from splittime.api.decode import decode_once, whole
+from splittime.core.errors import Conflict, RequestError
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.store import Ledger
+from splittime.server.routes_info import Whole
+from splittime.server.service import Service
+from splittime.server.simulation import DRAWS
+from splittime.simulate.change import Change
+from splittime.simulate.question import question
+from splittime.web import http
+
+if TYPE_CHECKING:
+    from splittime.diagnose.window import Stretch
+
+
+class WhatIfBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """settings: values by name, as in `PATCH /knobs`, with `num_blocks` of the KV cache. speed: requests come so many
+    times as fast."""
+
+    settings: dict[str, bool | Whole | float | str | None] = {}
+    speed: float = 1.0
+
+
+async def what_if(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """See the module's docstring. 429 while another is being simulated; 409 where the books do not say enough."""
+    http.query_of(scope)
+    config = service.config
+    raw = await http.read_body_in_time(scope, receive, config.max_body_bytes, config.body_timeout_s)
+    body = _decoded(raw)
+    service.require_model()
+    service.simulation.begin()
+    work = asyncio.get_running_loop().run_in_executor
+    answer = await work(service.simulation.pool, _answer, service, service.facts(), service.knobs_changed_ns, body)
+    await http.respond(send, answer)
+
+
+def _decoded(raw: bytes) -> WhatIfBody:
+    try:
+        body = decode_once(raw, WhatIfBody)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body does not say a change: {error}", code="invalid_json") from error
+    return msgspec.structs.replace(body, settings={name: whole(value) for name, value in body.settings.items()})
+
+
+def _answer(service: Service, facts: ServerFacts | None, since_ns: int, body: WhatIfBody) -> bytes:
+    """Raises `RequestError` for a change that cannot be, `Conflict` where the books do not say enough."""
+    change = Change(body.settings, body.speed)
+    with service.simulation.until_done():
+        stretch = _stretch(service.ledger, facts, since_ns)
+        answer = orjson.loads(service.simulation.run(question(stretch.recorded, change, DRAWS)))
+    error, is_bad_change = answer.pop("error"), answer.pop("is_bad_change")
+    if error is not None:
+        kind, code = (RequestError, "invalid_value") if is_bad_change else (Conflict, "cannot_tell")
+        about = {name: error.get(name) for name in ("param", "value", "limit", "hint")}
+        raise kind(error["message"], code=code, **about)
+    accounts = stretch.recorded.accounts
+    span_ns = accounts[-1].end_ns - min(account.start_ns for account in accounts)
+    about = {"settings": body.settings, "speed": body.speed, "span_s": span_ns / 1e9, "num_left_out": stretch.num_open}
+    return orjson.dumps({**about, **answer})
+
+
+def _stretch(ledger: Ledger, facts: ServerFacts | None, since_ns: int) -> "Stretch":
+    from splittime.diagnose.books import LIVE_ACCOUNTS, LIVE_STEPS, live_books  # here: a start does not wait for it
+    from splittime.diagnose.window import latest_stretch
+
+    accounts = [account for account in ledger.accounts(None, LIVE_ACCOUNTS) if account.start_ns >= since_ns]
+    steps = [step for step in ledger.steps(LIVE_STEPS) if step.begin_ns >= since_ns]
+    stretch = latest_stretch(live_books(facts, accounts, steps, "the live ledger"))
+    if stretch is None:
+        hint = "Ask again when requests have been served with the settings that there are now."
+        raise Conflict("no request has been served with these settings yet", code="cannot_tell", hint=hint)
+    return stretch

@@ -1,0 +1,74 @@
+"""A prediction in a process of its own, beside a server that goes on: `python -m splittime.simulate.beside` (ADR 19).
+
+The question (`simulate.question`) comes over standard input; the answer, a `WhatIfAnswer` as JSON, goes to standard
+output. The process takes the lowest priority, has `CPU_S` of a processor, and ends when its parent does.
+"""
+
+import os
+import resource
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from splittime.core.errors import ConfigError, ErrorInfo
+from splittime.scheduler.admission import QueueLimits
+from splittime.simulate.change import changed
+from splittime.simulate.question import read_question
+from splittime.simulate.replay import scheduler_config
+from splittime.simulate.what_if import Predicted, predict
+
+CPU_S = 60
+LOWEST = 19
+
+
+class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """figures: as in `Prediction`. step_error: the median error of the cost model on steps that it was not fitted on.
+    error: why there is no answer. is_bad_change: the change itself cannot be, whatever the books say."""
+
+    figures: tuple[Predicted, ...] = ()
+    num_requests: int = 0
+    num_refused: int = 0
+    num_steps: int = 0
+    draws: int = 0
+    step_error: float | None = None
+    error: ErrorInfo | None = None
+    is_bad_change: bool = False
+
+
+def answer(lines: Sequence[bytes], on_draw: Callable[[int], None] = lambda number: None) -> WhatIfAnswer:
+    """Returns the answer to a question's lines."""
+    asked, recorded = read_question(lines)
+    try:
+        changed(scheduler_config(asked.facts), QueueLimits(1, 1), asked.change)
+    except ConfigError as error:
+        return WhatIfAnswer(error=error.info, is_bad_change=True)
+    try:
+        found = predict(recorded, asked.change, asked.draws, on_draw=on_draw)
+    except ConfigError as error:
+        return WhatIfAnswer(error=error.info)
+    return WhatIfAnswer(
+        figures=found.figures,
+        num_requests=found.num_requests,
+        num_refused=found.num_refused,
+        num_steps=found.num_steps,
+        draws=found.draws,
+        step_error=found.model.errors.median_relative,
+    )
+
+
+def main() -> None:
+    os.nice(LOWEST)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    parent = os.getppid()
+
+    def end_with_parent(number: int) -> None:
+        if os.getppid() != parent:
+            sys.exit(1)
+
+    found = answer(sys.stdin.buffer.read().splitlines(), end_with_parent)
+    sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Simulations that do not depend on each other, spread over the processor's cores: each is one thread's work.
+
+    figures_of_draws(replicas, requests, changes, processes=2)      what each replica does with each change
+
+The n-th replica runs with seed n in whichever process, so the answer does not depend on the number of processes. A
+process takes half a second to start: small jobs stay in this one.
+"""
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from splittime.simulate.change import Change
+from splittime.simulate.figures import Figures
+from splittime.simulate.replica import Replica
+from splittime.simulate.trace import TracedRequest
+
+TOKENS_OF_A_PROCESS = 500_000  # of prompts and answers: they take some seconds
+
+Job = tuple[int, Replica]
+
+
+def figures_of_draws(
+    replicas: Sequence[Replica],
+    requests: Sequence[TracedRequest],
+    changes: Sequence[Change],
+    processes: int = 1,
+    on_draw: Callable[[int], None] = lambda number: None,
+) -> list[list[Figures]]:
+    """Returns for each replica the figures with each change. on_draw: called with how many are done. Raises what a
+    simulation raises."""
+    tokens = sum(len(traced.request.prompt_token_ids) + traced.account.output_tokens for traced in requests)
+    processes = min(processes, len(replicas), tokens * len(replicas) * len(changes) // TOKENS_OF_A_PROCESS)
+    found = []
+    for figures in _each(list(enumerate(replicas)), (requests, changes), processes):
+        found.append(figures)
+        on_draw(len(found))
+    return found
+
+
+def _each(
+    jobs: list[Job], task: tuple[Sequence[TracedRequest], Sequence[Change]], processes: int
+) -> Iterator[list[Figures]]:
+    if processes < 2:
+        yield from (_run(job, *task) for job in jobs)
+        return
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_keep, initargs=(task,))
+    try:
+        yield from pool.map(_run_kept, jobs)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run(job: Job, requests: Sequence[TracedRequest], changes: Sequence[Change]) -> list[Figures]:
+    seed, replica = job
+    return [replica.figures(requests, change, seed) for change in changes]
+
+
+_kept: list[
+    tuple[Sequence[TracedRequest], Sequence[Change]]
+] = []  # in a process of the pool: what all of its jobs need
+
+
+def _keep(task: tuple[Sequence[TracedRequest], Sequence[Change]]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt ends it, without words
+    _kept.append(task)
+
+
+def _run_kept(job: Job) -> list[Figures]:
+    return _run(job, *_kept[0])

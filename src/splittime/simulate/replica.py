@@ -1,0 +1,218 @@
+"""What a simulation needs of a server, beside the requests: settings, what steps take, what lies around the engine.
+
+    replica = replica_of(recorded)                    from the ledger of a server
+    replica.run(requests, Change({"max_num_seqs": 32}), seed=0)
+
+A replica is a value: it can be saved, loaded on another machine, and planned with (`splittime plan`). One that comes
+from a recorded run keeps the machine's pace second by second; `steady` is the same machine at its mean pace, for
+requests that belong to no recorded time.
+"""
+
+import random
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from splittime.core.errors import ConfigError, NotFound
+from splittime.core.facts import Machine, TokenCost
+from splittime.core.whole_file import write_whole
+from splittime.ledger import derive
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.stages import Stage
+from splittime.ledger.steps import StepRecord
+from splittime.scheduler.admission import QueueLimits
+from splittime.scheduler.config import SchedulerConfig
+from splittime.simulate.change import LIMITS, Change, changed
+from splittime.simulate.cost import CostModel, Noise, Pace, PaceOf
+from splittime.simulate.figures import Figures, RunningFigures
+from splittime.simulate.recorded import Recorded
+from splittime.simulate.replay import scheduler_config
+from splittime.simulate.run import Delivery, OnAccount, OnStep, SimulatedBooks, simulate_each
+from splittime.simulate.shape import StepShape, StepTime
+from splittime.simulate.trace import TracedRequest, at_speed
+
+FORMAT = 1
+UNBOUNDED = 2**40
+MIN_REQUESTS = 20
+STEADY = Pace(PaceOf(), PaceOf())
+TEXT_STAGES = (Stage.RECEIVE, Stage.TOKENIZE_QUEUE, Stage.TOKENIZE)
+HANDING_STAGES = (Stage.ADMIT, Stage.HANDOFF)
+
+
+class Approach(NamedTuple):
+    """What a request takes from its arrival to admission (a part of it for each prompt token), and from there to the
+    engine."""
+
+    to_admission_ns: int = 0
+    per_prompt_token_ns: float = 0.0
+    to_engine_ns: int = 0
+
+
+class ModelCosts:
+    """What the steps of a run cost, by a cost model, on a machine of this pace, with noise like that of the recorded
+    steps. speed: how many times as fast requests come as they were recorded, by which the pace's times are scaled."""
+
+    def __init__(self, model: CostModel, pace: Pace, seed: int, speed: float) -> None:
+        self._model, self._pace, self._speed = model, pace, speed
+        self._begin_ns = min(pace.decode.begins_ns[0], pace.prompts.begins_ns[0])
+        self._noise = Noise(random.Random(seed), model.persistence)
+
+    def of(self, shape: StepShape, now_ns: int) -> StepTime:
+        recorded_ns = self._begin_ns + round((now_ns - self._begin_ns) * self._speed)
+        return self._model.step_time(shape, self._pace.at(recorded_ns, shape), self._noise.next())
+
+
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that can be simulated. pace: how fast its machine was at each time. settings, token_cost, machine: what
+    the server says of itself. start_up_ns: from its processes' start until it could serve. source: where the costs come
+    from, for people."""
+
+    format: int = FORMAT
+    config: SchedulerConfig
+    limits: QueueLimits
+    costs: CostModel
+    pace: Pace = STEADY
+    approach: Approach = Approach()
+    delivery: Delivery = Delivery()
+    execution: str = "host"
+    settings: dict[str, Any] = {}
+    token_cost: TokenCost | None = None
+    machine: Machine | None = None
+    start_up_ns: int | None = None
+    source: str
+
+    def steady(self) -> "Replica":
+        """Returns the same server at its machine's mean pace."""
+        return msgspec.structs.replace(self, pace=STEADY)
+
+    def drawn(self, factor: float, rng: random.Random) -> "Replica":
+        """Returns another server that fits the record as well: its coefficients are drawn from what the fit leaves
+        open, and everything takes `factor` times as long."""
+        return msgspec.structs.replace(self, costs=self.costs.sample(rng), pace=self.pace.times(factor))
+
+    def run(self, requests: Sequence[TracedRequest], change: Change, seed: int) -> SimulatedBooks:
+        """Returns the ledger of a run. seed: of the steps' noise. Raises ConfigError for a change that cannot be."""
+        books = SimulatedBooks([], [])
+        self.run_each(requests, change, seed, books.accounts.append, books.steps.append)
+        return books
+
+    def figures(self, requests: Sequence[TracedRequest], change: Change, seed: int) -> Figures:
+        """Returns the figures of a run, whose ledger nobody keeps."""
+        running = RunningFigures()
+        self.run_each(requests, change, seed, running.add_account, running.add_step)
+        return running.figures()
+
+    def run_each(
+        self, requests: Sequence[TracedRequest], change: Change, seed: int, on_account: OnAccount, on_step: OnStep
+    ) -> None:
+        """Hands over each account and each step of a run as it is closed."""
+        config, limits = changed(self.config, self.limits, change)
+        costs, requests = ModelCosts(self.costs, self.pace, seed, change.speed), at_speed(requests, change.speed)
+        simulate_each(requests, config, costs, limits, on_account, on_step, self.delivery, self.execution)
+
+
+def replica_of(recorded: Recorded) -> Replica:
+    """Returns the server that wrote this ledger. Raises ConfigError for a ledger that says too little, and for an
+    engine that cannot be simulated."""
+    from splittime.simulate.fit import fit  # scipy: half a second
+
+    if recorded.facts.settings.get("async_scheduling"):
+        raise ConfigError("an engine that plans ahead cannot be simulated", param="ledger", value="async_scheduling")
+    if any(step.verified for step in recorded.steps):
+        raise ConfigError("an engine that speculates cannot be simulated", param="ledger")
+    served = [account for account in recorded.accounts if not account.is_refused]
+    if len(served) < MIN_REQUESTS:
+        hint = "Record more: splittime serve --ledger-file FILE."
+        raise ConfigError(f"{len(served)} requests are too few to go by", param="ledger", limit=MIN_REQUESTS, hint=hint)
+    costs, pace = fit(recorded.steps, recorded.facts)
+    settings = recorded.facts.settings
+    return Replica(
+        config=scheduler_config(recorded.facts),
+        limits=QueueLimits(*(settings.get(name, UNBOUNDED) for name in LIMITS)),
+        costs=costs,
+        pace=pace,
+        approach=_approach(served),
+        delivery=_delivery(served, recorded.steps),
+        execution=statistics.mode(step.execution for step in recorded.steps),
+        settings=settings,
+        token_cost=recorded.facts.cost,
+        machine=recorded.facts.machine,
+        start_up_ns=_start_up_ns(recorded.facts),
+        source=f"a ledger of {len(recorded.steps):,} steps",
+    )
+
+
+def replica_with(settings: dict[str, Any], costs: CostModel, approach: Approach, source: str) -> Replica:
+    """Returns a server of which nobody has a ledger, and that refuses nobody. settings: of its scheduler, by name.
+    source: where the costs come from, for people. Raises ConfigError for settings that cannot be."""
+    try:
+        config = msgspec.convert(settings, SchedulerConfig).validate()
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"bad setting: {error}", value=str(settings)) from None
+    limits = QueueLimits(UNBOUNDED, UNBOUNDED)
+    told = msgspec.to_builtins(config)
+    return Replica(config=config, limits=limits, costs=costs, approach=approach, settings=told, source=source)
+
+
+def save_replica(replica: Replica, path: Path) -> None:
+    """Writes a file that `load_replica` reads, whole or not at all. Raises ConfigError where it cannot be written."""
+    write_whole(path, msgspec.json.encode(replica) + b"\n")
+
+
+def load_replica(path: Path) -> Replica:
+    """Returns the server of a file. Raises NotFound, and ConfigError for a file that describes none."""
+    try:
+        replica = msgspec.json.decode(path.read_bytes(), type=Replica)
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {path}", param="replica", value=str(path)) from None
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        hint = "splittime calibrate writes such a file."
+        raise ConfigError(f"{path} does not describe a server: {error}", param="replica", hint=hint) from None
+    replica.config.validate()
+    if replica.format != FORMAT or not replica.costs.is_sound:
+        words = f"{path} has costs that cannot be, or is of another version"
+        raise ConfigError(words, param="replica", hint="Calibrate the server again.")
+    return replica
+
+
+def _start_up_ns(facts: ServerFacts) -> int | None:
+    ready_ns = [process.ready_ns for process in facts.processes if process.ready_ns is not None]
+    return max(ready_ns) - min(process.started_ns for process in facts.processes) if ready_ns else None
+
+
+def _approach(served: Iterable[ClosedAccount]) -> Approach:
+    """Medians of what lay before the engine. What texts took grows with the prompt: twice the tokens, twice the time,
+    beyond what the shortest fifth of the prompts took."""
+    ordered = sorted((account for account in served if account.prompt_tokens), key=lambda each: each.prompt_tokens)
+    if not ordered:
+        return Approach()
+    fifth = max(1, len(ordered) // 5)
+    (short_tokens, short_ns), (long_tokens, long_ns) = (
+        _text_time(some) for some in (ordered[:fifth], ordered[-fifth:])
+    )
+    slope = max(0.0, (long_ns - short_ns) / (long_tokens - short_tokens)) if long_tokens > short_tokens else 0.0
+    to_engine = statistics.median(_time_in(account, HANDING_STAGES) for account in ordered)
+    return Approach(max(0, round(short_ns - slope * short_tokens)), slope, round(to_engine))
+
+
+def _text_time(some: Sequence[ClosedAccount]) -> tuple[float, float]:
+    """Returns the median number of prompt tokens, and the median of ns until admission."""
+    tokens = statistics.median(account.prompt_tokens for account in some)
+    return tokens, statistics.median(_time_in(account, TEXT_STAGES) for account in some)
+
+
+def _time_in(account: ClosedAccount, stages: Sequence[Stage]) -> int:
+    spent_ns = derive.stage_ns(account)
+    return sum(spent_ns.get(stage, 0) for stage in stages)
+
+
+def _delivery(served: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> Delivery:
+    """Medians of what the server took to send, to end an answer, and its engine to wake up."""
+    lags = [lag for account in served for lag in derive.send_lag_ns(account)]
+    ends = [derive.stage_ns(account).get(Stage.DELIVER, 0) for account in served]
+    wakes = [step.host_gap_ns for step in steps if step.idle_ns]
+    return Delivery(*(int(statistics.median(values)) if values else 0 for values in (lags, ends, wakes)))

@@ -1,0 +1,208 @@
+"""How long a newcomer would wait in this server's queue, and until its first token: a closed form over what runs now.
+
+The steps until a newcomer is computed are those until a slot is free for it and everybody before it has one, or those
+that the prompts before it need of the steps' budget, whichever is more. A slot is free when a running request has
+ended, which takes as many steps as it has tokens left: of the latest requests, the mean of those that were longer than
+what it has already (mean residual life), at most what it may have. When all slots have changed hands, a mean length is
+added for each further round. Rows decode meanwhile: no more at a time than there are slots, and no more in all than
+those before have tokens left (few, where short answers wait for long prompts). What these steps take is
+`simulate.online`'s line of the sums of their features.
+
+Assumed: who comes first goes first; prompts find as much in the prefix cache as the latest did; nobody is preempted.
+"""
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+from splittime.core.engine_stats import EngineStats
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.steps import StepRecord
+from splittime.simulate.online import OnlineCost
+
+RECENT_REQUESTS = 256
+MIN_REQUESTS = 8  # fewer ended ones say too little of how long they become
+_WEIGHT = 0.05  # of the newest, in what is learnt of prompts and drafts
+
+
+class Begun(NamedTuple):
+    """A request that the engine computes. max_tokens: the most that it may have."""
+
+    request_id: str
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+
+
+class Decodes(NamedTuple):
+    """The rows that decode meanwhile. rows: the most at a time. most_row_steps: the most over all steps. kv_per_row:
+    positions of the KV cache that each reads in a step."""
+
+    rows: float
+    most_row_steps: float
+    kv_per_row: float
+
+
+class OutputLengths:
+    """How many tokens the latest requests had."""
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque(maxlen=RECENT_REQUESTS)
+        self._sorted: list[int] | None = None
+        self._sums: list[int] = []
+
+    def add(self, length: int) -> None:
+        self._latest.append(length)
+        self._sorted = None
+
+    def left(self, so_far: int, most: int) -> float | None:
+        """Returns how many more tokens are expected of a request that has `so_far` and may have `most`; None if too few
+        requests have ended to tell."""
+        if len(self._latest) < MIN_REQUESTS:
+            return None
+        if self._sorted is None:
+            self._sorted = sorted(self._latest)
+            self._sums = list(accumulate(self._sorted, initial=0))
+        lengths, sums = self._sorted, self._sums
+        begin, end = bisect_right(lengths, so_far), bisect_right(lengths, most)
+        longer = len(lengths) - begin
+        if not longer:
+            return max(1.0, min(most - so_far, sums[-1] / len(lengths)))
+        mean = (sums[max(begin, end)] - sums[begin] + most * (len(lengths) - max(begin, end))) / longer
+        return max(1.0, min(mean, most) - so_far)
+
+
+class WaitModel:
+    """running: the requests that are computed now. stats: the engine's latest gauges, its knobs among them."""
+
+    def __init__(self, running: Callable[[], Iterable[Begun]], stats: Callable[[], EngineStats]) -> None:
+        self.cost = OnlineCost()
+        self._running, self._stats = running, stats
+        self._lengths = OutputLengths()
+        self._computed_share = 1.0  # of prompts, what the prefix cache does not have
+        self._tokens_a_step = 1.0  # of a row that decodes; more with drafts
+        self._last: StepRecord | None = None
+
+    def take(self, record: ClosedAccount | StepRecord) -> None:
+        """Learns from a record of the ledger, as its subscriber."""
+        if isinstance(record, ClosedAccount):
+            self._take_account(record)
+            return
+        self._last = record
+        self.cost.learn(record)
+        if record.verified or self._tokens_a_step > 1.001:
+            drafts = sum(drafts for _, drafts, _ in record.verified)
+            accepted = sum(accepted for _, _, accepted in record.verified)
+            now = 1 + accepted / max(1, record.decode_tokens - drafts)
+            self._tokens_a_step += _WEIGHT * (now - self._tokens_a_step)
+
+    def _take_account(self, account: ClosedAccount) -> None:
+        if account.output_tokens:
+            self._lengths.add(account.output_tokens)
+            share = 1 - account.cached_tokens / max(1, account.prompt_tokens)
+            self._computed_share += _WEIGHT * (share - self._computed_share)
+
+    def wait_s(self, requests: int, tokens: int, own_tokens: int) -> tuple[float, float] | None:
+        """Returns the seconds until the first step and until the first token of a newcomer of `own_tokens`, behind
+        `requests` of `tokens` prompt tokens in all. None if too little was seen, or the model is too far off."""
+        stats, last = self._stats(), self._last
+        queue = _Queue.of(stats.knobs)
+        if queue is None or stats.is_paused or last is None or not self.cost.is_trusted:
+            return None
+        running = list(self._running())
+        places = min(queue.slots, len(running) + _room(stats, len(running)))
+        slot_steps = self._steps_to_a_slot(running, requests, places)
+        if slot_steps is None:
+            return None
+        decodes = Decodes(
+            min(places, len(running) + requests / 2),
+            self._row_steps(running, requests),
+            sum(row.prompt_tokens + row.output_tokens for row in running) / max(1, len(running)),
+        )
+        ahead = tokens * self._computed_share + self._unfinished(running, last)
+        mean = tokens * self._computed_share / max(1, requests)
+        waits = queue.features(decodes, ahead, mean, slot_steps, requests if slot_steps else 0)
+        own = max(1.0, own_tokens * self._computed_share)
+        begins = queue.features(decodes, own, own, 0.0, 0)
+        wait_ns = self.cost.total_ns(waits) + self._rest_of_step_ns(last, len(running))
+        return wait_ns * 1e-9, (wait_ns + self.cost.total_ns(begins)) * 1e-9
+
+    def _row_steps(self, running: list[Begun], requests: int) -> float:
+        """Returns how many tokens those before the newcomer have left, all together, in steps of a row."""
+        left = [self._lengths.left(row.output_tokens, row.max_tokens) for row in running]
+        whole = self._lengths.left(0, 1 << 40)
+        return (
+            math.inf if whole is None else (sum(each or 1.0 for each in left) + requests * whole) / self._tokens_a_step
+        )
+
+    def _steps_to_a_slot(self, running: list[Begun], requests: int, places: int) -> float | None:
+        """Returns the steps until all before the newcomer, and then it, have a slot; None if nobody knows."""
+        short = requests + 1 - (places - len(running))  # so many must end before
+        if short <= 0:
+            return 0.0
+        left = [self._lengths.left(row.output_tokens, row.max_tokens) for row in running]
+        whole = self._lengths.left(0, max((row.max_tokens for row in running), default=1 << 40))
+        if whole is None:
+            return None
+        ends = sorted([each or 1.0 for each in left] + [whole] * (places - len(running)))
+        rounds, place = divmod(short - 1, len(ends))
+        return (rounds * whole + ends[place]) / self._tokens_a_step
+
+    def _unfinished(self, running: list[Begun], last: StepRecord) -> float:
+        """Returns the prompt tokens of running requests that are still to be computed."""
+        prompts = [row for row in running if not row.output_tokens]
+        if not prompts:
+            return 0.0
+        ends = {request_id: start + count for request_id, start, count in last.rows}
+        unseen = self._computed_share
+        return sum(
+            max(0.0, row.prompt_tokens - ends[row.request_id]) if row.request_id in ends else row.prompt_tokens * unseen
+            for row in prompts
+        )
+
+    def _rest_of_step_ns(self, last: StepRecord, num_running: int) -> float:
+        """Returns half a step: the newcomer may come at any time of it."""
+        return (last.end_ns - last.begin_ns) / 2 if num_running else 0.0
+
+
+class _Queue(NamedTuple):
+    """The knobs that say who goes in. chunk: the most prompt tokens of a step, if they are bounded."""
+
+    slots: int
+    budget: int
+    chunk: int | None
+
+    @classmethod
+    def of(cls, knobs: dict[str, object]) -> "_Queue | None":
+        """None where they are not known, or of a kind that this is no model of."""
+        slots, budget, chunk = (knobs.get(name) for name in KNOBS)
+        if not isinstance(slots, int) or not isinstance(budget, int) or knobs.get("batching") == "static":
+            return None
+        return cls(slots, budget, chunk if isinstance(chunk, int) and knobs.get("enable_chunked_prefill") else None)
+
+    def features(
+        self, decodes: Decodes, tokens: float, prompt: float, least_steps: float, least_prompt_steps: int
+    ) -> tuple[float, ...]:
+        """Returns the sums over the steps that compute so many prompt tokens, in prompts of so many, beside rows that
+        decode. least_steps: as many at least; least_prompt_steps: among them with prompts."""
+        room = max(1.0, self.budget - decodes.rows)
+        a_step = room if self.chunk is None else min(room, self.chunk)
+        prompt_steps = math.ceil(tokens / a_step)
+        steps = max(least_steps, prompt_steps)
+        with_prompts = min(steps, max(prompt_steps, least_prompt_steps))
+        row_steps = min(steps * decodes.rows, decodes.most_row_steps)
+        kv = row_steps * decodes.kv_per_row + tokens * (prompt / a_step + 1) / 2
+        return (steps, with_prompts, row_steps, tokens, kv, tokens * (prompt + 1) / 2)
+
+
+KNOBS = ("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens")
+
+
+def _room(stats: EngineStats, num_running: int) -> int:
+    """Returns how many more requests the KV cache holds, if they need as much as those that run."""
+    if not num_running or not stats.blocks_used:
+        return max(1, stats.blocks_total)
+    return (stats.blocks_total - stats.blocks_used) * num_running // stats.blocks_used

@@ -1,0 +1,173 @@
+"""One run of the load on a server with these settings: taken from the notebook, or made and written there.
+
+Each run has prompts of its own, of the same sizes at the same instants, so that no run finds another's in the prefix
+cache. Ctrl-C and SIGTERM end a run; what was changed on the server is undone on the way out.
+"""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from splittime.bench.book.records import Run
+from splittime.bench.draw import draw_for
+from splittime.bench.event_loop import interrupted, run_loop
+from splittime.bench.run import run_schedule
+from splittime.bench.schedule import Schedule
+from splittime.bench.share import Progress
+from splittime.core.errors import ConfigError, EngineError, SplittimeError
+from splittime.simulate.recorded import Recorded
+from splittime.tune.goal import Goal, Score, score_of
+from splittime.tune.knobs import words
+from splittime.tune.notebook import Notebook
+from splittime.tune.search import Say
+from splittime.tune.servers import OwnServers, Servers
+from splittime.wire.limits import ServerLimits, server_limits
+from splittime.wire.target import RunOptions, Target
+
+USUAL = {"duration_s": 20.0, "warm_up_s": 2.0}
+Load = Callable[[ServerLimits], Schedule]
+
+
+class DrawnLoad:
+    """A load of `bench`, by the fields of its `LoadSpec`."""
+
+    def __init__(self, load: Mapping[str, Any]) -> None:
+        says_length = {"duration_s", "num_requests", "trace"} & set(load)
+        usual = {name: value for name, value in USUAL.items() if name != "duration_s" or not says_length}
+        self.about = {**usual, "seed": 0, **load}
+
+    def __call__(self, limits: ServerLimits) -> Schedule:
+        return draw_for(self.about, limits)
+
+
+class Maker(Protocol):
+    """Makes a run with changes to the settings. is_live: only what a running server takes can be changed."""
+
+    is_live: bool
+
+    def make(self, changes: Mapping[str, Any], number: int) -> Run: ...
+
+    def learn(self, run: Run) -> None:
+        """Takes from a run, new or from the notebook, what the next ones need."""
+        ...
+
+
+class Measurer:
+    """seconds: what the last run cost, its server's start included; None before the first."""
+
+    def __init__(self, maker: Maker, goal: Goal, notebook: Notebook) -> None:
+        self.maker, self.goal, self.notebook = maker, goal, notebook
+        self.seconds: float | None = None
+
+    def run(self, changes: Mapping[str, Any], number: int) -> Run:
+        """Returns the run of this number with these changes. Raises what making it raises."""
+        run = self.notebook.run(changes, number)
+        if run is None:
+            begin_s = time.monotonic()
+            run = self.maker.make(changes, number)
+            self.seconds = time.monotonic() - begin_s
+            self.notebook.add_run(changes, number, run, score_of(run, self.goal), self.seconds)
+        self.maker.learn(run)
+        return run
+
+    def scores(self, changes: Mapping[str, Any]) -> list[Score]:
+        """Returns those of all runs with these changes."""
+        return [one.score for one in self.notebook.measured if one.changes == changes]
+
+
+class RealRuns:
+    """Makes runs on real servers."""
+
+    def __init__(self, servers: Servers, load: Load, goal: Goal, say: Say) -> None:
+        self._servers, self._load, self._goal, self._say = servers, load, goal, say
+        self.is_live = servers.is_live
+
+    def make(self, changes: Mapping[str, Any], number: int) -> Run:
+        """Raises KeyboardInterrupt if it was interrupted, and what the server's start and `run_schedule` raise."""
+        self._say(f"starting a server: {words(changes)}", None)
+        with self._servers.serving(changes) as target:
+            return run_until_interrupted(lambda stop: self._sent(target, changes, number, stop))
+
+    def learn(self, run: Run) -> None:
+        """Keeps the size of a block, by which more of them are asked for."""
+        facts = run.arms[0].facts
+        if isinstance(self._servers, OwnServers) and facts is not None:
+            self._servers.block_bytes = facts.settings.get("kv_bytes_per_block")
+
+    async def _sent(self, target: Target, changes: Mapping[str, Any], number: int, stop: asyncio.Event) -> Run:
+        schedule = self._load(await server_limits(target))
+        name = f"run {number + 1} of {words(changes)}"
+
+        def on_progress(progress: Progress) -> None:
+            share = progress.elapsed_s / progress.ends_at_s if progress.ends_at_s else None
+            self._say(name, share)
+
+        options = RunOptions(workers=None, slo=self._goal.slo, label=words(changes))
+        return await run_schedule(schedule, [target], options, on_progress, stop)
+
+
+def run_until_interrupted(work: Callable[[asyncio.Event], Any]) -> Run:
+    """Returns what the work returns. Raises KeyboardInterrupt if Ctrl-C or SIGTERM ended it."""
+
+    async def watched() -> Run | None:
+        stop = interrupted()
+        try:
+            run = await work(stop)
+        except SplittimeError:
+            if stop.is_set():
+                return None
+            raise
+        return None if stop.is_set() else run
+
+    try:
+        found = run_loop(watched())
+    finally:
+        signal.signal(signal.SIGTERM, _interrupt)  # the loop has taken it off
+    if found is None:
+        raise KeyboardInterrupt
+    return found
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends what is within as Ctrl-C does, so that what was changed is undone."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def recorded_of(run: Run) -> Recorded:
+    """Returns the server's own book of a run. Raises EngineError for a server without one."""
+    arm = run.arms[0]
+    if arm.facts is None or not arm.steps:
+        hint = "Only a splittime server keeps the books that a prediction is made from."
+        raise EngineError(f"{arm.url} has no ledger of the run", hint=hint)
+    return Recorded(arm.accounts, arm.steps, arm.facts)
+
+
+def recorded_of_all(run: Run, others: Iterable[Run]) -> Recorded:
+    """Returns the book of a run with the steps of other runs, of servers whose steps take as long as this one's."""
+    recorded = recorded_of(run)
+    steps = {(step.begin_ns, step.step_id): step for each in (*others, run) for step in each.arms[0].steps}
+    return msgspec.structs.replace(recorded, steps=[steps[key] for key in sorted(steps)])
+
+
+def limits_of_run(run: Run) -> ServerLimits:
+    """Returns what the server said of itself then. Raises ConfigError for a server that tells nothing."""
+    facts = run.arms[0].facts
+    if facts is None:
+        raise ConfigError("the run has no facts of its server", param="run")
+    settings = facts.settings
+    found = {name: settings.get(name) for name in ("vocab_size", "block_size")}
+    return msgspec.convert({**found, "max_model_len": facts.max_model_len}, ServerLimits)

@@ -1,0 +1,150 @@
+"""What was tried, kept as it goes: a line of JSON for each run and each verdict, and each run whole beside it.
+
+    tune.jsonl         what is tuned, then runs and trials in the order in which they were made
+    tune.jsonl.runs/   the runs themselves, as `splittime bench run --out` writes them (`bench compare` reads them)
+
+A tune that finds its notebook takes each run that is in it from there, so that one that was interrupted goes on where
+it was, and one that had ended says the same again without a server. A notebook of something else is refused. A line
+that was cut short by the end of a process is dropped.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from splittime.bench.book.records import Run, load_run, save
+from splittime.core.errors import ConfigError
+from splittime.diagnose.comparison import Verdict
+from splittime.tune.goal import Score
+from splittime.tune.search import Forecast
+
+FORMAT = 1
+
+
+class TuneBegun(msgspec.Struct, frozen=True, kw_only=True, tag="tune"):
+    """The first line. about: the servers, the load, the goal, this version and this machine; another is refused."""
+
+    format: int = FORMAT
+    about: dict[str, Any]
+
+
+class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+    """A run of the load. changes: to the settings as they were asked for. number: of the runs with these, from 0.
+    seconds: with the server's start. file: in the folder beside."""
+
+    changes: dict[str, Any]
+    number: int
+    seconds: float
+    score: Score
+    file: str
+
+
+class TuneTrial(msgspec.Struct, frozen=True, kw_only=True, tag="trial"):
+    """A change that was compared on the real engine. base: the changes that both sides had. predicted: the logarithm of
+    the gain with its interval, where the simulator can tell; measured: likewise, without one. before, after: a run of
+    each side in the middle of its runs. seconds: what it cost."""
+
+    base: dict[str, Any]
+    change: dict[str, Any]
+    predicted: Forecast | None
+    measured: float | None
+    before: Score | None
+    after: Score | None
+    runs: int
+    verdict: Verdict
+    why: str
+    seconds: float
+
+
+Line = TuneBegun | MeasuredRun | TuneTrial
+
+
+class Notebook:
+    """path: of the file; None keeps all in memory."""
+
+    def __init__(self, path: Path | None, about: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a file that is of another tune, or is no notebook."""
+        self._path, self._runs = path, dict[str, Run]()
+        self.lines: list[Line] = _read(path) if path is not None else []
+        begun = TuneBegun(about=msgspec.json.decode(msgspec.json.encode(dict(about))))
+        if not self.lines:
+            self._add(begun)
+        elif self.lines[0] != begun:
+            raise _of_another(path, self.lines[0], begun)
+
+    @property
+    def trials(self) -> list[TuneTrial]:
+        return [line for line in self.lines if isinstance(line, TuneTrial)]
+
+    @property
+    def measured(self) -> list[MeasuredRun]:
+        return [line for line in self.lines if isinstance(line, MeasuredRun)]
+
+    def run(self, changes: Mapping[str, Any], number: int) -> Run | None:
+        """Returns a run that was made; None if it was not, or its file is gone."""
+        found = next((each for each in self.measured if each.changes == changes and each.number == number), None)
+        if found is None:
+            return None
+        if found.file not in self._runs:
+            file = self._folder / found.file
+            if not file.is_file():
+                return None
+            self._runs[found.file] = load_run(file)
+        return self._runs[found.file]
+
+    def add_run(self, changes: Mapping[str, Any], number: int, run: Run, score: Score, seconds: float) -> None:
+        file = f"{len(self.measured):03d}.json"
+        self._runs[file] = run
+        if self._path is not None:
+            save(run, self._folder / file)
+        self._add(MeasuredRun(changes=dict(changes), number=number, seconds=seconds, score=score, file=file))
+
+    def trial(self, base: Mapping[str, Any], change: Mapping[str, Any]) -> TuneTrial | None:
+        """Returns the verdict that was reached, if one was."""
+        return next((each for each in self.trials if each.base == base and each.change == change), None)
+
+    def add_trial(self, trial: TuneTrial) -> None:
+        self._add(trial)
+
+    @property
+    def _folder(self) -> Path:
+        assert self._path is not None
+        return self._path.with_name(f"{self._path.name}.runs")
+
+    def _add(self, line: Line) -> None:
+        self.lines.append(line)
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+
+def _read(path: Path) -> list[Line]:
+    """Returns the whole lines of a notebook; [] for none. What follows the last of them is cut off."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    try:
+        lines = [msgspec.json.decode(line, type=Line) for line in whole.splitlines()]
+        if lines and not isinstance(lines[0], TuneBegun):
+            raise ValueError("it does not begin as one")
+    except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
+        hint = "Name another file."
+        raise ConfigError(f"{path} is no notebook: {error}", param="notebook", value=str(path), hint=hint) from None
+    if len(whole) < len(data):
+        path.write_bytes(whole)
+    return lines
+
+
+def _of_another(path: Path | None, found: Line, wanted: TuneBegun) -> ConfigError:
+    assert isinstance(found, TuneBegun)
+    names = sorted(
+        name for name in {*found.about, *wanted.about} if found.about.get(name) != wanted.about.get(name)
+    ) or ["format"]
+    there, here = found.about.get(names[0]), wanted.about.get(names[0])
+    what = f"{path} is of another tune: {names[0]} is {there} there and {here} here"
+    return ConfigError(what, param="notebook", value=str(path), hint="Name another file with --notebook.")

@@ -1,0 +1,55 @@
+"""Three profiles: each a stated set of settings to begin with, and the figure that counts once the SLO is kept.
+
+What a user sets goes before what a profile says. `splittime tune --compare-profiles` measures them beside each other.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """settings: of `splittime serve`, by name; reasons: why each. seeks: a metric of `bench.book.metrics`."""
+
+    name: str
+    seeks: str
+    purpose: str
+    settings: dict[str, Any]
+    reasons: dict[str, str]
+
+
+LATENCY = Profile(
+    name="latency",
+    seeks="e2e_mean",
+    purpose="each request ends as soon as it can",
+    settings={"max_num_seqs": 16, "max_prefill_tokens": 64, "policy": "shortest_prefill"},
+    reasons={
+        "max_num_seqs": "a step of fewer rows is shorter, so each token comes sooner",
+        "max_prefill_tokens": "a prompt makes those who are answered wait for a short piece of it at a time",
+        "policy": "a short prompt does not wait for a long one",
+    },
+)
+THROUGHPUT = Profile(
+    name="throughput",
+    seeks="throughput",
+    purpose="as many tokens a second as the machine can write",
+    settings={"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_prefill_tokens": 2048, "policy": "fcfs"},
+    reasons={
+        "max_num_seqs": "the weights are read once for more rows",
+        "max_num_batched_tokens": "whole prompts fit into a step beside all rows",
+        "max_prefill_tokens": "a prompt takes few steps: products of many rows use the processor well",
+        "policy": "nobody is overtaken, so nothing is held back for later",
+    },
+)
+BALANCED = Profile(
+    name="balanced",
+    seeks="throughput",
+    purpose="the server's own defaults: many rows, and prompts in pieces that the others hardly feel",
+    settings={"max_num_seqs": 64, "max_num_batched_tokens": 512, "policy": "fcfs"},
+    reasons={
+        "max_num_seqs": "more rows gain little more from reading the weights once",
+        "max_num_batched_tokens": "the longest step stays within what a reader feels as even",
+        "policy": "in the order in which they came",
+    },
+)
+PROFILES = {profile.name: profile for profile in (LATENCY, THROUGHPUT, BALANCED)}

@@ -1,0 +1,162 @@
+"""The search in the simulator: one change at a time from the settings that a server has.
+
+Each predicted knob's values are simulated once, with the load that the real engine will be given. Where a knob gains,
+its best value is improved: further in the same direction as long as that gains more, then between the values tried. The
+best few changes are simulated again and again, with other coefficients of the cost model in other hours, each draw with
+and without the change: what does not gain more than `WORTH_IT` in most draws is no finalist. Nor is what may lose,
+unless the SLO is missed anyway: then measuring decides.
+"""
+
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from splittime.bench.schedule import Schedule
+from splittime.core.errors import ConfigError
+from splittime.plan.judged import run_of
+from splittime.plan.load import requests_of_schedule
+from splittime.simulate.change import Change
+from splittime.simulate.replica import Replica
+from splittime.simulate.what_if import hours
+from splittime.tune.goal import WORTH_IT, Goal, Score, best_of, gain, score_of
+from splittime.tune.knobs import KNOBS, Knob, with_its_needs, words
+
+DRAWS = 7
+FINALISTS = 2
+MOST_STEPS = 4
+FINE = (0.71, 1.41)
+
+Say = Callable[[str, float | None], None]
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What a change is predicted to do. gain: the logarithm of a ratio (`goal.gain`), the median of the draws, with the
+    interval that leaves out the lowest and the highest. before, after: of the likeliest model."""
+
+    change: dict[str, Any]
+    before: Score
+    after: Score
+    gain: float
+    low: float
+    high: float
+
+
+class Forecaster:
+    """Simulates one load on one server, with whatever change."""
+
+    def __init__(self, replica: Replica, schedule: Schedule, goal: Goal) -> None:
+        self._replica, self._goal = replica.steady(), goal
+        self._requests = requests_of_schedule(schedule, replica)
+        last_ns = max(1, schedule.requests[-1].at_ns or 1)
+        self._warm_up = min(0.9, (schedule.measured_from_ns or 0) / last_ns)
+        self._known: dict[str, Score] = {}
+
+    @property
+    def now(self) -> dict[str, Any]:
+        """Returns the settings as they are, by name."""
+        return {**self._replica.settings, **msgspec.structs.asdict(self._replica.config)}
+
+    def score(self, change: Mapping[str, Any]) -> Score:
+        """Returns what the likeliest model says. Raises ConfigError for a change that cannot be."""
+        name = words(change)
+        if name not in self._known:
+            self._known[name] = self._run(self._replica, change, 0)
+        return self._known[name]
+
+    def drawn_gains(self, change: Mapping[str, Any], draws: int) -> list[float]:
+        """Returns the change's gain in each of so many draws, in rising order."""
+        rng = random.Random(0)
+        found = []
+        for number, factor in enumerate(hours(draws, self._replica.costs.errors.drift, rng)):
+            drawn = self._replica.drawn(factor, rng)
+            found.append(gain(self._run(drawn, {}, number), self._run(drawn, change, number)))
+        return sorted(found)
+
+    def _run(self, replica: Replica, change: Mapping[str, Any], seed: int) -> Score:
+        books = replica.run(self._requests, Change(dict(change)), seed)
+        return score_of(run_of(books, self._goal.slo, self._warm_up), self._goal)
+
+
+def finalists(
+    forecaster: Forecaster, say: Say, names: Sequence[str] | None = None, more: Mapping[str, Any] | None = None
+) -> list[Forecast]:
+    """Returns the changes that are predicted to gain, the best first, one of each knob and at most `FINALISTS`. names:
+    of the knobs that may be turned; None: all. more: a value to try besides, by knob. Raises what the simulation raises
+    of the settings as they are."""
+    before = forecaster.score({})
+    chosen = [knob for knob in KNOBS.values() if knob.is_predicted and (names is None or knob.name in names)]
+    best: dict[str, dict[str, Any]] = {}
+    for place, knob in enumerate(chosen):
+        say(f"simulating {knob.name}", place / len(chosen))
+        values = knob.values(forecaster.now)
+        if more is not None and knob.name in more:
+            values.append(more[knob.name])
+        found = _best_of_knob(forecaster, knob, values, before)
+        if found is not None:
+            best[words(found)] = found
+    order = best_of({name: forecaster.score(change) for name, change in best.items()})
+    drawn = list(_drawn(forecaster, [best[name] for name in order[: 2 * FINALISTS]], before, say))
+    gaining = [one for one in drawn if one.gain >= WORTH_IT]
+    sure = [one for one in gaining if one.low > 0]
+    return (sure if before.keeps else sorted(gaining, key=lambda one: one.low <= 0))[:FINALISTS]
+
+
+def _best_of_knob(forecaster: Forecaster, knob: Knob, values: Sequence[Any], before: Score) -> dict[str, Any] | None:
+    """Returns the change of this knob that gains most; None if none gains enough."""
+    now = forecaster.now
+    tried = {value: with_its_needs(knob.name, value, now) for value in values}
+    scores = {str(value): score for value, change in tried.items() if (score := _score(forecaster, change))}
+    order = best_of(scores)
+    if not order or gain(before, scores[order[0]]) < WORTH_IT:
+        return None
+    value = next(value for value in tried if str(value) == order[0])
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = _climbed(forecaster, knob, value)
+    return with_its_needs(knob.name, value, now)
+
+
+def _climbed(forecaster: Forecaster, knob: Knob, value: int) -> int:
+    """Returns a better value than this one, if there is: twice as far in the same direction, again and again, and then
+    between."""
+    now = forecaster.now
+    up = value > (now[knob.name] or now["max_num_batched_tokens"])
+    for _ in range(MOST_STEPS):
+        further = _best_value(forecaster, knob, [value, value * 2 if up else max(1, value // 2)])
+        if further == value:
+            break
+        value = further
+    return _best_value(forecaster, knob, [value, *(max(1, round(value * ratio)) for ratio in FINE)])
+
+
+def _best_value(forecaster: Forecaster, knob: Knob, values: Sequence[int]) -> int:
+    """Returns the best; of equals the first."""
+    scores = {value: _score(forecaster, with_its_needs(knob.name, value, forecaster.now)) for value in values}
+    best = values[0]
+    for value, score in scores.items():
+        current = scores[best]
+        if score is not None and (current is None or best_of({"new": score, "old": current})[0] == "new"):
+            best = value if current is None or _is_more(current, score) else best
+    return best
+
+
+def _is_more(current: Score, score: Score) -> bool:
+    return gain(current, score) > WORTH_IT or (score.keeps and not current.keeps)
+
+
+def _score(forecaster: Forecaster, change: Mapping[str, Any]) -> Score | None:
+    """Returns None for a change that cannot be."""
+    try:
+        return forecaster.score(change)
+    except ConfigError:
+        return None
+
+
+def _drawn(forecaster: Forecaster, changes: Sequence[dict[str, Any]], before: Score, say: Say) -> Iterator[Forecast]:
+    for place, change in enumerate(changes):
+        say(f"simulating {words(change)} {DRAWS} times", place / len(changes))
+        gains = forecaster.drawn_gains(change, DRAWS)
+        after, middle = forecaster.score(change), statistics.median(gains)
+        yield Forecast(change=change, before=before, after=after, gain=middle, low=gains[1], high=gains[-2])

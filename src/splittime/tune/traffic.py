@@ -1,0 +1,103 @@
+"""The load of a ledger file: its busiest stretch is sent again, with other tokens in the place of the recorded texts.
+
+A ledger has no texts. It says when requests came, how long they were, and which prefixes they shared. Prompts of other
+tokens are made from that, equal where the recorded ones were equal (`simulate.trace`). Each run shifts all tokens by
+another number, so that no run finds another's in the prefix cache.
+"""
+
+import secrets
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
+
+from splittime.bench.book.records import Phase
+from splittime.bench.schedule import Planned, Schedule
+from splittime.core.errors import ConfigError
+from splittime.simulate.recorded import Recorded, latest_run, read_ledger
+from splittime.simulate.trace import TracedRequest
+from splittime.simulate.what_if import requests_of
+from splittime.tune.knobs import KNOBS
+from splittime.wire.limits import ServerLimits
+
+MIN_REQUESTS = 20
+WARM_UP_SHARE = 0.1
+SECONDS = 30.0
+USUAL_VOCAB_SIZE = 1_000
+NEEDED = ("max_model_len", "block_size", "kv_cache_memory_bytes")
+
+
+class RecordedLoad:
+    """seconds: the length of the stretch. about: what tells it from other loads."""
+
+    def __init__(self, recorded: Recorded, version: str, cores: int, seconds: float = SECONDS) -> None:
+        """Raises ConfigError for a ledger that is too thin, simulated, from another version or of another machine."""
+        _refuse_another(recorded, version, cores)
+        recorded = latest_run(recorded)
+        came = requests_of(recorded, recorded.facts.max_model_len)
+        self._requests = busiest(came, round(seconds * 1e9))
+        if len(self._requests) < MIN_REQUESTS:
+            what = f"the ledger's busiest {seconds:g} s have {len(self._requests)} requests"
+            hint = "Record more: splittime serve --ledger-file FILE."
+            raise ConfigError(what, param="ledger", value=len(self._requests), limit=MIN_REQUESTS, hint=hint)
+        first = self._requests[0]
+        self.about = {"requests": len(self._requests), "first": first.request.request_id, "seconds": seconds}
+
+    def __call__(self, limits: ServerLimits) -> Schedule:
+        vocab_size = limits.vocab_size or USUAL_VOCAB_SIZE
+        begin_ns = self._requests[0].arrived_ns
+        end_ns = self._requests[-1].arrived_ns - begin_ns + 1
+        from_ns, shift = round(end_ns * WARM_UP_SHARE), secrets.randbelow(vocab_size)
+        return Schedule(
+            seed=0,
+            measured_from_ns=from_ns,
+            measured_until_ns=end_ns,
+            settings=self.about,
+            requests=tuple(
+                _planned(index, one, one.arrived_ns - begin_ns, from_ns, (shift, vocab_size))
+                for index, one in enumerate(self._requests)
+            ),
+        )
+
+
+def recorded_settings(ledger: Path, known: Container[str]) -> dict[str, Any]:
+    """Returns the settings of the ledger's server that a tune turns, or that these depend on, by name. known: the names
+    that a server can be started with."""
+    facts = read_ledger(ledger).facts
+    names = (*(name for name in KNOBS if name in known), *NEEDED)
+    return {name: value for name in names if (value := facts.settings.get(name)) is not None}
+
+
+def busiest(requests: Sequence[TracedRequest], length_ns: int) -> list[TracedRequest]:
+    """Returns the requests of the stretch of this length in which most came, by arrival."""
+    ordered = sorted(requests, key=lambda one: one.arrived_ns)
+    best, end = (0, 0), 0
+    for begin, one in enumerate(ordered):
+        while end < len(ordered) and ordered[end].arrived_ns < one.arrived_ns + length_ns:
+            end += 1
+        best = max(best, (begin, end), key=lambda both: both[1] - both[0])
+    return ordered[best[0] : best[1]]
+
+
+def _planned(index: int, one: TracedRequest, at_ns: int, from_ns: int, shifted: tuple[int, int]) -> Planned:
+    shift, vocab_size = shifted
+    prompt = tuple((token + shift) % vocab_size for token in one.request.prompt_token_ids)
+    return Planned(
+        index=index,
+        at_ns=at_ns,
+        output_tokens=max(1, one.request.sampling.max_tokens or one.account.output_tokens),
+        prompt=prompt,
+        phase=Phase.MEASURED if at_ns >= from_ns else Phase.WARM_UP,
+        expected_prompt_tokens=len(prompt),
+    )
+
+
+def _refuse_another(recorded: Recorded, version: str, cores: int) -> None:
+    facts = recorded.facts
+    if facts.simulated:
+        raise ConfigError("the ledger is simulated", param="ledger", value=facts.simulated, hint="Give a real one.")
+    there = facts.machine.cores if facts.machine is not None else None
+    for what, found, wanted in (("version", facts.version, version), ("number of cores", there, cores)):
+        if found is not None and found != wanted:
+            hint = "Record it with this version, on this machine: splittime serve --ledger-file FILE."
+            message = f"the ledger is of another {what}: {found} there, {wanted} here"
+            raise ConfigError(message, param="ledger", value=found, limit=wanted, hint=hint)

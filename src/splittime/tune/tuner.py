@@ -1,0 +1,228 @@
+"""The whole of a tune: measure what is, change what measuring alone can judge, search, prove, keep or take back.
+
+    Tuner(measurer, load, budget, say).run() -> Tuned
+
+1. The settings as they are, once. If they keep the SLO and serve all that was asked, nothing is touched.
+2. Threads, where the servers are our own: a run of each, then the best against the present by turns.
+3. Scheduler and memory: the simulator, made from the present settings' own run (and one of larger steps, where they
+   are narrow), names finalists; each is verified on the real engine; the first that is BETTER is kept, and the search
+   begins again from there. It ends when nothing more is predicted to gain, or when the finalists did not.
+4. What changes numbers (weights, the KV cache's type), likewise measured only; what is BETTER has to pass the gate.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from splittime.bench.book.records import Run
+from splittime.core.errors import EngineError
+from splittime.diagnose.comparison import Verdict
+from splittime.simulate.replica import replica_of
+from splittime.tune.budget import TimeBudget
+from splittime.tune.goal import WORTH_IT, Score, best_of, best_terms, gain, has_all_that_was_asked, quicker, score_of
+from splittime.tune.knobs import KNOBS, Knob, changes_numbers, wide, words
+from splittime.tune.measure import Load, Measurer, limits_of_run, recorded_of_all
+from splittime.tune.notebook import TuneTrial
+from splittime.tune.prescribed import prescribed
+from splittime.tune.search import Forecast, Forecaster, Say, finalists
+from splittime.tune.verify import middle, verify
+
+Outcome = Literal["better", "nothing to change", "slo missed", "inconclusive"]
+EXIT_CODES: dict[Outcome, int] = {"better": 0, "nothing to change": 0, "slo missed": 1, "inconclusive": 3}
+MOST_ROUNDS = 6
+
+Gate = Callable[[Mapping[str, Any]], str | None]  # why a change that changes numbers is refused; None: it passes
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tune came to. changes: to the settings as they were asked for. before, after: scores without and with
+    them. best: what was reached of each term of the SLO, on its own. seconds: all of it."""
+
+    outcome: Outcome
+    changes: dict[str, Any]
+    before: Score
+    after: Score
+    best: dict[str, float]
+    trials: tuple[TuneTrial, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.outcome]
+
+
+class Tuner:
+    """load: what the runs ask, for the simulator. names: of the knobs that may be turned; None: all that can be. gate:
+    judges what changes numbers; None: such changes are not tried."""
+
+    def __init__(
+        self,
+        measurer: Measurer,
+        load: Load,
+        budget: TimeBudget,
+        say: Say,
+        gate: Gate | None = None,
+        names: tuple[str, ...] | None = None,
+    ) -> None:
+        self._measurer, self._load, self._budget, self._say, self._gate = measurer, load, budget, say, gate
+        self._goal, self._notebook = measurer.goal, measurer.notebook
+        self._knobs = [
+            knob
+            for knob in KNOBS.values()
+            if (names is None or knob.name in names) and (knob.is_live or not measurer.maker.is_live)
+        ]
+        self._changes: dict[str, Any] = {}
+        self._notes: list[str] = []
+
+    def run(self) -> Tuned:
+        """Raises KeyboardInterrupt, and what the servers raise of the settings as they were asked for."""
+        before = self._score()
+        if not self._is_done():
+            self._measure_all([knob for knob in self._knobs if not knob.is_predicted and not knob.changes_numbers])
+            self._search()
+            if self._gate is not None:
+                self._measure_all([knob for knob in self._knobs if knob.changes_numbers])
+        return self._tuned(before)
+
+    def _has_time(self) -> bool:
+        """Returns whether another pair of runs fits."""
+        return self._budget.left_s > 2 * (self._measurer.seconds or 0.0)
+
+    def _now(self) -> Run:
+        return self._measurer.run(self._changes, 0)
+
+    def _score(self) -> Score:
+        """Returns that of the present settings: of all runs with them the middle one."""
+        self._now()
+        return middle(self._measurer.scores(self._changes))
+
+    def _is_done(self) -> bool:
+        return has_all_that_was_asked(self._now(), self._goal, self._score())
+
+    def _measure_all(self, knobs: list[Knob]) -> None:
+        """A run of each value of each knob; of those that gained, the first that is better is kept."""
+        for knob in knobs:
+            if not self._is_done() and self._has_time():
+                any(self._try(change, None) for change in self._gained_in_one_run(knob) if self._has_time())
+
+    def _gained_in_one_run(self, knob: Knob) -> list[dict[str, Any]]:
+        """Returns the changes that made steps quicker and gained enough in one run, the best first."""
+        scores: dict[str, Score] = {}
+        values = {str(value): value for value in knob.values(self._settings())}
+        for name, value in values.items():
+            run = self._ran({**self._changes, knob.name: value}) if self._has_time() else None
+            if run is not None and quicker(self._now(), run) >= WORTH_IT:
+                scores[name] = score_of(run, self._goal)
+        before = self._score()
+        gained = {name: score for name, score in scores.items() if gain(before, score) >= WORTH_IT}
+        return [{knob.name: values[name]} for name in best_of(gained)]
+
+    def _search(self) -> None:
+        """Search and prove, from where the last change has led."""
+        if not self._is_done():
+            self._widen()
+        for _ in range(MOST_ROUNDS):
+            if self._is_done() or not self._has_time() or not self._searched():
+                return
+
+    def _widen(self) -> None:
+        """A run with larger steps, where the settings are too narrow to learn from what others would do."""
+        is_live = self._measurer.maker.is_live
+        change = {name: value for name, value in wide(self._settings()).items() if KNOBS[name].is_live or not is_live}
+        if change and self._has_time():
+            self._ran({**self._changes, **change})
+
+    def _ran(self, changes: Mapping[str, Any]) -> Run | None:
+        """Returns a run; None, with a note, where a server does not start with these changes."""
+        try:
+            return self._measurer.run(changes, 0)
+        except EngineError as error:
+            hint = f" ({error.info.hint})" if error.info.hint else ""
+            self._notes.append(f"{words(changes)} could not be tried: {error.info.message}{hint}")
+            return None
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns what a server has now."""
+        facts = self._now().arms[0].facts
+        return facts.settings if facts is not None else {}
+
+    def _alike(self) -> list[Run]:
+        """Returns the runs made so far in which a step takes as long as now."""
+        mine = _of_steps(self._changes)
+        alike = [one for one in self._notebook.measured if _of_steps(one.changes) == mine]
+        return [run for one in alike if (run := self._notebook.run(one.changes, one.number)) is not None]
+
+    def _searched(self) -> bool:
+        """Returns whether a change was kept."""
+        run = self._now()
+        schedule = self._load(limits_of_run(run))
+        replica = replica_of(recorded_of_all(run, self._alike()))
+        forecaster = Forecaster(replica, schedule, self._goal)
+        names = [knob.name for knob in self._knobs if knob.is_predicted]
+        for forecast in finalists(forecaster, self._say, names, prescribed(run)):
+            if self._has_time() and self._try(forecast.change, forecast):
+                return True
+        return False
+
+    def _try(self, change: Mapping[str, Any], forecast: Forecast | None) -> bool:
+        """Verifies a change and keeps it if it is better. Returns whether it is."""
+        trial = self._notebook.trial(self._changes, change)
+        if trial is None:
+            trial = self._verified(change, forecast)
+            self._notebook.add_trial(trial)
+        if trial.verdict is Verdict.BETTER:
+            self._changes = {**self._changes, **change}
+        return trial.verdict is Verdict.BETTER
+
+    def _verified(self, change: Mapping[str, Any], forecast: Forecast | None) -> TuneTrial:
+        begin_s, base = time.monotonic(), self._changes
+        found = verify(self._measurer.run, base, {**base, **change}, self._goal, self._has_time)
+        verdict, why = found.verdict, found.why
+        if verdict is Verdict.BETTER and changes_numbers(change):
+            self._say(f"quality of {words(change)}", None)
+            refusal = self._gate(change) if self._gate is not None else "there is no gate to ask."
+            verdict, why = (verdict, why) if refusal is None else (Verdict.WORSE, f"faster, but refused: {refusal}")
+        return TuneTrial(
+            base=base,
+            change=dict(change),
+            predicted=forecast,
+            measured=found.gain,
+            before=middle(found.before) if found.before else None,
+            after=middle(found.after) if found.after else None,
+            runs=len(found.after),
+            verdict=verdict,
+            why=why,
+            seconds=time.monotonic() - begin_s,
+        )
+
+    def _tuned(self, before: Score) -> Tuned:
+        after = self._score()
+        return Tuned(
+            outcome=self._outcome(after),
+            changes=self._changes,
+            before=before,
+            after=after,
+            best=best_terms([one.score for one in self._notebook.measured]),
+            trials=tuple(self._notebook.trials),
+            notes=tuple(self._notes),
+            seconds=self._budget.spent_s,
+        )
+
+    def _outcome(self, after: Score) -> Outcome:
+        if after.keeps:
+            return "better" if self._changes else _unless_open(self._notebook.trials)
+        return "slo missed" if self._has_time() else "inconclusive"
+
+
+def _of_steps(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the changes that change what a step takes."""
+    return {name: value for name, value in changes.items() if not KNOBS[name].is_predicted}
+
+
+def _unless_open(trials: list[TuneTrial]) -> Outcome:
+    """Returns that nothing is to be changed, unless a change that may be better could not be judged."""
+    is_open = any(trial.verdict is Verdict.INCONCLUSIVE and (trial.measured or 0) > WORTH_IT for trial in trials)
+    return "inconclusive" if is_open else "nothing to change"

@@ -1,0 +1,109 @@
+"""`splittime calibrate` on a real server of the packaged model, in a few seconds."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+
+import msgspec
+import pytest
+
+from splittime.assemble import model_source
+from splittime.core.errors import ConfigError
+from splittime.ledger.facts import ServerFacts
+from splittime.plan.calibration import load_kept
+from splittime.simulate.replica import load_replica
+
+pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine
+
+try:
+    model_source.locate(None)
+except ConfigError:
+    pytest.skip("no packaged model yet", allow_module_level=True)
+
+SLOTS = 4
+
+
+def called(*words: str, **environ: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "splittime.cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environ)
+
+
+@pytest.fixture(scope="module")
+def url():
+    flags = ["--max-num-seqs", str(SLOTS), "--kv-cache-memory-bytes", "16MiB", "--max-model-len", "512"]
+    command = [sys.executable, "-m", "splittime.cli.main", "serve", *flags, "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    line = process.stdout.readline()
+    assert line, process.stderr.read()
+    yield json.loads(line)["url"]
+    process.terminate()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def calibrated(url, tmp_path_factory):
+    home = tmp_path_factory.mktemp("cache")
+    out = home / "replica.json"
+    done = called("calibrate", "--url", url, "--seconds", "5", "--out", str(out), "--json", XDG_CACHE_HOME=str(home))
+    assert done.returncode == 0, done.stderr
+    return home, out, json.loads(done.stdout)
+
+
+def test_its_steps_are_of_every_kind_that_the_settings_allow(calibrated):
+    _, out, told = calibrated
+    replica = load_replica(out)
+    assert replica.config.max_num_seqs == SLOTS
+    rows, tokens, decode_rows, kv_tokens, pairs, _ = replica.costs.most
+    assert rows == decode_rows == SLOTS
+    assert tokens > 100
+    assert kv_tokens > 256
+    assert pairs > 100 * 100 / 2
+    assert replica.costs.num_steps == told["num_steps"] > 200
+    assert "calibration" in replica.source
+
+
+def test_it_tells_its_errors_by_kind_of_step(calibrated):
+    told = calibrated[2]
+    kinds = [error["kind"] for error in told["errors"]]
+    assert kinds[0] == "decode, up to 1"
+    assert kinds[-1] == "all"
+    assert any(kind.startswith("prompts") for kind in kinds)
+    assert 0 < told["errors"][-1]["median_relative"] < 3
+    assert told["others_share"] == 0
+
+
+def test_it_is_kept_for_this_server_and_no_other(calibrated, url):
+    home, out, told = calibrated
+    with urllib.request.urlopen(f"{url}/ledger/facts") as answer:
+        facts = msgspec.json.decode(answer.read(), type=ServerFacts)
+    folder = home / "splittime" / "replicas"
+    assert load_kept(facts, folder) == load_replica(out)
+    assert str(next(folder.iterdir())) in told["files"]
+    other = msgspec.structs.replace(facts, settings=facts.settings | {"num_threads": 99})
+    assert load_kept(other, folder) is None
+    knob = msgspec.structs.replace(facts, settings=facts.settings | {"max_num_seqs": 2})
+    assert load_kept(knob, folder) is not None
+
+
+def test_nothing_listens_there():
+    done = called("calibrate", "--url", "http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert "127.0.0.1:9" in done.stderr
+
+
+def test_a_model_is_started_for_it_and_ended_after(tmp_path):
+    words = ["--max-num-seqs", "2", "--kv-cache-memory-bytes", "8MiB", "--max-model-len", "256", "--seconds", "5"]
+    done = called("calibrate", *words, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "decode, up to 2" in done.stdout
+    (kept,) = (tmp_path / "splittime" / "replicas").iterdir()
+    assert load_replica(kept).config.max_num_seqs == 2
+    assert str(kept) in done.stderr.replace("\n", "")
+
+
+def test_a_server_that_is_up_keeps_its_settings():
+    done = called("calibrate", "--url", "http://127.0.0.1:9", "--max-num-seqs", "2")
+    assert done.returncode == 2
+    assert "has its max_num_seqs already" in done.stderr

@@ -1,0 +1,112 @@
+"""`splittime plan`: a worksheet with its formulas, files, and errors that say what can be had."""
+
+import json
+from pathlib import Path
+
+import pytest
+from known_replicas import ONE_AT_A_TIME, unsure
+from typer.testing import CliRunner, Result
+
+import splittime
+from splittime.cli.main import app
+from splittime.simulate.replica import save_replica
+
+LOAD = ("--duration", "3s", "--input-tokens", "16", "--output-tokens", "1")
+SLO = ("--slo", "ttft_mean=20ms")
+MODEL = Path(splittime.__file__).parent / "packaged" / "code"
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replicas") / "one.json"
+    save_replica(unsure(ONE_AT_A_TIME), path)
+    return path
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "100", "NO_COLOR": "1"})
+
+
+def test_each_figure_is_told_with_its_formula(replica: Path) -> None:
+    result = invoke(replica, *SLO, *LOAD, "--rate", 300, "--price", 2, "--draws", 2)
+    assert result.exit_code == 0, result.output
+    assert "highest rate" in result.stdout
+    assert "300 requests/s / highest rate" in " ".join(result.stdout.split())
+    assert "a million output tokens" in result.stdout
+    assert all(len(line) <= 100 for line in result.stdout.splitlines())
+    assert "an open loop" in result.stderr
+
+
+def test_servers_stand_side_by_side(replica: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("side")
+    other = folder / "other.json"
+    other.write_bytes(replica.read_bytes())
+    page, table = folder / "plan.html", folder / "plan.csv"
+    result = invoke(replica, other, *SLO, *LOAD, "--draws", 1, "--json", "--out", page, "--csv", table)
+    plans = json.loads(result.stdout)["plans"]
+    assert [plan["label"] for plan in plans] == ["one.json", "other.json"]
+    assert plans[0]["lines"] == plans[1]["lines"]
+    assert "<svg" in page.read_text()
+    assert table.read_text().startswith("server,source,name,value")
+
+
+def test_a_device_is_planned_from_its_data_sheet() -> None:
+    flags = ("--device", "L40S", "--model-config", MODEL, "--slo", "ttft_p99=100ms", "--draws", 1)
+    load = ("--duration", "500ms", "--input-tokens", "32", "--output-tokens", "32")
+    result = invoke(*flags, *load, "--max-num-seqs", 4, "--json")
+    assert result.exit_code == 0, result.output
+    (plan,) = json.loads(result.stdout)["plans"]
+    assert plan["source"].startswith("data sheet: not measured (L40S")
+    assert plan["capacity"]["rate"][1] > 100
+    assert "decode floor" in {line["name"] for line in plan["lines"]}
+
+
+def test_another_setting_is_another_plan(replica: Path) -> None:
+    rates = {
+        count: json.loads(invoke(replica, *SLO, *LOAD, "--max-num-seqs", count, "--draws", 1, "--json").stdout)
+        for count in (1, 4)
+    }
+    one, four = (rates[count]["plans"][0]["capacity"]["rate"][1] for count in (1, 4))
+    assert four > 2 * one
+
+
+def test_an_slo_that_cannot_be_kept_says_what_can(replica: Path) -> None:
+    result = invoke(replica, "--slo", "ttft_p50=1ms", *LOAD, "--draws", 1)
+    assert result.exit_code == 2
+    assert "no rate keeps the SLO" in result.stderr
+    assert "ttft_p50 from the intended start is 10" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("none.sqlite", *SLO), "there is no file none.sqlite"),
+        (("--device", "H100", *SLO), "Give --model-config"),
+        (("--device", "H101", "--model-config", "{model}", *SLO), "no data sheet of 'H101' is known"),
+        (("{replica}", *SLO, "--price", "1", "--price", "2"), "2 prices for 1 servers"),
+        (("{replica}", "--slo", "speed=3"), "speed"),
+        (("{replica}", *SLO, "--start-up", "soon"), "is no time"),
+    ],
+)
+def test_what_cannot_be_is_refused(replica: Path, arguments: tuple[str, ...], words: str) -> None:
+    paths = {"{replica}": str(replica), "{model}": str(MODEL)}
+    result = invoke(*(paths.get(argument, argument) for argument in arguments))
+    assert result.exit_code != 0
+    assert words in " ".join(result.stderr.split())
+
+
+def test_without_a_source_it_is_the_latest_calibration(
+    replica: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = (*SLO, *LOAD, "--rate", 300, "--draws", 1, "--json")
+    nothing = invoke(*words)
+    assert nothing.exit_code == 2
+    assert "splittime calibrate" in nothing.stderr
+    kept = tmp_path / "splittime" / "replicas" / "one.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(replica.read_bytes())
+    latest = invoke(*words)
+    assert latest.exit_code == 0, latest.output
+    assert json.loads(latest.stdout)["plans"][0]["label"] == "one.json"
+    assert "the latest calibration" in latest.stderr

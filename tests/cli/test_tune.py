@@ -1,0 +1,50 @@
+"""`splittime tune`: what cannot be is refused before anything is started, and says the way out."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from splittime.cli.main import app
+from splittime.cli.tune_show import as_toml, flags_of
+from splittime.tune.goal import Score
+from splittime.tune.servers import OwnServers
+from splittime.tune.tuner import Tuned
+
+SLO = ["--slo", "ttft_p99=1s"]
+SCORE = Score(0.1, 5.0, "ttft_p99", {"ttft_p99": 9e8}, 150.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (SLO, "a load is needed"),
+        ([*SLO, "--rate", "5", "--apply"], "--apply needs the --url"),
+        ([*SLO, "--rate", "5", "--profile", "fastest"], "no profile 'fastest'"),
+        (["--slo", "speed=1s", "--rate", "5"], "unknown slo 'speed'"),
+        ([*SLO, "--rate", "5", "--url", "http://127.0.0.1:9", "--max-num-seqs", "4"], "has its settings already"),
+        ([*SLO, "--rate", "5", "--url", "http://127.0.0.1:9"], "cannot ask http://127.0.0.1:9/knobs"),
+        ([*SLO, "--rate", "5", "--ledger", "none.sqlite"], "a ledger is a load already"),
+        ([*SLO, "--ledger", "none.sqlite"], "none.sqlite"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags: list[str], words: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["tune", *flags])
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+
+
+def test_what_was_found_is_written_as_settings_that_are_read_again() -> None:
+    servers = OwnServers("a model", {"max_num_seqs": 2, "policy": "fcfs"})
+    servers.block_bytes = 1024
+    changes = {"max_num_seqs": 8, "num_blocks": 3, "enable_prefix_caching": False}
+    found = Tuned(
+        outcome="better", changes=changes, before=SCORE, after=SCORE, best={}, trials=(), notes=(), seconds=1.0
+    )
+    assert tomllib.loads(as_toml(servers, found)) == {
+        **{"max_num_seqs": 8, "policy": "fcfs", "enable_prefix_caching": False},
+        "kv_cache_memory_bytes": 3072,
+    }
+    assert flags_of(servers, found)[:3] == ["a model", "--max-num-seqs", "8"]

@@ -1,0 +1,30 @@
+"""Draws over several processes: the same answer as in one."""
+
+import msgspec
+import pytest
+from known_runs import TIGHT, record_run
+
+from splittime.core.errors import ConfigError
+from splittime.simulate import draws
+from splittime.simulate.change import Change
+from splittime.simulate.what_if import predict
+
+CONFIG = msgspec.structs.replace(TIGHT, max_num_seqs=4, num_blocks=60)
+
+
+def test_the_answer_hangs_on_the_number_of_processes_in_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, change, done = record_run(CONFIG, seed=9, count=60, have_deadlines=False), Change({"max_num_seqs": 8}), []
+    alone = predict(recorded, change, 3)
+    monkeypatch.setattr(draws, "TOKENS_OF_A_PROCESS", 1)
+    with monkeypatch.context() as patch:
+        patch.delattr(draws, "_run")  # of this process; others import it anew
+        assert predict(recorded, change, 3, on_draw=done.append, processes=2) == alone
+        assert done == [1, 2, 3]
+        with pytest.raises(ConfigError, match="max_num_seqs"):
+            predict(recorded, Change({"max_num_seqs": 0}), 3, processes=2)
+
+
+def test_a_small_job_stays_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = record_run(CONFIG, seed=9, count=60, have_deadlines=False)
+    monkeypatch.delattr(draws, "ProcessPoolExecutor")
+    assert predict(recorded, Change({"max_num_seqs": 8}), 2, processes=64).draws == 2

@@ -1,0 +1,34 @@
+"""Profiles are measured beside each other, on the same load; each says why it sets what it sets."""
+
+import msgspec
+from simulated_runs import HEALTHY, SimulatedRuns, measurer
+
+from splittime.bench.book.slo import parse_slo
+from splittime.tune.budget import TimeBudget
+from splittime.tune.compare_profiles import compare_profiles
+from splittime.tune.goal import Goal
+from splittime.tune.knobs import KNOBS
+from splittime.tune.profiles import PROFILES
+
+GOAL = Goal(slo=parse_slo("ttft_p99=1s"))
+
+
+def test_each_profile_is_run_as_often_and_by_turns() -> None:
+    runs = SimulatedRuns(HEALTHY, GOAL)
+    found = {one.name: one for one in compare_profiles(measurer(runs), {}, TimeBudget(5), repeats=2)}
+    assert list(found) == list(PROFILES)
+    assert all(len(values) == 2 for one in found.values() for values in one.figures.values())
+    order = [changes["max_num_seqs"] for changes, _ in runs.made]
+    assert order == [16, 256, 64, 256, 64, 16]
+    assert all(one.kept == (True, True) for one in found.values())
+
+
+def test_what_a_user_sets_goes_before_a_profile() -> None:
+    runs = SimulatedRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=5), GOAL)
+    found = compare_profiles(measurer(runs), {"max_num_seqs": 5}, TimeBudget(5), repeats=1)
+    assert all("max_num_seqs" not in one.settings for one in found)
+
+
+def test_each_setting_of_a_profile_has_a_reason_and_is_a_knob() -> None:
+    for profile in PROFILES.values():
+        assert set(profile.settings) == set(profile.reasons) <= set(KNOBS)

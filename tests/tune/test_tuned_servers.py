@@ -1,0 +1,82 @@
+"""Servers of our own start, serve and end; one that runs has its knobs back, whatever ended the tune."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from splittime.core.errors import ConfigError, EngineError
+from splittime.tune.notebook import MeasuredRun, Notebook
+from splittime.tune.servers import OwnServers, RunningServer, as_typed
+from splittime.wire.get_json import get_json
+from splittime.wire.target import Target
+
+SICK = {"max_num_seqs": 1, "num_threads": 1}
+LOAD = ["--rate", "40", "--input-tokens", "16", "--output-tokens", "30", "--duration", "2s", "--warm-up", "0s"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Target]:
+    with OwnServers(None, SICK).serving({}) as target:
+        yield target
+
+
+def knobs(server: Target) -> dict:
+    return get_json(f"{server.base_url}/knobs", None)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_settings_are_typed_as_flags() -> None:
+    own = OwnServers("MODEL", {"max_num_seqs": 1, "enable_prefix_caching": True, "api_key": None})
+    assert own.flags({"max_num_seqs": 8, "enable_prefix_caching": False}) == [
+        *("MODEL", "--max-num-seqs", "8", "--no-enable-prefix-caching")
+    ]
+    assert as_typed("names", ["a", "b"]) == ["--names", "a", "--names", "b"]
+    with pytest.raises(ConfigError, match="not known yet"):
+        own.flags({"num_blocks": 100})
+    own.block_bytes = 1024
+    assert own.flags({"num_blocks": 100})[-2:] == ["--kv-cache-memory-bytes", "102400"]
+
+
+def test_a_server_that_does_not_start_says_why() -> None:
+    with pytest.raises(EngineError, match="did not start") as caught, OwnServers("/nowhere", {}).serving({}):
+        pass
+    assert "/nowhere" in str(caught.value.info.hint)
+
+
+def test_a_change_ends_with_what_it_was_made_for(server: Target) -> None:
+    running = RunningServer(server)
+    with pytest.raises(ZeroDivisionError), running.serving({"max_num_seqs": 7}):
+        1 / (knobs(server)["max_num_seqs"] - 7)
+    assert knobs(server) == running.before
+    with pytest.raises(ConfigError, match="while a server runs"), running.serving({"num_threads": 2}):
+        pass
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_tune_leaves_the_knobs_as_they_were(server: Target, tmp_path: Path, sign: int) -> None:
+    before, path = knobs(server), tmp_path / "tune.jsonl"
+    flags = ["--url", server.base_url, "--slo", "ttft_p99=1ms", "--knob", "max_num_seqs", "--notebook", str(path)]
+    command = [sys.executable, "-m", "splittime.cli.main", "tune", *flags, *LOAD]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: process.poll() is not None or knobs(server) != before)
+        process.send_signal(sign)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    assert knobs(server) == before
+    about = json.loads(path.read_bytes().splitlines()[0])["about"]
+    lines = Notebook(path, about).lines
+    assert any(isinstance(line, MeasuredRun) and line.changes == {} for line in lines)
