@@ -68,7 +68,7 @@ def mutant(path: Path, number: int) -> Mutant:
     node = _nodes(tree)[number]
     before = ast.unparse(node)
     _change(node)
-    return Mutant(path, node.lineno, before, ast.unparse(node), ast.unparse(tree))
+    return Mutant(path, node.lineno, before, ast.unparse(node), ast.unparse(tree))  # type: ignore[attr-defined]
 
 
 def _nodes(tree: ast.AST) -> list[ast.AST]:

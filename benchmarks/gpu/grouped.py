@@ -149,7 +149,7 @@ def _others(x: Tensor, picked: list[tuple[Tensor, Tensor]], experts: Experts) ->
     turn = cycle(picked)
     found = {"by_expert_us": median_event_us(lambda: by_expert(x, *next(turn), *weights))}
     if hasattr(torch, "_grouped_mm"):
-        found["grouped_mm_us"] = _median(lambda one: by_grouped_mm(x, *one, *weights), picked)
+        found["grouped_mm_us"] = _median(lambda one: by_grouped_mm(x, *one, *weights), picked)  # type: ignore[call-arg]
     return found
 
 

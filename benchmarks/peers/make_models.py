@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 )
 COMMON = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "dtype": "bfloat16"}
 MODELS = {
-    "llama-1b": lambda: LlamaConfig(
+    "llama-1b": lambda: LlamaConfig(  # type: ignore[call-arg]
         vocab_size=128_256,
         hidden_size=2048,
         intermediate_size=8192,
@@ -45,7 +45,7 @@ MODELS = {
         rms_norm_eps=1e-5,
         **COMMON,
     ),
-    "qwen3-0.6b": lambda: Qwen3Config(
+    "qwen3-0.6b": lambda: Qwen3Config(  # type: ignore[call-arg]
         vocab_size=151_936,
         hidden_size=1024,
         intermediate_size=3072,
@@ -58,7 +58,7 @@ MODELS = {
         rms_norm_eps=1e-6,
         **COMMON,
     ),
-    "small": lambda: LlamaConfig(
+    "small": lambda: LlamaConfig(  # type: ignore[call-arg]
         vocab_size=33_024,
         hidden_size=512,
         intermediate_size=1536,
@@ -71,7 +71,7 @@ MODELS = {
         rms_norm_eps=1e-5,
         **COMMON,
     ),
-    "tiny": lambda: LlamaConfig(
+    "tiny": lambda: LlamaConfig(  # type: ignore[call-arg]
         vocab_size=33_024,
         hidden_size=256,
         intermediate_size=1024,

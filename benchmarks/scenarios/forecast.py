@@ -28,9 +28,9 @@ import aiohttp
 
 from benchmarks.report import file_result
 from benchmarks.server_process import served
+from splittime.core.cores import num_cores
 from splittime.ledger.store import open_readonly
 from splittime.simulate.change import Change
-from splittime.simulate.draws import cores
 from splittime.simulate.figures import figures
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import replay
@@ -98,7 +98,7 @@ def forecast(sizes: Sizes, seed: int) -> dict[str, Any]:
         divergence = replay(recorded)
         num_steps += len(recorded.steps)
         num_same += len(recorded.steps) if divergence is None else divergence.step_id - 1
-        predicted = predict(recorded, change, draws=sizes.draws, processes=cores())
+        predicted = predict(recorded, change, draws=sizes.draws, processes=num_cores())
         books = run(change, sizes, seed)
         measured = figures(list(books.accounts), list(books.steps))
         cells[name] = {

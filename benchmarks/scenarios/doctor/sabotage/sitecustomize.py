@@ -52,7 +52,7 @@ def _spoil_tokenizer(tokenizer_class: type) -> None:
 
 def _spoil_loop(server_class: type) -> None:
     """uvicorn's server has a tick of its own, ten times a second."""
-    plain = server_class.on_tick
+    plain = server_class.on_tick  # type: ignore[attr-defined]
 
     async def hold_up(server: Any, counter: int) -> bool:
         time.sleep(LOOP_S)
