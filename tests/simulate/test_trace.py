@@ -103,7 +103,7 @@ def test_the_next_turn_of_a_conversation_begins_with_the_answer_before_it() -> N
     second = account("b", (*SYSTEM, *answer, 7, 7), 100, cached_tokens=128)
     third = account("c", (*SYSTEM, *answer, 7, 7, *range(40)), 200, cached_tokens=128)
     made = [one.request.prompt_token_ids for one in traced_requests([first, second, third], 2048)]
-    heard = (*made[0], *(output_token("a", 100 + i) for i in range(32)))
+    heard = (*made[0], *(output_token("a") for i in range(32)))
     assert made[1][:128] == heard[:128]
     assert num_equal(made[1], made[2]) >= 128
 

@@ -13,7 +13,7 @@ tenant can make two prefixes collide on purpose (a 64-bit non-cryptographic hash
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -40,6 +40,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
+        self.holds: Callable[[int], bool] = self._name_of.__contains__  # asked of each block that is given back
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -47,13 +48,12 @@ class PrefixIndex:
     def find(self, name: bytes) -> int | None:
         return self._block_of.get(name)
 
-    def holds(self, block_id: int) -> bool:
-        return block_id in self._name_of
-
-    def add(self, name: bytes, block_id: int) -> None:
-        if name not in self._block_of:
-            self._block_of[name] = block_id
-            self._name_of[block_id] = name
+    def add(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """names: those of these blocks, in the same order."""
+        for name, block_id in zip(names, block_ids, strict=True):
+            if name not in self._block_of:
+                self._block_of[name] = block_id
+                self._name_of[block_id] = name
 
     def forget(self, block_id: int) -> bytes:
         """Returns the name that the block had."""
@@ -92,15 +92,17 @@ class BlockPool:
     def num_evictable(self) -> int:
         return len(self._evictable)
 
-    def take(self) -> int:
-        """A block with count 1 and no content. The caller has made sure that `num_free` > 0."""
-        if self._free:
-            block_id = self._free.pop()
-        else:
-            block_id, _ = self._evictable.popitem(last=False)
+    def take(self, count: int) -> list[int]:
+        """Returns blocks with count 1 and no content. The caller has made sure that `num_free` is enough."""
+        free, evictable = self._free, self._evictable
+        taken = [free.pop() for _ in range(min(count, len(free)))]
+        for _ in range(count - len(taken)):
+            block_id, _ = evictable.popitem(last=False)
             self._on_evict(block_id)
-        self._num_refs[block_id] = 1
-        return block_id
+            taken.append(block_id)
+        for block_id in taken:
+            self._num_refs[block_id] = 1
+        return taken
 
     def is_held(self, block_id: int) -> bool:
         return self._num_refs[block_id] > 0
@@ -111,15 +113,17 @@ class BlockPool:
             del self._evictable[block_id]
         self._num_refs[block_id] += 1
 
-    def release(self, block_id: int, is_indexed: bool) -> None:
-        """One holder less. The last one leaves it evictable if its content is in the prefix index, else free."""
-        self._num_refs[block_id] -= 1
-        if self._num_refs[block_id]:
-            return
-        if is_indexed:
-            self._evictable[block_id] = None
-        else:
-            self._free.append(block_id)
+    def release(self, block_ids: Iterable[int], is_indexed: Callable[[int], bool]) -> None:
+        """One holder less of each. The last one leaves it evictable if the prefix index has its content, else free."""
+        num_refs = self._num_refs
+        for block_id in block_ids:
+            num_refs[block_id] -= 1
+            if num_refs[block_id]:
+                continue
+            if is_indexed(block_id):
+                self._evictable[block_id] = None
+            else:
+                self._free.append(block_id)
 
     def discard_evictable(self) -> None:
         """Turn all evictable blocks into free ones; `on_evict` is told of each."""

@@ -14,6 +14,7 @@ into which it is copied back. Such a block is in the index as soon as that is pl
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from splittime.kv.blocks import BlockPool, PrefixIndex, block_names, root_name
 from splittime.kv.host import HostTier, Moves
@@ -52,7 +53,7 @@ class KVCache:
         self.enable_prefix_caching = enable_prefix_caching
         self._index = PrefixIndex()
         self.host = HostTier(num_host_slots) if num_host_slots else None  # to look at
-        self._pool = BlockPool(num_blocks, self._evict)
+        self._pool = BlockPool(num_blocks, partial(self._evict, self.host) if self.host else self._index.forget)
 
     @property
     def num_blocks(self) -> int:
@@ -106,8 +107,9 @@ class KVCache:
             return False
         if lease.in_host and self.host is not None:
             self._plan_restores(lease, self.host)
-        while len(lease.block_ids) * self.block_size < num_tokens:
-            lease.block_ids.append(self._take())
+        num_new = self.blocks_for(num_tokens) - len(lease.block_ids)
+        if num_new > 0:
+            lease.block_ids += self._take(num_new)
         return True
 
     def commit(self, lease: Lease, token_ids: Sequence[int], num_computed: int) -> None:
@@ -117,16 +119,15 @@ class KVCache:
         begin, end = lease.num_indexed, num_computed // self.block_size
         if begin < end:
             self._name_blocks(lease, end, token_ids)
-            for name, block_id in zip(lease.names[begin:end], lease.block_ids[begin:end], strict=True):
-                self._index.add(name, block_id)
+            self._index.add(lease.names[begin:end], lease.block_ids[begin:end])
             lease.num_indexed = end
 
     def trim(self, lease: Lease, num_tokens: int) -> None:
         """Take the blocks back that the first `num_tokens` do not need. Drafts had them; none is in the index."""
         keep = self.blocks_for(num_tokens)
         assert lease.num_indexed <= keep, "a block of the index would be taken back"
-        while len(lease.block_ids) > keep:
-            self._pool.release(lease.block_ids.pop(), is_indexed=False)
+        self._pool.release(reversed(lease.block_ids[keep:]), self._index.holds)
+        del lease.block_ids[keep:]
         lease.num_sent = min(lease.num_sent, keep)
 
     def free(self, lease: Lease) -> None:
@@ -135,9 +136,7 @@ class KVCache:
             for _, slot in reversed(lease.in_host):
                 self.host.unpin(slot)
             lease.in_host.clear()
-        for block_id in reversed(lease.block_ids):
-            if block_id != NO_BLOCK:
-                self._pool.release(block_id, self._index.holds(block_id))
+        self._pool.release((each for each in reversed(lease.block_ids) if each != NO_BLOCK), self._index.holds)
         lease.block_ids = []
         lease.num_indexed = lease.num_sent = 0
 
@@ -168,25 +167,28 @@ class KVCache:
         if self.host is not None:
             self.host.check(slot for lease in leases for _, slot in lease.in_host)
 
-    def _take(self) -> int:
-        block_id = self._pool.take()
-        if self.host is not None:
-            self.host.forget_restore(block_id)
-        return block_id
+    def _take(self, count: int) -> list[int]:
+        if self.host is None:
+            return self._pool.take(count)
+        taken = []
+        for _ in range(count):  # one by one: a restore that is forgotten may leave a slot for the next one's content
+            taken += self._pool.take(1)
+            self.host.forget_restore(taken[-1])
+        return taken
 
-    def _evict(self, block_id: int) -> None:
+    def _evict(self, host: HostTier, block_id: int) -> None:
         """The pool gives it away; its content may go to host memory."""
         name = self._index.forget(block_id)
-        if self.host is not None and self.enable_prefix_caching:
-            self.host.offload(name, block_id)
+        if self.enable_prefix_caching:
+            host.offload(name, block_id)
 
     def _plan_restores(self, lease: Lease, host: HostTier) -> None:
         """A block for each of the lease's hits in host memory."""
         for place, slot in lease.in_host:
-            block_id = self._take()
+            (block_id,) = self._take(1)
             lease.block_ids[place] = block_id
             host.restore(slot, block_id)
-            self._index.add(lease.names[place], block_id)
+            self._index.add((lease.names[place],), (block_id,))
         lease.in_host.clear()
 
     def _name_blocks(self, lease: Lease, count: int, token_ids: Sequence[int]) -> None:

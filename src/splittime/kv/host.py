@@ -47,7 +47,7 @@ class HostTier:
         return slot
 
     def unpin(self, slot: int) -> None:
-        self._pool.release(slot, self._index.holds(slot))
+        self._pool.release((slot,), self._index.holds)
 
     def offload(self, name: bytes, block_id: int) -> None:
         """Plan to keep a block that is given away; nothing to do if its content is here, or was never there."""
@@ -57,12 +57,12 @@ class HostTier:
         if slot is not None:
             self._pool.share(slot)
         elif self._pool.num_free:
-            slot = self._pool.take()
-            self._index.add(name, slot)
+            (slot,) = self._pool.take(1)
+            self._index.add((name,), (slot,))
             self._offloads[slot] = block_id
         else:
             return
-        self._pool.release(slot, is_indexed=True)  # used most recently
+        self._pool.release((slot,), self._index.holds)  # used most recently
 
     def restore(self, slot: int, block_id: int) -> None:
         """Plan to copy a pinned slot back; the pin is the plan's from now on."""

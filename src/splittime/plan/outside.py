@@ -31,7 +31,7 @@ from splittime.plan.seen_steps import Seen, StepsRead, merged, most_at_once, pro
 from splittime.simulate.asked import Asked, asked_requests
 from splittime.simulate.change import Change
 from splittime.simulate.cost import HOST_PARTS, LIMITED, REACH, CostModel, Errors, bucket_of
-from splittime.simulate.costed import mixed_token
+from splittime.simulate.costed import mixed_tokens
 from splittime.simulate.fit import Array, Line, buckets_of, line_of, persistence_of, stretches_of
 from splittime.simulate.replica import Approach, Replica, replica_with
 from splittime.simulate.trace import TracedRequest
@@ -265,4 +265,4 @@ def _requests(run: Run, arm: int, replica: Replica) -> Iterator[TracedRequest]:
 
 def _prompt(number: int, outcome: Outcome) -> tuple[int, ...]:
     cached, whole = outcome.cached_tokens or 0, prompt_tokens_of(outcome)
-    return tuple(mixed_token(SHARED if index < cached else number + 2, index) for index in range(whole))
+    return (*mixed_tokens(SHARED, 0, min(cached, whole)), *mixed_tokens(number + 2, cached, max(cached, whole)))

@@ -8,8 +8,8 @@ The scheduler, the cache, the engine and the crank are the real ones. `StepCosts
 model, or a recorded ledger. A step's own parts pass while it is planned, run and committed, so that its record shows
 them where a real one does; what lies between two steps is its driver's to wait for (`after_step_ns`).
 
-Tokens follow from the request's id and their position: two runs of the same requests make the same tokens, whatever
-else differs, and what one run has in its prefix cache is worth as much as what the other has.
+A request samples one and the same token in each step, which follows from its id: two runs of the same requests make the
+same tokens, whatever else differs, and what one run has in its prefix cache is worth as much as what the other has.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,15 @@ from functools import lru_cache
 from typing import Protocol
 from zlib import crc32
 
+import numpy as np
+
 from splittime.core.clock import VirtualClock
-from splittime.core.step import Row, RowResult, StepPlan, StepResult
+from splittime.core.step import RowResult, StepPlan, StepResult
 from splittime.engine.engine import Engine
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.shape import StepShape, StepTime, shape_of_plan
 
-SPREAD, GOLDEN = 0x2545F4914F6CDD1D, 0x9E3779B97F4A7C15
+SPREAD, GOLDEN, SHIFT = 0x2545F4914F6CDD1D, np.uint64(0x9E3779B97F4A7C15), np.uint64(34)
 
 
 class StepCosts(Protocol):
@@ -81,20 +83,13 @@ class CostedRunner:
         offload_ns = time.moves_ns if plan.offloads else 0
         return StepResult(
             plan.step_id,
-            tuple([_result(row) for row in plan.rows]),
+            tuple([_sampled(row.request_id) if row.num_samples else RowResult(row.request_id) for row in plan.rows]),
             time.device_ns,
             time.sample_ns,
             self._execution,
             offload_ns=offload_ns,
             restore_ns=time.moves_ns - offload_ns,
         )
-
-
-def _result(row: Row) -> RowResult:
-    request_id = row.request_id
-    if not row.num_samples:
-        return RowResult(request_id)
-    return RowResult(request_id, (mixed_token(_seed(request_id), row.start + len(row.token_ids)),))
 
 
 def costed_engine(
@@ -105,27 +100,19 @@ def costed_engine(
     return CostedEngine(scheduler, step, clock), CostedRunner(step, clock, execution), lambda: step.time.host_gap_ns
 
 
-def output_token(request_id: str, position: int) -> int:
-    """Returns the token that a simulated request has at this position, behind its prompt."""
-    return mixed_token(_seed(request_id), position)
-
-
-def output_tokens(request_id: str, begin: int, end: int) -> list[int]:
-    """Returns those from a position to another."""
-    return mixed_tokens(_seed(request_id), begin, end)
+@lru_cache(4096)
+def output_token(request_id: str) -> int:
+    """Returns the token that a simulated request samples in each of its steps."""
+    return mixed_tokens(crc32(request_id.encode()), 0, 1)[0]
 
 
 @lru_cache(4096)
-def _seed(request_id: str) -> int:
-    return crc32(request_id.encode())
-
-
-def mixed_token(seed: int, index: int) -> int:
-    """Returns a number of 30 bits that depends on all of both (Fibonacci hashing: Knuth, volume 3, 6.4)."""
-    return ((seed * SPREAD + index) * GOLDEN & 0xFFFFFFFFFFFFFFFF) >> 34
+def _sampled(request_id: str) -> RowResult:
+    return RowResult(request_id, (output_token(request_id),))
 
 
 def mixed_tokens(seed: int, begin: int, end: int) -> list[int]:
-    """Returns those from an index to another."""
-    first = seed * SPREAD
-    return [(index * GOLDEN & 0xFFFFFFFFFFFFFFFF) >> 34 for index in range(first + begin, first + end)]
+    """Returns for each index from a first to another a number of 30 bits that depends on all of it and of the seed
+    (Fibonacci hashing: Knuth, volume 3, 6.4)."""
+    first = np.uint64(seed * SPREAD + begin & 0xFFFFFFFFFFFFFFFF)
+    return (((np.arange(end - begin, dtype=np.uint64) + first) * GOLDEN) >> SHIFT).tolist()

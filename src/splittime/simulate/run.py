@@ -102,7 +102,17 @@ class OpenRequest:
     """What has become of a request so far. ready_ns, steps: of its tokens, each of which comes in a step of its own."""
 
     __slots__ = (
-        *("account", "cached_tokens", "has_begun", "host_tokens", "num_preemptions", "ready_ns", "steps", "traced"),
+        *(
+            "account",
+            "cached_tokens",
+            "has_begun",
+            "host_tokens",
+            "num_preemptions",
+            "ready_ns",
+            "steps",
+            "stops_after",
+            "traced",
+        ),
     )
 
     def __init__(self, traced: TracedRequest) -> None:
@@ -110,15 +120,13 @@ class OpenRequest:
         self.ready_ns: list[int] = []
         self.steps: list[int] = []
         self.cached_tokens = self.host_tokens = self.num_preemptions = 0
-        self.has_begun = False
+        self.has_begun, self.stops_after = False, traced.stops_after
 
     @property
     def steps_before_stop(self) -> int:
-        """How many steps will not end it by a stop string."""
-        stops_after = self.traced.stops_after
-        if stops_after is None or stops_after <= len(self.steps):
-            return sys.maxsize
-        return stops_after - len(self.steps) - 1
+        """How many steps will not end it by its stop string."""
+        assert self.stops_after is not None
+        return self.stops_after - len(self.steps) - 1 if len(self.steps) < self.stops_after else sys.maxsize
 
 
 class SimulatedServer:
@@ -151,8 +159,16 @@ class SimulatedServer:
 
     def _take(self, message: FromEngine) -> None:
         assert isinstance(message, StepOutput)
+        open_requests, step_id, ready_ns = self._open, message.step_id, message.ready_ns
         for output in message.outputs:
-            self._take_output(output, message.step_id, message.ready_ns)
+            request = open_requests[output.request_id]
+            if output.token_ids:
+                request.ready_ns.append(ready_ns)
+                request.steps.append(step_id)
+            if output.marks:  # a request that goes on decoding has nothing but its token to tell
+                self._take_marks(request, output, ready_ns)
+            elif request.stops_after is not None:
+                self._stop(request, ready_ns)
         if message.record is not None:
             self._on_step(message.record)
             self._clock.advance(self._after_step_ns())
@@ -163,7 +179,9 @@ class SimulatedServer:
         """Takes the steps in which there is nothing to tell but tokens, and at the last of them ends."""
         while self._clock.now_ns() < self._door.next_ns and (stretch := skip.stretch()) is not None:
             requests = [self._open[request_id] for request_id in stretch.request_ids]
-            stretch.max_steps = min(stretch.max_steps, *(each.steps_before_stop for each in requests))
+            for request in requests:
+                if request.stops_after is not None:
+                    stretch.max_steps = min(stretch.max_steps, request.steps_before_stop)
             skipped = skip.run(stretch, last, self._door.next_ns)
             steps = list(range(skipped.first_step, skipped.last.step_id + 1))
             for request in requests:
@@ -175,17 +193,7 @@ class SimulatedServer:
                 break
             last = skipped.last
 
-    def _take_output(self, output: RequestOutput, step_id: int, ready_ns: int) -> None:
-        request = self._open[output.request_id]
-        if output.token_ids:
-            request.ready_ns.append(ready_ns)
-            request.steps.append(step_id)
-        if output.marks:  # a request that goes on decoding has nothing but its token to tell
-            self._take_marks(request, output, ready_ns)
-        elif len(request.steps) == request.traced.stops_after:
-            self._door.abort(output.request_id, ready_ns + self._delivery.send_lag_ns)
-
-    def _take_marks(self, request: "OpenRequest", output: RequestOutput, ready_ns: int) -> None:
+    def _take_marks(self, request: OpenRequest, output: RequestOutput, ready_ns: int) -> None:
         request.account.extend(output.marks)
         request.num_preemptions = max(request.num_preemptions, output.num_preemptions)
         if output.num_cached_tokens is not None:
@@ -197,8 +205,13 @@ class SimulatedServer:
             del self._open[output.request_id]
             self._door.note_ended(output.request_id, ready_ns)
             self._on_account(_closed(request, output, output.freed_ns, self._delivery))
-        elif len(request.steps) == request.traced.stops_after:
-            self._door.abort(output.request_id, ready_ns + self._delivery.send_lag_ns)
+        else:
+            self._stop(request, ready_ns)
+
+    def _stop(self, request: OpenRequest, ready_ns: int) -> None:
+        """End it if the server has found its stop string."""
+        if len(request.steps) == request.stops_after:
+            self._door.abort(request.traced.request.request_id, ready_ns + self._delivery.send_lag_ns)
 
     def _refuse(self, traced: TracedRequest, refused: Refused, at_ns: int) -> None:
         del self._open[traced.request.request_id]

@@ -14,7 +14,7 @@ from splittime.engine.engine import Engine
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.stretch import QuietStretch
-from splittime.simulate.costed import StepCosts, output_tokens
+from splittime.simulate.costed import StepCosts, output_token
 from splittime.simulate.shape import StepShape, StepTime
 
 
@@ -44,7 +44,7 @@ class SkipAhead:
 
     def stretch(self) -> QuietStretch | None:
         """Returns the steps that may be skipped now, right behind another step; None if there are none."""
-        return self._scheduler.stretch(self._clock.now_ns(), output_tokens)
+        return self._scheduler.stretch(self._clock.now_ns(), output_token)
 
     def run(self, stretch: QuietStretch, last: StepRecord, next_ns: float) -> Skipped:
         """Takes steps of a stretch that follows this step, as long as they begin before something comes at `next_ns`.

@@ -24,7 +24,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import ClosedAccount, Mark
 from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Cause, Stage
-from splittime.simulate.costed import mixed_token, output_token
+from splittime.simulate.costed import mixed_tokens, output_token
 
 MAX_REMEMBERED = 4_096  # requests whose tokens a later one may begin with
 SERVER_STAGES = (Stage.RECEIVE, Stage.TOKENIZE_QUEUE, Stage.TOKENIZE, Stage.ADMIT, Stage.HANDOFF)
@@ -91,7 +91,7 @@ def _as_long_as(like: TracedRequest, account: ClosedAccount) -> TracedRequest:
     request = msgspec.structs.replace(
         like.request,
         request_id=account.request_id,
-        prompt_token_ids=tuple(mixed_token(own, -index) for index in range(1, num_tokens + 1)),
+        prompt_token_ids=tuple(mixed_tokens(own, 0, num_tokens)),
         submitted_ns=received_ns,
         deadline_ns=account.deadline_ns,
     )
@@ -194,11 +194,10 @@ class StandIns:
         hashes = prefix_list(account.prefixes)
         tokens = [token for mark in hashes for token in self._block(mark)]
         own = crc32(account.request_id.encode()) + 1
-        tokens += [mixed_token(own, -index) for index in range(1, account.prompt_tokens - len(tokens) + 1)]
+        tokens += mixed_tokens(own, len(tokens), account.prompt_tokens)
         if account.cached_tokens and not self._is_explained(account, hashes):
             self._continue(tokens, self._nearest(hashes)[: account.cached_tokens], hashes)
-        outputs = [output_token(account.request_id, len(tokens) + i) for i in range(account.output_tokens)]
-        self._remember(hashes, tokens + outputs)
+        self._remember(hashes, tokens + [output_token(account.request_id)] * account.output_tokens)
         return tuple(tokens)
 
     def _is_explained(self, account: ClosedAccount, hashes: list[bytes]) -> bool:
@@ -208,7 +207,7 @@ class StandIns:
 
     def _block(self, mark: bytes) -> list[int]:
         seed = int.from_bytes(mark, "big")
-        return self._unusual.get(mark) or [mixed_token(seed, index) for index in range(PREFIX_TOKENS)]
+        return self._unusual.get(mark) or mixed_tokens(seed, 0, PREFIX_TOKENS)
 
     def _continue(self, tokens: list[int], beginning: list[int], hashes: list[bytes]) -> None:
         """Gives a prompt, which found more in the cache than any prompt explains, the beginning of another request."""
