@@ -10,6 +10,7 @@ import pytest
 from test_sized import few_slots
 from ward import Ward
 
+from splittime.core.errors import EngineError
 from splittime.diagnose.books import Books
 from splittime.server import simulation
 from splittime.simulate.beside import answer
@@ -71,6 +72,9 @@ def test_more_load_waits_longer(live: LiveServer) -> None:
         ({"settings": {"paused": True}}, 400, "invalid_value", "'paused' cannot be simulated"),
         ({"settings": {"policy": "best"}}, 400, "invalid_value", "bad setting"),
         ({"settings": {"max_num_seqs": "x"}}, 400, "invalid_value", "bad setting"),
+        ({"settings": {"max_queued_requests": "x"}}, 400, "invalid_value", "max_queued_requests is x; it must be"),
+        ({"settings": {"max_queued_requests": 0}}, 400, "invalid_value", "max_queued_requests is 0; it must be"),
+        ({"settings": {"num_blocks": 10**15}}, 400, "invalid_value", "num_blocks is 1000000000000000; it must be"),
         ({"speed": 0}, 400, "invalid_value", "speed is 0"),
         ({"knobs": {}}, 400, "invalid_json", "unknown field"),
         ({"settings": {"max_num_seqs": 64}}, 409, "cannot_tell", "none has more than"),
@@ -131,6 +135,22 @@ def test_one_that_takes_too_long_is_ended(live: LiveServer, monkeypatch) -> None
     status, _, told = live.post(PATH, {})
     assert (status, told["error"]["code"]) == (503, "simulation_too_long")
     assert live.service.simulation._process.returncode == -9
+
+
+def test_one_that_uses_up_its_processor_time_says_so(live: LiveServer, monkeypatch) -> None:
+    limited = "from splittime.simulate import beside; beside.CPU_S = 1; beside.main(); [None for _ in iter(int, 1)]"
+    monkeypatch.setattr(simulation, "COMMAND", (sys.executable, "-c", limited))
+    status, headers, told = live.post(PATH, {})
+    assert (status, told["error"]["code"], headers["retry-after"]) == (503, "simulation_too_long", "60")
+    assert "processor time" in told["error"]["message"]
+
+
+def test_none_starts_on_a_server_that_has_ended(monkeypatch) -> None:
+    monkeypatch.setattr(simulation, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    ended = simulation.Simulation()
+    ended.close()
+    with pytest.raises(EngineError, match="ended with -9"):
+        ended.run([b""])
 
 
 def test_one_that_dies_is_the_servers_fault(live: LiveServer, monkeypatch) -> None:

@@ -5,6 +5,7 @@ were others than those that the simulation starts from.
 """
 
 import asyncio
+import functools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,10 +41,8 @@ async def what_if(service: Service, scope: http.Scope, receive: http.Receive, se
     raw = await http.read_body_in_time(scope, receive, config.max_body_bytes, config.body_timeout_s)
     body = _decoded(raw)
     service.require_model()
-    service.simulation.begin()
-    work = asyncio.get_running_loop().run_in_executor
-    answer = await work(service.simulation.pool, _answer, service, service.facts(), service.knobs_changed_ns, body)
-    await http.respond(send, answer)
+    work = functools.partial(_answer, service, service.facts(), service.knobs_changed_ns, body)
+    await http.respond(send, await asyncio.wrap_future(service.simulation.start(work)))
 
 
 def _decoded(raw: bytes) -> WhatIfBody:
@@ -57,9 +56,8 @@ def _decoded(raw: bytes) -> WhatIfBody:
 def _answer(service: Service, facts: ServerFacts | None, since_ns: int, body: WhatIfBody) -> bytes:
     """Raises `RequestError` for a change that cannot be, `Conflict` where the books do not say enough."""
     change = Change(body.settings, body.speed)
-    with service.simulation.until_done():
-        stretch = _stretch(service.ledger, facts, since_ns)
-        answer = orjson.loads(service.simulation.run(question(stretch.recorded, change, DRAWS)))
+    stretch = _stretch(service.ledger, facts, since_ns)
+    answer = orjson.loads(service.simulation.run(question(stretch.recorded, change, DRAWS)))
     error, is_bad_change = answer.pop("error"), answer.pop("is_bad_change")
     if error is not None:
         kind, code = (RequestError, "invalid_value") if is_bad_change else (Conflict, "cannot_tell")

@@ -5,11 +5,12 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.scheduler.admission import QueueLimits
+from splittime.scheduler.admission import MAX_BOUND, QueueLimits
 from splittime.scheduler.config import LIVE_KNOBS, SchedulerConfig
 
 KNOBS = (*(knob for knob in LIVE_KNOBS if knob != "paused"), "num_blocks")
 LIMITS = ("max_queued_requests", "max_queued_prompt_tokens")
+MAX_BLOCKS = 2**22  # a simulated cache has some fifty bytes for each, and is made anew for every run
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -33,8 +34,16 @@ def changed(config: SchedulerConfig, limits: QueueLimits, change: Change) -> tup
         raise ConfigError(f"speed is {change.speed:g}; it must be 0.01 to 100", param="speed", value=change.speed)
     knobs = {name: value for name, value in change.settings.items() if name in KNOBS}
     bounds = {name: change.settings.get(name, getattr(limits, name)) for name in LIMITS}
+    for name, value in bounds.items():
+        _require_whole(name, value, MAX_BOUND)
     try:
-        config = msgspec.convert({**msgspec.to_builtins(config), **knobs}, SchedulerConfig)
+        config = msgspec.convert({**msgspec.to_builtins(config), **knobs}, SchedulerConfig).validate()
     except msgspec.ValidationError as error:
         raise ConfigError(f"bad setting: {error}", value=str(knobs)) from None
-    return config.validate(), QueueLimits(**bounds)
+    _require_whole("num_blocks", config.num_blocks, MAX_BLOCKS)
+    return config, QueueLimits(**bounds)
+
+
+def _require_whole(name: str, value: Any, most: int) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"{name} is {value}; it must be a whole number, 1 to {most}", param=name, value=value)
