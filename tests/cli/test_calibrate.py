@@ -1,5 +1,6 @@
 """`splittime calibrate` on a real server of the packaged model, in a few seconds."""
 
+import io
 import json
 import os
 import subprocess
@@ -8,11 +9,14 @@ import urllib.request
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from splittime.assemble import model_source
+from splittime.cli.calibrate import _table
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.plan.calibration import load_kept
+from splittime.simulate.held_out import KindOfSteps
 from splittime.simulate.replica import load_replica
 
 pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine
@@ -62,6 +66,15 @@ def test_its_steps_are_of_every_kind_that_the_settings_allow(calibrated):
     assert pairs > 100 * 100 / 2
     assert replica.costs.num_steps == told["num_steps"] > 200
     assert "calibration" in replica.source
+
+
+def test_its_table_fits_80_columns_and_cuts_no_figure_off():
+    kinds = ["decode, up to 1", "prompts, up to 16384", "all"]
+    errors = [KindOfSteps(kind, 1_234_567, 1_234_000_000, 12.345, -12.345, 0.123) for kind in kinds]
+    out = io.StringIO()
+    Console(file=out, width=80).print(_table(errors))
+    assert "…" not in out.getvalue()
+    assert out.getvalue().count("1,234,567") == len(kinds)
 
 
 def test_it_tells_its_errors_by_kind_of_step(calibrated):

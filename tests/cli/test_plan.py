@@ -1,8 +1,10 @@
 """`splittime plan`: a worksheet with its formulas, files, and errors that say what can be had."""
 
+import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from known_replicas import ONE_AT_A_TIME, unsure
 from typer.testing import CliRunner, Result
@@ -56,9 +58,44 @@ def test_a_device_is_planned_from_its_data_sheet() -> None:
     result = invoke(*flags, *load, "--max-num-seqs", 4, "--json")
     assert result.exit_code == 0, result.output
     (plan,) = json.loads(result.stdout)["plans"]
-    assert plan["source"].startswith("data sheet: not measured (L40S")
+    assert plan["source"].startswith("a data sheet, nothing measured (NVIDIA L40S")
     assert plan["capacity"]["rate"][1] > 100
     assert "decode floor" in {line["name"] for line in plan["lines"]}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_answer_comes_first_and_fits_the_terminal(replica: Path, width: int) -> None:
+    from rich.console import Console
+
+    from splittime.cli.plan import _alone
+    from splittime.plan.worksheet import Sheet
+
+    words = (replica, *SLO, *LOAD, "--rate", 300, "--price", 2, "--draws", 1, "--json")
+    (plan,) = json.loads(invoke(*words).stdout)["plans"]
+    out = io.StringIO()
+    Console(file=out, width=width).print(_alone(msgspec.convert(plan, Sheet)))
+    told = out.getvalue()
+    assert all(len(line) <= width for line in told.splitlines())
+    assert "…" not in told
+    assert told.index("highest rate") < told.index("servers") < told.index("knee")
+
+
+def test_a_trace_with_its_own_times_says_the_peak(replica: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 5 * number, "input_length": 16, "output_length": 1} for number in range(301)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = invoke(replica, *SLO, "--trace", trace, "--draws", 1)
+    assert result.exit_code == 0, result.output
+    assert "200 requests/s / highest rate" in " ".join(result.stdout.split())
+
+
+def test_without_a_peak_tokens_have_a_price_at_the_highest_rate(replica: Path) -> None:
+    result = invoke(replica, *SLO, *LOAD, "--price", 2, "--draws", 1, "--json")
+    lines = {line["name"]: line["value"] for line in json.loads(result.stdout)["plans"][0]["lines"]}
+    paid = sum(lines[f"a million {kind} tokens"] * tokens for kind, tokens in (("input", 16), ("output", 1)))
+    assert paid * lines["highest rate"] * 3600 / 1e6 == pytest.approx(2)
+    assert "servers" not in lines
+    assert "give the load's --rate" in result.stderr or "give the load's --rate" in result.stdout
 
 
 def test_another_setting_is_another_plan(replica: Path) -> None:
@@ -86,6 +123,8 @@ def test_an_slo_that_cannot_be_kept_says_what_can(replica: Path) -> None:
         (("{replica}", *SLO, "--price", "1", "--price", "2"), "2 prices for 1 servers"),
         (("{replica}", "--slo", "speed=3"), "speed"),
         (("{replica}", *SLO, "--start-up", "soon"), "is no time"),
+        (("{replica}", *SLO, "--growth", "2"), "growth says nothing without a peak rate"),
+        (("{replica}", *SLO, "--model-config", "{model}"), "--model-config is for --device"),
     ],
 )
 def test_what_cannot_be_is_refused(replica: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -59,6 +59,18 @@ def test_a_terminal_gets_a_bar_of_the_start(monkeypatch):
     assert lengths == [progress.BAR_COLUMNS // 4, progress.BAR_COLUMNS * 3 // 4]
 
 
+def test_what_begins_again_after_a_full_bar_is_told(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))
+    with progress.loading("tuning", line_every_s=0.001) as say:
+        say("run 1", 1.0)
+        say("run 2", 0.5)
+        deadline = time.monotonic() + 60
+        while "run 2, " not in log.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert "run 2, " in log.getvalue()
+
+
 def test_a_log_of_a_command_stays_silent_while_loading_is_quick(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))

@@ -70,6 +70,9 @@ def test_another_load_is_compared_with_itself(ledger: Path) -> None:
     by_name = {figure["name"]: figure for figure in told["figures"]}
     assert by_name["ttft_ms_p50"]["recorded"] is None
     assert by_name["mean_running"]["after"] <= 2
+    shown = invoke(ledger, *load, "--draws", 1)
+    assert shown.stdout.splitlines()[0].split() == ["simulated"]
+    assert "they come when they are meant to come" in shown.stderr
     checked = invoke(ledger, *load, "--check")
     assert checked.exit_code == 2
     assert "takes no change" in checked.stderr

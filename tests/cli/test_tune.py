@@ -19,7 +19,7 @@ SCORE = Score(0.1, 5.0, "ttft_p99", {"ttft_p99": 9e8}, 150.0)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (SLO, "a load is needed"),
+        (SLO, "do not wait for answers (an open loop)"),
         ([*SLO, "--rate", "5", "--apply"], "--apply needs the --url"),
         ([*SLO, "--rate", "5", "--profile", "fastest"], "no profile 'fastest'"),
         (["--slo", "speed=1s", "--rate", "5"], "unknown slo 'speed'"),

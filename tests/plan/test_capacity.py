@@ -49,6 +49,9 @@ def test_what_the_model_does_not_know_is_not_planned_with() -> None:
     found = capacity(wide, load, parse_slo("e2e_p50=10s"), draws=1)
     assert found.likeliest.broken is None
     assert "of the recorded ones none has more than 1" in found.likeliest.stopped
+    sheet = worksheet("a", wide, found, PlanTerms())
+    assert "more may be kept" in line(sheet, "highest rate").formula
+    assert any("no higher rate was simulated" in note for note in sheet.notes)
 
 
 def test_a_slow_server_gets_long_trials() -> None:

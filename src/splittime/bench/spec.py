@@ -25,7 +25,7 @@ _LENGTH = "N, uniform:LOW:HIGH or lognormal:MEAN:CV"
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides a schedule, but for the server's vocabulary and limits, and the run's salt."""
 
-    rate: Annotated[float | None, Meta(description="Requests a second; with --turns, sessions a second.")] = None
+    rate: Annotated[float | None, Meta(description="Requests a second; sessions, where these have turns.")] = None
     rate_end: Annotated[float | None, Meta(description="A ramp: the rate grows linearly from --rate to this.")] = None
     ramp_s: Annotated[float | None, Meta(description="How long the ramp takes; default: the duration.")] = None
     arrivals: Annotated[
@@ -43,9 +43,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cool_down_requests: Annotated[int, Meta(description="The same by number, in a closed loop.")] = 0
     seed: Annotated[int, Meta(description="Of all that is drawn.")] = 0
 
-    workload: Annotated[
-        Workload | None, Meta(description="Default: by the file given with --dataset or --trace, else synthetic.")
-    ] = None
+    workload: Annotated[Workload | None, Meta(description="Default: by the file that is given, else synthetic.")] = None
     dataset: Annotated[str | None, Meta(description="File of conversations (.json) or of requests (.jsonl).")] = None
     prompt_form: Annotated[
         PromptForm | None, Meta(description="Default: ids where lengths are exact, else what the file holds.")
@@ -79,7 +77,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     expected_tpot_ms: Annotated[float, Meta(description="A later turn's intended start counts from then.")] = 20.0
 
     cancel_probability: Annotated[float, Meta(description="Share of requests hung up on.")] = 0.0
-    cancel_after_s: Annotated[str, Meta(description="How long after sending: as --think-s.")] = "exponential:1"
+    cancel_after_s: Annotated[str, Meta(description="How long after sending; also exponential:MEAN.")] = "exponential:1"
     slow_reader_share: Annotated[float, Meta(description="Share of clients that read slowly.")] = 0.0
     slow_reader_delay_ms: Annotated[float, Meta(description="What those wait before reading each chunk.")] = 50.0
 

@@ -50,12 +50,14 @@ def time_ns(text: str, flag: str, unit: str = "s") -> int:
     return round(found_ns)
 
 
-def with_load_flags(options: type, *without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_load_flags(
+    options: type, *without: str, panel: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of `options` and of a load: it is called with a value of `options`, and with what was
-    given of the load, a dict of `LoadSpec`'s fields."""
+    given of the load, a dict of `LoadSpec`'s fields. panel: as of `load_parameters`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        flags = [*parameters_of(options), *load_parameters(None, *without)]
+        flags = [*parameters_of(options), *load_parameters(panel, *without)]
 
         @functools.wraps(command)
         def with_load(**arguments: Any) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from splittime.bench.book.records import Arm
     from splittime.cli.progress import Say
     from splittime.plan.calibration import ServerCalibration
+    from splittime.simulate.held_out import KindOfSteps
 
 EXAMPLES = f"""\b
 Examples:
@@ -112,9 +113,9 @@ def _tell(found: "ServerCalibration", files: list[Path], as_json: bool) -> None:
         told = msgspec.to_builtins(found) | {"files": [str(path) for path in files]}
         sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
         return
-    wide().print(_table(found))
+    wide().print(_table(found.errors))
     console = talk()
-    console.print(f"{found.num_steps:,} steps in {found.seconds:.0f} s; errors are of steps that it did not learn from")
+    console.print(f"{found.num_steps:,} steps in {found.seconds:.0f} s; errors are those of held-out steps")
     if found.others_share > MUCH_OF_OTHERS:
         words = f"warning: {found.others_share:.0%} of the rows were of others' requests"
         console.print(words, style="yellow", markup=False)
@@ -122,12 +123,12 @@ def _tell(found: "ServerCalibration", files: list[Path], as_json: bool) -> None:
         console.print(f"wrote {path}", markup=False)
 
 
-def _table(found: "ServerCalibration") -> Table:
+def _table(errors: "list[KindOfSteps]") -> Table:
     table = Table(box=None, padding=(0, 1))
     table.add_column("tokens in a step", no_wrap=True)
-    for name in ("steps", "median ms", "median error", "of it the machine's", "mean error"):
+    for name in ("steps", "median ms", "median\nerror", "of it the\nmachine's", "mean\nerror"):
         table.add_column(name, justify="right", no_wrap=True)
-    for error in found.errors:
+    for error in errors:
         table.add_row(
             error.kind,
             f"{error.num_steps:,}",

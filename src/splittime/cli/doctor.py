@@ -166,10 +166,8 @@ def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound)
 
 def diagnosis_text(diagnosis: "Diagnosis") -> Text:
     """For people, in 80 columns: the findings first, then the limits, then what could not be told."""
-    text = Text(
-        f"{_many(diagnosis.num_requests, 'request')}, {_many(diagnosis.num_steps, 'step')}: {diagnosis.source}\n",
-        style="dim",
-    )
+    seen = f"{_many(diagnosis.num_requests, 'request')}, {_many(diagnosis.num_steps, 'step')}: {diagnosis.source}"
+    text = Text(_wrapped(seen, "", "  "), style="dim")
     if not diagnosis.illnesses:
         text.append_text(_nothing(diagnosis))
     text.append_text(_spent(diagnosis))
@@ -208,7 +206,7 @@ def _nothing(diagnosis: "Diagnosis") -> Text:
 def _finding(finding: "Finding", mark: str) -> Text:
     style = "bold not dim" if finding.is_limit else "bold red not dim"
     text = Text(f"\n{mark}{finding.name}", style=style)
-    kind = "" if not finding.is_limit else ", a limit rather than a fault"
+    kind = "" if not finding.is_limit else "; a limit"
     text.append(f"  {_share(finding)} of the requests' time{kind}\n", style="not bold")
     text.append(_wrapped(finding.claim, "  ", "  "), style="not bold default")
     evidence = "".join(_wrapped(f"- {_fact(fact)}", "  ", "    ") for fact in finding.evidence)

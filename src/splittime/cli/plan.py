@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import orjson
 import typer
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from splittime.cli.bench_flags import NOT_SIMULATED, time_ns, with_load_flags
 from splittime.cli.options import EXIT_CODES, JsonFlag, talk, wide
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError
-from splittime.present.tables import Sentence
+from splittime.present.tables import FittingTable, Sentence
 
 if TYPE_CHECKING:
     from splittime.cli.progress import Say
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 EXAMPLES = f"""\b
 Examples:
   splittime plan run.sqlite --slo ttft_p99=500ms,itl_p99=50ms --rate 40
-  splittime plan run.sqlite --slo ttft_p99=1s --rate 40 --price 2.5 --growth 1.5
-  splittime plan run.sqlite --slo e2e_p90=5s --trace azure.csv --max-num-seqs 32
-  splittime plan one.json light.json,heavy.json --slo ttft_p99=1s --out plan.html
+  splittime plan run.sqlite --slo ttft_p99=1s --rate 40 --price 2.5 --growth 2
+  splittime plan run.sqlite --slo e2e_p90=5s --trace azure.csv --price 2.5
+  splittime plan one.json light.json,heavy.json --slo ttft_p99=1s --rate 40
   splittime plan --device H100 --device L40S --model-config my-model \\
-    --precision bfloat16 --slo ttft_p99=1s,itl_p99=50ms --rate 40
+    --slo ttft_p99=1s,itl_p99=50ms --rate 40 --max-num-seqs 256
 
 {EXIT_CODES}"""
 
@@ -40,20 +41,21 @@ class PlanOptions:
         list[str] | None,
         typer.Argument(
             metavar="SOURCE...",
-            help="A ledger of one server, what calibrate wrote, or RUN.json,RUN.json of bench; several: compared. "
-            "Default: the latest calibration.",
+            help="A ledger of one server, what calibrate wrote, or runs of bench against one server "
+            "(light.json,heavy.json). Several sources are compared. Default: the latest calibration.",
         ),
     ] = None
     slo: Annotated[str, typer.Option(metavar="TERMS", help="To be kept: ttft_p99=300ms,itl_p99=50ms.")]
     device: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Plan from the data sheet of this device, not measured.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Plan from the data sheet of this device, not measured. May be given again."),
     ] = None
     model_config: Annotated[
         Path | None, typer.Option(metavar="PATH", help="With --device: the model's folder or config.json.")
     ] = None
-    precision: Annotated[str, typer.Option(metavar="NAME", help="With --device: precision of the weights.")] = (
-        "bfloat16"
-    )
+    precision: Annotated[
+        str, typer.Option(metavar="NAME", help="With --device: the weights, as bfloat16, fp8, int8, int4.")
+    ] = "bfloat16"
     max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="Slots, instead of the server's own.")] = None
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of a step, instead of the server's own.")
@@ -86,7 +88,7 @@ class PlanOptions:
         return {name: value for name, value in given.items() if value is not None}
 
 
-@with_load_flags(PlanOptions, *NOT_SIMULATED)
+@with_load_flags(PlanOptions, *NOT_SIMULATED, panel="The load of all servers together")
 def plan(given: PlanOptions, load: dict[str, Any]) -> None:
     """Say how many servers a load needs within an SLO, what breaks first, and what it costs."""
     from splittime.bench.book.slo import check_terms, parse_slo
@@ -94,8 +96,9 @@ def plan(given: PlanOptions, load: dict[str, Any]) -> None:
 
     slo = parse_slo(given.slo)
     check_terms(slo)
+    sources = _sources(given)
     with loading("reading what the servers did") as say:
-        replicas = _replicas(given)
+        replicas = _replicas(given, sources)
         priced = zip(replicas.items(), _prices(given, len(replicas)), strict=True)
         sheets = [_sheet(*one, given, load, slo, price, say) for one, price in priced]
     if given.out is not None:
@@ -111,17 +114,24 @@ def plan(given: PlanOptions, load: dict[str, Any]) -> None:
             talk().print(f"wrote {path}", markup=False)
 
 
-def _replicas(given: PlanOptions) -> "dict[str, Replica]":
+def _sources(given: PlanOptions) -> list[str]:
+    """Returns the sources that are files. Raises ConfigError if there is nothing to plan with."""
+    if given.device and given.model_config is None:
+        raise ConfigError("--device needs the model", param="model_config", hint="Give --model-config FOLDER.")
+    if given.model_config is not None and not given.device:
+        raise ConfigError("--model-config is for --device", param="model_config", hint="Give --device H100, say.")
+    return given.source or ([] if given.device else [_kept()])
+
+
+def _replicas(given: PlanOptions, sources: list[str]) -> "dict[str, Replica]":
     """Returns the servers to plan with, by what they are called."""
     from splittime.plan.sources import replica_in, replica_of_device
 
-    sources = given.source or ([] if given.device else [_kept()])
     names = [Path(source).name for source in sources]
     labels = names if len(set(names)) == len(names) else sources
     found = {label: replica_in(source, given.settings) for label, source in zip(labels, sources, strict=True)}
     for name in given.device or ():
-        if given.model_config is None:
-            raise ConfigError("--device needs the model", param="model_config", hint="Give --model-config FOLDER.")
+        assert given.model_config is not None
         from splittime.runner.config_sizes import sizes_of_config  # torch: two seconds
 
         sizes = sizes_of_config(given.model_config, given.precision)
@@ -159,10 +169,11 @@ def _sheet(
     say: "Say",
 ) -> "Sheet":
     from splittime.plan.capacity import capacity
+    from splittime.plan.load import peak_of
     from splittime.plan.worksheet import PlanTerms, worksheet
 
     terms = PlanTerms(
-        peak=load.get("rate"),
+        peak=peak_of(load),
         price=price,
         currency=given.currency,
         growth=given.growth,
@@ -180,20 +191,29 @@ def _sheet(
 
 
 def _print(sheets: "list[Sheet]") -> None:
-    from splittime.plan.page import line_names, line_of, shown
-
-    table = Table(box=None, padding=(0, 1))
-    table.add_column("")
-    for sheet in sheets:
-        table.add_column(sheet.label)
-    if len(sheets) == 1:
-        table.add_column("how", style="dim")
-    for name in line_names(sheets):
-        lines = [line_of(sheet, name) for sheet in sheets]
-        how = [line.formula for line in lines if line is not None] if len(sheets) == 1 else []
-        table.add_row(name, *("-" if line is None else shown(line) for line in lines), *how)
-    wide().print(table)
+    wide().print(_alone(sheets[0]) if len(sheets) == 1 else _beside(sheets))
     for sheet in sheets:
         talk().print(f"{sheet.label}: {sheet.source}", markup=False)
         for note in sheet.notes:
             talk().print(Sentence(note, indent=2, head="  "))
+
+
+def _alone(sheet: "Sheet") -> FittingTable:
+    """Returns a plan's lines with their formulas beside them, or under them where there is no room."""
+    from splittime.plan.page import shown
+
+    with_room, without = (Table(box=None, padding=(0, 1), show_header=False) for _ in range(2))
+    for line in sheet.lines:
+        with_room.add_row(line.name, shown(line), Text(line.formula, style="dim"))
+        without.add_row(line.name, Text(f"{shown(line)}\n").append(line.formula, style="dim"))
+    return FittingTable(with_room, without)
+
+
+def _beside(sheets: "list[Sheet]") -> Table:
+    from splittime.plan.page import line_names, line_of, shown
+
+    table = Table("", *(Column(sheet.label, overflow="fold") for sheet in sheets), box=None, padding=(0, 1))
+    for name in line_names(sheets):
+        lines = [line_of(sheet, name) for sheet in sheets]
+        table.add_row(name, *("-" if line is None else shown(line) for line in lines))
+    return table

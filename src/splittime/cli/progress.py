@@ -12,6 +12,7 @@ from splittime.cli.options import talk
 LINE_EVERY_S = 10.0
 STARTING_EVERY_S = 1.0
 BAR_COLUMNS = 24
+NEARLY = 1 - 1e-9  # of a bar: a full one counts as ended, its clock stands still, and a log hears no more of it
 
 
 class Say(Protocol):
@@ -57,7 +58,8 @@ def loading(words: str, line_every_s: float | None = None) -> Iterator[Say]:
         bar = progress.add_task(words, total=None)
 
         def say(new: str, share: float | None = None) -> None:
-            progress.update(bar, description=new, completed=share, total=None if share is None else 1.0)
+            done = None if share is None else min(share, NEARLY)
+            progress.update(bar, description=new, completed=done, total=None if share is None else 1.0)
 
         yield say
 

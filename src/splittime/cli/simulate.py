@@ -122,26 +122,35 @@ def _check(recorded: "Recorded", as_json: bool) -> int:
 
 
 def _print(prediction: "Prediction") -> None:
-    is_change = bool(str(prediction.change))
+    heads = ["recorded", "simulated"] if _is_replay(prediction) else ["simulated"]
+    if str(prediction.change):
+        heads += ["changed", "change", "90 % of draws"]
     table = Table(box=None, padding=(0, 1))
-    table.add_column("", no_wrap=True)
-    for name in ("recorded", "simulated", *(("changed", "change", "90 % of draws") if is_change else ())):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("", *heads):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for figure in prediction.figures:
-        table.add_row(*_row(figure, is_change))
+        cells = _cells(figure)
+        table.add_row(_name(figure.name), *(cells[name] for name in heads))
     console = wide()
     console.print(table)
     talk().print(_about(prediction), markup=False)
 
 
-def _row(figure: "Predicted", is_change: bool) -> list[str]:
-    cells = [_name(figure.name), _value(figure.recorded), _value(figure.before)]
-    if not is_change:
-        return cells
-    if figure.ratio is None or figure.low is None or figure.high is None:
-        return [*cells, _value(figure.after), "", ""]
-    interval = f"{_times(figure.low)} to {_times(figure.high)}"
-    return [*cells, _value(figure.after), _times(figure.ratio), interval]
+def _is_replay(prediction: "Prediction") -> bool:
+    """Whether the requests are the recorded ones, not those of a load that was described."""
+    return any(figure.recorded is not None for figure in prediction.figures)
+
+
+def _cells(figure: "Predicted") -> dict[str, str]:
+    """Returns a figure's cells by the heads of their columns."""
+    is_known = figure.ratio is not None and figure.low is not None and figure.high is not None
+    return {
+        "recorded": _value(figure.recorded),
+        "simulated": _value(figure.before),
+        "changed": _value(figure.after),
+        "change": _times(figure.ratio or 0) if is_known else "",
+        "90 % of draws": f"{_times(figure.low or 0)} to {_times(figure.high or 0)}" if is_known else "",
+    }
 
 
 def _name(name: str) -> str:
@@ -152,7 +161,7 @@ def _name(name: str) -> str:
 
 def _times(ratio: float) -> str:
     """Returns how much more or less; from twice as much on, how many times."""
-    return f"{ratio:.3g}x" if ratio >= 2 else f"{ratio - 1:+.0%}"
+    return f"{ratio:.3g}x" if ratio >= 2 else f"{ratio - 1:+.0%}".replace("-0%", "+0%")
 
 
 def _value(value: float | None) -> str:
@@ -165,12 +174,13 @@ def _about(prediction: "Prediction") -> str:
     change = str(prediction.change)
     lines = [f"changed: {change}" if change else "simulated: the settings as they were recorded"]
     refused = f" and {prediction.num_refused:,} refused ones, as long as others" if prediction.num_refused else ""
+    when = "came" if _is_replay(prediction) else "are meant to come"
     lines.append(
-        f"{prediction.num_requests:,} requests{refused}; they come when they came, whatever the answers before"
+        f"{prediction.num_requests:,} requests{refused}; they come when they {when}, whatever the answers before"
     )
     error = prediction.model.errors.median_relative
     lines.append(
-        f"step times: a model of {prediction.num_steps:,} steps; of unseen ones the median error is {error:.1%}"
+        f"step times: a model of {prediction.num_steps:,} steps; the median error of held-out ones is {error:.1%}"
     )
     return "\n".join(lines)
 

@@ -38,18 +38,18 @@ EXAMPLES = """\b
 Examples:
   splittime tune --slo ttft_p99=500ms,itl_p99=50ms --rate 20
   splittime tune ./models/llama --slo tpot_p99=40ms --rate 4 --max-num-seqs 8
-  splittime tune --url http://127.0.0.1:8000 --slo ttft_p99=1s --rate 5 --apply
-  splittime tune --slo ttft_p99=1s --rate 9 --notebook night.jsonl --minutes 60
+  splittime tune --url http://host:8000 --slo ttft_p99=1s --rate 5 --apply
+  splittime tune --slo ttft_p99=1s --rate 9 --notebook n.jsonl --minutes 60
   splittime tune --slo ttft_p99=1s --ledger today.sqlite
   splittime tune --slo ttft_p99=1s --rate 9 --compare-profiles
 
 \b
-Without --url it starts servers of its own, one after the other, with the flags
-of `splittime serve` that are given. Ctrl-C ends it: a running server has its
-knobs back, and the notebook is whole; the same command goes on with it.
+Without --url it starts servers of its own, one after the other, with the
+flags of `splittime serve` that are given. Ctrl-C ends it: a running server
+has its knobs back, and the same command goes on with the notebook.
 Exit codes:
   0    better settings were found, or nothing is to be changed
-  1    the SLO was not met by anything that was tried; it says what was reached
+  1    nothing that was tried meets the SLO; it says what was reached
   2    a usage or settings error
   3    no verdict: time was up, or the runs differed too much among themselves
   130  Ctrl-C
@@ -133,7 +133,8 @@ def _check(given: TuneOptions, load: Mapping[str, Any]) -> None:
         raise ConfigError("a ledger is a load already", param=name, value=load[name], hint=hint)
     if given.ledger is None and "rate" not in load and "trace" not in load:
         hint = "Give --rate, --trace with its own times, or --ledger."
-        raise ConfigError("a load is needed whose requests come when they come", param="rate", hint=hint)
+        words = "tune needs a load whose requests do not wait for answers (an open loop)"
+        raise ConfigError(words, param="rate", hint=hint)
     if given.apply and given.url is None:
         hint = "--write-config FILE keeps them for the next start."
         raise ConfigError("--apply needs the --url of a running server", param="apply", hint=hint)

@@ -50,6 +50,15 @@ def load_at(load: Mapping[str, Any], rate: float) -> dict[str, Any]:
     return {**load, "speed_up": rate / trace.mean_rate}
 
 
+def peak_of(load: Mapping[str, Any]) -> float | None:
+    """Returns the requests a second that this load has in the mean; None if it does not say. Those of a trace with its
+    own times are its mean: each trial replays its bursts."""
+    if load.get("rate") or not load.get("trace"):
+        return load.get("rate")
+    trace = read_trace(spec_of(dict(load)))
+    return None if trace.at_s is None else trace.mean_rate
+
+
 def asked_of(schedule: Schedule) -> Iterator[Asked]:
     """Returns what an open loop asks, those that warm up among them. Raises ConfigError for prompts that are texts, and
     for a closed loop."""

@@ -19,6 +19,7 @@ from splittime.simulate.replica import Replica
 PER_MILLION = 1e6
 S_PER_HOUR = 3600.0
 LEAST_WAIT = 0.1  # a smaller share is not what breaks
+BEYOND = "keeps the SLO; more could not be simulated (below), so more may be kept"
 
 
 class PlanTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +43,10 @@ class PlanTerms(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{words} is {value:g}; it must be {least:g} or more", param=name, value=value)
         if self.regions < 1:
             raise ConfigError(f"regions is {self.regions}; at least 1", param="regions", value=self.regions, limit=1)
+        alone = {"growth": self.growth != 1, "regions": self.regions != 1, "start_up": self.start_up_s is not None}
+        unused = next((name for name, is_given in alone.items() if is_given and self.peak is None), None)
+        if unused is not None:
+            raise ConfigError(f"{unused} says nothing without a peak rate", param=unused, hint="Give the load's rate.")
         return self
 
 
@@ -69,16 +74,21 @@ class Sheet(msgspec.Struct, frozen=True):
 def worksheet(label: str, replica: Replica, found: Capacity, terms: PlanTerms) -> Sheet:
     """Returns the plan of one server. found: what `capacity` says of this replica. Without a peak in `terms` there are
     no lines about servers and money."""
-    lines = [*_of_one(replica, found), *_of_memory(replica, found)]
+    low, middle, high = found.rate
+    most = "the most that keeps the SLO, simulated" if found.likeliest.stopped is None else BEYOND
+    lines = [SheetLine("highest rate", middle, "requests/s", most, low, high)]
     if terms.peak:
         lines += _of_all(replica, found, terms)
-    return Sheet(label, replica.source, found, tuple(lines), tuple(_notes(replica, found)))
+    elif terms.price is not None:
+        requests, words = middle * S_PER_HOUR, f"{terms.price:g}/h"
+        lines += _of_tokens(found, terms, terms.price, words, requests, "in an hour at the highest rate")
+    lines += [*_of_one(replica, found), *_of_memory(replica, found)]
+    return Sheet(label, replica.source, found, tuple(lines), tuple(_notes(replica, found, terms)))
 
 
 def _of_one(replica: Replica, found: Capacity) -> Iterator[SheetLine]:
     kept = found.kept
     low, middle, high = found.rate
-    yield SheetLine("highest rate", middle, "requests/s", "the most that keeps the SLO, simulated", low, high)
     yield SheetLine("knee", middle, "requests/s", "from the lowest kept to the highest broken rate", *found.knee)
     for name, tokens in (("input", kept.input_tokens), ("output", kept.output_tokens)):
         formula = f"highest rate x {tokens:,.4g} tokens a request"
@@ -113,7 +123,7 @@ def _of_memory(replica: Replica, found: Capacity) -> Iterator[SheetLine]:
         formula = f"{cost.weight_bytes:,} bytes of weights / {rate:,.3g} bytes/s"
         yield SheetLine("decode floor", cost.weight_bytes / rate * 1e3, "ms", formula)
         formula = (
-            f"half the bytes of weights: {cost.weight_bytes // 2:,} / {rate:,.3g} bytes/s less a step, if memory-bound"
+            f"a step, if it waits for weights and they have half the bytes: {cost.weight_bytes // 2:,} / {rate:,.3g}"
         )
         yield SheetLine("smaller weights save", cost.weight_bytes / 2 / rate * 1e3, "ms", formula)
 
@@ -159,12 +169,19 @@ def _of_money(found: Capacity, terms: PlanTerms, servers: int) -> Iterator[Sheet
     an_hour = servers * terms.price
     yield SheetLine("an hour", an_hour, terms.currency, f"{servers} servers x {terms.price:g}/h")
     requests = terms.peak * terms.growth * S_PER_HOUR
+    yield from _of_tokens(found, terms, an_hour, "an hour", requests, "in a peak hour")
+
+
+def _of_tokens(
+    found: Capacity, terms: PlanTerms, an_hour: float, paid: str, requests: float, when: str
+) -> Iterator[SheetLine]:
+    """Yields what a million tokens cost if an hour with so many requests costs `an_hour`. paid, when: for people."""
     for name, tokens, share in (
         ("input", found.kept.input_tokens, found.kept.prompt_share),
         ("output", found.kept.output_tokens, 1 - found.kept.prompt_share),
     ):
         millions = requests * tokens / PER_MILLION
-        formula = f"an hour x {share:.0%} (their part of the steps' time) / {millions:,.4g} million in a peak hour"
+        formula = f"{paid} x {share:.0%} (their part of the steps' time) / {millions:,.4g} million {when}"
         yield SheetLine(f"a million {name} tokens", an_hour * share / millions, terms.currency, formula)
 
 
@@ -175,6 +192,8 @@ def first_to_break(broken: RateTrial) -> str:
     waits = broken.first_waits if is_first else broken.later_waits
     cause, share = next(iter(waits.items()), ("", 0.0))
     terms, time = ", ".join(missed), "the time to the first token" if is_first else "the time behind the first token"
+    if missed == ["error_rate"]:
+        return f"error_rate: {broken.term('error_rate').value or 0:.1%} of the requests are refused, or fail"
     if share < LEAST_WAIT:
         return f"{terms}: the steps themselves take too long, with {broken.running:.3g} requests in each"
     return f"{terms}: {share:.0%} of {time} is a wait for {cause}"
@@ -184,10 +203,20 @@ def _slots(replica: Replica) -> str:
     return f"{replica.config.max_num_seqs:,}"
 
 
-def _notes(replica: Replica, found: Capacity) -> Iterator[str]:
-    error = replica.costs.errors
-    if error.median_relative:
-        yield f"step times: of steps that the model has not seen the median error is {error.median_relative:.1%}"
+def _notes(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[str]:
     if found.likeliest.stopped is not None:
-        yield f"nothing higher was looked at: {found.likeliest.stopped}"
+        yield f"no higher rate was simulated: {found.likeliest.stopped}. Plan from a heavier load."
+    if not terms.peak:
+        yield "how many servers: give the load's --rate"
+    kept, config = found.kept, replica.config
+    yield (
+        f"a request has {kept.input_tokens:,.4g} + {kept.output_tokens:,.4g} tokens in the mean; the scheduler has "
+        f"max_num_seqs {config.max_num_seqs:,}, max_num_batched_tokens {config.max_num_batched_tokens:,}, "
+        f"max_model_len {config.max_model_len:,}"
+    )
+    error = replica.costs.errors.median_relative
+    if error and replica.costs.num_steps:
+        yield f"step times: the median error of held-out steps is {error:.1%}"
+    elif error:
+        yield f"step times: no device attains what its sheet says; as good kernels do, give or take {error:.0%}"
     yield "requests come when they come, whatever the answers before (an open loop), spread evenly over the servers"

@@ -135,7 +135,7 @@ def replica_of_data_sheet(
         limits=QueueLimits(UNBOUNDED, UNBOUNDED),
         costs=sheet_costs(device, cost, precision),
         settings={"device": device.name, "precision": precision, **msgspec.to_builtins(config)},
-        source=f"data sheet: not measured ({device.name}: {device.sheet})",
+        source=f"a data sheet, nothing measured ({device.sheet})",
     )
 
 
