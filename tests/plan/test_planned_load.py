@@ -45,15 +45,6 @@ def test_who_hangs_up_leaves_the_simulated_server() -> None:
     assert {account.finish_reason for account in books.accounts} == {"abort"}
 
 
-@pytest.mark.parametrize(
-    ("load", "named"), [({"concurrency": 4, "num_requests": 8}, "concurrency"), ({**LOAD, "turns": "3"}, "turns")]
-)
-def test_a_load_that_waits_for_answers_is_refused(load: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{named} waits for answers") as error:
-        requests_for(load, REPLICA)
-    assert error.value.info.param == named
-
-
 def test_a_replica_is_the_same_after_a_file(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("replica") / "replica.json"
     save_replica(REPLICA, path)

@@ -29,11 +29,11 @@ NS_PER_UNIT = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "
 MAX_NS = 10_000 * 3600e9
 _TIME = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([a-zµ]*)")
 _UNITS = {"_s": 1e9, "_ms": 1e6}
-NOT_SIMULATED = (  # loads that wait for answers, or of texts; what a simulated client does not do
-    *("concurrency", "rate_end", "ramp_s", "cool_down_s", "cool_down_requests", "warm_up_s", "warm_up_requests"),
-    *("turns", "turn_input_tokens", "think_s", "expected_ttft_ms", "expected_tpot_ms", "num_requests"),
+NOT_SIMULATED = (  # phases, texts, and what a simulated client does not do
+    *("rate_end", "ramp_s", "cool_down_s", "cool_down_requests", "warm_up_s", "warm_up_requests"),
     *("slow_reader_share", "slow_reader_delay_ms", "prompt_form", "dataset", "speed_up"),
 )
+NOT_PLANNED = ("concurrency", "num_requests", *NOT_SIMULATED)  # a plan looks for the rate
 FIELDS: Any = msgspec.inspect.type_info(LoadSpec).fields  # type: ignore[attr-defined]
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from splittime.cli.bench_flags import NOT_SIMULATED, time_ns, with_load_flags
+from splittime.cli.bench_flags import NOT_PLANNED, time_ns, with_load_flags
 from splittime.cli.options import EXIT_CODES, JsonFlag, talk, wide
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError
@@ -88,7 +88,7 @@ class PlanOptions:
         return {name: value for name, value in given.items() if value is not None}
 
 
-@with_load_flags(PlanOptions, *NOT_SIMULATED, panel="The load of all servers together")
+@with_load_flags(PlanOptions, *NOT_PLANNED, panel="The load of all servers together")
 def plan(given: PlanOptions, load: dict[str, Any]) -> None:
     """Say how many servers a load needs within an SLO, what breaks first, and what it costs."""
     from splittime.bench.book.slo import check_terms, parse_slo

@@ -30,6 +30,7 @@ Examples:
   splittime simulate run.sqlite --num-blocks 400 --policy priority
   splittime simulate run.sqlite --speed 2 --out twice.sqlite
   splittime simulate run.sqlite --rate 40 --input-tokens lognormal:500:1
+  splittime simulate run.sqlite --concurrency 32 --num-requests 400
   splittime simulate run.sqlite --trace mooncake.jsonl --length-scale 0.05
   splittime simulate run.sqlite                        how well does it do?
   splittime simulate run.sqlite --check                the same decisions?
@@ -79,6 +80,9 @@ def simulate(
     if check and (str(change) or load or out is not None):
         hint = "Leave --check out to simulate a change, or the change to check."
         raise ConfigError("--check replays what was, and takes no change and no --out", param="check", hint=hint)
+    if speed != 1 and "concurrency" in load:
+        hint = "Give --concurrency alone, or --rate."
+        raise ConfigError("a closed loop comes as fast as it is answered", param="speed", value=speed, hint=hint)
     recorded = read_ledger(ledger)
     if check:
         raise typer.Exit(_check(recorded, json))
@@ -174,10 +178,9 @@ def _about(prediction: "Prediction") -> str:
     change = str(prediction.change)
     lines = [f"changed: {change}" if change else "simulated: the settings as they were recorded"]
     refused = f" and {prediction.num_refused:,} refused ones, as long as others" if prediction.num_refused else ""
-    when = "came" if _is_replay(prediction) else "are meant to come"
-    lines.append(
-        f"{prediction.num_requests:,} requests{refused}; they come when they {when}, whatever the answers before"
-    )
+    if _is_replay(prediction):
+        come = "; they come when they came, whatever the answers before"
+        lines.append(f"{prediction.num_requests:,} requests{refused}{come}")
     error = prediction.model.errors.median_relative
     lines.append(
         f"step times: a model of {prediction.num_steps:,} steps; the median error of held-out ones is {error:.1%}"

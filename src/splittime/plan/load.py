@@ -1,10 +1,11 @@
 """A load of `bench` for a simulated server: the same schedule that would be sent to a real one.
 
-Simulated requests come when they are meant to come, whatever the answers before (an open loop). A closed loop, and a
-session's later turns, come when an answer has ended, and are refused.
+In an open loop requests come when they are meant to come, whatever the answers before. A session's later turns, and
+all but the first requests of a closed loop, come when an answer has ended (`simulate.follow`).
 """
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from splittime.bench.draw import draw
@@ -14,7 +15,7 @@ from splittime.bench.traces import read_trace
 from splittime.core.errors import ConfigError
 from splittime.simulate.asked import Asked, asked_requests
 from splittime.simulate.replica import Replica
-from splittime.simulate.trace import TracedRequest
+from splittime.simulate.trace import Follows, TracedRequest
 
 DURATION_S = 60.0  # as of `bench run`
 MIN_REQUESTS = 100
@@ -25,10 +26,6 @@ def requests_for(load: dict[str, Any], replica: Replica) -> list[TracedRequest]:
     """Returns the requests of a load, given by fields of `LoadSpec`, as this replica would meet them. Raises
     ConfigError for a load that cannot be drawn or simulated."""
     spec = spec_of({"prompt_form": "ids", **load})
-    if spec.is_closed or spec.has_sessions:
-        name = "concurrency" if spec.is_closed else "turns"
-        hint = "Give --rate, or --trace with its own times."
-        raise ConfigError(f"a load with --{name} waits for answers and cannot be simulated", param=name, hint=hint)
     config = replica.config
     schedule = draw(spec, vocab_size=VOCAB_SIZE, max_model_len=config.max_model_len, block_size=config.block_size)
     return requests_of_schedule(schedule, replica)
@@ -36,12 +33,34 @@ def requests_for(load: dict[str, Any], replica: Replica) -> list[TracedRequest]:
 
 def requests_of_schedule(schedule: Schedule, replica: Replica) -> list[TracedRequest]:
     """Returns the requests of a schedule as this replica would meet them. Raises ConfigError as `asked_of` does."""
-    return list(asked_requests(asked_of(schedule), replica.approach, replica.config.max_model_len))
+    traced = list(asked_requests(asked_of(schedule), replica.approach, replica.config.max_model_len))
+    follows = _follows(schedule, [one.request.request_id for one in traced])
+    return [one._replace(follows=one_follows) for one, one_follows in zip(traced, follows, strict=True)]
+
+
+def _follows(schedule: Schedule, names: Sequence[str]) -> Iterator[Follows | None]:
+    """Returns for each request what it waits for. A closed loop's workers begin with its first sessions, a request
+    without one among them."""
+    until_ns = None if schedule.concurrency is None else schedule.duration_ns
+    num_at_once = sys.maxsize if schedule.concurrency is None else schedule.concurrency
+    latest: dict[int, str] = {}  # by session, its turn before
+    num_begun = 0
+    for planned, name in zip(schedule.requests, names, strict=True):
+        if planned.session is not None and planned.turn:
+            yield Follows(latest[planned.session], planned.think_ns, until_ns)
+        else:
+            num_begun += 1
+            yield Follows(None, until_ns=until_ns) if num_begun > num_at_once else None
+        if planned.session is not None:
+            latest[planned.session] = name
 
 
 def load_at(load: Mapping[str, Any], rate: float) -> dict[str, Any]:
     """Returns the load at so many requests a second in the mean; a trace with its own times is replayed so much
-    faster. It lasts long enough for `MIN_REQUESTS`."""
+    faster. It lasts long enough for `MIN_REQUESTS`. Raises ConfigError for a closed loop, and a trace without times."""
+    if load.get("concurrency"):
+        hint = "Give --rate or --trace; splittime simulate takes --concurrency."
+        raise ConfigError("a load with --concurrency has no rate to look for", param="concurrency", hint=hint)
     if not load.get("trace") or load.get("rate"):
         return {**load, "rate": rate, "duration_s": max(load.get("duration_s") or DURATION_S, MIN_REQUESTS / rate)}
     trace = read_trace(spec_of(dict(load)))
@@ -60,13 +79,13 @@ def peak_of(load: Mapping[str, Any]) -> float | None:
 
 
 def asked_of(schedule: Schedule) -> Iterator[Asked]:
-    """Returns what an open loop asks, those that warm up among them. Raises ConfigError for prompts that are texts, and
-    for a closed loop."""
+    """Returns what is asked, by those that warm up too; what has no time of its own, at the begin. Raises ConfigError
+    for prompts that are texts."""
     for planned in schedule.requests:
-        if not isinstance(planned.prompt, tuple) or planned.at_ns is None:
-            hint = "Draw it with --rate and --prompt-form ids."
-            raise ConfigError("only an open loop of token ids can be simulated", param="schedule", hint=hint)
-        yield _asked(planned, planned.prompt, planned.at_ns)
+        if not isinstance(planned.prompt, tuple):
+            hint = "Draw it with --prompt-form ids."
+            raise ConfigError("only prompts of token ids can be simulated", param="schedule", hint=hint)
+        yield _asked(planned, planned.prompt, planned.at_ns or 0)
 
 
 def _asked(planned: Planned, prompt: tuple[int, ...], at_ns: int) -> Asked:

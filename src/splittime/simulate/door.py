@@ -36,6 +36,10 @@ class Door:
         self._expected = iter(requests)
         self._following = next(self._expected, None)
 
+    def expect_one(self, traced: TracedRequest) -> None:
+        """This one comes too; not before now."""
+        self._add(traced.admitted_ns, traced)
+
     def abort(self, request_id: str, at_ns: int) -> None:
         self._add(at_ns, Abort(request_id))
 
@@ -48,7 +52,7 @@ class Door:
 
     def _take_in(self, traced: TracedRequest) -> None:
         """Raises ValueError if the one behind it came before it."""
-        self._add(traced.admitted_ns, traced)
+        self.expect_one(traced)
         self._following = behind = next(self._expected, None)
         if behind is not None and behind.arrived_ns < traced.arrived_ns:
             names = f"{behind.request.request_id!r} comes before {traced.request.request_id!r}"

@@ -27,6 +27,7 @@ from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.costed import StepCosts, by_shape, costed_engine
 from splittime.simulate.door import Door
+from splittime.simulate.follow import Followers
 from splittime.simulate.skip import SkipAhead
 from splittime.simulate.trace import TracedRequest
 
@@ -88,14 +89,17 @@ def simulate_each(
     skips_ahead: bool = True,
 ) -> None:
     """Hands over each account and each step as it is closed, and keeps none: memory is that of the open requests.
-    requests: asked for when it is time for each of them, unless they are a list. Raises ValueError if they do not come
-    in the order of their arrivals, and what `costs` raises."""
+    requests: asked for when it is time for each of them, unless they are a list, in which some may wait for answers.
+    Raises ValueError if they do not come in the order of their arrivals, and what `costs` raises."""
     clock = VirtualClock()
     engine, runner, after_step_ns = costed_engine(Scheduler(config), by_shape(costs, execution), clock, execution)
     skip = SkipAhead(engine, costs, clock, execution, on_step) if skips_ahead else None
-    server = SimulatedServer(clock, limits, delivery, after_step_ns, on_account, on_step, skip)
-    in_order = sorted(requests, key=lambda traced: traced.arrived_ns) if isinstance(requests, list) else requests
-    server.run(Crank(EngineParts(engine, runner), clock), in_order)
+    known = requests if isinstance(requests, list) else []
+    followers = Followers(traced for traced in known if traced.follows is not None)
+    server = SimulatedServer(clock, limits, delivery, after_step_ns, on_account, on_step, skip, followers)
+    if known:
+        requests = sorted((each for each in known if each.follows is None), key=lambda each: each.arrived_ns)
+    server.run(Crank(EngineParts(engine, runner), clock), requests)
 
 
 class OpenRequest:
@@ -141,7 +145,9 @@ class SimulatedServer:
         on_account: OnAccount,
         on_step: OnStep,
         skip: SkipAhead | None,
+        followers: Followers,
     ) -> None:
+        self._followers = followers
         self._clock, self._delivery, self._after_step_ns = clock, delivery, after_step_ns
         self._on_account, self._on_step, self._skip = on_account, on_step, skip
         self._door = Door(clock, Admission(limits), delivery.to_wake_ns, self._refuse)
@@ -204,7 +210,7 @@ class SimulatedServer:
         if output.freed_ns is not None:
             del self._open[output.request_id]
             self._door.note_ended(output.request_id, ready_ns)
-            self._on_account(_closed(request, output, output.freed_ns, self._delivery))
+            self._close(_closed(request, output, output.freed_ns, self._delivery))
         else:
             self._stop(request, ready_ns)
 
@@ -219,7 +225,13 @@ class SimulatedServer:
         account.extend(mark for mark in traced.marks if mark.begin_ns <= at_ns)
         account.enter(Stage.DELIVER, at_ns)
         account.close(at_ns)
-        self._on_account(_account(traced, account, REFUSED, error=refused.info))
+        self._close(_account(traced, account, REFUSED, error=refused.info))
+
+    def _close(self, account: ClosedAccount) -> None:
+        self._on_account(account)
+        if self._followers:
+            for traced in self._opened(self._followers.ended(account.request_id, account.end_ns)):
+                self._door.expect_one(traced)
 
 
 def _begun(traced: TracedRequest) -> Account:

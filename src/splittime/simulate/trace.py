@@ -30,11 +30,21 @@ MAX_REMEMBERED = 4_096  # requests whose tokens a later one may begin with
 SERVER_STAGES = (Stage.RECEIVE, Stage.TOKENIZE_QUEUE, Stage.TOKENIZE, Stage.ADMIT, Stage.HANDOFF)
 
 
+class Follows(NamedTuple):
+    """It comes when another has ended: `think_ns` after this one, or None: in its turn, when a worker of a closed loop
+    has nothing to do. until_ns: it does not come from then on."""
+
+    request_id: str | None
+    think_ns: int = 0
+    until_ns: int | None = None
+
+
 class TracedRequest(NamedTuple):
     """A request that reached the engine at `received_ns`, and what its account said in the end.
 
     marks: of the server, before that; the first is its arrival. stops_after: so many tokens, after which the server
-    ended it (a stop string). leaves_ns: when its client went away. None: it ended otherwise.
+    ended it (a stop string). leaves_ns: when its client went away. None: it ended otherwise. follows: what it waits
+    for; its instants are then those of the earliest time at which it may come.
     """
 
     request: Request
@@ -43,6 +53,7 @@ class TracedRequest(NamedTuple):
     received_ns: int
     stops_after: int | None = None
     leaves_ns: int | None = None
+    follows: Follows | None = None
 
     @property
     def arrived_ns(self) -> int:
