@@ -31,8 +31,8 @@ SERVER_STAGES = (Stage.RECEIVE, Stage.TOKENIZE_QUEUE, Stage.TOKENIZE, Stage.ADMI
 
 
 class Follows(NamedTuple):
-    """It comes when another has ended: `think_ns` after this one, or None: in its turn, when a worker of a closed loop
-    has nothing to do. until_ns: it does not come from then on."""
+    """What a request waits for before it comes. request_id: it comes `think_ns` after this one has ended; None: when a
+    worker of a closed loop has nothing else to do. until_ns: it does not come from then on."""
 
     request_id: str | None
     think_ns: int = 0
