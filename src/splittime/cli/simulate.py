@@ -180,7 +180,9 @@ def _about(prediction: "Prediction") -> str:
     refused = f" and {prediction.num_refused:,} refused ones, as long as others" if prediction.num_refused else ""
     if _is_replay(prediction):
         come = "; they come when they came, whatever the answers before"
-        lines.append(f"{prediction.num_requests:,} requests{refused}{come}")
+    else:
+        come = " are drawn; they come when they are meant to come"
+    lines.append(f"{prediction.num_requests:,} requests{refused}{come}")
     error = prediction.model.errors.median_relative
     lines.append(
         f"step times: a model of {prediction.num_steps:,} steps; the median error of held-out ones is {error:.1%}"
