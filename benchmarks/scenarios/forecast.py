@@ -1,6 +1,7 @@
-"""What the simulator says of runs that it has not seen, beside what they did. Over HTTP, the packaged model.
+"""What the simulator says of runs that it has not seen, beside what they did. Over HTTP, the packaged model or another.
 
     python -m benchmarks.scenarios.forecast [--rounds 3] [--seconds 15] [--small] [--json]
+    python -m benchmarks.scenarios.forecast --model FOLDER --quantization int8 --rate 0.6 --seconds 80 --rounds 1
 
 A round has five cells: the same settings again, and four changes of a knob or of the load. In each a run is recorded
 (30 requests a second, prompts of 8 to 400 tokens, half of them with a common beginning, answers of 1 to 120 tokens),
@@ -36,7 +37,7 @@ from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import replay
 from splittime.simulate.what_if import predict
 
-SETTINGS = {"num_threads": 1, "max_num_seqs": 16}
+SETTINGS = {"max_num_seqs": 16}
 CHANGES = {
     "the same again": Change(),
     "max_num_seqs 4": Change({"max_num_seqs": 4}),
@@ -46,22 +47,24 @@ CHANGES = {
 }
 TOLD = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "e2e_ms_p50", "e2e_ms_p99", "output_tokens_per_s")
 COMMON = "def read_json(path):\n    return json.load(open(path))\n" * 6
-PER_S = 30.0
+MIN_WARM_UP = 3  # requests
 
 
 class Sizes(NamedTuple):
-    """seconds: of each run. draws: of each prediction."""
+    """flags: of the server. seconds, per_s: of each run, and of its requests. draws: of each prediction."""
 
+    flags: tuple[str, ...]
     seconds: float
+    per_s: float
     draws: int
 
 
-async def load(url: str, seconds: float, per_s: float, seed: int) -> None:
+async def load(url: str, count: int, per_s: float, seed: int) -> None:
     """Send the same requests for the same seed, at so many a second in the mean, whatever becomes of them."""
     rng, tasks = random.Random(seed), []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         due_s, begin_s = 0.0, time.monotonic()
-        for number in range(int(seconds * PER_S)):
+        for number in range(count):
             prompt = (COMMON if rng.random() < 0.5 else "") + f"x = {number}\n" * rng.choice((1, 6, 25, 65))
             body = {"prompt": prompt, "max_tokens": rng.choice((1, 8, 40, 120)), "stream": True, "ignore_eos": True}
             due_s += rng.expovariate(per_s)
@@ -80,20 +83,22 @@ def run(change: Change, sizes: Sizes, seed: int) -> Recorded:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.sqlite"
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**SETTINGS, **change.settings}.items()]
-        with served("--ledger-file", str(path), *flags) as url:
-            asyncio.run(load(url, 1.0, PER_S * change.speed, seed=99))
-            asyncio.run(load(url, sizes.seconds, PER_S * change.speed, seed))
+        per_s = sizes.per_s * change.speed
+        with served("--ledger-file", str(path), *sizes.flags, *flags) as url:
+            asyncio.run(load(url, max(MIN_WARM_UP, int(sizes.per_s)), per_s, seed=99))
+            asyncio.run(load(url, int(sizes.seconds * sizes.per_s), per_s, seed))
         file = open_readonly(path)
         facts = file.facts()
         assert facts is not None
         return Recorded(file.accounts(limit=10**9), file.steps(limit=10**9), facts)
 
 
-def forecast(sizes: Sizes, seed: int) -> dict[str, Any]:
+def forecast(sizes: Sizes, cell_names: list[str], seed: int) -> dict[str, Any]:
     """One round: for each change and figure what was recorded, predicted and measured."""
     cells: dict[str, Any] = {}
     num_steps = num_same = 0
-    for name, change in CHANGES.items():
+    for name in cell_names:
+        change = CHANGES[name]
         recorded = run(Change(), sizes, seed)
         divergence = replay(recorded)
         num_steps += len(recorded.steps)
@@ -135,14 +140,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--rate", type=float, default=30.0, help="requests a second")
     parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--model", help="its folder; default: the packaged one")
+    parser.add_argument("--quantization")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=list(CHANGES), default=list(CHANGES), metavar="CELL")
     parser.add_argument("--small", action="store_true", help="to see that it works: the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    sizes = Sizes(2.0, 2) if arguments.small else Sizes(arguments.seconds, arguments.draws)
-    rounds = [forecast(sizes, seed) for seed in range(1 if arguments.small else arguments.rounds)]
+    given = {"model": arguments.model, "quantization": arguments.quantization, "num-threads": arguments.threads}
+    flags = tuple(f"--{name}={value}" for name, value in given.items() if value is not None)
+    sizes = Sizes(flags, arguments.seconds, arguments.rate, arguments.draws)
+    if arguments.small:
+        sizes = sizes._replace(seconds=2.0, draws=2)
+    rounds = [forecast(sizes, arguments.only, seed) for seed in range(1 if arguments.small else arguments.rounds)]
     told: dict[str, Any] = {"summary": summary(rounds), "rounds": rounds}
-    path = file_result("forecast", told, vars(arguments), arguments.json)
+    of_model = f"_{Path(arguments.model).name}" if arguments.model else ""
+    path = file_result(f"forecast{of_model}", told, vars(arguments), arguments.json)
     if not arguments.json:
         for name, values in told["summary"].items():
             print(f"{name:<20}", "  ".join(f"{key} {value:.3f}" for key, value in values.items()))
