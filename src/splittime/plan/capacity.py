@@ -234,7 +234,7 @@ def _waits(books: SimulatedBooks, is_first: bool) -> dict[str, float]:
                 total += each.end_ns - each.begin_ns
                 if each.stage in WAITS:
                     spent[str(each.cause or each.stage)] += each.end_ns - each.begin_ns
-    return {name: ns / total for name, ns in spent.most_common()}
+    return {name: ns / max(1, total) for name, ns in spent.most_common()}
 
 
 def _prompt_share(replica: Replica, books: SimulatedBooks) -> float:

@@ -12,10 +12,11 @@ request that comes to an idle server. The scheduler's settings are guesses, give
     num_blocks               `REACH` times what was held at once: nobody sees from outside when a cache is full
 
 The check: the runs' own requests are simulated, and the times that a user feels compared with those that were measured.
-The larger of that error and the regression's own, on steps that it was not made of, widens every interval: the
-covariance gets as much again for all coefficients together.
+The larger of that error and the regression's own, on steps that it was not made of, widens every interval: all steps
+may take so much more or less (`Errors.drift`). Runs that the simulation is off by more than `MOST_OFF` are refused.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ BETTER = 0.95  # of the error that a larger budget leaves, for a smaller one to 
 BLOCK_TOKENS = 16
 MERGED, WANTED = 8, 100  # at most so many steps a sum, if there are so many sums
 LATE, TINY = -0.2, 1e-9
+MOST_OFF = 1.0  # of what was measured: twice
 CLIPPED = 3.0  # of the usual time: pauses of the machine decide nothing
 SHARED = 1  # the seed of what prompts have in common
 FELT: dict[str, Callable[[Outcome], float | None]] = {
@@ -225,16 +227,27 @@ def _checked(replica: Replica, runs: Sequence[Run], arm: int, regression_error: 
     """Returns the replica with intervals as wide as the error of a simulation of its own runs, or of the regression."""
     off = {name: _off(replica, runs, arm, felt) for name, felt in FELT.items()}
     costs = replica.costs
-    error = max(regression_error, *map(abs, off.values()))
-    widened = np.array(costs.covariance) + error**2 * np.outer(costs.device, costs.device)
+    error = max(regression_error, *map(_times_off, off.values()))
+    if error > MOST_OFF:
+        raise _unexplained(runs, off)
+    drift = math.hypot(costs.errors.drift, math.log1p(error))
+    errors = msgspec.structs.replace(costs.errors, mean_relative=off["e2e"], drift=drift)
     told = {"off": off, "error": error, "arrival_ns": replica.approach.to_admission_ns}
-    costs = msgspec.structs.replace(
-        costs,
-        covariance=tuple(map(tuple, widened.tolist())),
-        errors=msgspec.structs.replace(costs.errors, mean_relative=off["e2e"]),
-        about={**told, "runs": len(runs)},
-    )
-    return msgspec.structs.replace(replica, costs=costs)
+    told |= {"runs": len(runs), "void": sum(run.is_void for run in runs)}
+    return msgspec.structs.replace(replica, costs=msgspec.structs.replace(costs, errors=errors, about=told))
+
+
+def _times_off(share: float) -> float:
+    """Returns a relative error either way: half as much is as far off as twice as much, by 1."""
+    return math.expm1(abs(math.log(max(1 + share, TINY))))
+
+
+def _unexplained(runs: Sequence[Run], off: dict[str, float]) -> ConfigError:
+    words = ", ".join(f"{name.upper()} {share:+.0%}" for name, share in off.items())
+    hint = "Measure again below saturation, on a client that nothing else uses; give --max-num-seqs if you know it."
+    if any(run.is_void for run in runs):
+        hint = f"A run is VOID: `splittime bench report` says why. {hint}"
+    return ConfigError(f"a simulation of the runs is far from what they measured: {words}", param="runs", hint=hint)
 
 
 def _off(replica: Replica, runs: Sequence[Run], arm: int, felt: Callable[[Outcome], float | None]) -> float:

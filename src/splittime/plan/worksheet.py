@@ -9,6 +9,7 @@ interval: the more a server carries, the fewer are needed.
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -214,9 +215,20 @@ def _notes(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[str]
         f"max_num_seqs {config.max_num_seqs:,}, max_num_batched_tokens {config.max_num_batched_tokens:,}, "
         f"max_model_len {config.max_model_len:,}"
     )
+    if "off" in replica.costs.about:
+        yield from _notes_from_outside(replica.costs.about)
     error = replica.costs.errors.median_relative
     if error and replica.costs.num_steps:
         yield f"step times: the median error of held-out steps is {error:.1%}"
     elif error:
         yield f"step times: no device attains what its sheet says; as good kernels do, give or take {error:.0%}"
     yield "requests come when they come, whatever the answers before (an open loop), spread evenly over the servers"
+
+
+def _notes_from_outside(about: dict[str, Any]) -> Iterator[str]:
+    """about: as `plan.outside` tells it."""
+    yield "the scheduler's settings are guesses, from what was in flight: give those that you know, as --max-num-seqs"
+    off = ", ".join(f"{name.upper()} {share:+.0%}" for name, share in about["off"].items())
+    yield f"a simulation of the runs themselves is off by {off} at the median"
+    if about["void"]:
+        yield f"{about['void']} of {about['runs']} runs VOID: the client was at fault (splittime bench report says why)"
