@@ -15,7 +15,7 @@ from splittime.assemble import model_source
 from splittime.cli.calibrate import _table
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
-from splittime.plan.calibration import load_kept
+from splittime.plan.kept import kept_for
 from splittime.simulate.held_out import KindOfSteps
 from splittime.simulate.replica import load_replica
 
@@ -92,12 +92,28 @@ def test_it_is_kept_for_this_server_and_no_other(calibrated, url):
     with urllib.request.urlopen(f"{url}/ledger/facts") as answer:
         facts = msgspec.json.decode(answer.read(), type=ServerFacts)
     folder = home / "splittime" / "replicas"
-    assert load_kept(facts, folder) == load_replica(out)
+    assert kept_for(facts, folder).replica == load_replica(out)
     assert str(next(folder.iterdir())) in told["files"]
     other = msgspec.structs.replace(facts, settings=facts.settings | {"num_threads": 99})
-    assert load_kept(other, folder) is None
+    assert kept_for(other, folder) is None
     knob = msgspec.structs.replace(facts, settings=facts.settings | {"max_num_seqs": 2})
-    assert load_kept(knob, folder) is not None
+    assert kept_for(knob, folder) is not None
+
+
+def test_plans_and_simulations_take_it_and_say_so(calibrated, url):
+    home = calibrated[0]
+    load = ("--rate", "20", "--input-tokens", "16", "--output-tokens", "4", "--draws", "2", "--duration", "3s")
+    for source in ((), (url,)):
+        done = called("simulate", *source, *load, "--max-num-seqs", "2", XDG_CACHE_HOME=str(home))
+        assert done.returncode == 0, done.stderr
+        assert "taken: the calibration of" in done.stderr
+        assert "first token p50" in done.stdout
+    done = called("plan", url, *load, "--slo", "ttft_p99=60s", XDG_CACHE_HOME=str(home))
+    assert done.returncode == 0, done.stderr
+    assert "minute old" in " ".join(done.stderr.split())
+    nothing = called("plan", url, *load, "--slo", "ttft_p99=60s", XDG_CACHE_HOME=str(home / "empty"))
+    assert nothing.returncode == 2
+    assert "no calibration of this server is kept here" in nothing.stderr
 
 
 def test_nothing_listens_there():

@@ -11,7 +11,9 @@ from typer.testing import CliRunner, Result
 
 import splittime
 from splittime.cli.main import app
-from splittime.simulate.replica import save_replica
+from splittime.core.facts import Machine
+from splittime.runner.machine import cpu_name, num_cores
+from splittime.simulate.replica import Replica, save_replica
 
 LOAD = ("--duration", "3s", "--input-tokens", "16", "--output-tokens", "1")
 SLO = ("--slo", "ttft_mean=20ms")
@@ -134,8 +136,8 @@ def test_what_cannot_be_is_refused(replica: Path, arguments: tuple[str, ...], wo
     assert words in " ".join(result.stderr.split())
 
 
-def test_without_a_source_it_is_the_latest_calibration(
-    replica: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_source_it_is_the_calibration_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = (*SLO, *LOAD, "--rate", 300, "--draws", 1, "--json")
@@ -144,8 +146,17 @@ def test_without_a_source_it_is_the_latest_calibration(
     assert "splittime calibrate" in nothing.stderr
     kept = tmp_path / "splittime" / "replicas" / "one.json"
     kept.parent.mkdir(parents=True)
-    kept.write_bytes(replica.read_bytes())
-    latest = invoke(*words)
-    assert latest.exit_code == 0, latest.output
-    assert json.loads(latest.stdout)["plans"][0]["label"] == "one.json"
-    assert "the latest calibration" in latest.stderr
+    save_replica(of_machine("another", 2), kept)
+    other = invoke(*words)
+    assert other.exit_code == 2
+    assert "of another machine than this one" in " ".join(other.stderr.split())
+    save_replica(of_machine(cpu_name(), num_cores()), kept)
+    taken = invoke(*words)
+    assert taken.exit_code == 0, taken.output
+    assert json.loads(taken.stdout)["plans"][0]["label"] == "one.json"
+    assert "less than a minute old" in " ".join(taken.stderr.split())
+
+
+def of_machine(cpu: str, cores: int) -> Replica:
+    costs = msgspec.structs.replace(ONE_AT_A_TIME.costs, about={"model": "small", "version": splittime.__version__})
+    return msgspec.structs.replace(ONE_AT_A_TIME, costs=costs, machine=Machine(cpu=cpu, threads=1, cores=cores))

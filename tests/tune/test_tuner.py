@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulated_runs import HEALTHY, SimulatedRuns, load, measurer
+from simulated_runs import HEALTHY, SimulatedRuns, load, measurer, replica_with
 
 from splittime.bench.book.slo import parse_slo
 from splittime.core.errors import ConfigError
 from splittime.diagnose.comparison import Verdict
+from splittime.plan.kept import KeptCalibration
 from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import Goal
 from splittime.tune.notebook import Notebook
@@ -49,6 +50,18 @@ def test_too_few_slots_are_found_and_proved() -> None:
     assert trial.predicted is not None
     assert trial.predicted.low > 0
     assert trial.predicted.before.terms["ttft_p99"] == pytest.approx(trial.before.terms["ttft_p99"], rel=0.5)
+
+
+@pytest.mark.parametrize(("factor", "is_taken"), [(1.3, True), (5.0, False)])
+def test_a_kept_calibration_spares_the_run_with_larger_steps(factor: float, is_taken: bool) -> None:
+    runs = SimulatedRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=1), GOAL)
+    found = KeptCalibration(Path("kept.json"), replica_with(HEALTHY, factor), 7200.0)
+    budget, names = TimeBudget(5), ("max_num_seqs", "policy")
+    done = Tuner(measurer(runs), load(), budget, lambda what, share: None, None, names, lambda facts: found).run()
+    assert done.outcome == "better"
+    assert any(change.get("max_num_seqs", 0) > 8 for change, _ in runs.made[:2]) != is_taken
+    assert any(note.startswith("taken: " if is_taken else "not taken: ") for note in done.notes)
+    assert any("2 hours old" in note for note in done.notes)
 
 
 def test_a_budget_too_large_for_the_gaps_is_cut() -> None:

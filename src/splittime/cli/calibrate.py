@@ -66,7 +66,8 @@ def calibrate(settings: Settings, given: CalibrateOptions) -> None:
 
     with sigterm_interrupts(), loading("starting") as say, _server(settings, given) as target:
         arms = asyncio.run(_climbed(target, given, say))
-    from splittime.plan.calibration import calibration_of, keep
+    from splittime.plan.calibration import calibration_of
+    from splittime.plan.kept import keep
     from splittime.simulate.replica import save_replica
 
     found, facts = calibration_of(arms), arms[-1].facts

@@ -41,8 +41,8 @@ class PlanOptions:
         list[str] | None,
         typer.Argument(
             metavar="SOURCE...",
-            help="A ledger of one server, what calibrate wrote, or runs of bench against one server "
-            "(light.json,heavy.json). Several sources are compared. Default: the latest calibration.",
+            help="A ledger of one server, what calibrate wrote, a calibrated server's URL, or runs of bench against "
+            "one server (light.json,heavy.json). Several sources are compared. Default: this machine's calibration.",
         ),
     ] = None
     slo: Annotated[str, typer.Option(metavar="TERMS", help="To be kept: ttft_p99=300ms,itl_p99=50ms.")]
@@ -120,7 +120,11 @@ def _sources(given: PlanOptions) -> list[str]:
         raise ConfigError("--device needs the model", param="model_config", hint="Give --model-config FOLDER.")
     if given.model_config is not None and not given.device:
         raise ConfigError("--model-config is for --device", param="model_config", hint="Give --device H100, say.")
-    return given.source or ([] if given.device else [_kept()])
+    from splittime.cli.kept import is_url, kept_source
+
+    if not given.source and not given.device:
+        return [kept_source()]
+    return [kept_source(source) if is_url(source) else source for source in given.source or ()]
 
 
 def _replicas(given: PlanOptions, sources: list[str]) -> "dict[str, Replica]":
@@ -137,18 +141,6 @@ def _replicas(given: PlanOptions, sources: list[str]) -> "dict[str, Replica]":
         sizes = sizes_of_config(given.model_config, given.precision)
         found[name] = replica_of_device(name, sizes.cost, sizes.weights_bytes, given.precision, given.settings)
     return found
-
-
-def _kept() -> str:
-    """Returns the file of the latest calibration. Raises ConfigError if there is none."""
-    from splittime.plan.calibration import kept_files
-
-    latest = next(kept_files(), None)
-    if latest is None:
-        hint = "splittime calibrate measures one. Or name a ledger, or --device with --model-config."
-        raise ConfigError("nothing to plan with", param="source", hint=hint)
-    talk().print(f"the latest calibration: {latest}", markup=False)
-    return str(latest)
 
 
 def _prices(given: PlanOptions, count: int) -> "list[float | None]":

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from splittime.assemble import settings as settings_module
 from splittime.cli.bench_flags import NOT_SIMULATED, load_of, load_parameters
+from splittime.cli.kept import is_url, kept_source
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, sign, talk, wide
 from splittime.cli.progress import loading
 from splittime.core.cores import num_cores
@@ -21,7 +22,7 @@ from splittime.simulate.change import KNOBS, LIMITS, Change
 
 if TYPE_CHECKING:
     from splittime.simulate.recorded import Recorded
-    from splittime.simulate.what_if import Predicted, Prediction
+    from splittime.simulate.what_if import Predicted, Prediction, ServedLoad
 
 EXAMPLES = f"""\b
 Examples:
@@ -34,6 +35,7 @@ Examples:
   splittime simulate run.sqlite --trace mooncake.jsonl --length-scale 0.05
   splittime simulate run.sqlite                        how well does it do?
   splittime simulate run.sqlite --check                the same decisions?
+  splittime simulate --rate 40 --input-tokens 500      of what was calibrated
 
 {EXIT_CODES} --check: 1 if they differ."""
 
@@ -51,7 +53,14 @@ WORDS = {
 
 
 def simulate(
-    ledger: Annotated[Path, typer.Argument(metavar="LEDGER", help="A ledger file (splittime serve --ledger-file).")],
+    ledger: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="LEDGER",
+            help="A ledger file (splittime serve --ledger-file); for another load also what calibrate wrote, or a "
+            "calibrated server's URL. Default: this machine's calibration.",
+        ),
+    ] = None,
     num_blocks: Annotated[
         int | None, typer.Option("--num-blocks", metavar="N", min=1, help="Blocks of the KV cache.")
     ] = None,
@@ -72,7 +81,7 @@ def simulate(
 ) -> None:
     """Say what a change would have done to recorded requests, with the same scheduler under a virtual clock; or to the
     load that is described."""
-    from splittime.simulate.recorded import read_ledger
+    from splittime.simulate.recorded import is_ledger, read_ledger
 
     load = load_of(settings)
     given = {name: value for name, value in {**settings, "num_blocks": num_blocks}.items() if value is not None}
@@ -83,28 +92,51 @@ def simulate(
     if speed != 1 and "concurrency" in load:
         hint = "Give --concurrency alone, or --rate."
         raise ConfigError("a closed loop comes as fast as it is answered", param="speed", value=speed, hint=hint)
-    recorded = read_ledger(ledger)
-    if check:
-        raise typer.Exit(_check(recorded, json))
-    from splittime.plan.load import requests_for
-    from splittime.simulate.what_if import predict, write_simulated  # scipy: half a second
+    path = None if ledger is None or is_url(ledger) else Path(ledger)
+    if path is not None and (is_ledger(path) or path.suffix != ".json"):
+        recorded = read_ledger(path)
+        if check:
+            raise typer.Exit(_check(recorded, json))
+        asked = _of_ledger(recorded, load)
+    else:
+        asked = _of_replica(path, ledger, load)
+    from splittime.simulate.what_if import predict_of, write_simulated  # scipy: half a second
 
-    other_requests = functools.partial(requests_for, load) if load else None
     if out is not None:
-        write_simulated(recorded, change, out, other_requests)
+        write_simulated(asked, change, out)
     with loading("simulating") as say:
-        prediction = predict(
-            recorded,
+        prediction = predict_of(
+            asked,
             change,
             draws,
             on_draw=lambda number: say(f"simulation {number} of {draws}", number / draws),
             processes=num_cores(),
-            other_requests=other_requests,
         )
     if json:
         sys.stdout.buffer.write(orjson.dumps(msgspec.to_builtins(prediction)) + b"\n")
     else:
         _print(prediction)
+
+
+def _of_ledger(recorded: "Recorded", load: dict[str, Any]) -> "ServedLoad":
+    from splittime.plan.load import requests_for
+    from splittime.simulate.what_if import recorded_load
+
+    return recorded_load(recorded, functools.partial(requests_for, load) if load else None)
+
+
+def _of_replica(path: Path | None, url: str | None, load: dict[str, Any]) -> "ServedLoad":
+    """Returns a calibrated server with the load that is described. path: of the calibration; None: the one that is kept
+    for the server at `url`, or of this machine. Raises ConfigError without a load."""
+    from splittime.plan.load import requests_for
+    from splittime.simulate.replica import load_replica
+    from splittime.simulate.what_if import ServedLoad
+
+    if not load:
+        hint = "Describe a load (--rate 20 --input-tokens 64 --output-tokens 32), or name a ledger."
+        raise ConfigError("a calibration has no requests to simulate", param="ledger", hint=hint)
+    replica = load_replica(path or Path(kept_source(url)))
+    return ServedLoad(replica, requests_for(load, replica), replica.facts, {})
 
 
 def _check(recorded: "Recorded", as_json: bool) -> int:

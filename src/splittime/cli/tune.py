@@ -207,6 +207,7 @@ def _tuner(
     budget: "TimeBudget",
     say: Callable[[str, float | None], None],
 ) -> "Tuner":
+    from splittime.plan.kept import kept_for
     from splittime.tune.knobs import KNOBS
     from splittime.tune.tuner import Tuner
 
@@ -215,7 +216,7 @@ def _tuner(
             hint = f"one of {', '.join(KNOBS)}"
             raise ConfigError(f"there is no knob {name!r}", param="knob", value=name, hint=hint)
     gate = None if given.keep_numbers or measurer.maker.is_live else functools.partial(_refusal, given.model)
-    return Tuner(measurer, load, budget, say, gate, tuple(given.knob) if given.knob else None)
+    return Tuner(measurer, load, budget, say, gate, tuple(given.knob) if given.knob else None, kept_for)
 
 
 def _goal(slo: str, profile: "Profile") -> "Goal":

@@ -1,30 +1,14 @@
-"""What a calibration has found, from the books of its stairs, and where it is kept.
+"""What a calibration has found, from the books of its stairs. `plan.kept` keeps it."""
 
-There is one file for each machine, model and choice of the settings that change how long a step takes (`COSTLY`), such
-as the number of threads. `load_kept` finds the file of a server by what the server says of itself.
-"""
-
-import hashlib
-import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
 
 from splittime.bench.book.records import Arm
-from splittime.core.cache_folder import cache_folder
 from splittime.core.errors import ConfigError
-from splittime.ledger.facts import ServerFacts
 from splittime.simulate.held_out import KindOfSteps, errors_by_kind
 from splittime.simulate.recorded import Recorded
-from splittime.simulate.replica import Replica, load_replica, replica_of, save_replica
-
-FOLDER = "replicas"
-COSTLY = (
-    *("num_threads", "quantization", "dtype", "kernels", "activation_dtype", "products", "weights"),
-    *("linear_backend", "attention_backend", "kv_cache_dtype", "tensor_parallel_size", "block_size"),
-)
-NAME_CHARS = 40
+from splittime.simulate.replica import Replica, replica_of
 
 
 class ServerCalibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,47 +41,3 @@ def calibration_of(arms: Sequence[Arm]) -> ServerCalibration:
         num_steps=len(steps),
         seconds=(steps[-1].end_ns - steps[0].begin_ns) / 1e9,
     )
-
-
-def keep(replica: Replica, facts: ServerFacts, folder: Path | None = None) -> Path | None:
-    """Returns where it is kept; None for a user without a home. Raises ConfigError where it cannot be written."""
-    folder = folder or kept_folder()
-    if folder is None:
-        return None
-    path = folder / kept_name(facts)
-    save_replica(replica, path)
-    return path
-
-
-def load_kept(facts: ServerFacts, folder: Path | None = None) -> Replica | None:
-    """Returns what was kept for this machine, model and configuration; None if nothing was. Raises ConfigError for a
-    file of another version."""
-    folder = folder or kept_folder()
-    path = None if folder is None else folder / kept_name(facts)
-    return load_replica(path) if path is not None and path.is_file() else None
-
-
-def kept_files(folder: Path | None = None) -> Iterator[Path]:
-    """Yields the files of all that was kept, the latest first."""
-    folder = folder or kept_folder()
-    found = [] if folder is None else list(folder.glob("*.json"))
-    yield from sorted(found, key=lambda path: -path.stat().st_mtime_ns)
-
-
-def kept_folder() -> Path | None:
-    home = cache_folder()
-    return None if home is None else home / FOLDER
-
-
-def kept_name(facts: ServerFacts) -> str:
-    """Returns the file's name: the model's, for people, and a hash of all that costs."""
-    machine = facts.machine
-    about = {
-        "version": facts.version,
-        "model": facts.model,
-        "machine": None if machine is None else [machine.cpu, machine.cores, machine.threads],
-        "cost": None if facts.cost is None else msgspec.to_builtins(facts.cost),
-        "settings": {name: facts.settings.get(name) for name in COSTLY},
-    }
-    key = hashlib.sha256(msgspec.json.encode(about, order="sorted")).hexdigest()[:24]
-    return f"{re.sub('[^A-Za-z0-9.-]+', '-', facts.model)[-NAME_CHARS:]}-{key}.json"

@@ -15,10 +15,8 @@ from splittime.core.errors import ConfigError, NotFound
 from splittime.core.facts import Machine, TokenCost
 from splittime.simulate.change import Change, changed
 from splittime.simulate.data_sheet import device_named, replica_of_data_sheet
-from splittime.simulate.recorded import latest_run, read_ledger
+from splittime.simulate.recorded import is_ledger, latest_run, read_ledger
 from splittime.simulate.replica import Replica, load_replica, replica_of
-
-SQLITE = b"SQLite format 3\x00"
 
 
 def replica_in(source: str, settings: dict[str, Any]) -> Replica:
@@ -53,9 +51,7 @@ def with_settings(replica: Replica, settings: dict[str, Any]) -> Replica:
 
 
 def _own(path: Path) -> Replica:
-    with path.open("rb") as file:
-        is_ledger = file.read(len(SQLITE)) == SQLITE
-    return replica_of(latest_run(read_ledger(path))) if is_ledger else load_replica(path)
+    return replica_of(latest_run(read_ledger(path))) if is_ledger(path) else load_replica(path)
 
 
 def _is_run(path: Path) -> bool:

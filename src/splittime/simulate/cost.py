@@ -110,6 +110,17 @@ class CostModel(msgspec.Struct, frozen=True):
         plan, launch, sample, commit, gap = [round(factor * (a + b * rows + c * tokens)) for a, b, c in self.host]
         return StepTime(plan, launch, round(self.move_ns * moved), round(factor * device_ns), sample, commit, gap)
 
+    def times(self, factor: float) -> "CostModel":
+        """Returns that of a machine that takes so many times as long."""
+        return msgspec.structs.replace(
+            self,
+            device=tuple(one * factor for one in self.device),
+            compute=tuple(one * factor for one in self.compute),
+            covariance=tuple(tuple(one * factor**2 for one in row) for row in self.covariance),
+            host=tuple((a * factor, b * factor, c * factor) for a, b, c in self.host),
+            move_ns=self.move_ns * factor,
+        )
+
     def sample(self, rng: random.Random) -> "CostModel":
         """Returns another model that fits as well: its coefficients are drawn from the normal distribution that the fit
         gives them (`covariance`), and none is negative."""

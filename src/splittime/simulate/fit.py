@@ -13,6 +13,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ from scipy.optimize import nnls
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.cost import LIMITED, CostModel, Errors, Pace, PaceOf, ShapeBucket, bucket_of
+from splittime.simulate.cost import LIMITED, CostModel, Errors, OutOfRange, Pace, PaceOf, ShapeBucket, bucket_of
 from splittime.simulate.shape import StepShape, StepTime, features_of, shape_of_record
 
 MIN_STEPS = 50
@@ -78,6 +79,17 @@ def fit(records: Sequence[StepRecord], facts: ServerFacts | None = None) -> Fit:
     return Fit(msgspec.structs.replace(model, errors=_held_out(steps, facts, model)), pace)
 
 
+def pace_of(model: CostModel, records: Sequence[StepRecord]) -> float | None:
+    """Returns how many times as long as the model says these steps took, in the middle; None where the model knows too
+    few of them."""
+    ratios = []
+    for record in records:
+        with suppress(OutOfRange):
+            time = model.step_time(shape_of_record(record))
+            ratios.append((record.end_ns - record.begin_ns - record.moves_ns) / max(1, _without_moves(time)))
+    return float(np.median(ratios)) if len(ratios) >= MIN_STEPS else None
+
+
 def _steps(records: Sequence[StepRecord]) -> StepTable:
     shapes = [shape_of_record(record) for record in records]
     gaps = [
@@ -111,7 +123,7 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
         persistence=0.0,
         errors=Errors(0.0, 0.0, 0.0),
         num_steps=len(steps.shapes),
-        about={} if facts is None else {"model": facts.model, "machine": msgspec.to_builtins(facts.machine)},
+        about={} if facts is None else {"model": facts.model, "version": facts.version},
     )
     ratios = steps.total_ns / np.maximum(_totals(plain, steps.shapes), 1.0)  # taken, over what the lines say
     buckets = buckets_of(steps.shapes, ratios)

@@ -13,6 +13,7 @@ from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger, open_readonly
 
 ALL = 10**9
+SQLITE = b"SQLite format 3\x00"
 BATCH = 10_000  # records; the file's queue holds five times as many
 FLUSH_S = 60.0
 
@@ -23,6 +24,15 @@ class Recorded(msgspec.Struct, frozen=True):
     accounts: Sequence[ClosedAccount]
     steps: Sequence[StepRecord]
     facts: ServerFacts
+
+
+def is_ledger(path: Path) -> bool:
+    """Whether the file has the format of a ledger."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(SQLITE)) == SQLITE
+    except OSError:
+        return False
 
 
 def read_ledger(path: Path | str) -> Recorded:

@@ -85,6 +85,19 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     start_up_ns: int | None = None
     source: str
 
+    @property
+    def facts(self) -> ServerFacts:
+        """What the server would say of itself, so far as it is known."""
+        config, about = msgspec.to_builtins(self.config), self.costs.about
+        return ServerFacts(
+            version=about.get("version", ""),
+            model=about.get("model", ""),
+            max_model_len=self.config.max_model_len,
+            settings={**self.settings, **config},
+            cost=self.token_cost,
+            machine=self.machine,
+        )
+
     def steady(self) -> "Replica":
         """Returns the same server at its machine's mean pace."""
         return msgspec.structs.replace(self, pace=STEADY)

@@ -20,9 +20,11 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from splittime.ledger.facts import ServerFacts
 from splittime.simulate.change import Change
 from splittime.simulate.cost import CostModel
 from splittime.simulate.draws import figures_of_draws
@@ -68,6 +70,28 @@ class Prediction(msgspec.Struct, frozen=True):
         return next(figure for figure in self.figures if figure.name == name)
 
 
+class ServedLoad(NamedTuple):
+    """A server and the requests that it is to meet. facts: of the server. seen: figures of the real run, if there was
+    one."""
+
+    replica: Replica
+    requests: Sequence[TracedRequest]
+    facts: ServerFacts
+    seen: Figures
+
+
+def recorded_load(recorded: Recorded, other_requests: OtherRequests | None = None) -> ServedLoad:
+    """Returns the recorded server with the requests of its time at its pace, or with others at its mean pace. Raises
+    ConfigError for a ledger that says too little."""
+    recorded = latest_run(recorded)
+    replica = replica_of(recorded)
+    if other_requests is not None:
+        replica = replica.steady()
+        return ServedLoad(replica, other_requests(replica), recorded.facts, {})
+    seen = figures(recorded.accounts, recorded.steps)
+    return ServedLoad(replica, requests_of(recorded, replica.config.max_model_len), recorded.facts, seen)
+
+
 def predict(
     recorded: Recorded,
     change: Change,
@@ -75,28 +99,37 @@ def predict(
     seed: int = 0,
     on_draw: Callable[[int], None] = lambda number: None,
     processes: int = 1,
-    other_requests: OtherRequests | None = None,
+    other_hour: float = OTHER_HOUR,
+) -> Prediction:
+    """Returns the figures of the recorded requests with and without the change. Raises as `recorded_load` does, and as
+    `predict_of` does, which has the arguments."""
+    return predict_of(recorded_load(recorded), change, draws, seed, on_draw, processes, other_hour)
+
+
+def predict_of(
+    load: ServedLoad,
+    change: Change,
+    draws: int = DRAWS,
+    seed: int = 0,
+    on_draw: Callable[[int], None] = lambda number: None,
+    processes: int = 1,
     other_hour: float = OTHER_HOUR,
 ) -> Prediction:
     """Returns the figures with and without the change. processes: at most so many simulate at a time. on_draw: called
-    with how many draws are done. other_requests: makes the requests, where the recorded ones are not wanted.
-    other_hour: as of `hours`. Raises ConfigError for a change that cannot be, a ledger that says too little, or steps
-    far from any recorded."""
-    recorded = latest_run(recorded)
-    replica, requests = _server_and_requests(recorded, other_requests)
-    rng = random.Random(seed)
-    replicas = [replica.drawn(factor, rng) for factor in hours(draws, replica.costs.errors.drift, rng, other_hour)]
+    with how many draws are done. other_hour: as of `hours`. Raises ConfigError for a change that cannot be, and for
+    steps far from any recorded."""
+    rng, costs = random.Random(seed), load.replica.costs
+    replicas = [load.replica.drawn(factor, rng) for factor in hours(draws, costs.errors.drift, rng, other_hour)]
     changes = (Change(),) if change == Change() else (Change(), change)
-    pairs = figures_of_draws(replicas, requests, changes, processes, on_draw)
-    seen = figures(recorded.accounts, recorded.steps) if other_requests is None else {}
+    pairs = figures_of_draws(replicas, load.requests, changes, processes, on_draw)
     return Prediction(
         change=change,
-        figures=tuple(_predicted(name, seen.get(name), pairs) for name in seen or pairs[0][0]),
-        num_requests=sum(not traced.account.is_turned_away for traced in requests),
-        num_refused=sum(traced.account.is_turned_away for traced in requests),
-        num_steps=len(recorded.steps),
+        figures=tuple(_predicted(name, load.seen.get(name), pairs) for name in load.seen or pairs[0][0]),
+        num_requests=sum(not traced.account.is_turned_away for traced in load.requests),
+        num_refused=sum(traced.account.is_turned_away for traced in load.requests),
+        num_steps=costs.num_steps,
         draws=draws,
-        model=replica.costs,
+        model=costs,
     )
 
 
@@ -109,32 +142,17 @@ def hours(draws: int, drift: float, rng: random.Random, other_hour: float = OTHE
     return [math.exp(drift * statistics.NormalDist().inv_cdf(share)) for share in shares]
 
 
-def write_simulated(
-    recorded: Recorded, change: Change, path: Path, other_requests: OtherRequests | None = None
-) -> None:
+def write_simulated(load: ServedLoad, change: Change, path: Path) -> None:
     """Writes the ledger that the changed server would have written, by the likeliest model; its facts say that it was
-    simulated. Raises as `predict` does, and ConfigError for a file that is there already, or cannot be written."""
-    recorded = latest_run(recorded)
-    replica, requests = _server_and_requests(recorded, other_requests)
+    simulated. Raises as `predict_of` does, and ConfigError for a file that is there already, or cannot be written."""
     facts = msgspec.structs.replace(
-        recorded.facts,
-        settings=recorded.facts.settings | change.settings,
+        load.facts,
+        settings=load.facts.settings | change.settings,
         processes=(),
         simulated=str(change) or "the settings as they were",
     )
     with written_ledger(facts, path) as ledger:
-        replica.run_each(requests, change, 0, ledger.add_account, ledger.add_step)
-
-
-def _server_and_requests(
-    recorded: Recorded, other_requests: OtherRequests | None
-) -> tuple[Replica, Sequence[TracedRequest]]:
-    """Returns the recorded server, and the requests that it is to meet: those of its time at its pace, others at its
-    mean pace."""
-    replica = replica_of(recorded)
-    if other_requests is None:
-        return replica, requests_of(recorded, replica.config.max_model_len)
-    return replica.steady(), other_requests(replica)
+        load.replica.run_each(load.requests, change, 0, ledger.add_account, ledger.add_step)
 
 
 def requests_of(recorded: Recorded, max_model_len: int) -> list[TracedRequest]:

@@ -5,8 +5,9 @@
 1. The settings as they are, once. If they keep the SLO and serve all that was asked, nothing is touched.
 2. Threads, where the servers are our own: a run of each, then the best against the present by turns.
 3. Scheduler and memory: the simulator, made from the present settings' own run (and one of larger steps, where they
-   are narrow), names finalists; each is verified on the real engine; the first that is BETTER is kept, and the search
-   begins again from there. It ends when nothing more is predicted to gain, or when the finalists did not.
+   are narrow and no calibration is kept of this server), names finalists; each is verified on the real engine; the
+   first that is BETTER is kept, and the search begins again from there. It ends when nothing more is predicted to gain,
+   or when the finalists did not.
 4. What changes numbers (weights, the KV cache's type), likewise measured only; what is BETTER has to pass the gate.
 """
 
@@ -19,11 +20,14 @@ import msgspec
 from splittime.bench.book.records import Run
 from splittime.core.errors import EngineError
 from splittime.diagnose.comparison import Verdict
-from splittime.simulate.replica import replica_of
+from splittime.ledger.facts import ServerFacts
+from splittime.plan.kept import KeptCalibration
+from splittime.simulate.fit import pace_of
+from splittime.simulate.replica import Replica, replica_of
 from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import WORTH_IT, Score, best_of, best_terms, gain, has_all_that_was_asked, quicker, score_of
 from splittime.tune.knobs import KNOBS, Knob, changes_numbers, wide, words
-from splittime.tune.measure import Load, Measurer, limits_of_run, recorded_of_all
+from splittime.tune.measure import Load, Measurer, limits_of_run, recorded_of, recorded_of_all
 from splittime.tune.notebook import TuneTrial
 from splittime.tune.prescribed import prescribed
 from splittime.tune.search import Forecast, Forecaster, Say, finalists
@@ -32,8 +36,10 @@ from splittime.tune.verify import middle, verify
 Outcome = Literal["better", "nothing to change", "slo missed", "inconclusive"]
 EXIT_CODES: dict[Outcome, int] = {"better": 0, "nothing to change": 0, "slo missed": 1, "inconclusive": 3}
 MOST_ROUNDS = 6
+MOST_PACE = 2.0  # a calibration whose steps take so many times as long now is not believed
 
 Gate = Callable[[Mapping[str, Any]], str | None]  # why a change that changes numbers is refused; None: it passes
+Kept = Callable[[ServerFacts], KeptCalibration | None]
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +62,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
 
 class Tuner:
     """load: what the runs ask, for the simulator. names: of the knobs that may be turned; None: all that can be. gate:
-    judges what changes numbers; None: such changes are not tried."""
+    judges what changes numbers; None: such changes are not tried. kept: finds the calibration of a server."""
 
     def __init__(
         self,
@@ -66,8 +72,10 @@ class Tuner:
         say: Say,
         gate: Gate | None = None,
         names: tuple[str, ...] | None = None,
+        kept: Kept = lambda facts: None,
     ) -> None:
         self._measurer, self._load, self._budget, self._say, self._gate = measurer, load, budget, say, gate
+        self._kept = kept
         self._goal, self._notebook = measurer.goal, measurer.notebook
         self._knobs = [
             knob
@@ -129,7 +137,10 @@ class Tuner:
                 return
 
     def _widen(self) -> None:
-        """A run with larger steps, where the settings are too narrow to learn from what others would do."""
+        """A run with larger steps, where the settings are too narrow to learn from what others would do, and no
+        calibration knows it."""
+        if self._calibration() is not None:
+            return
         is_live = self._measurer.maker.is_live
         change = {name: value for name, value in wide(self._settings()).items() if KNOBS[name].is_live or not is_live}
         if change and self._has_time():
@@ -159,13 +170,35 @@ class Tuner:
         """Returns whether a change was kept."""
         run = self._now()
         schedule = self._load(limits_of_run(run))
-        replica = replica_of(recorded_of_all(run, self._alike()))
-        forecaster = Forecaster(replica, schedule, self._goal)
+        forecaster = Forecaster(self._replica(run), schedule, self._goal)
         names = [knob.name for knob in self._knobs if knob.is_predicted]
         for forecast in finalists(forecaster, self._say, names, prescribed(run)):
             if self._has_time() and self._try(forecast.change, forecast):
                 return True
         return False
+
+    def _calibration(self) -> KeptCalibration | None:
+        """Returns that of the present server, with a note that says so; None where none is kept or it is no more
+        true."""
+        recorded = recorded_of(self._now())
+        found = self._kept(recorded.facts)
+        if found is None:
+            return None
+        factor = pace_of(found.replica.costs, recorded.steps)
+        is_true = factor is not None and 1 / MOST_PACE <= factor <= MOST_PACE
+        now = f"steps take {factor:.2f} times as long now" if factor else "it knows none of these steps"
+        note = f"{'taken' if is_true else 'not taken'}: {found}; {now}"
+        self._notes += [note] if note not in self._notes else []
+        return found if is_true else None
+
+    def _replica(self, run: Run) -> Replica:
+        """Returns the present server. A calibration knows more kinds of steps than a run of one load, which says how
+        fast the machine is now."""
+        replica, kept = replica_of(recorded_of_all(run, self._alike())), self._calibration()
+        if kept is None:
+            return replica
+        factor = pace_of(kept.replica.costs, recorded_of(run).steps) or 1.0
+        return msgspec.structs.replace(replica, costs=kept.replica.costs.times(factor))
 
     def _try(self, change: Mapping[str, Any], forecast: Forecast | None) -> bool:
         """Verifies a change and keeps it if it is better. Returns whether it is."""

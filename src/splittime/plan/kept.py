@@ -1,0 +1,182 @@
+"""The calibrations that are kept on this machine, and which of them holds for a server.
+
+There is one file for each machine, model, version and choice of the settings that change how long a step takes
+(`COSTLY`), such as the number of threads. `kept_for` finds the one of a server by what the server says of itself.
+`kept_here` finds the one of this machine, where there is one: nobody guesses among several.
+"""
+
+import hashlib
+import re
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from splittime.core.cache_folder import cache_folder
+from splittime.core.errors import ConfigError
+from splittime.core.facts import Machine
+from splittime.ledger.facts import ServerFacts
+from splittime.simulate.replica import Replica, load_replica, save_replica
+
+FOLDER = "replicas"
+COSTLY = (
+    *("num_threads", "quantization", "dtype", "kernels", "activation_dtype", "products", "weights"),
+    *("linear_backend", "attention_backend", "kv_cache_dtype", "tensor_parallel_size", "block_size"),
+)
+NAME_CHARS = 40
+MOST_TOLD = 8
+CALIBRATE = "splittime calibrate measures one."
+UNITS = ((86_400, "day"), (3_600, "hour"), (60, "minute"))
+
+
+class KeptCalibration(NamedTuple):
+    path: Path
+    replica: Replica
+    age_s: float
+
+    @property
+    def model(self) -> str:
+        return str(self.replica.costs.about.get("model"))
+
+    @property
+    def version(self) -> str:
+        return str(self.replica.costs.about.get("version"))
+
+    def __str__(self) -> str:
+        machine = machine_words(self.replica.machine)
+        return f"the calibration of {self.model} on {machine}, {age_words(self.age_s)} old: {self.path}"
+
+
+def keep(replica: Replica, facts: ServerFacts, folder: Path | None = None) -> Path | None:
+    """Returns where it is kept; None for a user without a home. Raises ConfigError where it cannot be written."""
+    folder = folder or _folder()
+    if folder is None:
+        return None
+    path = folder / _name(facts)
+    save_replica(replica, path)
+    return path
+
+
+def kept_for(facts: ServerFacts, folder: Path | None = None) -> KeptCalibration | None:
+    """Returns what was kept for this machine, model and configuration; None if nothing was. Raises ConfigError for a
+    file of another version."""
+    folder = folder or _folder()
+    path = None if folder is None else folder / _name(facts)
+    return _read(path) if path is not None and path.is_file() else None
+
+
+def require_kept_for(facts: ServerFacts, folder: Path | None = None) -> KeptCalibration:
+    """As `kept_for`. Raises ConfigError, with how the nearest that is kept differs, if nothing was kept."""
+    found = kept_for(facts, folder)
+    if found is not None:
+        return found
+    hint = "Calibrate this server: splittime calibrate --url URL."
+    nearest = [_difference(one, facts) for one in _all(folder)[0]]
+    others = f"; what is kept differs in {min(nearest, key=len)}" if nearest else ""
+    raise ConfigError(f"no calibration of this server is kept here{others}", param="source", hint=hint)
+
+
+def kept_here(
+    machines: Collection[tuple[str, int | None]], version: str, folder: Path | None = None
+) -> KeptCalibration:
+    """Returns the calibration of this machine. machines: what it is called, with its cores; its cards too. Raises
+    ConfigError where there is none of this version, or several."""
+    kept, unread = _all(folder)
+    if not kept:
+        words = f"; {unread} of another version cannot be read" if unread else ""
+        hint = f"{CALIBRATE} Or name a ledger (splittime plan: or --device with --model-config)."
+        raise ConfigError(f"no calibration is kept here{words}", param="source", hint=hint)
+    here = [one for one in kept if _machine_key(one.replica.machine) in machines]
+    if not here:
+        hint = f"{CALIBRATE} To predict that other machine, name its file."
+        here_words = " or ".join(f"{name}, {cores} cores" for name, cores in sorted(machines))
+        message = f"what is kept is of another machine than this one ({here_words}): {_list(kept)}"
+        raise ConfigError(message, param="source", hint=hint)
+    current = [one for one in here if one.version == version]
+    if not current:
+        message = f"what is kept was measured with another version than {version}: {_list(here)}"
+        raise ConfigError(message, param="source", hint="Calibrate again, or name the file.")
+    if len(current) > 1:
+        hint = "Name one of these files, or the URL of the server that is meant."
+        told = _list(current, _differing(current))
+        raise ConfigError(f"{len(current)} calibrations of this machine are kept: {told}", param="source", hint=hint)
+    return current[0]
+
+
+def age_words(seconds: float) -> str:
+    """`3 days`."""
+    for length, unit in UNITS:
+        count = int(seconds // length)
+        if count:
+            return f"{count} {unit}{'s' if count > 1 else ''}"
+    return "less than a minute"
+
+
+def machine_words(machine: Machine | None) -> str:
+    return "an unknown machine" if machine is None else f"{machine.cpu}, {machine.cores} cores"
+
+
+def _all(folder: Path | None) -> tuple[list[KeptCalibration], int]:
+    """Returns all that can be read, the latest first, and how many cannot."""
+    folder, found, unread = folder or _folder(), [], 0
+    for path in [] if folder is None else folder.glob("*.json"):
+        try:
+            found.append(_read(path))
+        except ConfigError:
+            unread += 1
+    return sorted(found, key=lambda one: one.age_s), unread
+
+
+def _read(path: Path) -> KeptCalibration:
+    return KeptCalibration(path, load_replica(path), max(0.0, time.time() - path.stat().st_mtime))
+
+
+def _folder() -> Path | None:
+    home = cache_folder()
+    return None if home is None else home / FOLDER
+
+
+def _machine_key(machine: Machine | None) -> tuple[str, int | None] | None:
+    return None if machine is None else (machine.cpu, machine.cores)
+
+
+def _differing(kept: Sequence[KeptCalibration]) -> list[str]:
+    """Returns the settings in which they differ."""
+    return [name for name in COSTLY if len({str(one.replica.settings.get(name)) for one in kept}) > 1]
+
+
+def _list(kept: Sequence[KeptCalibration], settings: Sequence[str] = ()) -> str:
+    told = []
+    for one in kept[:MOST_TOLD]:
+        chosen = "".join(f", {name} {one.replica.settings.get(name)}" for name in settings)
+        told.append(f"{one}{f' ({chosen[2:]})' if chosen else ''}")
+    more = len(kept) - len(told)
+    return "; ".join(told) + (f"; and {more} more" if more else "")
+
+
+def _difference(kept: KeptCalibration, facts: ServerFacts) -> str:
+    """Returns in what it differs from a server."""
+    pairs: list[tuple[str, Any, Any]] = [
+        ("the machine", machine_words(kept.replica.machine), machine_words(facts.machine)),
+        ("the model", kept.model, facts.model),
+        ("the version", kept.version, facts.version),
+        *((name, kept.replica.settings.get(name), facts.settings.get(name)) for name in COSTLY),
+    ]
+    differing = [f"{name} ({there} there, {here} here)" for name, there, here in pairs if there != here]
+    return ", ".join(differing) or "the weights' sizes"
+
+
+def _name(facts: ServerFacts) -> str:
+    """Returns the file's name: the model's, for people, and a hash of all that costs."""
+    machine = facts.machine
+    about = {
+        "version": facts.version,
+        "model": facts.model,
+        "machine": None if machine is None else [machine.cpu, machine.cores, machine.threads],
+        "cost": None if facts.cost is None else msgspec.to_builtins(facts.cost),
+        "settings": {name: facts.settings.get(name) for name in COSTLY},
+    }
+    key = hashlib.sha256(msgspec.json.encode(about, order="sorted")).hexdigest()[:24]
+    return f"{re.sub('[^A-Za-z0-9.-]+', '-', facts.model)[-NAME_CHARS:]}-{key}.json"
