@@ -12,17 +12,43 @@ from splittime.drive.messages import Abort
 from splittime.engine.engine import Engine
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
-from splittime.ledger.prompt_parts import prompt_hashes
+from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes, salt_hash
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
+from splittime.simulate.fake import FakeRunner, expected_tokens
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
-STEP_NS, TOKEN_NS = 900, 31
+STEP_NS, TOKEN_NS, MOVE_NS = 900, 31, 50
 TIGHT = SchedulerConfig(max_model_len=256, num_blocks=16, block_size=16, max_num_batched_tokens=64, max_num_seqs=8)
 
 COSTS = HostCosts(after_output_ns=37, to_wake_ns=11, per_message_ns=3)
+
+
+class AskedBefore:
+    """Makes some requests ask what was asked before, or go on with an answer, or end by other tokens, or want the
+    log-probabilities of their prompt; and puts some under a salt."""
+
+    def __init__(self, seed: int, eos_every: int) -> None:
+        self._rng, self._eos_every = random.Random(seed + 1), eos_every
+        self._asked: list[tuple[tuple[int, ...], int]] = []
+
+    def next(self, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[tuple[int, ...], SamplingParams]:
+        rng, max_tokens = self._rng, sampling.max_tokens or 1
+        if self._asked and (chance := rng.random()) < 0.4:
+            before, count = rng.choice(self._asked)
+            answer = expected_tokens(before, rng.choice((count, max(1, count // 2))), eos_every=self._eos_every)
+            prompt = before if chance < 0.15 else (*before, *answer, *prompt[: rng.choice((1, 7, 40))])[:255]
+        self._asked.append((prompt, max_tokens))
+        more = {
+            "min_tokens": rng.choice((0, 0, 1, max_tokens)),
+            "stop_token_ids": tuple(rng.sample(range(1, 1000), 20)) if self._eos_every and rng.random() < 0.2 else (),
+            "prompt_logprobs": 0 if rng.random() < 0.1 else None,
+        }
+        return prompt, msgspec.structs.replace(sampling, **more)
+
+    def salt(self) -> str:
+        return self._rng.choice(("", "", "salt"))
 
 
 def closed(outcome: RequestOutcome) -> ClosedAccount:
@@ -48,6 +74,9 @@ def closed(outcome: RequestOutcome) -> ClosedAccount:
         cancelled_ns=account.end_ns if outcome.finish_reasons[0] == "abort" else None,
         freed_ns=account.end_ns,
         prefixes=prompt_hashes(request.prompt_token_ids).prefixes,
+        answer_prefixes=answer_hashes(request.prompt_token_ids, outcome.token_ids),
+        cache_salt=salt_hash(request.cache_salt),
+        computes_prompt=request.sampling.prompt_logprobs is not None,
         max_tokens=request.sampling.max_tokens,
         priority=request.priority,
         deadline_ns=request.deadline_ns,
@@ -64,8 +93,9 @@ def record_run(
 ) -> Recorded:
     """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
     admission stands before it."""
-    rng, clock = random.Random(seed), VirtualClock()
-    runner = FakeRunner(step_ns=STEP_NS, token_ns=TOKEN_NS, clock=clock, eos_every=eos_every)
+    rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every), VirtualClock()
+    delays = {"step_ns": STEP_NS, "token_ns": TOKEN_NS, "move_ns": MOVE_NS}
+    runner = FakeRunner(config.block_size, eos_every=eos_every, clock=clock, **delays)
     run = TimedRun(Crank(EngineParts(Engine(Scheduler(config)), runner), clock), clock, costs)
     common = [tuple(rng.randrange(1, 900) for _ in range(rng.choice((20, 90, 150)))) for _ in range(3)]
     at_ns = 0
@@ -73,6 +103,7 @@ def record_run(
         at_ns += rng.choice((1, 3, 400, 3_000, 60_000))
         prompt = (*rng.choice((*common, ())), *(rng.randrange(1, 900) for _ in range(rng.choice((1, 7, 40, 80)))))
         sampling = SamplingParams(max_tokens=rng.choice((1, 2, 9, 60)), seed=number)
+        prompt, sampling = asked.next(prompt, sampling)
         deadline_ns = at_ns + rng.choice((700, 9_000, 90_000)) if rng.random() < 0.15 and have_deadlines else None
         name = f"r{number}"
         request = Request(
@@ -83,6 +114,7 @@ def record_run(
             submitted_ns=at_ns,
             priority=rng.randrange(3),
             deadline_ns=deadline_ns,
+            cache_salt=asked.salt(),
         )
         run.submit(request)
         if rng.random() < 0.15:

@@ -14,10 +14,15 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.replay import Divergence, replay
 
 CONFIGS = st.builds(
-    lambda blocks, **more: SchedulerConfig(
-        max_model_len=256, num_blocks=blocks, block_size=16, max_num_batched_tokens=more.pop("budget"), **more
+    lambda tokens, block_size, **more: SchedulerConfig(
+        max_model_len=256,
+        num_blocks=tokens // block_size,
+        block_size=block_size,
+        max_num_batched_tokens=more.pop("budget"),
+        **more,
     ),
-    blocks=st.sampled_from((16, 20, 60)),
+    tokens=st.sampled_from((256, 320, 960)),
+    block_size=st.sampled_from((16, 32, 64)),
     max_num_seqs=st.sampled_from((1, 3, 12)),
     budget=st.sampled_from((16, 64, 300)),
     max_prefill_tokens=st.sampled_from((None, 16)),
@@ -25,6 +30,7 @@ CONFIGS = st.builds(
     batching=st.sampled_from(("continuous", "static")),
     starvation_bound_ms=st.sampled_from((0.01, 10.0)),
     enable_chunked_prefill=st.booleans(),
+    enable_prefix_caching=st.booleans(),
     num_host_slots=st.sampled_from((0, 8)),
 )
 
@@ -78,6 +84,7 @@ def test_a_server_that_was_paused_in_the_end_is_not_replayed_as_paused() -> None
         (lambda run: run.accounts.append(run.accounts[0]), "2 requests have the id 'r0'"),
         (lambda run: run.facts.settings.update(async_scheduling=True), "plans ahead"),
         (lambda run: run.facts.settings.pop("num_blocks"), "do not say num_blocks"),
+        (lambda run: run.facts.settings.update(block_size=8), "blocks of 8 tokens"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(spoil, words: str) -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from known_runs import STEP_NS, TIGHT, TOKEN_NS, record_run
+from known_runs import MOVE_NS, STEP_NS, TIGHT, TOKEN_NS, record_run
 
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import Refused
@@ -30,12 +30,15 @@ class TrueCosts:
     """What the runner of the recorded runs takes."""
 
     def of(self, shape: StepShape, now_ns: int) -> StepTime:
-        return StepTime(device_ns=STEP_NS + TOKEN_NS * shape.tokens)
+        return StepTime(moves_ns=MOVE_NS * shape.moved_blocks, device_ns=STEP_NS + TOKEN_NS * shape.tokens)
 
 
-@given(st.sampled_from((TIGHT, SchedulerConfig(max_model_len=256, num_blocks=60))), st.integers(0, 10_000))
-def test_with_the_true_times_it_writes_the_recorded_ledger(config: SchedulerConfig, seed: int) -> None:
-    recorded = record_run(config, seed, eos_every=0, costs=COSTS, have_deadlines=False)
+CONFIGS = (TIGHT, msgspec.structs.replace(TIGHT, num_host_slots=8), SchedulerConfig(max_model_len=256, num_blocks=60))
+
+
+@given(st.sampled_from(CONFIGS), st.sampled_from((0, 40)), st.integers(0, 10_000))
+def test_with_the_true_times_it_writes_the_recorded_ledger(config: SchedulerConfig, eos_every: int, seed: int) -> None:
+    recorded = record_run(config, seed, eos_every=eos_every, costs=COSTS, have_deadlines=False)
     requests = traced_requests(recorded.accounts, 256)
     books = simulate(requests, config, TrueCosts(), UNBOUNDED, Delivery(to_wake_ns=COSTS.to_wake_ns))
     verify_steps(books.steps)

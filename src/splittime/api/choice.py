@@ -15,7 +15,7 @@ from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason, Request
 from splittime.core.step import TokenLogprob
 from splittime.ledger.account import Account, ClosedAccount
-from splittime.ledger.prompt_parts import NO_HASHES, PromptHashes
+from splittime.ledger.prompt_parts import NO_HASHES, PromptHashes, answer_hashes, salt_hash
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput
 from splittime.text.output import OutputText
@@ -237,6 +237,9 @@ class Choice:
             freed_ns=self.freed_ns,
             prompt_parts=self.prompt_hashes.parts,
             prefixes=self.prompt_hashes.prefixes,
+            answer_prefixes=answer_hashes(self.request.prompt_token_ids, self.token_ids),
+            cache_salt=salt_hash(self.request.cache_salt),
+            computes_prompt=self.request.sampling.prompt_logprobs is not None,
             max_tokens=self.request.sampling.max_tokens or 0,
             priority=self.request.priority,
             deadline_ns=self.request.deadline_ns,

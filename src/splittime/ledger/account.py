@@ -114,7 +114,9 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     first_chunk_tokens: output tokens in the first chunk written (TPOT's divisor leaves them out).
     prompt_parts: (hash, start, num_tokens) of the prompt's parts, cut by content (`ledger.prompt_parts`); () for a
         short one, and for one that was refused before it was tokenised. prefixes: hashes of its beginnings, by which
-        two prompts are compared block for block.
+        two prompts are compared block for block. answer_prefixes: those that end in the answer, of prompt and answer.
+    cache_salt: a hash of the salt that the request was under; empty for none. computes_prompt: nothing of its prompt
+        was looked up in the cache, because the log-probabilities of all of it were asked for.
     unseen_ns: how long before `start_ns` the request lay in its socket, because the server's event loop was busy, as
         the kernel says (`web.connection`); 0 below 8 ms. Part of no sum: the account begins when it is seen.
     tenant: the name of the key that asked (`web.tenants`); empty where none is asked for.
@@ -145,6 +147,9 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     freed_ns: int | None = None
     prompt_parts: tuple[tuple[int, int, int], ...] = ()
     prefixes: bytes = b""
+    answer_prefixes: bytes = b""
+    cache_salt: str = ""
+    computes_prompt: bool = False
     unseen_ns: int = 0
     host_tokens: int = 0
     tenant: str = ""

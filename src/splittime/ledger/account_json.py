@@ -2,7 +2,7 @@
 
 Times inside are relative to `start_ns`, for people to read; `start_ns` itself is of the host's monotonic clock.
 `stages` are contiguous and end at `end_ns - start_ns`. `derived` holds the figures of `ledger.derive`, nothing else.
-`prompt_parts` are [hash, start, num_tokens] each, `prefixes` is base64. `account_from_json(account_json(a)) == a`.
+`prompt_parts` are [hash, start, num_tokens] each, `prefixes` and `answer_prefixes` are base64. `account_from_json(account_json(a)) == a`.
 """
 
 from base64 import b64decode, b64encode
@@ -45,6 +45,9 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "freed_ns": _relative(account.freed_ns, account.start_ns),
         "prompt_parts": account.prompt_parts,
         "prefixes": b64encode(account.prefixes).decode(),
+        "answer_prefixes": b64encode(account.answer_prefixes).decode(),
+        "cache_salt": account.cache_salt,
+        "computes_prompt": account.computes_prompt,
         "unseen_ns": account.unseen_ns,
         "host_tokens": account.host_tokens,
         "tenant": account.tenant,
@@ -82,6 +85,9 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         freed_ns=_absolute(data["freed_ns"], start_ns),
         prompt_parts=tuple(tuple(part) for part in data.get("prompt_parts", ())),
         prefixes=b64decode(data.get("prefixes", "")),
+        answer_prefixes=b64decode(data.get("answer_prefixes", "")),
+        cache_salt=data.get("cache_salt", ""),
+        computes_prompt=data.get("computes_prompt", False),
         unseen_ns=data.get("unseen_ns", 0),
         host_tokens=data.get("host_tokens", 0),
         tenant=data.get("tenant", ""),

@@ -18,6 +18,7 @@ and up to where, to a block's exactness.
 
 import struct
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -57,8 +58,22 @@ def prompt_hashes(token_ids: Sequence[int]) -> PromptHashes:
         return NO_HASHES
     if count > MAX_TOKENS:
         token_ids, count = token_ids[:MAX_TOKENS], MAX_TOKENS
-    mixed = _mixed(np.frombuffer(struct.Struct(f"{count}q").pack(*token_ids), np.int64))
+    mixed = _mixed(_array(token_ids))
     return PromptHashes(_parts(mixed, count) if count >= SHORT_TOKENS else (), _prefixes(mixed))
+
+
+def answer_hashes(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> bytes:
+    """Returns the hashes of the beginnings that end within the answer, as `prompt_hashes` would give them for a prompt
+    that goes on so."""
+    num_known, count = len(prompt_ids) // PREFIX_TOKENS, min(len(prompt_ids) + len(answer_ids), MAX_TOKENS)
+    if count // PREFIX_TOKENS <= num_known:
+        return b""
+    return _prefixes(_mixed(_array([*prompt_ids, *answer_ids][:count])))[num_known * PREFIX_BYTES :]
+
+
+def salt_hash(salt: str) -> str:
+    """Returns what tells a salt from others, and does not tell it."""
+    return blake2b(salt.encode(), digest_size=PREFIX_BYTES).hexdigest() if salt else ""
 
 
 def prefix_list(prefixes: bytes) -> list[bytes]:
@@ -78,6 +93,10 @@ def _parts(mixed: np.ndarray, count: int) -> PromptParts:
     starts = [0, *[first + WINDOW - 1 for first in firsts[1:]]]
     parts = zip(sums, starts, [*starts[1:], count], strict=True)
     return tuple([(total >> 64 - HASH_BITS, start, end - start) for total, start, end in parts])
+
+
+def _array(token_ids: Sequence[int]) -> np.ndarray:
+    return np.frombuffer(struct.Struct(f"{len(token_ids)}q").pack(*token_ids), np.int64)
 
 
 def _mixed(tokens: np.ndarray) -> np.ndarray:

@@ -36,7 +36,7 @@ from splittime.scheduler.state import (
     rank,
     row_error,
 )
-from splittime.scheduler.stretch import QuietStretch, TokenOf, num_undecided
+from splittime.scheduler.stretch import QuietStretch, TokensOf, num_undecided
 
 
 class Scheduler:
@@ -203,9 +203,9 @@ class Scheduler:
 
     # ---- many steps at once ---------------------------------------------------------------------------------------
 
-    def stretch(self, now_ns: int, token_of: TokenOf) -> QuietStretch | None:
-        """Returns the steps that come, in which there is nothing to decide; None if there is something now. token_of:
-        says what each samples in every step of it."""
+    def stretch(self, now_ns: int, tokens_of: TokensOf) -> QuietStretch | None:
+        """Returns the steps that come, in which there is nothing to decide; None if there is something now. tokens_of:
+        says what each samples in them."""
         max_steps = 0 if self.config.paused else num_undecided(self._requests)
         if not max_steps:
             return None
@@ -215,7 +215,7 @@ class Scheduler:
             return None
         first, lacks_blocks = self._planner.waits_for_blocks(now_ns), self._planner.lacks_blocks
         is_steady = (lambda: True) if first is None else partial(lacks_blocks, first)
-        return QuietStretch(self._requests, token_of, max_steps, until_ns, is_steady)
+        return QuietStretch(self._requests, tokens_of, max_steps, until_ns, is_steady)
 
     def take_over(self, stretch: QuietStretch, committed_ns: int) -> list[RequestOutput]:
         """Go on behind a stretch, whose last step was committed then. Returns the ends of those who have ended."""

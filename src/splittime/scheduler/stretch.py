@@ -21,7 +21,7 @@ from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.requests import Requests
 from splittime.scheduler.state import DECODE, RequestState
 
-TokenOf = Callable[[str], int]  # what a request samples in each step of a stretch
+TokensOf = Callable[[str, int, int], list[int]]  # so many that a request samples, from a place on
 
 
 class QuietStretch:
@@ -32,7 +32,7 @@ class QuietStretch:
     def __init__(
         self,
         requests: Requests,
-        token_of: TokenOf,
+        tokens_of: TokensOf,
         max_steps: int,
         until_ns: float,
         is_steady: Callable[[], bool],
@@ -42,7 +42,7 @@ class QuietStretch:
         self._states = list(requests.running)
         self.request_ids = [state.request_id for state in self._states]
         self.starts = [state.num_computed for state in self._states]
-        self._requests, self._cache, self._token_of = requests, requests.cache, token_of
+        self._requests, self._cache, self._tokens_of = requests, requests.cache, tokens_of
         self._block_size = requests.cache.block_size
         self._by_phase: list[list[RequestState]] = [[] for _ in range(self._block_size)]
         for state in self._states:
@@ -79,8 +79,8 @@ class QuietStretch:
         return [self._requests.end(state, FinishReason.LENGTH, committed_ns) for state in ended]
 
     def _learn_tokens(self, state: RequestState) -> None:
-        num_new = state.num_computed + self.num_steps + 1 - len(state.token_ids)
-        state.token_ids += [self._token_of(state.request_id)] * num_new
+        begin, end = len(state.token_ids), state.num_computed + self.num_steps + 1
+        state.token_ids += self._tokens_of(state.request_id, begin, end - begin)
 
 
 def num_undecided(requests: Requests) -> int:

@@ -60,6 +60,7 @@ def _traced(name: str, asked: Asked, approach: Approach, max_model_len: int) -> 
         max_tokens=max_tokens,
         priority=asked.priority,
         tenant=asked.tenant,
+        cache_salt=asked.tenant,
     )
     marks = (Mark(Stage.RECEIVE, None, asked.at_ns), Mark(Stage.ADMIT, None, admitted_ns))
     return TracedRequest(request, account, marks, received_ns, leaves_ns=asked.leaves_ns)

@@ -8,8 +8,9 @@ The scheduler, the cache, the engine and the crank are the real ones. `StepCosts
 model, or a recorded ledger. A step's own parts pass while it is planned, run and committed, so that its record shows
 them where a real one does; what lies between two steps is its driver's to wait for (`after_step_ns`).
 
-A request samples one and the same token in each step, which follows from its id: two runs of the same requests make the
-same tokens, whatever else differs, and what one run has in its prefix cache is worth as much as what the other has.
+A request samples what `Answers` says of it, and else one and the same token in each step, which follows from its id: two
+runs of the same requests make the same tokens, whatever else differs, and what one run has in its prefix cache is worth
+as much as what the other has.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from zlib import crc32
 import numpy as np
 
 from splittime.core.clock import VirtualClock
-from splittime.core.step import RowResult, StepPlan, StepResult
+from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.engine.engine import Engine
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.shape import StepShape, StepTime, shape_of_plan
@@ -40,6 +41,34 @@ PlanTime = Callable[[StepPlan, int], StepTime]
 def by_shape(costs: StepCosts, execution: str = "host") -> PlanTime:
     """Returns what says how long the step takes that a plan describes."""
     return lambda plan, now_ns: costs.of(shape_of_plan(plan, execution), now_ns)
+
+
+class Answers:
+    """The tokens that simulated requests sample, by their place behind the prompt's beginning."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, tuple[int, ...]]] = {}  # where the answer begins, and its first tokens
+
+    def learn(self, request_id: str, begin: int, tokens: tuple[int, ...]) -> None:
+        if tokens:
+            self._known[request_id] = begin, tokens
+
+    def forget(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+
+    def tokens(self, request_id: str, begin: int, count: int) -> list[int]:
+        """Returns those from this place on."""
+        first, known = self._known.get(request_id, (0, ()))
+        tokens = list(known[begin - first : begin - first + count])
+        return tokens + [output_token(request_id)] * (count - len(tokens))
+
+    def result(self, row: Row) -> RowResult:
+        request_id = row.request_id
+        if not row.num_samples:
+            return RowResult(request_id)
+        if request_id not in self._known:
+            return _sampled(request_id)
+        return RowResult(request_id, tuple(self.tokens(request_id, row.start + row.num_tokens, 1)))
 
 
 class CurrentStep:
@@ -75,15 +104,16 @@ class CostedRunner:
     verifies_drafts = False
 
     def __init__(self, step: CurrentStep, clock: VirtualClock, execution: str = "host") -> None:
+        self.answers = Answers()
         self._step, self._clock, self._execution = step, clock, execution
 
     def run(self, plan: StepPlan) -> StepResult:
         time = self._step.time
         self._clock.advance(time.launch_ns + time.moves_ns + time.device_ns + time.sample_ns)
-        offload_ns = time.moves_ns if plan.offloads else 0
+        offload_ns = time.offload_ns(len(plan.offloads), len(plan.restores))
         return StepResult(
             plan.step_id,
-            tuple([_sampled(row.request_id) if row.num_samples else RowResult(row.request_id) for row in plan.rows]),
+            tuple([self.answers.result(row) for row in plan.rows]),
             time.device_ns,
             time.sample_ns,
             self._execution,
@@ -102,7 +132,7 @@ def costed_engine(
 
 @lru_cache(4096)
 def output_token(request_id: str) -> int:
-    """Returns the token that a simulated request samples in each of its steps."""
+    """Returns the token that a simulated request samples wherever its answer is not known."""
     return mixed_tokens(crc32(request_id.encode()), 0, 1)[0]
 
 

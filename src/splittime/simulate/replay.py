@@ -6,8 +6,9 @@ The same scheduler, cache, engine, crank and loop run under a virtual clock. Req
 aborts too, and each step takes what its record says. What comes out is compared with the record: who was in the step
 with which tokens, who was preempted, how many ran and waited, how many blocks were in use, when it began and ended.
 
-Who can be replayed: an engine that does not plan ahead, from its first step on, with its knobs unchanged since. What a
-ledger does not say is not guessed: a request whose account is missing while steps name it is a `ConfigError`.
+Who can be replayed: an engine that does not plan ahead, from its first step on, with its knobs unchanged and its prefix
+cache not reset since. What a ledger does not say is not guessed: a request whose account is missing while steps name it
+is a `ConfigError`.
 """
 
 from bisect import bisect_right
@@ -25,6 +26,7 @@ from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.loop import run_loop
 from splittime.drive.messages import Abort, FromEngine, StepOutput, Submit, ToEngine
 from splittime.ledger.facts import ServerFacts
+from splittime.ledger.prompt_parts import PREFIX_TOKENS
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -138,6 +140,8 @@ def replay(recorded: Recorded) -> Divergence | None:
     clock = VirtualClock(min(records[0].begin_ns, *(traced.received_ns for traced in requests)))
     steps = RecordedSteps(records)
     engine, runner, _ = costed_engine(Scheduler(config), steps.time_of, clock, records[0].execution)
+    for traced in requests:
+        runner.answers.learn(traced.request.request_id, len(traced.request.prompt_token_ids), traced.answer)
     messages = _messages(requests, records)
     replayed: list[StepRecord] = []
     try:
@@ -168,6 +172,11 @@ def _require_whole(recorded: Recorded) -> None:
         raise ConfigError("the ledger has no steps to replay", param="ledger")
     if facts.settings.get("async_scheduling"):
         raise ConfigError("a ledger of an engine that plans ahead cannot be replayed step by step", param="ledger")
+    block_size = facts.settings.get("block_size", PREFIX_TOKENS)
+    if block_size % PREFIX_TOKENS and facts.settings.get("enable_prefix_caching", True):
+        words = f"the engine shares blocks of {block_size} tokens; a ledger tells prompts apart by {PREFIX_TOKENS}"
+        hint = f"Replay one of --block-size {PREFIX_TOKENS} or a multiple of it, or of --no-enable-prefix-caching."
+        raise ConfigError(words, param="block_size", value=block_size, limit=PREFIX_TOKENS, hint=hint)
     ids = [record.step_id for record in records]
     if ids != list(range(1, len(ids) + 1)):
         hint = "Keep more of it: --max-file-steps, --max-file-accounts; or write to a new file."

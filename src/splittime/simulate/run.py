@@ -25,7 +25,7 @@ from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.costed import StepCosts, by_shape, costed_engine
+from splittime.simulate.costed import Answers, StepCosts, by_shape, costed_engine
 from splittime.simulate.door import Door
 from splittime.simulate.follow import Followers
 from splittime.simulate.skip import SkipAhead
@@ -35,7 +35,8 @@ OnAccount = Callable[[ClosedAccount], None]
 OnStep = Callable[[StepRecord], None]
 OF_THE_REQUEST = (
     *("group_id", "model", "endpoint", "tenant", "started_at_unix_ns"),
-    *("prompt_tokens", "prompt_parts", "prefixes", "max_tokens", "priority"),
+    *("prompt_tokens", "prompt_parts", "prefixes", "answer_prefixes"),
+    *("cache_salt", "computes_prompt", "max_tokens", "priority"),
 )
 
 
@@ -93,10 +94,11 @@ def simulate_each(
     Raises ValueError if they do not come in the order of their arrivals, and what `costs` raises."""
     clock = VirtualClock()
     engine, runner, after_step_ns = costed_engine(Scheduler(config), by_shape(costs, execution), clock, execution)
-    skip = SkipAhead(engine, costs, clock, execution, on_step) if skips_ahead else None
+    skip = SkipAhead(engine, costs, clock, execution, runner.answers, on_step) if skips_ahead else None
     known = requests if isinstance(requests, list) else []
     followers = Followers(traced for traced in known if traced.follows is not None)
-    server = SimulatedServer(clock, limits, delivery, after_step_ns, on_account, on_step, skip, followers)
+    sinks = on_account, on_step
+    server = SimulatedServer(clock, limits, delivery, after_step_ns, runner.answers, *sinks, skip, followers)
     if known:
         requests = sorted((each for each in known if each.follows is None), key=lambda each: each.arrived_ns)
     server.run(Crank(EngineParts(engine, runner), clock), requests)
@@ -142,6 +144,7 @@ class SimulatedServer:
         limits: QueueLimits,
         delivery: Delivery,
         after_step_ns: Callable[[], int],
+        answers: Answers,
         on_account: OnAccount,
         on_step: OnStep,
         skip: SkipAhead | None,
@@ -152,6 +155,7 @@ class SimulatedServer:
         self._on_account, self._on_step, self._skip = on_account, on_step, skip
         self._door = Door(clock, Admission(limits), delivery.to_wake_ns, self._refuse)
         self._open: dict[str, OpenRequest] = {}
+        self._answers = answers
 
     def run(self, crank: Crank, requests: Iterable[TracedRequest]) -> None:
         """Until the last request has ended."""
@@ -160,7 +164,9 @@ class SimulatedServer:
 
     def _opened(self, requests: Iterable[TracedRequest]) -> Iterator[TracedRequest]:
         for traced in requests:
-            self._open[traced.request.request_id] = OpenRequest(traced)
+            request = traced.request
+            self._open[request.request_id] = OpenRequest(traced)
+            self._answers.learn(request.request_id, len(request.prompt_token_ids), traced.answer)
             yield traced
 
     def _take(self, message: FromEngine) -> None:
@@ -208,7 +214,7 @@ class SimulatedServer:
             request.has_begun = True
             self._door.note_begun(output.request_id, ready_ns)
         if output.freed_ns is not None:
-            del self._open[output.request_id]
+            self._forget(output.request_id)
             self._door.note_ended(output.request_id, ready_ns)
             self._close(_closed(request, output, output.freed_ns, self._delivery))
         else:
@@ -219,8 +225,12 @@ class SimulatedServer:
         if len(request.steps) == request.stops_after:
             self._door.abort(request.traced.request.request_id, ready_ns + self._delivery.send_lag_ns)
 
+    def _forget(self, request_id: str) -> None:
+        del self._open[request_id]
+        self._answers.forget(request_id)
+
     def _refuse(self, traced: TracedRequest, refused: Refused, at_ns: int) -> None:
-        del self._open[traced.request.request_id]
+        self._forget(traced.request.request_id)
         account = Account(traced.request.request_id, traced.marks[0].begin_ns, traced.marks[0].stage)
         account.extend(mark for mark in traced.marks if mark.begin_ns <= at_ns)
         account.enter(Stage.DELIVER, at_ns)
@@ -254,7 +264,7 @@ def _closed(request: OpenRequest, last: RequestOutput, freed_ns: int, delivery: 
     return _account(
         traced,
         account,
-        str(FinishReason.STOP if was_stopped else last.finish_reason),
+        FinishReason.STOP if was_stopped else _reason(traced, last, len(ready_ns)),
         error=None if was_stopped else last.error,
         cached_tokens=request.cached_tokens,
         host_tokens=request.host_tokens,
@@ -267,6 +277,12 @@ def _closed(request: OpenRequest, last: RequestOutput, freed_ns: int, delivery: 
         cancelled_ns=traced.leaves_ns if last.finish_reason is FinishReason.ABORT and not was_stopped else None,
         freed_ns=None if was_stopped else freed_ns,
     )
+
+
+def _reason(traced: TracedRequest, last: RequestOutput, num_tokens: int) -> str:
+    """Returns why it ended: one that has as many tokens as it had when a token ended it ends by that token again."""
+    was_it = last.finish_reason is FinishReason.LENGTH and num_tokens == traced.account.output_tokens
+    return str(FinishReason.STOP if was_it and traced.account.finish_reason == FinishReason.STOP else last.finish_reason)
 
 
 def _account(traced: TracedRequest, account: Account, finish_reason: str, **facts: Any) -> ClosedAccount:

@@ -46,6 +46,10 @@ class StepTime(NamedTuple):
         """From the begin of the step to its end."""
         return sum(self) - self.host_gap_ns
 
+    def offload_ns(self, num_offloads: int, num_restores: int) -> int:
+        """Returns the part of `moves_ns` that copies to host memory took: each copy takes as long, either way."""
+        return self.moves_ns * num_offloads // (num_offloads + num_restores) if num_offloads else 0
+
 
 def shape_of_record(record: StepRecord) -> StepShape:
     num_drafts = sum(drafts for _, drafts, _ in record.verified)

@@ -14,7 +14,7 @@ from splittime.engine.engine import Engine
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.stretch import QuietStretch
-from splittime.simulate.costed import StepCosts, output_token
+from splittime.simulate.costed import Answers, StepCosts
 from splittime.simulate.shape import StepShape, StepTime
 
 
@@ -37,14 +37,16 @@ class SkipAhead:
         costs: StepCosts,
         clock: VirtualClock,
         execution: str,
+        answers: Answers,
         on_step: Callable[[StepRecord], None],
     ) -> None:
+        self._answers = answers
         self._engine, self._scheduler = engine, engine.scheduler
         self._costs, self._clock, self._execution, self._on_step = costs, clock, execution, on_step
 
     def stretch(self) -> QuietStretch | None:
         """Returns the steps that may be skipped now, right behind another step; None if there are none."""
-        return self._scheduler.stretch(self._clock.now_ns(), output_token)
+        return self._scheduler.stretch(self._clock.now_ns(), self._answers.tokens)
 
     def run(self, stretch: QuietStretch, last: StepRecord, next_ns: float) -> Skipped:
         """Takes steps of a stretch that follows this step, as long as they begin before something comes at `next_ns`.
@@ -90,7 +92,7 @@ class SkipAhead:
         num_restored: int,
     ) -> StepRecord:
         scheduler = self._scheduler
-        offload_ns = time.moves_ns if num_offloaded else 0
+        offload_ns = time.offload_ns(num_offloaded, num_restored)
         return StepRecord(
             step_id=last.step_id + 1,
             begin_ns=begin_ns,

@@ -43,8 +43,9 @@ class TracedRequest(NamedTuple):
     """A request that reached the engine at `received_ns`, and what its account said in the end.
 
     marks: of the server, before that; the first is its arrival. stops_after: so many tokens, after which the server
-    ended it (a stop string). leaves_ns: when its client went away. None: it ended otherwise. follows: what it waits
-    for; its instants are then those of the earliest time at which it may come.
+    ended it (a stop string). leaves_ns: when its client went away. None: it ended otherwise. answer: the first tokens
+    that it samples, as far as anything is known of them. follows: what it waits for; its instants are then those of
+    the earliest time at which it may come.
     """
 
     request: Request
@@ -53,6 +54,7 @@ class TracedRequest(NamedTuple):
     received_ns: int
     stops_after: int | None = None
     leaves_ns: int | None = None
+    answer: tuple[int, ...] = ()
     follows: Follows | None = None
 
     @property
@@ -83,7 +85,7 @@ def traced_requests(accounts: Iterable[ClosedAccount], max_model_len: int) -> li
     reached.sort(key=lambda each: (each[0], each[1].request_id))
     stand_ins = StandIns(account for _, account in reached)
     return [
-        _traced(account, received_ns, stand_ins.tokens_of(account), max_model_len) for received_ns, account in reached
+        _traced(account, received_ns, *stand_ins.tokens_of(account), max_model_len) for received_ns, account in reached
     ]
 
 
@@ -129,7 +131,9 @@ def at_speed(requests: Iterable[TracedRequest], factor: float) -> list[TracedReq
     return [traced.moved(round((traced.arrived_ns - first_ns) * (1 / factor - 1))) for traced in requests]
 
 
-def _traced(account: ClosedAccount, received_ns: int, prompt: tuple[int, ...], max_model_len: int) -> TracedRequest:
+def _traced(
+    account: ClosedAccount, received_ns: int, prompt: tuple[int, ...], answer: tuple[int, ...], max_model_len: int
+) -> TracedRequest:
     stopped = _met_stop_string(account)
     went_away = account.finish_reason == FinishReason.ABORT
     return TracedRequest(
@@ -139,6 +143,7 @@ def _traced(account: ClosedAccount, received_ns: int, prompt: tuple[int, ...], m
         received_ns=received_ns,
         stops_after=account.output_tokens if stopped else None,
         leaves_ns=(account.end_ns if account.cancelled_ns is None else account.cancelled_ns) if went_away else None,
+        answer=answer,
     )
 
 
@@ -163,11 +168,16 @@ def _request(account: ClosedAccount, prompt: tuple[int, ...], max_model_len: int
     return Request(
         request_id=account.request_id,
         prompt_token_ids=prompt,
-        sampling=SamplingParams(max_tokens=max(1, max_tokens), seed=0, ignore_eos=True),
+        sampling=SamplingParams(
+            max_tokens=max(1, max_tokens),
+            seed=0,
+            ignore_eos=True,
+            prompt_logprobs=0 if account.computes_prompt else None,
+        ),
         submitted_ns=handed_ns,
         priority=account.priority,
         deadline_ns=account.deadline_ns,
-        cache_salt=account.tenant,
+        cache_salt=account.cache_salt,
     )
 
 
@@ -194,22 +204,24 @@ class StandIns:
     def __init__(self, accounts: Iterable[ClosedAccount]) -> None:
         self._computed_ns: dict[bytes, float] = {}  # when the first prompt with this beginning was begun
         for account in accounts:
-            for mark in prefix_list(account.prefixes):
+            for mark in prefix_list(account.prefixes + account.answer_prefixes):
                 self._computed_ns[mark] = min(self._computed_ns.get(mark, math.inf), _computed_ns(account))
         self._by_beginning: dict[bytes, list[int]] = {}  # the latest request with it: its tokens, output included
         self._recent: deque[tuple[list[bytes], list[int]]] = deque()
         self._unusual: dict[bytes, list[int]] = {}  # blocks that are not what their hash alone says
 
-    def tokens_of(self, account: ClosedAccount) -> tuple[int, ...]:
-        """Returns `prompt_tokens` tokens."""
-        hashes = prefix_list(account.prefixes)
+    def tokens_of(self, account: ClosedAccount) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns `prompt_tokens` tokens, and those of the answer that fill blocks."""
+        hashes = prefix_list(account.prefixes + account.answer_prefixes)
+        count = account.prompt_tokens
         tokens = [token for mark in hashes for token in self._block(mark)]
         own = crc32(account.request_id.encode()) + 1
-        tokens += mixed_tokens(own, len(tokens), account.prompt_tokens)
+        tokens += mixed_tokens(own, len(tokens), count) if len(tokens) < count else []
         if account.cached_tokens and not self._is_explained(account, hashes):
             self._continue(tokens, self._nearest(hashes)[: account.cached_tokens], hashes)
-        self._remember(hashes, tokens + [output_token(account.request_id)] * account.output_tokens)
-        return tuple(tokens)
+        num_unknown = count + account.output_tokens - len(tokens)
+        self._remember(hashes, tokens + [output_token(account.request_id)] * num_unknown)
+        return tuple(tokens[:count]), tuple(tokens[count:])
 
     def _is_explained(self, account: ClosedAccount, hashes: list[bytes]) -> bool:
         """Whether a prompt that was computed before begins with what this one found in the cache."""
