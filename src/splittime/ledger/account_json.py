@@ -2,7 +2,8 @@
 
 Times inside are relative to `start_ns`, for people to read; `start_ns` itself is of the host's monotonic clock.
 `stages` are contiguous and end at `end_ns - start_ns`. `derived` holds the figures of `ledger.derive`, nothing else.
-`prompt_parts` are [hash, start, num_tokens] each, `prefixes` and `answer_prefixes` are base64. `account_from_json(account_json(a)) == a`.
+`prompt_parts` are [hash, start, num_tokens] each, both kinds of prefixes are base64.
+`account_from_json(account_json(a)) == a`.
 """
 
 from base64 import b64decode, b64encode

@@ -8,9 +8,9 @@ The scheduler, the cache, the engine and the crank are the real ones. `StepCosts
 model, or a recorded ledger. A step's own parts pass while it is planned, run and committed, so that its record shows
 them where a real one does; what lies between two steps is its driver's to wait for (`after_step_ns`).
 
-A request samples what `Answers` says of it, and else one and the same token in each step, which follows from its id: two
-runs of the same requests make the same tokens, whatever else differs, and what one run has in its prefix cache is worth
-as much as what the other has.
+A request samples what `Answers` says of it, and else one and the same token in each step, which follows from its id:
+two runs of the same requests make the same tokens, whatever else differs, and what one run has in its prefix cache is
+worth as much as what the other has.
 """
 
 from collections.abc import Callable

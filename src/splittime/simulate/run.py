@@ -214,7 +214,8 @@ class SimulatedServer:
             request.has_begun = True
             self._door.note_begun(output.request_id, ready_ns)
         if output.freed_ns is not None:
-            self._forget(output.request_id)
+            del self._open[output.request_id]
+            self._answers.forget(output.request_id)
             self._door.note_ended(output.request_id, ready_ns)
             self._close(_closed(request, output, output.freed_ns, self._delivery))
         else:
@@ -225,12 +226,8 @@ class SimulatedServer:
         if len(request.steps) == request.stops_after:
             self._door.abort(request.traced.request.request_id, ready_ns + self._delivery.send_lag_ns)
 
-    def _forget(self, request_id: str) -> None:
-        del self._open[request_id]
-        self._answers.forget(request_id)
-
     def _refuse(self, traced: TracedRequest, refused: Refused, at_ns: int) -> None:
-        self._forget(traced.request.request_id)
+        del self._open[traced.request.request_id]
         account = Account(traced.request.request_id, traced.marks[0].begin_ns, traced.marks[0].stage)
         account.extend(mark for mark in traced.marks if mark.begin_ns <= at_ns)
         account.enter(Stage.DELIVER, at_ns)
@@ -264,7 +261,7 @@ def _closed(request: OpenRequest, last: RequestOutput, freed_ns: int, delivery: 
     return _account(
         traced,
         account,
-        FinishReason.STOP if was_stopped else _reason(traced, last, len(ready_ns)),
+        str(FinishReason.STOP if was_stopped else _reason(traced, last, len(ready_ns))),
         error=None if was_stopped else last.error,
         cached_tokens=request.cached_tokens,
         host_tokens=request.host_tokens,
@@ -279,10 +276,12 @@ def _closed(request: OpenRequest, last: RequestOutput, freed_ns: int, delivery: 
     )
 
 
-def _reason(traced: TracedRequest, last: RequestOutput, num_tokens: int) -> str:
+def _reason(traced: TracedRequest, last: RequestOutput, num_tokens: int) -> FinishReason | None:
     """Returns why it ended: one that has as many tokens as it had when a token ended it ends by that token again."""
-    was_it = last.finish_reason is FinishReason.LENGTH and num_tokens == traced.account.output_tokens
-    return str(FinishReason.STOP if was_it and traced.account.finish_reason == FinishReason.STOP else last.finish_reason)
+    recorded = traced.account
+    if last.finish_reason is FinishReason.LENGTH and num_tokens == recorded.output_tokens:
+        return FinishReason.STOP if recorded.finish_reason == FinishReason.STOP else FinishReason.LENGTH
+    return last.finish_reason
 
 
 def _account(traced: TracedRequest, account: Account, finish_reason: str, **facts: Any) -> ClosedAccount:
