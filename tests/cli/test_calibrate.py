@@ -132,6 +132,12 @@ def test_a_model_is_started_for_it_and_ended_after(tmp_path):
     assert str(kept) in done.stderr.replace("\n", "")
 
 
+def test_where_nothing_can_be_kept_nothing_is_measured(tmp_path):
+    (tmp_path / "splittime").write_text("a file where the folder would be")
+    done = called("calibrate", "--url", "http://127.0.0.1:9", XDG_CACHE_HOME=str(tmp_path))
+    assert (done.returncode, "cannot write" in done.stderr) == (2, True)
+
+
 def test_a_server_that_is_up_keeps_its_settings():
     done = called("calibrate", "--url", "http://127.0.0.1:9", "--max-num-seqs", "2")
     assert done.returncode == 2

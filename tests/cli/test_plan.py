@@ -127,6 +127,8 @@ def test_an_slo_that_cannot_be_kept_says_what_can(replica: Path) -> None:
         (("{replica}", *SLO, "--start-up", "soon"), "is no time"),
         (("{replica}", *SLO, "--growth", "2"), "growth says nothing without a peak rate"),
         (("{replica}", *SLO, "--model-config", "{model}"), "--model-config is for --device"),
+        (("none.sqlite", *SLO, "--out", "/dev/full"), "cannot write /dev/full"),  # before anything is read
+        (("none.sqlite", *SLO, "--csv", "/dev/full"), "cannot write /dev/full"),
     ],
 )
 def test_what_cannot_be_is_refused(replica: Path, arguments: tuple[str, ...], words: str) -> None:

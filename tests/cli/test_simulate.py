@@ -130,6 +130,8 @@ def test_what_cannot_be_is_refused_with_2(ledger: Path, flags: tuple[object, ...
 
 def test_what_is_no_ledger_is_refused_with_2(tmp_path: Path) -> None:
     assert invoke(tmp_path / "none.sqlite").exit_code == 2
+    kept = invoke(tmp_path / "none.sqlite", "--out", "/proc/none/out.sqlite")
+    assert "cannot write /proc/none/out.sqlite" in kept.stderr, "before the ledger is read"
     (tmp_path / "text.sqlite").write_text("no")
     result = invoke(tmp_path / "text.sqlite")
     assert (result.exit_code, "not a readable ledger" in result.stderr) == (2, True)

@@ -207,6 +207,13 @@ def test_too_few_steps_are_refused() -> None:
         fit(records(0, count=MIN_STEPS - 1))
 
 
+@pytest.mark.parametrize("wrong", [{"device_ns": -1}, {"end_ns": 0}, {"end_ns": 2**62}])
+def test_steps_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+    steps = records(0)
+    with pytest.raises(ConfigError, match="that cannot be"):
+        fit([msgspec.structs.replace(steps[0], **wrong), *steps[1:]])
+
+
 def test_it_crosses_json_unchanged(fitted: Fit) -> None:
     encoded = msgspec.json.encode(fitted.model)
     assert msgspec.json.decode(encoded, type=CostModel) == fitted.model

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from test_skip_ahead import NoisyCosts, some_requests
 
+from splittime.core.errors import ConfigError
 from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.figures import RunningFigures, figures
@@ -77,5 +78,5 @@ def len_of(step: object) -> None:
 
 
 def test_a_run_without_requests_has_no_figures() -> None:
-    with pytest.raises(ValueError, match="served nobody"):
+    with pytest.raises(ConfigError, match="served nobody"):
         RunningFigures().figures()

@@ -124,6 +124,12 @@ def test_of_several_servers_in_a_file_the_latest_counts(recorded: Recorded) -> N
     assert latest_run(recorded) is recorded
 
 
+def test_a_request_longer_than_the_servers_context_is_refused(recorded: Recorded) -> None:
+    long = msgspec.structs.replace(recorded.accounts[0], prompt_tokens=10**12)
+    with pytest.raises(ConfigError, match="the ledger is damaged"):
+        predict(msgspec.structs.replace(recorded, accounts=[long, *recorded.accounts[1:]]), Change(), draws=1)
+
+
 def test_a_ledger_that_says_too_little_is_refused(recorded: Recorded) -> None:
     with pytest.raises(ConfigError, match="3 requests are too few"):
         replica_of(msgspec.structs.replace(recorded, accounts=recorded.accounts[:3]))

@@ -1,5 +1,6 @@
 """Servers of our own start, serve and end; one that runs has its knobs back, whatever ended the tune."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -80,3 +81,26 @@ def test_an_interrupted_tune_leaves_the_knobs_as_they_were(server: Target, tmp_p
     about = json.loads(path.read_bytes().splitlines()[0])["about"]
     lines = Notebook(path, about).lines
     assert any(isinstance(line, MeasuredRun) and line.changes == {} for line in lines)
+
+
+def test_a_server_ends_with_the_tune_that_was_killed(tmp_path: Path) -> None:
+    code = """import sys, time
+from splittime.tune.servers import OwnServers
+with OwnServers(None, {"num_threads": 1}).serving({}) as target:
+    print(target.base_url, flush=True)
+    time.sleep(600)"""
+    tune = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert tune.stdout is not None
+    url = tune.stdout.readline().strip()
+    get_json(f"{url}/knobs", None)
+    tune.kill()
+    tune.wait()
+    tune.stdout.close()
+
+    def is_gone() -> bool:
+        with contextlib.suppress(EngineError):
+            get_json(f"{url}/knobs", None)
+            return False
+        return True
+
+    wait_for(is_gone)

@@ -1,5 +1,7 @@
 """A whole tune on servers whose truth is known: the sick are cured, the healthy left alone, bad numbers refused."""
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,27 @@ def test_a_notebook_of_another_tune_is_refused(tmp_path: Path) -> None:
     path.write_text("no notebook\n")
     with pytest.raises(ConfigError, match="is no notebook"):
         Notebook(path, {})
+
+
+def test_one_process_writes_a_notebook_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "tune.jsonl"
+    Notebook(path, {})
+    before = path.read_bytes()
+    held = Notebook(path, {})
+    code = (
+        f"from pathlib import Path; from splittime.tune.notebook import Notebook; Notebook(Path({str(path)!r}), {{}})"
+    )
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "another process writes" in other.stderr
+    del held
+    assert path.read_bytes() == before
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/tmp", "/proc/none/tune.jsonl"])
+def test_a_notebook_that_cannot_be_written_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot write {path}"):
+        Notebook(Path(path), {})
 
 
 def test_the_doctor_s_values_are_tried() -> None:

@@ -60,16 +60,17 @@ class CalibrateOptions:
 @with_settings("runner", "scheduler", options=CalibrateOptions)
 def calibrate(settings: Settings, given: CalibrateOptions) -> None:
     """Measure what a server's steps take, and keep it for plans."""
+    from splittime.plan.calibration import calibration_of
+    from splittime.plan.kept import check_keepable, keep
+    from splittime.simulate.replica import save_replica
+
     if given.out is not None:
         check_writable(given.out)
+    check_keepable()
     from splittime.tune.measure import sigterm_interrupts
 
     with sigterm_interrupts(), loading("starting") as say, _server(settings, given) as target:
         arms = asyncio.run(_climbed(target, given, say))
-    from splittime.plan.calibration import calibration_of
-    from splittime.plan.kept import keep
-    from splittime.simulate.replica import save_replica
-
     found, facts = calibration_of(arms), arms[-1].facts
     assert facts is not None
     kept = keep(found.replica, facts)

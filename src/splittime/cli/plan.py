@@ -15,6 +15,7 @@ from splittime.cli.bench_flags import NOT_PLANNED, time_ns, with_load_flags
 from splittime.cli.options import EXIT_CODES, JsonFlag, talk, wide
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError
+from splittime.core.whole_file import check_writable
 from splittime.present.tables import FittingTable, Sentence
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ def plan(given: PlanOptions, load: dict[str, Any]) -> None:
 
     slo = parse_slo(given.slo)
     check_terms(slo)
+    for name, path in (("out", given.out), ("csv", given.csv)):
+        if path is not None:
+            check_writable(path, name)
     sources = _sources(given)
     with loading("reading what the servers did") as say:
         replicas = _replicas(given, sources)

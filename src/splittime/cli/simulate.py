@@ -81,7 +81,7 @@ def simulate(
 ) -> None:
     """Say what a change would have done to recorded requests, with the same scheduler under a virtual clock; or to the
     load that is described."""
-    from splittime.simulate.recorded import is_ledger, read_ledger
+    from splittime.simulate.recorded import is_ledger, read_ledger, require_new
 
     load = load_of(settings)
     given = {name: value for name, value in {**settings, "num_blocks": num_blocks}.items() if value is not None}
@@ -92,6 +92,8 @@ def simulate(
     if speed != 1 and "concurrency" in load:
         hint = "Give --concurrency alone, or --rate."
         raise ConfigError("a closed loop comes as fast as it is answered", param="speed", value=speed, hint=hint)
+    if out is not None:
+        require_new(out)
     path = None if ledger is None or is_url(ledger) else Path(ledger)
     if path is not None and (is_ledger(path) or path.suffix != ".json"):
         recorded = read_ledger(path)

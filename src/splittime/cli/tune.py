@@ -25,6 +25,7 @@ from splittime.core.settings import settings_of
 from splittime.core.whole_file import check_writable, write_whole
 
 if TYPE_CHECKING:
+    from splittime.simulate.recorded import Recorded
     from splittime.tune.budget import TimeBudget
     from splittime.tune.compare_profiles import ProfileFigures
     from splittime.tune.goal import Goal
@@ -103,15 +104,17 @@ class TuneOptions:
 
 def tune(given: TuneOptions, settings: Settings, load: dict[str, Any]) -> None:
     """Find the settings that keep an SLO: search in the simulator, verify on the real engine."""
+    from splittime.simulate.recorded import read_ledger
     from splittime.tune.budget import TimeBudget
     from splittime.tune.compare_profiles import compare_profiles
     from splittime.tune.measure import sigterm_interrupts
 
     _check(given, load)
-    servers, profile = _servers(given, settings)
+    recorded = None if given.ledger is None else read_ledger(given.ledger)
+    servers, profile = _servers(given, settings, recorded)
     with sigterm_interrupts(), loading("tuning") as say:
         budget = TimeBudget(given.minutes)
-        measurer, asked_load, with_time = _measurer(given, servers, profile, load, budget, say)
+        measurer, asked_load, with_time = _measurer(given, servers, profile, load, recorded, budget, say)
         if given.compare_profiles:
             beside = compare_profiles(measurer, _asked(settings), budget)
         else:
@@ -144,7 +147,7 @@ def _check(given: TuneOptions, load: Mapping[str, Any]) -> None:
         check_writable(given.write_config, "write_config")
 
 
-def _servers(given: TuneOptions, settings: Settings) -> "tuple[Servers, Profile]":
+def _servers(given: TuneOptions, settings: Settings, recorded: "Recorded | None") -> "tuple[Servers, Profile]":
     from splittime.tune.profiles import PROFILES
     from splittime.tune.servers import OwnServers, RunningServer
     from splittime.tune.traffic import recorded_settings
@@ -157,8 +160,8 @@ def _servers(given: TuneOptions, settings: Settings) -> "tuple[Servers, Profile]
     asked = _asked(settings)
     if given.url is None:
         model_source.locate(given.model)  # refuses what is no model
-        recorded = {} if given.ledger is None else recorded_settings(given.ledger, ENGINE_SETTINGS)
-        return OwnServers(given.model, {**recorded, **(profile.settings if given.profile else {}), **asked}), profile
+        before = {} if recorded is None else recorded_settings(recorded.facts, ENGINE_SETTINGS)
+        return OwnServers(given.model, {**before, **(profile.settings if given.profile else {}), **asked}), profile
     if asked:
         hint = "Leave them out, or leave --url out."
         raise ConfigError("a running server has its settings already", param=next(iter(asked)), hint=hint)
@@ -175,15 +178,17 @@ def _measurer(
     servers: "Servers",
     profile: "Profile",
     load: dict[str, Any],
+    recorded: "Recorded | None",
     budget: "TimeBudget",
     say: Callable[..., None],
 ) -> "tuple[Measurer, RecordedLoad | DrawnLoad, Callable[[str, float | None], None]]":
     """Returns what makes runs, what they ask, and what shows the progress with the time that is left."""
     from splittime.tune.measure import DrawnLoad, Measurer, RealRuns
     from splittime.tune.notebook import Notebook
+    from splittime.tune.traffic import RecordedLoad
 
     goal = _goal(given.slo, profile)
-    asked = DrawnLoad(load) if given.ledger is None else _recorded(given.ledger)
+    asked = DrawnLoad(load) if recorded is None else RecordedLoad(recorded, __version__, num_cores())
     about = {"servers": servers.about, "load": asked.about, "goal": goal, "version": __version__, "machine": _machine()}
 
     def with_time(what: str, share: float | None) -> None:
@@ -191,13 +196,6 @@ def _measurer(
 
     runs = RealRuns(servers, asked, goal, with_time)
     return Measurer(runs, goal, Notebook(given.notebook, about)), asked, with_time
-
-
-def _recorded(ledger: Path) -> "RecordedLoad":
-    from splittime.simulate.recorded import read_ledger
-    from splittime.tune.traffic import RecordedLoad
-
-    return RecordedLoad(read_ledger(ledger), __version__, num_cores())
 
 
 def _tuner(

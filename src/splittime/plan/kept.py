@@ -17,6 +17,7 @@ import msgspec
 from splittime.core.cache_folder import cache_folder
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
+from splittime.core.whole_file import check_writable
 from splittime.ledger.facts import ServerFacts
 from splittime.simulate.replica import Replica, load_replica, save_replica
 
@@ -47,6 +48,13 @@ class KeptCalibration(NamedTuple):
     def __str__(self) -> str:
         machine = machine_words(self.replica.machine)
         return f"the calibration of {self.model} on {machine}, {age_words(self.age_s)} old: {self.path}"
+
+
+def check_keepable() -> None:
+    """Raises ConfigError where nothing can be kept: before it is measured."""
+    folder = _folder()
+    if folder is not None:
+        check_writable(folder / "any.json", "XDG_CACHE_HOME")
 
 
 def keep(replica: Replica, facts: ServerFacts, folder: Path | None = None) -> Path | None:

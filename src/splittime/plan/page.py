@@ -20,7 +20,7 @@ COLUMNS = ("server", "source", "name", "value", "low", "high", "unit", "formula"
 
 def write_page(sheets: Sequence[Sheet], slo: Mapping[str, float], path: Path) -> None:
     """Write whole or not at all. Raises `ConfigError` where it cannot be written."""
-    write_whole(path, render_page(sheets, slo).encode("utf-8", "replace"), param="html")
+    write_whole(path, render_page(sheets, slo).encode("utf-8", "replace"), param="out")
 
 
 def render_page(sheets: Sequence[Sheet], slo: Mapping[str, float]) -> str:

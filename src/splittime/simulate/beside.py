@@ -7,11 +7,12 @@ output. The process takes the lowest priority, has `CPU_S` of a processor, and e
 import os
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from splittime.core.errors import ConfigError, ErrorInfo
+from splittime.core.parent import end_with
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import changed
 from splittime.simulate.question import read_question
@@ -36,7 +37,7 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
     is_bad_change: bool = False
 
 
-def answer(lines: Sequence[bytes], on_draw: Callable[[int], None] = lambda number: None) -> WhatIfAnswer:
+def answer(lines: Sequence[bytes]) -> WhatIfAnswer:
     """Returns the answer to a question's lines."""
     asked, recorded = read_question(lines)
     try:
@@ -44,7 +45,7 @@ def answer(lines: Sequence[bytes], on_draw: Callable[[int], None] = lambda numbe
     except ConfigError as error:
         return WhatIfAnswer(error=error.info, is_bad_change=True)
     try:
-        found = predict(recorded, asked.change, asked.draws, on_draw=on_draw)
+        found = predict(recorded, asked.change, asked.draws)
     except ConfigError as error:
         return WhatIfAnswer(error=error.info)
     return WhatIfAnswer(
@@ -60,13 +61,8 @@ def answer(lines: Sequence[bytes], on_draw: Callable[[int], None] = lambda numbe
 def main() -> None:
     os.nice(LOWEST)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))  # SIGXCPU, which says why it ended; then SIGKILL
-    parent = os.getppid()
-
-    def end_with_parent(number: int) -> None:
-        if os.getppid() != parent:
-            sys.exit(1)
-
-    found = answer(sys.stdin.buffer.read().splitlines(), end_with_parent)
+    end_with(os.getppid())
+    found = answer(sys.stdin.buffer.read().splitlines())
     sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
 
 

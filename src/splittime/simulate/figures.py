@@ -5,6 +5,7 @@ Times are in ms: `ttft_ms_p99`, `itl_ms_p50`, `e2e_ms_mean`, ...
 
 from collections.abc import Iterable
 
+from splittime.core.errors import ConfigError
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Stage
@@ -46,9 +47,9 @@ class RunningFigures:
         self._rows += len(step.rows)
 
     def figures(self) -> Figures:
-        """Returns the figures, times in ms. Raises ValueError for a run that served nobody."""
+        """Returns the figures, times in ms. Raises ConfigError for a run that served nobody."""
         if self._begin_ns is None or not self._steps:
-            raise ValueError("a run that served nobody has no figures")
+            raise ConfigError("a run that served nobody has no figures", param="requests", value=0, limit=1)
         found = {
             f"{name}_ms_{percent}": value / 1e6
             for name, times in self._times.items()
@@ -65,7 +66,7 @@ class RunningFigures:
 
 
 def figures(accounts: Iterable[ClosedAccount], steps: Iterable[StepRecord]) -> Figures:
-    """Returns the figures of a whole run, times in ms. Raises ValueError for one that served nobody."""
+    """Returns the figures of a whole run, times in ms. Raises ConfigError for one that served nobody."""
     running = RunningFigures()
     for account in accounts:
         running.add_account(account)

@@ -37,6 +37,7 @@ PRIOR_WIDTH = 3.0
 SHRINK = 20.0  # steps that a bucket needs for half of its factor to be believed
 QUANTILES = 200
 PAUSE = 3.0
+LONGEST_NS = 10**14  # a day
 
 Array = NDArray[np.float64]
 
@@ -70,10 +71,11 @@ class StepTable(NamedTuple):
 
 
 def fit(records: Sequence[StepRecord], facts: ServerFacts | None = None) -> Fit:
-    """Returns the model of these steps. Raises ConfigError for too few."""
+    """Returns the model of these steps. Raises ConfigError for too few, and for some that cannot be."""
     if len(records) < MIN_STEPS:
         hint = "Record more: some minutes of traffic."
         raise ConfigError(f"{len(records)} steps are too few to go by", param="ledger", limit=MIN_STEPS, hint=hint)
+    _require_possible(records)
     steps = _steps(records)
     model, pace = _fit(steps, facts)
     return Fit(msgspec.structs.replace(model, errors=_held_out(steps, facts, model)), pace)
@@ -88,6 +90,14 @@ def pace_of(model: CostModel, records: Sequence[StepRecord]) -> float | None:
             time = model.step_time(shape_of_record(record))
             ratios.append((record.end_ns - record.begin_ns - record.moves_ns) / max(1, _without_moves(time)))
     return float(np.median(ratios)) if len(ratios) >= MIN_STEPS else None
+
+
+def _require_possible(records: Sequence[StepRecord]) -> None:
+    for step in records:
+        parts_ns = (step.plan_ns, step.launch_ns, step.device_ns, step.sample_ns, step.commit_ns, step.host_gap_ns)
+        if not 0 < step.end_ns - step.begin_ns <= LONGEST_NS or min(parts_ns) < 0:
+            words = f"step {step.step_id} takes {step.end_ns - step.begin_ns} ns, of parts {parts_ns}: that cannot be"
+            raise ConfigError(words, param="ledger", hint="The ledger is damaged. Record another.")
 
 
 def _steps(records: Sequence[StepRecord]) -> StepTable:

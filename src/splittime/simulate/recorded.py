@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.core.whole_file import check_writable
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
@@ -84,13 +85,19 @@ class LedgerSink:
             self._ledger.flush(FLUSH_S)
 
 
+def require_new(path: Path) -> None:
+    """Raises ConfigError for a file that is there already, or cannot be written."""
+    if path.exists():
+        hint = "Name another file, or move this one away."
+        raise ConfigError(f"{path} is there already", param="out", value=str(path), hint=hint)
+    check_writable(path)
+
+
 @contextmanager
 def written_ledger(facts: ServerFacts, path: Path) -> Iterator[LedgerSink]:
     """Yields what takes the records of a new file. Raises ConfigError for one that is there already, or could not be
     written whole."""
-    if path.exists():
-        hint = "Name another file, or move this one away."
-        raise ConfigError(f"{path} is there already", param="out", value=str(path), hint=hint)
+    require_new(path)
     ledger = Ledger(path, max_accounts=1, max_steps=1, max_file_accounts=ALL, max_file_steps=ALL)
     ledger.describe_by(lambda: facts)
     try:

@@ -157,13 +157,16 @@ def replay(recorded: Recorded) -> Divergence | None:
 
 def scheduler_config(facts: ServerFacts) -> SchedulerConfig:
     """Returns the scheduler's settings as the facts tell them; not paused, as it was not when it computed. Raises
-    ConfigError if they are not all there."""
+    ConfigError if they are not all there, or cannot be."""
     known = {name: facts.settings[name] for name in SchedulerConfig.__struct_fields__ if name in facts.settings}
     missing = [name for name in ("num_blocks", "max_num_seqs", "max_num_batched_tokens") if name not in known]
     if missing:
         raise ConfigError(f"the ledger's facts do not say {', '.join(missing)}", param="ledger")
     known.setdefault("max_model_len", facts.max_model_len)
-    return msgspec.convert(known | {"paused": False}, SchedulerConfig)
+    try:
+        return msgspec.convert(known | {"paused": False}, SchedulerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the ledger's facts cannot be: {error}", param="ledger") from None
 
 
 def _require_whole(recorded: Recorded) -> None:

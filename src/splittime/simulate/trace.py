@@ -19,6 +19,7 @@ from zlib import crc32
 
 import msgspec
 
+from splittime.core.errors import ConfigError
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import ClosedAccount, Mark
@@ -80,9 +81,15 @@ class TracedRequest(NamedTuple):
 
 def traced_requests(accounts: Iterable[ClosedAccount], max_model_len: int) -> list[TracedRequest]:
     """Returns the requests that reached the engine, in the order in which they did. One that was ended by its client,
-    its deadline or an error may have as many tokens as it had asked for."""
+    its deadline or an error may have as many tokens as it had asked for. Raises ConfigError for one that is longer than
+    the server's context: its ledger is damaged."""
     reached = [(received_ns, account) for account in accounts if (received_ns := _received_ns(account)) is not None]
     reached.sort(key=lambda each: (each[0], each[1].request_id))
+    for _, account in reached:
+        if account.prompt_tokens + account.output_tokens > max_model_len:
+            words = f"request {account.request_id} has {account.prompt_tokens} + {account.output_tokens} tokens"
+            words += f" where the server takes at most {max_model_len}: the ledger is damaged"
+            raise ConfigError(words, param="ledger", limit=max_model_len)
     stand_ins = StandIns(account for _, account in reached)
     return [
         _traced(account, received_ns, *stand_ins.tokens_of(account), max_model_len) for received_ns, account in reached

@@ -3,12 +3,15 @@
     tune.jsonl         what is tuned, then runs and trials in the order in which they were made
     tune.jsonl.runs/   the runs themselves, as `splittime bench run --out` writes them (`bench compare` reads them)
 
-A tune that finds its notebook takes each run that is in it from there, so that one that was interrupted goes on where
-it was, and one that had ended says the same again without a server. A notebook of something else is refused. A line
-that was cut short by the end of a process is dropped.
+One process writes a notebook at a time. A tune that finds its notebook takes each run that is in it from there, so that
+one that was interrupted goes on where it was, and one that had ended says the same again without a server. A notebook
+of something else is refused. A line that was cut short by the end of a process is dropped.
 """
 
+import fcntl
+import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import msgspec
 
 from splittime.bench.book.records import Run, load_run, save
 from splittime.core.errors import ConfigError
+from splittime.core.whole_file import check_writable
 from splittime.diagnose.comparison import Verdict
 from splittime.tune.goal import Score
 from splittime.tune.search import Forecast
@@ -65,9 +69,11 @@ class Notebook:
     """path: of the file; None keeps all in memory."""
 
     def __init__(self, path: Path | None, about: Mapping[str, Any]) -> None:
-        """Raises ConfigError for a file that is of another tune, or is no notebook."""
+        """Raises ConfigError for a file that is of another tune, is no notebook, cannot be written, or is being written
+        by another process."""
         self._path, self._runs = path, dict[str, Run]()
-        self.lines: list[Line] = _read(path) if path is not None else []
+        self._file = _opened(path) if path is not None else None
+        self.lines: list[Line] = _read(path, self._file) if path is not None and self._file is not None else []
         begun = TuneBegun(about=msgspec.json.decode(msgspec.json.encode(dict(about))))
         if not self.lines:
             self._add(begun)
@@ -115,18 +121,33 @@ class Notebook:
 
     def _add(self, line: Line) -> None:
         self.lines.append(line)
-        if self._path is None:
+        if self._file is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
+        try:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            words = f"cannot write {self._path}: {error.strerror}"
+            raise ConfigError(words, param="notebook", value=str(self._path)) from error
 
 
-def _read(path: Path) -> list[Line]:
-    """Returns the whole lines of a notebook; [] for none. What follows the last of them is cut off."""
-    if not path.exists():
-        return []
-    data = path.read_bytes()
+def _opened(path: Path) -> FileIO:
+    """Returns the file, which no other process writes until this one ends."""
+    check_writable(path, "notebook")
+    try:
+        file = FileIO(path, "a+")
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        is_held = isinstance(error, BlockingIOError | PermissionError) and path.is_file() and os.access(path, os.W_OK)
+        words = f"another process writes {path}" if is_held else f"cannot write {path}: {error.strerror}"
+        hint = "Wait for it, or name another file with --notebook." if is_held else None
+        raise ConfigError(words, param="notebook", value=str(path), hint=hint) from None
+    return file
+
+
+def _read(path: Path, file: FileIO) -> list[Line]:
+    """Returns the whole lines of a notebook. What follows the last of them is cut off."""
+    file.seek(0)
+    data = file.readall()
     whole = data[: data.rfind(b"\n") + 1]
     try:
         lines = [msgspec.json.decode(line, type=Line) for line in whole.splitlines()]
@@ -136,7 +157,7 @@ def _read(path: Path) -> list[Line]:
         hint = "Name another file."
         raise ConfigError(f"{path} is no notebook: {error}", param="notebook", value=str(path), hint=hint) from None
     if len(whole) < len(data):
-        path.write_bytes(whole)
+        file.truncate(len(whole))
     return lines
 
 

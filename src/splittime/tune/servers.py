@@ -2,7 +2,8 @@
 
     with servers.serving({"max_num_seqs": 32}) as target: ...
 
-Our own are started after the former has stopped, so that no two share the machine, and are ended by their process id.
+Our own are started after the former has stopped, so that no two share the machine, are ended by their process id, and
+end with this process however it ends.
 One that runs already takes live knobs only, and has on leaving what it had before, whatever happened in between.
 """
 
@@ -25,6 +26,11 @@ from splittime.wire.target import Target
 
 START_S = 300.0
 STOP_S = 30.0
+STARTED = """import signal, sys
+from splittime.cli.main import main
+from splittime.core.parent import end_with
+end_with(int(sys.argv.pop(1)), signal.SIGTERM)
+main()"""
 
 
 class Servers(Protocol):
@@ -76,7 +82,8 @@ class OwnServers:
     @contextmanager
     def serving(self, changes: Mapping[str, Any]) -> Iterator[Target]:
         """Raises EngineError, with its last words, for a server that does not start."""
-        command = [sys.executable, "-m", "splittime.cli.main", "serve", *self.flags(changes), "--port", "0", "--json"]
+        served = ["serve", *self.flags(changes), "--port", "0", "--json"]
+        command = [sys.executable, "-c", STARTED, str(os.getpid()), *served]
         with tempfile.TemporaryFile() as words:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, start_new_session=True)
             try:

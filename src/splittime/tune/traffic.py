@@ -7,13 +7,13 @@ another number, so that no run finds another's in the prefix cache.
 
 import secrets
 from collections.abc import Container, Sequence
-from pathlib import Path
 from typing import Any
 
 from splittime.bench.book.records import Phase
 from splittime.bench.schedule import Planned, Schedule
 from splittime.core.errors import ConfigError
-from splittime.simulate.recorded import Recorded, latest_run, read_ledger
+from splittime.ledger.facts import ServerFacts
+from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.trace import TracedRequest
 from splittime.simulate.what_if import requests_of
 from splittime.tune.knobs import KNOBS
@@ -59,10 +59,9 @@ class RecordedLoad:
         )
 
 
-def recorded_settings(ledger: Path, known: Container[str]) -> dict[str, Any]:
-    """Returns the settings of the ledger's server that a tune turns, or that these depend on, by name. known: the names
+def recorded_settings(facts: ServerFacts, known: Container[str]) -> dict[str, Any]:
+    """Returns the settings of a ledger's server that a tune turns, or that these depend on, by name. known: the names
     that a server can be started with."""
-    facts = read_ledger(ledger).facts
     names = (*(name for name in KNOBS if name in known), *NEEDED)
     return {name: value for name in names if (value := facts.settings.get(name)) is not None}
 

@@ -4,10 +4,9 @@ It loads its part of the model and runs every plan that the first rank hands on,
 too, from the same logits, and nobody asks for them. What a step leaves behind (what of the cache was scrubbed, say) is
 so the same everywhere. Tokens of the next step come with its plan, so that two draws could not part ways.
 
-It leaves when its channel ends, and is killed by the system when its parent dies (PR_SET_PDEATHSIG, prctl(2)).
+It leaves when its channel ends, and is killed by the system when its parent dies.
 """
 
-import ctypes
 import logging
 import os
 import select
@@ -19,18 +18,10 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from splittime.core.parent import end_with
+
 if TYPE_CHECKING:
     from splittime.runner.ranks.channel import Channel
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with(parent: int) -> None:
-    """Leave this process to die with its parent; at once, if it is gone already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def leave_with(end: socket.socket) -> None:
@@ -46,7 +37,7 @@ def leave_with(end: socket.socket) -> None:
 
 
 def main(descriptor: int, parent: int) -> int:
-    die_with(parent)
+    end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the first rank hears them, and ends us
     logging.getLogger("splittime").setLevel(logging.ERROR)  # of the rest the first rank tells
