@@ -49,7 +49,7 @@ def test_every_device_can_be_simulated_and_is_bound_by_its_memory_at_one_row(nam
     floor_ns = (EIGHT_B.weight_bytes + 500 * EIGHT_B.kv_bytes_per_token) / device.read_bytes_per_s * 1e9
     expected_ns = floor_ns * middle(BANDWIDTH_SHARE) + sum(STEP_NS) / 2
     assert replica.costs.step_time(shape(1, 500)).step_ns == pytest.approx(expected_ns, rel=1e-6)
-    assert "not measured" in replica.source
+    assert "nothing measured" in replica.source
 
 
 def test_a_long_prompt_is_bound_by_the_arithmetic() -> None:
