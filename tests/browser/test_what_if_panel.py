@@ -47,7 +47,7 @@ def test_a_setting_is_simulated_then_applied(live, visit):
 
 def test_a_load_is_simulated_and_has_nothing_to_apply(live, visit):
     page = visit(live.url)
-    ask(page, "load, times", "1.5")
+    ask(page, "load (times)", "1.5")
     page.locator("#what-if-answer tr", has_text="first token, p99").locator("td.worse").wait_for()
     assert page.locator("#what-if-apply").count() == 0
     assert page.locator("#what-if-answer").inner_text().count("null") == 0

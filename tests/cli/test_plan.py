@@ -100,6 +100,17 @@ def test_without_a_peak_tokens_have_a_price_at_the_highest_rate(replica: Path) -
     assert "give the load's --rate" in result.stderr or "give the load's --rate" in result.stdout
 
 
+def test_a_device_takes_prompts_as_long_as_the_model_does(tmp_path: Path) -> None:
+    config = json.loads((MODEL / "config.json").read_text()) | {"max_position_embeddings": 100_000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load = ("--duration", "500ms", "--input-tokens", "5000", "--output-tokens", "1")
+    flags = ("--device", "L40S", "--model-config", tmp_path, "--slo", "ttft_p99=5s", "--draws", 1)
+    result = invoke(*flags, *load, "--json")
+    assert result.exit_code == 0, result.output
+    short = invoke(*flags, *load, "--num-blocks", 100)
+    assert "the model holds 1600" in short.stderr
+
+
 def test_another_setting_is_another_plan(replica: Path) -> None:
     rates = {
         count: json.loads(invoke(replica, *SLO, *LOAD, "--max-num-seqs", count, "--draws", 1, "--json").stdout)

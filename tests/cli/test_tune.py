@@ -1,13 +1,16 @@
 """`splittime tune`: what cannot be is refused before anything is started, and says the way out."""
 
+import io
 import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from splittime.cli.main import app
-from splittime.cli.tune_show import as_toml, flags_of
+from splittime.cli.tune_show import as_toml, flags_of, profiles_table
+from splittime.tune.compare_profiles import FIGURES, ProfileFigures
 from splittime.tune.goal import Score
 from splittime.tune.servers import OwnServers
 from splittime.tune.tuner import Tuned
@@ -34,6 +37,19 @@ def test_what_cannot_be_is_refused(flags: list[str], words: str, tmp_path: Path,
     result = CliRunner().invoke(app, ["tune", *flags])
     assert result.exit_code == 2, result.output
     assert words in result.stderr
+
+
+def test_the_profiles_fit_into_80_columns() -> None:
+    values = dict.fromkeys(FIGURES, (123000000.0, 456000000.0, 789000000.0))
+    beside = [
+        ProfileFigures(name=name, purpose="", settings={}, kept=(True, False, True), figures=values)
+        for name in ("latency", "throughput", "balanced")
+    ]
+    out = io.StringIO()
+    Console(file=out, width=80).print(profiles_table(beside))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[1].split() == ["SLO", "kept,", "runs", *("2", "of", "3") * 3]
+    assert sum(line.count("(123.0ms to 789.0ms)") for line in lines) == 3 * (len(FIGURES) - 1)
 
 
 def test_what_was_found_is_written_as_settings_that_are_read_again() -> None:

@@ -25,8 +25,11 @@ NOT_RUN = {
         "pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_17_x86_64 \\",
     ],
     "docs/guides/load-test-vllm.md": ["vllm serve Qwen/Qwen3-0.6B"],
+    "docs/guides/plan.md": [
+        "splittime plan light.json,heavy.json --slo ttft_p99=2s --rate 200 --input-tokens 64 --output-tokens 32"
+    ],
 }
-"""What needs a card, the network or another program. Each says why in the page."""
+"""What needs a card, the network, another program or a quiet machine. Each says why in the page."""
 COMMAND = re.compile(r"^(?:\$ |    )?(?:splittime|curl|pip|make|python|sh) \S.*", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 

@@ -92,6 +92,7 @@ def test_a_page_and_a_csv_hold_every_line(found: Capacity, tmp_path_factory: pyt
     page = render_page([sheet], SLO)
     assert "<i>" not in page
     assert "&lt;i&gt;" in page
+    assert "To be kept: ttft_mean 20 ms." in page
     path = tmp_path_factory.mktemp("plan") / "plan.csv"
     write_csv([sheet], path)
     written = path.read_text()

@@ -142,8 +142,9 @@ def _replicas(given: PlanOptions, sources: list[str]) -> "dict[str, Replica]":
         assert given.model_config is not None
         from splittime.runner.config_sizes import sizes_of_config  # torch: two seconds
 
-        sizes = sizes_of_config(given.model_config, given.precision)
-        found[name] = replica_of_device(name, sizes.cost, sizes.weights_bytes, given.precision, given.settings)
+        sizes = sizes_of_config(given.model_config, given.precision.lower())
+        about = (sizes.cost, sizes.weights_bytes, sizes.max_model_len, sizes.precision)
+        found[name] = replica_of_device(name, *about, given.settings)
     return found
 
 

@@ -192,7 +192,7 @@ def _measurer(
     about = {"servers": servers.about, "load": asked.about, "goal": goal, "version": __version__, "machine": _machine()}
 
     def with_time(what: str, share: float | None) -> None:
-        say(f"{what}; at most {budget} left", share)
+        say(f"at most {budget} left: {what}", share)  # a narrow terminal cuts the end off
 
     runs = RealRuns(servers, asked, goal, with_time)
     return Measurer(runs, goal, Notebook(given.notebook, about)), asked, with_time

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from splittime.tune.notebook import TuneTrial
     from splittime.tune.tuner import Tuned
 
+GAINED = "what is gained of the SLO's weakest term while it is missed, of the figure sought once it is kept"
 STYLES = {"BETTER": "green", "WORSE": "red", "INCONCLUSIVE": "yellow", "EQUIVALENT": ""}
 
 
@@ -52,6 +53,7 @@ def show(found: "Tuned", flags: list[str], goal: "Goal", is_applied: bool) -> No
     console = wide()
     if found.trials:
         console.print(_table(found))
+        console.print(f"predicted, measured: {GAINED}", markup=False, style="dim")
         for number, trial in enumerate(found.trials, 1):
             console.print(f"{number}: {trial.why}", markup=False, soft_wrap=True)
     for note in found.notes:
@@ -119,13 +121,14 @@ def _limit(goal: "Goal", name: str) -> str:
 
 
 def profiles_table(beside: "list[ProfileFigures]") -> Table:
-    """Returns a row for each profile: the median of its runs, with the least and the most."""
+    """Returns a column for each profile: the median of its runs, and under it the least and the most."""
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for name in ("profile", "SLO kept", *beside[0].figures):
-        table.add_column(name, justify="left" if name == "profile" else "right", overflow="fold")
+    table.add_column("")
     for one in beside:
-        kept = f"{sum(one.kept)} of {len(one.kept)}"
-        table.add_row(one.name, kept, *(_spread(name, values) for name, values in one.figures.items()))
+        table.add_column(one.name, justify="right", overflow="fold")
+    table.add_row("SLO kept, runs", *(f"{sum(one.kept)} of {len(one.kept)}" for one in beside))
+    for name in beside[0].figures:
+        table.add_row(name, *(_spread(name, one.figures[name]) for one in beside))
     return table
 
 

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -32,6 +32,7 @@ def render_page(sheets: Sequence[Sheet], slo: Mapping[str, float]) -> str:
     styles = plot_styles() + (assets / "plan.css").read_text("utf-8")
     return environment.from_string((assets / "plan.html").read_text("utf-8")).render(
         sheets=[(sheet, [_term_plot(sheet, name, limit) for name, limit in slo.items()]) for sheet in sheets],
+        kept=", ".join(f"{name} {_axis(name)(limit)}" for name, limit in slo.items()),
         names=line_names(sheets),
         line_of=line_of,
         shown=shown,
@@ -81,7 +82,7 @@ def _term_plot(sheet: Sheet, name: str, limit: float) -> Plot:
     """Draws a term of the SLO against the rate, with its limit and the knee."""
     told = [(trial.rate, trial.term(name).value) for trial in sheet.capacity.likeliest.trials]
     known = [(rate, value) for rate, value in told if value is not None]
-    label = share if name in SHARES else number if name in RATES else duration
+    label = _axis(name)
     rates, values = [rate for rate, _ in known], [value for _, value in known]
     described = f"{name} at {len(known)} simulated rates; the knee lies from {_knee(sheet)} requests a second."
     plot = Plot(_across(rates), fitting([*values, limit]), title=f"{name}, by requests a second", described=described)
@@ -93,6 +94,11 @@ def _term_plot(sheet: Sheet, name: str, limit: float) -> Plot:
     plot.key("bad", f"limit, {label(limit)}")
     plot.key("cool", f"knee, {_knee(sheet)}")
     return plot
+
+
+def _axis(name: str) -> Callable[[float], str]:
+    """Returns what writes a value of this term."""
+    return share if name in SHARES else number if name in RATES else duration
 
 
 def _knee(sheet: Sheet) -> str:

@@ -32,14 +32,16 @@ def replica_in(source: str, settings: dict[str, Any]) -> Replica:
 
 
 def replica_of_device(
-    name: str, cost: TokenCost, weights_bytes: int, precision: str, settings: dict[str, Any]
+    name: str, cost: TokenCost, weights_bytes: int, max_model_len: int, precision: str, settings: dict[str, Any]
 ) -> Replica:
-    """Returns a server that nobody has measured. weights_bytes: what they take of its memory. Raises ConfigError for a
-    device that nobody knows, and for a model that it cannot hold."""
+    """Returns a server that nobody has measured. weights_bytes: what they take of its memory. max_model_len: the
+    model's own; the server's is less where the KV cache holds less. Raises ConfigError for a device that nobody knows,
+    and for a model that it cannot hold."""
     device = device_named(name)
-    replica = with_settings(
-        replica_of_data_sheet(device, cost, precision=precision, weights_bytes=weights_bytes), settings
-    )
+    replica = replica_of_data_sheet(device, cost, precision=precision, weights_bytes=weights_bytes)
+    held = replica.config.block_size * settings.get("num_blocks", replica.config.num_blocks)
+    config = msgspec.structs.replace(replica.config, max_model_len=min(max_model_len, held))
+    replica = with_settings(msgspec.structs.replace(replica, config=config), settings)
     machine = Machine(cpu=device.name, threads=1, read_bytes_per_s=device.read_bytes_per_s)
     return msgspec.structs.replace(replica, token_cost=cost, machine=machine)
 

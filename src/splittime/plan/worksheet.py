@@ -217,6 +217,7 @@ def _notes(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[str]
     )
     if "off" in replica.costs.about:
         yield from _notes_from_outside(replica.costs.about)
+    yield f"in brackets: where nine of ten models that fit as well would lie, from {found.draws} that were drawn"
     error = replica.costs.errors.median_relative
     if error and replica.costs.num_steps:
         yield f"step times: the median error of held-out steps is {error:.1%}"

@@ -150,7 +150,7 @@ def blocks_within(device: Device, cost: TokenCost, weights_bytes: int, config: S
             f"weights of {weights_bytes / 1e9:.1f} GB and one context of {config.max_model_len} tokens need "
             f"{needed / 1e9:.1f} GB; {device.name} has {(room + weights_bytes) / 1e9:.1f} GB for them"
         )
-        hint = "Take a larger device, weights of fewer bits, or a shorter max_model_len."
+        hint = "A server is one device here: take a larger one, or weights of fewer bits."
         raise ConfigError(message, param="device", value=device.name, limit=room + weights_bytes, hint=hint)
     return blocks
 

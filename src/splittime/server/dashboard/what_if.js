@@ -7,7 +7,7 @@ import { KeyNeeded, askJson } from "./api.js";
 import { byId, el, say } from "./dom.js";
 import { DASH, count, duration, plural } from "./format.js";
 
-const LOAD = "load, times";
+const LOAD = "load (times)";
 const FIGURES = [
   ["ttft_ms_p50", "first token, p50"],
   ["ttft_ms_p99", "first token, p99"],
@@ -83,7 +83,7 @@ export class WhatIf {
   #show(found, wanted) {
     const figures = new Map(found.figures.map((figure) => [figure.name, figure]));
     const rows = FIGURES.map(([name, words]) => row(words, figures.get(name), name !== "refused"));
-    const heads = ["", "recorded", "simulated", "changed", "change"].map((word) => el("th", { scope: "col" }, word));
+    const heads = ["", "recorded", "simulated", "changed", "change (90 %)"].map((word) => el("th", { scope: "col" }, word));
     byId("what-if-answer").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...rows)), ...this.#apply(wanted));
     const leftOut = found.num_left_out ? `, without ${count(found.num_left_out)} in flight at their begin` : "";
     say(byId("what-if-note"),
