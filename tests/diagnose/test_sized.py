@@ -10,10 +10,10 @@ from ward import Case, Ward, ids
 
 from splittime.diagnose.books import Books, make_books
 from splittime.diagnose.doctor import diagnose
-from splittime.diagnose.finding import FigureChange, Finding
+from splittime.diagnose.finding import Finding
 from splittime.diagnose.sized import MEAN, TTFT, _figure, _towards, helps, is_withdrawn, settings_of, sized
+from splittime.simulate.change import PredictedFigure
 from splittime.simulate.figures import figures
-from splittime.simulate.what_if import Predicted
 
 FEW_BLOCKS = {"num_blocks": 40, "max_model_len": 512}
 LARGE_STEPS = {"max_prefill_tokens": 2048, "max_num_batched_tokens": 2048}
@@ -125,7 +125,7 @@ def test_a_cure_beyond_the_recorded_steps_is_tried_nearer_and_kept(crowded: Book
 
 def test_a_nearer_value_that_does_not_help_withdraws_nothing(crowded: Books) -> None:
     gain = found(crowded, "slot_bound").predicted
-    no_gain = FigureChange(MEAN, 1.0, 1.0, 1.0, 1.0, 0.97, 1.03)
+    no_gain = PredictedFigure(MEAN, 1.0, 1.0, 1.0, 1.0, 0.97, 1.03)
     assert gain is not None
     finding = diagnose(crowded).findings[0]
     near = msgspec.structs.replace(gain, figures=(no_gain,))
@@ -203,8 +203,8 @@ def test_the_way_to_a_value_ends_where_it_begins() -> None:
 
 def test_an_interval_is_wider_by_the_replays_own_error() -> None:
     class Told:
-        def figure(self, name: str) -> Predicted:
-            return Predicted(name, 100.0, 110.0, 55.0, 0.5, 0.4, 0.6)
+        def figure(self, name: str) -> PredictedFigure:
+            return PredictedFigure(name, 100.0, 110.0, 55.0, 0.5, 0.4, 0.6)
 
     figure = _figure(Told(), TTFT)  # type: ignore[arg-type]
     assert (figure.low, figure.high) == (pytest.approx(0.4 / 1.1), pytest.approx(0.6 * 1.1))

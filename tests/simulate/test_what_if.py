@@ -11,10 +11,11 @@ from known_runs import TIGHT, record_run
 from splittime.core.errors import ConfigError
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import Change, changed
+from splittime.simulate.draws import OTHER_HOUR, hours
 from splittime.simulate.figures import figures
 from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.replica import replica_of
-from splittime.simulate.what_if import OTHER_HOUR, Prediction, hours, predict
+from splittime.simulate.what_if import Prediction, predict
 
 LIMITS = QueueLimits(256, 10**6)
 

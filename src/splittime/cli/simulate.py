@@ -18,11 +18,11 @@ from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, 
 from splittime.cli.progress import loading
 from splittime.core.cores import num_cores
 from splittime.core.errors import ConfigError
-from splittime.simulate.change import KNOBS, LIMITS, Change
+from splittime.simulate.change import KNOBS, LIMITS, Change, PredictedFigure
 
 if TYPE_CHECKING:
     from splittime.simulate.recorded import Recorded
-    from splittime.simulate.what_if import Predicted, Prediction, ServedLoad
+    from splittime.simulate.what_if import Prediction, ServedLoad
 
 EXAMPLES = f"""\b
 Examples:
@@ -179,7 +179,7 @@ def _is_replay(prediction: "Prediction") -> bool:
     return any(figure.recorded is not None for figure in prediction.figures)
 
 
-def _cells(figure: "Predicted") -> dict[str, str]:
+def _cells(figure: "PredictedFigure") -> dict[str, str]:
     """Returns a figure's cells by the heads of their columns."""
     is_known = figure.ratio is not None and figure.low is not None and figure.high is not None
     return {

@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from splittime.simulate.change import PredictedFigure
+
 NOTHING_FOUND, FOUND, CANNOT_TELL = 0, 1, 3  # exit codes, for a CI; 2 is a usage error
 
 
@@ -51,19 +53,6 @@ class Cure(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join((self.program, *self.flags)) if self.flags else None
 
 
-class FigureChange(msgspec.Struct, frozen=True):
-    """A figure of the replayed requests. recorded: in the real run. before, after: simulated, without the change and
-    with it. ratio: after over before, with the interval from low to high; None where before is 0."""
-
-    name: str
-    recorded: float | None
-    before: float | None
-    after: float | None
-    ratio: float | None
-    low: float | None
-    high: float | None
-
-
 class Gain(msgspec.Struct, frozen=True, kw_only=True):
     """What the latest requests would be with the cure (`diagnose.sized`).
 
@@ -73,7 +62,7 @@ class Gain(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: dict[str, Any]
     is_nearer: bool
-    figures: tuple[FigureChange, ...]
+    figures: tuple[PredictedFigure, ...]
     num_requests: int
     draws: int
     sentence: str

@@ -25,9 +25,9 @@ from splittime.core.errors import ConfigError
 from splittime.diagnose.agree import flags_of, number_of
 from splittime.diagnose.books import Books
 from splittime.diagnose.doctor import Diagnosis
-from splittime.diagnose.finding import OUR_PROGRAM, FigureChange, Finding, Gain
+from splittime.diagnose.finding import OUR_PROGRAM, Finding, Gain
 from splittime.diagnose.window import Stretch, latest_stretch
-from splittime.simulate.change import KNOBS, LIMITS, Change
+from splittime.simulate.change import KNOBS, LIMITS, Change, PredictedFigure
 
 if TYPE_CHECKING:
     from splittime.simulate.what_if import Prediction
@@ -189,17 +189,17 @@ def _half_way(value: Any, now: Any) -> Any:
     return (value + now) // 2 if is_growth else value
 
 
-def _figure(prediction: "Prediction", name: str) -> FigureChange:
+def _figure(prediction: "Prediction", name: str) -> PredictedFigure:
     """Returns the figure; its interval is that of the draws, wider by the replay's own error."""
     found = prediction.figure(name)
     off = abs(found.before / found.recorded - 1) if found.before and found.recorded else 0.0
     wider = 1 + max(off, LEAST_ERROR)
     low = None if found.low is None else found.low / wider
     high = None if found.high is None else found.high * wider
-    return FigureChange(name, found.recorded, found.before, found.after, found.ratio, low, high)
+    return replace(found, low=low, high=high)
 
 
-def _require_like(figure: FigureChange) -> None:
+def _require_like(figure: PredictedFigure) -> None:
     """Raises ConfigError for a replay that is not like the record, and for a figure that it does not have."""
     if figure.ratio is None or figure.before is None:
         raise ConfigError(f"a replay as it was says nothing of {WORDS[figure.name]}")
@@ -230,7 +230,7 @@ def _refusals(gain: Gain) -> str:
     return f" It would refuse {found.after:.0f} requests, where {found.before:.0f} are refused without."
 
 
-def _change_words(figure: FigureChange) -> str:
+def _change_words(figure: PredictedFigure) -> str:
     assert figure.ratio is not None
     assert figure.low is not None
     assert figure.high is not None
@@ -250,7 +250,7 @@ def _verdict(gain: Gain) -> str:
     return "it would not help" if main.low is not None and main.low >= NO_HARM else "nobody can tell whether it helps"
 
 
-def _off(figure: FigureChange) -> str:
+def _off(figure: PredictedFigure) -> str:
     if not figure.recorded or figure.before is None:
         return f"{figure.before:g} where {figure.recorded:g} are recorded"
     return f"{WORDS[figure.name]} {_percent(figure.before / figure.recorded)} off the record"

@@ -28,10 +28,10 @@ from splittime.plan.judged import judged
 from splittime.plan.load import load_at, requests_for
 from splittime.simulate.change import Change
 from splittime.simulate.cost import OutOfRange
+from splittime.simulate.draws import hours, interval
 from splittime.simulate.replica import Replica
 from splittime.simulate.run import SimulatedBooks
 from splittime.simulate.shape import shape_of_record
-from splittime.simulate.what_if import hours, interval
 
 RESOLUTION = 1.03  # both ends of the knee are this close
 STRIDE = 1.12  # of the search near a rate that is nearly right
@@ -218,7 +218,7 @@ def trial_of(replica: Replica, books: SimulatedBooks, slo: Mapping[str, float], 
 
 
 def middle_of(values: list[float]) -> Middle:
-    """Returns the median of the draws, and the interval of one more draw (`simulate.what_if.interval`)."""
+    """Returns the median of the draws, and the interval of one more draw (`simulate.draws.interval`)."""
     low, high = interval(values)
     return Middle(low, statistics.median(values), high)
 

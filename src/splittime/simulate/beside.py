@@ -14,10 +14,10 @@ import msgspec
 from splittime.core.errors import ConfigError, ErrorInfo
 from splittime.core.parent import end_with
 from splittime.scheduler.admission import QueueLimits
-from splittime.simulate.change import changed
+from splittime.simulate.change import PredictedFigure, changed
 from splittime.simulate.question import read_question
 from splittime.simulate.replay import scheduler_config
-from splittime.simulate.what_if import Predicted, predict
+from splittime.simulate.what_if import predict
 
 CPU_S = 60
 LOWEST = 19
@@ -27,7 +27,7 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """figures: as in `Prediction`. step_error: the median error of the cost model on steps that it was not fitted on.
     error: why there is no answer. is_bad_change: the change itself cannot be, whatever the books say."""
 
-    figures: tuple[Predicted, ...] = ()
+    figures: tuple[PredictedFigure, ...] = ()
     num_requests: int = 0
     num_refused: int = 0
     num_steps: int = 0

@@ -1,4 +1,4 @@
-"""A change to a server whose effect is asked: which settings it may touch, and the settings with it made."""
+"""A change to a server whose effect is asked: which settings it may touch, the settings with it made, what it does.
 
 from typing import Any
 
@@ -47,3 +47,18 @@ def changed(config: SchedulerConfig, limits: QueueLimits, change: Change) -> tup
 def _require_whole(name: str, value: Any, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
         raise ConfigError(f"{name} is {value}; it must be a whole number, 1 to {most}", param=name, value=value)
+
+
+class PredictedFigure(msgspec.Struct, frozen=True):
+    """A figure. recorded: of the real run. before, after: simulated, medians of the draws, with the recorded settings
+    and with the changed ones. ratio: after over before. Each has its interval, if it exists itself."""
+
+    name: str
+    recorded: float | None
+    before: float | None
+    after: float | None
+    ratio: float | None
+    low: float | None = None
+    high: float | None = None
+    after_low: float | None = None
+    after_high: float | None = None

@@ -1,4 +1,4 @@
-"""Simulations that do not depend on each other, spread over the processor's cores: each is one thread's work.
+"""Draws: simulations that do not depend on each other, over the processor's cores, and the intervals they make.
 
     figures_of_draws(replicas, requests, changes, processes=2)      what each replica does with each change
 
@@ -6,7 +6,10 @@ The n-th replica runs with seed n in whichever process, so the answer does not d
 process takes half a second to start: small jobs stay in this one.
 """
 
+import math
+import random
 import signal
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -16,6 +19,8 @@ from splittime.simulate.figures import Figures
 from splittime.simulate.replica import Replica
 from splittime.simulate.trace import TracedRequest
 
+SHARE = 0.9  # of the draws, within an interval
+OTHER_HOUR = 0.08  # standard deviation of the logarithm of a machine's pace from one run to another, minutes later
 TOKENS_OF_A_PROCESS = 500_000  # of prompts and answers: they take some seconds
 
 Job = tuple[int, Replica]
@@ -69,3 +74,20 @@ def _keep(task: tuple[Sequence[TracedRequest], Sequence[Change]]) -> None:
 
 def _run_kept(job: Job) -> list[Figures]:
     return _run(job, *_kept[0])
+
+
+def hours(draws: int, drift: float, rng: random.Random, other_hour: float = OTHER_HOUR) -> list[float]:
+    """Returns how slow the machine is in each draw: evenly spread quantiles, whose median few draws have too. drift:
+    standard deviation of its pace within the recorded time; another hour differs by `other_hour` besides."""
+    drift = math.hypot(drift, other_hour)
+    shares = [(number + 0.5) / draws for number in range(draws)]
+    rng.shuffle(shares)
+    return [math.exp(drift * statistics.NormalDist().inv_cdf(share)) for share in shares]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns within what one more draw lies with a probability of `SHARE`, or more where so few draws cannot tell:
+    order statistics, of which one more value falls between any two neighbours, or beyond, with the same probability."""
+    ordered = sorted(values)
+    beyond = max(1, int((len(values) + 1) * (1 - SHARE) / 2))
+    return ordered[beyond - 1], ordered[-beyond]

@@ -15,7 +15,6 @@ What is assumed: requests come when they came, whatever the answers before (an o
 their lengths; those that the recorded server refused, whose lengths nobody knows, are as long as the next that was not.
 """
 
-import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -25,9 +24,9 @@ from typing import NamedTuple
 import msgspec
 
 from splittime.ledger.facts import ServerFacts
-from splittime.simulate.change import Change
+from splittime.simulate.change import Change, PredictedFigure
 from splittime.simulate.cost import CostModel
-from splittime.simulate.draws import figures_of_draws
+from splittime.simulate.draws import OTHER_HOUR, figures_of_draws, hours, interval
 from splittime.simulate.figures import Figures, figures
 from splittime.simulate.recorded import Recorded, latest_run, written_ledger
 from splittime.simulate.replica import Replica, replica_of
@@ -36,37 +35,20 @@ from splittime.simulate.trace import TracedRequest, refused_requests, traced_req
 OtherRequests = Callable[[Replica], Sequence[TracedRequest]]
 
 DRAWS = 20
-SHARE = 0.9  # of the draws, within an interval
-OTHER_HOUR = 0.08  # standard deviation of the logarithm of a machine's pace from one run to another, minutes later
-
-
-class Predicted(msgspec.Struct, frozen=True):
-    """A figure. recorded: of the real run. before, after: simulated, medians of the draws, with the recorded settings
-    and with the changed ones. ratio: after over before. Each has its interval, if it exists itself."""
-
-    name: str
-    recorded: float | None
-    before: float | None
-    after: float | None
-    ratio: float | None
-    low: float | None = None
-    high: float | None = None
-    after_low: float | None = None
-    after_high: float | None = None
 
 
 class Prediction(msgspec.Struct, frozen=True):
     """errors: of the cost model, on steps that it was not fitted on."""
 
     change: Change
-    figures: tuple[Predicted, ...]
+    figures: tuple[PredictedFigure, ...]
     num_requests: int
     num_refused: int
     num_steps: int
     draws: int
     model: CostModel
 
-    def figure(self, name: str) -> Predicted:
+    def figure(self, name: str) -> PredictedFigure:
         return next(figure for figure in self.figures if figure.name == name)
 
 
@@ -133,15 +115,6 @@ def predict_of(
     )
 
 
-def hours(draws: int, drift: float, rng: random.Random, other_hour: float = OTHER_HOUR) -> list[float]:
-    """Returns how slow the machine is in each draw: evenly spread quantiles, whose median few draws have too. drift:
-    standard deviation of its pace within the recorded time; another hour differs by `other_hour` besides."""
-    drift = math.hypot(drift, other_hour)
-    shares = [(number + 0.5) / draws for number in range(draws)]
-    rng.shuffle(shares)
-    return [math.exp(drift * statistics.NormalDist().inv_cdf(share)) for share in shares]
-
-
 def write_simulated(load: ServedLoad, change: Change, path: Path) -> None:
     """Writes the ledger that the changed server would have written, by the likeliest model; its facts say that it was
     simulated. Raises as `predict_of` does, and ConfigError for a file that is there already, or cannot be written."""
@@ -161,22 +134,16 @@ def requests_of(recorded: Recorded, max_model_len: int) -> list[TracedRequest]:
     return with_own_ids([*traced, *refused_requests(recorded.accounts, traced)])
 
 
-def _predicted(name: str, recorded: float | None, draws: Sequence[Sequence[Figures]]) -> Predicted:
+def _predicted(name: str, recorded: float | None, draws: Sequence[Sequence[Figures]]) -> PredictedFigure:
     """draws: each without the change, and with it if there is one."""
     both = [(draw[0][name], draw[-1][name]) for draw in draws if name in draw[0] and name in draw[-1]]
     if not both:
-        return Predicted(name, recorded, None, None, None)
+        return PredictedFigure(name, recorded, None, None, None)
     before, after = (statistics.median(side) for side in zip(*both, strict=True))
     ratios = [after / before for before, after in both if before > 0]
     after_low, after_high = interval([after for _, after in both])
     if not ratios:
-        return Predicted(name, recorded, before, after, None, None, None, after_low, after_high)
-    return Predicted(name, recorded, before, after, statistics.median(ratios), *interval(ratios), after_low, after_high)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns within what one more draw lies with a probability of `SHARE`, or more where so few draws cannot tell:
-    order statistics, of which one more value falls between any two neighbours, or beyond, with the same probability."""
-    ordered = sorted(values)
-    beyond = max(1, int((len(values) + 1) * (1 - SHARE) / 2))
-    return ordered[beyond - 1], ordered[-beyond]
+        return PredictedFigure(name, recorded, before, after, None, None, None, after_low, after_high)
+    return PredictedFigure(
+        name, recorded, before, after, statistics.median(ratios), *interval(ratios), after_low, after_high
+    )

@@ -19,8 +19,8 @@ from splittime.core.errors import ConfigError
 from splittime.plan.judged import run_of
 from splittime.plan.load import requests_of_schedule
 from splittime.simulate.change import Change
+from splittime.simulate.draws import hours
 from splittime.simulate.replica import Replica
-from splittime.simulate.what_if import hours
 from splittime.tune.goal import WORTH_IT, Goal, Score, best_of, gain, score_of
 from splittime.tune.knobs import KNOBS, Knob, with_its_needs, words
 
