@@ -1,4 +1,4 @@
-"""A change to a server whose effect is asked: which settings it may touch, the settings with it made, what it does.
+"""A change to a server whose effect is asked: which settings it may touch, the settings with it made, what it does."""
 
 from typing import Any
 
