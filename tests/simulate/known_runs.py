@@ -1,6 +1,7 @@
 """Ledgers of runs under a virtual clock, whose truth is known: requests in bursts that end in every way there is."""
 
 import random
+from typing import Any
 
 import msgspec
 
@@ -8,7 +9,7 @@ from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.messages import Abort
+from splittime.drive.messages import Abort, FromEngine, StepOutput
 from splittime.engine.engine import Engine
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
@@ -20,6 +21,7 @@ from splittime.simulate.recorded import Recorded
 from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 STEP_NS, TOKEN_NS, MOVE_NS = 900, 31, 50
+TELL_NS = 400
 TIGHT = SchedulerConfig(max_model_len=256, num_blocks=16, block_size=16, max_num_batched_tokens=64, max_num_seqs=8)
 
 COSTS = HostCosts(after_output_ns=37, to_wake_ns=11, per_message_ns=3)
@@ -29,8 +31,8 @@ class AskedBefore:
     """Makes some requests ask what was asked before, or go on with an answer, or end by other tokens, or want the
     log-probabilities of their prompt; and puts some under a salt."""
 
-    def __init__(self, seed: int, eos_every: int) -> None:
-        self._rng, self._eos_every = random.Random(seed + 1), eos_every
+    def __init__(self, seed: int, eos_every: int, stops: float) -> None:
+        self._rng, self._eos_every, self._stops = random.Random(seed + 1), eos_every, stops
         self._asked: list[tuple[tuple[int, ...], int]] = []
 
     def next(self, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[tuple[int, ...], SamplingParams]:
@@ -50,9 +52,33 @@ class AskedBefore:
     def salt(self) -> str:
         return self._rng.choice(("", "", "salt"))
 
+    def stops_after(self) -> int:
+        """After how many tokens a stop string is found; 0: never."""
+        return self._rng.choice((1, 2, 8, 9)) if self._rng.random() < self._stops else 0
 
-def closed(outcome: RequestOutcome) -> ClosedAccount:
+
+class StoppingRun(TimedRun):
+    """A server finds stop strings, and tells the engine a little later."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.stops_after: dict[str, int] = {}
+
+    def _take(self, message: FromEngine) -> None:
+        super()._take(message)
+        for output in message.outputs if isinstance(message, StepOutput) else ():
+            if (
+                output.token_ids
+                and len(self.outcomes[output.request_id].token_ids) == self.stops_after[output.request_id]
+            ):
+                self.at(message.ready_ns + TELL_NS, Abort(output.request_id))
+
+
+def closed(outcome: RequestOutcome, stops_after: int = 0) -> ClosedAccount:
     request, account = outcome.request, outcome.account
+    reason, count = str(outcome.finish_reasons[0]), len(outcome.token_ids)
+    is_stopped = 0 < stops_after <= count and not (stops_after == count and reason in ("stop", "length"))
+    count = stops_after if is_stopped else count
     return ClosedAccount(
         request_id=request.request_id,
         group_id=request.request_id,
@@ -62,19 +88,19 @@ def closed(outcome: RequestOutcome) -> ClosedAccount:
         start_ns=account.start_ns,
         end_ns=account.end_ns,
         intervals=tuple(account.intervals()),
-        finish_reason=str(outcome.finish_reasons[0]),
-        error=outcome.error,
+        finish_reason="stop" if is_stopped else reason,
+        error=None if is_stopped else outcome.error,
         prompt_tokens=len(request.prompt_token_ids),
         cached_tokens=outcome.num_cached_tokens or 0,
-        output_tokens=len(outcome.token_ids),
+        output_tokens=count,
         num_preemptions=outcome.num_preemptions,
-        token_steps=tuple(outcome.token_steps),
-        token_ready_ns=tuple(outcome.token_ready_ns),
-        token_written_ns=tuple(outcome.token_ready_ns),
-        cancelled_ns=account.end_ns if outcome.finish_reasons[0] == "abort" else None,
-        freed_ns=account.end_ns,
+        token_steps=tuple(outcome.token_steps[:count]),
+        token_ready_ns=tuple(outcome.token_ready_ns[:count]),
+        token_written_ns=tuple(outcome.token_ready_ns[:count]),
+        cancelled_ns=account.end_ns if reason == "abort" and not is_stopped else None,
+        freed_ns=None if is_stopped else account.end_ns,
         prefixes=prompt_hashes(request.prompt_token_ids).prefixes,
-        answer_prefixes=answer_hashes(request.prompt_token_ids, outcome.token_ids),
+        answer_prefixes=answer_hashes(request.prompt_token_ids, outcome.token_ids[:count]),
         cache_salt=salt_hash(request.cache_salt),
         computes_prompt=request.sampling.prompt_logprobs is not None,
         max_tokens=request.sampling.max_tokens,
@@ -90,13 +116,14 @@ def record_run(
     eos_every: int = 40,
     costs: HostCosts = COSTS,
     have_deadlines: bool = True,
+    stops: float = 0.15,
 ) -> Recorded:
     """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
     admission stands before it."""
-    rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every), VirtualClock()
+    rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every, stops), VirtualClock()
     delays = {"step_ns": STEP_NS, "token_ns": TOKEN_NS, "move_ns": MOVE_NS}
     runner = FakeRunner(config.block_size, eos_every=eos_every, clock=clock, **delays)
-    run = TimedRun(Crank(EngineParts(Engine(Scheduler(config)), runner), clock), clock, costs)
+    run = StoppingRun(Crank(EngineParts(Engine(Scheduler(config)), runner), clock), clock, costs)
     common = [tuple(rng.randrange(1, 900) for _ in range(rng.choice((20, 90, 150)))) for _ in range(3)]
     at_ns = 0
     for number in range(count):
@@ -117,8 +144,10 @@ def record_run(
             cache_salt=asked.salt(),
         )
         run.submit(request)
+        run.stops_after[name] = asked.stops_after()
         if rng.random() < 0.15:
             run.at(at_ns + rng.choice((1, 2_000, 30_000)), Abort(name))
     run.run()
     facts = ServerFacts(version="test", model="fake", max_model_len=256, settings=msgspec.to_builtins(config))
-    return Recorded([closed(outcome) for outcome in run.outcomes.values()], run.steps, facts)
+    accounts = [closed(outcome, run.stops_after[name]) for name, outcome in run.outcomes.items()]
+    return Recorded(accounts, run.steps, facts)

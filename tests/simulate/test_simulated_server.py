@@ -38,7 +38,7 @@ CONFIGS = (TIGHT, msgspec.structs.replace(TIGHT, num_host_slots=8), SchedulerCon
 
 @given(st.sampled_from(CONFIGS), st.sampled_from((0, 40)), st.integers(0, 10_000))
 def test_with_the_true_times_it_writes_the_recorded_ledger(config: SchedulerConfig, eos_every: int, seed: int) -> None:
-    recorded = record_run(config, seed, eos_every=eos_every, costs=COSTS, have_deadlines=False)
+    recorded = record_run(config, seed, eos_every=eos_every, costs=COSTS, have_deadlines=False, stops=0.0)
     requests = traced_requests(recorded.accounts, 256)
     books = simulate(requests, config, TrueCosts(), UNBOUNDED, Delivery(to_wake_ns=COSTS.to_wake_ns))
     verify_steps(books.steps)

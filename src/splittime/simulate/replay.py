@@ -136,7 +136,7 @@ def replay(recorded: Recorded) -> Divergence | None:
     """Returns the first divergence, None if there is none. Raises ConfigError for what cannot be replayed."""
     _require_whole(recorded)
     config, records = scheduler_config(recorded.facts), recorded.steps
-    requests = traced_requests(recorded.accounts, config.max_model_len)
+    requests = _as_the_engine_ended_them(traced_requests(recorded.accounts, config.max_model_len), records)
     clock = VirtualClock(min(records[0].begin_ns, *(traced.received_ns for traced in requests)))
     steps = RecordedSteps(records)
     engine, runner, _ = costed_engine(Scheduler(config), steps.time_of, clock, records[0].execution)
@@ -195,6 +195,37 @@ def _require_whole(recorded: Recorded) -> None:
         raise ConfigError(words, param="ledger", hint=hint)
 
 
+def _as_the_engine_ended_them(
+    requests: Sequence[TracedRequest], records: Sequence[StepRecord]
+) -> list[TracedRequest]:
+    """Returns the requests; one that the engine ended, while the server was telling it of the stop string that it had
+    found, has as many tokens as the engine gave it. No account says so: after their last step one is missing."""
+    last_step = {row[0]: record for record in records for row in record.rows}
+    received_ns = sorted(traced.received_ns for traced in requests)
+    ended_ns = sorted(_ended_ns(traced, last_step.get(traced.request.request_id)) for traced in requests)
+    num_missing: dict[int, int] = {}
+    same = []
+    for traced in requests:
+        last = last_step.get(traced.request.request_id)
+        if traced.stops_after is not None and last is not None:
+            present = last.num_running + last.num_waiting + bisect_right(ended_ns, last.end_ns)
+            missing = num_missing.setdefault(last.step_id, bisect_right(received_ns, last.begin_ns) - present)
+            if missing > 0:
+                num_missing[last.step_id] -= 1
+                traced = _ended_in(traced, last)
+        same.append(traced)
+    return same
+
+
+def _ended_in(traced: TracedRequest, last: StepRecord) -> TracedRequest:
+    """Returns the request as one whose last token is of this step."""
+    request = traced.request
+    end = next(start + count for request_id, start, count in last.rows if request_id == request.request_id)
+    max_tokens = max(1, end + 1 - len(request.prompt_token_ids))
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
+    return traced._replace(request=msgspec.structs.replace(request, sampling=sampling), stops_after=None)
+
+
 def _messages(requests: Sequence[TracedRequest], records: Sequence[StepRecord]) -> list[tuple[int, ToEngine | None]]:
     """Returns what reached the engine, in order. None: a deadline, at which the engine had to look."""
     last_step = {row[0]: record for record in records for row in record.rows}
@@ -224,7 +255,10 @@ def _ended_ns(traced: TracedRequest, last: StepRecord | None) -> int:
     aborted_ns = _abort_ns(traced, last)
     if aborted_ns is not None:
         return aborted_ns + (traced.stops_after is not None)
-    return traced.account.end_ns if traced.account.freed_ns is None else traced.account.freed_ns
+    freed_ns = traced.account.freed_ns
+    if freed_ns is None:
+        return traced.account.end_ns if last is None else last.end_ns
+    return freed_ns
 
 
 def _abort_ns(traced: TracedRequest, last: StepRecord | None) -> int | None:

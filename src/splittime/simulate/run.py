@@ -215,7 +215,6 @@ class SimulatedServer:
             self._door.note_begun(output.request_id, ready_ns)
         if output.freed_ns is not None:
             del self._open[output.request_id]
-            self._answers.forget(output.request_id)
             self._door.note_ended(output.request_id, ready_ns)
             self._close(_closed(request, output, output.freed_ns, self._delivery))
         else:
@@ -236,6 +235,7 @@ class SimulatedServer:
 
     def _close(self, account: ClosedAccount) -> None:
         self._on_account(account)
+        self._answers.forget(account.request_id)
         if self._followers:
             for traced in self._opened(self._followers.ended(account.request_id, account.end_ns)):
                 self._door.expect_one(traced)
