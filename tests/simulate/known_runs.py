@@ -2,6 +2,7 @@
 
 import random
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
@@ -11,9 +12,10 @@ from splittime.core.sampling import SamplingParams
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.messages import Abort, FromEngine, StepOutput
 from splittime.engine.engine import Engine
-from splittime.ledger.account import ClosedAccount
+from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes, salt_hash
+from splittime.ledger.stages import Stage
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner, expected_tokens
@@ -74,11 +76,23 @@ class StoppingRun(TimedRun):
                 self.at(message.ready_ns + TELL_NS, Abort(output.request_id))
 
 
+def _ended_at(account: Account, stopped_ns: int, is_told: bool) -> Account:
+    """Returns the account of a request whose stop string was found then. is_told: it stays open until the engine has
+    said when the request's blocks were free."""
+    stopped = Account(account.request_id, account.start_ns, account.marks[0].stage)
+    stopped.extend(mark for mark in account.marks if mark.begin_ns <= stopped_ns)
+    stopped.enter(Stage.DELIVER, stopped_ns)
+    stopped.close(account.end_ns if is_told and account.end_ns is not None else stopped_ns + 1)
+    return stopped
+
+
 def closed(outcome: RequestOutcome, stops_after: int = 0) -> ClosedAccount:
     request, account = outcome.request, outcome.account
     reason, count = str(outcome.finish_reasons[0]), len(outcome.token_ids)
     is_stopped = 0 < stops_after <= count and not (stops_after == count and reason in ("stop", "length"))
-    count = stops_after if is_stopped else count
+    is_told = not is_stopped or crc32(request.request_id.encode()) % 2
+    if is_stopped:
+        count, account = stops_after, _ended_at(account, outcome.token_ready_ns[stops_after - 1], is_told)
     return ClosedAccount(
         request_id=request.request_id,
         group_id=request.request_id,
@@ -98,7 +112,7 @@ def closed(outcome: RequestOutcome, stops_after: int = 0) -> ClosedAccount:
         token_ready_ns=tuple(outcome.token_ready_ns[:count]),
         token_written_ns=tuple(outcome.token_ready_ns[:count]),
         cancelled_ns=account.end_ns if reason == "abort" and not is_stopped else None,
-        freed_ns=None if is_stopped else account.end_ns,
+        freed_ns=account.end_ns if is_told else None,
         prefixes=prompt_hashes(request.prompt_token_ids).prefixes,
         answer_prefixes=answer_hashes(request.prompt_token_ids, outcome.token_ids[:count]),
         cache_salt=salt_hash(request.cache_salt),

@@ -42,12 +42,15 @@ def test_a_replay_decides_as_the_recorded_run_did(config: SchedulerConfig, seed:
 
 
 def test_what_happened_is_in_these_runs() -> None:
-    """Preemptions, deadlines, aborts, ends by a stop token, hits in the prefix cache."""
-    recorded = record_run(TIGHT, seed=4, count=60)
-    assert any(step.victims for step in recorded.steps)
-    assert {account.finish_reason for account in recorded.accounts} == {"abort", "deadline", "length", "stop"}
-    assert any(account.cached_tokens for account in recorded.accounts)
-    assert replay(recorded) is None
+    """Preemptions, deadlines, aborts, ends by a stop token and by a stop string, hits in the prefix cache."""
+    runs = [record_run(TIGHT, seed=seed, count=60) for seed in (4, 5, 6)]
+    steps = [step for run in runs for step in run.steps]
+    accounts = [account for run in runs for account in run.accounts]
+    assert any(step.victims for step in steps)
+    assert {account.finish_reason for account in accounts} == {"abort", "deadline", "length", "stop"}
+    assert any(account.freed_ns is None for account in accounts), "stop strings"
+    assert any(account.cached_tokens for account in accounts)
+    assert [replay(run) for run in runs] == [None] * 3
 
 
 @pytest.mark.parametrize(

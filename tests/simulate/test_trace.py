@@ -15,7 +15,7 @@ SYSTEM = tuple(range(1_000, 1_100))
 
 def account(name: str, prompt: tuple[int, ...], at_ns: int, **more) -> ClosedAccount:
     stages = ((Stage.RECEIVE, 0, 5), (Stage.ADMIT, 5, 9), (Stage.HANDOFF, 9, 20), (Stage.QUEUE, 20, 30))
-    stages = (*stages, (Stage.PREFILL, 30, 40))
+    stages = (*stages, (Stage.PREFILL, 30, 40), (Stage.DELIVER, 40, 40))
     intervals = tuple(StageInterval(stage, None, at_ns + begin, at_ns + end) for stage, begin, end in stages)
     return ClosedAccount(
         **{
@@ -56,6 +56,8 @@ def test_who_met_a_stop_string_could_have_gone_on() -> None:
     stopped = account("a", SYSTEM, 0, finish_reason="stop", max_tokens=60, freed_ns=None)
     (traced,) = traced_requests([stopped], 2048)
     assert (traced.stops_after, traced.request.sampling.max_tokens) == (32, 60)
+    (told,) = traced_requests([msgspec.structs.replace(stopped, freed_ns=41)], 2048)  # the engine a moment later
+    assert (told.stops_after, told.request.sampling.max_tokens) == (32, 60)
     (ended,) = traced_requests([msgspec.structs.replace(stopped, freed_ns=40)], 2048)
     assert (ended.stops_after, ended.request.sampling.max_tokens) == (None, 32)
 

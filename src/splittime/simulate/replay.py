@@ -195,11 +195,10 @@ def _require_whole(recorded: Recorded) -> None:
         raise ConfigError(words, param="ledger", hint=hint)
 
 
-def _as_the_engine_ended_them(
-    requests: Sequence[TracedRequest], records: Sequence[StepRecord]
-) -> list[TracedRequest]:
+def _as_the_engine_ended_them(requests: Sequence[TracedRequest], records: Sequence[StepRecord]) -> list[TracedRequest]:
     """Returns the requests; one that the engine ended, while the server was telling it of the stop string that it had
-    found, has as many tokens as the engine gave it. No account says so: after their last step one is missing."""
+    found, has as many tokens as the engine gave it. An account that closed before does not say so: after its last step
+    one is missing."""
     last_step = {row[0]: record for record in records for row in record.rows}
     received_ns = sorted(traced.received_ns for traced in requests)
     ended_ns = sorted(_ended_ns(traced, last_step.get(traced.request.request_id)) for traced in requests)
@@ -207,7 +206,12 @@ def _as_the_engine_ended_them(
     same = []
     for traced in requests:
         last = last_step.get(traced.request.request_id)
-        if traced.stops_after is not None and last is not None:
+        freed_ns = traced.account.freed_ns
+        if traced.stops_after is None or last is None:
+            pass
+        elif freed_ns is not None:
+            traced = _ended_in(traced, last) if freed_ns <= last.end_ns else traced
+        else:
             present = last.num_running + last.num_waiting + bisect_right(ended_ns, last.end_ns)
             missing = num_missing.setdefault(last.step_id, bisect_right(received_ns, last.begin_ns) - present)
             if missing > 0:
@@ -254,7 +258,7 @@ def _ended_ns(traced: TracedRequest, last: StepRecord | None) -> int:
     """When the engine was done with it. One that was aborted for a stop string was there until its last step's end."""
     aborted_ns = _abort_ns(traced, last)
     if aborted_ns is not None:
-        return aborted_ns + (traced.stops_after is not None)
+        return aborted_ns + (traced.stops_after is not None and traced.account.freed_ns is None)
     freed_ns = traced.account.freed_ns
     if freed_ns is None:
         return traced.account.end_ns if last is None else last.end_ns
@@ -264,9 +268,9 @@ def _ended_ns(traced: TracedRequest, last: StepRecord | None) -> int:
 def _abort_ns(traced: TracedRequest, last: StepRecord | None) -> int | None:
     """When the engine was told to end it; None if it ended by itself. last: the last step that it was in."""
     account = traced.account
-    if traced.stops_after is not None:
+    if traced.stops_after is not None and account.freed_ns is None:
         return last.end_ns if last is not None else account.end_ns
-    if account.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+    if traced.stops_after is not None or account.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
         return account.end_ns if account.freed_ns is None else account.freed_ns
     return None
 

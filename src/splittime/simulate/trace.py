@@ -190,7 +190,9 @@ def _request(account: ClosedAccount, prompt: tuple[int, ...], max_model_len: int
 
 def _met_stop_string(account: ClosedAccount) -> bool:
     """Whether the server ended it, before the engine said that it had."""
-    return account.finish_reason == FinishReason.STOP and account.freed_ns is None
+    if account.finish_reason != FinishReason.STOP or account.freed_ns is None:
+        return account.finish_reason == FinishReason.STOP
+    return next((each.begin_ns for each in account.intervals if each.stage is Stage.DELIVER), 0) < account.freed_ns
 
 
 def _server_marks(account: ClosedAccount) -> tuple[Mark, ...]:
