@@ -135,6 +135,11 @@ def test_a_notebook_of_another_tune_is_refused(tmp_path: Path) -> None:
     Notebook(path, {"load": 1, "version": "1"})
     with pytest.raises(ConfigError, match="version is 1 there and 2 here"):
         Notebook(path, {"load": 1, "version": "2"})
+    live = tmp_path / "live.jsonl"
+    Notebook(live, {"servers": {"url": "u", "knobs": {"policy": "fcfs", "max_num_seqs": 1}}})
+    with pytest.raises(ConfigError, match=r"servers\.knobs\.max_num_seqs is 1 there and 4 here") as caught:
+        Notebook(live, {"servers": {"url": "u", "knobs": {"policy": "fcfs", "max_num_seqs": 4}}})
+    assert "set it back" in str(caught.value.info.hint)
     path.write_text("no notebook\n")
     with pytest.raises(ConfigError, match="is no notebook"):
         Notebook(path, {})

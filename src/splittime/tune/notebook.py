@@ -10,7 +10,7 @@ of something else is refused. A line that was cut short by the end of a process 
 
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -163,9 +163,18 @@ def _read(path: Path, file: FileIO) -> list[Line]:
 
 def _of_another(path: Path | None, found: Line, wanted: TuneBegun) -> ConfigError:
     assert isinstance(found, TuneBegun)
-    names = sorted(
-        name for name in {*found.about, *wanted.about} if found.about.get(name) != wanted.about.get(name)
-    ) or ["format"]
-    there, here = found.about.get(names[0]), wanted.about.get(names[0])
-    what = f"{path} is of another tune: {names[0]} is {there} there and {here} here"
-    return ConfigError(what, param="notebook", value=str(path), hint="Name another file with --notebook.")
+    name, there, here = next(_differing(found.about, wanted.about), ("format", found.format, wanted.format))
+    what = f"{path} is of another tune: {name} is {there} there and {here} here"
+    hint = "Name another file with --notebook."
+    if name.startswith("servers.knobs."):
+        hint = f"If a tune was killed there, it left that: set it back (PATCH /knobs), and go on. Else: {hint}"
+    return ConfigError(what, param="notebook", value=str(path), hint=hint)
+
+
+def _differing(there: Any, here: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields the names of what differs, with the value on either side."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for each in sorted({*there, *here}):
+            yield from _differing(there.get(each), here.get(each), f"{name}.{each}" if name else each)
+    elif there != here:
+        yield name, there, here
