@@ -46,6 +46,7 @@ def test_of_experts_those_that_one_token_chooses():
         "sliding_window": 16,
     }
     found = cost(parse_config(experts), choose(None, "float32"), CpuOps(torch.float32), 10_000_000, 1)
+    assert (found.num_experts, found.chosen_experts) == (8, 2)
     expert = 3 * 32 * 48
     layer = LAYER - expert + 2 * expert + 32 * 8
     assert found.operations_per_token == 2 * 3 * layer

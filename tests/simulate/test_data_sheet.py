@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from splittime.core.errors import ConfigError
@@ -50,6 +51,17 @@ def test_every_device_can_be_simulated_and_is_bound_by_its_memory_at_one_row(nam
     expected_ns = floor_ns * middle(BANDWIDTH_SHARE) + sum(STEP_NS) / 2
     assert replica.costs.step_time(shape(1, 500)).step_ns == pytest.approx(expected_ns, rel=1e-6)
     assert "nothing measured" in replica.source
+
+
+def test_a_mixture_s_step_reads_the_experts_that_its_tokens_are_expected_to_choose() -> None:
+    """Of 8 experts a token chooses 2: two tokens leave (3/4)^2 of all alone."""
+    mixture = msgspec.structs.replace(EIGHT_B, idle_expert_bytes=60 * 10**9, num_experts=8, chosen_experts=2)
+    device = msgspec.structs.replace(DEVICES["MI300X"], memory_bytes=10**12)
+    costs = replica_of_data_sheet(device, mixture).costs
+    one, two, many = (costs.step_time(shape(rows, 1)).step_ns for rows in (1, 2, 60))
+    byte_ns = 1e9 / device.read_bytes_per_s * middle(BANDWIDTH_SHARE)
+    assert two - one == pytest.approx(60e9 / 4 * byte_ns, rel=1e-3)
+    assert many - one == pytest.approx(60e9 * byte_ns, rel=1e-2)
 
 
 def test_a_long_prompt_is_bound_by_the_arithmetic() -> None:

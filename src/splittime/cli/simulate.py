@@ -221,6 +221,8 @@ def _about(prediction: "Prediction") -> str:
     lines.append(
         f"step times: a model of {prediction.num_steps:,} steps; the median error of held-out ones is {error:.1%}"
     )
+    if prediction.model.unsure:
+        lines.append(f"the steps do not tell apart ({', '.join(prediction.model.unsure)}): intervals allow for it")
     return "\n".join(lines)
 
 

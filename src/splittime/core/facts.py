@@ -43,6 +43,7 @@ class TokenCost(msgspec.Struct, frozen=True, kw_only=True):
     operations_per_token: of the layers' products, for each token computed; a multiplication and its addition are two.
     operations_per_sample: of the head's product, for each row that samples.
     operations_per_context_token: of attention, for each pair of a computed token and one that it attends to.
+    num_experts, chosen_experts: of a layer of a mixture, in all and for one token; 0 of a model that is none.
     window_tokens, windowed_share: a sliding window, and the share of layers that have it.
     """
 
@@ -55,3 +56,5 @@ class TokenCost(msgspec.Struct, frozen=True, kw_only=True):
     window_tokens: int | None = None
     windowed_share: float = 0.0
     idle_expert_bytes: int = 0
+    num_experts: int = 0
+    chosen_experts: int = 0

@@ -33,7 +33,8 @@ from splittime.simulate.asked import Asked, asked_requests
 from splittime.simulate.change import Change
 from splittime.simulate.cost import HOST_PARTS, LIMITED, REACH, CostModel, Errors, bucket_of
 from splittime.simulate.costed import mixed_tokens
-from splittime.simulate.fit import Array, Line, buckets_of, line_of, persistence_of, stretches_of
+from splittime.simulate.fit import buckets_of, persistence_of
+from splittime.simulate.regression import Array, Line, line_of, stretches_of
 from splittime.simulate.replica import Approach, Replica, replica_with
 from splittime.simulate.trace import TracedRequest
 

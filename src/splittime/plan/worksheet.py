@@ -223,6 +223,8 @@ def _notes(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[str]
         yield f"step times: the median error of held-out steps is {error:.1%}"
     elif error:
         yield f"step times: no device attains what its sheet says; as good kernels do, give or take {error:.0%}"
+    if replica.costs.unsure:
+        yield f"the steps do not tell apart ({', '.join(replica.costs.unsure)}): intervals allow for it"
     yield "requests come when they come, whatever the answers before (an open loop), spread evenly over the servers"
 
 

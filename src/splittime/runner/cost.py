@@ -26,6 +26,7 @@ def cost(
 ) -> TokenCost:
     """weights_bytes: of all packed weights, the head's and every expert's among them."""
     mixers = [layer.mixer for layer in model.layers]
+    routers = [layer.feed_forward.router for layer in model.layers if isinstance(layer.feed_forward, MixtureSpec)]
     idle_expert_bytes = sum(_idle_expert_bytes(layer, model.hidden_size, plan, sizes) for layer in model.layers)
     return TokenCost(
         weight_bytes=weights_bytes - idle_expert_bytes,
@@ -37,6 +38,8 @@ def cost(
         window_tokens=max(model.windows, default=None),
         windowed_share=len(model.windows) / model.num_layers,
         idle_expert_bytes=idle_expert_bytes,
+        num_experts=routers[0].num_experts if routers else 0,
+        chosen_experts=routers[0].num_chosen if routers else 0,
     )
 
 

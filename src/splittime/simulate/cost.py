@@ -4,7 +4,8 @@
     plan_ns, launch_ns, sample_ns, commit_ns, host_gap_ns: each c0 + c1 rows + c2 tokens
     moves_ns  = c x blocks moved
 
-No coefficient is negative. A step whose rows all decode may take another way (a captured graph) than one with prompts,
+A mixture of experts has one more term, and a device that runs some steps captured and others not (`simulate.basis`). No
+coefficient is negative. A step whose rows all decode may take another way (a captured graph) than one with prompts,
 so these have a constant of their own. What is not linear (tiles of rows, caches) is in a factor for each bucket of
 tokens, drawn towards 1 where a bucket has few steps.
 
@@ -22,16 +23,18 @@ Steps with more than `REACH` times the most of anything that was recorded are re
 import math
 import random
 from bisect import bisect_left, bisect_right
+from operator import mul
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from splittime.core.errors import ConfigError
+from splittime.simulate.basis import FEATURES, Basis
+from splittime.simulate.posterior import drawn_above_zero
 from splittime.simulate.shape import StepShape, StepTime
 
 REACH = 2.0
-FEATURES = ("step", "step with prompts", "decode row", "prompt token", "KV position", "pair of prompt positions")
 HOST_PARTS = ("plan_ns", "launch_ns", "sample_ns", "commit_ns", "host_gap_ns")
 BUCKET_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens of a step, upper ends
 LIMITED = ("rows", "tokens", "decode_rows", "kv_tokens", "prompt_pairs", "moved_blocks")
@@ -39,13 +42,11 @@ LIMITED = ("rows", "tokens", "decode_rows", "kv_tokens", "prompt_pairs", "moved_
 
 class ShapeBucket(msgspec.Struct, frozen=True):
     """Steps that are alike, and how their times compare with what the lines and the machine's pace say. factor: of
-    their mean to that. noise: evenly spaced quantiles of a step's time over this mean, of mean 1 without pauses.
-    median_error: the median difference of its own steps from the mean, relative to it."""
+    their mean to that. noise: evenly spaced quantiles of a step's time over this mean, of mean 1 without pauses."""
 
     num_steps: int
     factor: float
     noise: tuple[float, ...]
-    median_error: float
 
 
 class Errors(msgspec.Struct, frozen=True):
@@ -63,13 +64,14 @@ class OutOfRange(ConfigError):
 
 
 class CostModel(msgspec.Struct, frozen=True):
-    """device: coefficients of `FEATURES`, in ns. compute: those of the second line, if there is one. covariance: of
+    """device: coefficients of `basis.names`, in ns. compute: those of the second line, if there is one. covariance: of
     both lines, one behind the other. host: coefficients of each of `HOST_PARTS`. most: of each quantity of `LIMITED`,
-    in the recorded steps. persistence: of the noise, from a step to the next. about: what it was fitted on."""
+    in the recorded steps. persistence: of the noise, from a step to the next. about: what it was fitted on. unsure: the
+    names of what the recorded steps do not tell apart from the rest; it is drawn from far and wide."""
 
     device: tuple[float, ...]
     covariance: tuple[tuple[float, ...], ...]
-    host: tuple[tuple[float, float, float], ...]
+    host: tuple[tuple[float, ...], ...]
     move_ns: float
     buckets: dict[str, ShapeBucket]
     most: tuple[int, ...]
@@ -78,6 +80,8 @@ class CostModel(msgspec.Struct, frozen=True):
     num_steps: int
     about: dict[str, Any] = {}
     compute: tuple[float, ...] = ()
+    basis: Basis = Basis()
+    unsure: tuple[str, ...] = ()
 
     @property
     def is_sound(self) -> bool:
@@ -86,8 +90,10 @@ class CostModel(msgspec.Struct, frozen=True):
         spread = [one for row in self.covariance for one in row]
         numbers = (*lines, *host, *spread, self.move_ns, *msgspec.structs.astuple(self.errors))
         return (
-            len(self.device) == len(FEATURES)
-            and len(self.compute) in (0, len(FEATURES))
+            len(self.device) == len(self.basis.names)
+            and len(self.compute) in (0, len(self.device))
+            and all(len(part) == 3 + (self.basis.captured_rows is not None) for part in self.host)
+            and 0 <= self.basis.idle_share < 1
             and [len(row) for row in self.covariance] == [len(lines)] * len(lines)
             and (len(self.host), len(self.most)) == (len(HOST_PARTS), len(LIMITED))
             and all(each.noise and each.factor > 0 and min(each.noise) >= 0 for each in self.buckets.values())
@@ -107,7 +113,12 @@ class CostModel(msgspec.Struct, frozen=True):
         device_ns = _on_line(self.device, shape)
         if self.compute:
             device_ns = max(device_ns, _on_line(self.compute, shape))
-        plan, launch, sample, commit, gap = [round(factor * (a + b * rows + c * tokens)) for a, b, c in self.host]
+        if len(self.device) == len(FEATURES):
+            plan, launch, sample, commit, gap = [round(factor * (a + b * rows + c * tokens)) for a, b, c in self.host]
+        else:
+            device_ns = self._device_ns(shape)
+            host = self.basis.host_features(shape)
+            plan, launch, sample, commit, gap = [round(factor * sum(map(mul, part, host))) for part in self.host]
         return StepTime(plan, launch, round(self.move_ns * moved), round(factor * device_ns), sample, commit, gap)
 
     def times(self, factor: float) -> "CostModel":
@@ -117,21 +128,22 @@ class CostModel(msgspec.Struct, frozen=True):
             device=tuple(one * factor for one in self.device),
             compute=tuple(one * factor for one in self.compute),
             covariance=tuple(tuple(one * factor**2 for one in row) for row in self.covariance),
-            host=tuple((a * factor, b * factor, c * factor) for a, b, c in self.host),
+            host=tuple(tuple(one * factor for one in part) for part in self.host),
             move_ns=self.move_ns * factor,
         )
 
     def sample(self, rng: random.Random) -> "CostModel":
         """Returns another model that fits as well: its coefficients are drawn from the normal distribution that the fit
-        gives them (`covariance`), and none is negative."""
+        gives them (`covariance`), cut off at 0."""
         generator = np.random.Generator(np.random.PCG64(rng.getrandbits(64)))
-        both, covariance = np.array((*self.device, *self.compute)), np.array(self.covariance)
-        scale = np.sqrt(np.diag(covariance))  # they are of sizes that no decomposition has digits for
-        scale[scale == 0] = 1.0
-        covariance /= np.outer(scale, scale)  # positive semidefinite but for rounding, of which numpy would warn
-        drawn = generator.multivariate_normal(np.zeros(len(both)), covariance, method="svd", check_valid="ignore")
-        values = tuple(np.maximum(both + scale * drawn, 0.0).tolist())
-        return msgspec.structs.replace(self, device=values[: len(FEATURES)], compute=values[len(FEATURES) :])
+        both = np.array((*self.device, *self.compute))
+        values = tuple(drawn_above_zero(both, np.array(self.covariance), generator).tolist())
+        return msgspec.structs.replace(self, device=values[: len(self.device)], compute=values[len(self.device) :])
+
+    def _device_ns(self, shape: StepShape) -> float:
+        """Returns ns, of a server whose steps have more terms than all have."""
+        features = self.basis.features(shape)
+        return max(sum(map(mul, line, features)) for line in (self.device, self.compute))
 
     def _require_near(self, shape: StepShape) -> None:
         for name, most in zip(LIMITED, self.most, strict=True):
@@ -145,7 +157,7 @@ class CostModel(msgspec.Struct, frozen=True):
 def _on_line(line: tuple[float, ...], shape: StepShape) -> float:
     """Returns ns, before any bucket's factor."""
     _, tokens, decode_rows, kv_tokens, pairs, _, _ = shape
-    c0, c1, c2, c3, c4, c5 = line
+    c0, c1, c2, c3, c4, c5 = line[:6]
     prompt_tokens = tokens - decode_rows
     line_ns = c0 + c2 * decode_rows + c4 * kv_tokens
     return line_ns + c1 + c3 * prompt_tokens + c5 * pairs if prompt_tokens > 0 else line_ns

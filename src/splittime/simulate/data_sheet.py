@@ -11,8 +11,8 @@ begin one. A line through both would be up to twice as slow where they are equal
 
 No device attains what its sheet says. `BANDWIDTH_SHARE`, `RATE_SHARE` and `STEP_NS` state, as 90 % intervals, what
 good kernels attain; they are the model's covariance, so what is planned with it has wide intervals. Left out: texts and
-network before and behind the engine, sliding windows (each position counts as in a layer without one), and that a few
-rows do not use all experts of a mixture: every step reads them all.
+network before and behind the engine, and sliding windows (each position counts as in a layer without one). A mixture's
+step reads the experts that its tokens are expected to choose (`simulate.basis`).
 """
 
 import msgspec
@@ -23,6 +23,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
 from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
+from splittime.simulate.basis import basis_of
 from splittime.simulate.cost import HOST_PARTS, LIMITED, CostModel, Errors
 from splittime.simulate.replica import UNBOUNDED, Replica
 
@@ -161,7 +162,8 @@ def sheet_costs(device: Device, cost: TokenCost, precision: str) -> CostModel:
     operation_ns, operation_spread = _middle(1e9 / device.rate(precision), RATE_SHARE)
     memory = byte_ns * _bytes_of(cost)
     compute = operation_ns * _operations_of(cost)
-    begin = np.array([1.0, 0, 0, 0, 0, 0])
+    begin = np.zeros(len(memory))
+    begin[0] = 1.0
     step_ns, step_deviation = sum(STEP_NS) / 2, (STEP_NS[1] - STEP_NS[0]) / 2 / DEVIATIONS
     pushes = np.stack(
         [
@@ -173,6 +175,7 @@ def sheet_costs(device: Device, cost: TokenCost, precision: str) -> CostModel:
     return CostModel(
         device=tuple((memory + step_ns * begin).tolist()),
         compute=tuple((compute + step_ns * begin).tolist()),
+        basis=basis_of((), cost),
         covariance=tuple(map(tuple, (pushes.T @ pushes).tolist())),
         host=((0.0, 0.0, 0.0),) * len(HOST_PARTS),
         move_ns=0.0,
@@ -193,12 +196,13 @@ def _middle(at_best: float, share: tuple[float, float]) -> tuple[float, float]:
 
 
 def _bytes_of(cost: TokenCost) -> Coefficients:
-    """Returns the bytes that each of `FEATURES` reads or writes."""
-    weights = cost.weight_bytes + cost.idle_expert_bytes
-    return np.array([weights, 0, 0, 0, cost.kv_bytes_per_token, 0], float)
+    """Returns the bytes that each term of `simulate.basis` reads or writes."""
+    experts = [cost.idle_expert_bytes] if cost.num_experts else []
+    return np.array([cost.weight_bytes, 0, 0, 0, cost.kv_bytes_per_token, 0, *experts], float)
 
 
 def _operations_of(cost: TokenCost) -> Coefficients:
-    """Returns the operations of each of `FEATURES`. A step with prompts samples for one of them."""
+    """Returns the operations of each term of `simulate.basis`. A step with prompts samples for one of them."""
     token, sample, pair = cost.operations_per_token, cost.operations_per_sample, cost.operations_per_context_token
-    return np.array([0, sample, token + sample, token, pair, pair], float)
+    experts = [0] if cost.num_experts else []
+    return np.array([0, sample, token + sample, token, pair, pair, *experts], float)

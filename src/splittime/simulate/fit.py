@@ -1,12 +1,8 @@
 """Fits a cost model on recorded steps.
 
-Device time is a non-negative linear regression with a weak prior: a half-normal one for each coefficient, so wide that
-its term alone could make three times the mean step. Errors count relative to the step's predicted time, and those
-beyond `HUBER` robust standard deviations count less (Huber, 1964), in a few re-weighted rounds. The solution is that of
-Lawson and Hanson's NNLS on the prior's rows below the data's.
-
-Steps that follow each other are not independent: the machine is slow for a while. So the coefficients' covariance is
-the one that is robust to clusters (Liang and Zeger, Biometrika 1986), over stretches of time.
+Device time and the host's parts are non-negative linear regressions (`simulate.regression`). A ledger with steps that a
+device ran captured and others that it ran kernel by kernel has a constant for the latter. A mixture of experts has a
+term for the experts that a step's tokens choose beside those of one token.
 """
 
 import math
@@ -19,34 +15,22 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
+from splittime.simulate.basis import Basis, basis_of
 from splittime.simulate.cost import LIMITED, CostModel, Errors, OutOfRange, Pace, PaceOf, ShapeBucket, bucket_of
-from splittime.simulate.shape import StepShape, StepTime, features_of, shape_of_record
+from splittime.simulate.regression import Array, Line, line_of, stretches_of
+from splittime.simulate.shape import StepShape, StepTime, shape_of_record
 
 MIN_STEPS = 50
-STRETCHES = 16
 PACE_STEPS = {"decode": 60, "prompts": 15}  # recorded ones that say how fast the machine was meanwhile
-HUBER = 2.0
-LEAST_SPREAD = 0.02  # else, where most steps are all alike, the few others count for nothing
-ROUNDS = 4
-PRIOR_WIDTH = 3.0
+UNSURE = 0.2  # of the mean step: a standard deviation
 SHRINK = 20.0  # steps that a bucket needs for half of its factor to be believed
 QUANTILES = 200
 PAUSE = 3.0
 LONGEST_NS = 10**14  # a day
-
-Array = NDArray[np.float64]
-
-
-class Line(NamedTuple):
-    """coefficients: one for each column. covariance: of these."""
-
-    coefficients: Array
-    covariance: Array
 
 
 class Fit(NamedTuple):
@@ -62,8 +46,7 @@ class StepTable(NamedTuple):
 
     begins_ns: list[int]
     shapes: list[StepShape]
-    features: Array
-    host_features: Array
+    basis: Basis
     device_ns: Array
     parts_ns: Array
     total_ns: Array
@@ -76,7 +59,7 @@ def fit(records: Sequence[StepRecord], facts: ServerFacts | None = None) -> Fit:
         hint = "Record more: some minutes of traffic."
         raise ConfigError(f"{len(records)} steps are too few to go by", param="ledger", limit=MIN_STEPS, hint=hint)
     _require_possible(records)
-    steps = _steps(records)
+    steps = _steps(records, facts)
     model, pace = _fit(steps, facts)
     return Fit(msgspec.structs.replace(model, errors=_held_out(steps, facts, model)), pace)
 
@@ -100,7 +83,7 @@ def _require_possible(records: Sequence[StepRecord]) -> None:
             raise ConfigError(words, param="ledger", hint="The ledger is damaged. Record another.")
 
 
-def _steps(records: Sequence[StepRecord]) -> StepTable:
+def _steps(records: Sequence[StepRecord], facts: ServerFacts | None) -> StepTable:
     shapes = [shape_of_record(record) for record in records]
     gaps = [
         after.host_gap_ns if after.step_id == before.step_id + 1 and not after.idle_ns else math.nan
@@ -111,8 +94,7 @@ def _steps(records: Sequence[StepRecord]) -> StepTable:
     return StepTable(
         [record.begin_ns for record in records],
         shapes,
-        np.array([features_of(shape) for shape in shapes]),
-        np.array([(1.0, shape.rows, shape.tokens) for shape in shapes]),
+        basis_of(records, None if facts is None else facts.cost),
         np.array([record.device_ns for record in records], float),
         np.array(parts, float),
         np.array(total, float),
@@ -121,11 +103,16 @@ def _steps(records: Sequence[StepRecord]) -> StepTable:
 
 
 def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
-    line = line_of(steps.features, steps.device_ns)
-    host = tuple(_host_line(steps.host_features, part) for part in steps.parts_ns.T)
+    basis = steps.basis
+    columns = np.array([basis.features(shape) for shape in steps.shapes])
+    line = line_of(columns, steps.device_ns)
+    host_columns = np.array([basis.host_features(shape) for shape in steps.shapes])
+    host = tuple(_host_line(host_columns, part) for part in steps.parts_ns.T)
     plain = CostModel(
         device=tuple(line.coefficients.tolist()),
         covariance=tuple(map(tuple, line.covariance.tolist())),
+        basis=basis,
+        unsure=_unsure(basis, columns, line),
         host=host,
         move_ns=steps.move_ns,
         buckets={},
@@ -159,44 +146,17 @@ def _pace_of(begins_ns: NDArray[np.int64], ratios: Array, num_steps: int) -> Pac
     return PaceOf(tuple(int(begins_ns[some[0]]) for some in stretches), factors)
 
 
-def line_of(columns: Array, values: Array) -> Line:
-    scale = np.where(columns.mean(axis=0) > 0, columns.mean(axis=0), 1.0)
-    scaled, prior = columns / scale, np.full(columns.shape[1], 1 / (PRIOR_WIDTH * max(values.mean(), 1.0)))
-    weights = 1 / np.maximum(values, values.mean() * 0.01 + 1)
-    for _ in range(ROUNDS):
-        solved, _ = nnls(
-            np.vstack([scaled * weights[:, None], np.diag(prior)]), np.append(values * weights, np.zeros(len(prior)))
-        )
-        predicted = np.maximum(scaled @ solved, values.mean() * 0.01 + 1)
-        relative = values / predicted - 1
-        spread = max(1.4826 * float(np.median(np.abs(relative - np.median(relative)))), LEAST_SPREAD)
-        weights = np.sqrt(np.minimum(1.0, HUBER * spread / np.maximum(np.abs(relative), 1e-12))) / predicted
-    return Line(solved / scale, _covariance(scaled, values, weights, prior, solved) / np.outer(scale, scale))
+def _unsure(basis: Basis, columns: Array, line: Line) -> tuple[str, ...]:
+    """Returns the quantities whose own part of a step is not known."""
+    share = np.sqrt(np.diag(line.covariance)) * columns.mean(axis=0) / max((columns @ line.coefficients).mean(), 1.0)
+    return tuple(name for name, one in zip(basis.names, share.tolist(), strict=True) if one > UNSURE)
 
 
-def _covariance(scaled: Array, values: Array, weights: Array, prior: Array, solved: Array) -> Array:
-    """The coefficients that are 0 are taken as known."""
-    free = solved > 0
-    weighted, errors = scaled[:, free] * weights[:, None], (values - scaled @ solved) * weights
-    bread = np.linalg.pinv(weighted.T @ weighted + np.diag(prior[free] ** 2))
-    pushes = [weighted[some].T @ errors[some] for some in stretches_of(len(values))]
-    robust = bread @ sum(np.outer(push, push) for push in pushes) @ bread
-    covariance = np.zeros((len(solved), len(solved)))
-    covariance[np.ix_(free, free)] = robust
-    return covariance
-
-
-def stretches_of(count: int) -> list[Array]:
-    """Returns the indices of the steps of each stretch of time."""
-    return np.array_split(np.arange(count), min(STRETCHES, count))
-
-
-def _host_line(columns: Array, values: Array) -> tuple[float, float, float]:
+def _host_line(columns: Array, values: Array) -> tuple[float, ...]:
     known = ~np.isnan(values)
     if not known.any() or not values[known].any():
-        return (0.0, 0.0, 0.0)
-    constant, a_row, a_token = line_of(columns[known], values[known]).coefficients.tolist()
-    return (constant, a_row, a_token)
+        return (0.0,) * columns.shape[1]
+    return tuple(line_of(columns[known], values[known]).coefficients.tolist())
 
 
 def _totals(model: CostModel, shapes: Sequence[StepShape]) -> Array:
@@ -220,8 +180,7 @@ def _bucket(values: Array, all_ratios: Array) -> ShapeBucket:
     factor = math.exp(trust * math.log(max(_steady_mean(values), 1e-3)))
     source = values if len(values) >= SHRINK else all_ratios
     noise = np.quantile(source, (np.arange(QUANTILES) + 0.5) / QUANTILES)
-    error = float(np.median(np.abs(values / factor - 1)))
-    return ShapeBucket(len(values), factor, tuple((noise / _steady_mean(noise)).tolist()), error)
+    return ShapeBucket(len(values), factor, tuple((noise / _steady_mean(noise)).tolist()))
 
 
 def _steady_mean(values: Array) -> float:
@@ -259,8 +218,7 @@ def _some(steps: StepTable, indices: Array) -> StepTable:
     return StepTable(
         [steps.begins_ns[index] for index in indices],
         [steps.shapes[index] for index in indices],
-        steps.features[indices],
-        steps.host_features[indices],
+        steps.basis,
         steps.device_ns[indices],
         steps.parts_ns[indices],
         steps.total_ns[indices],

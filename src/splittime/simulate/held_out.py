@@ -12,7 +12,8 @@ import msgspec
 
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.cost import LIMITED, CostModel, bucket_of
-from splittime.simulate.fit import fit, stretches_of
+from splittime.simulate.fit import fit
+from splittime.simulate.regression import stretches_of
 from splittime.simulate.shape import StepShape, shape_of_record
 
 

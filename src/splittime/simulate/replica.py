@@ -35,7 +35,7 @@ from splittime.simulate.run import Delivery, OnAccount, OnStep, SimulatedBooks, 
 from splittime.simulate.shape import StepShape, StepTime
 from splittime.simulate.trace import TracedRequest, at_speed
 
-FORMAT = 1
+FORMAT = 2
 UNBOUNDED = 2**40
 MIN_REQUESTS = 20
 STEADY = Pace(PaceOf(), PaceOf())

@@ -1,0 +1,67 @@
+"""A non-negative linear regression with a posterior that knows what the data do not tell, and draws from it.
+
+The prior is a half-normal one for each coefficient, so wide that its term alone could make `PRIOR_WIDTH` times the mean
+value. Errors count relative to the predicted value, and those beyond `HUBER` robust standard deviations count less
+(Huber, 1964), in a few re-weighted rounds. The solution is that of Lawson and Hanson's NNLS on the prior's rows below
+the data's: the most likely one.
+
+Values that follow each other are not independent: a machine is slow for a while. So where the data decide, the
+covariance is the one that is robust to clusters (Liang and Zeger, Biometrika 1986), over stretches of time. Where two
+columns rise and fall together the data do not decide, and the prior's width is left: along such a direction the
+posterior reaches from all of one column's to all of the other's. It is a normal distribution cut off at 0
+(`simulate.posterior` draws from it): what the columns make together stays as sure as it is.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+STRETCHES = 16
+HUBER = 2.0
+LEAST_SPREAD = 0.02  # else, where most values are all alike, the few others count for nothing
+ROUNDS = 4
+PRIOR_WIDTH = 3.0
+
+Array = NDArray[np.float64]
+
+
+class Line(NamedTuple):
+    """coefficients: one for each column. covariance: of these, before it is cut off at 0."""
+
+    coefficients: Array
+    covariance: Array
+
+
+def line_of(columns: Array, values: Array) -> Line:
+    scale = np.where(columns.mean(axis=0) > 0, columns.mean(axis=0), 1.0)
+    scaled, prior = columns / scale, np.full(columns.shape[1], 1 / (PRIOR_WIDTH * max(values.mean(), 1.0)))
+    weights = 1 / np.maximum(values, values.mean() * 0.01 + 1)
+    spread = 1.0
+    for _ in range(ROUNDS):
+        weighted = scaled * (weights / spread)[:, None]
+        solved, _ = nnls(
+            np.vstack([weighted, np.diag(prior)]), np.append(values * weights / spread, np.zeros(len(prior)))
+        )
+        predicted = np.maximum(scaled @ solved, values.mean() * 0.01 + 1)
+        relative = values / predicted - 1
+        spread = max(1.4826 * float(np.median(np.abs(relative - np.median(relative)))), LEAST_SPREAD)
+        weights = np.sqrt(np.minimum(1.0, HUBER * spread / np.maximum(np.abs(relative), 1e-12))) / predicted
+    return Line(solved / scale, _covariance(scaled, values, weights / spread, prior, solved) / np.outer(scale, scale))
+
+
+def _covariance(scaled: Array, values: Array, weights: Array, prior: Array, solved: Array) -> Array:
+    weighted, errors = scaled * weights[:, None], (values - scaled @ solved) * weights
+    known = np.diag(prior**2)
+    bread = np.linalg.inv(weighted.T @ weighted + known)
+    stretches = stretches_of(len(values))
+    pushes = np.array([weighted[some].T @ errors[some] for some in stretches])
+    pushes -= pushes.mean(axis=0)  # at a coefficient of 0 they have one direction, and no sum of 0
+    few = len(stretches) / max(1, len(stretches) - np.linalg.matrix_rank(scaled))
+    return bread @ (few * pushes.T @ pushes + known) @ bread
+
+
+def stretches_of(count: int) -> list[Array]:
+    """Returns the indices of the values of each stretch of time."""
+    return np.array_split(np.arange(count), min(STRETCHES, count))
