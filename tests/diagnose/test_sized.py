@@ -120,7 +120,7 @@ def test_a_cure_beyond_the_recorded_steps_is_tried_nearer_and_kept(crowded: Book
     assert finding.cure.flags == ("--max-num-seqs", "16")
     assert finding.predicted.is_nearer
     assert 4 < finding.predicted.settings["max_num_seqs"] < 16
-    assert "More is out of reach" in finding.predicted.sentence
+    assert "The recorded steps tell nothing of a larger change" in finding.predicted.sentence
 
 
 def test_a_nearer_value_that_does_not_help_withdraws_nothing(crowded: Books) -> None:

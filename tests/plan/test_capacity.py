@@ -84,7 +84,7 @@ def test_a_sheet_counts_servers_and_money(found: Capacity) -> None:
     assert line(sheet, "KV cache").value == pytest.approx(4096 * 16 * 1024 / 2**20)
     assert line(sheet, "a lost server leaves").value == pytest.approx(found.rate.middle * 3)
     assert line(sheet, "breaks first").value.startswith("ttft_mean: ")
-    assert "batch_slots" in line(sheet, "breaks first").value
+    assert "batch_slots (as many requests run as max_num_seqs allows)" in line(sheet, "breaks first").value
 
 
 def test_a_page_and_a_csv_hold_every_line(found: Capacity, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -214,11 +214,11 @@ def _sentence(gain: Gain, num_open: int) -> str:
     change = ", ".join(f"{name} {value}" for name, value in gain.settings.items())
     left_out = f" ({num_open} that were in flight at their begin left out)" if num_open else ""
     told = "; ".join(_change_words(figure) for figure in gain.figures if figure.ratio is not None)
-    nearer = " More is out of reach of the recorded steps." if gain.is_nearer else ""
+    nearer = " The recorded steps tell nothing of a larger change." if gain.is_nearer else ""
     main = gain.figures[0]
     return (
         f"A replay of the latest {gain.num_requests} requests{left_out} with {change} changes {told}: "
-        f"{_verdict(gain)}.{_refusals(gain)}{nearer} Unchanged, it has {_off(main)}."
+        f"{_verdict(gain)}.{_refusals(gain)}{nearer} Replayed as it was, {_off(main)}."
     )
 
 
@@ -252,5 +252,5 @@ def _verdict(gain: Gain) -> str:
 
 def _off(figure: PredictedFigure) -> str:
     if not figure.recorded or figure.before is None:
-        return f"{figure.before:g} where {figure.recorded:g} are recorded"
-    return f"{WORDS[figure.name]} {_percent(figure.before / figure.recorded)} off the record"
+        return f"{WORDS[figure.name]} has {figure.before:g} where {figure.recorded:g} are recorded"
+    return f"{WORDS[figure.name]} is off by {_percent(figure.before / figure.recorded)}"

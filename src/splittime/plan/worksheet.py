@@ -14,12 +14,14 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 from splittime.plan.capacity import Capacity, RateTrial
 from splittime.simulate.replica import Replica
 
 PER_MILLION = 1e6
 S_PER_HOUR = 3600.0
 LEAST_WAIT = 0.1  # a smaller share is not what breaks
+WAITS_FOR = {str(name): words for told in (STAGE_MEANING, CAUSE_MEANING) for name, words in told.items()}
 BEYOND = "keeps the SLO; more could not be simulated (below), so more may be kept"
 
 
@@ -197,7 +199,7 @@ def first_to_break(broken: RateTrial) -> str:
         return f"error_rate: {broken.term('error_rate').value or 0:.1%} of the requests are refused, or fail"
     if share < LEAST_WAIT:
         return f"{terms}: the steps themselves take too long, with {broken.running:.3g} requests in each"
-    return f"{terms}: {share:.0%} of {time} is a wait for {cause}"
+    return f"{terms}: {share:.0%} of {time} is a wait for {cause} ({WAITS_FOR.get(cause, cause)})"
 
 
 def _slots(replica: Replica) -> str:
