@@ -5,12 +5,14 @@ from typing import Any
 from zlib import crc32
 
 import msgspec
+from fake_sleeper import FakeSleeper
 
 from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
+from splittime.core.sleep import SleepAsk
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.messages import Abort, FromEngine, StepOutput
+from splittime.drive.messages import Abort, FromEngine, Sleep, StepOutput, Wake
 from splittime.engine.engine import Engine
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.facts import ServerFacts
@@ -131,13 +133,18 @@ def record_run(
     costs: HostCosts = COSTS,
     have_deadlines: bool = True,
     stops: float = 0.15,
+    sleeps_at_ns: int | None = None,
 ) -> Recorded:
     """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
     admission stands before it."""
     rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every, stops), VirtualClock()
     delays = {"step_ns": STEP_NS, "token_ns": TOKEN_NS, "move_ns": MOVE_NS}
     runner = FakeRunner(config.block_size, eos_every=eos_every, clock=clock, **delays)
-    run = StoppingRun(Crank(EngineParts(Engine(Scheduler(config)), runner), clock), clock, costs)
+    sleeper = FakeSleeper(runner, STEP_NS, clock.advance)
+    run = StoppingRun(Crank(EngineParts(Engine(Scheduler(config)), runner, sleeper=sleeper), clock), clock, costs)
+    if sleeps_at_ns is not None:
+        run.at(sleeps_at_ns, Sleep(1, SleepAsk(1, "abort")))
+        run.at(sleeps_at_ns + 20_000, Wake(2))
     common = [tuple(rng.randrange(1, 900) for _ in range(rng.choice((20, 90, 150)))) for _ in range(3)]
     at_ns = 0
     for number in range(count):

@@ -53,6 +53,15 @@ def test_what_happened_is_in_these_runs() -> None:
     assert [replay(run) for run in runs] == [None] * 3
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_what_slept_has_forgotten_its_cache(seed: int) -> None:
+    config = msgspec.structs.replace(TIGHT, num_blocks=200, num_host_slots=seed % 3)
+    recorded = record_run(config, seed, count=60, sleeps_at_ns=300_000)
+    assert any(step.asleep_ns for step in recorded.steps)
+    assert any(account.cached_tokens for account in recorded.accounts)
+    assert replay(recorded) is None
+
+
 @pytest.mark.parametrize(
     ("knob", "value"),
     [("max_num_seqs", 2), ("num_blocks", 24), ("policy", "shortest_prefill"), ("max_num_batched_tokens", 32)],

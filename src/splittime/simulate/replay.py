@@ -13,7 +13,7 @@ is a `ConfigError`.
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -93,7 +93,7 @@ class RecordedArrivals:
 
     `Arrivals` of a loop. Each turn of the loop begins when a recorded step did, or when a request ended without one
     (its deadline). num_taken: requests that the engine had taken in before each step: one that came just before a step
-    may have been a moment too late for it.
+    may have been a moment too late for it. forget: drops what is cached; an engine that has slept has lost it.
     """
 
     def __init__(
@@ -102,8 +102,9 @@ class RecordedArrivals:
         steps: RecordedSteps,
         messages: list[tuple[int, ToEngine | None]],
         num_taken: Sequence[int],
+        forget: Callable[[], object],
     ) -> None:
-        self.is_closed = False
+        self.is_closed, self._forget = False, forget
         self._clock, self._steps, self._messages, self._num_taken = clock, steps, deque(messages), num_taken
         self._num_submitted = 0
 
@@ -129,6 +130,8 @@ class RecordedArrivals:
             if message is None:
                 return
             yield message, at_ns
+        if record.asleep_ns:
+            self._forget()
         self._clock.advance_to(record.begin_ns)
 
 
@@ -147,7 +150,7 @@ def replay(recorded: Recorded) -> Divergence | None:
     try:
         run_loop(
             Crank(EngineParts(engine, runner), clock),
-            RecordedArrivals(clock, steps, messages, _num_taken(requests, records)),
+            RecordedArrivals(clock, steps, messages, _num_taken(requests, records), engine.forget_cache),
             lambda message: _keep(message, replayed),
         )
     except UnknownStep as unknown:
