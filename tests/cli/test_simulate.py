@@ -96,6 +96,17 @@ def test_the_same_decisions(ledger: Path, tmp_path: Path) -> None:
     assert "is decided otherwise" in result.stdout
 
 
+def test_another_file_is_refused_with_what_a_ledger_is(tmp_path: Path) -> None:
+    run = tmp_path / "run.json"
+    run.write_text("{}" * 100)
+    refused = invoke(run, "--max-num-seqs", 2)
+    assert (refused.exit_code, "does not describe a server" in refused.stderr) == (2, True)
+    assert "serve --ledger-file" in refused.stderr
+    explained = CliRunner().invoke(app, ["explain", "--slowest", "1", "--ledger", str(run)])
+    assert "not a readable ledger file" in explained.stderr
+    assert "serve --ledger-file" in explained.stderr
+
+
 def test_a_simulated_ledger_says_so_wherever_it_is_read(ledger: Path, tmp_path: Path) -> None:
     out = tmp_path / "simulated.sqlite"
     assert invoke(ledger, "--max-num-seqs", 2, "--draws", 1, "--out", out).exit_code == 0

@@ -134,10 +134,11 @@ def _of_replica(path: Path | None, url: str | None, load: dict[str, Any]) -> "Se
     from splittime.simulate.replica import load_replica
     from splittime.simulate.what_if import ServedLoad
 
+    replica = load_replica(path) if path is not None else None
     if not load:
         hint = "Describe a load (--rate 20 --input-tokens 64 --output-tokens 32), or name a ledger."
         raise ConfigError("a calibration has no requests to simulate", param="ledger", hint=hint)
-    replica = load_replica(path or Path(kept_source(url)))
+    replica = replica or load_replica(Path(kept_source(url)))
     return ServedLoad(replica, requests_for(load, replica), replica.facts, {})
 
 

@@ -183,7 +183,8 @@ class LedgerFile:
             self._account_tables = [table for table in ACCOUNT_TABLES if table in found]
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.Error as error:
-            raise ConfigError(f"{path} is not a readable ledger file: {error}", param="ledger") from error
+            hint = "A ledger is what `splittime serve --ledger-file FILE` writes."
+            raise ConfigError(f"{path} is not a readable ledger file: {error}", param="ledger", hint=hint) from error
         if version > SCHEMA_VERSION:
             hint = "Read it with the splittime that wrote it, or a later one."
             words = f"ledger file {path} has format {version}, this splittime reads {SCHEMA_VERSION}"
