@@ -82,6 +82,8 @@ def test_a_sheet_counts_servers_and_money(found: Capacity) -> None:
     assert paid == pytest.approx(line(sheet, "an hour").value)
     assert line(sheet, "decode floor").value == pytest.approx(10.0)
     assert line(sheet, "KV cache").value == pytest.approx(4096 * 16 * 1024 / 2**20)
+    # what is to spare leaves room for the longest request, without which no server starts
+    assert line(sheet, "KV cache to spare").value == pytest.approx((4096 - 1024 // 16) * 16 * 1024 / 2**20, rel=0.01)
     assert line(sheet, "a lost server leaves").value == pytest.approx(found.rate.middle * 3)
     assert line(sheet, "breaks first").value.startswith("ttft_mean: ")
     assert "batch_slots (as many requests run as max_num_seqs allows)" in line(sheet, "breaks first").value

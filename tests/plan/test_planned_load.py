@@ -7,7 +7,8 @@ from known_replicas import LOAD, REPLICA
 from splittime.core.errors import ConfigError, NotFound
 from splittime.plan.load import requests_for
 from splittime.simulate.change import Change
-from splittime.simulate.replica import load_replica, save_replica
+from splittime.simulate.cost import Pace, PaceOf
+from splittime.simulate.replica import Approach, load_replica, save_replica
 
 
 def test_a_load_arrives_as_it_would_be_sent() -> None:
@@ -53,6 +54,16 @@ def test_a_replica_is_the_same_after_a_file(tmp_path_factory: pytest.TempPathFac
         broken = msgspec.structs.replace(REPLICA.costs, **costs)
         save_replica(msgspec.structs.replace(REPLICA, costs=broken), path)
         with pytest.raises(ConfigError):
+            load_replica(path)
+    host, pace = ((-1.0, 0.0, 0.0),) * 5, PaceOf(factors=(0.0,))
+    for parts in (
+        {"costs": msgspec.structs.replace(REPLICA.costs, host=host)},
+        {"costs": msgspec.structs.replace(REPLICA.costs, device=(1e300,) * 6)},
+        {"pace": Pace(pace, pace)},
+        {"approach": Approach(to_admission_ns=-1)},
+    ):
+        save_replica(msgspec.structs.replace(REPLICA, **parts), path)
+        with pytest.raises(ConfigError, match="costs that cannot be"):
             load_replica(path)
     path.write_text('{"format": 1}')
     with pytest.raises(ConfigError, match="does not describe a server"):

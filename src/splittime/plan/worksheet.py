@@ -117,10 +117,10 @@ def _of_memory(replica: Replica, found: Capacity) -> Iterator[SheetLine]:
     yield SheetLine("KV bytes of a token", per_token, "bytes", "2 x layers x KV heads x head size x bytes of a number")
     formula = f"{config.num_blocks:,} blocks x {config.block_size} tokens x {per_token:,} bytes"
     yield SheetLine("KV cache", whole / 2**20, "MiB", formula)
-    spare = (1 - kept.kv_usage) * whole
-    yield SheetLine(
-        "KV cache never used", spare / 2**20, "MiB", f"{1 - kept.kv_usage:.0%} of it: could be smaller by so much"
-    )
+    longest = -(-config.max_model_len // config.block_size) / config.num_blocks  # a server does not start with less
+    spare = 1 - max(kept.kv_usage, longest)
+    formula = f"{spare:.0%} of it: could be smaller by so much, and hold what was used and the longest request"
+    yield SheetLine("KV cache to spare", spare * whole / 2**20, "MiB", formula)
     rate = replica.machine.read_bytes_per_s if replica.machine is not None else None
     if rate:
         formula = f"{cost.weight_bytes:,} bytes of weights / {rate:,.3g} bytes/s"

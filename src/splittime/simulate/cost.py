@@ -35,6 +35,9 @@ from splittime.simulate.posterior import drawn_above_zero
 from splittime.simulate.shape import StepShape, StepTime
 
 REACH = 2.0
+MOST_NS = 1e11  # that a coefficient can be
+MOST_TIMES = 1e6  # as long as usual that a step can take
+MOST_DRIFT = 10.0
 HOST_PARTS = ("plan_ns", "launch_ns", "sample_ns", "commit_ns", "host_gap_ns")
 BUCKET_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens of a step, upper ends
 LIMITED = ("rows", "tokens", "decode_rows", "kv_tokens", "prompt_pairs", "moved_blocks")
@@ -47,6 +50,12 @@ class ShapeBucket(msgspec.Struct, frozen=True):
     num_steps: int
     factor: float
     noise: tuple[float, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        return (
+            len(self.noise) > 0 and min(self.noise) >= 0 < self.factor and max(self.factor, *self.noise) <= MOST_TIMES
+        )
 
 
 class Errors(msgspec.Struct, frozen=True):
@@ -96,9 +105,11 @@ class CostModel(msgspec.Struct, frozen=True):
             and 0 <= self.basis.idle_share < 1
             and [len(row) for row in self.covariance] == [len(lines)] * len(lines)
             and (len(self.host), len(self.most)) == (len(HOST_PARTS), len(LIMITED))
-            and all(each.noise and each.factor > 0 and min(each.noise) >= 0 for each in self.buckets.values())
+            and all(each.is_sound for each in self.buckets.values())
             and all(map(math.isfinite, numbers))
-            and min(lines) >= 0
+            and min(*lines, *host, self.move_ns, self.errors.drift) >= 0
+            and max(*lines, *host, self.move_ns, *(math.sqrt(abs(one)) for one in spread)) <= MOST_NS
+            and self.errors.drift <= MOST_DRIFT
             and 0 <= self.persistence < 1
         )
 
@@ -171,6 +182,10 @@ class PaceOf(msgspec.Struct, frozen=True):
 
     def at(self, now_ns: int) -> float:
         return self.factors[max(bisect_right(self.begins_ns, now_ns) - 1, 0)]
+
+    @property
+    def is_sound(self) -> bool:
+        return len(self.begins_ns) == len(self.factors) > 0 and all(0 < one <= MOST_TIMES for one in self.factors)
 
 
 class Pace(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from splittime.ledger.steps import StepRecord
 from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.change import LIMITS, Change, changed
-from splittime.simulate.cost import CostModel, Noise, Pace, PaceOf
+from splittime.simulate.cost import MOST_NS, CostModel, Noise, Pace, PaceOf
 from splittime.simulate.figures import Figures, RunningFigures
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import scheduler_config
@@ -186,7 +186,9 @@ def load_replica(path: Path) -> Replica:
         hint = "splittime calibrate writes such a file; serve --ledger-file a ledger."
         raise ConfigError(f"{path} does not describe a server: {error}", param="replica", hint=hint) from None
     replica.config.validate()
-    if replica.format != FORMAT or not replica.costs.is_sound:
+    around_ns = (*replica.approach, *replica.delivery)
+    is_sound = replica.costs.is_sound and replica.pace.decode.is_sound and replica.pace.prompts.is_sound
+    if replica.format != FORMAT or not is_sound or not all(0 <= one <= MOST_NS for one in around_ns):
         words = f"{path} has costs that cannot be, or is of another version"
         raise ConfigError(words, param="replica", hint="Calibrate the server again.")
     return replica
