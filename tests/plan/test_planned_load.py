@@ -1,5 +1,7 @@
 """A load of `bench` meets a simulated server as it would meet a real one."""
 
+import random
+
 import msgspec
 import pytest
 from known_replicas import LOAD, REPLICA
@@ -65,6 +67,11 @@ def test_a_replica_is_the_same_after_a_file(tmp_path_factory: pytest.TempPathFac
         save_replica(msgspec.structs.replace(REPLICA, **parts), path)
         with pytest.raises(ConfigError, match="costs that cannot be"):
             load_replica(path)
+    spread = tuple(tuple(-1.0 if row == at == 0 else 0.0 for at in range(6)) for row in range(6))
+    save_replica(
+        msgspec.structs.replace(REPLICA, costs=msgspec.structs.replace(REPLICA.costs, covariance=spread)), path
+    )
+    assert load_replica(path).drawn(1.0, random.Random(0)).costs.is_sound, "a spread below 0 is none"
     path.write_text('{"format": 1}')
     with pytest.raises(ConfigError, match="does not describe a server"):
         load_replica(path)

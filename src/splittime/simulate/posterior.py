@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 
 def drawn_above_zero(middle: Array, covariance: Array, generator: np.random.Generator) -> Array:
     """Returns one draw. middle: where the distribution has its middle before it is cut off, not below 0."""
-    scale = np.sqrt(np.diag(covariance))  # they are of sizes that no decomposition has digits for
+    scale = np.sqrt(np.maximum(np.diag(covariance), 0.0))  # they are of sizes that no decomposition has digits for
     scale[scale == 0] = 1.0
     sizes, axes = np.linalg.eigh(covariance / np.outer(scale, scale))
     known = sizes > 1e-12 * sizes.max(initial=0.0)
