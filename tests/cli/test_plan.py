@@ -111,6 +111,15 @@ def test_a_device_takes_prompts_as_long_as_the_model_does(tmp_path: Path) -> Non
     assert "the model holds 1600" in short.stderr
 
 
+@pytest.mark.parametrize(("name", "words"), [("cpu", "measured now"), ("slow:256:2:0.01", "given by the user")])
+def test_a_processor_is_planned_as_measured_here_or_from_figures(name: str, words: str) -> None:
+    flags = ("--device", name, "--model-config", MODEL, "--slo", "ttft_p99=500ms", "--draws", 1)
+    load = ("--duration", "500ms", "--input-tokens", "32", "--output-tokens", "32", "--max-num-seqs", 2)
+    result = invoke(*flags, *load, "--num-blocks", 512, "--json")
+    assert result.exit_code == 0, result.output
+    assert words in json.loads(result.stdout)["plans"][0]["source"]
+
+
 def test_another_setting_is_another_plan(replica: Path) -> None:
     rates = {
         count: json.loads(invoke(replica, *SLO, *LOAD, "--max-num-seqs", count, "--draws", 1, "--json").stdout)

@@ -18,7 +18,7 @@ from splittime.simulate.data_sheet import (
     RATE_SHARE,
     RESERVE_BYTES,
     STEP_NS,
-    cpu_device,
+    device_named,
     replica_of_data_sheet,
 )
 from splittime.simulate.replica import load_replica, save_replica
@@ -115,7 +115,7 @@ def weights_ns(model: CostModel) -> float:
 
 
 def test_it_can_be_run_and_kept(tmp_path) -> None:
-    device = cpu_device("two cores", 8 * 10**9, 20e9, 200e9)
+    device = device_named("two cores:8:20:0.2")
     small = TokenCost(
         weight_bytes=8_000_000,
         kv_bytes_per_token=2048,
@@ -128,3 +128,9 @@ def test_it_can_be_run_and_kept(tmp_path) -> None:
     assert {account.output_tokens for account in books.accounts} == {12}
     save_replica(replica, tmp_path / "replica.json")
     assert load_replica(tmp_path / "replica.json") == replica
+
+
+@pytest.mark.parametrize("text", ["epyc:256:300", "epyc:256:300:fast", ":1:1:1", "epyc:256:0:4", "epyc:256:nan:4"])
+def test_figures_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not NAME:GB:GB/S:TFLOPS"):
+        device_named(text)

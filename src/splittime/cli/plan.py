@@ -14,7 +14,7 @@ from rich.text import Text
 from splittime.cli.bench_flags import NOT_PLANNED, time_ns, with_load_flags
 from splittime.cli.options import EXIT_CODES, JsonFlag, talk, wide
 from splittime.cli.progress import loading
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, EngineError
 from splittime.core.whole_file import check_writable
 from splittime.present.tables import FittingTable, Sentence
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from splittime.cli.progress import Say
     from splittime.plan.capacity import RateTrial
     from splittime.plan.worksheet import Sheet
+    from splittime.simulate.data_sheet import Device
     from splittime.simulate.replica import Replica
 
 EXAMPLES = f"""\b
@@ -34,6 +35,8 @@ Examples:
     --slo ttft_p99=1s,itl_p99=50ms --rate 40 --max-num-seqs 256
 
 {EXIT_CODES}"""
+
+THIS = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,11 @@ class PlanOptions:
     slo: Annotated[str, typer.Option(metavar="TERMS", help="To be kept: ttft_p99=300ms,itl_p99=50ms.")]
     device: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Plan from the data sheet of this device, not measured. May be given again."),
+        typer.Option(
+            metavar="NAME",
+            help="Plan from the data sheet of this device; or NAME:GB:GB/S:TFLOPS, your own figures; or cpu, for this "
+            "machine's, measured now. No server is measured. May be given again.",
+        ),
     ] = None
     model_config: Annotated[
         Path | None, typer.Option(metavar="PATH", help="With --device: the model's folder or config.json.")
@@ -144,8 +151,23 @@ def _replicas(given: PlanOptions, sources: list[str]) -> "dict[str, Replica]":
 
         sizes = sizes_of_config(given.model_config, given.precision.lower())
         about = (sizes.cost, sizes.weights_bytes, sizes.max_model_len, sizes.precision)
-        found[name] = replica_of_device(name, *about, given.settings)
+        device = _this_processor(sizes.precision) if name.lower() == THIS else name
+        found[name.partition(":")[0]] = replica_of_device(device, *about, given.settings)
     return found
+
+
+def _this_processor(precision: str) -> "Device":
+    """Returns this machine's processor. Raises EngineError where it cannot be measured."""
+    from splittime.runner.machine import free_memory_bytes
+    from splittime.runner.this_cpu import measured_processor
+    from splittime.simulate.data_sheet import processor
+
+    found = measured_processor(precision)
+    if not found.read_bytes_per_s or not found.operations_per_s:
+        hint = "Give its figures: --device NAME:GB:GB/S:TFLOPS."
+        raise EngineError(f"{found.cpu} could not be measured with {precision}", hint=hint)
+    rates = (found.read_bytes_per_s, found.operations_per_s)
+    return processor(found.cpu, free_memory_bytes(), *rates, f"measured now, {found.threads} threads")
 
 
 def _prices(given: PlanOptions, count: int) -> "list[float | None]":

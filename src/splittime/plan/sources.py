@@ -14,7 +14,7 @@ from splittime.bench.book.records import Run, load_run
 from splittime.core.errors import ConfigError, NotFound
 from splittime.core.facts import Machine, TokenCost
 from splittime.simulate.change import Change, changed
-from splittime.simulate.data_sheet import device_named, replica_of_data_sheet
+from splittime.simulate.data_sheet import Device, device_named, replica_of_data_sheet
 from splittime.simulate.recorded import is_ledger, latest_run, read_ledger
 from splittime.simulate.replica import Replica, load_replica, replica_of
 
@@ -32,12 +32,17 @@ def replica_in(source: str, settings: dict[str, Any]) -> Replica:
 
 
 def replica_of_device(
-    name: str, cost: TokenCost, weights_bytes: int, max_model_len: int, precision: str, settings: dict[str, Any]
+    name: str | Device,
+    cost: TokenCost,
+    weights_bytes: int,
+    max_model_len: int,
+    precision: str,
+    settings: dict[str, Any],
 ) -> Replica:
     """Returns a server that nobody has measured. weights_bytes: what they take of its memory. max_model_len: the
     model's own; the server's is less where the KV cache holds less. Raises ConfigError for a device that nobody knows,
     and for a model that it cannot hold."""
-    device = device_named(name)
+    device = device_named(name) if isinstance(name, str) else name
     replica = replica_of_data_sheet(device, cost, precision=precision, weights_bytes=weights_bytes)
     held = replica.config.block_size * settings.get("num_blocks", replica.config.num_blocks)
     config = msgspec.structs.replace(replica.config, max_model_len=min(max_model_len, held))

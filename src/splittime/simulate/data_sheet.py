@@ -15,6 +15,8 @@ network before and behind the engine, and sliding windows (each position counts 
 step reads the experts that its tokens are expected to choose (`simulate.basis`).
 """
 
+import math
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -90,23 +92,39 @@ DEVICES: dict[str, Device] = {card.name: card for card in _CARDS}
 
 
 def device_named(name: str) -> Device:
-    """Returns the device of this name, in whichever case. Raises ConfigError for one whose sheet is not known."""
+    """Returns the device of this name, in whichever case, or of these figures (`stated_device`). Raises ConfigError for
+    one whose sheet is not known."""
+    if ":" in name:
+        return stated_device(name)
     found = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
     if found is None:
-        hint = f"Known: {', '.join(DEVICES)}."
+        hint = f"Known: {', '.join(DEVICES)}; another: NAME:GB:GB/S:TFLOPS; this machine: cpu."
         raise ConfigError(f"no data sheet of {name!r} is known", param="device", value=name, hint=hint)
     return found
 
 
-def cpu_device(name: str, memory_bytes: int, read_bytes_per_s: float, operations_per_s: float) -> Device:
-    """Returns a processor by figures that the user gives, the same rate in every precision."""
+def stated_device(text: str) -> Device:
+    """Returns the device of `NAME:GB:GB/S:TFLOPS`, as a processor that no sheet here has. Raises ConfigError."""
+    name, *figures = text.split(":")
+    try:
+        gigabytes, gb_per_s, tera = map(float, figures)
+    except ValueError:
+        gigabytes = gb_per_s = tera = 0.0
+    if not name or not all(math.isfinite(one) and one > 0 for one in (gigabytes, gb_per_s, tera)):
+        hint = "Its memory, what it reads a second, and its dense rate: epyc:256:300:4 has 256 GB, 300 GB/s, 4 TFLOPS."
+        raise ConfigError(f"{text!r} is not NAME:GB:GB/S:TFLOPS", param="device", value=text, hint=hint)
+    return processor(name, round(gigabytes * 1e9), gb_per_s * 1e9, tera * 1e12, "figures given by the user")
+
+
+def processor(name: str, memory_bytes: int, read_bytes_per_s: float, operations_per_s: float, sheet: str) -> Device:
+    """Returns a processor of these figures, of the same rate in every precision."""
     rates = dict.fromkeys(("float32", "bfloat16", "int8"), operations_per_s)
     return Device(
         name=name,
         memory_bytes=memory_bytes,
         read_bytes_per_s=read_bytes_per_s,
         operations_per_s=rates,
-        sheet="figures given by the user",
+        sheet=sheet,
     )
 
 
