@@ -57,20 +57,28 @@ class NoisyCosts:
 
 
 def some_requests(seed: int, count: int = 30) -> list[TracedRequest]:
-    """Requests that share beginnings and come in bursts; some are stopped, leave, or have a deadline."""
-    rng, at_ns = random.Random(seed), 0
+    """Requests that share beginnings and come in bursts; some are stopped, leave, have a deadline, ask what was asked
+    before, go on with an answer, or look nothing up in the cache."""
+    rng, more_rng, at_ns = random.Random(seed), random.Random(seed + 1), 0
+    said: list[tuple[int, ...]] = [()]
     common = [tuple(rng.randrange(1, 900) for _ in range(rng.choice((20, 40, 90)))) for _ in range(3)]
     made = []
     for number in range(count):
         at_ns += rng.choice((0, 1, 400, 3_000, 60_000))
         prompt = (*rng.choice((*common, ())), *(rng.randrange(1, 900) for _ in range(rng.choice((1, 7, 40, 80)))))
         length = rng.choice((1, 2, 9, 60, 100))
+        if more_rng.random() < 0.3:
+            prompt = (*more_rng.choice(said), *prompt[:5])[:190]
+        answer = tuple(more_rng.randrange(1, 900) for _ in range(more_rng.choice((0, length // 2, length))))
+        said += [prompt, (*prompt, *answer)]
         deadline_ns = at_ns + rng.choice((700, 9_000, 90_000)) if rng.random() < 0.15 else None
         name = f"r{number}"
         request = Request(
             request_id=name,
             prompt_token_ids=prompt,
-            sampling=SamplingParams(max_tokens=length, seed=0, ignore_eos=True),
+            sampling=SamplingParams(
+                max_tokens=length, seed=0, ignore_eos=True, prompt_logprobs=more_rng.choice((None, None, 0))
+            ),
             submitted_ns=at_ns + 5,
             priority=rng.randrange(3),
             deadline_ns=deadline_ns,
@@ -90,7 +98,7 @@ def some_requests(seed: int, count: int = 30) -> list[TracedRequest]:
         marks = (Mark(Stage.RECEIVE, None, at_ns), Mark(Stage.HANDOFF, None, at_ns + 5))
         stops_after = rng.randrange(1, length + 1) if rng.random() < 0.2 else None
         leaves_ns = at_ns + rng.choice((10, 2_000, 30_000)) if rng.random() < 0.15 else None
-        made.append(TracedRequest(request, account, marks, at_ns + 9, stops_after, leaves_ns))
+        made.append(TracedRequest(request, account, marks, at_ns + 9, stops_after, leaves_ns, answer))
     return made
 
 
