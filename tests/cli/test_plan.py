@@ -103,7 +103,7 @@ def test_without_a_peak_tokens_have_a_price_at_the_highest_rate(replica: Path) -
 def test_a_device_takes_prompts_as_long_as_the_model_does(tmp_path: Path) -> None:
     config = json.loads((MODEL / "config.json").read_text()) | {"max_position_embeddings": 100_000}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    load = ("--duration", "500ms", "--input-tokens", "5000", "--output-tokens", "1")
+    load = ("--duration", "50ms", "--input-tokens", "2100", "--output-tokens", "1")
     flags = ("--device", "L40S", "--model-config", tmp_path, "--slo", "ttft_p99=5s", "--draws", 1)
     result = invoke(*flags, *load, "--json")
     assert result.exit_code == 0, result.output

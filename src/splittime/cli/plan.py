@@ -14,13 +14,13 @@ from rich.text import Text
 from splittime.cli.bench_flags import NOT_PLANNED, time_ns, with_load_flags
 from splittime.cli.options import EXIT_CODES, JsonFlag, talk, wide
 from splittime.cli.progress import loading
+from splittime.core.cores import num_cores
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.whole_file import check_writable
 from splittime.present.tables import FittingTable, Sentence
 
 if TYPE_CHECKING:
     from splittime.cli.progress import Say
-    from splittime.plan.capacity import RateTrial
     from splittime.plan.worksheet import Sheet
     from splittime.simulate.data_sheet import Device
     from splittime.simulate.replica import Replica
@@ -199,14 +199,10 @@ def _sheet(
         regions=given.regions,
         start_up_s=None if given.start_up is None else time_ns(given.start_up, "--start-up") / 1e9,
     ).validate()
-    searched = 0
-
-    def on_trial(trial: "RateTrial") -> None:
-        nonlocal searched
-        searched += 1
-        say(f"{label}: {trial.rate:.3g} requests/s {'keep' if trial.keeps else 'break'} the SLO, run {searched}")
-
-    return worksheet(label, replica, capacity(replica, load, slo, given.draws, on_trial=on_trial), terms)
+    found = capacity(
+        replica, load, slo, given.draws, processes=num_cores(), say=lambda words, share: say(f"{label}: {words}", share)
+    )
+    return worksheet(label, replica, found, terms)
 
 
 def _print(sheets: "list[Sheet]") -> None:

@@ -16,7 +16,7 @@ trials share their random numbers, so that two trials differ by nothing but the 
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,7 +28,7 @@ from splittime.plan.judged import judged
 from splittime.plan.load import load_at, requests_for
 from splittime.simulate.change import Change
 from splittime.simulate.cost import OutOfRange
-from splittime.simulate.draws import hours, interval
+from splittime.simulate.draws import hours, interval, over_cores
 from splittime.simulate.replica import Replica
 from splittime.simulate.run import SimulatedBooks
 from splittime.simulate.shape import shape_of_record
@@ -68,6 +68,11 @@ class RateTrial(msgspec.Struct, frozen=True, kw_only=True):
     running: float
 
     @property
+    def num_tokens(self) -> int:
+        """Of all prompts and answers."""
+        return round(self.num_requests * (self.input_tokens + self.output_tokens))
+
+    @property
     def keeps(self) -> bool:
         return all(term.ok for term in self.terms)
 
@@ -86,8 +91,8 @@ class Knee(msgspec.Struct, frozen=True):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """rate: the highest that keeps the SLO, over the draws. knee: from the lowest kept to the highest broken rate.
-    likeliest: the search on the likeliest model."""
+    """rate: the highest that keeps the SLO, over the likeliest model and the draws. knee: from the lowest kept to the
+    highest broken rate. likeliest: the search on the likeliest model."""
 
     rate: Middle
     knee: tuple[float, float]
@@ -102,6 +107,8 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 Try = Callable[[float], RateTrial]
+Ends = tuple[float, float]
+Say = Callable[[str, float | None], None]
 
 
 def capacity(
@@ -110,23 +117,37 @@ def capacity(
     slo: Mapping[str, float],
     draws: int = 8,
     seed: int = 0,
-    on_trial: Callable[[RateTrial], None] = lambda trial: None,
+    processes: int = 1,
+    say: Say = lambda words, share: None,
 ) -> Capacity:
     """Returns the highest rate within the SLO, with its interval. load: fields of `LoadSpec`. slo: terms as `parse_slo`
-    gives them. draws: how many other models are searched, for the interval. Raises ConfigError for a load that cannot
-    be simulated, and if no rate keeps the SLO."""
+    gives them. draws: how many other models are searched, for the interval. processes: at most so many simulate at a
+    time. say: called with what is simulated, and the share of the draws that is done. Raises ConfigError for a load
+    that cannot be simulated, and if no rate keeps the SLO."""
     replica = replica.steady()
-    likeliest = find_knee(_trier(replica, load, slo, seed, on_trial), FIRST_RATE)
+    likeliest = find_knee(_trier(replica, load, slo, seed, say), FIRST_RATE)
     if likeliest.kept is None:
         raise _hopeless(likeliest, slo)
-    kept, broken = [], []
+    knees = [_ends(likeliest)]
     rng = random.Random(seed)
-    for factor in hours(draws, replica.costs.errors.drift, rng):
-        drawn = _trier(replica.drawn(factor, rng), load, slo, seed, on_trial)
-        near = find_knee(drawn, likeliest.kept.rate, STRIDE)
-        kept.append(near.kept.rate if near.kept is not None else 0.0)
-        broken.append(near.broken.rate if near.broken is not None else kept[-1])
+    others = [replica.drawn(factor, rng) for factor in hours(draws, replica.costs.errors.drift, rng)]
+    tokens = draws * sum(trial.num_tokens for trial in likeliest.trials)
+    for ends in over_cores(_knee_of, others, (load, slo, seed, likeliest.kept.rate), tokens, processes):
+        say(f"another model that fits as well, {len(knees)} of {draws}", len(knees) / draws)
+        knees.append(ends)
+    kept, broken = zip(*knees, strict=True)
     return Capacity(middle_of(kept), (min(kept), max(broken)), likeliest, draws)
+
+
+def _knee_of(replica: Replica, load: Mapping[str, Any], slo: Mapping[str, float], seed: int, near: float) -> Ends:
+    """Returns the ends of the knee of a replica, looked for near a rate."""
+    return _ends(find_knee(_trier(replica, load, slo, seed, lambda words, share: None), near, STRIDE))
+
+
+def _ends(knee: Knee) -> Ends:
+    """Returns the highest rate that keeps, 0 for none, and the lowest that breaks, where one was found."""
+    kept = 0.0 if knee.kept is None else knee.kept.rate
+    return kept, kept if knee.broken is None else knee.broken.rate
 
 
 def find_knee(trial_at: Try, first: float, stride: float = 2.0) -> Knee:
@@ -179,11 +200,11 @@ def _trier(
     load: Mapping[str, Any],
     slo: Mapping[str, float],
     seed: int,
-    on_trial: Callable[[RateTrial], None],
+    say: Say,
 ) -> Try:
     def trial_at(rate: float) -> RateTrial:
         trial = simulated_trial(replica, load_at(load, rate), slo, rate, seed)
-        on_trial(trial)
+        say(f"{rate:.3g} requests/s {'keep' if trial.keeps else 'break'} the SLO", None)
         return trial
 
     return trial_at
@@ -217,7 +238,7 @@ def trial_of(replica: Replica, books: SimulatedBooks, slo: Mapping[str, float], 
     )
 
 
-def middle_of(values: list[float]) -> Middle:
+def middle_of(values: Sequence[float]) -> Middle:
     """Returns the median of the draws, and the interval of one more draw (`simulate.draws.interval`)."""
     low, high = interval(values)
     return Middle(low, statistics.median(values), high)

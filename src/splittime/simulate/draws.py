@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any, TypeVar
 
 from splittime.simulate.change import Change
 from splittime.simulate.figures import Figures
@@ -23,7 +24,8 @@ SHARE = 0.9  # of the draws, within an interval
 OTHER_HOUR = 0.08  # standard deviation of the logarithm of a machine's pace from one run to another, minutes later
 TOKENS_OF_A_PROCESS = 500_000  # of prompts and answers: they take some seconds
 
-Job = tuple[int, Replica]
+Job = TypeVar("Job")
+Found = TypeVar("Found")
 
 
 def figures_of_draws(
@@ -36,44 +38,46 @@ def figures_of_draws(
     """Returns for each replica the figures with each change. on_draw: called with how many are done. Raises what a
     simulation raises."""
     tokens = sum(len(traced.request.prompt_token_ids) + traced.account.output_tokens for traced in requests)
-    processes = min(processes, len(replicas), tokens * len(replicas) * len(changes) // TOKENS_OF_A_PROCESS)
+    tokens *= len(replicas) * len(changes)
     found = []
-    for figures in _each(list(enumerate(replicas)), (requests, changes), processes):
+    for figures in over_cores(_figures, list(enumerate(replicas)), (requests, changes), tokens, processes):
         found.append(figures)
         on_draw(len(found))
     return found
 
 
-def _each(
-    jobs: list[Job], task: tuple[Sequence[TracedRequest], Sequence[Change]], processes: int
-) -> Iterator[list[Figures]]:
+def _figures(job: tuple[int, Replica], requests: Sequence[TracedRequest], changes: Sequence[Change]) -> list[Figures]:
+    seed, replica = job
+    return [replica.figures(requests, change, seed) for change in changes]
+
+
+def over_cores(
+    work: Callable[..., Found], jobs: Sequence[Job], task: tuple[Any, ...], tokens: int, processes: int
+) -> Iterator[Found]:
+    """Yields what `work(job, *task)` returns for each job, in their order. work: a function of a module. tokens: of
+    prompts and answers that all jobs simulate. processes: at most so many work at a time."""
+    processes = min(processes, len(jobs), tokens // TOKENS_OF_A_PROCESS)
     if processes < 2:
-        yield from (_run(job, *task) for job in jobs)
+        yield from (work(job, *task) for job in jobs)
         return
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_keep, initargs=(task,))
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_keep, initargs=(work, task))
     try:
         yield from pool.map(_run_kept, jobs)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _run(job: Job, requests: Sequence[TracedRequest], changes: Sequence[Change]) -> list[Figures]:
-    seed, replica = job
-    return [replica.figures(requests, change, seed) for change in changes]
+_kept: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []  # in a process of the pool: what all of its jobs need
 
 
-_kept: list[
-    tuple[Sequence[TracedRequest], Sequence[Change]]
-] = []  # in a process of the pool: what all of its jobs need
-
-
-def _keep(task: tuple[Sequence[TracedRequest], Sequence[Change]]) -> None:
+def _keep(work: Callable[..., Any], task: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt ends it, without words
-    _kept.append(task)
+    _kept.append((work, task))
 
 
-def _run_kept(job: Job) -> list[Figures]:
-    return _run(job, *_kept[0])
+def _run_kept(job: Any) -> Any:
+    work, task = _kept[0]
+    return work(job, *task)
 
 
 def hours(draws: int, drift: float, rng: random.Random, other_hour: float = OTHER_HOUR) -> list[float]:
