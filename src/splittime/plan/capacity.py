@@ -69,7 +69,7 @@ class RateTrial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts and answers."""
+        """How many tokens all prompts and answers have."""
         return round(self.num_requests * (self.input_tokens + self.output_tokens))
 
     @property
