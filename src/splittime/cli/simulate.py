@@ -18,7 +18,7 @@ from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, 
 from splittime.cli.progress import loading
 from splittime.core.cores import num_cores
 from splittime.core.errors import ConfigError
-from splittime.simulate.change import KNOBS, LIMITS, Change, PredictedFigure
+from splittime.simulate.change import LIMITS, SIMULATED_KNOBS, Change, PredictedFigure
 
 if TYPE_CHECKING:
     from splittime.simulate.recorded import Recorded
@@ -229,7 +229,7 @@ def _about(prediction: "Prediction") -> str:
 
 def _signed() -> Any:
     """The command, with a flag for each setting that a simulation can change."""
-    chosen = [setting for setting in settings_module.SETTINGS if setting.name in (*KNOBS, *LIMITS)]
+    chosen = [setting for setting in settings_module.SETTINGS if setting.name in (*SIMULATED_KNOBS, *LIMITS)]
     own = [one for one in inspect.signature(simulate).parameters.values() if one.name != "settings"]
     guarded = fails_clearly(simulate)
     of_settings = [flag_of(setting, setting.doc.help) for setting in chosen]
