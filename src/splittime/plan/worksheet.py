@@ -15,7 +15,8 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
-from splittime.plan.capacity import Capacity, RateTrial
+from splittime.plan.capacity import Capacity
+from splittime.plan.rate_trial import RateTrial
 from splittime.simulate.replica import Replica
 
 PER_MILLION = 1e6
