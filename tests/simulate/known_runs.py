@@ -134,6 +134,7 @@ def record_run(
     have_deadlines: bool = True,
     stops: float = 0.15,
     sleeps_at_ns: int | None = None,
+    plans_ahead: bool = False,
 ) -> Recorded:
     """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
     admission stands before it."""
@@ -141,7 +142,8 @@ def record_run(
     delays = {"step_ns": STEP_NS, "token_ns": TOKEN_NS, "move_ns": MOVE_NS}
     runner = FakeRunner(config.block_size, eos_every=eos_every, clock=clock, **delays)
     sleeper = FakeSleeper(runner, STEP_NS, clock.advance)
-    run = StoppingRun(Crank(EngineParts(Engine(Scheduler(config)), runner, sleeper=sleeper), clock), clock, costs)
+    engine = Engine(Scheduler(config), plans_ahead)
+    run = StoppingRun(Crank(EngineParts(engine, runner, sleeper=sleeper), clock), clock, costs)
     if sleeps_at_ns is not None:
         run.at(sleeps_at_ns, Sleep(1, SleepAsk(1, "abort")))
         run.at(sleeps_at_ns + 20_000, Wake(2))
@@ -169,6 +171,7 @@ def record_run(
         if rng.random() < 0.15:
             run.at(at_ns + rng.choice((1, 2_000, 30_000)), Abort(name))
     run.run()
-    facts = ServerFacts(version="test", model="fake", max_model_len=256, settings=msgspec.to_builtins(config))
+    settings = msgspec.to_builtins(config) | {"async_scheduling": plans_ahead}
+    facts = ServerFacts(version="test", model="fake", max_model_len=256, settings=settings)
     accounts = [closed(outcome, run.stops_after[name]) for name, outcome in run.outcomes.items()]
     return Recorded(accounts, run.steps, facts)

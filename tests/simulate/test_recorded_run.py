@@ -10,7 +10,9 @@ from known_runs import TIGHT, record_run
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.steps import verify_steps
 from splittime.scheduler.config import SchedulerConfig
+from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import Divergence, replay
 
 CONFIGS = st.builds(
@@ -39,6 +41,46 @@ CONFIGS = st.builds(
 def test_a_replay_decides_as_the_recorded_run_did(config: SchedulerConfig, seed: int) -> None:
     recorded = record_run(config, seed)
     assert replay(recorded) is None
+
+
+@given(CONFIGS, st.integers(0, 10_000))
+def test_a_replay_plans_ahead_as_the_recorded_run_did(config: SchedulerConfig, seed: int) -> None:
+    recorded = record_run(config, seed, plans_ahead=True)
+    verify_steps(recorded.steps)
+    assert replay(recorded) is None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stop_strings_are_found_while_rows_are_in_the_air(seed: int) -> None:
+    config = msgspec.structs.replace(TIGHT, num_host_slots=seed % 3, batching=("static", "continuous")[seed % 2])
+    recorded = record_run(config, seed, count=60, stops=0.5, plans_ahead=True)
+    rows = {row[0]: step.step_id for step in recorded.steps for row in step.rows}
+    ended = [account for account in recorded.accounts if account.finish_reason == "stop" and account.token_steps]
+    assert any(rows[account.request_id] > account.token_steps[-1] for account in ended)
+    assert replay(recorded) is None
+
+
+def test_what_slept_and_planned_ahead_has_forgotten_its_cache() -> None:
+    config = msgspec.structs.replace(TIGHT, num_blocks=200)
+    recorded = record_run(config, 3, count=60, sleeps_at_ns=300_000, plans_ahead=True)
+    assert any(step.asleep_ns for step in recorded.steps)
+    assert replay(recorded) is None
+
+
+def test_a_ledger_that_ends_while_a_step_runs_is_replayed_up_to_there() -> None:
+    recorded = record_run(TIGHT, 4, plans_ahead=True)
+    names = {row[0] for step in recorded.steps[:40] for row in step.rows}
+    accounts = [account for account in recorded.accounts if account.start_ns <= recorded.steps[39].end_ns]
+    assert names <= {account.request_id for account in accounts}
+    assert replay(Recorded(accounts, recorded.steps[:40], recorded.facts)) is None
+
+
+def test_another_scheduler_that_plans_ahead_is_found_out() -> None:
+    recorded = record_run(TIGHT, seed=4, count=60, plans_ahead=True)
+    facts = msgspec.structs.replace(recorded.facts, settings=recorded.facts.settings | {"max_num_seqs": 2})
+    divergence = replay(msgspec.structs.replace(recorded, facts=facts))
+    assert isinstance(divergence, Divergence)
+    assert divergence.recorded != divergence.replayed
 
 
 def test_what_happened_is_in_these_runs() -> None:

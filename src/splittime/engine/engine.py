@@ -46,6 +46,7 @@ class Engine:
         self._recorder = Recorder(scheduler)
         self._in_flight: deque[InFlight] = deque()
         self._ended: tuple[InFlight, StepResult] | None = None
+        self._looked_ns: int | None = None  # when what comes behind the oldest in flight was planned
         self._outputs: list[RequestOutput] = []
         self._config, self._knobs = scheduler.config, scheduler.config.knobs()
 
@@ -95,6 +96,8 @@ class Engine:
     def begin(self, now_ns: int) -> StepPlan | None:
         """The plan of the next step, which is in flight from here on; None if there is nothing to compute."""
         assert self.may_begin, "a step is in flight"
+        if self._in_flight:
+            self._looked_ns = now_ns
         self._outputs.extend(self.scheduler.expire(now_ns))
         plan = self.scheduler.plan(now_ns)
         if plan is None:
@@ -109,6 +112,8 @@ class Engine:
     def end(self, result: StepResult, now_ns: int) -> None:
         """Commit the result of the oldest step in flight. `close` is to follow."""
         step = self._in_flight.popleft()
+        if self._looked_ns is not None:
+            step, self._looked_ns = step._replace(looked_ns=self._looked_ns), None
         self._ended = step, result
         self._outputs.extend(self.scheduler.commit(step.plan, result, now_ns))
 

@@ -14,12 +14,14 @@ from splittime.scheduler.scheduler import Scheduler
 
 
 class InFlight(NamedTuple):
-    """A step that has begun. is_queued: while another ran. victims: preempted to plan it."""
+    """A step that has begun. is_queued: while another ran. victims: preempted to plan it. looked_ns: when the engine
+    planned what comes behind it, or found nothing to plan; None: it has not looked."""
 
     plan: StepPlan
     begin_ns: int
     is_queued: bool
     victims: tuple[str, ...]
+    looked_ns: int | None = None
 
 
 class ThreadTime(NamedTuple):
@@ -156,6 +158,7 @@ class Recorder:
             victims=step.victims,
             verified=_verified(plan, result) if work.draft_tokens else (),
             hidden_ns=span.hidden_ns,
+            ahead_ns=None if step.looked_ns is None else step.looked_ns - span.begin_ns,
             execution=result.execution,
             padded_rows=result.padded_rows,
             gap_ns=self._device_gap_ns(result.gap_ns - idle_ns, host_gap_ns, span.plan_ns, parts.launch_ns),

@@ -39,7 +39,9 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     among them, so a prompt of one token, or a last chunk of one, is too. `verified`: the rows with drafts, as
     (request_id, drafts, accepted drafts); their `num_tokens` holds all drafts, since all were computed. `victims`
     are the requests preempted while planning it. `hidden_ns`: what the host did for other steps while this one ran;
-    part of no sum. `execution`, `padded_rows`, `enqueue_ns` and `collective_ns` are those of `core.step.StepResult`;
+    part of no sum. `ahead_ns`: how long after its begin the engine planned what comes behind it, or found nothing to
+    plan; None where it does not plan ahead, and in early ledgers.
+    `execution`, `padded_rows`, `enqueue_ns` and `collective_ns` are those of `core.step.StepResult`;
     `enqueue_ns` is part of no sum, as the device may work then. `offload_ns`, `restore_ns`: copies of so many blocks
     of KV cache to host memory, and back. `num_refused`: requests that the server had refused for want of room since
     its start when it took this record in; accounts are kept of the latest of them only. `server_ran_ns`,
@@ -65,6 +67,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     num_waiting: int
     victims: tuple[str, ...] = ()
     hidden_ns: int = 0
+    ahead_ns: int | None = None
     asleep_ns: int = 0
     execution: str = "host"
     padded_rows: int = 0
@@ -104,6 +107,9 @@ def verify_steps(records: Sequence[StepRecord]) -> None:
             raise ValueError(f"step {record.step_id}: parts {record.parts_ns} != {record.end_ns - record.begin_ns} ns")
         if not 0 <= record.asleep_ns <= record.idle_ns:
             raise ValueError(f"step {record.step_id}: asleep for {record.asleep_ns} ns of {record.idle_ns} idle ones")
+        if not 0 <= (record.ahead_ns or 0) <= record.plan_ns + record.hidden_ns:
+            words = f"{record.ahead_ns} ns after its begin, of {record.plan_ns + record.hidden_ns} ns of the host's"
+            raise ValueError(f"step {record.step_id}: what comes behind it was planned {words}")
         _verify_execution(record)
         _verify_processor(record)
         _verify_drafts(record)

@@ -39,13 +39,13 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 def answer(lines: Sequence[bytes]) -> WhatIfAnswer:
     """Returns the answer to a question's lines."""
-    question, recorded = read_question(lines)
+    asked, recorded = read_question(lines)
     try:
-        changed(scheduler_config(question.facts), QueueLimits(1, 1), question.change)
+        changed(scheduler_config(asked.facts), QueueLimits(1, 1), asked.change)
     except ConfigError as error:
         return WhatIfAnswer(error=error.info, is_bad_change=True)
     try:
-        found = predict(recorded, question.change, question.draws)
+        found = predict(recorded, asked.change, asked.draws)
     except ConfigError as error:
         return WhatIfAnswer(error=error.info)
     return WhatIfAnswer(

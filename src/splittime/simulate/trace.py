@@ -27,6 +27,7 @@ from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Cause, Stage
 from splittime.simulate.costed import mixed_tokens, output_token
 
+END_TOKEN = 2**30  # no other token is so large
 MAX_REMEMBERED = 4_096  # requests whose tokens a later one may begin with
 SERVER_STAGES = (Stage.RECEIVE, Stage.TOKENIZE_QUEUE, Stage.TOKENIZE, Stage.ADMIT, Stage.HANDOFF)
 
@@ -94,6 +95,17 @@ def traced_requests(accounts: Iterable[ClosedAccount], max_model_len: int) -> li
     return [
         _traced(account, received_ns, *stand_ins.tokens_of(account), max_model_len) for received_ns, account in reached
     ]
+
+
+def ended_by_token(traced: TracedRequest, count: int) -> TracedRequest:
+    """Returns the request as one that a token ends, the last of so many: nobody knows of it beforehand, and an engine
+    that plans ahead computes a row behind it."""
+    request, own = traced.request, output_token(traced.request.request_id)
+    answer = traced.answer[: count - 1]
+    answer += (own,) * (count - 1 - len(answer)) + (END_TOKEN,)
+    max_tokens = traced.account.max_tokens or None
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=max_tokens, stop_token_ids=(END_TOKEN,))
+    return traced._replace(request=msgspec.structs.replace(request, sampling=sampling), answer=answer)
 
 
 def refused_requests(accounts: Iterable[ClosedAccount], served: Sequence[TracedRequest]) -> list[TracedRequest]:
@@ -170,7 +182,7 @@ def _computed_ns(account: ClosedAccount) -> float:
 def _request(account: ClosedAccount, prompt: tuple[int, ...], max_model_len: int) -> Request:
     in_engine = account.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and not _met_stop_string(account)
     room = max_model_len - len(prompt)
-    max_tokens = account.output_tokens if in_engine else account.max_tokens or room
+    max_tokens = account.output_tokens if in_engine else min(account.max_tokens or room, room)
     handed_ns = next((each.begin_ns for each in account.intervals if each.stage is Stage.HANDOFF), account.start_ns)
     return Request(
         request_id=account.request_id,

@@ -1,0 +1,151 @@
+"""What an engine was asked, and when, as its ledger tells it: requests, aborts, deadlines, each before its step.
+
+A stop string is found by the server, which then has the engine end the request. The engine may have ended it by itself
+meanwhile, and an account that closed before does not say so. Where steps are planned ahead, a request that ends by a
+token, or is ended by the server, may have a row in the air, whose result is dropped: its last row is not its last step.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import msgspec
+
+from splittime.core.request import FinishReason
+from splittime.drive.messages import Abort, Submit, ToEngine
+from splittime.ledger.steps import StepRecord
+from splittime.simulate.trace import TracedRequest, ended_by_token
+
+
+class Course:
+    """requests: as the engine ended them. is_ahead: the engine planned ahead."""
+
+    def __init__(self, requests: Sequence[TracedRequest], records: Sequence[StepRecord]) -> None:
+        self.is_ahead = records[0].ahead_ns is not None
+        self._records = records
+        self._last_step = {row[0]: record for record in records for row in record.rows}
+        self._ended_in: dict[str, StepRecord] = {}  # by the engine, as far as accounts do not say so
+        self._steps_by_end = {record.end_ns: record for record in records} if self.is_ahead else {}
+        self.requests = self._as_the_engine_ended_them(requests)
+
+    def messages(self) -> list[tuple[int, ToEngine | None]]:
+        """Returns what reached the engine, in order. None: a deadline, at which the engine had to look."""
+        looked_ns = {record.begin_ns for record in self._records}
+        if self.is_ahead:
+            looked_ns |= {record.begin_ns + (record.ahead_ns or 0) for record in self._records}
+        messages: list[tuple[int, int, ToEngine | None]] = []
+        for traced in self.requests:
+            account = traced.account
+            messages.append((traced.received_ns, len(messages), Submit(traced.request)))
+            gone_ns = self._abort_ns(traced)
+            if gone_ns is not None:
+                messages.append((gone_ns, len(messages), Abort(account.request_id)))
+            elif account.finish_reason == FinishReason.DEADLINE and account.freed_ns not in (None, *looked_ns):
+                messages.append((account.freed_ns or 0, len(messages), None))
+        messages.sort(key=lambda message: message[:2])
+        return [(at_ns, message) for at_ns, _, message in messages]
+
+    def num_taken(self) -> list[int]:
+        """Returns how many requests had been taken in before the turn that ended each step: who is there after it, and
+        who has ended."""
+        ended_ns = sorted(map(self._ended_ns, self.requests))
+        return [
+            record.num_running + record.num_waiting + bisect_right(ended_ns, record.end_ns) for record in self._records
+        ]
+
+    def _as_the_engine_ended_them(self, requests: Sequence[TracedRequest]) -> list[TracedRequest]:
+        """Returns the requests; one that the engine ended, while the server was telling it of the stop string that it
+        had found, has as many tokens as the engine gave it. An account that closed before does not say so: after the
+        step in which it ended one is missing."""
+        received_ns = sorted(traced.received_ns for traced in requests)
+        ended_ns = sorted(map(self._ended_ns, requests))
+        num_missing: dict[int, int] = {}
+        same = []
+        for traced in requests:
+            last, account = self._last_step.get(traced.request.request_id), traced.account
+            if traced.stops_after is None:
+                if self.is_ahead and account.finish_reason == FinishReason.STOP:
+                    traced = ended_by_token(traced, account.output_tokens)
+            elif last is None:
+                pass
+            elif account.freed_ns is not None:
+                step = self._step_that_freed(account.freed_ns, last)
+                traced = traced if step is None else self._ended(traced, step)
+            elif self.is_ahead and self._is_whole(traced, last):
+                traced = self._ended(traced, last)
+            else:
+                seen = self._seen_in(last)
+                present = seen.num_running + seen.num_waiting + bisect_right(ended_ns, seen.end_ns)
+                came = bisect_right(received_ns, self._planned_ns(seen))
+                missing = num_missing.setdefault(seen.step_id, came - present)
+                if missing > 0 and _end_of_row(traced, seen) is not None:
+                    num_missing[seen.step_id] -= 1
+                    traced = self._ended(traced, seen)
+            same.append(traced)
+        return same
+
+    def _step_that_freed(self, freed_ns: int, last: StepRecord) -> StepRecord | None:
+        """Returns the step in which the engine ended it by itself; None if it was told to."""
+        if self.is_ahead:
+            return self._steps_by_end.get(freed_ns)
+        return last if freed_ns <= last.end_ns else None
+
+    def _ended(self, traced: TracedRequest, step: StepRecord) -> TracedRequest:
+        """Returns the request as one whose last token is of this step."""
+        end = _end_of_row(traced, step)
+        if end is None:
+            return traced
+        self._ended_in[traced.request.request_id] = step
+        request = traced.request
+        count = max(1, end + 1 - len(request.prompt_token_ids))
+        if self.is_ahead:
+            return ended_by_token(traced, count)._replace(stops_after=None)
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=count)
+        return traced._replace(request=msgspec.structs.replace(request, sampling=sampling), stops_after=None)
+
+    def _is_whole(self, traced: TracedRequest, last: StepRecord) -> bool:
+        """Whether it had all tokens that it may have after its last step."""
+        end, request = _end_of_row(traced, last), traced.request
+        return end is not None and end + 1 - len(request.prompt_token_ids) >= (request.sampling.max_tokens or end)
+
+    def _seen_in(self, last: StepRecord) -> StepRecord:
+        """Returns the step behind which the engine was told to end a request, at the latest, whose last row is of this
+        one: ahead, that row was in the air by then."""
+        if not self._is_queued(last):
+            return last
+        return self._records[last.step_id - 2]
+
+    def _is_queued(self, record: StepRecord) -> bool:
+        """Whether it was planned while the one before ran."""
+        first = record.step_id == 1 or not self.is_ahead
+        return not first and self._records[record.step_id - 2].end_ns == record.begin_ns and not record.plan_ns
+
+    def _planned_ns(self, record: StepRecord) -> int:
+        """When the turn that ended this step planned first."""
+        return record.begin_ns + (record.ahead_ns or 0) if self._is_queued(record) else record.begin_ns
+
+    def _ended_ns(self, traced: TracedRequest) -> int:
+        """When the engine was done with it. One that was aborted for a stop string was there until a step's end."""
+        aborted_ns, account = self._abort_ns(traced), traced.account
+        if aborted_ns is not None:
+            return aborted_ns + (traced.stops_after is not None and account.freed_ns is None)
+        if account.freed_ns is not None:
+            return account.freed_ns
+        name = traced.request.request_id
+        last = self._ended_in.get(name) or self._last_step.get(name)
+        return account.end_ns if last is None else last.end_ns
+
+    def _abort_ns(self, traced: TracedRequest) -> int | None:
+        """When the engine was told to end it; None if it ended by itself."""
+        account = traced.account
+        if traced.stops_after is not None and account.freed_ns is None:
+            last = self._last_step.get(traced.request.request_id)
+            return account.end_ns if last is None else self._seen_in(last).end_ns
+        if traced.stops_after is not None or account.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return account.end_ns if account.freed_ns is None else account.freed_ns
+        return None
+
+
+def _end_of_row(traced: TracedRequest, step: StepRecord) -> int | None:
+    """Returns the place behind its row in this step; None if it has none."""
+    name = traced.request.request_id
+    return next((start + count for request_id, start, count in step.rows if request_id == name), None)

@@ -1,0 +1,165 @@
+"""The steps of a ledger, taken again: an engine whose steps take what they took, and its messages, when they came.
+
+An engine in turn plans a step, runs it, and takes messages in before the next. One that plans ahead takes messages in,
+plans step k + 1 at the instant that the record of step k tells (`ahead_ns`), and then waits for step k.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from splittime.core.clock import VirtualClock
+from splittime.core.step import StepPlan, StepResult
+from splittime.drive.crank import EngineParts
+from splittime.drive.messages import Submit, ToEngine
+from splittime.engine.engine import Engine
+from splittime.ledger.steps import StepRecord
+from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.costed import Answers, costed_engine
+from splittime.simulate.shape import StepTime
+
+Rows = tuple[tuple[str, int, int], ...]
+
+
+class UnknownStep(Exception):
+    """The replay has come to a step that the records do not have: nobody knows how long it takes."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self.rows = rows
+
+
+class RecordedSteps:
+    """The records, one after the other: the costs of the replay's steps and the instants at which they begin."""
+
+    def __init__(self, records: Sequence[StepRecord]) -> None:
+        self.records = records
+        self.num_begun = self.num_ended = 0
+
+    @property
+    def next(self) -> StepRecord | None:
+        """The record of the next step to end."""
+        return self.records[self.num_ended] if self.num_ended < len(self.records) else None
+
+    @property
+    def looked_ns(self) -> int:
+        """When the engine planned what comes behind the next step to end."""
+        return 0 if self.next is None else self.next.begin_ns + (self.next.ahead_ns or 0)
+
+    @property
+    def planning_ns(self) -> int:
+        """When the engine planned next, with the messages that it had taken in by then."""
+        if self.num_begun > self.num_ended:
+            return self.looked_ns
+        return 0 if self.next is None else self.next.begin_ns
+
+    def take(self, plan: StepPlan) -> StepRecord:
+        """Returns the record of the next step to end. Raises UnknownStep if it is not this one's."""
+        record, rows = self.next, tuple((row.request_id, row.start, row.num_tokens) for row in plan.rows)
+        if record is None or record.rows != rows:
+            raise UnknownStep(rows)
+        self.num_ended += 1
+        return record
+
+    def time_of(self, plan: StepPlan, now_ns: int) -> StepTime:
+        """Returns what a step takes beside which nothing is planned."""
+        self.num_begun += 1
+        return time_of(self.take(plan))
+
+
+def time_of(record: StepRecord) -> StepTime:
+    """Returns the parts of a recorded step; how long after it the next began, its own record does not say."""
+    return StepTime(
+        record.plan_ns, record.launch_ns, record.moves_ns, record.device_ns, record.sample_ns, record.commit_ns
+    )
+
+
+class RecordedArrivals:
+    """The messages of a recorded run, handed over before the step that the engine was at, and not a step earlier.
+
+    `Arrivals` of a loop. Each turn of the loop begins when a recorded step did, or when a request ended without one
+    (its deadline). num_taken: requests that the engine had taken in before each step: one that came just before a step
+    may have been a moment too late for it. forget: drops what is cached; an engine that has slept has lost it.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        steps: RecordedSteps,
+        messages: list[tuple[int, ToEngine | None]],
+        num_taken: Sequence[int],
+        forget: Callable[[], object],
+    ) -> None:
+        self.is_closed, self._forget = False, forget
+        self._clock, self._steps, self._messages, self._num_taken = clock, steps, deque(messages), num_taken
+        self._num_submitted = 0
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return True  # time goes on in `take_all`
+
+    def take_all(self) -> Iterator[tuple[ToEngine, int]]:
+        record = self._steps.next
+        if record is None:
+            self.is_closed = True
+            return
+        if record.idle_ns:
+            self._clock.advance_to(record.begin_ns - record.host_gap_ns)  # it woke up then
+        while self._messages and self._messages[0][0] <= self._steps.planning_ns:
+            at_ns, message = self._messages[0]
+            if isinstance(message, Submit):
+                if self._num_submitted == self._num_taken[self._steps.num_ended]:
+                    break
+                self._num_submitted += 1
+            else:
+                self._clock.advance_to(at_ns)
+            self._messages.popleft()
+            if message is None:
+                return
+            yield message, at_ns
+        if record.asleep_ns:
+            self._forget()
+        self._clock.advance_to(record.begin_ns)
+
+
+class EngineAhead(Engine):
+    """Plans the next step when the recorded engine did."""
+
+    def __init__(self, scheduler: Scheduler, steps: RecordedSteps, clock: VirtualClock) -> None:
+        super().__init__(scheduler, plans_ahead=True)
+        self._steps, self._clock = steps, clock
+
+    def begin(self, now_ns: int) -> StepPlan | None:
+        if self.num_in_flight:
+            self._clock.advance_to(self._steps.looked_ns)
+        plan = super().begin(self._clock.now_ns())
+        self._steps.num_begun += plan is not None
+        return plan
+
+
+class RunnerAhead:
+    """An `AsyncRunner` whose steps end when they did. A step that is not the recorded one is noticed when it is to end,
+    behind all before it."""
+
+    def __init__(self, steps: RecordedSteps, clock: VirtualClock, answers: Answers) -> None:
+        self._steps, self._clock, self._answers = steps, clock, answers
+        self._launched: deque[StepPlan] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._launched.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._launched.popleft()
+        record = self._steps.take(plan)
+        self._clock.advance_to(record.end_ns)
+        rows = tuple([self._answers.result(row) for row in plan.rows])
+        return StepResult(plan.step_id, rows, record.device_ns, record.sample_ns, record.execution)
+
+
+def engine_again(
+    scheduler: Scheduler, steps: RecordedSteps, clock: VirtualClock, answers: Answers, is_ahead: bool
+) -> EngineParts:
+    """Returns an engine whose steps take what they took. is_ahead: it plans ahead, as the recorded one did."""
+    if is_ahead:
+        return EngineParts(EngineAhead(scheduler, steps, clock), RunnerAhead(steps, clock, answers))
+    engine, runner, _ = costed_engine(scheduler, steps.time_of, clock, steps.records[0].execution)
+    runner.answers = answers
+    return EngineParts(engine, runner)
