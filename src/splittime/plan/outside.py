@@ -34,7 +34,7 @@ from splittime.simulate.change import Change
 from splittime.simulate.cost import HOST_PARTS, LIMITED, REACH, CostModel, Errors, bucket_of
 from splittime.simulate.costed import mixed_tokens
 from splittime.simulate.fit import buckets_of, persistence_of
-from splittime.simulate.regression import Array, Line, line_of, stretches_of
+from splittime.simulate.regression import Array, Line, clusters_of, line_of
 from splittime.simulate.replica import Approach, Replica, replica_with
 from splittime.simulate.trace import TracedRequest
 
@@ -67,7 +67,7 @@ class Guesses(NamedTuple):
 
 class Explained(NamedTuple):
     """What a budget makes of the runs: single steps, and sums of some, of which the line is made. error, prompt_error:
-    relative ones of the line on stretches that it was not made of: the median, and that where there were prompts, which
+    relative ones of the line on clusters that it was not made of: the median, and that where there were prompts, which
     alone depend on the budget."""
 
     budget: int
@@ -168,8 +168,8 @@ def _taken(seen: Sequence[Seen]) -> Array:
 
 def _held_out(seen: Sequence[Seen]) -> tuple[float, float]:
     """Returns the errors of `Explained`."""
-    stretches = stretches_of(len(seen))
-    learned, unseen = np.concatenate(stretches[::2]), np.concatenate(stretches[1::2])
+    clusters = clusters_of(len(seen))
+    learned, unseen = np.concatenate(clusters[::2]), np.concatenate(clusters[1::2])
     columns, taken = _columns(seen), _taken(seen)
     predicted = columns[unseen] @ line_of(columns[learned], taken[learned]).coefficients
     errors, with_prompts = np.abs(predicted / np.maximum(taken[unseen], 1.0) - 1), columns[unseen, 1] > 0
@@ -197,7 +197,7 @@ def _costs(explained: Explained) -> CostModel:
 
 
 def _drift(ratios: Array) -> float:
-    return float(np.std([np.log(max(np.median(ratios[some]), 0.01)) for some in stretches_of(len(ratios))]))
+    return float(np.std([np.log(max(np.median(ratios[some]), 0.01)) for some in clusters_of(len(ratios))]))
 
 
 def _settings(runs: Sequence[Run], arm: int, explained: Explained, known: Guesses) -> dict[str, int]:

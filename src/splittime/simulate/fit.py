@@ -21,7 +21,7 @@ from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.basis import Basis, basis_of
 from splittime.simulate.cost import LIMITED, CostModel, Errors, OutOfRange, Pace, PaceOf, ShapeBucket, bucket_of
-from splittime.simulate.regression import Array, Line, line_of, stretches_of
+from splittime.simulate.regression import Array, Line, clusters_of, line_of
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
 
 MIN_STEPS = 50
@@ -197,14 +197,14 @@ def persistence_of(ratios: Array) -> float:
 
 
 def _held_out(steps: StepTable, facts: ServerFacts | None, model: CostModel) -> Errors:
-    stretches = stretches_of(len(steps.shapes))
-    seen, unseen = np.concatenate(stretches[::2]), np.concatenate(stretches[1::2])
+    clusters = clusters_of(len(steps.shapes))
+    seen, unseen = np.concatenate(clusters[::2]), np.concatenate(clusters[1::2])
     half = msgspec.structs.replace(_fit(_some(steps, seen), facts).model, most=(sys.maxsize,) * len(LIMITED))
     predicted, taken = _totals(half, [steps.shapes[index] for index in unseen]), steps.total_ns[unseen]
     return Errors(
         median_relative=float(np.median(np.abs(predicted / taken - 1))),
         mean_relative=float(predicted.sum() / taken.sum() - 1),
-        drift=float(np.std([math.log(_pace_in(steps, model, some)) for some in stretches])),
+        drift=float(np.std([math.log(_pace_in(steps, model, some)) for some in clusters])),
     )
 
 

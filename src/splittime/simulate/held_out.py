@@ -1,7 +1,7 @@
 """How far off a model of steps is, by kind of step, on steps that it was not fitted on: what is published with it.
 
-Every other stretch of time is predicted by a model of the rest. A prediction is the mean of its kind; a step that takes
-three times as long as its like is an error of 67 % in it, however good the model.
+Every other cluster (`simulate.regression`) is predicted by a model of the rest. A prediction is the mean of its kind; a
+step that takes three times as long as its like is an error of 67 % in it, however good the model.
 """
 
 import statistics
@@ -13,7 +13,7 @@ import msgspec
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.cost import LIMITED, CostModel, bucket_of
 from splittime.simulate.fit import fit
-from splittime.simulate.regression import stretches_of
+from splittime.simulate.regression import clusters_of
 from splittime.simulate.shape import StepShape, shape_of_record
 
 
@@ -32,8 +32,8 @@ class KindOfSteps(msgspec.Struct, frozen=True):
 
 def errors_by_kind(records: Sequence[StepRecord]) -> list[KindOfSteps]:
     """Returns the errors of each kind: decodes before prompts, fewest tokens first; the last is of all steps."""
-    stretches = stretches_of(len(records))
-    learned, unseen = ([records[index] for some in stretches[odd::2] for index in some] for odd in (0, 1))
+    clusters = clusters_of(len(records))
+    learned, unseen = ([records[index] for some in clusters[odd::2] for index in some] for odd in (0, 1))
     model = msgspec.structs.replace(fit(learned).model, most=(sys.maxsize,) * len(LIMITED))
     shapes = [shape_of_record(record) for record in unseen]
     pairs = [(_predicted_ns(model, shape), _taken_ns(record)) for shape, record in zip(shapes, unseen, strict=True)]

@@ -6,7 +6,7 @@ value. Errors count relative to the predicted value, and those beyond `HUBER` ro
 the data's: the most likely one.
 
 Values that follow each other are not independent: a machine is slow for a while. So where the data decide, the
-covariance is the one that is robust to clusters (Liang and Zeger, Biometrika 1986), over stretches of time. Where two
+covariance is the one that is robust to clusters (Liang and Zeger, Biometrika 1986), of neighbours in time. Where two
 columns rise and fall together the data do not decide, and the prior's width is left: along such a direction the
 posterior reaches from all of one column's to all of the other's. It is a normal distribution cut off at 0
 (`simulate.posterior` draws from it): what the columns make together stays as sure as it is.
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-STRETCHES = 16
+NUM_CLUSTERS = 16
 HUBER = 2.0
 LEAST_SPREAD = 0.02  # else, where most values are all alike, the few others count for nothing
 ROUNDS = 4
@@ -55,13 +55,13 @@ def _covariance(scaled: Array, values: Array, weights: Array, prior: Array, solv
     weighted, errors = scaled * weights[:, None], (values - scaled @ solved) * weights
     known = np.diag(prior**2)
     bread = np.linalg.inv(weighted.T @ weighted + known)
-    stretches = stretches_of(len(values))
-    pushes = np.array([weighted[some].T @ errors[some] for some in stretches])
+    clusters = clusters_of(len(values))
+    pushes = np.array([weighted[some].T @ errors[some] for some in clusters])
     pushes -= pushes.mean(axis=0)  # at a coefficient of 0 they have one direction, and no sum of 0
-    few = len(stretches) / max(1, len(stretches) - np.linalg.matrix_rank(scaled))
+    few = len(clusters) / max(1, len(clusters) - np.linalg.matrix_rank(scaled))
     return bread @ (few * pushes.T @ pushes + known) @ bread
 
 
-def stretches_of(count: int) -> list[Array]:
-    """Returns the indices of the values of each stretch of time."""
-    return np.array_split(np.arange(count), min(STRETCHES, count))
+def clusters_of(count: int) -> list[Array]:
+    """Returns the indices of the values of each cluster: neighbours in time."""
+    return np.array_split(np.arange(count), min(NUM_CLUSTERS, count))
