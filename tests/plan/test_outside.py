@@ -12,7 +12,8 @@ from splittime.bench.book.records import Outcome, Run
 from splittime.core.errors import ConfigError
 from splittime.plan.judged import run_of
 from splittime.plan.load import requests_for
-from splittime.plan.outside import _checked, replica_of_runs
+from splittime.plan.outside import replica_of_runs
+from splittime.plan.own_runs import checked_by_runs
 from splittime.plan.seen_steps import read_steps
 from splittime.simulate.change import Change
 from splittime.simulate.replica import Replica
@@ -115,7 +116,7 @@ def test_every_step_that_is_told_is_one_that_there_was() -> None:
 def test_runs_that_no_simulation_explains_are_refused(runs: list[Run]) -> None:
     waits = [msgspec.structs.replace(run, outcomes=tuple(map(held_back, run.outcomes))) for run in runs]
     with pytest.raises(ConfigError, match="far from what they measured: TTFT -100%, TPOT") as error:
-        _checked(replica_of_runs(runs), waits, 0, 0.0)
+        checked_by_runs(replica_of_runs(runs), waits, 0, 0.0)
     assert "below saturation" in str(error.value.info.hint)
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from splittime.bench.own_server import as_typed
 from splittime.core.errors import ConfigError, EngineError
 from splittime.tune.notebook import MeasuredRun, Notebook
-from splittime.tune.servers import OwnServers, RunningServer, as_typed
+from splittime.tune.servers import OwnServers, RunningServer
 from splittime.wire.get_json import get_json
 from splittime.wire.target import Target
 

@@ -38,6 +38,20 @@ def interrupted() -> asyncio.Event:
 
 
 @contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends what is within as Ctrl-C does, so that what was changed is undone."""
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
     was_on = gc.isenabled()
     gc.collect()

@@ -60,6 +60,7 @@ class CalibrateOptions:
 @with_settings("runner", "scheduler", options=CalibrateOptions)
 def calibrate(settings: Settings, given: CalibrateOptions) -> None:
     """Measure what a server's steps take, and keep it for plans."""
+    from splittime.bench.event_loop import sigterm_interrupts
     from splittime.plan.calibration import calibration_of
     from splittime.plan.kept import check_keepable, keep
     from splittime.simulate.replica import save_replica
@@ -67,8 +68,6 @@ def calibrate(settings: Settings, given: CalibrateOptions) -> None:
     if given.out is not None:
         check_writable(given.out)
     check_keepable()
-    from splittime.tune.measure import sigterm_interrupts
-
     with sigterm_interrupts(), loading("starting") as say, _server(settings, given) as target:
         arms = asyncio.run(_climbed(target, given, say))
     found, facts = calibration_of(arms), arms[-1].facts
@@ -88,10 +87,11 @@ def _server(settings: Settings, given: CalibrateOptions) -> Iterator[Target]:
     asked = {name: value.value for name, value in values if name in ENGINE and value.origin != "default"}
     model = asked.pop("model", None)
     if given.url is None:
-        from splittime.tune.servers import OwnServers
+        from splittime.bench.own_server import as_typed, own_server
 
         model_source.locate(model, settings["load_format"])  # refuses what is no model
-        with OwnServers(model, asked).serving({}) as target:
+        flags = [flag for name, value in asked.items() for flag in as_typed(name, value)]
+        with own_server([*([model] if model is not None else []), *flags]) as target:
             yield msgspec.structs.replace(target, api_key=given.api_key)
         return
     if model is not None or asked:

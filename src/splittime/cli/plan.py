@@ -145,14 +145,14 @@ def _replicas(given: PlanOptions, sources: list[str]) -> "dict[str, Replica]":
     names = [Path(source).name for source in sources]
     labels = names if len(set(names)) == len(names) else sources
     found = {label: replica_in(source, given.settings) for label, source in zip(labels, sources, strict=True)}
-    for name in given.device or ():
-        assert given.model_config is not None
+    if given.model_config is not None:
         from splittime.runner.config_sizes import sizes_of_config  # torch: two seconds
 
         sizes = sizes_of_config(given.model_config, given.precision.lower())
         about = (sizes.cost, sizes.weights_bytes, sizes.max_model_len, sizes.precision)
-        device = _this_processor(sizes.precision) if name.lower() == THIS else name
-        found[name.partition(":")[0]] = replica_of_device(device, *about, given.settings)
+        for name in given.device or ():
+            device = _this_processor(sizes.precision) if name.lower() == THIS else name
+            found[name.partition(":")[0]] = replica_of_device(device, *about, given.settings)
     return found
 
 

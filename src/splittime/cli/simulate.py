@@ -18,7 +18,7 @@ from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, 
 from splittime.cli.progress import loading
 from splittime.core.cores import num_cores
 from splittime.core.errors import ConfigError
-from splittime.simulate.change import KNOBS, LIMITS, Change, PredictedFigure
+from splittime.simulate.change import LIMITS, SIMULATED_KNOBS, Change, PredictedFigure
 
 if TYPE_CHECKING:
     from splittime.simulate.recorded import Recorded
@@ -86,12 +86,7 @@ def simulate(
     load = load_of(settings)
     given = {name: value for name, value in {**settings, "num_blocks": num_blocks}.items() if value is not None}
     change = Change(given, speed)
-    if check and (str(change) or load or out is not None):
-        hint = "Leave --check out to simulate a change, or the change to check."
-        raise ConfigError("--check replays what was, and takes no change and no --out", param="check", hint=hint)
-    if speed != 1 and "concurrency" in load:
-        hint = "Give --concurrency alone, or --rate."
-        raise ConfigError("a closed loop comes as fast as it is answered", param="speed", value=speed, hint=hint)
+    _require_possible(change, load, is_check=check, is_kept=out is not None)
     if out is not None:
         require_new(out)
     path = None if ledger is None or is_url(ledger) else Path(ledger)
@@ -99,16 +94,16 @@ def simulate(
         recorded = read_ledger(path)
         if check:
             raise typer.Exit(_check(recorded, json))
-        asked = _of_ledger(recorded, load)
+        served = _of_ledger(recorded, load)
     else:
-        asked = _of_replica(path, ledger, load)
+        served = _of_replica(path, ledger, load)
     from splittime.simulate.what_if import predict_of, write_simulated  # scipy: half a second
 
     if out is not None:
-        write_simulated(asked, change, out)
+        write_simulated(served, change, out)
     with loading("simulating") as say:
         prediction = predict_of(
-            asked,
+            served,
             change,
             draws,
             on_draw=lambda number: say(f"simulation {number} of {draws}", number / draws),
@@ -118,6 +113,16 @@ def simulate(
         sys.stdout.buffer.write(orjson.dumps(msgspec.to_builtins(prediction)) + b"\n")
     else:
         _print(prediction)
+
+
+def _require_possible(change: Change, load: dict[str, Any], is_check: bool, is_kept: bool) -> None:
+    """Raises ConfigError for flags that exclude each other, before anything is read."""
+    if is_check and (str(change) or load or is_kept):
+        hint = "Leave --check out to simulate a change, or the change to check."
+        raise ConfigError("--check replays what was, and takes no change and no --out", param="check", hint=hint)
+    if change.speed != 1 and "concurrency" in load:
+        hint = "Give --concurrency alone, or --rate."
+        raise ConfigError("a closed loop comes as fast as it is answered", param="speed", value=change.speed, hint=hint)
 
 
 def _of_ledger(recorded: "Recorded", load: dict[str, Any]) -> "ServedLoad":
@@ -229,7 +234,7 @@ def _about(prediction: "Prediction") -> str:
 
 def _signed() -> Any:
     """The command, with a flag for each setting that a simulation can change."""
-    chosen = [setting for setting in settings_module.SETTINGS if setting.name in (*KNOBS, *LIMITS)]
+    chosen = [setting for setting in settings_module.SETTINGS if setting.name in (*SIMULATED_KNOBS, *LIMITS)]
     own = [one for one in inspect.signature(simulate).parameters.values() if one.name != "settings"]
     guarded = fails_clearly(simulate)
     of_settings = [flag_of(setting, setting.doc.help) for setting in chosen]

@@ -104,10 +104,10 @@ class TuneOptions:
 
 def tune(given: TuneOptions, settings: Settings, load: dict[str, Any]) -> None:
     """Find the settings that keep an SLO: search in the simulator, verify on the real engine."""
+    from splittime.bench.event_loop import sigterm_interrupts
     from splittime.simulate.recorded import read_ledger
     from splittime.tune.budget import TimeBudget
     from splittime.tune.compare_profiles import compare_profiles
-    from splittime.tune.measure import sigterm_interrupts
 
     _check(given, load)
     recorded = None if given.ledger is None else read_ledger(given.ledger)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from splittime.bench.book.metrics import shown
+from splittime.bench.own_server import as_typed
 from splittime.cli.options import wide
 from splittime.tune.knobs import words
-from splittime.tune.servers import OwnServers, Servers, as_typed
+from splittime.tune.servers import OwnServers, Servers
 
 if TYPE_CHECKING:
     from splittime.tune.compare_profiles import ProfileFigures

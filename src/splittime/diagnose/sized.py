@@ -13,7 +13,7 @@ those whose cures help. A cure is judged by its own value only: if that needs st
 the way is replayed and shown, and the cure stays.
 
 An interval is that of the draws, widened by the error of the replay without the change, and at least by `LEAST_ERROR`.
-The replay is bounded: `DRAWS` pairs of simulations of the stretch that `diagnose.window` picks.
+The replay is bounded: `DRAWS` pairs of simulations of the excerpt that `diagnose.excerpt` picks.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ from splittime.core.errors import ConfigError
 from splittime.diagnose.agree import flags_of, number_of
 from splittime.diagnose.books import Books
 from splittime.diagnose.doctor import Diagnosis
+from splittime.diagnose.excerpt import Excerpt, latest_excerpt
 from splittime.diagnose.finding import OUR_PROGRAM, Finding, Gain
-from splittime.diagnose.window import Stretch, latest_stretch
-from splittime.simulate.change import KNOBS, LIMITS, Change, PredictedFigure
+from splittime.simulate.change import LIMITS, SIMULATED_KNOBS, Change, PredictedFigure
 
 if TYPE_CHECKING:
     from splittime.simulate.what_if import Prediction
@@ -63,7 +63,7 @@ Say = Callable[[str, float], None]
 def sized(books: Books, diagnosis: Diagnosis, say: Say = lambda words, share: None) -> Diagnosis:
     """Returns the diagnosis with its gains. say: is told what is replayed, and which share of all is done."""
     wanted = [finding.name for finding in diagnosis.findings if finding.cure.flags]
-    stretch = latest_stretch(books) if wanted else None
+    excerpt = latest_excerpt(books) if wanted else None
     findings = []
     for finding in diagnosis.findings:
         if finding.name not in wanted:
@@ -74,7 +74,7 @@ def sized(books: Books, diagnosis: Diagnosis, say: Say = lambda words, share: No
         def of_all(share: float, done: int = done, name: str = finding.name) -> None:
             say(f"replaying the cure of {name}", (done + share) / len(wanted))
 
-        findings.append(_sized(books, finding, stretch, of_all))
+        findings.append(_sized(books, finding, excerpt, of_all))
     behind = [finding for finding in findings if is_withdrawn(finding)]
     return replace(diagnosis, findings=(*(f for f in findings if f not in behind), *behind))
 
@@ -90,9 +90,9 @@ def helps(gain: Gain) -> bool:
     return high is not None and high < 1
 
 
-def _sized(books: Books, finding: Finding, stretch: Stretch | None, say: Callable[[float], None]) -> Finding:
+def _sized(books: Books, finding: Finding, excerpt: Excerpt | None, say: Callable[[float], None]) -> Finding:
     try:
-        gain = _gain(books, finding, stretch, say)
+        gain = _gain(books, finding, excerpt, say)
     except ConfigError as error:
         return replace(finding, not_predicted=error.info.message)
     finding = replace(finding, predicted=gain)
@@ -103,12 +103,12 @@ def _sized(books: Books, finding: Finding, stretch: Stretch | None, say: Callabl
     return replace(finding, cure=cure)
 
 
-def _gain(books: Books, finding: Finding, stretch: Stretch | None, say: Callable[[float], None]) -> Gain:
+def _gain(books: Books, finding: Finding, excerpt: Excerpt | None, say: Callable[[float], None]) -> Gain:
     """Raises ConfigError where it cannot be told."""
-    if finding.cure.program != OUR_PROGRAM or stretch is None:
+    if finding.cure.program != OUR_PROGRAM or excerpt is None:
         raise ConfigError("only the books of a splittime server, with its steps and facts, can be replayed")
     wanted = settings_of(finding, books)
-    prediction, made = _prediction(stretch, wanted, say)
+    prediction, made = _prediction(excerpt, wanted, say)
     names = dict.fromkeys((*ABOUT.get(finding.name, (MEAN,)), MEAN))
     figures = tuple(_figure(prediction, name) for name in names)
     _require_like(figures[0])
@@ -120,7 +120,7 @@ def _gain(books: Books, finding: Finding, stretch: Stretch | None, say: Callable
         draws=prediction.draws,
         sentence="",
     )
-    return replace(gain, sentence=_sentence(gain, stretch.num_open))
+    return replace(gain, sentence=_sentence(gain, excerpt.num_open))
 
 
 def settings_of(finding: Finding, books: Books) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _setting(typed: str, value: str | None, books: Books) -> tuple[str, Any]:
         return "num_blocks", _blocks(value, books)
     is_off = value is None and name.startswith("no_")
     name = name.removeprefix("no_") if is_off else name
-    if name not in (*KNOBS, *LIMITS):
+    if name not in (*SIMULATED_KNOBS, *LIMITS):
         raise ConfigError(f"no replay can change {typed}", param=typed)
     return name, (not is_off if value is None else _value(value))
 
@@ -156,18 +156,18 @@ def _blocks(size: str, books: Books) -> int:
 
 
 def _prediction(
-    stretch: Stretch, wanted: dict[str, Any], say: Callable[[float], None]
+    excerpt: Excerpt, wanted: dict[str, Any], say: Callable[[float], None]
 ) -> tuple["Prediction", dict[str, Any]]:
     """Returns that of the wanted settings, or of what is nearest to them within the recorded steps' reach."""
     from splittime.simulate.cost import OutOfRange
     from splittime.simulate.what_if import predict  # scipy: half a second
 
     refused: ConfigError | None = None
-    for settings in _towards(wanted, stretch.recorded.facts.settings):
+    for settings in _towards(wanted, excerpt.recorded.facts.settings):
         try:
             on_draw = lambda number: say(number / DRAWS)  # noqa: E731
             # Another hour slows both sides, and takes steps out of reach that the recorded hour did not need.
-            return predict(stretch.recorded, Change(settings), DRAWS, on_draw=on_draw, other_hour=0.0), settings
+            return predict(excerpt.recorded, Change(settings), DRAWS, on_draw=on_draw, other_hour=0.0), settings
         except OutOfRange as error:
             refused = error
     assert refused is not None

@@ -4,9 +4,8 @@
     found.rate              requests a second: low, middle, high
     found.trials            what each simulated rate came to, on the likeliest model
 
-A trial draws the load at its rate, as `bench` would send it for as long (longer where the requests would be too few to
-judge by), simulates it and judges it as `bench` judges a run. So what is found is what `bench search` with the same
-load would find, and can be checked by it. The first tenth of a trial fills an empty server and does not count.
+Each rate is a `plan.rate_trial`: the load as `bench` would send it for as long (longer where the requests would be too
+few to judge by), simulated. So what is found is what `bench search` with the same load would find.
 
 For the likeliest model the rate is doubled or halved until the knee lies between two rates, and these are brought
 together by bisection. Each draw (`Replica.drawn`: another model that fits as well) is then searched near that knee. All
@@ -15,69 +14,22 @@ trials share their random numbers, so that two trials differ by nothing but the 
 
 import random
 import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
-from splittime.bench.book.slo import SloResult
 from splittime.core.errors import ConfigError
-from splittime.ledger.stages import Stage
-from splittime.plan.judged import judged
-from splittime.plan.load import load_at, requests_for
-from splittime.simulate.change import Change
+from splittime.plan.load import load_at
+from splittime.plan.rate_trial import RateTrial, TooMany, simulated_trial
 from splittime.simulate.cost import OutOfRange
 from splittime.simulate.draws import hours, interval, over_cores
 from splittime.simulate.replica import Replica
-from splittime.simulate.run import SimulatedBooks
-from splittime.simulate.shape import shape_of_record
 
 RESOLUTION = 1.03  # both ends of the knee are this close
 STRIDE = 1.12  # of the search near a rate that is nearly right
-WARM_UP = 0.1
 FIRST_RATE = 1.0
 MOST = 1e5  # times the first rate, or less
-MAX_REQUESTS = 200_000
-WAITS = (Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
-
-
-class Middle(NamedTuple):
-    """A figure with its interval over the draws."""
-
-    low: float
-    middle: float
-    high: float
-
-
-class RateTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulated run at one rate. input_tokens, output_tokens: of a request, in the mean. first_waits, later_waits:
-    the share of the time up to the first token, and of the time behind it, that the requests wait, by cause.
-    prompt_share: the share of the steps' time that prompts need. kv_usage: the most blocks in use, as a share of all.
-    running: requests in a step, in the mean."""
-
-    rate: float
-    terms: tuple[SloResult, ...]
-    num_requests: int
-    input_tokens: float
-    output_tokens: float
-    first_waits: dict[str, float]
-    later_waits: dict[str, float]
-    prompt_share: float
-    kv_usage: float
-    running: float
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens all prompts and answers have."""
-        return round(self.num_requests * (self.input_tokens + self.output_tokens))
-
-    @property
-    def keeps(self) -> bool:
-        return all(term.ok for term in self.terms)
-
-    def term(self, name: str) -> SloResult:
-        return next(term for term in self.terms if term.name == name)
 
 
 class Knee(msgspec.Struct, frozen=True):
@@ -90,11 +42,19 @@ class Knee(msgspec.Struct, frozen=True):
     stopped: str | None = None
 
 
+class RateInterval(NamedTuple):
+    """A rate with its interval over the draws."""
+
+    low: float
+    middle: float
+    high: float
+
+
 class Capacity(msgspec.Struct, frozen=True):
     """rate: the highest that keeps the SLO, over the likeliest model and the draws. knee: from the lowest kept to the
     highest broken rate. likeliest: the search on the likeliest model."""
 
-    rate: Middle
+    rate: RateInterval
     knee: tuple[float, float]
     likeliest: Knee
     draws: int
@@ -136,7 +96,9 @@ def capacity(
         say(f"another model that fits as well, {len(knees)} of {draws}", len(knees) / draws)
         knees.append(ends)
     kept, broken = zip(*knees, strict=True)
-    return Capacity(middle_of(kept), (min(kept), max(broken)), likeliest, draws)
+    low, high = interval(kept)
+    rate = RateInterval(low, statistics.median(kept), high)
+    return Capacity(rate, (min(kept), max(broken)), likeliest, draws)
 
 
 def _knee_of(replica: Replica, load: Mapping[str, Any], slo: Mapping[str, float], seed: int, near: float) -> Ends:
@@ -191,10 +153,6 @@ class _Search:
         return (rate, None) if keeps else (None, rate)
 
 
-class TooMany(ConfigError):
-    """A trial would have more requests than anybody waits for."""
-
-
 def _trier(
     replica: Replica,
     load: Mapping[str, Any],
@@ -208,69 +166,6 @@ def _trier(
         return trial
 
     return trial_at
-
-
-def simulated_trial(
-    replica: Replica, load: Mapping[str, Any], slo: Mapping[str, float], rate: float, seed: int
-) -> RateTrial:
-    """Returns what this load comes to. Raises TooMany, and OutOfRange for steps beyond the model."""
-    requests = requests_for(dict(load), replica)
-    if len(requests) > MAX_REQUESTS:
-        raise TooMany(f"{len(requests):,} requests are too many for a trial", limit=MAX_REQUESTS)
-    return trial_of(replica, replica.run(requests, Change(), seed), slo, rate)
-
-
-def trial_of(replica: Replica, books: SimulatedBooks, slo: Mapping[str, float], rate: float) -> RateTrial:
-    """Returns the trial whose ledger this is."""
-    served = [account for account in books.accounts if not account.is_refused]
-    count = max(1, len(served))
-    return RateTrial(
-        rate=rate,
-        terms=tuple(judged(books, slo, WARM_UP)),
-        num_requests=len(books.accounts),
-        input_tokens=sum(account.prompt_tokens for account in served) / count,
-        output_tokens=sum(account.output_tokens for account in served) / count,
-        first_waits=_waits(books, is_first=True),
-        later_waits=_waits(books, is_first=False),
-        prompt_share=_prompt_share(replica, books),
-        kv_usage=max((step.blocks_used for step in books.steps), default=0) / replica.config.num_blocks,
-        running=sum(len(step.rows) for step in books.steps) / max(1, len(books.steps)),
-    )
-
-
-def middle_of(values: Sequence[float]) -> Middle:
-    """Returns the median of the draws, and the interval of one more draw (`simulate.draws.interval`)."""
-    low, high = interval(values)
-    return Middle(low, statistics.median(values), high)
-
-
-def _waits(books: SimulatedBooks, is_first: bool) -> dict[str, float]:
-    """Returns the shares of the time up to the first token, or behind it, by cause; largest first."""
-    spent: Counter[str] = Counter()
-    total = 0
-    for account in books.accounts:
-        first_ns = account.token_ready_ns[0] if account.token_ready_ns else account.end_ns
-        for each in account.intervals:
-            if (each.begin_ns < first_ns) == is_first:
-                total += each.end_ns - each.begin_ns
-                if each.stage in WAITS:
-                    spent[str(each.cause or each.stage)] += each.end_ns - each.begin_ns
-    return {name: ns / max(1, total) for name, ns in spent.most_common()}
-
-
-def _prompt_share(replica: Replica, books: SimulatedBooks) -> float:
-    """Returns the share of all steps' time by which steps with prompts take longer than with their decoding rows
-    alone."""
-    all_ns = prompts_ns = 0
-    for step in books.steps:
-        shape = shape_of_record(step)
-        taken_ns = replica.costs.step_time(shape).step_ns
-        all_ns += taken_ns
-        prompt_tokens = shape.tokens - shape.decode_rows
-        if prompt_tokens:
-            alone = shape._replace(rows=shape.decode_rows, tokens=shape.decode_rows, prompt_pairs=0)
-            prompts_ns += taken_ns - (replica.costs.step_time(alone).step_ns if shape.decode_rows else 0)
-    return max(0.0, min(1.0, prompts_ns / all_ns)) if all_ns else 0.0
 
 
 def _hopeless(knee: Knee, slo: Mapping[str, float]) -> ConfigError:

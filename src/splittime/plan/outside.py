@@ -11,32 +11,23 @@ request that comes to an idle server. The scheduler's settings are guesses, give
     max_model_len            as the server says, else the longest request
     num_blocks               `REACH` times what was held at once: nobody sees from outside when a cache is full
 
-The check: the runs' own requests are simulated, and the times that a user feels compared with those that were measured.
-The larger of that error and the regression's own, on steps that it was not made of, widens every interval: all steps
-may take so much more or less (`Errors.drift`). Runs that the simulation is off by more than `MOST_OFF` are refused.
+`plan.own_runs` checks the replica: the runs themselves are simulated, and compared with what was measured.
 """
 
-import math
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
-from splittime.bench.book.records import Outcome, Run
-from splittime.bench.book.requests import output_tokens, service_ns, service_ttft_ns, tpot_ns
+from splittime.bench.book.records import Run
+from splittime.bench.book.requests import output_tokens
 from splittime.core.errors import ConfigError
-from splittime.plan.judged import run_of
+from splittime.plan.own_runs import answered, checked_by_runs
 from splittime.plan.seen_steps import Seen, StepsRead, merged, most_at_once, prompt_tokens_of, read_steps
-from splittime.simulate.asked import Asked, asked_requests
-from splittime.simulate.change import Change
 from splittime.simulate.cost import HOST_PARTS, LIMITED, REACH, CostModel, Errors, bucket_of
-from splittime.simulate.costed import mixed_tokens
 from splittime.simulate.fit import buckets_of, persistence_of
 from splittime.simulate.regression import Array, Line, clusters_of, line_of
 from splittime.simulate.replica import Approach, Replica, replica_with
-from splittime.simulate.trace import TracedRequest
 
 BUDGETS = (8192, 4096, 2048, 1024, 512, 256, 128)
 MIN_SEEN = 50
@@ -46,14 +37,7 @@ BETTER = 0.95  # of the error that a larger budget leaves, for a smaller one to 
 BLOCK_TOKENS = 16
 MERGED, WANTED = 8, 100  # at most so many steps a sum, if there are so many sums
 LATE, TINY = -0.2, 1e-9
-MOST_OFF = 1.0  # of what was measured: twice
 CLIPPED = 3.0  # of the usual time: pauses of the machine decide nothing
-SHARED = 1  # the seed of what prompts have in common
-FELT: dict[str, Callable[[Outcome], float | None]] = {
-    "ttft": service_ttft_ns,
-    "tpot": tpot_ns,
-    "e2e": service_ns,
-}
 
 
 class Guesses(NamedTuple):
@@ -87,7 +71,7 @@ def replica_of_runs(runs: Sequence[Run], arm: int = 0, **guesses: Any) -> Replic
     around = Approach(to_admission_ns=round(explained.line.coefficients[-1]))
     source = f"bench runs of {runs[0].label or runs[0].arms[arm].url}, from outside"
     replica = replica_with(settings, _costs(explained), around, source)
-    return _checked(replica, runs, arm, max(explained.error, explained.prompt_error))
+    return checked_by_runs(replica, runs, arm, max(explained.error, explained.prompt_error))
 
 
 def _explained(runs: Sequence[Run], arm: int, budget: int | None) -> Explained:
@@ -202,7 +186,7 @@ def _drift(ratios: Array) -> float:
 
 def _settings(runs: Sequence[Run], arm: int, explained: Explained, known: Guesses) -> dict[str, int]:
     told = [run.arms[arm].max_model_len for run in runs]
-    longest = max(prompt_tokens_of(o) + (output_tokens(o) or 1) for run in runs for o in _answered(run, arm))
+    longest = max(prompt_tokens_of(o) + (output_tokens(o) or 1) for run in runs for o in answered(run, arm))
     context = known.max_model_len or next((length for length in told if length), longest)
     held = max(one.shape.kv_tokens for one in explained.seen)
     return {
@@ -218,65 +202,3 @@ def _likely_budget(explained: Explained) -> int:
     """Returns the budget that explains the steps best, or a smaller one that holds all that was seen."""
     most = max((one.shape.tokens for one in explained.seen), default=explained.budget)
     return min(explained.budget, *(budget for budget in BUDGETS if budget >= most), explained.budget)
-
-
-def _answered(run: Run, arm: int) -> list[Outcome]:
-    return [o for o in run.outcomes if o.arm == arm and o.sent_ns is not None and o.chunk_ns]
-
-
-def _checked(replica: Replica, runs: Sequence[Run], arm: int, regression_error: float) -> Replica:
-    """Returns the replica with intervals as wide as the error of a simulation of its own runs, or of the regression."""
-    off = {name: _off(replica, runs, arm, felt) for name, felt in FELT.items()}
-    costs = replica.costs
-    error = max(regression_error, *map(_times_off, off.values()))
-    if error > MOST_OFF:
-        raise _unexplained(runs, off)
-    drift = math.hypot(costs.errors.drift, math.log1p(error))
-    errors = msgspec.structs.replace(costs.errors, mean_relative=off["e2e"], drift=drift)
-    told = {"off": off, "error": error, "arrival_ns": replica.approach.to_admission_ns}
-    told |= {"runs": len(runs), "void": sum(run.is_void for run in runs)}
-    return msgspec.structs.replace(replica, costs=msgspec.structs.replace(costs, errors=errors, about=told))
-
-
-def _times_off(share: float) -> float:
-    """Returns a relative error either way: half as much is as far off as twice as much, by 1."""
-    return math.expm1(abs(math.log(max(1 + share, TINY))))
-
-
-def _unexplained(runs: Sequence[Run], off: dict[str, float]) -> ConfigError:
-    words = ", ".join(f"{name.upper()} {share:+.0%}" for name, share in off.items())
-    hint = "Measure again below saturation, on a client that nothing else uses; give --max-num-seqs if you know it."
-    if any(run.is_void for run in runs):
-        hint = f"A run is VOID: `splittime bench report` says why. {hint}"
-    return ConfigError(f"a simulation of the runs is far from what they measured: {words}", param="runs", hint=hint)
-
-
-def _off(replica: Replica, runs: Sequence[Run], arm: int, felt: Callable[[Outcome], float | None]) -> float:
-    """Returns how far the simulated medians are from the measured ones: that of the run whose is the furthest."""
-    ratios = []
-    for run in runs:
-        simulated = run_of(replica.run(list(_requests(run, arm, replica)), Change(), seed=0)).outcomes
-        sides = [_median(outcomes, felt) for outcomes in (simulated, _answered(run, arm))]
-        if all(sides):
-            ratios.append(sides[0] / sides[1] - 1)
-    return max(ratios, key=abs, default=0.0)
-
-
-def _median(outcomes: Sequence[Outcome], felt: Callable[[Outcome], float | None]) -> float:
-    """Returns the median of what users felt (ns); 0 where nobody did."""
-    values = [value for value in map(felt, outcomes) if value is not None]
-    return statistics.median(values) if values else 0.0
-
-
-def _requests(run: Run, arm: int, replica: Replica) -> Iterator[TracedRequest]:
-    """Yields the run's requests as they were sent. What was found in the cache is a prefix that all share."""
-    asked = [
-        Asked(o.sent_ns or 0, _prompt(number, o), output_tokens(o) or len(o.chunk_ns))
-        for number, o in enumerate(sorted(_answered(run, arm), key=lambda o: o.sent_ns or 0))
-    ]
-    return asked_requests(asked, replica.approach, replica.config.max_model_len)
-
-
-def _prompt(number: int, outcome: Outcome) -> tuple[int, ...]:
-    cached, whole = outcome.cached_tokens or 0, prompt_tokens_of(outcome)
-    return (*mixed_tokens(SHARED, 0, min(cached, whole)), *mixed_tokens(number + 2, cached, max(cached, whole)))

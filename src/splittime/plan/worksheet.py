@@ -15,7 +15,8 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
-from splittime.plan.capacity import Capacity, RateTrial
+from splittime.plan.capacity import Capacity
+from splittime.plan.rate_trial import RateTrial
 from splittime.simulate.replica import Replica
 
 PER_MILLION = 1e6
@@ -81,7 +82,7 @@ def worksheet(label: str, replica: Replica, found: Capacity, terms: PlanTerms) -
     most = "the most that keeps the SLO, simulated" if found.likeliest.stopped is None else BEYOND
     lines = [SheetLine("highest rate", middle, "requests/s", most, low, high)]
     if terms.peak:
-        lines += _of_all(replica, found, terms)
+        lines += _of_all(replica, found, terms, terms.peak)
     elif terms.price is not None:
         requests, words = middle * S_PER_HOUR, f"{terms.price:g}/h"
         lines += _of_tokens(found, terms, terms.price, words, requests, "in an hour at the highest rate")
@@ -131,13 +132,12 @@ def _of_memory(replica: Replica, found: Capacity) -> Iterator[SheetLine]:
         yield SheetLine("smaller weights save", cost.weight_bytes / 2 / rate * 1e3, "ms", formula)
 
 
-def _of_all(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[SheetLine]:
-    assert terms.peak is not None
-    need = terms.peak * terms.growth / terms.regions
+def _of_all(replica: Replica, found: Capacity, terms: PlanTerms, peak: float) -> Iterator[SheetLine]:
+    need = peak * terms.growth / terms.regions
     low, middle, high = (math.ceil(need / rate) * terms.regions if rate else None for rate in reversed(found.rate))
     grown = f" x {terms.growth:g}" if terms.growth != 1 else ""
     split = f" / {terms.regions} regions" if terms.regions > 1 else ""
-    formula = f"{terms.peak:g} requests/s{grown}{split} / highest rate, rounded up"
+    formula = f"{peak:g} requests/s{grown}{split} / highest rate, rounded up"
     yield SheetLine("servers", "nobody can tell" if middle is None else middle, "", formula, low, high)
     if middle is None or high is None:
         yield SheetLine(
@@ -149,7 +149,10 @@ def _of_all(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[She
     yield SheetLine("servers with spares", with_spares, "", formula)
     yield from _of_start_up(replica, found, terms)
     if terms.price is not None:
-        yield from _of_money(found, terms, with_spares)
+        an_hour = with_spares * terms.price
+        yield SheetLine("an hour", an_hour, terms.currency, f"{with_spares} servers x {terms.price:g}/h")
+        requests = peak * terms.growth * S_PER_HOUR
+        yield from _of_tokens(found, terms, an_hour, "an hour", requests, "in a peak hour")
 
 
 def _of_start_up(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[SheetLine]:
@@ -164,15 +167,6 @@ def _of_start_up(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterato
         yield SheetLine(
             "a start costs", paid, terms.currency, f"{terms.price:g}/h x {start_up_s:.3g} s that serve nobody"
         )
-
-
-def _of_money(found: Capacity, terms: PlanTerms, servers: int) -> Iterator[SheetLine]:
-    assert terms.price is not None
-    assert terms.peak is not None
-    an_hour = servers * terms.price
-    yield SheetLine("an hour", an_hour, terms.currency, f"{servers} servers x {terms.price:g}/h")
-    requests = terms.peak * terms.growth * S_PER_HOUR
-    yield from _of_tokens(found, terms, an_hour, "an hour", requests, "in a peak hour")
 
 
 def _of_tokens(

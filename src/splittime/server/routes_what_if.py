@@ -23,7 +23,7 @@ from splittime.simulate.question import question
 from splittime.web import http
 
 if TYPE_CHECKING:
-    from splittime.diagnose.window import Stretch
+    from splittime.diagnose.excerpt import Excerpt
 
 
 class WhatIfBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,27 +56,27 @@ def _decoded(raw: bytes) -> WhatIfBody:
 def _answer(service: Service, facts: ServerFacts | None, since_ns: int, body: WhatIfBody) -> bytes:
     """Raises `RequestError` for a change that cannot be, `Conflict` where the books do not say enough."""
     change = Change(body.settings, body.speed)
-    stretch = _stretch(service.ledger, facts, since_ns)
-    answer = orjson.loads(service.simulation.run(question(stretch.recorded, change, DRAWS)))
+    excerpt = _excerpt(service.ledger, facts, since_ns)
+    answer = orjson.loads(service.simulation.run(question(excerpt.recorded, change, DRAWS)))
     error, is_bad_change = answer.pop("error"), answer.pop("is_bad_change")
     if error is not None:
         kind, code = (RequestError, "invalid_value") if is_bad_change else (Conflict, "cannot_tell")
         about = {name: error.get(name) for name in ("param", "value", "limit", "hint")}
         raise kind(error["message"], code=code, **about)
-    accounts = stretch.recorded.accounts
+    accounts = excerpt.recorded.accounts
     span_ns = accounts[-1].end_ns - min(account.start_ns for account in accounts)
-    about = {"settings": body.settings, "speed": body.speed, "span_s": span_ns / 1e9, "num_left_out": stretch.num_open}
+    about = {"settings": body.settings, "speed": body.speed, "span_s": span_ns / 1e9, "num_left_out": excerpt.num_open}
     return orjson.dumps({**about, **answer})
 
 
-def _stretch(ledger: Ledger, facts: ServerFacts | None, since_ns: int) -> "Stretch":
+def _excerpt(ledger: Ledger, facts: ServerFacts | None, since_ns: int) -> "Excerpt":
     from splittime.diagnose.books import LIVE_ACCOUNTS, LIVE_STEPS, live_books  # here: a start does not wait for it
-    from splittime.diagnose.window import latest_stretch
+    from splittime.diagnose.excerpt import latest_excerpt
 
     accounts = [account for account in ledger.accounts(None, LIVE_ACCOUNTS) if account.start_ns >= since_ns]
     steps = [step for step in ledger.steps(LIVE_STEPS) if step.begin_ns >= since_ns]
-    stretch = latest_stretch(live_books(facts, accounts, steps, "the live ledger"))
-    if stretch is None:
+    excerpt = latest_excerpt(live_books(facts, accounts, steps, "the live ledger"))
+    if excerpt is None:
         hint = "Ask again when requests have been served with the settings that there are now."
         raise Conflict("no request has been served with these settings yet", code="cannot_tell", hint=hint)
-    return stretch
+    return excerpt

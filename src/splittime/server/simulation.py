@@ -1,7 +1,7 @@
 """What a change would do to the requests of the last minutes, worked out in a process beside the server.
 
 One at a time: another question meanwhile is refused with 429. The process has the lowest priority, a bounded number of
-requests and steps (`diagnose.window`) and `TIME_S`; then it is ended, and the answer is a 503.
+requests and steps (`diagnose.excerpt`) and `TIME_S`; then it is ended, and the answer is a 503.
 """
 
 import contextlib

@@ -37,7 +37,13 @@ def _traced(name: str, asked: Asked, approach: Approach, max_model_len: int) -> 
     admitted_ns = asked.at_ns + approach.to_admission_ns + round(approach.per_prompt_token_ns * prompt_tokens)
     received_ns = admitted_ns + approach.to_engine_ns
     max_tokens = max(1, min(asked.output_tokens, max_model_len - prompt_tokens))
-    request = Request(
+    request, account = _request(name, asked, max_tokens, admitted_ns), _account(name, asked, max_tokens)
+    marks = (Mark(Stage.RECEIVE, None, asked.at_ns), Mark(Stage.ADMIT, None, admitted_ns))
+    return TracedRequest(request, account, marks, received_ns, leaves_ns=asked.leaves_ns)
+
+
+def _request(name: str, asked: Asked, max_tokens: int, admitted_ns: int) -> Request:
+    return Request(
         request_id=name,
         prompt_token_ids=asked.prompt,
         sampling=SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True),
@@ -46,7 +52,11 @@ def _traced(name: str, asked: Asked, approach: Approach, max_model_len: int) -> 
         deadline_ns=asked.deadline_ns,
         cache_salt=asked.tenant,
     )
-    account = ClosedAccount(
+
+
+def _account(name: str, asked: Asked, max_tokens: int) -> ClosedAccount:
+    """Returns what the server would know of it when it came."""
+    return ClosedAccount(
         request_id=name,
         group_id=name,
         model="",
@@ -56,11 +66,9 @@ def _traced(name: str, asked: Asked, approach: Approach, max_model_len: int) -> 
         end_ns=asked.at_ns,
         intervals=(),
         finish_reason="length",
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=len(asked.prompt),
         max_tokens=max_tokens,
         priority=asked.priority,
         tenant=asked.tenant,
         cache_salt=asked.tenant,
     )
-    marks = (Mark(Stage.RECEIVE, None, asked.at_ns), Mark(Stage.ADMIT, None, admitted_ns))
-    return TracedRequest(request, account, marks, received_ns, leaves_ns=asked.leaves_ns)

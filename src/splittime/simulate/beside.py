@@ -39,13 +39,13 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 def answer(lines: Sequence[bytes]) -> WhatIfAnswer:
     """Returns the answer to a question's lines."""
-    asked, recorded = read_question(lines)
+    question, recorded = read_question(lines)
     try:
-        changed(scheduler_config(asked.facts), QueueLimits(1, 1), asked.change)
+        changed(scheduler_config(question.facts), QueueLimits(1, 1), question.change)
     except ConfigError as error:
         return WhatIfAnswer(error=error.info, is_bad_change=True)
     try:
-        found = predict(recorded, asked.change, asked.draws)
+        found = predict(recorded, question.change, question.draws)
     except ConfigError as error:
         return WhatIfAnswer(error=error.info)
     return WhatIfAnswer(

@@ -8,13 +8,13 @@ from splittime.core.errors import ConfigError
 from splittime.scheduler.admission import MAX_BOUND, QueueLimits
 from splittime.scheduler.config import LIVE_KNOBS, SchedulerConfig
 
-KNOBS = (*(knob for knob in LIVE_KNOBS if knob != "paused"), "num_blocks")
+SIMULATED_KNOBS = (*(knob for knob in LIVE_KNOBS if knob != "paused"), "num_blocks")
 LIMITS = ("max_queued_requests", "max_queued_prompt_tokens")
 MAX_BLOCKS = 2**22  # a simulated cache has some fifty bytes for each, and is made anew for every run
 
 
 class Change(msgspec.Struct, frozen=True):
-    """settings: values by name, of `KNOBS` and `LIMITS`. speed: requests come so many times as fast."""
+    """settings: values by name, of `SIMULATED_KNOBS` and `LIMITS`. speed: requests come so many times as fast."""
 
     settings: dict[str, Any] = {}
     speed: float = 1.0
@@ -26,13 +26,13 @@ class Change(msgspec.Struct, frozen=True):
 
 def changed(config: SchedulerConfig, limits: QueueLimits, change: Change) -> tuple[SchedulerConfig, QueueLimits]:
     """Returns the settings with the change made. Raises ConfigError for one that there is not, or that cannot be."""
-    unknown = sorted(set(change.settings) - {*KNOBS, *LIMITS})
+    unknown = sorted(set(change.settings) - {*SIMULATED_KNOBS, *LIMITS})
     if unknown:
-        hint = f"What can be changed: {', '.join((*KNOBS, *LIMITS))}."
+        hint = f"What can be changed: {', '.join((*SIMULATED_KNOBS, *LIMITS))}."
         raise ConfigError(f"{unknown[0]!r} cannot be simulated", param=unknown[0], hint=hint)
     if not 0.01 <= change.speed <= 100:
         raise ConfigError(f"speed is {change.speed:g}; it must be 0.01 to 100", param="speed", value=change.speed)
-    knobs = {name: value for name, value in change.settings.items() if name in KNOBS}
+    knobs = {name: value for name, value in change.settings.items() if name in SIMULATED_KNOBS}
     bounds = {name: change.settings.get(name, getattr(limits, name)) for name in LIMITS}
     for name, value in bounds.items():
         _require_whole(name, value, MAX_BOUND)

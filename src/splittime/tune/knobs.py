@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from splittime.core.cores import num_cores
-from splittime.simulate.change import KNOBS as SIMULATED
+from splittime.simulate.change import SIMULATED_KNOBS
 
 Values = Callable[[Mapping[str, Any]], list[Any]]
 RATIOS = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1 / 2, 2, 4, 16)
@@ -32,7 +32,7 @@ class Knob(NamedTuple):
     @property
     def is_live(self) -> bool:
         """Returns whether a running server takes it."""
-        return self.name in SIMULATED and self.name != "num_blocks"
+        return self.name in SIMULATED_KNOBS and self.name != "num_blocks"
 
 
 def around(value: int, least: int, most: int, ratios: tuple[float, ...] = RATIOS) -> list[int]:

@@ -5,17 +5,16 @@ cache. Ctrl-C and SIGTERM end a run; what was changed on the server is undone on
 """
 
 import asyncio
-import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 from splittime.bench.book.records import Run
 from splittime.bench.draw import draw_for
-from splittime.bench.event_loop import interrupted, run_loop
+from splittime.bench.event_loop import interrupt, interrupted, run_loop
 from splittime.bench.run import run_schedule
 from splittime.bench.schedule import Schedule
 from splittime.bench.share import Progress
@@ -127,24 +126,10 @@ def run_until_interrupted(work: Callable[[asyncio.Event], Any]) -> Run:
     try:
         found = run_loop(watched())
     finally:
-        signal.signal(signal.SIGTERM, _interrupt)  # the loop has taken it off
+        signal.signal(signal.SIGTERM, interrupt)  # the loop has taken it off
     if found is None:
         raise KeyboardInterrupt
     return found
-
-
-@contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends what is within as Ctrl-C does, so that what was changed is undone."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def recorded_of(run: Run) -> Recorded:

@@ -1,7 +1,7 @@
-"""The stretch of the books that is replayed, to say what a change would do: the latest requests, and their steps.
+"""The excerpt of the books that is replayed, to say what a change would do: the latest requests, and their steps.
 
-A replay starts with an empty server. So the stretch begins where the fewest requests were in flight; these are left
-out, and counted (`Stretch.num_open`). It ends with the last request that has ended: on a live server some that came
+A replay starts with an empty server. So the excerpt begins where the fewest requests were in flight; these are left
+out, and counted (`Excerpt.num_open`). It ends with the last request that has ended: on a live server some that came
 before are still open, and the ledger does not have them yet.
 """
 
@@ -18,14 +18,14 @@ MAX_STEPS = 4_000
 MIN_SHARE = 0.5  # of the latest requests: at least so many are kept, however quiet a later begin would be
 
 
-class Stretch(NamedTuple):
+class Excerpt(NamedTuple):
     """recorded: what is replayed. num_open: requests in flight at its begin, which are left out."""
 
     recorded: Recorded
     num_open: int
 
 
-def latest_stretch(books: Books) -> Stretch | None:
+def latest_excerpt(books: Books) -> Excerpt | None:
     """Returns at most `MAX_REQUESTS` requests in about `MAX_STEPS` steps; None for books without steps or facts."""
     if not books.steps or books.facts is None:
         return None
@@ -38,7 +38,7 @@ def latest_stretch(books: Books) -> Stretch | None:
     kept = latest[begin:]
     steps = [step for step in books.steps if step.end_ns > kept[0].start_ns]
     ordered = sorted(kept, key=lambda account: account.end_ns)
-    return Stretch(Recorded(ordered, steps, books.facts), num_open)
+    return Excerpt(Recorded(ordered, steps, books.facts), num_open)
 
 
 def _quietest(latest: Sequence[ClosedAccount], accounts: Sequence[ClosedAccount]) -> tuple[int, int]:
