@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -24,12 +25,18 @@ def served(*arguments: str, timeout_s: float = 120) -> Iterator[str]:
     """Serve with these arguments; yields the base URL once it is ready, ends it with SIGTERM."""
     port = free_port()
     command = [sys.executable, "-m", "splittime.cli.main", "serve", "--port", str(port), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = tempfile.TemporaryFile()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=words)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until_ready(url, process, timeout_s)
+        try:
+            wait_until_ready(url, process, timeout_s)
+        except RuntimeError as error:
+            words.seek(0)
+            raise RuntimeError(f"{error}: {words.read().decode(errors='replace')[-2000:]}") from None
         yield url
     finally:
+        words.close()
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(30)

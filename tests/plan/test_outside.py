@@ -120,6 +120,15 @@ def test_runs_that_no_simulation_explains_are_refused(runs: list[Run]) -> None:
     assert "below saturation" in str(error.value.info.hint)
 
 
+def test_a_server_a_tenth_too_slow_is_a_tenth_off_though_its_queue_makes_people_wait_several_times_as_long() -> None:
+    at_the_brink = outside(TRUE, 70.0)
+    slower = msgspec.structs.replace(TRUE, pace=TRUE.pace.times(1.1))
+    costs = checked_by_runs(slower, [at_the_brink], 0, 0.0).costs
+    assert costs.about["off"]["ttft"] > 1
+    assert costs.about["error"] == pytest.approx(0.12)
+    assert costs.errors.drift == pytest.approx(math.log(1.12))
+
+
 def held_back(outcome: Outcome) -> Outcome:
     """Its first token comes ten seconds later, and all that follow."""
     late = tuple(at_ns + 10 * 10**9 for at_ns in outcome.chunk_ns)

@@ -1,8 +1,9 @@
 """The check of a server that was seen from outside: its own runs, simulated, beside what they measured.
 
-The runs' own requests are simulated, and the times that a user feels compared with those that were measured. The larger
-of that error and the regression's own, on steps that it was not made of, widens every interval: all steps may take so
-much more or less (`Errors.drift`). Runs that the simulation is off by more than `MOST_OFF` are refused.
+The runs' own requests are simulated, and the times that a user feels compared with those that were measured. The error
+is how much slower or faster all steps would have to be for the two to agree: in an overload a server that is a tenth
+slower makes people wait several times as long. The larger of that error and the regression's own, on steps that it was
+not made of, widens every interval (`Errors.drift`). Runs that no pace within a factor of two explains are refused.
 """
 
 import math
@@ -22,9 +23,8 @@ from splittime.simulate.costed import mixed_tokens
 from splittime.simulate.replica import Replica
 from splittime.simulate.trace import TracedRequest
 
-MOST_OFF = 1.0  # of what was measured: twice
+PACES = (1.03, 1.06, 1.12, 1.25, 1.5, 2.0)  # times as slow, or as fast
 SHARED = 1  # the seed of what prompts have in common
-LEAST = 1e-9
 FELT: dict[str, Callable[[Outcome], float | None]] = {
     "ttft": service_ttft_ns,
     "tpot": tpot_ns,
@@ -34,21 +34,17 @@ FELT: dict[str, Callable[[Outcome], float | None]] = {
 
 def checked_by_runs(replica: Replica, runs: Sequence[Run], arm: int, regression_error: float) -> Replica:
     """Returns the replica with intervals as wide as the error of a simulation of its own runs, or of the regression."""
-    off = {name: _off(replica, runs, arm, felt) for name, felt in FELT.items()}
-    costs = replica.costs
-    error = max(regression_error, *map(_times_off, off.values()))
-    if error > MOST_OFF:
+    checks = [OwnRunCheck(replica, run, arm) for run in runs]
+    off = {name: max((check.off(name) for check in checks), key=abs) for name in FELT}
+    error = max(regression_error, *(check.pace_error() for check in checks))
+    if error == math.inf:
         raise _unexplained(runs, off)
+    costs = replica.costs
     drift = math.hypot(costs.errors.drift, math.log1p(error))
     errors = msgspec.structs.replace(costs.errors, mean_relative=off["e2e"], drift=drift)
     told = {"off": off, "error": error, "arrival_ns": replica.approach.to_admission_ns}
     told |= {"runs": len(runs), "void": sum(run.is_void for run in runs)}
     return msgspec.structs.replace(replica, costs=msgspec.structs.replace(costs, errors=errors, about=told))
-
-
-def _times_off(share: float) -> float:
-    """Returns a relative error either way: half as much is as far off as twice as much, by 1."""
-    return math.expm1(abs(math.log(max(1 + share, LEAST))))
 
 
 def _unexplained(runs: Sequence[Run], off: dict[str, float]) -> ConfigError:
@@ -59,21 +55,47 @@ def _unexplained(runs: Sequence[Run], off: dict[str, float]) -> ConfigError:
     return ConfigError(f"a simulation of the runs is far from what they measured: {words}", param="runs", hint=hint)
 
 
-def _off(replica: Replica, runs: Sequence[Run], arm: int, felt: Callable[[Outcome], float | None]) -> float:
-    """Returns how far the simulated medians are from the measured ones: that of the run whose is the furthest."""
-    ratios = []
-    for run in runs:
-        simulated = run_of(replica.run(list(_requests(run, arm, replica)), Change(), seed=0)).outcomes
-        sides = [_median(outcomes, felt) for outcomes in (simulated, answered(run, arm))]
-        if all(sides):
-            ratios.append(sides[0] / sides[1] - 1)
-    return max(ratios, key=abs, default=0.0)
+class OwnRunCheck:
+    """One run beside its simulation, by the medians of what users feel."""
+
+    def __init__(self, replica: Replica, run: Run, arm: int) -> None:
+        self._replica = replica
+        self._requests = list(_requests(run, arm, replica))
+        self._measured = _medians(answered(run, arm))
+        self._usual = self._simulated(1.0)
+
+    def off(self, name: str) -> float:
+        """Returns how far the simulated median is from the measured one; 0 where one of them does not exist."""
+        simulated, measured = self._usual[name], self._measured[name]
+        return simulated / measured - 1 if simulated and measured else 0.0
+
+    def pace_error(self) -> float:
+        """Returns how much slower or faster all steps would have to be for the medians to agree; infinity if `PACES`
+        are not enough."""
+        return max(self._pace_error(is_slower) for is_slower in (True, False))
+
+    def _pace_error(self, is_slower: bool) -> float:
+        """Returns it for the medians that a slower server, or a faster one, explains."""
+        left = {name for name in FELT if self.off(name) and (self.off(name) < 0) == is_slower}
+        error = 0.0
+        for pace in PACES:
+            if not left:
+                return error
+            error = pace - 1
+            simulated = self._simulated(pace if is_slower else 1 / pace)
+            left = {name for name in left if (simulated[name] < self._measured[name]) == is_slower}
+        return math.inf if left else error
+
+    def _simulated(self, factor: float) -> dict[str, float]:
+        """Returns the medians where all steps take so many times as long."""
+        replica = msgspec.structs.replace(self._replica, pace=self._replica.pace.times(factor))
+        return _medians(run_of(replica.run(self._requests, Change(), seed=0)).outcomes)
 
 
-def _median(outcomes: Sequence[Outcome], felt: Callable[[Outcome], float | None]) -> float:
-    """Returns the median of what users felt (ns); 0 where nobody did."""
-    values = [value for value in map(felt, outcomes) if value is not None]
-    return statistics.median(values) if values else 0.0
+def _medians(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Returns the medians of what users felt (ns); 0 where nobody did."""
+    felt = {name: [value for value in map(time_of, outcomes) if value is not None] for name, time_of in FELT.items()}
+    return {name: statistics.median(values) if values else 0.0 for name, values in felt.items()}
 
 
 def answered(run: Run, arm: int) -> list[Outcome]:
