@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 
 def free_port() -> int:
@@ -25,24 +25,28 @@ def served(*arguments: str, timeout_s: float = 120) -> Iterator[str]:
     """Serve with these arguments; yields the base URL once it is ready, ends it with SIGTERM."""
     port = free_port()
     command = [sys.executable, "-m", "splittime.cli.main", "serve", "--port", str(port), *arguments]
-    words = tempfile.TemporaryFile()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=words)
     url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as words:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=words)
+        try:
+            _wait_or_tell(url, process, timeout_s, words)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait_or_tell(url: str, process: subprocess.Popen, timeout_s: float, words: IO[bytes]) -> None:
+    """Raises RuntimeError with the server's own words if it does not come up."""
     try:
-        try:
-            wait_until_ready(url, process, timeout_s)
-        except RuntimeError as error:
-            words.seek(0)
-            raise RuntimeError(f"{error}: {words.read().decode(errors='replace')[-2000:]}") from None
-        yield url
-    finally:
-        words.close()
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+        wait_until_ready(url, process, timeout_s)
+    except RuntimeError as error:
+        words.seek(0)
+        raise RuntimeError(f"{error}: {words.read().decode(errors='replace')[-2000:]}") from None
 
 
 def wait_until_ready(url: str, process: subprocess.Popen, timeout_s: float) -> float:
