@@ -1,5 +1,7 @@
 """A simulated server: with the true step times it writes the ledger that the real one wrote; and its own admission."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -17,6 +19,8 @@ from splittime.ledger.steps import verify_steps
 from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.door import Door
+from splittime.simulate.host_parts import host_parts, is_queued
+from splittime.simulate.replay import replay
 from splittime.simulate.run import OF_THE_REQUEST, Delivery, simulate
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
 from splittime.simulate.trace import TracedRequest, at_speed, traced_requests
@@ -36,11 +40,15 @@ class TrueCosts:
 CONFIGS = (TIGHT, msgspec.structs.replace(TIGHT, num_host_slots=8), SchedulerConfig(max_model_len=256, num_blocks=60))
 
 
-@given(st.sampled_from(CONFIGS), st.sampled_from((0, 40)), st.integers(0, 10_000))
-def test_with_the_true_times_it_writes_the_recorded_ledger(config: SchedulerConfig, eos_every: int, seed: int) -> None:
-    recorded = record_run(config, seed, eos_every=eos_every, costs=COSTS, have_deadlines=False, stops=0.0)
-    requests = traced_requests(recorded.accounts, 256)
-    books = simulate(requests, config, TrueCosts(), UNBOUNDED, Delivery(to_wake_ns=COSTS.to_wake_ns))
+@given(st.sampled_from(CONFIGS), st.sampled_from((0, 40)), st.integers(0, 10_000), st.booleans())
+def test_with_the_true_times_it_writes_the_recorded_ledger(
+    config: SchedulerConfig, eos_every: int, seed: int, plans_ahead: bool
+) -> None:
+    recorded = record_run(
+        config, seed, eos_every=eos_every, costs=COSTS, have_deadlines=False, stops=0.0, plans_ahead=plans_ahead
+    )
+    requests, delivery = traced_requests(recorded.accounts, 256), Delivery(to_wake_ns=COSTS.to_wake_ns)
+    books = simulate(requests, config, TrueCosts(), UNBOUNDED, delivery, plans_ahead=plans_ahead)
     verify_steps(books.steps)
     assert books.steps == list(recorded.steps)
     made = {account.request_id: account for account in books.accounts}
@@ -74,6 +82,41 @@ def test_time_passes_in_the_parts_of_a_step_and_behind_it() -> None:
     names = ("plan_ns", "launch_ns", "device_ns", "sample_ns", "commit_ns")
     assert [getattr(first, name) for name in names] == [1, 20, 300, 4_000, 50_000]
     assert second.begin_ns - first.end_ns == second.host_gap_ns == 600_000
+
+
+class HostAndDevice:
+    """The host takes longer than the device for a step of few rows, and shorter for one of many."""
+
+    def of(self, shape: StepShape, now_ns: int) -> StepTime:
+        return StepTime(plan_ns=700 + shape.rows, launch_ns=13, device_ns=6 * shape.kv_tokens, host_gap_ns=150)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ahead_a_step_takes_what_the_longer_of_host_and_device_does(seed: int) -> None:
+    recorded = record_run(TIGHT, seed, count=60)
+    requests, costs = traced_requests(recorded.accounts, 256), HostAndDevice()
+    books = simulate(requests, TIGHT, costs, UNBOUNDED, plans_ahead=True)
+    verify_steps(books.steps)
+    kinds, own = set(), host_parts(books.steps)
+    for number, (before, step) in enumerate(pairwise(books.steps), 1):
+        behind = books.steps[number + 1] if number + 1 < len(books.steps) else None
+        if not is_queued(before, step) or not is_queued(step, behind or step):
+            continue
+        time = costs.of(shape_of_record(step), 0)
+        host_ns = 150 + costs.of(shape_of_record(behind), 0).plan_ns
+        assert host_ns <= step.end_ns - step.begin_ns <= max(host_ns, 13 + time.device_ns)
+        kinds.add(step.end_ns - step.begin_ns > host_ns)
+        assert step.ahead_ns == 150
+        plan_ns, _, _, _, gap_ns = own[number]
+        assert (plan_ns, gap_ns) == (time.plan_ns, 150)
+    assert kinds == {False, True}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_was_simulated_ahead_is_replayed_ahead(seed: int) -> None:
+    recorded = record_run(TIGHT, seed, count=60)
+    books = simulate(traced_requests(recorded.accounts, 256), TIGHT, HostAndDevice(), UNBOUNDED, plans_ahead=True)
+    assert replay(msgspec.structs.replace(recorded, accounts=books.accounts, steps=books.steps)) is None
 
 
 def test_a_stop_string_ends_its_request_a_little_late() -> None:

@@ -15,14 +15,14 @@ from splittime.simulate.draws import OTHER_HOUR, hours
 from splittime.simulate.figures import figures
 from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.replica import replica_of
-from splittime.simulate.what_if import Prediction, predict
+from splittime.simulate.what_if import Prediction, predict, requests_of
 
 LIMITS = QueueLimits(256, 10**6)
 
 
-def run(max_num_seqs: int = 4) -> Recorded:
+def run(max_num_seqs: int = 4, plans_ahead: bool = False) -> Recorded:
     config = msgspec.structs.replace(TIGHT, max_num_seqs=max_num_seqs, num_blocks=60)
-    return record_run(config, seed=9, count=150, have_deadlines=False)
+    return record_run(config, seed=9, count=150, have_deadlines=False, plans_ahead=plans_ahead)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,18 @@ def test_a_change_does_what_it_does_in_truth(prediction: Prediction, name: str) 
     assert figure.after == pytest.approx(true, rel=0.25)
     assert (figure.ratio > 1) == (true > figure.recorded)
     assert figure.low <= figure.ratio <= figure.high
+
+
+def test_an_engine_that_plans_ahead_is_simulated_ahead() -> None:
+    recorded, truth = run(plans_ahead=True), run(max_num_seqs=8, plans_ahead=True)
+    seen, true = (figures(list(each.accounts), list(each.steps)) for each in (recorded, truth))
+    prediction = predict(recorded, Change({"max_num_seqs": 8}), draws=6)
+    for name in ("itl_ms_p50", "e2e_ms_p50", "output_tokens_per_s", "steps"):
+        assert prediction.figure(name).before == pytest.approx(seen[name], rel=0.15)
+    for name in ("queue_ms_p90", "ttft_ms_p90", "mean_running"):
+        assert prediction.figure(name).after == pytest.approx(true[name], rel=0.25)
+    simulated = replica_of(recorded).run(requests_of(recorded, 256), Change(), seed=0)
+    assert all(step.ahead_ns is not None for step in simulated.steps)
 
 
 def test_hours_are_spread_evenly() -> None:

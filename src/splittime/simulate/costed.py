@@ -110,16 +110,21 @@ class CostedRunner:
     def run(self, plan: StepPlan) -> StepResult:
         time = self._step.time
         self._clock.advance(time.launch_ns + time.moves_ns + time.device_ns + time.sample_ns)
-        offload_ns = time.offload_ns(len(plan.offloads), len(plan.restores))
-        return StepResult(
-            plan.step_id,
-            tuple([self.answers.result(row) for row in plan.rows]),
-            time.device_ns,
-            time.sample_ns,
-            self._execution,
-            offload_ns=offload_ns,
-            restore_ns=time.moves_ns - offload_ns,
-        )
+        return result_of(plan, time, self.answers, self._execution)
+
+
+def result_of(plan: StepPlan, time: StepTime, answers: Answers, execution: str) -> StepResult:
+    """Returns what comes of a step that takes this time."""
+    offload_ns = time.offload_ns(len(plan.offloads), len(plan.restores))
+    return StepResult(
+        plan.step_id,
+        tuple([answers.result(row) for row in plan.rows]),
+        time.device_ns,
+        time.sample_ns,
+        execution,
+        offload_ns=offload_ns,
+        restore_ns=time.moves_ns - offload_ns,
+    )
 
 
 def costed_engine(

@@ -13,7 +13,8 @@ import msgspec
 from splittime.core.request import FinishReason
 from splittime.drive.messages import Abort, Submit, ToEngine
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.trace import TracedRequest, ended_by_token
+from splittime.simulate.host_parts import is_queued
+from splittime.simulate.trace import TracedRequest, as_seen_ahead, ended_by_token
 
 
 class Course:
@@ -63,8 +64,7 @@ class Course:
         for traced in requests:
             last, account = self._last_step.get(traced.request.request_id), traced.account
             if traced.stops_after is None:
-                if self.is_ahead and account.finish_reason == FinishReason.STOP:
-                    traced = ended_by_token(traced, account.output_tokens)
+                traced = as_seen_ahead(traced) if self.is_ahead else traced
             elif last is None:
                 pass
             elif account.freed_ns is not None:
@@ -115,9 +115,7 @@ class Course:
         return self._records[last.step_id - 2]
 
     def _is_queued(self, record: StepRecord) -> bool:
-        """Whether it was planned while the one before ran."""
-        first = record.step_id == 1 or not self.is_ahead
-        return not first and self._records[record.step_id - 2].end_ns == record.begin_ns and not record.plan_ns
+        return record.step_id > 1 and is_queued(self._records[record.step_id - 2], record)
 
     def _planned_ns(self, record: StepRecord) -> int:
         """When the turn that ended this step planned first."""

@@ -21,6 +21,7 @@ from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.basis import Basis, basis_of
 from splittime.simulate.cost import LIMITED, CostModel, Errors, OutOfRange, Pace, PaceOf, ShapeBucket, bucket_of
+from splittime.simulate.host_parts import host_parts, taken_ns
 from splittime.simulate.regression import Array, Line, clusters_of, line_of
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
 
@@ -42,7 +43,8 @@ class Fit(NamedTuple):
 
 class StepTable(NamedTuple):
     """Recorded steps as arrays. parts: what the host took, one column for each of `HOST_PARTS`; the gap is that behind
-    the step, NaN where nobody knows it. total_ns: the whole step, without the gap and without moves."""
+    the step, NaN where nobody knows it. total_ns: the whole step, without the gap and without moves; ahead, with what
+    the host took to plan it while another ran."""
 
     begins_ns: list[int]
     shapes: list[StepShape]
@@ -68,10 +70,9 @@ def pace_of(model: CostModel, records: Sequence[StepRecord]) -> float | None:
     """Returns how many times as long as the model says these steps took, in the middle; None where the model knows too
     few of them."""
     ratios = []
-    for record in records:
+    for record, took_ns in zip(records, taken_ns(records), strict=True):
         with suppress(OutOfRange):
-            time = model.step_time(shape_of_record(record))
-            ratios.append((record.end_ns - record.begin_ns - record.moves_ns) / max(1, _without_moves(time)))
+            ratios.append(took_ns / max(1, _without_moves(model.step_time(shape_of_record(record)))))
     return float(np.median(ratios)) if len(ratios) >= MIN_STEPS else None
 
 
@@ -85,19 +86,13 @@ def _require_possible(records: Sequence[StepRecord]) -> None:
 
 def _steps(records: Sequence[StepRecord], facts: ServerFacts | None) -> StepTable:
     shapes = [shape_of_record(record) for record in records]
-    gaps = [
-        after.host_gap_ns if after.step_id == before.step_id + 1 and not after.idle_ns else math.nan
-        for before, after in zip(records, [*records[1:], records[0]], strict=True)
-    ]
-    parts = [[r.plan_ns, r.launch_ns, r.sample_ns, r.commit_ns, gap] for r, gap in zip(records, gaps, strict=True)]
-    total = [record.end_ns - record.begin_ns - record.moves_ns for record in records]
     return StepTable(
         [record.begin_ns for record in records],
         shapes,
         basis_of(records, None if facts is None else facts.cost),
         np.array([record.device_ns for record in records], float),
-        np.array(parts, float),
-        np.array(total, float),
+        np.array(host_parts(records), float),
+        np.array(taken_ns(records), float),
         sum(record.moves_ns for record in records) / max(1, sum(shape.moved_blocks for shape in shapes)),
     )
 

@@ -13,6 +13,7 @@ import msgspec
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.cost import LIMITED, CostModel, bucket_of
 from splittime.simulate.fit import fit
+from splittime.simulate.host_parts import taken_ns
 from splittime.simulate.regression import clusters_of
 from splittime.simulate.shape import StepShape, shape_of_record
 
@@ -36,7 +37,7 @@ def errors_by_kind(records: Sequence[StepRecord]) -> list[KindOfSteps]:
     learned, unseen = ([records[index] for some in clusters[odd::2] for index in some] for odd in (0, 1))
     model = msgspec.structs.replace(fit(learned).model, most=(sys.maxsize,) * len(LIMITED))
     shapes = [shape_of_record(record) for record in unseen]
-    pairs = [(_predicted_ns(model, shape), _taken_ns(record)) for shape, record in zip(shapes, unseen, strict=True)]
+    pairs = [(_predicted_ns(model, shape), took_ns) for shape, took_ns in zip(shapes, taken_ns(unseen), strict=True)]
     kinds: dict[str, list[tuple[int, int]]] = {name: [] for name in _names(shapes)}
     for shape, pair in zip(shapes, pairs, strict=True):
         kinds[bucket_of(shape)].append(pair)
@@ -73,7 +74,3 @@ def _error(kind: str, pairs: Sequence[tuple[int, int]], off: Sequence[float]) ->
 def _predicted_ns(model: CostModel, shape: StepShape) -> int:
     time = model.step_time(shape)
     return time.step_ns - time.moves_ns
-
-
-def _taken_ns(record: StepRecord) -> int:
-    return record.end_ns - record.begin_ns - record.moves_ns

@@ -65,6 +65,15 @@ def latest_run(recorded: Recorded) -> Recorded:
     return Recorded(accounts, steps[first:], recorded.facts)
 
 
+def plans_ahead(recorded: Recorded) -> bool:
+    """Returns whether the engine planned ahead. Raises ConfigError if it did, and the ledger does not say when."""
+    told = [step.ahead_ns is not None for step in recorded.steps]
+    if not all(told) and (any(told) or recorded.facts.settings.get("async_scheduling")):
+        hint = "Record another: an early version wrote it."
+        raise ConfigError("an engine plans ahead whose ledger does not say when", param="ledger", hint=hint)
+    return any(told)
+
+
 class LedgerSink:
     """Takes records for a file as they come, and waits for the file every `BATCH` of them."""
 

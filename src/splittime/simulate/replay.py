@@ -29,7 +29,7 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.costed import Answers
 from splittime.simulate.course import Course
-from splittime.simulate.recorded import Recorded
+from splittime.simulate.recorded import Recorded, plans_ahead
 from splittime.simulate.retaken import RecordedArrivals, RecordedSteps, Rows, UnknownStep, engine_again
 from splittime.simulate.trace import traced_requests
 
@@ -85,9 +85,7 @@ def _require_whole(recorded: Recorded) -> None:
     accounts, records, facts = recorded.accounts, recorded.steps, recorded.facts
     if not records:
         raise ConfigError("the ledger has no steps to replay", param="ledger")
-    if facts.settings.get("async_scheduling") and any(record.ahead_ns is None for record in records):
-        hint = "Record another: an early version wrote it."
-        raise ConfigError("an engine plans ahead whose ledger does not say when", param="ledger", hint=hint)
+    plans_ahead(recorded)
     block_size = facts.settings.get("block_size", PREFIX_TOKENS)
     if block_size % PREFIX_TOKENS and facts.settings.get("enable_prefix_caching", True):
         words = f"the engine shares blocks of {block_size} tokens; a ledger tells prompts apart by {PREFIX_TOKENS}"

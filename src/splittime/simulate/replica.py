@@ -29,7 +29,7 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.change import LIMITS, Change, changed
 from splittime.simulate.cost import MOST_NS, CostModel, Noise, Pace, PaceOf
 from splittime.simulate.figures import Figures, RunningFigures
-from splittime.simulate.recorded import Recorded
+from splittime.simulate.recorded import Recorded, plans_ahead
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Delivery, OnAccount, OnStep, SimulatedBooks, simulate_each
 from splittime.simulate.shape import StepShape, StepTime
@@ -79,6 +79,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     approach: Approach = Approach()
     delivery: Delivery = Delivery()
     execution: str = "host"
+    plans_ahead: bool = False
     settings: dict[str, Any] = {}
     token_cost: TokenCost | None = None
     machine: Machine | None = None
@@ -125,7 +126,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         """Hands over each account and each step of a run as it is closed."""
         config, limits = changed(self.config, self.limits, change)
         costs, requests = ModelCosts(self.costs, self.pace, seed, change.speed), at_speed(requests, change.speed)
-        simulate_each(requests, config, costs, limits, on_account, on_step, self.delivery, self.execution)
+        how = self.delivery, self.execution, True, self.plans_ahead
+        simulate_each(requests, config, costs, limits, on_account, on_step, *how)
 
 
 def replica_of(recorded: Recorded) -> Replica:
@@ -133,8 +135,6 @@ def replica_of(recorded: Recorded) -> Replica:
     engine that cannot be simulated."""
     from splittime.simulate.fit import fit  # scipy: half a second
 
-    if recorded.facts.settings.get("async_scheduling"):
-        raise ConfigError("an engine that plans ahead cannot be simulated", param="ledger", value="async_scheduling")
     if any(step.verified for step in recorded.steps):
         raise ConfigError("an engine that speculates cannot be simulated", param="ledger")
     served = [account for account in recorded.accounts if not account.is_refused]
@@ -151,6 +151,7 @@ def replica_of(recorded: Recorded) -> Replica:
         approach=_approach(served),
         delivery=_delivery(served, recorded.steps),
         execution=statistics.mode(step.execution for step in recorded.steps),
+        plans_ahead=plans_ahead(recorded),
         settings=settings,
         token_cost=recorded.facts.cost,
         machine=recorded.facts.machine,

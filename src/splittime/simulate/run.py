@@ -8,7 +8,6 @@ long as it took in the recorded run, and is computed by the same scheduler, engi
 time that `costs` says. Its account is closed as the server would close it.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,10 +25,12 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.costed import Answers, StepCosts, by_shape, costed_engine
+from splittime.simulate.costed_ahead import costed_engine_ahead
 from splittime.simulate.door import Door
 from splittime.simulate.follow import Followers
+from splittime.simulate.open_request import OpenRequest
 from splittime.simulate.skip import SkipAhead
-from splittime.simulate.trace import TracedRequest
+from splittime.simulate.trace import TracedRequest, as_seen_ahead
 
 OnAccount = Callable[[ClosedAccount], None]
 OnStep = Callable[[StepRecord], None]
@@ -67,14 +68,16 @@ def simulate(
     delivery: Delivery = AT_ONCE,
     execution: str = "host",
     skips_ahead: bool = True,
+    plans_ahead: bool = False,
 ) -> SimulatedBooks:
     """Returns the ledger of a server with these settings that is asked these requests. Raises what `costs` raises.
 
     skips_ahead: takes the steps in which nothing is decided without a plan for each; the ledger is the same.
+    plans_ahead: it plans the next step while one runs (and skips none).
     """
     books = SimulatedBooks([], [])
     sinks = books.accounts.append, books.steps.append
-    simulate_each(requests, config, costs, limits, *sinks, delivery, execution, skips_ahead)
+    simulate_each(requests, config, costs, limits, *sinks, delivery, execution, skips_ahead, plans_ahead)
     return books
 
 
@@ -88,13 +91,19 @@ def simulate_each(
     delivery: Delivery = AT_ONCE,
     execution: str = "host",
     skips_ahead: bool = True,
+    plans_ahead: bool = False,
 ) -> None:
     """Hands over each account and each step as it is closed, and keeps none: memory is that of the open requests.
     requests: asked for when it is time for each of them, unless they are a list, in which some may wait for answers.
     Raises ValueError if they do not come in the order of their arrivals, and what `costs` raises."""
     clock = VirtualClock()
-    engine, runner, after_step_ns = costed_engine(Scheduler(config), by_shape(costs, execution), clock, execution)
-    skip = SkipAhead(engine, costs, clock, execution, runner.answers, on_step) if skips_ahead else None
+    make = costed_engine_ahead if plans_ahead else costed_engine
+    engine, runner, after_step_ns = make(Scheduler(config), by_shape(costs, execution), clock, execution)
+    skip = None
+    if plans_ahead:
+        requests = list(map(as_seen_ahead, requests)) if isinstance(requests, list) else map(as_seen_ahead, requests)
+    elif skips_ahead:
+        skip = SkipAhead(engine, costs, clock, execution, runner.answers, on_step)
     known = requests if isinstance(requests, list) else []
     followers = Followers(traced for traced in known if traced.follows is not None)
     sinks = on_account, on_step
@@ -102,37 +111,6 @@ def simulate_each(
     if known:
         requests = sorted((each for each in known if each.follows is None), key=lambda each: each.arrived_ns)
     server.run(Crank(EngineParts(engine, runner), clock), requests)
-
-
-class OpenRequest:
-    """What has become of a request so far. ready_ns, steps: of its tokens, each of which comes in a step of its own."""
-
-    __slots__ = (
-        *(
-            "account",
-            "cached_tokens",
-            "has_begun",
-            "host_tokens",
-            "num_preemptions",
-            "ready_ns",
-            "steps",
-            "stops_after",
-            "traced",
-        ),
-    )
-
-    def __init__(self, traced: TracedRequest) -> None:
-        self.traced, self.account = traced, _begun(traced)
-        self.ready_ns: list[int] = []
-        self.steps: list[int] = []
-        self.cached_tokens = self.host_tokens = self.num_preemptions = 0
-        self.has_begun, self.stops_after = False, traced.stops_after
-
-    @property
-    def steps_before_stop(self) -> int:
-        """How many steps will not end it by its stop string."""
-        assert self.stops_after is not None
-        return self.stops_after - len(self.steps) - 1 if len(self.steps) < self.stops_after else sys.maxsize
 
 
 class SimulatedServer:
@@ -239,14 +217,6 @@ class SimulatedServer:
         if self._followers:
             for traced in self._opened(self._followers.ended(account.request_id, account.end_ns)):
                 self._door.expect_one(traced)
-
-
-def _begun(traced: TracedRequest) -> Account:
-    """Returns the account that the server hands over with the request."""
-    first = traced.marks[0]
-    account = Account(traced.request.request_id, first.begin_ns, first.stage)
-    account.extend(traced.marks[1:])
-    return account
 
 
 def _closed(request: OpenRequest, last: RequestOutput, freed_ns: int, delivery: Delivery) -> ClosedAccount:

@@ -108,6 +108,13 @@ def ended_by_token(traced: TracedRequest, count: int) -> TracedRequest:
     return traced._replace(request=msgspec.structs.replace(request, sampling=sampling), answer=answer)
 
 
+def as_seen_ahead(traced: TracedRequest) -> TracedRequest:
+    """Returns the request as an engine that plans ahead knows it: an end by a token it does not foresee."""
+    if traced.stops_after is None and traced.account.finish_reason == FinishReason.STOP:
+        return ended_by_token(traced, max(1, traced.account.output_tokens))
+    return traced
+
+
 def refused_requests(accounts: Iterable[ClosedAccount], served: Sequence[TracedRequest]) -> list[TracedRequest]:
     """Returns the requests that the server refused for want of room or time. Nobody knows how long they were: each is
     as long as the next that was served (or the last), and shares its prompt with nobody."""
