@@ -3,10 +3,12 @@
     python -m benchmarks.scenarios.tune_sick [--only NAME] [--seconds 15] [--minutes 15] [--repeats 3] [--small]
 
 The packaged model, over HTTP. Each case has a load, an SLO and a setting that is wrong; the tuner gets the load, the
-SLO and the settings, and may turn every knob but those that change numbers. Beside it all values of the sick knob that
-are listed here are measured, each on a server of its own, `repeats` times in rotation, together with what the tuner
-ended with. ratio: its result over the best of these, of output tokens a second where both keep the SLO; else of the
-SLO's weakest term. Goal: 0.95.
+SLO and the settings, and may turn every knob but those that change numbers. Rates and SLOs are those of a machine on
+which a request alone takes 50 ms: one that is twice as fast gets twice the rate and half the limits.
+
+Beside it all values of the sick knob that are listed here are measured, each on a server of its own, `repeats` times in
+rotation, together with what the tuner ended with. ratio: its result over the best of these, of output tokens a second
+where both keep the SLO; else of the SLO's weakest term. Goal: 0.95.
 
 A healthy server must be left alone. In "worse answers" int4 weights are made to look fast (their servers alone have one
 thread, the others far too many), and the gate is held to the standard of 8 bits: the tuner must refuse them.
@@ -14,14 +16,20 @@ thread, the others far too many), and the gate is held to the standard of 8 bits
 
 import argparse
 import math
+import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from benchmarks.report import file_result
+from benchmarks.server_process import served
 from splittime.assemble import model_source
+from splittime.bench.book.requests import service_ns
 from splittime.bench.book.slo import parse_slo
+from splittime.bench.draw import draw_for
+from splittime.bench.event_loop import run_loop
+from splittime.bench.run import run_schedule
 from splittime.lab.quality.margins import EIGHT_BITS
 from splittime.lab.quality.run import Competitor, Prepared, QualityComparison, Questions
 from splittime.tune.budget import TimeBudget
@@ -31,10 +39,13 @@ from splittime.tune.notebook import Notebook
 from splittime.tune.servers import OwnServers
 from splittime.tune.tuner import Tuned, Tuner
 from splittime.tune.verify import middle
+from splittime.wire.limits import server_limits
+from splittime.wire.target import RunOptions, Target
 
 SHORT = {"input_tokens": "100", "output_tokens": "60", "rate": 16.0}
 SCHEDULING = ("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "policy", "num_blocks", "num_threads")
 MANY_THREADS = 8
+ALONE_S = 0.05  # what a request of SHORT takes alone, on the machine for which the cases are written
 
 
 class SickCase(NamedTuple):
@@ -42,38 +53,38 @@ class SickCase(NamedTuple):
 
     settings: dict[str, Any]
     load: dict[str, Any]
-    slo: str
+    slo: dict[str, float]
     candidates: tuple[dict[str, Any], ...] = ()
 
 
 CASES = {
-    "healthy": SickCase({"num_threads": 1}, SHORT, "ttft_p99=1s,itl_p99=100ms"),
+    "healthy": SickCase({"num_threads": 1}, SHORT, parse_slo("ttft_p99=1s,itl_p99=100ms")),
     "slots too few": SickCase(
         {"num_threads": 1, "max_num_seqs": 1},
         SHORT,
-        "ttft_p99=150ms,itl_p99=50ms",
+        parse_slo("ttft_p99=150ms,itl_p99=50ms"),
         tuple({"max_num_seqs": slots} for slots in (1, 2, 4, 8, 16, 64)),
     ),
     "KV too small": SickCase(
         {"num_threads": 1, "max_model_len": 512, "kv_cache_memory_bytes": 2**20},
         {**SHORT, "input_tokens": "300"},
-        "ttft_p99=200ms,itl_p99=100ms",
+        parse_slo("ttft_p99=200ms,itl_p99=100ms"),
         tuple({"kv_cache_memory_bytes": mebibytes * 2**20} for mebibytes in (1, 2, 4, 16, 64)),
     ),
     "budget too large": SickCase(
         {"num_threads": 1, "max_num_batched_tokens": 2048, "max_prefill_tokens": 2048},
         {"input_tokens": "900", "output_tokens": "60", "rate": 3.0},
-        "itl_p99=20ms,ttft_p99=1s",
+        parse_slo("itl_p99=20ms,ttft_p99=1s"),
         tuple({"max_prefill_tokens": tokens} for tokens in (16, 32, 64, 128, 512, 2048)),
     ),
     "threads wrong": SickCase(
         {"num_threads": MANY_THREADS},
         SHORT,
-        "ttft_p99=150ms,itl_p99=25ms",
+        parse_slo("ttft_p99=150ms,itl_p99=25ms"),
         tuple({"num_threads": threads} for threads in (1, 2, 4, MANY_THREADS)),
     ),
 }
-WORSE_ANSWERS = SickCase({"num_threads": MANY_THREADS}, SHORT, "ttft_p99=150ms,itl_p99=25ms")
+WORSE_ANSWERS = SickCase({"num_threads": MANY_THREADS}, SHORT, parse_slo("ttft_p99=150ms,itl_p99=25ms"))
 
 
 class PlantedServers(OwnServers):
@@ -92,12 +103,32 @@ class Sizes(NamedTuple):
     repeats: int
 
 
+def time_alone_s(seconds: float) -> float:
+    """Returns what a request of SHORT takes on this machine, alone on a healthy server: the median."""
+    load = {"concurrency": 1, "duration_s": seconds, **{key: value for key, value in SHORT.items() if key != "rate"}}
+
+    async def run(url: str) -> list[float]:
+        target = Target(url=url)
+        done = await run_schedule(draw_for(load, await server_limits(target)), [target], RunOptions(workers=0))
+        return [each / 1e9 for each in map(service_ns, done.outcomes) if each is not None]
+
+    with served("--num-threads=1") as url:
+        return statistics.median(run_loop(run(url)))
+
+
+def scaled(case: SickCase, factor: float) -> SickCase:
+    """Returns the case for a machine on which everything takes so many times as long."""
+    load = {**case.load, "rate": case.load["rate"] / factor}
+    slo = {name: limit * factor for name, limit in case.slo.items()}
+    return case._replace(load=load, slo=slo)
+
+
 def quiet(what: str, share: float | None) -> None:
     """Says nothing."""
 
 
 def measurer(case: SickCase, servers: OwnServers, sizes: Sizes) -> tuple[Measurer, DrawnLoad]:
-    goal = Goal(slo=parse_slo(case.slo))
+    goal = Goal(slo=case.slo)
     load = DrawnLoad({**case.load, "duration_s": sizes.seconds})
     return Measurer(RealRuns(servers, load, goal, quiet), goal, Notebook(None, {})), load
 
@@ -140,7 +171,7 @@ def examined(case: SickCase, sizes: Sizes) -> dict[str, Any]:
     return {**told, "best": best, "ratio": ratio(scores[0], scores[names.index(best)]), "measured": rows}
 
 
-def refused(sizes: Sizes) -> dict[str, Any]:
+def refused(case: SickCase, sizes: Sizes) -> dict[str, Any]:
     """The planted regression: int4 is faster, and must not be kept."""
     asked: list[dict[str, Any]] = []
 
@@ -153,7 +184,7 @@ def refused(sizes: Sizes) -> dict[str, Any]:
         report = Prepared(comparison).measure(lambda what, done, total: None)
         return None if report.verdict == "PASS" else f"{report.verdict}: {' '.join(report.reasons)}"
 
-    taker, load = measurer(WORSE_ANSWERS, PlantedServers(None, WORSE_ANSWERS.settings), sizes)
+    taker, load = measurer(case, PlantedServers(None, case.settings), sizes)
     found = Tuner(taker, load, TimeBudget(sizes.minutes), quiet, gate, ("quantization",)).run()
     is_kept = found.changes.get("quantization") == "int4"
     return {"asked": asked, "changes": found.changes, "is_refused": not is_kept, "trials": found.trials}
@@ -179,12 +210,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     sizes = Sizes(2.0, 0.2, 1) if arguments.small else Sizes(arguments.seconds, arguments.minutes, arguments.repeats)
-    figures: dict[str, Any] = {}
+    factor = time_alone_s(sizes.seconds) / ALONE_S
+    figures: dict[str, Any] = {"factor": factor}
     for name in [arguments.only] if arguments.only else [*CASES, "worse answers"]:
-        case = CASES.get(name)
-        if case is not None and arguments.small:
+        case = scaled(CASES.get(name, WORSE_ANSWERS), factor)
+        if arguments.small:
             case = case._replace(candidates=case.candidates[-1:])
-        told = refused(sizes) if case is None else examined(case, sizes)
+        told = examined(case, sizes) if name in CASES else refused(case, sizes)
         figures[name] = msgspec.to_builtins(told)
         if not arguments.json:
             print(line(name, told), flush=True)
