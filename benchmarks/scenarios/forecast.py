@@ -11,6 +11,9 @@ takes the recorded run itself for the prediction: it is what a person would do w
 settings it is the machine's own noise. An interval covers if the measured figure lies between the predicted ones of 5
 and 95 % of the draws.
 
+A cell is refused, and counted as such, where a drawn future has steps far beyond what the recorded run shows: the model
+of steps answers for none of those.
+
 Each recorded run is also replayed step by step with its own times: `same_decisions` counts the steps of which every
 decision was the same.
 """
@@ -32,6 +35,7 @@ from benchmarks.server_process import served
 from splittime.core.cores import num_cores
 from splittime.ledger.store import open_readonly
 from splittime.simulate.change import Change
+from splittime.simulate.cost import OutOfRange
 from splittime.simulate.figures import figures
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import replay
@@ -96,6 +100,7 @@ def run(change: Change, sizes: Sizes, seed: int) -> Recorded:
 def forecast(sizes: Sizes, cell_names: list[str], seed: int) -> dict[str, Any]:
     """One round: for each change and figure what was recorded, predicted and measured."""
     cells: dict[str, Any] = {}
+    refused: dict[str, str] = {}
     num_steps = num_same = 0
     for name in cell_names:
         change = CHANGES[name]
@@ -103,7 +108,11 @@ def forecast(sizes: Sizes, cell_names: list[str], seed: int) -> dict[str, Any]:
         divergence = replay(recorded)
         num_steps += len(recorded.steps)
         num_same += len(recorded.steps) if divergence is None else divergence.step_id - 1
-        predicted = predict(recorded, change, draws=sizes.draws, processes=num_cores())
+        try:
+            predicted = predict(recorded, change, draws=sizes.draws, processes=num_cores())
+        except OutOfRange as refusal:
+            refused[name] = str(refusal)
+            continue
         books = run(change, sizes, seed)
         measured = figures(list(books.accounts), list(books.steps))
         cells[name] = {
@@ -116,7 +125,7 @@ def forecast(sizes: Sizes, cell_names: list[str], seed: int) -> dict[str, Any]:
             }
             for told in TOLD
         }
-    return {"steps": num_steps, "same_decisions": num_same, "cells": cells}
+    return {"steps": num_steps, "same_decisions": num_same, "refused": refused, "cells": cells}
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -161,6 +170,8 @@ def main() -> None:
     if not arguments.json:
         for name, values in told["summary"].items():
             print(f"{name:<20}", "  ".join(f"{key} {value:.3f}" for key, value in values.items()))
+        for name, why in ((name, why) for one in rounds for name, why in one["refused"].items()):
+            print(f"refused: {name}: {why}")
         print(", ".join(f"{one['same_decisions']:,} of {one['steps']:,} steps the same" for one in rounds))
         print(f"written to {path}")
 
