@@ -6,6 +6,7 @@ import typer
 
 from splittime import __version__
 from splittime.cli import (
+    attach,
     bench,
     calibrate,
     distill,
@@ -37,6 +38,7 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
     (explain.explain, explain.EXAMPLES, "Show where a request's time went, and why it was slow."),
     (doctor.doctor, doctor.EXAMPLES, "Say what holds a server's requests back, and what to try."),
     (simulate.command, simulate.EXAMPLES, "Say what a change would have done to recorded requests."),
+    (attach.attach, attach.EXAMPLES, "Start vLLM's own server with these books."),
     (calibrate.calibrate, calibrate.EXAMPLES, "Measure what a server's steps take, for plans."),
     (plan.plan, plan.EXAMPLES, "Say how many servers a load needs, and what they cost."),
     (tune.command, tune.EXAMPLES, "Find the settings that keep an SLO, and prove them."),

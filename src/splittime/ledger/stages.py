@@ -35,6 +35,7 @@ class Cause(StrEnum):
     GRAMMAR = "grammar"
     LORA_SLOTS = "lora_slots"
     KV_TRANSFER = "kv_transfer"
+    ENCODER_BUDGET = "encoder_budget"
     PAUSED = "paused"
     STEP_IN_FLIGHT = "step_in_flight"
     ENGINE_LOOP = "engine_loop"
@@ -70,6 +71,7 @@ CAUSE_MEANING: dict[Cause, str] = {
     Cause.GRAMMAR: "its grammar is still being compiled",
     Cause.LORA_SLOTS: "as many adapters are in use as there is room for",
     Cause.KV_TRANSFER: "keys and values of its prompt are on their way from elsewhere",
+    Cause.ENCODER_BUDGET: "images or sounds of its prompt have no room in the encoder's budget or cache (vLLM)",
     Cause.PAUSED: "the engine is paused",
     Cause.STEP_IN_FLIGHT: "a step was running that had been planned without it",
     Cause.ENGINE_LOOP: "it arrived between steps: the engine's loop was waking up, taking in others, or telling news",

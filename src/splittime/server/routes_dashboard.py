@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 import msgspec
 import orjson
 
-from splittime import __version__
 from splittime.core.errors import NotFound, RequestError
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
@@ -30,6 +29,7 @@ from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
 from splittime.server import routes_info
+from splittime.server.books import KeepsBooks, OpenBook
 from splittime.server.dashboard import bins, files, rows
 from splittime.server.service import Service
 from splittime.web import http
@@ -62,7 +62,7 @@ class View(NamedTuple):
     now_ns: int
     accounts: list[ClosedAccount]
     steps: list[StepRecord]
-    open_books: list[rows.OpenBook]
+    open_books: list[OpenBook]
 
 
 @cache
@@ -96,23 +96,23 @@ async def static(service: Service, scope: http.Scope, receive: http.Receive, sen
     await files.send_file(scope, send, scope[http.PATH_REST])
 
 
-async def data(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+async def data(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """What is new since the cursor, and how things are now."""
-    view = _look(service, _read_cursor(http.query_of(scope, "after").get("after"), service))
+    view = _look(books, _read_cursor(http.query_of(scope, "after").get("after"), books))
     await _respond(send, _data, view)
 
 
-async def one_request(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+async def one_request(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """A closed account with the steps of its time."""
-    await _respond(send, _waterfall, service.ledger, scope[http.PATH_REST])
+    await _respond(send, _waterfall, books.ledger, scope[http.PATH_REST])
 
 
-async def findings(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+async def findings(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """What the doctor says of the latest books."""
-    await _respond(send, _findings, service.ledger, service.facts())
+    await _respond(send, _findings, books.ledger, books.facts())
 
 
-def _read_cursor(text: str | None, service: Service) -> PageCursor | None:
+def _read_cursor(text: str | None, books: KeepsBooks) -> PageCursor | None:
     """None for a first look, and for a cursor of another process."""
     process, _, rest = (text or "").partition(".")
     if process != PROCESS:
@@ -120,12 +120,12 @@ def _read_cursor(text: str | None, service: Service) -> PageCursor | None:
     numbers = rest.split(".")
     if len(numbers) != 2 or not all(number.isascii() and number.isdigit() and len(number) < 20 for number in numbers):
         raise RequestError("not a cursor of this page", param="after", value=(text or "")[:64])
-    cursor, counts = PageCursor(*map(int, numbers)), service.ledger.counts()
+    cursor, counts = PageCursor(*map(int, numbers)), books.ledger.counts()
     return cursor if cursor.accounts <= counts.accounts and cursor.steps <= counts.steps else None
 
 
-def _look(service: Service, after: PageCursor | None) -> View:
-    ledger, counts = service.ledger, service.ledger.counts()
+def _look(books: KeepsBooks, after: PageCursor | None) -> View:
+    ledger, counts = books.ledger, books.ledger.counts()
     since = after or PageCursor()
     num_accounts, num_steps = counts.accounts - since.accounts, counts.steps - since.steps
     accounts = ledger.accounts(None, min(num_accounts, MAX_ROWS))
@@ -134,26 +134,11 @@ def _look(service: Service, after: PageCursor | None) -> View:
         "cursor": f"{PROCESS}.{counts.accounts}.{counts.steps}",
         "reset": after is None,
         "left_out": {"accounts": num_accounts - len(accounts), "steps": num_steps - len(steps)},
-        "server": _server(service),
-        "engine": msgspec.to_builtins(service.client.stats()),
+        "server": books.about(),
+        "engine": msgspec.to_builtins(books.stats()),
         **({"words": WORDS} if after is None else {}),
     }
-    open_books = list(islice(rows.open_books(list(service.groups.values())), MAX_OPEN))
-    return View(head, time.monotonic_ns(), accounts, steps, open_books)
-
-
-def _server(service: Service) -> dict[str, Any]:
-    model = service.model
-    return {
-        "version": __version__,
-        "model": model.name if model is not None else None,
-        "max_model_len": model.max_model_len if model is not None else None,
-        "is_ready": service.is_serving,
-        "is_draining": service.is_draining,
-        "open_requests": service.num_open,
-        **service.predicted(),
-        "refusals": dict(service.admission.refusals),
-    }
+    return View(head, time.monotonic_ns(), accounts, steps, list(islice(books.open_books(), MAX_OPEN)))
 
 
 def _data(view: View) -> bytes:

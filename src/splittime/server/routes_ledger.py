@@ -8,25 +8,25 @@ from typing import Any
 import msgspec
 import orjson
 
-from splittime.core.errors import NotFound, RequestError
+from splittime.core.errors import NotFound, Refused, RequestError
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_json
 from splittime.ledger.export.chrome_trace import trace
-from splittime.server.service import Service
+from splittime.server.books import KeepsBooks
 from splittime.web import http
 from splittime.web.tenants import tenant_of
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 
 
-async def one_request(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+async def one_request(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The closed account of a request, by the id in its response or by its X-Request-Id. With several choices: that of
     the one that ended last, and all of them in `choices`."""
     request_id, tenant = scope[http.PATH_REST], tenant_of(scope)
-    found = await _beside(service, service.ledger.account, request_id, tenant.sees)
+    found = await _beside(books, books.ledger.account, request_id, tenant.sees)
     if not found:
         hint = "it never came or is no longer kept; GET /ledger/requests lists the latest"
-        if service.is_open(request_id, tenant):
+        if books.is_open(request_id, tenant):
             hint = "it is still open"
         raise NotFound(f"no closed account of {request_id!r}", code="request_not_found", value=request_id, hint=hint)
     last = max(found, key=lambda account: account.end_ns)
@@ -36,52 +36,54 @@ async def one_request(service: Service, scope: http.Scope, receive: http.Receive
     await http.respond_json(send, answer)
 
 
-async def requests(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+async def requests(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The latest accounts that the key may see, oldest first; with `slower_than_ms` only those that took longer."""
     wanted = http.query_of(scope, "slower_than_ms", "limit")
     slower_than_ms = _number(wanted, "slower_than_ms")
-    body = await _beside(service, _accounts, service, slower_than_ms, _limit(wanted), tenant_of(scope).sees)
+    body = await _beside(books, _accounts, books, slower_than_ms, _limit(wanted), tenant_of(scope).sees)
     await http.respond(send, body)
 
 
-async def steps(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+async def steps(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The latest steps, oldest first."""
-    body = await _beside(service, _steps, service, _limit(http.query_of(scope, "limit")))
+    body = await _beside(books, _steps, books, _limit(http.query_of(scope, "limit")))
     await http.respond(send, body)
 
 
-async def facts(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+async def facts(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """What the server knows of itself, as `splittime.ledger.facts.ServerFacts`."""
-    service.require_model()
-    await http.respond(send, msgspec.json.encode(service.facts()))
+    known = books.facts()
+    if known is None:
+        raise Refused("the engine is not ready yet", reason="not_ready", status=503)
+    await http.respond(send, msgspec.json.encode(known))
 
 
-async def trace_json(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+async def trace_json(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The latest accounts and the steps in their time as a Chrome trace."""
     limit = _limit(http.query_of(scope, "limit"))
-    body = await _beside(service, _trace, service, limit)
+    body = await _beside(books, _trace, books, limit)
     disposition = (b"content-disposition", b'attachment; filename="trace.json"')
     await http.respond(send, body, headers=[disposition])
 
 
-async def _beside(service: Service, work: Callable[..., Any], *args: Any) -> Any:
+async def _beside(books: KeepsBooks, work: Callable[..., Any], *args: Any) -> Any:
     """Off the event loop: thousands of records take a tenth of a second, for which no token would be written."""
-    return await asyncio.get_running_loop().run_in_executor(service.pool, work, *args)
+    return await asyncio.get_running_loop().run_in_executor(books.pool, work, *args)
 
 
-def _accounts(service: Service, slower_than_ms: float | None, limit: int, tenant: str | None) -> bytes:
-    accounts = service.ledger.accounts(slower_than_ms, limit, tenant)
+def _accounts(books: KeepsBooks, slower_than_ms: float | None, limit: int, tenant: str | None) -> bytes:
+    accounts = books.ledger.accounts(slower_than_ms, limit, tenant)
     return orjson.dumps({"accounts": [account_json(account) for account in accounts]})
 
 
-def _steps(service: Service, limit: int) -> bytes:
-    return orjson.dumps({"steps": [msgspec.to_builtins(record) for record in service.ledger.steps(limit)]})
+def _steps(books: KeepsBooks, limit: int) -> bytes:
+    return orjson.dumps({"steps": [msgspec.to_builtins(record) for record in books.ledger.steps(limit)]})
 
 
-def _trace(service: Service, limit: int) -> bytes:
-    accounts: list[ClosedAccount] = service.ledger.accounts(None, limit)
+def _trace(books: KeepsBooks, limit: int) -> bytes:
+    accounts: list[ClosedAccount] = books.ledger.accounts(None, limit)
     since_ns = min((account.start_ns for account in accounts), default=0)
-    records = [record for record in service.ledger.steps(MAX_LIMIT) if record.end_ns >= since_ns]
+    records = [record for record in books.ledger.steps(MAX_LIMIT) if record.end_ns >= since_ns]
     return trace(accounts, records)
 
 

@@ -15,6 +15,7 @@ from splittime import __version__
 from splittime.api.choice import Choice
 from splittime.api.limits import ModelInfo
 from splittime.core.clock import SystemClock
+from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import Conflict, ErrorInfo, Refused
 from splittime.core.sleep import AWAKE, WAY_OUT
 from splittime.drive.client import EngineClient
@@ -25,6 +26,7 @@ from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import ID_PREFIXES, Ledger
 from splittime.scheduler.admission import Admission, QueueLimits
+from splittime.server.books import OpenBook
 from splittime.server.config import ServerConfig
 from splittime.server.group import Group
 from splittime.server.simulation import Simulation
@@ -203,6 +205,40 @@ class Service:
             "wait_estimate": None if expected is None else expected.estimate,
             "step_error_ratio": {kind: None if each is None else round(each, 4) for kind, each in errors.items()},
         }
+
+    # ---- what its pages ask
+
+    def stats(self) -> EngineStats:
+        return self.client.stats()
+
+    def about(self) -> dict[str, Any]:
+        """Returns the server's part of the page's head."""
+        model = self.model
+        return {
+            "version": __version__,
+            "model": model.name if model is not None else None,
+            "max_model_len": model.max_model_len if model is not None else None,
+            "is_ready": self.is_serving,
+            "is_draining": self.is_draining,
+            "open_requests": self.num_open,
+            **self.predicted(),
+            "refusals": dict(self.admission.refusals),
+        }
+
+    def open_books(self) -> Iterator[OpenBook]:
+        for group in list(self.groups.values()):
+            endpoint = "chat" if group.group_id.startswith("chat") else "completions"
+            for choice in group.choices:
+                if not choice.is_closed:
+                    yield OpenBook(
+                        choice.request.request_id,
+                        endpoint,
+                        choice.account.start_ns,
+                        tuple(choice.account.marks),
+                        len(choice.request.prompt_token_ids),
+                        choice.cached_tokens,
+                        len(choice.token_ids),
+                    )
 
     # ---- the ledger
 

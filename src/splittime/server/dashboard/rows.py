@@ -6,15 +6,15 @@ Texts that came from outside are shortened here and shown as text there.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from splittime.ledger import derive
-from splittime.ledger.account import ClosedAccount, Mark
+from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_json
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
+from splittime.server.books import OpenBook
 from splittime.server.dashboard.bins import Span, spans, stage_key
-from splittime.server.group import Group
 
 MAX_STEPS = 2_000  # of one waterfall
 MAX_NEIGHBOURS = 50
@@ -24,41 +24,14 @@ NOT_TOLD = "queue:not_told"  # why a request waits comes with its first output, 
 Row = dict[str, Any]
 
 
-class OpenBook(NamedTuple):
-    """What is known of a request that is being served, taken in the event loop: later marks do not reach it."""
-
-    request_id: str
-    endpoint: str
-    start_ns: int
-    marks: tuple[Mark, ...]
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-
-    def spans(self, now_ns: int) -> list[Span]:
-        """Up to now. The engine has said nothing of a request whose last mark is the hand-off: it waits there."""
-        keys = [stage_key(mark.stage, mark.cause) for mark in self.marks]
-        if self.marks[-1].stage is Stage.HANDOFF:
-            keys[-1] = NOT_TOLD
-        begins = [mark.begin_ns for mark in self.marks]
-        return list(zip(keys, begins, [*begins[1:], max(now_ns, begins[-1])], strict=True))
-
-
-def open_books(groups: Sequence[Group]) -> list[OpenBook]:
-    return [
-        OpenBook(
-            choice.request.request_id,
-            "chat" if group.group_id.startswith("chat") else "completions",
-            choice.account.start_ns,
-            tuple(choice.account.marks),
-            len(choice.request.prompt_token_ids),
-            choice.cached_tokens,
-            len(choice.token_ids),
-        )
-        for group in groups
-        for choice in group.choices
-        if not choice.is_closed
-    ]
+def open_spans(book: OpenBook, now_ns: int) -> list[Span]:
+    """Returns its stages up to now. The engine has said nothing of a request whose last mark is the hand-off: it waits
+    there."""
+    keys = [stage_key(mark.stage, mark.cause) for mark in book.marks]
+    if book.marks[-1].stage is Stage.HANDOFF:
+        keys[-1] = NOT_TOLD
+    begins = [mark.begin_ns for mark in book.marks]
+    return list(zip(keys, begins, [*begins[1:], max(now_ns, begins[-1])], strict=True))
 
 
 def open_row(book: OpenBook, now_ns: int) -> Row:
@@ -70,7 +43,7 @@ def open_row(book: OpenBook, now_ns: int) -> Row:
         "prompt_tokens": book.prompt_tokens,
         "cached_tokens": book.cached_tokens,
         "output_tokens": book.output_tokens,
-        "stages": _totals(book.spans(now_ns)),
+        "stages": _totals(open_spans(book, now_ns)),
     }
 
 

@@ -1,0 +1,200 @@
+"""One account from two books: what the API process saw of a request, and what the engine's process says of it.
+
+    receive -> tokenize -> admit -> handoff -> | the engine's marks | -> deliver (client_wait) -> end
+
+Whichever comes last closes the account. All of it happens on the receiver's thread: the event loop only appends.
+A request whose engine never answers is closed after `PATIENCE_NS` with its time from the hand-off `unattributed`.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from splittime.attach.engine_books import BegunBook, EndedBook
+from splittime.attach.mail import Mail
+from splittime.core.errors import ErrorInfo
+from splittime.core.request import FinishReason
+from splittime.ledger.account import Account, ClosedAccount, Mark
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
+from splittime.ledger.stages import Stage
+from splittime.ledger.store import Ledger
+
+PATIENCE_NS = 5_000_000_000
+MAX_BEGUN = 10_000  # books of first tokens that are kept for who asks for them
+
+
+class Edges(NamedTuple):
+    """What the API process saw of one answer, once it is over. request_id: the engine's. marks: from the arrival to the
+    hand-off. done_ns: when the API process saw the answer's end, and finish_reason what it called it; None: never.
+    written_ns: of each token, when the chunk that holds it was with the socket. waits_ns: when the socket took nothing.
+    """
+
+    request_id: str
+    group_id: str
+    model: str
+    endpoint: str
+    started_at_unix_ns: int
+    marks: tuple[Mark, ...]
+    end_ns: int
+    num_tokens: int
+    done_ns: int | None
+    finish_reason: str | None
+    written_ns: tuple[int, ...]
+    first_chunk_tokens: int
+    waits_ns: tuple[tuple[int, int], ...]
+    cancelled_ns: int | None
+    cache_salt: str = ""
+    error: ErrorInfo | None = None
+
+
+class Joining:
+    """What has come of either book, until the other comes. `add` may be called from any thread."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.facts: ServerFacts | None = None
+        self.stopped = ""
+        self.num_lost: dict[int, int] = {}  # messages, by engine
+        self._ledger = ledger
+        self._arrived: deque[Edges] = deque()
+        self._edges: dict[str, Edges] = {}
+        self._ended: dict[str, EndedBook] = {}
+        self._begun: dict[str, BegunBook] = {}
+        self._wanted: dict[str, Callable[[], None]] = {}
+
+    # ---- from the event loop
+
+    def add(self, edges: Edges) -> None:
+        self._arrived.append(edges)
+
+    def engine_part(self, request_id: str) -> EndedBook | BegunBook | None:
+        """What the engine has said of a request so far."""
+        return self._ended.get(request_id) or self._begun.get(request_id)
+
+    def call_when_ended(self, request_id: str, callback: Callable[[], None]) -> None:
+        """callback: called on another thread, once, when the engine has said how the request ended."""
+        self._wanted[request_id] = callback
+        if request_id in self._ended and self._wanted.pop(request_id, None) is not None:
+            callback()
+
+    # ---- on the receiver's thread
+
+    def take(self, mail: Mail) -> None:
+        self.facts = mail.facts or self.facts
+        self.stopped = mail.stopped or self.stopped
+        self.num_lost[mail.engine] = mail.lost
+        for begun in mail.begun:
+            self._begun[begun.request_id] = begun
+        while len(self._begun) > MAX_BEGUN:
+            self._begun.pop(next(iter(self._begun)))
+        for ended in mail.ended:
+            self._ended[ended.request_id] = ended
+            callback = self._wanted.pop(ended.request_id, None)
+            if callback is not None:
+                callback()
+        for record in mail.steps:
+            self._ledger.add_step(record)
+
+    def join(self) -> None:
+        """Close every account of which both books are there, or one has waited long enough."""
+        while self._arrived:
+            edges = self._arrived.popleft()
+            self._edges[edges.request_id] = edges
+        late_ns = time.monotonic_ns() - PATIENCE_NS
+        for request_id in list(self._edges):
+            book, edges = self._ended.pop(request_id, None), self._edges[request_id]
+            if book is not None or edges.end_ns < late_ns:
+                del self._edges[request_id]
+                self._begun.pop(request_id, None)
+                self._ledger.add_account(joined(edges, book) if book is not None else unexplained(edges))
+        for request_id in [name for name, book in self._ended.items() if book.ended_ns < late_ns - PATIENCE_NS]:
+            del self._ended[request_id]  # nobody's: it did not come over HTTP
+
+
+def joined(edges: Edges, book: EndedBook) -> ClosedAccount:
+    """Returns the account. Where the API process ended the answer (a stop string), it is over for the client from then
+    on, and what the engine still did is not part of it; `freed_ns` says when that was over."""
+    is_stopped = edges.done_ns is not None and edges.finish_reason is not None and edges.done_ns < book.ended_ns
+    done_ns = edges.done_ns if is_stopped and edges.done_ns is not None else book.ended_ns
+    account = with_engine(edges.marks, book.marks, done_ns)
+    account.enter(Stage.DELIVER, max(done_ns, account.marks[-1].begin_ns))
+    end_ns = max(edges.end_ns, done_ns, account.marks[-1].begin_ns)
+    _add_waits(account, edges.waits_ns, end_ns)
+    account.close(end_ns)
+    num_tokens = edges.num_tokens if edges.finish_reason is not None else len(book.token_steps)
+    prompt, answer = book.token_ids[: book.prompt_tokens], book.token_ids[book.prompt_tokens :]
+    hashes = prompt_hashes(prompt)
+    return ClosedAccount(
+        **_about(edges, account),
+        finish_reason=_finish_reason(edges.finish_reason or book.finish_reason),
+        error=edges.error,
+        prompt_tokens=book.prompt_tokens,
+        cached_tokens=min(book.cached_tokens, book.prompt_tokens),
+        output_tokens=num_tokens,
+        num_preemptions=book.num_preemptions,
+        first_chunk_tokens=edges.first_chunk_tokens,
+        token_steps=tuple(book.token_steps[:num_tokens]),
+        token_ready_ns=tuple(book.token_ready_ns[:num_tokens]),
+        token_written_ns=edges.written_ns[:num_tokens],
+        cancelled_ns=edges.cancelled_ns,
+        freed_ns=book.ended_ns,
+        prompt_parts=hashes.parts,
+        prefixes=hashes.prefixes,
+        answer_prefixes=answer_hashes(prompt, answer),
+        computes_prompt=book.computes_prompt,
+        max_tokens=book.max_tokens,
+        priority=book.priority,
+    )
+
+
+def with_engine(edge_marks: Sequence[Mark], engine_marks: Sequence[Mark], until_ns: int) -> Account:
+    """Returns the open account of a request up to `until_ns`."""
+    account = Account("", edge_marks[0].begin_ns, Stage.RECEIVE)
+    account.extend(edge_marks[1:])
+    for mark in engine_marks:
+        if mark.begin_ns < until_ns:
+            account.enter(mark.stage, max(mark.begin_ns, account.marks[-1].begin_ns), mark.cause)
+    return account
+
+
+def unexplained(edges: Edges) -> ClosedAccount:
+    """Returns the account of a request of which the engine never told: nobody knows where its time went."""
+    account = with_engine(edges.marks, (), 0)
+    account.enter(Stage.UNATTRIBUTED, account.marks[-1].begin_ns)
+    account.close(max(edges.end_ns, account.marks[-1].begin_ns))
+    return ClosedAccount(
+        **_about(edges, account),
+        finish_reason=_finish_reason(edges.finish_reason or "error"),
+        error=edges.error,
+        output_tokens=edges.num_tokens,
+        first_chunk_tokens=edges.first_chunk_tokens,
+        cancelled_ns=edges.cancelled_ns,
+    )
+
+
+def _about(edges: Edges, account: Account) -> dict[str, object]:
+    return {
+        "request_id": edges.request_id,
+        "group_id": edges.group_id,
+        "model": edges.model,
+        "endpoint": edges.endpoint,
+        "started_at_unix_ns": edges.started_at_unix_ns,
+        "start_ns": account.start_ns,
+        "end_ns": account.end_ns,
+        "intervals": tuple(account.intervals()),
+        "cache_salt": edges.cache_salt,
+    }
+
+
+def _add_waits(account: Account, waits_ns: Sequence[tuple[int, int]], end_ns: int) -> None:
+    """Waits for the client count once the engine owes nothing."""
+    since_ns = account.marks[-1].begin_ns
+    for begin_ns, until_ns in waits_ns:
+        if until_ns > since_ns and until_ns <= end_ns:
+            account.enter(Stage.CLIENT_WAIT, max(begin_ns, account.marks[-1].begin_ns))
+            account.enter(Stage.DELIVER, until_ns)
+
+
+def _finish_reason(name: str) -> str:
+    return name if name in set(FinishReason) else FinishReason.ERROR

@@ -1,0 +1,167 @@
+"""What the engine's process tells the API processes, and the threads that carry it, beside the hot path.
+
+The engine appends to a deque; a thread of its own packs what has gathered every `GATHER_S`, or at once when a request
+began or ended, and sends it to the API process whose request it is (steps go to all that have had one). Sockets lie in
+a folder that only this user may enter, named by `FOLDER` in the environment, which the engine's process inherits.
+
+Nothing here may hold up or end the engine: a process that does not read loses mail, and what is lost is counted and
+told with the next that arrives.
+"""
+
+import logging
+import os
+import secrets
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from splittime.attach.engine_books import BegunBook, EndedBook
+from splittime.ledger.facts import ServerFacts
+from splittime.ledger.steps import StepRecord
+
+FOLDER = "SPLITTIME_ATTACH_FOLDER"
+LEDGER_FILE = "SPLITTIME_LEDGER_FILE"
+GATHER_S = 0.05
+MAX_MAIL = 2_000  # messages that a process may be behind
+
+log = logging.getLogger("splittime.attach")
+
+
+class Mail(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """engine: which of several. lost: messages that did not arrive, so far. stopped: why the engine's books end here.
+    facts: with the first."""
+
+    engine: int
+    facts: ServerFacts | None = None
+    begun: list[BegunBook] = []
+    ended: list[EndedBook] = []
+    steps: list[StepRecord] = []
+    lost: int = 0
+    stopped: str = ""
+
+
+def name_folder() -> None:
+    """Names the folder for this process and those that it starts, unless one is named."""
+    os.environ.setdefault(FOLDER, f"{tempfile.gettempdir()}/splittime-{os.getuid()}-{secrets.token_hex(8)}")
+
+
+def ledger_file() -> str | None:
+    return os.environ.get(LEDGER_FILE)
+
+
+def address(client: int) -> str:
+    return f"ipc://{os.environ[FOLDER]}/{client}"
+
+
+class Sender:
+    """The engine's end. Every call only appends."""
+
+    def __init__(self, engine: int, facts: ServerFacts) -> None:
+        self._engine, self._facts = engine, facts
+        self._queue: deque[tuple[int | None, BegunBook | EndedBook | StepRecord]] = deque()
+        self._is_wanted = threading.Event()
+        self._is_closed = False
+        self._stopped = ""
+        self._lost: dict[int, int] = {}
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._thread = threading.Thread(target=self._run, name="splittime-mail", daemon=True)
+        self._thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        self._queue.append((None, record))
+
+    def book(self, client: int, book: BegunBook | EndedBook) -> None:
+        self._queue.append((client, book))
+        self._is_wanted.set()
+
+    def stop(self, why: str) -> None:
+        """The books end here."""
+        self._stopped = why
+        self._is_wanted.set()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._is_wanted.set()
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        while not self._is_closed:
+            self._is_wanted.wait(GATHER_S)
+            self._is_wanted.clear()
+            try:
+                self._send_all(context)
+            except Exception:  # the engine goes on without its books
+                log.exception("mail of the books could not be sent")
+        for socket in self._sockets.values():
+            socket.close(linger=500)
+        context.term()
+
+    def _send_all(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        taken = [self._queue.popleft() for _ in range(len(self._queue))]
+        clients = {client for client, _ in taken if client is not None}
+        for client in clients - self._sockets.keys():
+            self._connect(context, client)
+        if not taken and not self._stopped:
+            return
+        steps = [each for _, each in taken if isinstance(each, StepRecord)]
+        for client in self._sockets:
+            books = [each for to, each in taken if to == client]
+            begun = [each for each in books if isinstance(each, BegunBook)]
+            ended = [each for each in books if isinstance(each, EndedBook)]
+            self._send(client, begun=begun, ended=ended, steps=steps)
+        self._stopped = ""
+
+    def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]", client: int) -> None:
+        socket = context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, MAX_MAIL)
+        socket.connect(address(client))
+        self._sockets[client], self._lost[client] = socket, 0
+        self._send(client, facts=self._facts)
+
+    def _send(self, client: int, **contents: Any) -> None:
+        mail = Mail(engine=self._engine, lost=self._lost[client], stopped=self._stopped, **contents)
+        try:
+            self._sockets[client].send(msgspec.msgpack.encode(mail), zmq.NOBLOCK)
+        except zmq.Again:
+            self._lost[client] += 1
+
+
+class Receiver:
+    """An API process's end: calls `take` with each message, and `idle` at least every `GATHER_S`, on its own thread."""
+
+    def __init__(self, client: int, take: Callable[[Mail], None], idle: Callable[[], None]) -> None:
+        folder = Path(os.environ[FOLDER])
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
+            raise PermissionError(f"{folder} is open to others: name another folder in {FOLDER}")
+        self._take, self._idle = take, idle
+        self._is_closed = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_MAIL)
+        self._socket.bind(address(client))
+        self._thread = threading.Thread(target=self._run, name="splittime-books", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.join(2.0)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _run(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Mail)
+        while not self._is_closed:
+            try:
+                if self._socket.poll(int(GATHER_S * 1e3)):
+                    self._take(decoder.decode(self._socket.recv()))
+                self._idle()
+            except Exception:  # a message that cannot be used is one lost; the server goes on
+                log.exception("a message of the engine's books could not be used")

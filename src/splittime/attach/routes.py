@@ -1,0 +1,169 @@
+"""`/ledger/...` and the page on vLLM's own port, answered by the same functions as on ours.
+
+The page is at `/`, which vLLM leaves free. All of these paths ask for vLLM's key, where it has one (`--api-key`). Where
+it has none they answer to this machine alone: a ledger tells of everybody's requests.
+"""
+
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from splittime import __version__
+from splittime.attach.joining import Joining
+from splittime.core.engine_stats import EngineStats
+from splittime.core.errors import NotFound, RequestError, SplittimeError
+from splittime.ledger.account import Mark
+from splittime.ledger.facts import Process, ServerFacts
+from splittime.ledger.store import Ledger
+from splittime.server import routes_dashboard, routes_ledger
+from splittime.server.books import KeepsBooks, OpenBook
+from splittime.server.dashboard import files
+from splittime.web import http
+from splittime.web.edge import Edge, Names
+from splittime.web.tenants import ApiKeys, Tenant
+
+if TYPE_CHECKING:
+    from splittime.attach.visits import Visit
+
+READING_THREADS = 2
+Handler = Callable[[KeepsBooks, http.Scope, http.Receive, http.Send], Awaitable[None]]
+
+
+class Books:
+    """What the routes show: `server.books.KeepsBooks` for a vLLM server. state: of its application."""
+
+    def __init__(self, ledger: Ledger, joining: Joining, state: Any) -> None:
+        self.ledger, self.joining = ledger, joining
+        self.visits: set[Visit] = set()
+        self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
+        self._started_ns = time.monotonic_ns()
+        config = state.engine_client.vllm_config.model_config
+        served = config.served_model_name
+        self.model_name = str((served[0] if isinstance(served, list) else served) or config.model)
+        self.max_model_len: int = config.max_model_len
+        args = getattr(state, "args", None)
+        given = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+        self.keys = tuple(key for key in given if key)
+        self.host: str = getattr(args, "host", None) or "0.0.0.0"
+        ledger.describe_by(self.facts)
+
+    def facts(self) -> ServerFacts | None:
+        told = self.joining.facts
+        if told is None:
+            return None
+        own = Process(name="server", started_ns=self._started_ns, ready_ns=self._started_ns)
+        stopped = {"books_stopped": self.joining.stopped} if self.joining.stopped else {}
+        lost = sum(self.joining.num_lost.values())
+        settings = told.settings | stopped | ({"lost_messages": lost} if lost else {})
+        return msgspec.structs.replace(told, model=self.model_name, settings=settings, processes=(own, *told.processes))
+
+    def is_open(self, request_id: str, tenant: Tenant) -> bool:
+        return any(request_id in (a.request_id, a.group_id) for visit in self.visits for a in visit.answers)
+
+    def stats(self) -> EngineStats:
+        """As of the latest step."""
+        step, told = next(iter(self.ledger.steps(1)), None), self.joining.facts
+        if step is None:
+            return EngineStats(time.monotonic_ns())
+        return EngineStats(
+            step.end_ns,
+            num_waiting=step.num_waiting,
+            num_running=step.num_running,
+            blocks_used=step.blocks_used,
+            blocks_total=told.settings["num_blocks"] if told is not None else 0,
+            num_steps=step.step_id,
+        )
+
+    def about(self) -> dict[str, Any]:
+        told = self.joining.facts
+        return {
+            "version": f"{__version__}, attached to {told.engine if told is not None else 'vllm'}",
+            "model": self.model_name,
+            "max_model_len": self.max_model_len,
+            "is_ready": True,
+            "is_draining": False,
+            "open_requests": len(self.visits),
+            "predicted_wait_ms": None,
+            "wait_estimate": None,
+            "step_error_ratio": {},
+            "refusals": {},
+        }
+
+    def open_books(self) -> Iterator[OpenBook]:
+        for visit in list(self.visits):
+            for answer in visit.answers:
+                told = self.joining.engine_part(answer.request_id)
+                marks: tuple[Mark, ...] = (*answer.marks, *(told.marks if told is not None else ()))
+                yield OpenBook(answer.request_id, "", visit.start_ns, marks, 0, 0, answer.num_tokens)
+
+
+class Routes:
+    """The paths that are answered here."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._is_open_to_all = bool(books.keys)
+        names = Names(books.host)
+        self._edge = Edge(self._answer, names, ApiKeys(books.keys), pages=files.paths())
+        self._exact: dict[str, Handler] = {
+            "/": index,
+            "/ledger/requests": routes_ledger.requests,
+            "/ledger/steps": routes_ledger.steps,
+            "/ledger/facts": routes_ledger.facts,
+            "/ledger/trace.json": routes_ledger.trace_json,
+            "/dashboard/data": routes_dashboard.data,
+            "/dashboard/findings": routes_dashboard.findings,
+        }
+        self._folders: dict[str, Handler] = {
+            "/ledger/requests/": routes_ledger.one_request,
+            "/dashboard/requests/": routes_dashboard.one_request,
+            "/dashboard/static/": static,
+        }
+
+    def answers(self, scope: http.Scope) -> bool:
+        """Whether a request is for one of these paths."""
+        path = scope["path"]
+        return path == "/" or path.startswith(("/ledger/", "/dashboard/"))
+
+    async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        await self._edge(scope, receive, send)
+
+    async def _answer(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        path = scope["path"]
+        try:
+            self._check(scope)
+            handler = self._exact.get(path)
+            folder = next((each for each in self._folders if path.startswith(each)), None)
+            if handler is None and folder is not None:
+                handler, scope[http.PATH_REST] = self._folders[folder], path.removeprefix(folder)
+            if handler is None:
+                raise NotFound(f"no such path: {path}", hint="splittime's paths here: " + ", ".join(self._exact))
+            await handler(self._books, scope, receive, send)
+        except SplittimeError as error:
+            await http.respond_error(send, error)
+        except http.Disconnected:
+            pass
+
+    def _check(self, scope: http.Scope) -> None:
+        if scope["method"] not in ("GET", "HEAD"):
+            raise RequestError(f"{scope['path']} is not for {scope['method']}", status=405, hint="use GET")
+        client = (scope.get("client") or ("127.0.0.1",))[0]
+        if not self._is_open_to_all and not http.is_loopback(client):
+            words = "without an --api-key of vLLM's, its books answer to this machine alone"
+            raise RequestError(words, code="not_local", status=403, value=client, hint="start vLLM with --api-key KEY")
+
+
+async def index(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The page for a browser, a few words in JSON for everybody else."""
+    if http.wants_html(scope):
+        await files.send_file(scope, send, "index.html")
+    else:
+        await http.respond_json(send, {"name": "splittime", **books.about(), "ledger": "/ledger/requests"})
+
+
+async def static(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    await files.send_file(scope, send, scope[http.PATH_REST])

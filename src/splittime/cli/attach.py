@@ -1,0 +1,56 @@
+"""`splittime attach vllm -- serve MODEL ...`: vLLM's own server, with our books."""
+
+import os
+import shlex
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import orjson
+import typer
+
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk
+from splittime.core.whole_file import check_writable
+
+EXAMPLES = f"""\b
+Examples:
+  splittime attach vllm -- serve Qwen/Qwen3-0.6B --max-num-seqs 64
+  splittime attach vllm --ledger-file run.sqlite -- serve ./model --port 9000
+  splittime attach vllm --dry-run -- serve ./model   the command, without running it
+
+Then, on vLLM's own port: the page at /, and with these commands as on ours:
+  splittime explain --slowest 3 --url http://127.0.0.1:8000
+  splittime doctor http://127.0.0.1:8000
+
+{EXIT_CODES} Else vLLM's own."""
+
+
+class ForeignEngine(StrEnum):
+    """Engines whose books can be kept."""
+
+    VLLM = "vllm"
+
+
+@fails_clearly
+def attach(
+    engine: Annotated[ForeignEngine, typer.Argument(help="Whose server: vllm.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- serve MODEL ...", help="What stands behind its name.")],
+    ledger_file: Annotated[
+        Path | None, typer.Option("--ledger-file", metavar="FILE", help="SQLite file for all accounts and steps.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Start vLLM's own server with exact accounts, stated causes and the page. It decides as it would without."""
+    from splittime.attach.command import command_of
+
+    if ledger_file is not None:
+        check_writable(ledger_file)
+    started = command_of(command, os.environ, None if ledger_file is None else str(ledger_file))
+    if dry_run:
+        text = orjson.dumps(started.arguments).decode() if json else shlex.join(started.arguments)
+        sys.stdout.write(f"{text}\n")
+        return
+    talk().print(f"starting {shlex.join(started.arguments[:1])} with splittime's books", soft_wrap=True)
+    os.execve(started.arguments[0], started.arguments, started.environment)
