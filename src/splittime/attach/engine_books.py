@@ -232,10 +232,6 @@ class EngineBooks:
         books of those that have their first."""
         begun = []
         step_id, books = flight.step_id, self.books
-        for request_id, start, count in flight.plan.rows:
-            book = books.get(request_id)
-            if book is not None and book.account.stage is Stage.RECOMPUTE and start + count >= book.recompute_until:
-                book.account.enter(Stage.PREFILL, ready_ns)
         for request_id, count in sampled:
             book = books.get(request_id)
             if book is None or not count:
@@ -246,6 +242,10 @@ class EngineBooks:
                 begun.append(BegunBook(request_id, list(book.account.marks)))
             book.token_steps += [step_id] * count
             book.token_ready_ns += [ready_ns] * count
+        for request_id, start, count in flight.plan.rows:
+            book = books.get(request_id)
+            if book is not None and book.account.stage is Stage.RECOMPUTE and start + count >= book.recompute_until:
+                book.account.enter(Stage.PREFILL, ready_ns)
         return begun
 
     def end_step(self, flight: InFlight, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
