@@ -1,0 +1,275 @@
+"""The layer around an ASGI application: edges of requests, the routes, the account inside an answer.
+
+The application and its engine client are small ones of our own, with the few attributes that the layer looks at;
+`test_vllm.py` does the same with vLLM's.
+"""
+
+import asyncio
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from splittime.attach import mail
+from splittime.attach.engine_books import UNKNOWN, AskedRequest, EngineBooks, Planned
+from splittime.attach.mail import Sender
+from splittime.attach.visits import WithBooks
+from splittime.ledger.facts import ServerFacts
+
+PROMPT, ANSWER = list(range(20)), [7, 8, 9]
+SETTINGS = {"num_blocks": 10}
+
+
+class Core:
+    """The engine's process, in this one: books, and mail of its own."""
+
+    def __init__(self) -> None:
+        self.client_index = 0
+        self.books = EngineBooks()
+        about = {"version": "1", "model": "m", "max_model_len": 64, "engine": "vllm 0"}
+        facts = ServerFacts(**about, settings=SETTINGS, unknown=UNKNOWN)
+        self.mail = Sender(0, facts)
+        self.aborted: list[str] = []
+
+    async def add_request_async(self, request) -> None:
+        now_ns, tokens = time.monotonic_ns(), [*PROMPT, *ANSWER]
+        self.books.receive(AskedRequest(request.request_id, 0, len(PROMPT), 3, token_ids=tokens), now_ns, now_ns)
+
+    def step(self, name: str, start: int, count: int, *, is_last: bool = False) -> None:
+        begin_ns = time.monotonic_ns()
+        plan = Planned(((name, start, count),), int(count == 1), start + count, (), (), [(name, 0)], (), 1, 1, 0)
+        flight = self.books.begin(plan, begin_ns, time.monotonic_ns())
+        ready_ns = time.monotonic_ns()
+        for begun in self.books.commit(flight, [(name, 1)], ready_ns):
+            self.mail.book(0, begun)
+        if is_last:
+            self.mail.book(0, self.books.end(name, "length", ready_ns))
+        self.mail.step(self.books.end_step(flight, {}, ready_ns, time.monotonic_ns()))
+
+
+class Client:
+    """The part of an engine client that is watched."""
+
+    def __init__(self) -> None:
+        self.engine_core = Core()
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(served_model_name="m", model="m", max_model_len=64)
+        )
+
+    async def generate(self, prompt, params, request_id):
+        name = f"{request_id}-12345678"
+        try:
+            await self.engine_core.add_request_async(
+                SimpleNamespace(request_id=name, external_req_id=request_id, cache_salt=None)
+            )
+            for index, token in enumerate(ANSWER):
+                is_last = index == len(ANSWER) - 1
+                self.engine_core.step(name, 0 if not index else 19 + index, 20 if not index else 1, is_last=is_last)
+                part = SimpleNamespace(index=0, token_ids=[token], finish_reason="length" if is_last else None)
+                yield SimpleNamespace(outputs=[part])
+                await asyncio.sleep(0)
+        except GeneratorExit:
+            self.engine_core.aborted.append(name)
+            self.engine_core.mail.book(0, self.engine_core.books.end(name, "abort", time.monotonic_ns()))
+            raise
+
+
+class Application:
+    """Completions, streamed or whole, and one path of its own. leaves_after: chunks, after which it fails to write."""
+
+    def __init__(self, client: Client) -> None:
+        self.state = SimpleNamespace(engine_client=client, args=SimpleNamespace(api_key=None, host="127.0.0.1"))
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["path"] == "/own":
+            await respond(send, 200, b"own")
+            return
+        body = json.loads((await receive())["body"])
+        if body.get("bad"):
+            await respond(send, 400, b'{"error": "bad"}')
+            return
+        outputs = self.state.engine_client.generate("text", None, f"cmpl-{body['id']}-0")
+        if not body.get("stream"):
+            tokens = [part.token_ids[0] async for output in outputs for part in output.outputs]
+            await respond(send, 200, json.dumps({"tokens": tokens}).encode())
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        try:
+            async for output in outputs:
+                chunk = json.dumps(output.outputs[0].token_ids).encode()
+                await send({"type": "http.response.body", "body": b"data: " + chunk + b"\n\n", "more_body": True})
+        finally:
+            await outputs.aclose()
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def respond(send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class Answered(Exception):
+    """The client has gone away."""
+
+
+@pytest.fixture
+def layer(monkeypatch, tmp_path):
+    monkeypatch.setenv(mail.FOLDER, str(tmp_path / "mail"))
+    client = Client()
+    application = Application(client)
+    around = WithBooks(application)
+
+    def ask(path="/v1/completions", body=None, headers=(), leaves_after=None, **of_scope):
+        sent = []
+
+        async def receive():
+            return {"type": "http.request", "body": json.dumps(body or {}).encode(), "more_body": False}
+
+        async def send(message):
+            if leaves_after is not None and len(sent) > leaves_after:
+                raise Answered
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "path": path,
+            "method": "GET" if body is None else "POST",
+            "app": application,
+            "headers": [*headers, *(() if dict(headers).get(b"host") else [(b"host", b"127.0.0.1")])],
+            "query_string": b"",
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8000),
+            "scheme": "http",
+            **of_scope,
+        }
+
+        async def one() -> None:
+            await around(scope, receive, send)
+
+        asyncio.run(one())
+        content = b"".join(message.get("body", b"") for message in sent)
+        return sent[0]["status"], dict(sent[0]["headers"]), content
+
+    ask.client, ask.around = client, around
+    yield ask
+    client.engine_core.mail.close()
+
+
+def accounts(layer, count: int):
+    """Waits until so many are closed."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        found = json.loads(layer("/ledger/requests")[2])["accounts"]
+        if len(found) >= count:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("the accounts did not come")
+
+
+def test_a_streamed_answer_has_an_exact_account(layer):
+    status, headers, content = layer(body={"id": "one", "stream": True})
+    assert (status, content.count(b"data: ")) == (200, 4)
+    assert b"receive;dur=" in headers[b"server-timing"]
+    (account,) = accounts(layer, 1)
+    assert [stage["stage"] for stage in account["stages"]] == [
+        "receive", "tokenize", "admit", "handoff", "queue", "prefill", "decode", "deliver",
+    ]  # fmt: skip
+    ends = [0, *(stage["end_ns"] for stage in account["stages"])]
+    assert [stage["begin_ns"] for stage in account["stages"]] == ends[:-1]
+    assert account["end_ns"] - account["start_ns"] == ends[-1]
+    assert (account["group_id"], account["prompt_tokens"], account["output_tokens"]) == ("cmpl-one", 20, 3)
+    assert [token["step_id"] for token in account["tokens"]] == [1, 2, 3]
+    written = [token["written_ns"] for token in account["tokens"]]
+    assert written == sorted(written)
+    assert len(set(written)) == 3  # each in a chunk of its own
+    assert account["first_chunk_tokens"] == 1
+
+
+def test_all_tokens_of_a_whole_answer_are_written_at_once(layer):
+    assert json.loads(layer(body={"id": "one"})[2]) == {"tokens": ANSWER}
+    (account,) = accounts(layer, 1)
+    assert len({token["written_ns"] for token in account["tokens"]}) == 1
+    assert account["first_chunk_tokens"] == 3
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_answer_holds_its_account_if_asked(layer, is_stream):
+    status, headers, content = layer(body={"id": "x", "stream": is_stream}, headers=[(b"x-include-timing", b"1")])
+    if is_stream:
+        event = next(each for each in content.split(b"\n\n") if b"timing" in each)
+        assert content.index(event) < content.index(b"[DONE]")
+        told = json.loads(event.removeprefix(b"data: "))
+        assert told["choices"] == []
+    else:
+        assert int(headers[b"content-length"]) == len(content)
+        told = json.loads(content)
+        assert told["tokens"] == ANSWER
+    named = [stage["stage"] for stage in told["timing"]["stages"]]
+    assert named == ["receive", "tokenize", "admit", "handoff", "queue", "prefill", "decode", "deliver"]
+    assert status == 200
+
+
+def test_without_being_asked_an_answer_is_as_it_was(layer):
+    assert layer(body={"id": "x"})[2] == json.dumps({"tokens": ANSWER}).encode()
+
+
+def test_a_client_that_leaves_ends_in_one_account(layer):
+    with pytest.raises(Answered):
+        layer(body={"id": "gone", "stream": True}, leaves_after=1)
+    assert layer.client.engine_core.aborted == ["cmpl-gone-0-12345678"]
+    (account,) = accounts(layer, 1)
+    assert account["finish_reason"] == "abort"
+    assert account["output_tokens"] >= 1
+
+
+def test_a_refusal_has_an_account(layer):
+    assert layer(body={"id": "x", "bad": True}, headers=[(b"x-request-id", b"mine")])[0] == 400
+    (account,) = accounts(layer, 1)
+    assert (account["request_id"], account["finish_reason"], account["error"]["status"]) == ("mine", "refused", 400)
+
+
+def test_other_paths_are_let_through_untouched(layer):
+    assert layer("/own")[2] == b"own"
+    assert json.loads(layer("/ledger/requests")[2]) == {"accounts": []}
+
+
+def test_the_page_and_the_ledger_are_there(layer):
+    layer(body={"id": "one"})
+    accounts(layer, 1)
+    assert layer("/", headers=[(b"accept", b"text/html")])[2].lstrip().startswith(b"<!doctype html>")
+    facts = json.loads(layer("/ledger/facts")[2])
+    assert (facts["engine"], facts["settings"]["num_blocks"]) == ("vllm 0", 10)
+    assert len(json.loads(layer("/ledger/steps")[2])["steps"]) == 3
+    data = json.loads(layer("/dashboard/data")[2])
+    assert data["engine"]["blocks_total"] == 10
+    assert len(data["rows"]) == 1
+    name = data["rows"][0]["id"]
+    assert json.loads(layer(f"/dashboard/requests/{name}")[2])
+    assert json.loads(layer("/ledger/requests/one")[2])["request_id"] == name
+    assert layer("/ledger/nothing")[0] == 404
+    assert layer("/ledger/facts", method="POST")[0] == 405
+
+
+def test_a_ledger_answers_to_nobody_from_elsewhere(layer):
+    assert layer("/ledger/facts", client=("10.0.0.7", 1))[0] == 403
+    assert layer("/ledger/facts", headers=[(b"host", b"rebound.example")])[0] == 403
+    assert layer("/own", client=("10.0.0.7", 1))[0] == 200  # that is vLLM's to decide
+
+
+def test_with_a_key_the_books_ask_for_it(layer):
+    layer.around._app.state.args.api_key = ["secret"]
+    assert layer("/ledger/requests")[0] == 401
+    assert layer("/ledger/requests", headers=[(b"authorization", b"Bearer secret")], client=("10.0.0.7", 1))[0] == 200
+
+
+def test_requests_in_flight_are_told_apart(layer):
+    async def both():
+        await asyncio.gather(*(layer.client.generate("t", None, f"cmpl-{name}-0").__anext__() for name in "ab"))
+
+    layer("/own")  # begins the watching
+    asyncio.run(both())  # calls that no HTTP request made are nobody's
+    layer(body={"id": "c"})
+    assert [each["group_id"] for each in accounts(layer, 1)] == ["cmpl-c"]
