@@ -9,7 +9,7 @@ A request whose engine never answers is closed after `PATIENCE_NS` with its time
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from splittime.attach.engine_books import BegunBook, EndedBook
 from splittime.attach.mail import Mail
@@ -61,7 +61,7 @@ class Joining:
         self._edges: dict[str, Edges] = {}
         self._ended: dict[str, EndedBook] = {}
         self._begun: dict[str, BegunBook] = {}
-        self._wanted: dict[str, Callable[[], None]] = {}
+        self._wanted: dict[str, Callable[[], object]] = {}
 
     # ---- from the event loop
 
@@ -72,7 +72,7 @@ class Joining:
         """What the engine has said of a request so far."""
         return self._ended.get(request_id) or self._begun.get(request_id)
 
-    def call_when_ended(self, request_id: str, callback: Callable[[], None]) -> None:
+    def call_when_ended(self, request_id: str, callback: Callable[[], object]) -> None:
         """callback: called on another thread, once, when the engine has said how the request ended."""
         self._wanted[request_id] = callback
         if request_id in self._ended and self._wanted.pop(request_id, None) is not None:
@@ -173,7 +173,7 @@ def unexplained(edges: Edges) -> ClosedAccount:
     )
 
 
-def _about(edges: Edges, account: Account) -> dict[str, object]:
+def _about(edges: Edges, account: Account) -> dict[str, Any]:
     return {
         "request_id": edges.request_id,
         "group_id": edges.group_id,

@@ -280,7 +280,8 @@ class Visit:
 
     async def _with_timing_event(self, body: bytes) -> bytes:
         """An event with no choices before the end of a stream, as OpenAI's usage event is."""
-        event = {"id": self.answers[0].group_id if self.answers else "", "choices": [], "timing": await self._timing()}
+        name = self.answers[0].group_id if self.answers else ""
+        event: dict[str, Any] = {"id": name, "choices": [], "timing": await self._timing()}
         at = body.index(DONE)
         return body[:at] + b"data: " + orjson.dumps(event) + b"\n\n" + body[at:]
 

@@ -13,17 +13,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from splittime.attach import vllm_facts
-from splittime.attach.engine_books import AskedRequest, EngineBooks, InFlight, Planned
+from splittime.attach.engine_books import AskedRequest, BegunBook, EndedBook, EngineBooks, InFlight, Planned
 from splittime.attach.mail import Sender, name_folder
 from splittime.attach.versions import require_known
 from splittime.ledger.stages import Cause
+from splittime.ledger.steps import StepRecord
 
 now_ns = time.monotonic_ns
 RECEIVED_NS = "_splittime_received_ns"  # an attribute of vLLM's request
@@ -85,16 +86,38 @@ def _guarded(work: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return work(self, *args)
         except Exception as error:
-            log.exception("the books of this engine end here; it goes on without them")
-            self._st_mail.stop(f"{type(error).__name__}: {error}")
-            self._st_mail = None
+            self._st_fail(error)
             return None
 
     return guarded
 
 
+class TakesMail(Protocol):
+    """Who is told of books and steps: `mail.Sender` where a server runs."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def book(self, client: int, book: BegunBook | EndedBook) -> None: ...
+
+    def stop(self, why: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Bookkeeping:
-    """The part of the class that keeps books; the other base is vLLM's scheduler."""
+    """The part of the class that keeps books; the other base is vLLM's scheduler, whose attributes it reads. Where no
+    server runs (`vllm_offline`) it has another clock, other takers of its mail, and a fault of ours is raised."""
+
+    _st_now = staticmethod(now_ns)
+
+    vllm_config: Any
+    requests: dict[str, Any]
+    running: list[Any]
+    waiting: Any
+    kv_cache_manager: Any
+    max_num_scheduled_tokens: int
+    max_num_running_reqs: int
+    _pause_state: PauseState
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,12 +126,21 @@ class Bookkeeping:
         self._st_victims: list[str] = []
         self._st_lacking: str | None = None  # whom `allocate_slots` refused last in this plan
         self._st_said: object = None
-        engine = self.vllm_config.parallel_config.data_parallel_index  # type: ignore[attr-defined]
-        self._st_mail: Sender | None = Sender(engine, vllm_facts.facts_of(self))
+        self._st_mail: TakesMail | None = self._st_open_mail()
         self._watch_allocations()
 
+    def _st_open_mail(self) -> TakesMail:
+        return Sender(self.vllm_config.parallel_config.data_parallel_index, vllm_facts.facts_of(self))
+
+    def _st_fail(self, error: Exception) -> None:
+        """The books end here, and vLLM goes on."""
+        log.exception("the books of this engine end here; it goes on without them")
+        if self._st_mail is not None:
+            self._st_mail.stop(f"{type(error).__name__}: {error}")
+            self._st_mail = None
+
     def _watch_allocations(self) -> None:
-        manager = self.kv_cache_manager  # type: ignore[attr-defined]
+        manager = self.kv_cache_manager
         allocate = manager.allocate_slots
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -126,21 +158,21 @@ class Bookkeeping:
         self._receive(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        begin_ns = now_ns()
+        begin_ns = self._st_now()
         self._st_victims, self._st_lacking = [], None
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._begin(output, begin_ns)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        ready_ns = now_ns()
+        ready_ns = self._st_now()
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self._commit(scheduler_output, outputs, ready_ns)
         return outputs
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         names = self._named(request_ids)
-        ended = {name: self.requests[name] for name in names if name in self.requests}  # type: ignore[attr-defined]
+        ended = {name: self.requests[name] for name in names if name in self.requests}
         result = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         self._end_all(ended)
         return result
@@ -172,12 +204,12 @@ class Bookkeeping:
             params is not None and params.prompt_logprobs is not None,
             request.all_token_ids,
         )
-        added_ns = now_ns()
+        added_ns = self._st_now()
         self._st_books.receive(asked, getattr(request, RECEIVED_NS, added_ns), added_ns)
 
     @_guarded
     def _begin(self, output: Any, begin_ns: int) -> None:
-        flight = self._st_books.begin(self._planned(output), begin_ns, now_ns())
+        flight = self._st_books.begin(self._planned(output), begin_ns, self._st_now())
         if flight is not None:
             self._st_flights[id(output)] = flight
 
@@ -186,14 +218,14 @@ class Bookkeeping:
         drafts = output.scheduled_spec_decode_tokens
         rows, decode_tokens, kv_tokens_read = [], 0, 0
         for name, count in counts.items():
-            request = self.requests[name]  # type: ignore[attr-defined]
+            request = self.requests[name]
             end = request.num_computed_tokens  # this plan's tokens are among them
             rows.append((name, end - count, count))
             kv_tokens_read += end
             if not request.is_prefill_chunk and count == 1 + (len(drafts[name]) if name in drafts else 0):
                 decode_tokens += count
-        running, waiting = self.running, self._waiting()  # type: ignore[attr-defined]
-        pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+        running, waiting = self.running, self._waiting()
+        pool = self.kv_cache_manager.block_pool
         return Planned(
             rows=tuple(rows),
             decode_tokens=decode_tokens,
@@ -215,7 +247,7 @@ class Bookkeeping:
 
     def _waiting(self) -> list[Request]:
         """Everybody who waits, the first first."""
-        return [*getattr(self, "kv_holding_waiting", ()), *getattr(self, "skipped_waiting", ()), *self.waiting]  # type: ignore[attr-defined]
+        return [*getattr(self, "kv_holding_waiting", ()), *getattr(self, "skipped_waiting", ()), *self.waiting]
 
     def _why(self, output: Any, waiting: list[Request]) -> list[tuple[str, Cause | None]]:
         """Who waits for what; nothing where a long queue was told the same before."""
@@ -244,14 +276,14 @@ class Bookkeeping:
 
     def _obstacle(self, output: Any, first: Request | None) -> Cause | None:
         """What ended the loop over the waiting, in the order in which it looks."""
-        if self._pause_state != PauseState.UNPAUSED:  # type: ignore[attr-defined]
+        if self._pause_state != PauseState.UNPAUSED:
             return Cause.PAUSED
         if self._st_victims:  # a plan that preempts admits nobody
             return Cause.KV_BLOCKS
-        if output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens:  # type: ignore[attr-defined]
+        if output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens:
             return Cause.TOKEN_BUDGET
-        most = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # type: ignore[attr-defined]
-        if len(self.running) + getattr(self, "num_waiting_for_streaming_input", 0) >= most:  # type: ignore[attr-defined]
+        most = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
+        if len(self.running) + getattr(self, "num_waiting_for_streaming_input", 0) >= most:
             return Cause.BATCH_SLOTS
         if first is not None and self._st_lacking == first.request_id:
             return Cause.KV_BLOCKS
@@ -261,10 +293,10 @@ class Bookkeeping:
 
     def _stalled(self, counts: dict[str, int]) -> list[tuple[str, Cause | None]]:
         """Who runs without a row in this plan."""
-        return [(each.request_id, self._why_no_row(each)) for each in self.running if each.request_id not in counts]  # type: ignore[attr-defined]
+        return [(each.request_id, self._why_no_row(each)) for each in self.running if each.request_id not in counts]
 
     def _why_no_row(self, request: Request) -> Cause | None:
-        if self._pause_state == PauseState.PAUSED_ALL:  # type: ignore[attr-defined]
+        if self._pause_state == PauseState.PAUSED_ALL:
             return Cause.PAUSED
         if request.num_output_placeholders or getattr(request, "num_in_flight_tokens", 0):
             return Cause.STEP_IN_FLIGHT
@@ -289,16 +321,16 @@ class Bookkeeping:
                 self._end(each.request_id, str(each.finish_reason), ready_ns)
         if flight is not None:
             accepted = {name: count - 1 for name, count in sampled} if flight.plan.drafts else {}
-            mail.step(self._st_books.end_step(flight, accepted, ready_ns, now_ns()))
+            mail.step(self._st_books.end_step(flight, accepted, ready_ns, self._st_now()))
 
     def _named(self, request_ids: Any) -> Iterable[str]:
         if request_ids is None:
-            return list(self.requests)  # type: ignore[attr-defined]
+            return list(self.requests)
         return [request_ids] if isinstance(request_ids, str) else list(request_ids)
 
     @_guarded
     def _end_all(self, ended: dict[str, Request]) -> None:
-        at_ns = now_ns()
+        at_ns = self._st_now()
         for name, request in ended.items():
             self._end(name, str(request.get_finished_reason()), at_ns)
 

@@ -43,6 +43,11 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     num_unsound: int = 0
 
     @property
+    def engine(self) -> str:
+        """Whose books these are, by its name as of a kind of server (`vllm`), where they are kept inside another's."""
+        return self.facts.engine.partition(" ")[0] if self.facts is not None else ""
+
+    @property
     def served(self) -> Arm | None:
         """The server's own side of `run`."""
         return None if self.run is None else self.run.arms[self.arm]

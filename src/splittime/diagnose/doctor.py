@@ -26,7 +26,7 @@ from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import num_requests, served, times_ns, total_ns
 from splittime.diagnose.unexplained import MAX_UNEXPLAINED, Spent, spent, unexplained
 from splittime.diagnose.unexplained import NAME as NO_CURE_KNOWN
-from splittime.diagnose.words import OURS, in_their_words
+from splittime.diagnose.words import ATTACHED, OURS, in_their_words
 from splittime.ledger.stages import Stage
 
 THEMES = (
@@ -114,6 +114,7 @@ def diagnose(books: Books) -> Diagnosis:
     if books.num_unsound:
         why = f"{books.num_unsound} accounts or steps contradict themselves in their times and were left out"
         abstentions.append(Abstention(name="clocks", why=why))
+    abstentions += _gaps(books)
     residual = _residual(books)
     rest = [rule for rule in RULES.values() if rule.name not in OUTSIDE_RULES]
     more, unable = _run(books, rest)
@@ -140,9 +141,20 @@ def diagnose(books: Books) -> Diagnosis:
     )
 
 
+def _gaps(books: Books) -> list[Abstention]:
+    """What books that are kept inside another's server say of themselves."""
+    settings = books.facts.settings if books.facts is not None else {}
+    found = []
+    if stopped := settings.get("books_stopped"):
+        found.append(f"its books ended before the server did ({stopped}): what came later is not in them")
+    if lost := settings.get("lost_messages"):
+        found.append(f"{lost} messages of its books were lost: some requests or steps are missing")
+    return [Abstention(name="books", why=why) for why in found]
+
+
 def _in_words_of_the_server(books: Books, findings: list[Finding]) -> list[Finding]:
-    kind = books.served.kind if books.served is not None else OURS
-    return [in_their_words(finding, kind) for finding in findings]
+    kind = books.engine or (books.served.kind if books.served is not None else OURS)
+    return [in_their_words(finding, kind, ATTACHED.get(books.engine, "")) for finding in findings]
 
 
 def _in_their_time(books: Books) -> Books:
@@ -167,13 +179,21 @@ def _run(books: Books, rules: list[Rule]) -> tuple[list[Finding], list[Abstentio
     findings: list[Finding] = []
     abstentions: list[Abstention] = []
     for rule in rules:
-        lack = next((why for need in rule.needs if (why := _lacks(books, need))), None)
+        lack = next((why for need in rule.needs if (why := _lacks(books, need))), None) or _unknown(books, rule)
         answer = Abstention(name=rule.name, why=lack) if lack else rule.check(books)
         if isinstance(answer, Finding):
             findings.append(answer)
         elif answer is not None:
             abstentions.append(answer)
     return findings, abstentions
+
+
+def _unknown(books: Books, rule: Rule) -> str | None:
+    """Why a rule cannot tell where its quantities are 0 since nobody could measure them."""
+    missing = [name for name in rule.reads if books.facts is not None and name in books.facts.unknown]
+    if not missing or books.facts is None:
+        return None
+    return f"cannot tell: {' and '.join(missing)} could not be measured inside {books.facts.engine}"
 
 
 def _lacks(books: Books, need: str) -> str | None:
@@ -184,7 +204,8 @@ def _lacks(books: Books, need: str) -> str | None:
 def _accounts(books: Books) -> str | None:
     num = len(served(books.accounts))
     if not books.accounts:
-        return "no accounts: only a splittime server keeps them, and what happens inside cannot be told without"
+        whose = "only a splittime server keeps them, or vLLM under `splittime attach vllm`"
+        return f"no accounts: {whose}, and what happens inside cannot be told without"
     return f"requests served: only {num}; {MIN_REQUESTS} are the least" if num < MIN_REQUESTS else None
 
 
@@ -192,6 +213,12 @@ def _steps(books: Books) -> str | None:
     if not books.steps:
         return "no records of steps"
     return f"steps: only {len(books.steps)}; {MIN_STEPS} are the least" if len(books.steps) < MIN_STEPS else None
+
+
+def _machine(books: Books) -> str | None:
+    if books.facts is None or books.facts.machine is None:
+        return "how many threads and cores the server has is not in these books"
+    return None
 
 
 def _facts(books: Books) -> str | None:
@@ -240,6 +267,7 @@ _NEEDS: dict[str, Callable[[Books], str | None]] = {
     "accounts": _accounts,
     "steps": _steps,
     "facts": _facts,
+    "machine": _machine,
     "floor": _floor,
     "parts": _parts,
     "run": _from_client,

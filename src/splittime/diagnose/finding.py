@@ -36,17 +36,27 @@ class Fact(msgspec.Struct, frozen=True):
 OUR_PROGRAM = "splittime serve"
 
 
+class OtherCure(msgspec.Struct, frozen=True, kw_only=True):
+    """A cure that is made otherwise on another server. flags: its own, as they are typed. cost, counter_check: where
+    they are not the finding's."""
+
+    sentence: str
+    flags: tuple[str, ...] = ()
+    cost: str = ""
+    counter_check: str = ""
+
+
 class Cure(msgspec.Struct, frozen=True, kw_only=True):
     """What to try: a sentence, and the flag of the server's own program with the value, where a flag does it.
 
     flags: as they are typed, ("--max-num-seqs", "16"). program: what they are given to, another server's if the
-    finding is about one (`words.in_their_words`). elsewhere: what other servers call it, by server.
+    finding is about one (`words.in_their_words`). elsewhere: by server, what it calls it, or how the cure is made there.
     """
 
     sentence: str
     flags: tuple[str, ...] = ()
     program: str = OUR_PROGRAM
-    elsewhere: dict[str, str] = {}
+    elsewhere: dict[str, str | OtherCure] = {}
 
     @property
     def command(self) -> str | None:
@@ -111,8 +121,9 @@ Check = Callable[[Any], Answer]
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A check with what it needs of the books (`accounts`, `steps`, `run`, ...), the names of its symptoms, and whose
-    time (`attribution.Owner`) its finding explains."""
+    """A check with what it needs of the books (`accounts`, `steps`, `run`, ...), the names of its symptoms, whose
+    time (`attribution.Owner`) its finding explains, and the quantities without which it cannot tell where the books say
+    that nobody could measure them (`ServerFacts.unknown`)."""
 
     name: str
     check: Check
@@ -120,12 +131,15 @@ class Rule(msgspec.Struct, frozen=True):
     root_of: tuple[str, ...]
     meaning: str
     explains: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
 
 RULES: dict[str, Rule] = {}
 
 
-def rule(*needs: str, root_of: tuple[str, ...] = (), explains: tuple[str, ...] = ()) -> Callable[[Check], Check]:
+def rule(
+    *needs: str, root_of: tuple[str, ...] = (), explains: tuple[str, ...] = (), reads: tuple[str, ...] = ()
+) -> Callable[[Check], Check]:
     """Register a check under its function's name, which its answers get too; the first paragraph of its docstring is
     what the finding means."""
 
@@ -137,7 +151,7 @@ def rule(*needs: str, root_of: tuple[str, ...] = (), explains: tuple[str, ...] =
             answer = check(books)
             return None if answer is None else replace(answer, name=name)
 
-        RULES[name] = Rule(name, named, needs, root_of, meaning, tuple(map(str, explains)))
+        RULES[name] = Rule(name, named, needs, root_of, meaning, tuple(map(str, explains)), reads)
         return named
 
     return register

@@ -2,18 +2,21 @@
 
 `WORDS` is the whole table. A metric's names are today's first; () where the server has none. A setting is as its own
 command takes it, with the value behind it; "" where it has none. `in_their_words` turns a prescription of ours into
-theirs, so that no finding about another's server prints a command of ours.
+theirs, so that no finding about another's server prints a command of ours: what a rule says of that server
+(`Cure.elsewhere`), else the flags that have another name there and mean the same (`MetricNames.renamed`).
 """
 
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
-from splittime.diagnose.finding import OUR_PROGRAM, Finding
+from splittime.diagnose.finding import OUR_PROGRAM, Cure, Finding, OtherCure
 
 OURS = "splittime"
+ATTACHED = {"vllm": "splittime attach vllm -- serve MODEL"}  # the program whose books are kept inside the server
+RESTART = "It is set at start only: the change takes a restart."
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 Names = tuple[str, ...]
@@ -27,7 +30,7 @@ class MetricNames(NamedTuple):
     request ends but for ttft_s, at the first token, where prompts are counted too. itl_s: one over outputs.
     refused: requests turned away at the door.
     config: the gauge whose labels are the cache's settings.
-    slots, budget, queue_bound, memory, prefixes, metrics: what to set.
+    slots, budget, queue_bound, memory, prefixes, metrics: what to set. renamed: flags of ours, and what they are called.
     """
 
     program: str
@@ -52,7 +55,26 @@ class MetricNames(NamedTuple):
     memory: str = ""
     prefixes: str = ""
     metrics: str = ""
+    renamed: Mapping[str, str] = {}
 
+    @property
+    def flags(self) -> Mapping[str, str]:
+        """By our flag, theirs that takes the same value."""
+        known = {"--max-num-seqs": self.slots, "--max-queued-requests": self.queue_bound} | dict(self.renamed)
+        return {ours: theirs for ours, theirs in known.items() if theirs}
+
+
+_SAME_IN_VLLM = (
+    "--max-num-batched-tokens",
+    "--max-model-len",
+    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
+    "--enable-chunked-prefill",
+    "--block-size",
+    "--kv-cache-memory-bytes",
+    "--async-scheduling",
+    "--tensor-parallel-size",
+)
 
 WORDS: dict[str, MetricNames] = {
     "vllm": MetricNames(
@@ -77,6 +99,12 @@ WORDS: dict[str, MetricNames] = {
         memory="--gpu-memory-utilization, or on a CPU VLLM_CPU_KVCACHE_SPACE; --kv-cache-dtype fp8",
         prefixes="--enable-prefix-caching",
         metrics="leave out --disable-log-stats",
+        renamed={name: name for name in _SAME_IN_VLLM}
+        | {
+            "--policy": "--scheduling-policy",
+            "--max-prefill-tokens": "--long-prefill-token-threshold",
+            "--max-queued-prompt-tokens": "--max-num-queued-tokens",
+        },
     ),
     "sglang": MetricNames(
         program="python -m sglang.launch_server --model-path MODEL",
@@ -131,14 +159,32 @@ def labels_of(metrics: Mapping[str, float], name: str) -> dict[str, str]:
     return dict(_LABEL.findall(key))
 
 
-def in_their_words(finding: Finding, kind: str) -> Finding:
-    """The finding about a server of another kind: with its own flag in place of ours, or with none."""
-    cure = finding.cure
-    if kind == OURS or cure.program != OUR_PROGRAM:
+def in_their_words(finding: Finding, kind: str, program: str = "") -> Finding:
+    """The finding about a server of another kind, with its own flags or with none. program: how it was started, where
+    not as usual."""
+    if kind == OURS:
         return finding
+    cure, told = finding.cure, finding.cure.elsewhere.get(kind, "")
+    if isinstance(told, OtherCure):
+        cost, check = told.cost or finding.cost, told.counter_check or finding.counter_check
+        finding = replace(finding, cost=cost, counter_check=check)
+        cure = replace(cure, sentence=told.sentence, flags=told.flags)
+    elif cure.program == OUR_PROGRAM:
+        cure = _renamed(cure, kind, told)
     words = WORDS.get(kind)
-    theirs = {"--max-queued-requests": words.queue_bound, "--max-num-seqs": words.slots} if words else {}
-    flag = theirs.get(cure.flags[0], "") if cure.flags else ""
-    flags = (flag, *cure.flags[1:]) if flag else ()
-    program = words.program if words else ""
-    return msgspec.structs.replace(finding, cure=msgspec.structs.replace(cure, flags=flags, program=program))
+    cure = replace(cure, program=program or (words.program if words is not None else ""))
+    return replace(finding, cure=cure, cost=f"{finding.cost} {RESTART}" if cure.flags else finding.cost)
+
+
+def _renamed(cure: Cure, kind: str, hint: str) -> Cure:
+    """hint: what it is called there, for whom none of the flags is left."""
+    theirs = WORDS[kind].flags if kind in WORDS else {}
+    flags: list[str] = []
+    is_known = False
+    for word in cure.flags:
+        if word.startswith("--"):
+            is_known = word in theirs
+        if is_known:
+            flags.append(theirs.get(word, word))
+    sentence = cure.sentence if flags or not hint else f"{cure.sentence} For {kind}: {hint}."
+    return replace(cure, flags=tuple(flags), sentence=sentence)

@@ -14,6 +14,7 @@ from splittime.ledger.stages import Cause, Stage
 
 REFUSED = "refused"  # finish reason of a request that never reached the engine
 TRY_AGAIN = 429
+VLLM_IS_FULL = "http_503"  # vLLM's answer at --max-num-queued-reqs and --max-num-queued-tokens, as its books have it
 LIMITS_OF_A_KEY = ("max_open_requests", "requests_per_minute", "tokens_per_minute")  # the codes of such a refusal
 
 
@@ -164,7 +165,10 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     @property
     def is_turned_away(self) -> bool:
         """Refused with 429 for want of room. A key that is over a limit of its own is refused however much there is."""
-        return self.error is not None and self.error.status == TRY_AGAIN and self.error.code not in LIMITS_OF_A_KEY
+        if self.error is None:
+            return False
+        is_full = self.error.status == TRY_AGAIN and self.error.code not in LIMITS_OF_A_KEY
+        return is_full or self.error.code == VLLM_IS_FULL
 
     def verify(self) -> None:
         """Raise ValueError if the ledger's first law does not hold for this account."""

@@ -144,7 +144,7 @@ def _look(books: KeepsBooks, after: PageCursor | None) -> View:
 def _data(view: View) -> bytes:
     now_ns, since_ns = view.now_ns, view.now_ns - bins.HORIZON_S * bins.BIN_NS
     closed = bins.presence((bins.spans(account.intervals) for account in view.accounts), since_ns)
-    still_open = bins.presence((book.spans(now_ns) for book in view.open_books), since_ns)
+    still_open = bins.presence((rows.open_spans(book, now_ns) for book in view.open_books), since_ns)
     answer = {
         **view.head,
         "now_ns": now_ns,
