@@ -43,6 +43,12 @@ def _settings(scheduler: Any) -> dict[str, Any]:
         "block_size": scheduler.block_size,
         "num_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # one is the null block
         "long_prefill_token_threshold": scheduling.long_prefill_token_threshold,
+        "long_prefill_token_threshold_adaptive": bool(scheduling.long_prefill_token_threshold_adaptive),
+        "max_num_active_seqs": scheduling.max_num_active_seqs,
+        "watermark": scheduling.watermark,
+        "scheduler_reserve_full_isl": bool(scheduling.scheduler_reserve_full_isl),
+        "kv_cache_groups": [type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups],
+        "kv_connector": config.kv_transfer_config is not None,
         "async_scheduling": bool(scheduling.async_scheduling),
         "num_speculative_tokens": scheduler.num_spec_tokens,
         "tensor_parallel_size": parallel.tensor_parallel_size,
