@@ -1,4 +1,4 @@
-"""A `splittime serve` of our own on a free loopback port, for benchmarks over HTTP."""
+"""A server on a free loopback port, for benchmarks over HTTP: our own, or vLLM's with our books or without."""
 
 import json
 import os
@@ -9,9 +9,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
+
+from splittime.attach.command import RUN_VLLM
 
 
 def free_port() -> int:
@@ -23,40 +25,62 @@ def free_port() -> int:
 @contextmanager
 def served(*arguments: str, timeout_s: float = 120) -> Iterator[str]:
     """Serve with these arguments; yields the base URL once it is ready, ends it with SIGTERM."""
+    command = [sys.executable, "-m", "splittime.cli.main", "serve", "--port"]
+    with _serving(command, arguments, "/ready", timeout_s) as url:
+        yield url
+
+
+@contextmanager
+def served_vllm(
+    environment: str, *arguments: str, with_books: bool = True, ledger_file: str | None = None, timeout_s: float = 300
+) -> Iterator[str]:
+    """Serve with vLLM, with our books or without. environment: the folder of the one that vLLM and splittime are
+    installed in. arguments: vLLM's, the model first."""
+    python = f"{environment}/bin/python"
+    kept = [] if ledger_file is None else ["--ledger-file", ledger_file]
+    attached = [python, "-m", "splittime.cli.main", "attach", "vllm", *kept, "--"]
+    command = attached if with_books else [python, "-c", RUN_VLLM]
+    model, *flags = arguments
+    with _serving([*command, "serve", model, "--host", "127.0.0.1", "--port"], flags, "/health", timeout_s) as url:
+        yield url
+
+
+@contextmanager
+def _serving(command: Sequence[str], arguments: Sequence[str], path: str, timeout_s: float) -> Iterator[str]:
+    """Runs a command that ends with the flag for its port. path: what answers once it is ready."""
     port = free_port()
-    command = [sys.executable, "-m", "splittime.cli.main", "serve", "--port", str(port), *arguments]
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as words:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=words)
+        process = subprocess.Popen([*command, str(port), *arguments], stdout=words, stderr=words)
         try:
-            _wait_or_tell(url, process, timeout_s, words)
+            _wait_or_tell(url, process, timeout_s, words, path)
             yield url
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(30)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 os.kill(process.pid, signal.SIGKILL)
                 process.wait()
 
 
-def _wait_or_tell(url: str, process: subprocess.Popen, timeout_s: float, words: IO[bytes]) -> None:
+def _wait_or_tell(url: str, process: subprocess.Popen, timeout_s: float, words: IO[bytes], path: str) -> None:
     """Raises RuntimeError with the server's own words if it does not come up."""
     try:
-        wait_until_ready(url, process, timeout_s)
+        wait_until_ready(url, process, timeout_s, path)
     except RuntimeError as error:
         words.seek(0)
         raise RuntimeError(f"{error}: {words.read().decode(errors='replace')[-2000:]}") from None
 
 
-def wait_until_ready(url: str, process: subprocess.Popen, timeout_s: float) -> float:
-    """Seconds until /ready answered 200. Raises RuntimeError if the process ends or the time is up."""
+def wait_until_ready(url: str, process: subprocess.Popen, timeout_s: float, path: str = "/ready") -> float:
+    """Seconds until the path answered 200. Raises RuntimeError if the process ends or the time is up."""
     begin = time.monotonic()
     while time.monotonic() - begin < timeout_s:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with status {process.returncode} before it was ready")
         try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=1):
+            with urllib.request.urlopen(f"{url}{path}", timeout=1):
                 return time.monotonic() - begin
         except OSError:
             time.sleep(0.02)

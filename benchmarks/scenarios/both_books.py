@@ -1,23 +1,27 @@
 """Both books of the same requests: 500 of them at a rate that queues, each joined with the server's account of it.
 
-    python -m benchmarks.scenarios.both_books [--requests 500] [--over 1.1] [--run-file FILE] [--json]
+    python -m benchmarks.scenarios.both_books [--requests 500] [--over 1.1] [--run-file FILE] [--vllm FOLDER] [--json]
 
 `splittime serve` (the packaged model, few slots, so that requests queue for one) gets a short closed loop that finds
 what it can do, then an open loop with Poisson arrivals at `--over` times that. The client's TTFT and E2E become lines
 that sum to them; what neither book explains is the residual. The goal: at most 1 ms or 1 % in the mean.
 
 The engine gets one thread, because server and client need the other core of two: on more, more is fair.
+
+With `--vllm FOLDER`, the environment that vLLM and splittime are installed in, the server is vLLM with our books.
 """
 
 import argparse
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.report import file_result
-from benchmarks.server_process import served
+from benchmarks.server_process import served, served_vllm
+from splittime.assemble import model_source
 from splittime.bench.book.records import Run, save
 from splittime.bench.draw import draw
 from splittime.bench.event_loop import run_loop
@@ -84,6 +88,13 @@ def book_figures(book: Book) -> dict[str, Any]:
     }
 
 
+def server(arguments: argparse.Namespace) -> AbstractContextManager[str]:
+    slots = ("--max-num-seqs", str(arguments.slots))
+    if arguments.vllm is None:
+        return served(*slots, "--num-threads", str(arguments.threads), "--max-queued-requests", "100000")
+    return served_vllm(arguments.vllm, str(model_source.locate(None)), *slots)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=500)
@@ -91,10 +102,10 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=16, help="max_num_seqs")
     parser.add_argument("--threads", type=int, default=1, help="of the engine")
     parser.add_argument("--run-file", type=Path, help="keep the whole run here")
+    parser.add_argument("--vllm", help="the environment of a vLLM to serve with instead")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    flags = ["--max-num-seqs", str(arguments.slots), "--num-threads", str(arguments.threads)]
-    with served(*flags, "--max-queued-requests", "100000") as url:
+    with server(arguments) as url:
         rate = capacity(url, arguments.slots) * arguments.over
         print(f"{rate:.1f} requests a second", file=sys.stderr)
         spec = LoadSpec(
@@ -105,7 +116,7 @@ def main() -> None:
     if arguments.run_file is not None:
         save(run, arguments.run_file)
     figures = {"rate_per_s": rate, **figures_of(run, joined)}
-    path = file_result("both_books", figures, vars(arguments), arguments.json)
+    path = file_result("both_books_vllm" if arguments.vllm else "both_books", figures, vars(arguments), arguments.json)
     if not arguments.json:
         Console(width=140).print(render_books(joined))
         print(*figures["failed_checks"], *figures["notes"], f"written to {path}", sep="\n")

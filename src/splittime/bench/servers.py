@@ -227,9 +227,17 @@ async def close_arm(session: aiohttp.ClientSession, arm: Arm, target: Target, ou
         metrics_after=metrics,
         notes=tuple(notes),
     )
-    if arm.kind != "splittime" or not trips:
+    if not trips or not await _keeps_books(session, arm, target):
         return arm
     return await own_book.fetch(session, arm, target, outcomes)
+
+
+async def _keeps_books(session: aiohttp.ClientSession, arm: Arm, target: Target) -> bool:
+    """Returns whether the server has a ledger: our own has, and a vLLM that our books are attached to."""
+    if arm.kind == "vllm":
+        facts = await get_json(session, target, "/ledger/facts")
+        return isinstance(facts, dict) and "engine" in facts
+    return arm.kind == "splittime"
 
 
 async def connect_times(target: Target, count: int = NUM_CONNECTS) -> tuple[int, ...]:

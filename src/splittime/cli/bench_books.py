@@ -63,4 +63,5 @@ def _rendered(run: "Run", arm: int, joined: "JoinedBooks") -> "RenderableType":
     from splittime.bench.join_view import render_books
     from splittime.bench.server_view import render_server_view
 
-    return render_books(joined) if run.arms[arm].kind == "splittime" else render_server_view(run, arm)
+    has_books = run.arms[arm].accounts or run.arms[arm].kind == "splittime"
+    return render_books(joined) if has_books else render_server_view(run, arm)
