@@ -14,7 +14,7 @@ from splittime.bench.spec import spec_of
 from splittime.bench.traces import read_trace
 from splittime.core.errors import ConfigError
 from splittime.simulate.asked import Asked, asked_requests
-from splittime.simulate.replica import Replica
+from splittime.simulate.replica import AnyReplica
 from splittime.simulate.trace import Follows, TracedRequest
 
 DURATION_S = 60.0  # as of `bench run`
@@ -22,7 +22,7 @@ MIN_REQUESTS = 100
 VOCAB_SIZE = 32_000  # nobody reads a simulated prompt: its tokens are equal or not
 
 
-def requests_for(load: dict[str, Any], replica: Replica) -> list[TracedRequest]:
+def requests_for(load: dict[str, Any], replica: AnyReplica) -> list[TracedRequest]:
     """Returns the requests of a load, given by fields of `LoadSpec`, as this replica would meet them. Raises
     ConfigError for a load that cannot be drawn or simulated."""
     spec = spec_of({"prompt_form": "ids", **load})
@@ -31,7 +31,7 @@ def requests_for(load: dict[str, Any], replica: Replica) -> list[TracedRequest]:
     return requests_of_schedule(schedule, replica)
 
 
-def requests_of_schedule(schedule: Schedule, replica: Replica) -> list[TracedRequest]:
+def requests_of_schedule(schedule: Schedule, replica: AnyReplica) -> list[TracedRequest]:
     """Returns the requests of a schedule as this replica would meet them. Raises ConfigError as `asked_of` does."""
     traced = list(asked_requests(asked_of(schedule), replica.approach, replica.config.max_model_len))
     follows = _follows(schedule, [one.request.request_id for one in traced])

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from splittime.simulate.change import Change
 from splittime.simulate.figures import Figures
-from splittime.simulate.replica import Replica
+from splittime.simulate.replica import AnyReplica
 from splittime.simulate.trace import TracedRequest
 
 SHARE = 0.9  # of the draws, within an interval
@@ -29,7 +29,7 @@ Found = TypeVar("Found")
 
 
 def figures_of_draws(
-    replicas: Sequence[Replica],
+    replicas: Sequence[AnyReplica],
     requests: Sequence[TracedRequest],
     changes: Sequence[Change],
     processes: int = 1,
@@ -46,7 +46,9 @@ def figures_of_draws(
     return found
 
 
-def _figures(job: tuple[int, Replica], requests: Sequence[TracedRequest], changes: Sequence[Change]) -> list[Figures]:
+def _figures(
+    job: tuple[int, AnyReplica], requests: Sequence[TracedRequest], changes: Sequence[Change]
+) -> list[Figures]:
     seed, replica = job
     return [replica.figures(requests, change, seed) for change in changes]
 

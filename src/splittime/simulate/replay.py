@@ -50,7 +50,7 @@ class Divergence(NamedTuple):
 
 def replay(recorded: Recorded) -> Divergence | None:
     """Returns the first divergence, None if there is none. Raises ConfigError for what cannot be replayed."""
-    _require_whole(recorded)
+    require_whole(recorded)
     config, records = scheduler_config(recorded.facts), recorded.steps
     course = Course(traced_requests(recorded.accounts, config.max_model_len), records)
     clock = VirtualClock(min(records[0].begin_ns, *(traced.received_ns for traced in course.requests)))
@@ -63,8 +63,8 @@ def replay(recorded: Recorded) -> Divergence | None:
     try:
         run_loop(Crank(parts, clock), arrivals, lambda message: _keep(message, replayed))
     except UnknownStep as unknown:
-        return _first_divergence(records, replayed, unknown.rows)
-    return _first_divergence(records, replayed, None)
+        return first_divergence(records, replayed, unknown.rows)
+    return first_divergence(records, replayed, None)
 
 
 def scheduler_config(facts: ServerFacts) -> SchedulerConfig:
@@ -81,7 +81,8 @@ def scheduler_config(facts: ServerFacts) -> SchedulerConfig:
         raise ConfigError(f"the ledger's facts cannot be: {error}", param="ledger") from None
 
 
-def _require_whole(recorded: Recorded) -> None:
+def require_whole(recorded: Recorded) -> None:
+    """Raises ConfigError for a ledger that lacks steps or accounts, or does not tell what its prompts share."""
     accounts, records, facts = recorded.accounts, recorded.steps, recorded.facts
     if not records:
         raise ConfigError("the ledger has no steps to replay", param="ledger")
@@ -111,10 +112,10 @@ def _keep(message: FromEngine, replayed: list[StepRecord]) -> None:
         replayed.append(message.record)
 
 
-def _first_divergence(
+def first_divergence(
     records: Sequence[StepRecord], replayed: Sequence[StepRecord], last_rows: Rows | None
 ) -> Divergence | None:
-    """last_rows: of the step at which the replay stopped."""
+    """Returns the first; None if there is none. last_rows: of the step at which the replay stopped."""
     for recorded, again in zip(records, replayed, strict=False):
         for name in DECISIONS:
             if getattr(recorded, name) != getattr(again, name):

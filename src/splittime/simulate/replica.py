@@ -12,7 +12,7 @@ import random
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -66,44 +66,37 @@ class ModelCosts:
         return self._model.step_time(shape, self._pace.at(recorded_ns, shape), self._noise.next())
 
 
-class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that can be simulated. pace: how fast its machine was at each time. settings, token_cost, machine: what
-    the server says of itself. start_up_ns: from its processes' start until it could serve. source: where the costs come
-    from, for people."""
+class EngineConfig(Protocol):
+    """What is asked of any engine's settings."""
 
-    format: int = FORMAT
-    config: SchedulerConfig
-    limits: QueueLimits
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+
+class AnyReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that can be simulated, whichever engine it has; a subclass knows how. pace: how fast its machine was at
+    each time. settings, token_cost, machine: what the server says of itself. start_up_ns: from its processes' start
+    until it could serve. source: where the costs come from, for people."""
+
+    config: EngineConfig
     costs: CostModel
     pace: Pace = STEADY
     approach: Approach = Approach()
     delivery: Delivery = Delivery()
-    execution: str = "host"
-    plans_ahead: bool = False
     settings: dict[str, Any] = {}
     token_cost: TokenCost | None = None
     machine: Machine | None = None
     start_up_ns: int | None = None
     source: str
 
-    @property
-    def facts(self) -> ServerFacts:
-        """What the server would say of itself, so far as it is known."""
-        config, about = msgspec.to_builtins(self.config), self.costs.about
-        return ServerFacts(
-            version=about.get("version", ""),
-            model=about.get("model", ""),
-            max_model_len=self.config.max_model_len,
-            settings={**self.settings, **config},
-            cost=self.token_cost,
-            machine=self.machine,
-        )
-
-    def steady(self) -> "Replica":
+    def steady(self) -> Self:
         """Returns the same server at its machine's mean pace."""
         return msgspec.structs.replace(self, pace=STEADY)
 
-    def drawn(self, factor: float, rng: random.Random) -> "Replica":
+    def drawn(self, factor: float, rng: random.Random) -> Self:
         """Returns another server that fits the record as well: its coefficients are drawn from what the fit leaves
         open, and everything takes `factor` times as long."""
         return msgspec.structs.replace(self, costs=self.costs.sample(rng), pace=self.pace.times(factor))
@@ -123,7 +116,35 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     def run_each(
         self, requests: Sequence[TracedRequest], change: Change, seed: int, on_account: OnAccount, on_step: OnStep
     ) -> None:
-        """Hands over each account and each step of a run as it is closed."""
+        """Hands over each account and each step of a run as it is closed. Raises as `run` does."""
+        raise NotImplementedError
+
+
+class Replica(AnyReplica, frozen=True, kw_only=True):
+    """One of ours."""
+
+    format: int = FORMAT
+    config: SchedulerConfig
+    limits: QueueLimits
+    execution: str = "host"
+    plans_ahead: bool = False
+
+    @property
+    def facts(self) -> ServerFacts:
+        """What the server would say of itself, so far as it is known."""
+        config, about = msgspec.to_builtins(self.config), self.costs.about
+        return ServerFacts(
+            version=about.get("version", ""),
+            model=about.get("model", ""),
+            max_model_len=self.config.max_model_len,
+            settings={**self.settings, **config},
+            cost=self.token_cost,
+            machine=self.machine,
+        )
+
+    def run_each(
+        self, requests: Sequence[TracedRequest], change: Change, seed: int, on_account: OnAccount, on_step: OnStep
+    ) -> None:
         config, limits = changed(self.config, self.limits, change)
         costs, requests = ModelCosts(self.costs, self.pace, seed, change.speed), at_speed(requests, change.speed)
         how = self.delivery, self.execution, True, self.plans_ahead
@@ -131,8 +152,24 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replica_of(recorded: Recorded) -> Replica:
-    """Returns the server that wrote this ledger. Raises ConfigError for a ledger that says too little, and for an
-    engine that cannot be simulated."""
+    """Returns the server of ours that wrote this ledger. Raises ConfigError for another engine's, for a ledger that
+    says too little, and for an engine that cannot be simulated."""
+    if recorded.facts.engine:
+        hint = f"In the environment of {recorded.facts.engine}, splittime simulate does it with that scheduler."
+        words = f"the books are of {recorded.facts.engine}, whose scheduler is not ours"
+        raise ConfigError(words, param="ledger", hint=hint)
+    times, settings = measured(recorded), recorded.facts.settings
+    return Replica(
+        config=scheduler_config(recorded.facts),
+        limits=QueueLimits(*(settings.get(name, UNBOUNDED) for name in LIMITS)),
+        execution=statistics.mode(step.execution for step in recorded.steps),
+        plans_ahead=plans_ahead(recorded),
+        **times,
+    )
+
+
+def measured(recorded: Recorded) -> dict[str, Any]:
+    """Returns what a ledger says of a server's times, by fields of `AnyReplica`. Raises as `replica_of` does."""
     from splittime.simulate.fit import fit  # scipy: half a second
 
     if any(step.verified for step in recorded.steps):
@@ -142,22 +179,17 @@ def replica_of(recorded: Recorded) -> Replica:
         hint = "Record more: splittime serve --ledger-file FILE."
         raise ConfigError(f"{len(served)} requests are too few to go by", param="ledger", limit=MIN_REQUESTS, hint=hint)
     costs, pace = fit(recorded.steps, recorded.facts)
-    settings = recorded.facts.settings
-    return Replica(
-        config=scheduler_config(recorded.facts),
-        limits=QueueLimits(*(settings.get(name, UNBOUNDED) for name in LIMITS)),
-        costs=costs,
-        pace=pace,
-        approach=_approach(served),
-        delivery=_delivery(served, recorded.steps),
-        execution=statistics.mode(step.execution for step in recorded.steps),
-        plans_ahead=plans_ahead(recorded),
-        settings=settings,
-        token_cost=recorded.facts.cost,
-        machine=recorded.facts.machine,
-        start_up_ns=_start_up_ns(recorded.facts),
-        source=f"a ledger of {len(recorded.steps):,} steps",
-    )
+    return {
+        "costs": costs,
+        "pace": pace,
+        "approach": _approach(served),
+        "delivery": _delivery(served, recorded.steps),
+        "settings": recorded.facts.settings,
+        "token_cost": recorded.facts.cost,
+        "machine": recorded.facts.machine,
+        "start_up_ns": _start_up_ns(recorded.facts),
+        "source": f"a ledger of {len(recorded.steps):,} steps",
+    }
 
 
 def replica_with(settings: dict[str, Any], costs: CostModel, approach: Approach, source: str) -> Replica:

@@ -9,6 +9,7 @@ time that `costs` says. Its account is closed as the server would close it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from splittime.core.clock import VirtualClock
@@ -34,6 +35,7 @@ from splittime.simulate.trace import TracedRequest, as_seen_ahead
 
 OnAccount = Callable[[ClosedAccount], None]
 OnStep = Callable[[StepRecord], None]
+EngineLoop = Callable[[Door, Callable[[FromEngine], None]], None]  # an engine's: who comes, and who takes what it says
 OF_THE_REQUEST = (
     *("group_id", "model", "endpoint", "tenant", "started_at_unix_ns"),
     *("prompt_tokens", "prompt_parts", "prefixes", "answer_prefixes"),
@@ -104,13 +106,31 @@ def simulate_each(
         requests = list(map(as_seen_ahead, requests)) if isinstance(requests, list) else map(as_seen_ahead, requests)
     elif skips_ahead:
         skip = SkipAhead(engine, costs, clock, execution, runner.answers, on_step)
+    crank = Crank(EngineParts(engine, runner), clock)
+    around = limits, delivery, after_step_ns, runner.answers, on_account, on_step
+    serve_each(requests, partial(run_loop, crank), clock, *around, skip)
+
+
+def serve_each(
+    requests: Iterable[TracedRequest],
+    loop: EngineLoop,
+    clock: VirtualClock,
+    limits: QueueLimits,
+    delivery: Delivery,
+    after_step_ns: Callable[[], int],
+    answers: Answers,
+    on_account: OnAccount,
+    on_step: OnStep,
+    skip: SkipAhead | None = None,
+) -> None:
+    """Runs a server around the loop of any engine, as `simulate_each` does around ours. after_step_ns: how long after a
+    step the next may begin. answers: learn what each request samples."""
     known = requests if isinstance(requests, list) else []
     followers = Followers(traced for traced in known if traced.follows is not None)
-    sinks = on_account, on_step
-    server = SimulatedServer(clock, limits, delivery, after_step_ns, runner.answers, *sinks, skip, followers)
+    server = SimulatedServer(clock, limits, delivery, after_step_ns, answers, on_account, on_step, skip, followers)
     if known:
         requests = sorted((each for each in known if each.follows is None), key=lambda each: each.arrived_ns)
-    server.run(Crank(EngineParts(engine, runner), clock), requests)
+    server.run(loop, requests)
 
 
 class SimulatedServer:
@@ -135,10 +155,10 @@ class SimulatedServer:
         self._open: dict[str, OpenRequest] = {}
         self._answers = answers
 
-    def run(self, crank: Crank, requests: Iterable[TracedRequest]) -> None:
+    def run(self, loop: EngineLoop, requests: Iterable[TracedRequest]) -> None:
         """Until the last request has ended."""
         self._door.expect(self._opened(requests))
-        run_loop(crank, self._door, self._take)
+        loop(self._door, self._take)
 
     def _opened(self, requests: Iterable[TracedRequest]) -> Iterator[TracedRequest]:
         for traced in requests:

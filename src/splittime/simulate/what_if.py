@@ -29,10 +29,11 @@ from splittime.simulate.cost import CostModel
 from splittime.simulate.draws import OTHER_HOUR, figures_of_draws, hours, interval
 from splittime.simulate.figures import Figures, figures
 from splittime.simulate.recorded import Recorded, latest_run, written_ledger
-from splittime.simulate.replica import Replica, replica_of
+from splittime.simulate.replica import AnyReplica, replica_of
 from splittime.simulate.trace import TracedRequest, refused_requests, traced_requests, with_own_ids
 
-OtherRequests = Callable[[Replica], Sequence[TracedRequest]]
+OtherRequests = Callable[[AnyReplica], Sequence[TracedRequest]]
+ReplicaOf = Callable[[Recorded], AnyReplica]
 
 DRAWS = 20
 
@@ -56,17 +57,19 @@ class ServedLoad(NamedTuple):
     """A server and the requests that it is to meet. facts: of the server. seen: figures of the real run, if there was
     one."""
 
-    replica: Replica
+    replica: AnyReplica
     requests: Sequence[TracedRequest]
     facts: ServerFacts
     seen: Figures
 
 
-def recorded_load(recorded: Recorded, other_requests: OtherRequests | None = None) -> ServedLoad:
-    """Returns the recorded server with the requests of its time at its pace, or with others at its mean pace. Raises
-    ConfigError for a ledger that says too little."""
+def recorded_load(
+    recorded: Recorded, other_requests: OtherRequests | None = None, to_replica: ReplicaOf = replica_of
+) -> ServedLoad:
+    """Returns the recorded server with the requests of its time at its pace, or with others at its mean pace.
+    to_replica: knows the engine of the ledger. Raises ConfigError for a ledger that says too little."""
     recorded = latest_run(recorded)
-    replica = replica_of(recorded)
+    replica = to_replica(recorded)
     if other_requests is not None:
         replica = replica.steady()
         return ServedLoad(replica, other_requests(replica), recorded.facts, {})
@@ -82,10 +85,11 @@ def predict(
     on_draw: Callable[[int], None] = lambda number: None,
     processes: int = 1,
     other_hour: float = OTHER_HOUR,
+    to_replica: ReplicaOf = replica_of,
 ) -> Prediction:
-    """Returns the figures of the recorded requests with and without the change. Raises as `recorded_load` does, and as
-    `predict_of` does, which has the arguments."""
-    return predict_of(recorded_load(recorded), change, draws, seed, on_draw, processes, other_hour)
+    """Returns the figures of the recorded requests with and without the change. Raises as `recorded_load` and
+    `predict_of` do, which have the arguments."""
+    return predict_of(recorded_load(recorded, None, to_replica), change, draws, seed, on_draw, processes, other_hour)
 
 
 def predict_of(
