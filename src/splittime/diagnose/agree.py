@@ -15,6 +15,8 @@ from splittime.diagnose.finding import Finding
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 BYTES_OF = {"int4": 0.5, "int8": 1.0, "fp8": 1.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0}  # bytes of a weight
 
+OTHER_BOUND = {"long_prefill_token_threshold": "max_num_batched_tokens"}  # vLLM's, of one prompt; 0: only the other is
+
 Flag = tuple[str, str | None]  # as typed, and its value
 
 
@@ -52,6 +54,8 @@ def direction(flag: Flag, settings: Mapping[str, Any]) -> tuple[str, str]:
     """The setting that a flag changes, and which way: up, down, or to which word; empty where it is set so already."""
     typed, value = flag
     name = typed.removeprefix("--").replace("-", "_")
+    if name in OTHER_BOUND and not settings.get(name):
+        name = OTHER_BOUND[name]
     if value is None:
         name, wanted = name.removeprefix("no_"), not name.startswith("no_")
         return name, "" if settings.get(name) is wanted else str(wanted)

@@ -50,7 +50,7 @@ class Cure(msgspec.Struct, frozen=True, kw_only=True):
     """What to try: a sentence, and the flag of the server's own program with the value, where a flag does it.
 
     flags: as they are typed, ("--max-num-seqs", "16"). program: what they are given to, another server's if the
-    finding is about one (`words.in_their_words`). elsewhere: by server, what it calls it, or how the cure is made there.
+    finding is about one (`words.in_their_words`). elsewhere: by server, what it calls it, or how it is cured there.
     """
 
     sentence: str

@@ -30,7 +30,7 @@ class MetricNames(NamedTuple):
     request ends but for ttft_s, at the first token, where prompts are counted too. itl_s: one over outputs.
     refused: requests turned away at the door.
     config: the gauge whose labels are the cache's settings.
-    slots, budget, queue_bound, memory, prefixes, metrics: what to set. renamed: flags of ours, and what they are called.
+    slots, budget, queue_bound, memory, prefixes, metrics: what to set. renamed: flags of ours, and their names there.
     """
 
     program: str

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from splittime.diagnose.attribution import COMPUTING, attribution
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules import step_cost
 from splittime.diagnose.rules.evidence import (
     CERTAIN,
@@ -22,7 +22,7 @@ from splittime.diagnose.rules.evidence import (
 )
 from splittime.diagnose.rules.share import Share, counted, of_requests
 from splittime.ledger import derive
-from splittime.ledger.account import ClosedAccount
+from splittime.ledger.account import VLLM_IS_FULL, ClosedAccount
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
@@ -109,7 +109,11 @@ def _cost_of_slots(cost: step_cost.StepCost | None, accounts: Sequence[ClosedAcc
     return f"TPOT rises by up to {after / max(1.0, before) - 1:.0%} when all {wanted} slots are taken (fitted)."
 
 
-FLAGS = {"queued_requests": "--max-queued-requests", "queued_prompt_tokens": "--max-queued-prompt-tokens"}
+FLAGS = {
+    "queued_requests": "--max-queued-requests",
+    "queued_prompt_tokens": "--max-queued-prompt-tokens",
+    VLLM_IS_FULL: "--max-queued-requests",
+}
 MIN_TURNED_AWAY, TURNED_AWAY_SHARE = 3, 0.02  # fewer happen to anybody; no answer is worse than a late one
 TIMES = 16  # by which the bound is raised: a queue costs nothing while it is empty
 ROOM = 0.9  # of what the machine serves at its full batch: beyond, a queue only grows
@@ -169,7 +173,7 @@ def _queue_bound(books: Books, refused: Sequence[ClosedAccount], share: Share) -
         f"{bound or 'its bound'}, while those that were let in waited {ms(median(waits) or 0):.0f} ms (median).",
         evidence=(
             Fact("refused", len(refused), "requests"),
-            Fact(f"max_{code}", bound or "not told"),
+            *((Fact(f"max_{code}", bound or "not told"),) if code != VLLM_IS_FULL else ()),
             Fact("wait in the queue, median and p90", f"{ms(median(waits) or 0)} and {ms(_p90(waits))}", "ms"),
             Fact("arrivals", round(_rate(books), 2), "requests/s"),
         ),
@@ -182,11 +186,24 @@ def _queue_bound(books: Books, refused: Sequence[ClosedAccount], share: Share) -
         cure=Cure(
             sentence="Let more requests wait.",
             flags=(FLAGS[code], str(wanted)),
-            elsewhere={"vllm": "--max-num-queued-reqs", "sglang": "--max-queued-requests"},
+            elsewhere={"vllm": _let_in_by_vllm(books), "sglang": "--max-queued-requests"},
         ),
         cost="Those that would have been refused wait their turn.",
         counter_check="With the longer queue and the same load the wait grows without end: then it is overload.",
         regime="arrivals that come together, at a rate that the server can serve",
+    )
+
+
+MORE_IN_FLIGHT = 4  # times as many as were ever let in
+
+
+def _let_in_by_vllm(books: Books) -> OtherCure:
+    """Its bound counts those that run too, and its books do not say what it is."""
+    most = max((step.num_running + step.num_waiting for step in books.steps), default=0)
+    return OtherCure(
+        sentence="Let more requests wait: --max-num-queued-reqs, which counts those that run too (or "
+        "--max-num-queued-tokens, where that is set: vLLM answers 503 at either).",
+        flags=("--max-num-queued-reqs", str(max(TIMES, MORE_IN_FLIGHT * most))),
     )
 
 

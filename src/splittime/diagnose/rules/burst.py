@@ -7,7 +7,7 @@ from math import sqrt
 import msgspec
 
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.evidence import LIKELY, Span, num_requests, overlap_ns, served, union, worst
 from splittime.diagnose.rules.share import of_requests
 from splittime.ledger.account import ClosedAccount, StageInterval
@@ -129,7 +129,10 @@ def _finding(
         share_interval=interval,
         confidence=LIKELY,
         confidence_from="the instants of arrival, and the spans in which somebody waited",
-        cure=Cure(sentence=_cure_of(sender, num_requests(largest.sent, own))),
+        cure=Cure(
+            sentence=_cure_of(sender, num_requests(largest.sent, own)),
+            elsewhere={"vllm": OtherCure(sentence=_SPREAD.format("--scheduling-policy priority"))},
+        ),
         cost="The sender of the burst has its last answer as late as now; the others no longer wait for it.",
         counter_check="With the same requests spread evenly over the same time the waits stay.",
         regime="a rate that the server can serve, if it comes evenly",
@@ -150,12 +153,15 @@ def _by_whom(accounts: Sequence[ClosedAccount], sent: set[str], sender: str) -> 
     return f" ({by_it} of them by the key {sender!r})"
 
 
+_SPREAD = (
+    "Have whoever sends them at once spread them or keep fewer in flight, limit each client before the server, or let "
+    "the others go first (`priority` in the requests and {})."
+)
+
+
 def _cure_of(sender: str, at_once: int) -> str:
     if not sender:
-        return (
-            "Have whoever sends them at once spread them or keep fewer in flight, limit each client before the "
-            "server, or let the others go first (`priority` in the requests and --policy priority)."
-        )
+        return _SPREAD.format("--policy priority")
     return (
         f"Have the holder of {sender!r} spread its requests or keep fewer in flight, bound what it has open at once "
         f"(max_open_requests in --api-keys-file, below {at_once}), or let the others go first (`priority` in the "

@@ -11,7 +11,7 @@ import msgspec
 from splittime.bench.book.records import Outcome, RunCheck
 from splittime.bench.book.requests import sent_as
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, in_stages, ms, served, times_ns, worst
 from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, ratio
 from splittime.ledger import derive
@@ -137,6 +137,13 @@ def _drags(pair: Pair) -> bool:
     return read_ns > DRAGGED_SPREAD * written_ns and pair.between_ns > MIN_SPREAD_NS
 
 
+_READ_AT_ONCE = OtherCure(
+    sentence="Read each chunk as it comes: no work between reads, no pause in the event loop; where the reader is a "
+    "proxy, let it read ahead. vLLM waits for such clients, and has no setting that drops them.",
+    cost="None for the server.",
+)
+
+
 @rule("accounts", explains=(Stage.CLIENT_WAIT,))
 def slow_client(books: Books) -> Answer:
     """All tokens are ready, and the client does not read them, or takes far longer to read than they took to write."""
@@ -173,6 +180,7 @@ def slow_client(books: Books) -> Answer:
             sentence="Read each chunk as it comes: no work between reads, no pause in the event loop; where the "
             "reader is a proxy, let it read ahead. Such clients are dropped after slow_reader_s.",
             flags=("--slow-reader-s", "5"),
+            elsewhere={"vllm": _READ_AT_ONCE},
         ),
         cost="Clients that are slow for good reasons lose their answer earlier.",
         counter_check="With a client that reads at once the stage stays: then the server's own writing is slow.",

@@ -24,7 +24,7 @@ from splittime.ledger.steps import StepRecord
 SAMPLE_SHARE = 0.2  # of the requests' time: an argmax or a plain draw takes a few hundredths
 
 
-@rule("accounts", "steps", root_of=("overload", "slot_bound"), explains=(Computed.SAMPLE,))
+@rule("accounts", "steps", root_of=("overload", "slot_bound"), explains=(Computed.SAMPLE,), reads=("sample_ns",))
 def sampling_bound(books: Books) -> Answer:
     """Choosing the tokens takes a large part of each step."""
     accounts = served(books.accounts)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules import step_cost
 from splittime.diagnose.rules.evidence import (
     CERTAIN,
@@ -36,7 +36,13 @@ MIN_LONG_PAUSES = 3  # of these, whatever their share is
 _COMPUTING = in_stages(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Stage.PREFILL_STALL, Stage.DECODE_STALL)
 
 
-@rule("accounts", "steps", root_of=("overload", "slot_bound", "engine_loop_late"), explains=(Computed.HOST,))
+@rule(
+    "accounts",
+    "steps",
+    root_of=("overload", "slot_bound", "engine_loop_late"),
+    explains=(Computed.HOST,),
+    reads=("launch_ns", "sample_ns"),
+)
 def host_bound(books: Books) -> Answer:
     """The device waits for Python: planning, launching and committing take a large part of the steps' time."""
     if device_time(books.steps) is not None:
@@ -116,6 +122,8 @@ def gc_pauses(books: Books) -> Answer:
     assert books.facts is not None
     accounts = served(books.accounts)
     pauses = [(process.name, b, b + ns) for process in books.facts.processes for b, ns in process.pauses]
+    if books.engine and not pauses:
+        return Abstention(why=f"cannot tell: {books.facts.engine} does not say when its garbage is collected")
     spans = union((begin_ns, end_ns) for _, begin_ns, end_ns in pauses)
     held = {a.request_id: float(overlap_ns(a.start_ns, a.end_ns, spans)) for a in accounts}
     held = {request_id: ns for request_id, ns in held.items() if ns > 0}

@@ -9,18 +9,20 @@ from typing import NamedTuple
 
 from splittime.diagnose.attribution import Computed
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules import step_cost
 from splittime.diagnose.rules.evidence import LIKELY, median, ms, num_requests, served, setting, slowest_steps, worst
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.steps import StepRecord
 
 STALL_MATTERS_NS = 50_000_000  # a reader takes 20 tokens a second or more for a steady flow
 STALL_TIMES = 4.0  # and it must stand out from the ordinary step
 MIN_STALLED_STEPS = 5  # fewer are a few odd moments, however many requests were held in them
 TARGET_STALL_NS = 40_000_000  # what a smaller budget should leave of the longest stall: below what matters
+TARGET_TIMES = 2.0  # or so many times a step without prompts, where that takes as long by itself
 LEAST_CHUNK = 16  # tokens, the server's own minimum
 
 
@@ -65,7 +67,7 @@ def _interference(books: Books, stalls: Stalls, share: Share) -> Finding:
     worst_ns = derive.percentile(list(stalls.over_ns.values()), 95) or 0
     felt = [step for step in books.steps if step.step_id in stalls.over_ns]
     held = [request_id for request_id, ns in stalls.lost_ns.items() if ns > 0]
-    cure, cost = _smaller_chunks(books, max(step.prefill_tokens for step in felt))
+    cure, cost = _smaller_chunks(books, felt, max(TARGET_STALL_NS, TARGET_TIMES * stalls.quiet_ns))
     return Finding(
         claim=f"{num_requests(served(books.accounts), held)} decoding requests stood still while others' prompts were "
         f"computed: {ms(worst_ns):.0f} ms more (p95) in steps of {ms(stalls.quiet_ns):.1f} ms, {share.value:.0%} of "
@@ -91,14 +93,14 @@ def _interference(books: Books, stalls: Stalls, share: Share) -> Finding:
     )
 
 
-def _smaller_chunks(books: Books, largest: int) -> tuple[Cure, str]:
-    elsewhere = {
-        "vllm": "--enable-chunked-prefill, --max-num-batched-tokens",
+def _smaller_chunks(books: Books, felt: Sequence[StepRecord], target_ns: float) -> tuple[Cure, str]:
+    tokens = max(1, min(_tokens_within(books, target_ns), max(step.prefill_tokens for step in felt) // 2))
+    elsewhere: dict[str, str | OtherCure] = {
+        "vllm": _smaller_by_vllm(books, felt, tokens),
         "sglang": "--chunked-prefill-size",
         "tgi": "--max-batch-prefill-tokens",
         "llama.cpp": "--ubatch-size",
     }
-    tokens = max(1, min(_tokens_within(books, TARGET_STALL_NS), largest // 2))
     if setting(books, "enable_chunked_prefill") is False:
         flags: tuple[str, ...] = ("--enable-chunked-prefill",)
         sentence = f"Cut prompts into chunks, of at most {tokens} tokens beside decoding requests."
@@ -110,7 +112,19 @@ def _smaller_chunks(books: Books, largest: int) -> tuple[Cure, str]:
     return Cure(sentence=sentence, flags=(*flags, "--max-prefill-tokens", str(tokens)), elsewhere=elsewhere), cost
 
 
-def _tokens_within(books: Books, limit_ns: int) -> int:
+def _smaller_by_vllm(books: Books, felt: Sequence[StepRecord], tokens: int) -> OtherCure:
+    """It bounds what a step takes of one prompt, or of everything: the latter where several prompts fill such steps."""
+    of_one = [max(count for _, _, count in step.rows) >= step.prefill_tokens / 2 for step in felt]
+    chunked = ("--enable-chunked-prefill",) if setting(books, "enable_chunked_prefill") is False else ()
+    if sum(of_one) >= len(felt) / 2:
+        sentence = f"Let a step compute at most {tokens} tokens of a long prompt while others run."
+        return OtherCure(sentence=sentence, flags=(*chunked, "--long-prefill-token-threshold", str(tokens)))
+    of_all = max(tokens + int(median(s.decode_tokens for s in felt) or 0), int(setting(books, "max_num_seqs") or 0))
+    sentence = f"Let a step compute at most {of_all} tokens in all, which leaves about {tokens} to prompts."
+    return OtherCure(sentence=sentence, flags=(*chunked, "--max-num-batched-tokens", str(of_all)))
+
+
+def _tokens_within(books: Books, limit_ns: float) -> int:
     """Prompt tokens that a step can compute in so long, beside its decodes."""
     cost = step_cost.fit(books.steps)
     if cost is None or cost.prefill_ns <= 0:

@@ -6,9 +6,11 @@ as one for blocks for as long as somebody's wait for blocks runs beside it.
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from splittime.diagnose.attribution import Computed
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules import step_cost
 from splittime.diagnose.rules.evidence import (
     CERTAIN,
@@ -27,6 +29,7 @@ from splittime.diagnose.rules.evidence import (
     worst,
 )
 from splittime.diagnose.rules.share import of_requests
+from splittime.diagnose.words import RESTART
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Cause, Stage
 
@@ -34,8 +37,7 @@ MIN_GAIN = 1.1  # as for slots: the batch that fits then must serve a tenth more
 THRASH_SHARE = 0.05  # recomputing is pure loss, so half of what other rules ask for is worth telling
 MAX_TIMES = 8  # a cache more than eight times as large is another machine, not a setting
 
-_ELSEWHERE = {
-    "vllm": "--gpu-memory-utilization, --kv-cache-dtype fp8",
+_ELSEWHERE: dict[str, str | OtherCure] = {
     "sglang": "--mem-fraction-static, --kv-cache-dtype fp8_e5m2",
     "tgi": "--max-batch-total-tokens",
     "llama.cpp": "--ctx-size, --cache-type-k q8_0",
@@ -116,7 +118,8 @@ def preemption_thrash(books: Books) -> Answer:
     again_ns = sum(times_ns(accounts, in_stages(Stage.RECOMPUTE)).values())
     victims = {a.request_id: float(a.num_preemptions) for a in accounts if a.num_preemptions}
     fewer = max(1, int(median(step.num_running for step in books.steps if step.victims) or 1))
-    memory = _more_memory(books, 2)
+    memory, theirs = _more_memory(books, 2), _memory_of_vllm(books, 2)
+    or_fewer = f" Or admit fewer at once: --max-num-seqs {fewer}."
     return Finding(
         claim=f"{num_requests(accounts, victims)} requests were preempted {preemptions} times for want of KV blocks; "
         f"waiting to come back and computing again took {share.value:.0%} of all requests' time.",
@@ -133,9 +136,9 @@ def preemption_thrash(books: Books) -> Answer:
         confidence=CERTAIN,
         confidence_from="each preemption is in the records, with its victim",
         cure=Cure(
-            sentence=f"{memory.sentence} Or admit fewer at once: --max-num-seqs {fewer}.",
+            sentence=memory.sentence + or_fewer,
             flags=memory.flags or ("--max-num-seqs", str(fewer)),
-            elsewhere=_ELSEWHERE | {"vllm": "--max-num-seqs, --gpu-memory-utilization"},
+            elsewhere=_ELSEWHERE | {"vllm": replace(theirs, sentence=theirs.sentence + or_fewer)},
         ),
         cost=f"{_cost_of_memory(books, 2)} With fewer slots the wait moves into the queue, where it throws no work "
         "away.",
@@ -158,16 +161,31 @@ def _bytes(books: Books) -> int | None:
 
 
 def _more_memory(books: Books, times: int) -> Cure:
-    now_bytes = _bytes(books)
+    now_bytes, elsewhere = _bytes(books), _ELSEWHERE | {"vllm": _memory_of_vllm(books, times)}
     if now_bytes is None:
         sentence = f"Give the KV cache {times} times the memory (--kv-cache-memory-bytes), or halve what a token takes."
-        return Cure(sentence=sentence, flags=("--kv-cache-dtype", "int8"), elsewhere=_ELSEWHERE)
+        return Cure(sentence=sentence, flags=("--kv-cache-dtype", "int8"), elsewhere=elsewhere)
     size = f"{-(-times * now_bytes // 2**20)}MiB"
     other = "" if setting(books, "kv_cache_dtype") == "int8" else ", or --kv-cache-dtype int8 where memory is short"
     return Cure(
         sentence=f"Give the KV cache {times} times its {now_bytes / 2**20:.1f} MiB{other}.",
         flags=("--kv-cache-memory-bytes", size),
-        elsewhere=_ELSEWHERE,
+        elsewhere=elsewhere,
+    )
+
+
+def _memory_of_vllm(books: Books, times: int) -> OtherCure:
+    """Its books say how many blocks it has, and not what one takes."""
+    blocks, size = setting(books, "num_blocks"), setting(books, "block_size")
+    now = f" its {blocks * size} tokens ({blocks} blocks of {size})" if blocks and size else " what it has"
+    how = (
+        "VLLM_CPU_KVCACHE_SPACE in GiB, which outranks --kv-cache-memory-bytes"
+        if setting(books, "device") == "cpu"
+        else "--gpu-memory-utilization or --kv-cache-memory-bytes, or --kv-cache-dtype fp8 for twice as many tokens"
+    )
+    return OtherCure(
+        sentence=f"Give the KV cache {times} times{now}: {how}; and no --num-gpu-blocks-override, if there is one.",
+        cost=f"Memory, and a longer TPOT in the larger batch. {RESTART}",
     )
 
 

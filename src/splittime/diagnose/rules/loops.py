@@ -16,7 +16,7 @@ from splittime.ledger.stages import Cause
 from splittime.ledger.steps import StepRecord
 
 
-@rule("accounts")
+@rule("accounts", reads=("unseen_ns",))
 def loop_stalls(books: Books) -> Answer:
     """The server's event loop was busy for long at a time, and requests lay in their sockets meanwhile."""
     accounts = sorted(served(books.accounts), key=lambda account: account.start_ns)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from splittime.bench.book.records import Outcome
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.client import (
     MIN_CHUNKS,
     MIN_SPREAD_NS,
@@ -253,6 +253,9 @@ def slow_way(books: Books) -> Answer:
     if not share.is_worth_it:
         return share.unsure()
     is_far = trip_ns >= late_ns / 4
+    if not is_far and books.facts is not None and "unseen_ns" in books.facts.unknown:
+        why = f"first chunks are {ms(late_ns):.0f} ms late, on the way or in the server's socket: its books do not"
+        return Abstention(why=f"{why} know how long a request lay there (unseen_ns)")
     who = "the way itself is long" if is_far else "something on it holds each request up"
     return Finding(
         claim=f"First chunks reach the client {ms(late_ns):.0f} ms (median) later than the server's own account "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from splittime.diagnose.attribution import attribution
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, median, ms, num_requests, served, setting, worst
 from splittime.diagnose.rules.share import Share, counted, of_requests
 from splittime.ledger.account import ClosedAccount
@@ -87,7 +87,7 @@ def _starvation(
             Fact("overtaken for long", num_requests(accounts, starved), "requests"),
             Fact("the longest, from the first that overtook it", ms(longest), "ms"),
             Fact("median prompt of these", median(_prompts(accounts, starved)) or 0, "tokens"),
-            Fact("starvation_bound_ms", now_ms or "not told"),
+            *((Fact("starvation_bound_ms", now_ms),) if now_ms else ()),
         ),
         request_ids=worst(starved),
         share_of_time=share.value,
@@ -99,12 +99,19 @@ def _starvation(
             if flags[0] != "--policy"
             else "Let them go in the order in which they came.",
             flags=flags,
-            elsewhere={"vllm": "--scheduling-policy fcfs", "sglang": "--schedule-policy fcfs"},
+            elsewhere={"vllm": _IN_ORDER_BY_VLLM, "sglang": "--schedule-policy fcfs"},
         ),
         cost="Those whom the policy prefers wait a little longer.",
         counter_check="With the change and the same load TTFT p99 stays.",
         regime="loads near to what the server can serve; with no queue nobody is overtaken",
     )
+
+
+_IN_ORDER_BY_VLLM = OtherCure(
+    sentence="Let them go in the order in which they came, or send what must not wait for ever with a lower `priority` "
+    "(vLLM's lowest goes first, and nobody's rises while it waits).",
+    flags=("--scheduling-policy", FCFS),
+)
 
 
 def overtaken_ns(accounts: Sequence[ClosedAccount]) -> dict[str, float]:

@@ -7,10 +7,10 @@ import msgspec
 
 from splittime.bench.book.records import Outcome
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.admission import has_room, num_turned_away
 from splittime.diagnose.rules.client import sent
-from splittime.diagnose.rules.evidence import LIKELY, POSSIBLE, in_stages, median, ms, time_ns, worst
+from splittime.diagnose.rules.evidence import LIKELY, POSSIBLE, in_stages, median, ms, setting, time_ns, worst
 from splittime.diagnose.rules.share import MIN_SHARE, Share, counted, ratio
 from splittime.ledger.stages import Cause, Stage
 
@@ -96,10 +96,19 @@ def overload(books: Books) -> Answer:
             "waits grow, but all came within the time that one request takes: a burst and an overload look alike so far"
         )
         return Abstention(why=why)
-    return _overload(arrivals, num_refused, trend, share) if grows or is_refusing else None
+    return _overload(arrivals, num_refused, trend, share, _slots(books)) if grows or is_refusing else None
 
 
-def _overload(arrivals: Sequence[Arrival], refused: int, trend: tuple[float, float, float], share: Share) -> Finding:
+def _slots(books: Books) -> int:
+    """How many run at once, as far as is known."""
+    told, seen = setting(books, "max_num_seqs"), max((step.num_running for step in books.steps), default=0)
+    sampled = (sample.running or 0.0 for sample in books.run.samples) if books.run is not None else ()
+    return int(told or seen or max(sampled, default=0.0))
+
+
+def _overload(
+    arrivals: Sequence[Arrival], refused: int, trend: tuple[float, float, float], share: Share, slots: int
+) -> Finding:
     """refused: by count, of which `arrivals` may hold the latest only."""
     z, first_ns, last_ns = trend
     served_ones = [arrival for arrival in arrivals if not arrival.is_refused]
@@ -128,12 +137,25 @@ def _overload(arrivals: Sequence[Arrival], refused: int, trend: tuple[float, flo
             sentence=f"Send at most {0.8 * serves:.2g} requests/s to this server (or add a second one), and refuse "
             "early what cannot be served in time.",
             flags=("--max-queued-requests", str(max(1, int(2 * serves)))),
-            elsewhere={"vllm": "more replicas", "sglang": "--max-queued-requests", "tgi": "--max-concurrent-requests"},
+            elsewhere={
+                "vllm": _refuse_by_vllm(serves, slots),
+                "sglang": "--max-queued-requests",
+                "tgi": "--max-concurrent-requests",
+            },
         ),
         cost="Refused requests get 429 with Retry-After and must come again; a second server costs a second server.",
         counter_check="At eight tenths of the rate served the wait still grows for ten minutes: then the server slows "
         "down by itself.",
         regime="the rate and mix of these requests, at these settings",
+    )
+
+
+def _refuse_by_vllm(serves: float, slots: int) -> OtherCure:
+    return OtherCure(
+        sentence=f"Send at most {0.8 * serves:.2g} requests/s to this server (or add a second one), and refuse early "
+        "what cannot be served in time: --max-num-queued-reqs, which counts those that run too.",
+        flags=("--max-num-queued-reqs", str(max(1, slots + int(2 * serves)))),
+        cost="Refused requests get 503 and must come again; a second server costs a second server.",
     )
 
 

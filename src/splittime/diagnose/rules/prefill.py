@@ -10,7 +10,7 @@ import msgspec
 
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules import step_cost
 from splittime.diagnose.rules.evidence import (
     CERTAIN,
@@ -34,6 +34,7 @@ from splittime.ledger.steps import StepRecord
 MIN_GAIN = 1.2  # what a doubled budget must gain for a prompt; with less the order of prompts matters more
 TIMES = (2, 4, 8, 16)  # by which the budget may grow
 LONGEST_STEP_NS = 40_000_000  # that a larger budget may make of a step: below what is felt between tokens
+LONGEST_TIMES = 2.0  # or so many times a step without prompts, where that takes as long by itself
 
 
 @rule("accounts", "steps", explains=(Cause.TOKEN_BUDGET,))
@@ -87,7 +88,8 @@ def _lost_to_budget(
 
 def _times(cost: step_cost.StepCost, rows: float, largest: int) -> int:
     """By how much the budget may grow before a step is felt between tokens; at least twice."""
-    fitting = [t for t in TIMES if cost.step_ns(rows, t * largest, 0) <= LONGEST_STEP_NS]
+    longest_ns = max(LONGEST_STEP_NS, LONGEST_TIMES * cost.step_ns(rows, 0, 0))
+    fitting = [t for t in TIMES if cost.step_ns(rows, t * largest, 0) <= longest_ns]
     return max(fitting, default=TIMES[0])
 
 
@@ -123,7 +125,7 @@ def _budget_finding(
         cure=Cure(
             sentence="Let a step compute more prompt tokens.",
             flags=_flags(books, times * largest),
-            elsewhere={"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"},
+            elsewhere={"vllm": _more_by_vllm(books, times * largest), "sglang": "--chunked-prefill-size"},
         ),
         cost=f"Requests that decode meanwhile stall for up to {ms(cost.step_ns(rows, times * largest, 0)):.0f} ms.",
         counter_check="With the larger budget and the same load the queue's token_budget time stays.",
@@ -138,6 +140,15 @@ def _flags(books: Books, tokens: int) -> tuple[str, ...]:
     if of_all is None or of_all < 2 * tokens:
         flags += ("--max-num-batched-tokens", str(2 * tokens))
     return flags
+
+
+def _more_by_vllm(books: Books, tokens: int) -> OtherCure:
+    """Its budget is of prompts and decodes together; a bound on each prompt's part may lie below it."""
+    of_one, of_all = setting(books, "long_prefill_token_threshold"), setting(books, "max_num_batched_tokens")
+    flags: tuple[str, ...] = ("--long-prefill-token-threshold", str(tokens)) if of_one and of_one < tokens else ()
+    if of_all is None or of_all < tokens:
+        flags += ("--max-num-batched-tokens", str(tokens))
+    return OtherCure(sentence="Let a step compute more prompt tokens.", flags=flags)
 
 
 LONG_TIMES = 4.0  # a prompt so many times the median one is a long one
@@ -201,6 +212,23 @@ def _prefill_spans(steps: Sequence[StepRecord], wanted: set[str]) -> dict[str, l
     return {request_id: union(found) for request_id, found in spans.items()}
 
 
+PART_OF_STEP = 4  # a long prompt takes a fourth of a step's tokens, so that others' come beside it
+
+
+def _beside_by_vllm(books: Books) -> OtherCure:
+    """It has no policy by length: a long prompt is bounded, and only the clients can say what goes first."""
+    budget = setting(books, "max_num_batched_tokens") or max((s.prefill_tokens for s in books.steps), default=0)
+    tokens = max(MIN_LONG_TOKENS, int(budget) // PART_OF_STEP)
+    chunked = ("--enable-chunked-prefill",) if setting(books, "enable_chunked_prefill") is False else ()
+    return OtherCure(
+        sentence=f"Let a step take at most {tokens} tokens of a long prompt while others wait, so that short ones are "
+        "computed beside it; or send short ones with a lower `priority`, which --scheduling-policy priority heeds.",
+        flags=(*chunked, "--long-prefill-token-threshold", str(tokens)),
+        cost="Long prompts take longer until their first token.",
+        counter_check="With the change and the same load, TTFT p50 of short prompts stays.",
+    )
+
+
 def _blocking_finding(books: Books, blocking: Blocking, share: Share) -> Finding:
     is_chunked = setting(books, "enable_chunked_prefill") is not False
     cure = Cure(
@@ -208,7 +236,7 @@ def _blocking_finding(books: Books, blocking: Blocking, share: Share) -> Finding
         if is_chunked
         else "Cut long prompts into chunks and let short prompts go first.",
         flags=("--policy", "shortest_prefill", *(() if is_chunked else ("--enable-chunked-prefill",))),
-        elsewhere={"vllm": "--scheduling-policy priority", "sglang": "--schedule-policy", "tgi": "a second server"},
+        elsewhere={"vllm": _beside_by_vllm(books), "sglang": "--schedule-policy", "tgi": "a second server"},
     )
     blamed = blocking.blamed
     return Finding(

@@ -116,7 +116,13 @@ SLOWED = (
 )
 
 
-@rule("accounts", "steps", root_of=("cpu_starved", "too_few_threads", *SLOWED), explains=(Computed.STOPPED,))
+@rule(
+    "accounts",
+    "steps",
+    root_of=("cpu_starved", "too_few_threads", *SLOWED),
+    explains=(Computed.STOPPED,),
+    reads=("off_cpu_ns",),
+)
 def engine_stopped(books: Books) -> Answer:
     """The engine was not run for long at a time, and did not ask to be: stopped from outside."""
     if all(step.off_cpu_ns is None for step in books.steps):
@@ -160,7 +166,13 @@ def engine_stopped(books: Books) -> Answer:
     )
 
 
-@rule("accounts", "steps", root_of=("too_few_threads", *SLOWED), explains=(Computed.CPU_WAIT, Computed.STOPPED))
+@rule(
+    "accounts",
+    "steps",
+    root_of=("too_few_threads", *SLOWED),
+    explains=(Computed.CPU_WAIT, Computed.STOPPED),
+    reads=("cpu_wait_ns",),
+)
 def cpu_starved(books: Books) -> Answer:
     """The engine was ready to run and others had the processors: this machine has too few for all that is busy on
     it."""
@@ -239,7 +251,7 @@ def _as_usual(whole: Share, share: Share, ran: Beside | None) -> Abstention | No
 
 @rule(
     "accounts",
-    "facts",
+    "machine",
     root_of=("cpu_starved", "too_few_threads", *SLOWED),
     explains=(Computed.CPU_WAIT, Computed.STOPPED),
 )

@@ -11,9 +11,10 @@ import msgspec
 
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.evidence import LIKELY, in_stages, median, ms, served, setting, time_ns, worst
 from splittime.diagnose.rules.share import Share, of_requests
+from splittime.diagnose.words import RESTART, WORDS
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Stage
 
@@ -108,7 +109,15 @@ _KEEP_PREFIXES = Cure(
     sentence="Keep prefixes longer: a larger KV cache (--kv-cache-memory-bytes; on a card also host memory, "
     "--kv-offload-memory-bytes), the same cache_salt for who may share, and, with several servers, requests of one "
     "prefix to one of them.",
-    elsewhere={"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"},
+    elsewhere={
+        "vllm": OtherCure(
+            sentence=f"Keep prefixes longer: a larger KV cache ({WORDS['vllm'].memory}; on a card also host memory, "
+            "--kv-offloading-size), the same cache_salt for who may share, and, with several servers, requests of one "
+            "prefix to one of them.",
+            cost=f"Memory. {RESTART}",
+        ),
+        "sglang": "--mem-fraction-static",
+    },
 )
 
 

@@ -12,7 +12,7 @@ further on attention takes its own, growing part.
 from collections.abc import Sequence
 
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules import step_cost
 from splittime.diagnose.rules.evidence import (
     CERTAIN,
@@ -85,6 +85,12 @@ def _slow_first_steps(steps: Sequence[StepRecord], until_ns: int) -> list[tuple[
     return [(step, over_ns) for step, over_ns, _ in early[:cold]]
 
 
+_PROBE_VLLM = OtherCure(
+    sentence="Send no traffic before GET /health answers 200 and some requests of the usual lengths have been sent to "
+    "warm it up; leave the first seconds out of a measurement."
+)
+
+
 def _cold(claim: str, ids: tuple[str, ...], share: Share, confidence: float, facts: list[Fact]) -> Finding:
     return Finding(
         claim=claim,
@@ -97,7 +103,7 @@ def _cold(claim: str, ids: tuple[str, ...], share: Share, confidence: float, fac
         cure=Cure(
             sentence="Send no traffic before GET /ready answers 200 (a readiness probe); leave the first seconds out "
             "of a measurement; keep a packed_cache folder for quantised weights, so that the next start is quick.",
-            elsewhere={"vllm": "GET /health", "sglang": "GET /health_generate", "tgi": "GET /health"},
+            elsewhere={"vllm": _PROBE_VLLM, "sglang": "GET /health_generate", "tgi": "GET /health"},
         ),
         cost="The server takes part in the load some seconds later.",
         counter_check="With the probe, the same requests some seconds later are as slow.",

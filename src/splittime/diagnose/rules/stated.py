@@ -2,7 +2,7 @@
 
 from splittime.diagnose.attribution import attribution
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.evidence import CERTAIN, ms, num_requests, served, worst
 from splittime.diagnose.rules.processor import SLOWED
 from splittime.diagnose.rules.share import counted, stated
@@ -37,7 +37,13 @@ def paused(books: Books) -> Answer:
         cure=Cure(
             sentence='Find who pauses it (PATCH /knobs with "paused": true) and have it do so when nothing is in '
             "flight; "
-            'PATCH /knobs with "paused": false ends a pause.'
+            'PATCH /knobs with "paused": false ends a pause.',
+            elsewhere={
+                "vllm": OtherCure(
+                    sentence="Find who pauses it (POST /pause, as training beside it does before it changes weights) "
+                    "and have it do so when nothing is in flight; POST /resume ends a pause."
+                )
+            },
         ),
         cost="None: nothing is computed in a pause.",
         counter_check="Without pauses, at the same load, these requests take as long.",

@@ -13,7 +13,7 @@ MAX_CPU_WAIT = 0.05  # of it: where the one thread must wait for a processor, a 
 MEASURED = "measured"  # how the runner's reason begins where it has tried several numbers itself (`runner.threads`)
 
 
-@rule("accounts", "steps", "facts", root_of=("overload", "slot_bound", "prefill_interference"))
+@rule("accounts", "steps", "machine", root_of=("overload", "slot_bound", "prefill_interference"))
 def too_few_threads(books: Books) -> Answer:
     """Fewer threads than cores were asked for, and steps are long enough that more of them would make them shorter."""
     threads, cores = threads_and_cores(books)
