@@ -134,8 +134,9 @@ def test_nobody_knows_where_the_time_of_a_lost_engine_went():
 
 @pytest.fixture
 def kept():
-    ledger = Ledger()
-    return Joining(ledger), ledger
+    ledgers = {}
+    both = Joining(lambda engine: ledgers.setdefault(engine, Ledger()))
+    return both, ledgers[0]
 
 
 @pytest.mark.parametrize("is_engine_first", [True, False])
@@ -190,4 +191,14 @@ def test_steps_go_to_the_ledger(kept):
     record = StepRecord(step_id=1, begin_ns=1, end_ns=1, rows=(), **zero)
     both.take(Mail(engine=0, steps=[record], lost=3, stopped="why"))
     assert ledger.steps() == [record]
-    assert (both.num_lost, both.stopped) == ({0: 3}, "why")
+    assert (both.engines[0].num_lost, both.engines[0].stopped) == (3, "why")
+
+
+def test_each_engine_has_a_ledger(kept):
+    both, first = kept
+    now_ns = time.monotonic_ns()
+    both.take(Mail(engine=1, ended=[book(ended_ns=now_ns)]))
+    both.add(edges(end_ns=now_ns))
+    both.join()
+    assert first.accounts() == []
+    assert len(both.engines[1].ledger.accounts()) == 1

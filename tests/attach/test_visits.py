@@ -250,6 +250,8 @@ def test_the_page_and_the_ledger_are_there(layer):
     assert json.loads(layer(f"/dashboard/requests/{name}")[2])
     assert json.loads(layer("/ledger/requests/one")[2])["request_id"] == name
     assert layer("/ledger/nothing")[0] == 404
+    assert layer("/ledger/facts", query_string=b"engine=0")[0] == 200
+    assert layer("/ledger/facts", query_string=b"engine=1")[0] == 400
     assert layer("/ledger/facts", method="POST")[0] == 405
 
 

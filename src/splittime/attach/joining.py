@@ -49,17 +49,27 @@ class Edges(NamedTuple):
     error: ErrorInfo | None = None
 
 
-class Joining:
-    """What has come of either book, until the other comes. `add` may be called from any thread."""
+class EngineTold:
+    """What an engine has said of itself, and the ledger of its requests and steps: of several engines each has one."""
 
     def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.facts: ServerFacts | None = None
-        self.stopped = ""
-        self.num_lost: dict[int, int] = {}  # messages, by engine
-        self._ledger = ledger
+        self.stopped = ""  # why its books end
+        self.num_lost = 0  # messages
+        ledger.describe_by(lambda: self.facts)
+
+
+class Joining:
+    """What has come of either book, until the other comes. `add` may be called from any thread. make_ledger: for an
+    engine, by its number."""
+
+    def __init__(self, make_ledger: Callable[[int], Ledger]) -> None:
+        self.engines = {0: EngineTold(make_ledger(0))}
+        self._make_ledger = make_ledger
         self._arrived: deque[Edges] = deque()
         self._edges: dict[str, Edges] = {}
-        self._ended: dict[str, EndedBook] = {}
+        self._ended: dict[str, tuple[EngineTold, EndedBook]] = {}
         self._begun: dict[str, BegunBook] = {}
         self._wanted: dict[str, Callable[[], object]] = {}
 
@@ -70,7 +80,8 @@ class Joining:
 
     def engine_part(self, request_id: str) -> EndedBook | BegunBook | None:
         """What the engine has said of a request so far."""
-        return self._ended.get(request_id) or self._begun.get(request_id)
+        ended = self._ended.get(request_id)
+        return self._begun.get(request_id) if ended is None else ended[1]
 
     def call_when_ended(self, request_id: str, callback: Callable[[], object]) -> None:
         """callback: called on another thread, once, when the engine has said how the request ended."""
@@ -81,20 +92,26 @@ class Joining:
     # ---- on the receiver's thread
 
     def take(self, mail: Mail) -> None:
-        self.facts = mail.facts or self.facts
-        self.stopped = mail.stopped or self.stopped
-        self.num_lost[mail.engine] = mail.lost
+        engine = self._engine(mail.engine)
+        engine.facts = mail.facts or engine.facts
+        engine.stopped = mail.stopped or engine.stopped
+        engine.num_lost = mail.lost
         for begun in mail.begun:
             self._begun[begun.request_id] = begun
         while len(self._begun) > MAX_BEGUN:
             self._begun.pop(next(iter(self._begun)))
         for ended in mail.ended:
-            self._ended[ended.request_id] = ended
+            self._ended[ended.request_id] = engine, ended
             callback = self._wanted.pop(ended.request_id, None)
             if callback is not None:
                 callback()
         for record in mail.steps:
-            self._ledger.add_step(record)
+            engine.ledger.add_step(record)
+
+    def _engine(self, number: int) -> EngineTold:
+        if number not in self.engines:
+            self.engines[number] = EngineTold(self._make_ledger(number))
+        return self.engines[number]
 
     def join(self) -> None:
         """Close every account of which both books are there, or one has waited long enough."""
@@ -103,12 +120,16 @@ class Joining:
             self._edges[edges.request_id] = edges
         late_ns = time.monotonic_ns() - PATIENCE_NS
         for request_id in list(self._edges):
-            book, edges = self._ended.pop(request_id, None), self._edges[request_id]
-            if book is not None or edges.end_ns < late_ns:
-                del self._edges[request_id]
-                self._begun.pop(request_id, None)
-                self._ledger.add_account(joined(edges, book) if book is not None else unexplained(edges))
-        for request_id in [name for name, book in self._ended.items() if book.ended_ns < late_ns - PATIENCE_NS]:
+            found, edges = self._ended.pop(request_id, None), self._edges[request_id]
+            if found is None and edges.end_ns >= late_ns:
+                continue
+            del self._edges[request_id]
+            self._begun.pop(request_id, None)
+            if found is None:
+                self.engines[0].ledger.add_account(unexplained(edges))
+            else:
+                found[0].ledger.add_account(joined(edges, found[1]))
+        for request_id in [name for name, (_, book) in self._ended.items() if book.ended_ns < late_ns - PATIENCE_NS]:
             del self._ended[request_id]  # nobody's: it did not come over HTTP
 
 

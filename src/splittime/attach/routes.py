@@ -1,7 +1,8 @@
 """`/ledger/...` and the page on vLLM's own port, answered by the same functions as on ours.
 
-The page is at `/`, which vLLM leaves free. All of these paths ask for vLLM's key, where it has one (`--api-key`). Where
-it has none they answer to this machine alone: a ledger tells of everybody's requests.
+The page is at `/`, which vLLM leaves free. Of several engines (data parallel) each has books of its own: `?engine=1`
+asks for the second's. All of these paths ask for vLLM's key, where it has one (`--api-key`). Where it has none they
+answer to this machine alone: a ledger tells of everybody's requests.
 """
 
 import os
@@ -9,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -18,7 +20,6 @@ from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import NotFound, RequestError, SplittimeError
 from splittime.ledger.account import Mark
 from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.store import Ledger
 from splittime.server import routes_dashboard, routes_ledger
 from splittime.server.books import KeepsBooks, OpenBook
 from splittime.server.dashboard import files
@@ -34,10 +35,11 @@ Handler = Callable[[KeepsBooks, http.Scope, http.Receive, http.Send], Awaitable[
 
 
 class Books:
-    """What the routes show: `server.books.KeepsBooks` for a vLLM server. state: of its application."""
+    """What the routes show: `server.books.KeepsBooks` for an engine of a vLLM server. state: of its application."""
 
-    def __init__(self, ledger: Ledger, joining: Joining, state: Any) -> None:
-        self.ledger, self.joining = ledger, joining
+    def __init__(self, joining: Joining, state: Any, engine: int = 0) -> None:
+        self.joining, self._engine = joining, joining.engines[engine]
+        self.ledger = self._engine.ledger
         self.visits: set[Visit] = set()
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
         self._started_ns = time.monotonic_ns()
@@ -49,16 +51,15 @@ class Books:
         given = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
         self.keys = tuple(key for key in given if key)
         self.host: str = getattr(args, "host", None) or "0.0.0.0"
-        ledger.describe_by(self.facts)
+        self.ledger.describe_by(self.facts)
 
     def facts(self) -> ServerFacts | None:
-        told = self.joining.facts
+        engine, told = self._engine, self._engine.facts
         if told is None:
             return None
         own = Process(name="server", started_ns=self._started_ns, ready_ns=self._started_ns)
-        stopped = {"books_stopped": self.joining.stopped} if self.joining.stopped else {}
-        lost = sum(self.joining.num_lost.values())
-        settings = told.settings | stopped | ({"lost_messages": lost} if lost else {})
+        troubles = {"books_stopped": engine.stopped, "lost_messages": engine.num_lost}
+        settings = told.settings | {name: value for name, value in troubles.items() if value}
         return msgspec.structs.replace(told, model=self.model_name, settings=settings, processes=(own, *told.processes))
 
     def is_open(self, request_id: str, tenant: Tenant) -> bool:
@@ -66,7 +67,7 @@ class Books:
 
     def stats(self) -> EngineStats:
         """As of the latest step."""
-        step, told = next(iter(self.ledger.steps(1)), None), self.joining.facts
+        step, told = next(iter(self.ledger.steps(1)), None), self._engine.facts
         if step is None:
             return EngineStats(time.monotonic_ns())
         return EngineStats(
@@ -79,7 +80,7 @@ class Books:
         )
 
     def about(self) -> dict[str, Any]:
-        told = self.joining.facts
+        told = self._engine.facts
         return {
             "version": f"{__version__}, attached to {told.engine if told is not None else 'vllm'}",
             "model": self.model_name,
@@ -104,8 +105,8 @@ class Books:
 class Routes:
     """The paths that are answered here."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, books: Books, state: Any) -> None:
+        self._books, self._state = {0: books}, state
         self._is_open_to_all = bool(books.keys)
         names = Names(books.host)
         self._edge = Edge(self._answer, names, ApiKeys(books.keys), pages=files.paths())
@@ -142,11 +143,21 @@ class Routes:
                 handler, scope[http.PATH_REST] = self._folders[folder], path.removeprefix(folder)
             if handler is None:
                 raise NotFound(f"no such path: {path}", hint="splittime's paths here: " + ", ".join(self._exact))
-            await handler(self._books, scope, receive, send)
+            await handler(self._books_of(scope), scope, receive, send)
         except SplittimeError as error:
             await http.respond_error(send, error)
         except http.Disconnected:
             pass
+
+    def _books_of(self, scope: http.Scope) -> Books:
+        """Returns those of the engine that is asked for, and takes the number out of the query."""
+        asked = http.query(scope)
+        number = asked.pop("engine", "0")
+        scope["query_string"] = urlencode(asked).encode("latin-1")
+        known = self._books[0].joining.engines
+        if not number.isdecimal() or int(number) not in known:
+            raise RequestError("no such engine", param="engine", value=number[:64], limit=sorted(known))
+        return self._books.setdefault(int(number), Books(self._books[0].joining, self._state, int(number)))
 
     def _check(self, scope: http.Scope) -> None:
         if scope["method"] not in ("GET", "HEAD"):

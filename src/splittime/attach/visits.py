@@ -77,18 +77,20 @@ class WithBooks:
         if client is None:
             return
         index = getattr(client.engine_core, "client_index", 0)
-        ledger = Ledger(_file_of(index))
-        joining = Joining(ledger)
-        self._books = Books(ledger, joining, state)
-        self._routes = Routes(self._books)
+        joining = Joining(lambda engine: Ledger(_file_of(index, engine)))
+        self._books = Books(joining, state)
+        self._routes = Routes(self._books, state)
         watch(client)
         mail.Receiver(index, joining.take, joining.join)
 
 
-def _file_of(client: int) -> str | None:
-    """Returns the ledger's file for this API process; the first has the name that was given."""
+def _file_of(client: int, engine: int) -> str | None:
+    """Returns the ledger's file of this API process for an engine. The first of the first has the name that was given;
+    `.1` is the second process's, `.engine1` the second engine's."""
     path = mail.ledger_file()
-    return f"{path}.{client}" if path and client else path
+    if path is None:
+        return None
+    return path + (f".{client}" if client else "") + (f".engine{engine}" if engine else "")
 
 
 def watch(client: Any) -> None:
