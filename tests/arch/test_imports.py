@@ -27,7 +27,7 @@ MAY = {
     "web": {"core"},
     "wire": {"core", "present"},
     "server": LOGIC | {"text", "drive", "api", "web", "diagnose", "simulate", "present"},
-    "attach": {"core", "ledger", "web", "server"},
+    "attach": {"core", "ledger", "scheduler", "drive", "simulate", "web", "server"},
     "gateway": {"core", "ledger", "api", "web", "wire"},
     "bench": {"core", "ledger", "stats", "present", "wire"},
     "diagnose": {"core", "ledger", "stats", "present", "bench", "simulate"},

@@ -64,6 +64,10 @@ def simulate(
     num_blocks: Annotated[
         int | None, typer.Option("--num-blocks", metavar="N", min=1, help="Blocks of the KV cache.")
     ] = None,
+    long_prefill_token_threshold: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Tokens of a long prompt in a step, of vLLM's ledgers alone."),
+    ] = None,
     speed: Annotated[
         float, typer.Option("--speed", metavar="X", min=0.01, max=100, help="Requests come X times as fast.")
     ] = 1.0,
@@ -84,7 +88,8 @@ def simulate(
     from splittime.simulate.recorded import is_ledger, read_ledger, require_new
 
     load = load_of(settings)
-    given = {name: value for name, value in {**settings, "num_blocks": num_blocks}.items() if value is not None}
+    own = {"num_blocks": num_blocks, "long_prefill_token_threshold": long_prefill_token_threshold}
+    given = {name: value for name, value in {**settings, **own}.items() if value is not None}
     change = Change(given, speed)
     _require_possible(change, load, is_check=check, is_kept=out is not None)
     if out is not None:
@@ -126,10 +131,12 @@ def _require_possible(change: Change, load: dict[str, Any], is_check: bool, is_k
 
 
 def _of_ledger(recorded: "Recorded", load: dict[str, Any]) -> "ServedLoad":
+    from splittime.attach.simulators import simulator_of
     from splittime.plan.load import requests_for
     from splittime.simulate.what_if import recorded_load
 
-    return recorded_load(recorded, functools.partial(requests_for, load) if load else None)
+    others = functools.partial(requests_for, load) if load else None
+    return recorded_load(recorded, others, simulator_of(recorded.facts).to_replica)
 
 
 def _of_replica(path: Path | None, url: str | None, load: dict[str, Any]) -> "ServedLoad":
@@ -148,9 +155,9 @@ def _of_replica(path: Path | None, url: str | None, load: dict[str, Any]) -> "Se
 
 
 def _check(recorded: "Recorded", as_json: bool) -> int:
-    from splittime.simulate.replay import replay
+    from splittime.attach.simulators import simulator_of
 
-    divergence = replay(recorded)
+    divergence = simulator_of(recorded.facts).replay(recorded)
     if as_json:
         told = {"steps": len(recorded.steps), "divergence": None if divergence is None else divergence._asdict()}
         sys.stdout.buffer.write(orjson.dumps(told) + b"\n")

@@ -1,0 +1,55 @@
+"""Whose scheduler decides when a ledger is run again: the one of the engine that wrote it.
+
+    simulator = simulator_of(recorded.facts)
+    simulator.replay(recorded)
+    predict(recorded, change, to_replica=simulator.to_replica)
+
+Of vLLM's own scheduler there is none outside its environment; the ledger is then refused, with what to do.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+from splittime.attach.versions import is_tested, vllm_version
+from splittime.core.errors import ConfigError
+from splittime.ledger.facts import ServerFacts
+from splittime.simulate.recorded import Recorded
+from splittime.simulate.replay import Divergence
+from splittime.simulate.what_if import ReplicaOf
+
+
+class Simulator(NamedTuple):
+    """to_replica: of a ledger, to simulate changes. replay: of a ledger, its first decision that differs."""
+
+    to_replica: ReplicaOf
+    replay: Callable[[Recorded], Divergence | None]
+
+
+def simulator_of(facts: ServerFacts) -> Simulator:
+    """Raises ConfigError for an engine that is neither ours nor vLLM's, and where its vLLM is not installed."""
+    if not facts.engine:
+        from splittime.simulate.replay import replay
+        from splittime.simulate.replica import replica_of
+
+        return Simulator(replica_of, replay)
+    _require_here(facts.engine)
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # or it writes to stdout, which is for the answer
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    from splittime.attach import vllm_replay, vllm_replica
+
+    return Simulator(vllm_replica.replica_of, vllm_replay.replay)
+
+
+def _require_here(engine: str) -> None:
+    name, _, wanted = engine.removesuffix(" (untested)").partition(" ")
+    if name != "vllm":
+        raise ConfigError(f"no scheduler of {engine} is known", param="ledger", value=engine)
+    found, hint = vllm_version(), "Run this command in that vLLM's environment: PATH-OF-IT/bin/splittime simulate ..."
+    if found is None:
+        words = f"the ledger is of {engine}, whose own scheduler is needed and is not in this environment"
+        raise ConfigError(words, param="ledger", value=engine, hint=hint)
+    if found.partition("+")[0] != wanted.partition("+")[0] or not is_tested(found):
+        words = f"the ledger is of {engine}; vLLM here is {found}, and another release may decide otherwise"
+        raise ConfigError(words, param="ledger", value=engine, hint=hint)

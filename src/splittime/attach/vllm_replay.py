@@ -1,0 +1,168 @@
+"""A recorded run of vLLM again, with the step times of its ledger: does its scheduler decide what it decided then?
+
+    divergence = replay(recorded)        None: the same decisions in every step
+
+What has to be known of each step but its times, and where the ledger has it:
+
+    who had been taken in when it was planned    in the order of receipt, as many as ran, waited or had ended by then
+    who was ended from outside, and when         `freed_ns`: before a plan, or before the result of a step that ran
+    who ended by itself                          `freed_ns` is the instant of the result of a step in which it was
+
+In an order by priority, those of one priority go by when the API process had read them: vLLM's own stamp is not in the
+ledger. A request that waited for its grammar cannot be replayed: nobody knows when that was there.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.request import RequestStatus
+
+from splittime.attach.engine_books import Planned
+from splittime.attach.settings import VllmSettings, settings_of
+from splittime.attach.vllm_offline import offline_request, offline_scheduler, sampled
+from splittime.core.clock import VirtualClock
+from splittime.core.errors import ConfigError
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.stages import Cause, Stage
+from splittime.ledger.steps import StepRecord
+from splittime.simulate.costed import Answers
+from splittime.simulate.recorded import Recorded
+from splittime.simulate.replay import Divergence, first_divergence, require_whole
+from splittime.simulate.retaken import UnknownStep, time_of
+from splittime.simulate.shape import StepTime
+from splittime.simulate.trace import TracedRequest, traced_requests
+
+MOST_EMPTY = 3  # plans without rows before a step
+
+
+def replay(recorded: Recorded) -> Divergence | None:
+    """Returns the first divergence, None if there is none. Raises ConfigError for what cannot be replayed."""
+    settings = settings_of(recorded.facts)
+    require_whole(recorded)
+    _require_known_waits(recorded.accounts)
+    course = VllmCourse(traced_requests(recorded.accounts, settings.max_model_len), recorded.steps)
+    again = VllmAgain(settings, course)
+    replayed: list[StepRecord] = []
+    try:
+        for record in recorded.steps:
+            replayed.append(again.take(record))
+    except UnknownStep as unknown:
+        return first_divergence(recorded.steps, replayed, unknown.rows)
+    return first_divergence(recorded.steps, replayed, None)
+
+
+def _require_known_waits(accounts: Iterable[ClosedAccount]) -> None:
+    for account in accounts:
+        if any(each.cause in (Cause.GRAMMAR, Cause.KV_TRANSFER) for each in account.intervals):
+            words = f"request {account.request_id} waited for a grammar or a transfer; nobody knows when it was there"
+            raise ConfigError(words, param="ledger", hint="Replay a run without such requests.")
+
+
+def ready_ns(record: StepRecord) -> int:
+    """Returns when the step's result was there: who ends with it ends then."""
+    return record.end_ns - record.commit_ns
+
+
+class VllmCourse:
+    """Who was asked when, and who was ended from outside when."""
+
+    def __init__(self, requests: Sequence[TracedRequest], records: Sequence[StepRecord]) -> None:
+        last = {row[0]: (record, row) for record in records for row in record.rows}
+        self.requests: list[TracedRequest] = []
+        self._ends: list[int] = []
+        self._aborts: list[tuple[int, str]] = []
+        for traced in requests:
+            name, freed_ns = traced.request.request_id, _freed_ns(traced.account)
+            self._ends.append(freed_ns)
+            if name in last and freed_ns == ready_ns(last[name][0]):
+                self.requests.append(_ended_by_itself(traced, last[name][1]))
+            else:
+                self.requests.append(_ended_from_outside(traced))
+                self._aborts.append((freed_ns, name))
+        self._ends.sort()
+        self._aborts.sort(reverse=True)
+
+    def num_taken(self, record: StepRecord) -> int:
+        """Returns how many requests had been taken in when the step was planned."""
+        return record.num_running + record.num_waiting + bisect_right(self._ends, record.begin_ns)
+
+    def aborts_until(self, at_ns: int) -> Iterator[str]:
+        """Yields who is ended from outside by then, once."""
+        while self._aborts and self._aborts[-1][0] <= at_ns:
+            yield self._aborts.pop()[1]
+
+
+def _freed_ns(account: ClosedAccount) -> int:
+    """Returns when the engine was done with it. A simulated one that met its stop string was over for both at once."""
+    if account.freed_ns is not None:
+        return account.freed_ns
+    return next((each.begin_ns for each in account.intervals if each.stage is Stage.DELIVER), account.end_ns)
+
+
+def _ended_by_itself(traced: TracedRequest, last_row: tuple[str, int, int]) -> TracedRequest:
+    """Returns the request as one whose last token is that of this row."""
+    _, start, count = last_row
+    return _with_most(traced, max(1, start + count + 1 - len(traced.request.prompt_token_ids)))
+
+
+def _ended_from_outside(traced: TracedRequest) -> TracedRequest:
+    return _with_most(traced, traced.account.max_tokens or traced.account.output_tokens + 1)
+
+
+def _with_most(traced: TracedRequest, max_tokens: int) -> TracedRequest:
+    request = traced.request
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
+    return traced._replace(request=msgspec.structs.replace(request, sampling=sampling))
+
+
+class VllmAgain:
+    """The engine, step by step."""
+
+    def __init__(self, settings: VllmSettings, course: VllmCourse) -> None:
+        self._settings, self._course = settings, course
+        self._clock, self._answers = VirtualClock(), Answers()
+        self._scheduler = offline_scheduler(settings, self._clock, self._time_of)
+        self._record: StepRecord | None = None
+        self._num_taken = 0
+        for traced in course.requests:
+            self._answers.learn(traced.request.request_id, len(traced.request.prompt_token_ids), traced.answer)
+
+    def take(self, record: StepRecord) -> StepRecord:
+        """Returns the record of the next step, which is to be this one's. Raises UnknownStep for one of other rows."""
+        self._record = record
+        self._clock.advance_to(record.begin_ns)
+        self._submit_until(self._course.num_taken(record))
+        self._end(self._course.aborts_until(record.begin_ns))
+        plan = self._plan()
+        self._clock.advance_to(ready_ns(record))
+        self._end(self._course.aborts_until(ready_ns(record)))
+        self._scheduler.update_from_output(plan, sampled(self._scheduler, plan, self._answers))
+        _, again = self._scheduler.told.take()
+        assert again is not None
+        return again
+
+    def _submit_until(self, num_taken: int) -> None:
+        for traced in self._course.requests[self._num_taken : num_taken]:
+            self._scheduler.add_request(offline_request(traced, self._settings))
+        self._num_taken = max(self._num_taken, num_taken)
+
+    def _end(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+
+    def _plan(self) -> object:
+        """vLLM plans again at once where a plan has no rows: its only request has made room for itself."""
+        for _ in range(MOST_EMPTY):
+            plan = self._scheduler.schedule()
+            if plan.num_scheduled_tokens:
+                return plan
+            self._scheduler.update_from_output(plan, EMPTY_MODEL_RUNNER_OUTPUT)
+        raise UnknownStep(())
+
+    def _time_of(self, plan: Planned, now_ns: int) -> StepTime:
+        assert self._record is not None
+        if plan.rows != self._record.rows:
+            raise UnknownStep(plan.rows)
+        return time_of(self._record)
