@@ -141,6 +141,7 @@ def findings_page() -> str:
         "run": "a run of `splittime bench`",
         "reported": "a run, or a look at a live server, of another kind",
         "facts": "the server's facts",
+        "machine": "the machine's threads and cores",
         "parts": "prompts of 64 tokens or more",
         "floor": "the machine's ceilings",
     }

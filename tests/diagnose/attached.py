@@ -1,4 +1,4 @@
-"""A ward's books as they would be had vLLM's scheduler decided so: kept inside it, with what nobody can measure there."""
+"""A ward's books as if vLLM's scheduler had decided so: kept inside it, without what nobody can measure there."""
 
 from typing import Any
 

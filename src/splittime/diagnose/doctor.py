@@ -124,9 +124,9 @@ def diagnose(books: Books) -> Diagnosis:
         why = f"{residual:.0%} of the requests' time is explained by neither book: first find out where that goes"
         unable = [Abstention(name=rule.name, why=why) for rule in rest]
     findings, abstentions = findings + more, abstentions + unable
-    findings = _in_words_of_the_server(books, findings)
     left = None if withheld or _lacks(books, "accounts") else unexplained(books, findings, abstentions)
-    ordered = in_order(findings if left is None else [*findings, left], roots(), of_time())
+    told = _in_words_of_the_server(books, findings if left is None else [*findings, left])
+    ordered = in_order(told, roots(), of_time())
     return Diagnosis(
         findings=one_direction(ordered, books.facts.settings if books.facts is not None else {}),
         spent=spent(books, ordered),

@@ -56,7 +56,7 @@ class Cure(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
     flags: tuple[str, ...] = ()
     program: str = OUR_PROGRAM
-    elsewhere: dict[str, str | OtherCure] = {}
+    elsewhere: Mapping[str, str | OtherCure] = {}
 
     @property
     def command(self) -> str | None:

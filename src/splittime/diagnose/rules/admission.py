@@ -72,13 +72,26 @@ def slot_bound(books: Books) -> Answer:
         cure=Cure(
             sentence="Let more requests run at once.",
             flags=("--max-num-seqs", str(wanted)),
-            elsewhere={"vllm": "--max-num-seqs", "sglang": "--max-running-requests", "llama.cpp": "--parallel"},
+            elsewhere={
+                "vllm": _more_slots_by_vllm(books, wanted),
+                "sglang": "--max-running-requests",
+                "llama.cpp": "--parallel",
+            },
         ),
         cost=_cost_of_slots(cost, accounts, slots, wanted),
         counter_check=f"With --max-num-seqs {wanted} and the same load the queue's batch_slots time stays, or TTFT "
         "p99 does not fall.",
         regime=f"batches of up to {slots}; a machine that is saturated at this batch gains nothing from more",
     )
+
+
+def _more_slots_by_vllm(books: Books, wanted: int) -> OtherCure:
+    """--max-num-active-seqs, where it is set, bounds what runs below --max-num-seqs."""
+    active, slots = setting(books, "max_num_active_seqs"), setting(books, "max_num_seqs")
+    flags: tuple[str, ...] = ("--max-num-active-seqs", str(wanted)) if active else ()
+    if not active or (slots or 0) < wanted:
+        flags += ("--max-num-seqs", str(wanted))
+    return OtherCure(sentence="Let more requests run at once.", flags=flags)
 
 
 def _choices(accounts: Sequence[ClosedAccount]) -> str:
@@ -198,7 +211,7 @@ MORE_IN_FLIGHT = 4  # times as many as were ever let in
 
 
 def _let_in_by_vllm(books: Books) -> OtherCure:
-    """Its bound counts those that run too, and its books do not say what it is."""
+    """vLLM's bound counts those that run too, and its books do not say what it is."""
     most = max((step.num_running + step.num_waiting for step in books.steps), default=0)
     return OtherCure(
         sentence="Let more requests wait: --max-num-queued-reqs, which counts those that run too (or "

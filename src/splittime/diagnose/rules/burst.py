@@ -65,7 +65,7 @@ def bursts(accounts: Sequence[ClosedAccount]) -> list[Burst]:
     run_ns = max(a.end_ns for a in accounts) - min(a.start_ns for a in accounts)
     found = [Burst(_densest(accounts, span), span) for span in spans]
     found = [one for one in found if len(one.sent) >= MIN_AT_ONCE]
-    others = len(accounts) - sum(len(one.sent) for one in found)
+    others = len(accounts) - len({account.request_id for one in found for account in one.sent})
     usual = others * AT_ONCE_NS / max(1, run_ns)
     return [one for one in found if len(one.sent) > usual + SIGMAS * sqrt(usual)]
 

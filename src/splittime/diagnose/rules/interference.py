@@ -113,7 +113,7 @@ def _smaller_chunks(books: Books, felt: Sequence[StepRecord], target_ns: float) 
 
 
 def _smaller_by_vllm(books: Books, felt: Sequence[StepRecord], tokens: int) -> OtherCure:
-    """It bounds what a step takes of one prompt, or of everything: the latter where several prompts fill such steps."""
+    """vLLM bounds what a step takes of one prompt, or of all: the latter where several prompts fill such steps."""
     of_one = [max(count for _, _, count in step.rows) >= step.prefill_tokens / 2 for step in felt]
     chunked = ("--enable-chunked-prefill",) if setting(books, "enable_chunked_prefill") is False else ()
     if sum(of_one) >= len(felt) / 2:

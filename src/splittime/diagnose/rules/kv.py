@@ -175,7 +175,7 @@ def _more_memory(books: Books, times: int) -> Cure:
 
 
 def _memory_of_vllm(books: Books, times: int) -> OtherCure:
-    """Its books say how many blocks it has, and not what one takes."""
+    """vLLM's books say how many blocks it has, and not what one takes."""
     blocks, size = setting(books, "num_blocks"), setting(books, "block_size")
     now = f" its {blocks * size} tokens ({blocks} blocks of {size})" if blocks and size else " what it has"
     how = (

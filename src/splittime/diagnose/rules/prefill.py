@@ -39,8 +39,8 @@ LONGEST_TIMES = 2.0  # or so many times a step without prompts, where that takes
 
 @rule("accounts", "steps", explains=(Cause.TOKEN_BUDGET,))
 def token_budget_bound(books: Books) -> Answer:
-    """Prompts wait for the step's token budget, or are computed in small pieces, though a larger one would be "
-    "faster."""
+    """Prompts wait for the step's token budget, or are computed in small pieces, though a larger one would be
+    faster."""
     accounts = served(books.accounts)
     largest = max((step.prefill_tokens for step in books.steps), default=0)
     cost = step_cost.fit(books.steps)
@@ -143,7 +143,7 @@ def _flags(books: Books, tokens: int) -> tuple[str, ...]:
 
 
 def _more_by_vllm(books: Books, tokens: int) -> OtherCure:
-    """Its budget is of prompts and decodes together; a bound on each prompt's part may lie below it."""
+    """vLLM's budget is of prompts and decodes together; a bound on each prompt's part may lie below it."""
     of_one, of_all = setting(books, "long_prefill_token_threshold"), setting(books, "max_num_batched_tokens")
     flags: tuple[str, ...] = ("--long-prefill-token-threshold", str(tokens)) if of_one and of_one < tokens else ()
     if of_all is None or of_all < tokens:
@@ -216,7 +216,7 @@ PART_OF_STEP = 4  # a long prompt takes a fourth of a step's tokens, so that oth
 
 
 def _beside_by_vllm(books: Books) -> OtherCure:
-    """It has no policy by length: a long prompt is bounded, and only the clients can say what goes first."""
+    """vLLM has no policy by length: a long prompt is bounded, and only clients can say what goes first."""
     budget = setting(books, "max_num_batched_tokens") or max((s.prefill_tokens for s in books.steps), default=0)
     tokens = max(MIN_LONG_TOKENS, int(budget) // PART_OF_STEP)
     chunked = ("--enable-chunked-prefill",) if setting(books, "enable_chunked_prefill") is False else ()
