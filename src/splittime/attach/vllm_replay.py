@@ -144,9 +144,12 @@ class VllmAgain:
         return again
 
     def _submit_until(self, num_taken: int) -> None:
+        """Takes in so many of all, as far as they have come."""
         for traced in self._course.requests[self._num_taken : num_taken]:
+            if traced.received_ns > self._clock.now_ns():
+                break
             self._scheduler.add_request(offline_request(traced, self._settings))
-        self._num_taken = max(self._num_taken, num_taken)
+            self._num_taken += 1
 
     def _end(self, names: Iterable[str]) -> None:
         for name in names:

@@ -1,0 +1,74 @@
+"""Whose scheduler runs a ledger again, where vLLM is and where it is not."""
+
+import pytest
+
+from splittime.attach import simulators
+from splittime.attach.settings import settings_of
+from splittime.core.errors import ConfigError
+from splittime.ledger.facts import ServerFacts
+from splittime.simulate import replay, replica
+
+TOLD = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 20, "block_size": 16, "max_model_len": 256}
+
+
+def facts(engine: str = "vllm 0.32.0", **more: object) -> ServerFacts:
+    return ServerFacts(version="", model="", max_model_len=256, engine=engine, settings=TOLD | more)
+
+
+def test_a_ledger_of_ours_is_run_by_ours() -> None:
+    assert simulators.simulator_of(facts("")) == (replica.replica_of, replay.replay)
+
+
+def test_without_vllm_its_ledger_is_refused_with_where_to_run_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulators, "vllm_version", lambda: None)
+    with pytest.raises(ConfigError, match="is not in this environment") as refused:
+        simulators.simulator_of(facts())
+    assert "that vLLM's environment" in str(refused.value.info.hint)
+
+
+@pytest.mark.parametrize(("found", "engine"), [("0.32.1", "vllm 0.32.0"), ("0.24.0", "vllm 0.24.0 (untested)")])
+def test_another_release_than_the_recorded_or_a_tested_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, found: str, engine: str
+) -> None:
+    monkeypatch.setattr(simulators, "vllm_version", lambda: found)
+    with pytest.raises(ConfigError, match=f"vLLM here is {found}"):
+        simulators.simulator_of(facts(engine))
+
+
+def test_an_engine_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no scheduler of sglang"):
+        simulators.simulator_of(facts("sglang 0.5"))
+
+
+def test_our_replica_is_of_no_other_engine() -> None:
+    from splittime.simulate.recorded import Recorded
+
+    with pytest.raises(ConfigError, match="whose scheduler is not ours"):
+        replica.replica_of(Recorded([], [], facts()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("async_scheduling", True),
+        ("num_speculative_tokens", 3),
+        ("kv_connector", True),
+        ("kv_cache_groups", ["FullAttentionSpec", "MambaSpec"]),
+        ("pipeline_parallel_size", 2),
+        ("data_parallel_size", 2),
+    ],
+)
+def test_an_engine_that_one_scheduler_does_not_explain_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"whose {name} is"):
+        settings_of(facts(**{name: value}))
+
+
+def test_settings_are_those_that_the_ledger_tells() -> None:
+    told = settings_of(facts(watermark=0.1, policy="priority", async_scheduling=False, device="cpu"))
+    assert (told.num_blocks, told.watermark, told.policy) == (20, 0.1, "priority")
+
+
+def test_facts_without_blocks_are_refused() -> None:
+    told = {name: value for name, value in TOLD.items() if name != "num_blocks"}
+    with pytest.raises(ConfigError, match="num_blocks"):
+        settings_of(ServerFacts(version="", model="", max_model_len=256, engine="vllm 0.32.0", settings=told))
