@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
-from splittime.attach.command import RUN_VLLM
+from splittime.attach.command import VLLM_COMMAND
 
 
 def free_port() -> int:
@@ -39,7 +39,7 @@ def served_vllm(
     python = f"{environment}/bin/python"
     kept = [] if ledger_file is None else ["--ledger-file", ledger_file]
     attached = [python, "-m", "splittime.cli.main", "attach", "vllm", *kept, "--"]
-    command = attached if with_books else [python, "-c", RUN_VLLM]
+    command = attached if with_books else [python, "-m", VLLM_COMMAND]
     model, *flags = arguments
     with _serving([*command, "serve", model, "--host", "127.0.0.1", "--port"], flags, "/health", timeout_s) as url:
         yield url

