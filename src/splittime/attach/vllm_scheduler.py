@@ -292,14 +292,13 @@ class Bookkeeping:
         return Cause.TOKEN_BUDGET  # a prompt that must go whole and does not fit, or drafts that take its place
 
     def _stalled(self, counts: dict[str, int]) -> list[tuple[str, Cause | None]]:
-        """Who runs without a row in this plan."""
-        return [(each.request_id, self._why_no_row(each)) for each in self.running if each.request_id not in counts]
+        """Who runs without a row in this plan, and has none in a step that runs."""
+        idle = [each for each in self.running if each.request_id not in counts and not _is_in_flight(each)]
+        return [(each.request_id, self._why_no_row(each)) for each in idle]
 
     def _why_no_row(self, request: Request) -> Cause | None:
         if self._pause_state == PauseState.PAUSED_ALL:
             return Cause.PAUSED
-        if request.num_output_placeholders or getattr(request, "num_in_flight_tokens", 0):
-            return Cause.STEP_IN_FLIGHT
         if self._st_lacking is not None:
             return Cause.KV_BLOCKS
         return Cause.ENCODER_BUDGET if request.has_encoder_inputs else Cause.TOKEN_BUDGET
@@ -341,3 +340,8 @@ class Bookkeeping:
         ended = self._st_books.end(request_id, reason, at_ns)
         if ended is not None:
             self._st_mail.book(book.asked.client, ended)
+
+
+def _is_in_flight(request: Request) -> bool:
+    """Returns whether a step that runs computes some of its tokens (where steps are planned ahead)."""
+    return bool(request.num_output_placeholders or getattr(request, "num_in_flight_tokens", 0))
