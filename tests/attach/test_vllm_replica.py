@@ -13,8 +13,9 @@ pytest.importorskip("vllm")
 
 from splittime.attach.settings import VllmSettings, changed
 from splittime.attach.simulators import simulator_of
+from splittime.attach.vllm_engine import VllmEngine, by_plan
 from splittime.attach.vllm_replay import ready_ns, replay
-from splittime.attach.vllm_replica import VllmEngine, VllmReplica, by_plan
+from splittime.attach.vllm_replica import VllmReplica
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts

@@ -7,8 +7,6 @@
 Of vLLM's own scheduler there is none outside its environment; the ledger is then refused, with what to do.
 """
 
-import logging
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,11 +33,18 @@ def simulator_of(facts: ServerFacts) -> Simulator:
 
         return Simulator(replica_of, replay)
     _require_here(facts.engine)
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # or it writes to stdout, which is for the answer
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    from splittime.attach import vllm_replay, vllm_replica
+    from splittime.attach.vllm_replica import replica_of as to_vllm_replica
 
-    return Simulator(vllm_replica.replica_of, vllm_replay.replay)
+    return Simulator(to_vllm_replica, _replay_vllm)
+
+
+def _replay_vllm(recorded: Recorded) -> Divergence | None:
+    from splittime.attach.vllm_replica import keep_vllm_quiet
+
+    keep_vllm_quiet()
+    from splittime.attach.vllm_replay import replay  # vLLM: seconds
+
+    return replay(recorded)
 
 
 def _require_here(engine: str) -> None:

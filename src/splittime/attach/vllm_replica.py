@@ -3,39 +3,22 @@
     replica = replica_of(recorded)                                        from the ledger of an attached vLLM
     replica.run_each(requests, Change({"max_num_seqs": 32}), seed, on_account, on_step)
 
-Around the scheduler is vLLM's loop: what has come is taken in, a step is planned and runs, and aborts that came
-meanwhile are heeded before its result. Around that is the server of `simulate.run`, as around our own engine.
+The value needs no vLLM; a run does (`vllm_engine`). Around the engine is the server of `simulate.run`, as around ours.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import logging
+import os
+from collections.abc import Sequence
 
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-from vllm.v1.request import RequestStatus
-
-from splittime.attach.engine_books import EndedBook, Planned
 from splittime.attach.settings import VllmSettings, changed, settings_of
-from splittime.attach.vllm_offline import TimeOf, offline_request, offline_scheduler, sampled
 from splittime.core.clock import VirtualClock
-from splittime.core.engine_stats import EngineStats
-from splittime.core.errors import ConfigError
-from splittime.core.request import FinishReason
-from splittime.drive.messages import Abort, FromEngine, StepOutput, Submit, ToEngine
-from splittime.ledger.account import Mark
-from splittime.ledger.stages import Stage
 from splittime.scheduler.admission import QueueLimits
-from splittime.scheduler.events import RequestOutput
 from splittime.simulate.change import Change
-from splittime.simulate.costed import Answers, StepCosts
-from splittime.simulate.door import Door
+from splittime.simulate.costed import Answers
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replica import UNBOUNDED, AnyReplica, ModelCosts, measured
 from splittime.simulate.run import OnAccount, OnStep, serve_each
-from splittime.simulate.shape import StepShape
 from splittime.simulate.trace import TracedRequest, at_speed
-
-EMPTY_NS = 1_000_000  # for which vLLM's loop sleeps after a plan without rows
-MOST_EMPTY = 3  # plans without rows behind each other, of which the first may preempt
 
 
 class VllmReplica(AnyReplica, frozen=True, kw_only=True):
@@ -43,10 +26,16 @@ class VllmReplica(AnyReplica, frozen=True, kw_only=True):
 
     config: VllmSettings
 
+    def require(self, change: Change) -> None:
+        changed(self.config, change)
+
     def run_each(
         self, requests: Sequence[TracedRequest], change: Change, seed: int, on_account: OnAccount, on_step: OnStep
     ) -> None:
         settings = changed(self.config, change)
+        keep_vllm_quiet()
+        from splittime.attach.vllm_engine import VllmEngine, by_plan  # vLLM: seconds
+
         costs = ModelCosts(self.costs, self.pace, seed, change.speed)
         requests = at_speed(requests, change.speed)
         clock, answers = VirtualClock(), Answers()
@@ -62,146 +51,7 @@ def replica_of(recorded: Recorded) -> VllmReplica:
     return VllmReplica(config=settings_of(recorded.facts), **measured(recorded))
 
 
-def by_plan(costs: StepCosts) -> TimeOf:
-    """Returns what says how long the step takes that has a plan."""
-    return lambda plan, now_ns: costs.of(_shape_of(plan), now_ns)
-
-
-def _shape_of(plan: Planned) -> StepShape:
-    """Returns what the record of this plan will show (`simulate.shape.shape_of_record`)."""
-    rows = plan.rows
-    tokens = sum(count for _, _, count in rows)
-    pairs = sum(count * start + count * (count + 1) // 2 for _, start, count in rows if count > 1)
-    return StepShape(len(rows), tokens, plan.decode_tokens, plan.kv_tokens_read, pairs)
-
-
-class VllmEngine:
-    """vLLM's engine core, so far as it decides. requests: all that may come: what has not come yet is not looked at."""
-
-    def __init__(
-        self,
-        settings: VllmSettings,
-        clock: VirtualClock,
-        time_of: TimeOf,
-        answers: Answers,
-        requests: Sequence[TracedRequest],
-    ) -> None:
-        self._settings, self._clock, self._answers = settings, clock, answers
-        self._scheduler = offline_scheduler(settings, clock, time_of)
-        self._traced = {traced.request.request_id: traced for traced in requests}
-        self._come: deque[tuple[Submit, int]] = deque()  # while a step ran
-        self._num_told: dict[str, int] = {}  # marks, by request
-        self._num_empty = 0
-
-    def after_step_ns(self) -> int:
-        """How long after a step the next may begin."""
-        return self._scheduler.books.taken.host_gap_ns
-
-    def run(self, door: Door, take: Callable[[FromEngine], None]) -> None:
-        """Until nobody can come any more."""
-        while not door.is_closed:
-            if not self._scheduler.has_unfinished_requests() and not self._come:
-                door.wait(None)
-            self._take_in(door)
-            output = self._step(door)
-            if output is not None:
-                take(output)
-
-    def _take_in(self, door: Door) -> None:
-        while self._come:
-            self._submit(*self._come.popleft())
-        for message, at_ns in door.take_all():
-            if isinstance(message, Submit):
-                self._submit(message, at_ns)
-            else:
-                self._abort(message)
-
-    def _take_aborts(self, door: Door) -> None:
-        """While a step runs vLLM reads both and heeds aborts alone."""
-        for message, at_ns in door.take_all():
-            if isinstance(message, Submit):
-                self._come.append((message, at_ns))
-            else:
-                self._abort(message)
-
-    def _submit(self, message: Submit, at_ns: int) -> None:
-        traced = self._traced[message.request.request_id]
-        if at_ns != traced.received_ns:  # it waited for another's answer
-            traced = traced.moved(at_ns - traced.received_ns)
-        self._scheduler.add_request(offline_request(traced, self._settings))
-
-    def _abort(self, message: ToEngine) -> None:
-        assert isinstance(message, Abort)
-        self._scheduler.finish_requests([message.request_id], RequestStatus.FINISHED_ABORTED)
-
-    def _step(self, door: Door) -> StepOutput | None:
-        scheduler, clock = self._scheduler, self._clock
-        plan = scheduler.schedule()
-        if not plan.num_scheduled_tokens:
-            scheduler.update_from_output(plan, EMPTY_MODEL_RUNNER_OUTPUT)
-            self._note_empty()
-            return self._output_of_step(())
-        self._num_empty = 0
-        time = scheduler.books.taken
-        clock.advance(max(0, time.launch_ns + time.device_ns + time.sample_ns - 1))
-        self._take_aborts(door)
-        clock.advance(1)
-        result = sampled(scheduler, plan, self._answers)
-        of_clients = scheduler.update_from_output(plan, result)
-        new = {each.request_id: each.new_token_ids for outputs in of_clients.values() for each in outputs.outputs}
-        return self._output_of_step(tuple((name, tuple(ids)) for name, ids in new.items() if ids))
-
-    def _note_empty(self) -> None:
-        """Raises ConfigError where a request waits for more blocks than there are: vLLM would wait for ever."""
-        if not self._scheduler.has_unfinished_requests():
-            return
-        self._num_empty += 1
-        self._clock.advance(EMPTY_NS)
-        if self._num_empty == MOST_EMPTY:
-            first = next(iter(self._scheduler.requests))
-            words = f"request {first} never fits into {self._settings.num_blocks} blocks of KV cache"
-            raise ConfigError(words, param="num_blocks", value=self._settings.num_blocks)
-
-    # ---- what the requests are told
-
-    def _output_of_step(self, new: Sequence[tuple[str, tuple[int, ...]]]) -> StepOutput | None:
-        """new: tokens by request."""
-        ended, record = self._scheduler.told.take()
-        if not ended and record is None:
-            return None
-        tokens = dict(new)
-        outputs = [self._ended(book, tokens.pop(book.request_id, ())) for book in ended]
-        outputs += [self._output(name, ids) for name, ids in tokens.items()]
-        now_ns = self._clock.now_ns()
-        if record is None:
-            return StepOutput(0, now_ns, tuple(outputs), EngineStats(now_ns))
-        ready_ns = record.end_ns - record.commit_ns
-        return StepOutput(record.step_id, ready_ns, tuple(outputs), EngineStats(now_ns), record)
-
-    def _output(self, request_id: str, token_ids: tuple[int, ...]) -> RequestOutput:
-        book = self._scheduler.books.books[request_id]
-        return RequestOutput(
-            request_id,
-            token_ids,
-            marks=self._new_marks(request_id, book.account.marks),
-            num_cached_tokens=book.cached_tokens,
-            num_preemptions=book.num_preemptions,
-        )
-
-    def _ended(self, book: EndedBook, token_ids: tuple[int, ...]) -> RequestOutput:
-        marks = self._new_marks(book.request_id, [*book.marks, Mark(Stage.DELIVER, None, book.ended_ns)])
-        del self._num_told[book.request_id]
-        return RequestOutput(
-            book.request_id,
-            token_ids,
-            marks=marks,
-            finish_reason=FinishReason(book.finish_reason),
-            num_cached_tokens=book.cached_tokens,
-            num_preemptions=book.num_preemptions,
-            freed_ns=book.ended_ns,
-        )
-
-    def _new_marks(self, request_id: str, marks: Sequence[Mark]) -> tuple[Mark, ...]:
-        num_told = self._num_told.get(request_id, 0)
-        self._num_told[request_id] = len(marks)
-        return tuple(marks[num_told:])
+def keep_vllm_quiet() -> None:
+    """Call it before vLLM is imported, or it writes what it finds on stdout, which is for the answer."""
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -101,6 +101,10 @@ class AnyReplica(msgspec.Struct, frozen=True, kw_only=True):
         open, and everything takes `factor` times as long."""
         return msgspec.structs.replace(self, costs=self.costs.sample(rng), pace=self.pace.times(factor))
 
+    def require(self, change: Change) -> None:
+        """Raises ConfigError for a change that cannot be."""
+        raise NotImplementedError
+
     def run(self, requests: Sequence[TracedRequest], change: Change, seed: int) -> SimulatedBooks:
         """Returns the ledger of a run. seed: of the steps' noise. Raises ConfigError for a change that cannot be."""
         books = SimulatedBooks([], [])
@@ -141,6 +145,9 @@ class Replica(AnyReplica, frozen=True, kw_only=True):
             cost=self.token_cost,
             machine=self.machine,
         )
+
+    def require(self, change: Change) -> None:
+        changed(self.config, self.limits, change)
 
     def run_each(
         self, requests: Sequence[TracedRequest], change: Change, seed: int, on_account: OnAccount, on_step: OnStep

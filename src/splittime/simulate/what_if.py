@@ -104,6 +104,7 @@ def predict_of(
     """Returns the figures with and without the change. processes: at most so many simulate at a time. on_draw: called
     with how many draws are done. other_hour: as of `hours`. Raises ConfigError for a change that cannot be, and for
     steps far from any recorded."""
+    load.replica.require(change)
     rng, costs = random.Random(seed), load.replica.costs
     replicas = [load.replica.drawn(factor, rng) for factor in hours(draws, costs.errors.drift, rng, other_hour)]
     changes = (Change(),) if change == Change() else (Change(), change)
