@@ -14,6 +14,11 @@ from splittime.ledger.facts import Process, ServerFacts
 
 STARTED_NS = time.monotonic_ns()  # about when the process began: this module is imported while it starts
 
+SCHEDULING = (  # what else decides; no release has all
+    *("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive", "max_num_active_seqs"),
+    *("watermark", "scheduler_reserve_full_isl"),
+)
+
 
 def facts_of(scheduler: Any) -> ServerFacts:
     """Returns the facts of the engine whose scheduler this is."""
@@ -42,13 +47,9 @@ def _settings(scheduler: Any) -> dict[str, Any]:
         "enable_prefix_caching": bool(cache.enable_prefix_caching),
         "block_size": scheduler.block_size,
         "num_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # one is the null block
-        "long_prefill_token_threshold": scheduling.long_prefill_token_threshold,
-        "long_prefill_token_threshold_adaptive": bool(scheduling.long_prefill_token_threshold_adaptive),
-        "max_num_active_seqs": scheduling.max_num_active_seqs,
-        "watermark": scheduling.watermark,
-        "scheduler_reserve_full_isl": bool(scheduling.scheduler_reserve_full_isl),
         "kv_cache_groups": [type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups],
         "kv_connector": config.kv_transfer_config is not None,
+        **{name: getattr(scheduling, name) for name in SCHEDULING if hasattr(scheduling, name)},
         "async_scheduling": bool(scheduling.async_scheduling),
         "num_speculative_tokens": scheduler.num_spec_tokens,
         "tensor_parallel_size": parallel.tensor_parallel_size,

@@ -13,10 +13,12 @@ tiny layer in a temporary folder: the scheduler asks a model for its length alon
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -131,24 +133,21 @@ def _vllm_config(settings: VllmSettings) -> VllmConfig:
                 model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=length
             ),
             scheduler_config=SchedulerConfig(
-                max_model_len=length,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-                max_num_seqs=settings.max_num_seqs,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-                policy=settings.policy,
-                enable_chunked_prefill=settings.enable_chunked_prefill,
-                long_prefill_token_threshold=settings.long_prefill_token_threshold,
-                long_prefill_token_threshold_adaptive=settings.long_prefill_token_threshold_adaptive,
-                max_num_active_seqs=settings.max_num_active_seqs,
-                watermark=settings.watermark,
-                scheduler_reserve_full_isl=settings.scheduler_reserve_full_isl,
+                max_model_len=length, is_encoder_decoder=False, async_scheduling=False, **_scheduling(settings)
             ),
             cache_config=CacheConfig(
                 block_size=settings.block_size, enable_prefix_caching=settings.enable_prefix_caching
             ),
             device_config=DeviceConfig(device="cpu"),
         )
+
+
+def _scheduling(settings: VllmSettings) -> dict[str, Any]:
+    """Returns the settings that this release has: no release has all."""
+    known = {field.name for field in fields(SchedulerConfig)}
+    return {
+        name: value for name, value in msgspec.structs.asdict(settings).items() if name in known - {"max_model_len"}
+    }
 
 
 @lru_cache(4)
