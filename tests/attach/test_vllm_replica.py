@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from splittime.attach.settings import VllmSettings, changed
 from splittime.attach.simulators import simulator_of
+from splittime.attach.versions import vllm_version
 from splittime.attach.vllm_engine import VllmEngine, by_plan
 from splittime.attach.vllm_replay import ready_ns, replay
 from splittime.attach.vllm_replica import VllmReplica
@@ -100,7 +101,7 @@ def served(config: VllmSettings, asked: Sequence[TracedRequest]) -> Recorded:
     around = QueueLimits(2**40, 2**40), Delivery(11, 13, 17), engine.after_step_ns, answers
     serve_each(list(asked), engine.run, clock, *around, accounts.append, steps.append)
     told = {**msgspec.to_builtins(config), "async_scheduling": False, "kv_cache_groups": ["FullAttentionSpec"]}
-    facts = ServerFacts(version="", model="", max_model_len=LENGTH, settings=told, engine="vllm 0.32.0")
+    facts = ServerFacts(version="", model="", max_model_len=LENGTH, settings=told, engine=f"vllm {vllm_version()}")
     return Recorded(accounts, steps, facts)
 
 
@@ -180,7 +181,7 @@ def test_a_change_is_predicted_and_its_run_kept(tmp_path) -> None:
     load = recorded_load(recorded, None, simulator.to_replica)
     write_simulated(load, Change({"max_num_seqs": 2}), tmp_path / "two.sqlite")
     kept = read_ledger(tmp_path / "two.sqlite")
-    assert (kept.facts.engine, kept.facts.simulated) == ("vllm 0.32.0", "max_num_seqs 2")
+    assert (kept.facts.engine, kept.facts.simulated) == (f"vllm {vllm_version()}", "max_num_seqs 2")
     assert max(step.num_running for step in kept.steps) == 2
     assert replay(kept) is None
 
