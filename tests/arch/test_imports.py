@@ -31,7 +31,7 @@ MAY = {
     "gateway": {"core", "ledger", "api", "web", "wire"},
     "bench": {"core", "ledger", "stats", "present", "wire"},
     "diagnose": {"core", "ledger", "stats", "present", "bench", "simulate"},
-    "tune": {"core", "ledger", "stats", "present", "wire", "bench", "diagnose", "simulate", "plan"},
+    "tune": {"core", "ledger", "stats", "present", "wire", "bench", "diagnose", "simulate", "plan", "attach"},
     "plan": {"core", "ledger", "stats", "present", "bench", "diagnose", "simulate"},
     "kernels": {"core"},
     "models": {"core", "kernels"},
@@ -150,7 +150,7 @@ def test_simulated_time_passes_only_when_it_is_moved():
 def test_exporters_are_imported_by_edges_only():
     for path in modules():
         own = path.is_relative_to(SOURCE / "ledger" / "export")
-        if not own and package_of(path) not in ROOTS | {"server", "gateway", "bench", "api"}:
+        if not own and package_of(path) not in ROOTS | {"server", "gateway", "bench", "api", "attach"}:
             assert not any(name.startswith(EXPORTERS) for name in imports(path)), path
 
 

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.attach.engine_books import AskedRequest, EngineBooks, Planned
+from splittime.attach.engine_books import AskedRequest, DecidedPlan, EngineBooks
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import verify_steps
 
 
-def plan(*rows, stalled=(), waiting=(), hits=(), victims=(), drafts=()) -> Planned:
+def plan(*rows, stalled=(), waiting=(), hits=(), victims=(), drafts=()) -> DecidedPlan:
     """rows: (request id, start, count). One token and a start above 0 is a decode here."""
     decodes = sum(count for _, start, count in rows if count == 1 and start)
     read = sum(start + count for _, start, count in rows)
-    return Planned(tuple(rows), decodes, read, stalled, waiting, hits, victims, 1, len(rows), len(waiting), drafts)
+    return DecidedPlan(tuple(rows), decodes, read, stalled, waiting, hits, victims, 1, len(rows), len(waiting), drafts)
 
 
 class Engine:
@@ -33,7 +33,7 @@ class Engine:
         received_ns = self.now()
         self.books.receive(AskedRequest(name, 0, prompt, 16), received_ns, self.now())
 
-    def step(self, planned: Planned, sampled=(), ends=()) -> None:
+    def step(self, planned: DecidedPlan, sampled=(), ends=()) -> None:
         flight = self.books.begin(planned, self.now(), self.now())
         assert flight is not None
         ready_ns = self.now()

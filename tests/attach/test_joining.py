@@ -6,7 +6,7 @@ import pytest
 
 from splittime.attach import joining
 from splittime.attach.engine_books import BegunBook, EndedBook
-from splittime.attach.joining import Edges, Joining, joined, unexplained
+from splittime.attach.joining import Joining, SeenAnswer, joined, unexplained
 from splittime.attach.mail import Mail
 from splittime.ledger.account import Mark
 from splittime.ledger.stages import Cause, Stage
@@ -25,7 +25,7 @@ ENGINE_MARKS = [
 ]
 
 
-def edges(**changes) -> Edges:
+def edges(**changes) -> SeenAnswer:
     usual = {
         "request_id": "cmpl-a-0-12345678",
         "group_id": "cmpl-a",
@@ -42,7 +42,7 @@ def edges(**changes) -> Edges:
         "waits_ns": (),
         "cancelled_ns": None,
     }
-    return Edges(**usual | changes)
+    return SeenAnswer(**usual | changes)
 
 
 def book(**changes) -> EndedBook:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from splittime.attach import mail
-from splittime.attach.engine_books import UNKNOWN, AskedRequest, EngineBooks, Planned
+from splittime.attach.engine_books import UNKNOWN, AskedRequest, DecidedPlan, EngineBooks
 from splittime.attach.mail import Sender
 from splittime.attach.visits import WithBooks
 from splittime.ledger.facts import ServerFacts
@@ -38,7 +38,7 @@ class Core:
 
     def step(self, name: str, start: int, count: int, *, is_last: bool = False) -> None:
         begin_ns = time.monotonic_ns()
-        plan = Planned(((name, start, count),), int(count == 1), start + count, (), (), [(name, 0)], (), 1, 1, 0)
+        plan = DecidedPlan(((name, start, count),), int(count == 1), start + count, (), (), [(name, 0)], (), 1, 1, 0)
         flight = self.books.begin(plan, begin_ns, time.monotonic_ns())
         ready_ns = time.monotonic_ns()
         for begun in self.books.commit(flight, [(name, 1)], ready_ns):

@@ -34,7 +34,7 @@ class AskedRequest(NamedTuple):
     token_ids: Iterable[int] = ()
 
 
-class Planned(NamedTuple):
+class DecidedPlan(NamedTuple):
     """A plan, as the scheduler made it. rows: in its order. decode_tokens, kv_tokens_read: as in `StepRecord`.
     stalled, waiting: who runs without a row and who waits, with causes; None where nobody knows one. hits: tokens found
     in the prefix cache, of those who were admitted. drafts: of each row that verifies some. num_*: behind the plan."""
@@ -78,7 +78,7 @@ class BegunBook(msgspec.Struct, frozen=True, array_like=True, gc=False):
     marks: list[Mark]
 
 
-class OpenBook:
+class EngineBook:
     """The engine's part of one request's account, while it is open there. recompute_until: as in
     `scheduler.state.RequestState`."""
 
@@ -109,7 +109,7 @@ class OpenBook:
         self.account.enter(Stage.DECODE_STALL if self.token_steps else Stage.PREFILL_STALL, now_ns, cause)
 
     def compute(self, start: int, now_ns: int) -> None:
-        """It has a row that begins at this position."""
+        """Notes that it has a row which begins at this position."""
         if start < self.recompute_until:
             self.account.enter(Stage.RECOMPUTE, now_ns)
         elif self.token_steps and self.account.stage in (Stage.DECODE_STALL, Stage.DECODE):
@@ -118,11 +118,11 @@ class OpenBook:
             self.account.enter(Stage.PREFILL, now_ns)
 
 
-class InFlight(NamedTuple):
+class BegunStep(NamedTuple):
     """A step that has begun. is_queued: while another ran."""
 
     step_id: int
-    plan: Planned
+    plan: DecidedPlan
     begin_ns: int
     planned_ns: int
     is_queued: bool
@@ -132,9 +132,9 @@ class EngineBooks:
     """All requests that an engine has, and its steps. Not thread-safe: the engine's loop is the only caller."""
 
     def __init__(self) -> None:
-        self.books: dict[str, OpenBook] = {}
+        self.books: dict[str, EngineBook] = {}
         self.num_steps = 0
-        self._flights: list[InFlight] = []
+        self._flights: list[BegunStep] = []
         self._last_end_ns: int | None = None  # of the last step that was committed
         self._idle_since_ns: int | None = None
         self._idle_ns = 0
@@ -149,7 +149,7 @@ class EngineBooks:
             self._idle_ns += max(0, now_ns - self._idle_since_ns)
             self._idle_since_ns = None
         is_busy = bool(self._flights) or received_ns < (self._last_end_ns or 0)
-        self.books[asked.request_id] = OpenBook(
+        self.books[asked.request_id] = EngineBook(
             asked, received_ns, Cause.STEP_IN_FLIGHT if is_busy else Cause.ENGINE_LOOP
         )
         self._said = None
@@ -190,18 +190,18 @@ class EngineBooks:
 
     # ---- a step
 
-    def begin(self, plan: Planned, begin_ns: int, planned_ns: int) -> InFlight | None:
+    def begin(self, plan: DecidedPlan, begin_ns: int, planned_ns: int) -> BegunStep | None:
         """A plan was made between these instants. Returns None where it has no row: no step comes of it."""
         self._mark(plan, begin_ns)
         if not plan.rows:
             self._victims += plan.victims
             return None
         self.num_steps += 1
-        flight = InFlight(self.num_steps, plan, begin_ns, planned_ns, is_queued=bool(self._flights))
+        flight = BegunStep(self.num_steps, plan, begin_ns, planned_ns, is_queued=bool(self._flights))
         self._flights.append(flight)
         return flight
 
-    def _mark(self, plan: Planned, now_ns: int) -> None:
+    def _mark(self, plan: DecidedPlan, now_ns: int) -> None:
         books = self.books
         for request_id, start, _ in plan.rows:
             book = books.get(request_id)
@@ -227,7 +227,7 @@ class EngineBooks:
             if request_id in self.books:
                 self.books[request_id].wait(cause, now_ns)
 
-    def commit(self, flight: InFlight, sampled: Iterable[tuple[str, int]], ready_ns: int) -> list[BegunBook]:
+    def commit(self, flight: BegunStep, sampled: Iterable[tuple[str, int]], ready_ns: int) -> list[BegunBook]:
         """The step's result was there at `ready_ns`: so many new tokens for each request that has some. Returns the
         books of those that have their first."""
         begun = []
@@ -248,7 +248,7 @@ class EngineBooks:
                 book.account.enter(Stage.PREFILL, ready_ns)
         return begun
 
-    def end_step(self, flight: InFlight, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
+    def end_step(self, flight: BegunStep, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
         """Returns the record of a step whose result was taken in between these instants. accepted: of its drafts."""
         self._flights.remove(flight)
         record = self._record(flight, accepted, ready_ns, end_ns)
@@ -257,7 +257,7 @@ class EngineBooks:
             self._idle_since_ns = end_ns
         return record
 
-    def _record(self, flight: InFlight, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
+    def _record(self, flight: BegunStep, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
         """A step that was planned while another ran begins where that one ended, and its plan is hidden."""
         plan, last_ns = flight.plan, self._last_end_ns
         is_hidden = flight.is_queued and last_ns is not None

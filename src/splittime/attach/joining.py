@@ -25,7 +25,7 @@ PATIENCE_NS = 5_000_000_000
 MAX_BEGUN = 10_000  # books of first tokens that are kept for who asks for them
 
 
-class Edges(NamedTuple):
+class SeenAnswer(NamedTuple):
     """What the API process saw of one answer, once it is over. request_id: the engine's. marks: from the arrival to the
     hand-off. done_ns: when the API process saw the answer's end, and finish_reason what it called it; None: never.
     written_ns: of each token, when the chunk that holds it was with the socket. waits_ns: when the socket took nothing.
@@ -67,15 +67,15 @@ class Joining:
     def __init__(self, make_ledger: Callable[[int], Ledger]) -> None:
         self.engines = {0: EngineTold(make_ledger(0))}
         self._make_ledger = make_ledger
-        self._arrived: deque[Edges] = deque()
-        self._edges: dict[str, Edges] = {}
+        self._arrived: deque[SeenAnswer] = deque()
+        self._edges: dict[str, SeenAnswer] = {}
         self._ended: dict[str, tuple[EngineTold, EndedBook]] = {}
         self._begun: dict[str, BegunBook] = {}
         self._wanted: dict[str, Callable[[], object]] = {}
 
     # ---- from the event loop
 
-    def add(self, edges: Edges) -> None:
+    def add(self, edges: SeenAnswer) -> None:
         self._arrived.append(edges)
 
     def engine_part(self, request_id: str) -> EndedBook | BegunBook | None:
@@ -133,7 +133,7 @@ class Joining:
             del self._ended[request_id]  # nobody's: it did not come over HTTP
 
 
-def joined(edges: Edges, book: EndedBook) -> ClosedAccount:
+def joined(edges: SeenAnswer, book: EndedBook) -> ClosedAccount:
     """Returns the account. Where the API process ended the answer (a stop string), it is over for the client from then
     on, and what the engine still did is not part of it; `freed_ns` says when that was over."""
     is_stopped = edges.done_ns is not None and edges.finish_reason is not None and edges.done_ns < book.ended_ns
@@ -179,7 +179,7 @@ def with_engine(edge_marks: Sequence[Mark], engine_marks: Sequence[Mark], until_
     return account
 
 
-def unexplained(edges: Edges) -> ClosedAccount:
+def unexplained(edges: SeenAnswer) -> ClosedAccount:
     """Returns the account of a request of which the engine never told: nobody knows where its time went."""
     account = with_engine(edges.marks, (), 0)
     account.enter(Stage.UNATTRIBUTED, account.marks[-1].begin_ns)
@@ -194,7 +194,7 @@ def unexplained(edges: Edges) -> ClosedAccount:
     )
 
 
-def _about(edges: Edges, account: Account) -> dict[str, Any]:
+def _about(edges: SeenAnswer, account: Account) -> dict[str, Any]:
     return {
         "request_id": edges.request_id,
         "group_id": edges.group_id,

@@ -28,19 +28,19 @@ from splittime.web.edge import Edge, Names
 from splittime.web.tenants import ApiKeys, Tenant
 
 if TYPE_CHECKING:
-    from splittime.attach.visits import Visit
+    from splittime.attach.visits import WatchedRequest
 
 READING_THREADS = 2
 Handler = Callable[[KeepsBooks, http.Scope, http.Receive, http.Send], Awaitable[None]]
 
 
-class Books:
+class AttachedBooks:
     """What the routes show: `server.books.KeepsBooks` for an engine of a vLLM server. state: of its application."""
 
     def __init__(self, joining: Joining, state: Any, engine: int = 0) -> None:
         self.joining, self._engine = joining, joining.engines[engine]
         self.ledger = self._engine.ledger
-        self.visits: set[Visit] = set()
+        self.visits: set[WatchedRequest] = set()
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
         self._started_ns = time.monotonic_ns()
         config = state.engine_client.vllm_config.model_config
@@ -102,10 +102,10 @@ class Books:
                 yield OpenBook(answer.request_id, "", visit.start_ns, marks, 0, 0, answer.num_tokens)
 
 
-class Routes:
+class BookRoutes:
     """The paths that are answered here."""
 
-    def __init__(self, books: Books, state: Any) -> None:
+    def __init__(self, books: AttachedBooks, state: Any) -> None:
         self._books, self._state = {0: books}, state
         self._is_open_to_all = bool(books.keys)
         names = Names(books.host)
@@ -149,7 +149,7 @@ class Routes:
         except http.Disconnected:
             pass
 
-    def _books_of(self, scope: http.Scope) -> Books:
+    def _books_of(self, scope: http.Scope) -> AttachedBooks:
         """Returns those of the engine that is asked for, and takes the number out of the query."""
         asked = http.query(scope)
         number = asked.pop("engine", "0")
@@ -157,7 +157,7 @@ class Routes:
         known = self._books[0].joining.engines
         if not number.isdecimal() or int(number) not in known:
             raise RequestError("no such engine", param="engine", value=number[:64], limit=sorted(known))
-        return self._books.setdefault(int(number), Books(self._books[0].joining, self._state, int(number)))
+        return self._books.setdefault(int(number), AttachedBooks(self._books[0].joining, self._state, int(number)))
 
     def _check(self, scope: http.Scope) -> None:
         if scope["method"] not in ("GET", "HEAD"):

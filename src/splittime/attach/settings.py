@@ -37,6 +37,16 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     scheduler_reserve_full_isl: bool = True
 
 
+def flag_of(name: str, value: Any) -> list[str]:
+    """Returns a knob as it is typed for `vllm serve`. Its number of blocks counts the null block."""
+    if name == "num_blocks":
+        return ["--num-gpu-blocks-override", str(value + 1)]
+    flag = "scheduling-policy" if name == "policy" else name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", str(value)]
+
+
 def settings_of(facts: ServerFacts) -> VllmSettings:
     """Raises ConfigError for facts that say too little, and for an engine that one scheduler alone does not explain."""
     _require_simple(facts.settings)

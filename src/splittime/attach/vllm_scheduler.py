@@ -20,7 +20,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from splittime.attach import vllm_facts
-from splittime.attach.engine_books import AskedRequest, BegunBook, EndedBook, EngineBooks, InFlight, Planned
+from splittime.attach.engine_books import AskedRequest, BegunBook, BegunStep, DecidedPlan, EndedBook, EngineBooks
 from splittime.attach.mail import Sender, name_folder
 from splittime.attach.versions import require_known
 from splittime.ledger.stages import Cause
@@ -122,7 +122,7 @@ class Bookkeeping:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._st_books = EngineBooks()
-        self._st_flights: dict[int, InFlight] = {}  # by the id of vLLM's output object
+        self._st_flights: dict[int, BegunStep] = {}  # by the id of vLLM's output object
         self._st_victims: list[str] = []
         self._st_lacking: str | None = None  # whom `allocate_slots` refused last in this plan
         self._st_said: object = None
@@ -213,7 +213,7 @@ class Bookkeeping:
         if flight is not None:
             self._st_flights[id(output)] = flight
 
-    def _planned(self, output: Any) -> Planned:
+    def _planned(self, output: Any) -> DecidedPlan:
         counts = output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
         rows, decode_tokens, kv_tokens_read = [], 0, 0
@@ -226,7 +226,7 @@ class Bookkeeping:
                 decode_tokens += count
         running, waiting = self.running, self._waiting()
         pool = self.kv_cache_manager.block_pool
-        return Planned(
+        return DecidedPlan(
             rows=tuple(rows),
             decode_tokens=decode_tokens,
             kv_tokens_read=kv_tokens_read,

@@ -1,22 +1,26 @@
-"""A server of our own: started with these flags, ended by its process id, and with this process however it ends."""
+"""A server of our own, or a vLLM with our books: started with these flags, ended by its process id, and with this
+process however it ends."""
 
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from splittime.core.errors import EngineError
 from splittime.wire.target import Target
 
 START_S = 300.0
 STOP_S = 30.0
+PROBE_S, POLL_S = 2.0, 0.2
 STARTED = """import signal, sys
 from splittime.cli.main import main
 from splittime.core.parent import end_with
@@ -28,14 +32,47 @@ main()"""
 def own_server(flags: Sequence[str]) -> Iterator[Target]:
     """Gives a server of `splittime serve` with these flags, on a free port, which ends on leaving. Raises EngineError,
     with its last words, for one that does not start."""
-    served = ["serve", *flags, "--port", "0", "--json"]
-    command = [sys.executable, "-c", STARTED, str(os.getpid()), *served]
+    with _started(["serve", *flags, "--port", "0", "--json"], subprocess.PIPE) as (process, words):
+        yield Target(url=_url(process, words))
+
+
+@contextmanager
+def vllm_server(flags: Sequence[str]) -> Iterator[Target]:
+    """Gives a vLLM server with our books, on a free port, which ends on leaving. flags: of `vllm serve`, the model
+    first. Raises EngineError, with its last words, for one that does not start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    asked = ["attach", "vllm", "--", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
+    with _started(asked, subprocess.DEVNULL) as (process, words):
+        target = Target(url=f"http://127.0.0.1:{port}")
+        _wait_until_healthy(target, process, words)
+        yield target
+
+
+@contextmanager
+def _started(arguments: Sequence[str], stdout: int) -> Iterator[tuple["subprocess.Popen[bytes]", IO[bytes]]]:
+    """Gives a process of our command, and the file that its words go to."""
+    command = [sys.executable, "-c", STARTED, str(os.getpid()), *arguments]
     with tempfile.TemporaryFile() as words:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, start_new_session=True)
+        process = subprocess.Popen(command, stdout=stdout, stderr=words, start_new_session=True)
         try:
-            yield Target(url=_url(process, words))
+            yield process, words
         finally:
             _end(process)
+
+
+def _wait_until_healthy(target: Target, process: "subprocess.Popen[bytes]", words: IO[bytes]) -> None:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise _not_started(process, words, in_time=True)
+        try:
+            with urllib.request.urlopen(f"{target.base_url}/health", timeout=PROBE_S):
+                return
+        except OSError:
+            time.sleep(POLL_S)
+    raise _not_started(process, words, in_time=False)
 
 
 def as_typed(name: str, value: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ Examples:
   splittime tune --url http://host:8000 --slo ttft_p99=1s --rate 5 --apply
   splittime tune --slo ttft_p99=1s --rate 9 --notebook n.jsonl --minutes 60
   splittime tune --slo ttft_p99=1s --ledger today.sqlite
+  splittime tune --slo ttft_p99=1s --rate 2 --vllm 'serve ./model --port 8000'
   splittime tune --slo ttft_p99=1s --rate 9 --compare-profiles
 
 \b
@@ -66,6 +68,12 @@ class TuneOptions:
     slo: Annotated[str, typer.Option("--slo", metavar="TERMS", help="To be kept: ttft_p99=500ms,itl_p99=50ms.")]
     url: Annotated[
         str | None, typer.Option("--url", metavar="URL", help="Tune this running server's live knobs instead.")
+    ] = None
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            "--vllm", metavar="'serve MODEL ...'", help="Tune vLLM's flags: servers of this command, with books."
+        ),
     ] = None
     ledger: Annotated[
         Path | None,
@@ -118,7 +126,7 @@ def tune(given: TuneOptions, settings: Settings, load: dict[str, Any]) -> None:
         if given.compare_profiles:
             beside = compare_profiles(measurer, _asked(settings), budget)
         else:
-            found = _tuner(given, measurer, asked_load, budget, with_time).run()
+            found = _tuner(given, servers, measurer, asked_load, budget, with_time).run()
         if given.apply and not given.compare_profiles:
             servers.set({**servers.before, **found.changes})  # type: ignore[attr-defined]
     if given.compare_profiles:
@@ -141,15 +149,20 @@ def _check(given: TuneOptions, load: Mapping[str, Any]) -> None:
     if given.apply and given.url is None:
         hint = "--write-config FILE keeps them for the next start."
         raise ConfigError("--apply needs the --url of a running server", param="apply", hint=hint)
-    if given.url is not None and given.model is not None:
-        raise ConfigError("a model and a --url", param="url", value=given.url, hint="Give one of them.")
+    named = {"model": given.model, "url": given.url, "vllm": given.vllm}
+    if sum(value is not None for value in named.values()) > 1:
+        told = " and ".join(name for name, value in named.items() if value is not None)
+        raise ConfigError(f"{told} at once", param="url", hint="Give one of MODEL, --url and --vllm.")
+    if given.vllm is not None and (given.write_config is not None or given.compare_profiles or given.profile):
+        words = "profiles and settings files are of `splittime serve`; vLLM has flags"
+        raise ConfigError(words, param="vllm", value=given.vllm, hint="Leave the one or the other out.")
     if given.write_config is not None:
         check_writable(given.write_config, "write_config")
 
 
 def _servers(given: TuneOptions, settings: Settings, recorded: "Recorded | None") -> "tuple[Servers, Profile]":
     from splittime.tune.profiles import PROFILES
-    from splittime.tune.servers import OwnServers, RunningServer
+    from splittime.tune.servers import OwnServers, RunningServer, VllmServers
     from splittime.tune.traffic import recorded_settings
     from splittime.wire.target import Target
 
@@ -158,13 +171,15 @@ def _servers(given: TuneOptions, settings: Settings, recorded: "Recorded | None"
         raise ConfigError(f"there is no profile {given.profile!r}", param="profile", value=given.profile, hint=hint)
     profile = PROFILES[given.profile or "balanced"]
     asked = _asked(settings)
+    if asked and (given.url is not None or given.vllm is not None):
+        hint = "Leave them out: a running server has its settings already, and vLLM's go into --vllm."
+        raise ConfigError("settings of `splittime serve` for another server", param=next(iter(asked)), hint=hint)
+    if given.vllm is not None:
+        return VllmServers(shlex.split(given.vllm)), profile
     if given.url is None:
         model_source.locate(given.model)  # refuses what is no model
         before = {} if recorded is None else recorded_settings(recorded.facts, ENGINE_SETTINGS)
         return OwnServers(given.model, {**before, **(profile.settings if given.profile else {}), **asked}), profile
-    if asked:
-        hint = "Leave them out, or leave --url out."
-        raise ConfigError("a running server has its settings already", param=next(iter(asked)), hint=hint)
     return RunningServer(Target(url=given.url, api_key=given.api_key)), profile
 
 
@@ -200,21 +215,23 @@ def _measurer(
 
 def _tuner(
     given: TuneOptions,
+    servers: "Servers",
     measurer: "Measurer",
     load: "RecordedLoad | DrawnLoad",
     budget: "TimeBudget",
     say: Callable[[str, float | None], None],
 ) -> "Tuner":
     from splittime.plan.kept import kept_for
-    from splittime.tune.knobs import KNOBS
     from splittime.tune.tuner import Tuner
 
+    known = servers.knobs
     for name in given.knob or ():
-        if name not in KNOBS:
-            hint = f"one of {', '.join(KNOBS)}"
-            raise ConfigError(f"there is no knob {name!r}", param="knob", value=name, hint=hint)
-    gate = None if given.keep_numbers or measurer.maker.is_live else functools.partial(_refusal, given.model)
-    return Tuner(measurer, load, budget, say, gate, tuple(given.knob) if given.knob else None, kept_for)
+        if name not in known:
+            hint = f"one of {', '.join(known)}"
+            raise ConfigError(f"there is no knob {name!r} here", param="knob", value=name, hint=hint)
+    is_ours = given.vllm is None and given.url is None
+    gate = functools.partial(_refusal, given.model) if is_ours and not given.keep_numbers else None
+    return Tuner(measurer, load, budget, say, gate, tuple(given.knob or known), kept_for)
 
 
 def _goal(slo: str, profile: "Profile") -> "Goal":
@@ -256,7 +273,8 @@ def _tell(given: TuneOptions, servers: "Servers", found: "Tuned") -> None:
         told = {**msgspec.to_builtins(found), "exit_code": found.exit_code, "flags": flags}
         sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
     else:
-        tune_show.show(found, flags, _goal_of(given), is_applied=given.apply)
+        program = "splittime serve" if given.vllm is None else "vllm serve"
+        tune_show.show(found, program, flags, _goal_of(given), is_applied=given.apply)
 
 
 def _tell_profiles(given: TuneOptions, beside: "list[ProfileFigures]") -> None:

@@ -12,7 +12,7 @@ from splittime.bench.book.metrics import shown
 from splittime.bench.own_server import as_typed
 from splittime.cli.options import wide
 from splittime.tune.knobs import words
-from splittime.tune.servers import OwnServers, Servers
+from splittime.tune.servers import OwnServers, Servers, VllmServers
 
 if TYPE_CHECKING:
     from splittime.tune.compare_profiles import ProfileFigures
@@ -32,7 +32,7 @@ def settings_of_tuned(servers: Servers, found: "Tuned") -> dict[str, Any]:
 def flags_of(servers: Servers, found: "Tuned") -> list[str]:
     """Returns the flags that start a server with what was found: all of them for servers of our own, those that were
     changed for one that runs."""
-    if isinstance(servers, OwnServers):
+    if isinstance(servers, OwnServers | VllmServers):
         return servers.flags(found.changes)
     return [word for name, value in found.changes.items() for word in as_typed(name, value)]
 
@@ -49,8 +49,8 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def show(found: "Tuned", flags: list[str], goal: "Goal", is_applied: bool) -> None:
-    """Writes all to standard output."""
+def show(found: "Tuned", program: str, flags: list[str], goal: "Goal", is_applied: bool) -> None:
+    """Writes all to standard output. program: what the flags are given to."""
     console = wide()
     if found.trials:
         console.print(_table(found))
@@ -64,7 +64,7 @@ def show(found: "Tuned", flags: list[str], goal: "Goal", is_applied: bool) -> No
         console.print(f"  {name}: {_change_of(found, name)}{_limit(goal, name)}", markup=False)
     if found.changes:
         done = "  (applied)" if is_applied else ""
-        console.print(f"splittime serve {shlex.join(flags)}{done}", markup=False, soft_wrap=True)
+        console.print(f"{program} {shlex.join(flags)}{done}", markup=False, soft_wrap=True)
 
 
 def _table(found: "Tuned") -> Table:

@@ -50,12 +50,22 @@ def _budget(now: Mapping[str, Any]) -> list[int]:
 
 
 def _prefill(now: Mapping[str, Any]) -> list[int]:
+    if "max_prefill_tokens" not in now:  # vLLM has another knob for it
+        return []
     budget = now["max_num_batched_tokens"]
     return around(min(now["max_prefill_tokens"] or budget, budget), LEAST_BUDGET, budget)
 
 
+def _long_prefill(now: Mapping[str, Any]) -> list[int]:
+    """vLLM's: of each prompt at most so many tokens go into a step beside other requests; 0: no bound."""
+    threshold, budget = now.get("long_prefill_token_threshold"), now["max_num_batched_tokens"]
+    return [] if threshold is None else around(threshold or budget, LEAST_BUDGET, budget)
+
+
 def _policies(now: Mapping[str, Any]) -> list[str]:
-    """Returns the other policies that tell requests without priorities and deadlines apart."""
+    """Returns the other policies that tell requests without priorities and deadlines apart: vLLM has none."""
+    if "long_prefill_token_threshold" in now:
+        return []
     return [name for name in ("fcfs", "shortest_prefill") if name != now["policy"]]
 
 
@@ -89,6 +99,7 @@ KNOBS = {
         Knob("max_num_seqs", _slots),
         Knob("max_num_batched_tokens", _budget),
         Knob("max_prefill_tokens", _prefill),
+        Knob("long_prefill_token_threshold", _long_prefill),
         Knob("policy", _policies),
         Knob("enable_chunked_prefill", _switched("enable_chunked_prefill")),
         Knob("enable_prefix_caching", _switched("enable_prefix_caching")),
@@ -109,7 +120,7 @@ def wide(now: Mapping[str, Any]) -> dict[str, Any]:
     least = {"max_num_seqs": WIDE_SLOTS, "max_num_batched_tokens": WIDE_BUDGET}
     change = {name: value for name, value in least.items() if now[name] < value}
     budget = max(now["max_num_batched_tokens"], WIDE_BUDGET)
-    if (now["max_prefill_tokens"] or budget) < min(WIDE_BUDGET, budget):
+    if (now.get("max_prefill_tokens") or budget) < min(WIDE_BUDGET, budget):
         change["max_prefill_tokens"] = budget
     blocks = WIDE_SLOTS // 4 * -(-now["max_model_len"] // now["block_size"])
     return change if now["num_blocks"] >= blocks else {**change, "num_blocks": blocks}

@@ -20,7 +20,7 @@ from splittime.plan.judged import run_of
 from splittime.plan.load import requests_of_schedule
 from splittime.simulate.change import Change
 from splittime.simulate.draws import hours
-from splittime.simulate.replica import Replica
+from splittime.simulate.replica import AnyReplica
 from splittime.tune.goal import WORTH_IT, Goal, Score, best_of, gain, score_of
 from splittime.tune.knobs import KNOBS, Knob, with_its_needs, words
 
@@ -47,7 +47,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 class Forecaster:
     """Simulates one load on one server, with whatever change."""
 
-    def __init__(self, replica: Replica, schedule: Schedule, goal: Goal) -> None:
+    def __init__(self, replica: AnyReplica, schedule: Schedule, goal: Goal) -> None:
         self._replica, self._goal = replica.steady(), goal
         self._requests = requests_of_schedule(schedule, replica)
         last_ns = max(1, schedule.requests[-1].at_ns or 1)
@@ -57,7 +57,7 @@ class Forecaster:
     @property
     def now(self) -> dict[str, Any]:
         """Returns the settings as they are, by name."""
-        return {**self._replica.settings, **msgspec.structs.asdict(self._replica.config)}
+        return {**self._replica.settings, **msgspec.to_builtins(self._replica.config)}
 
     def score(self, change: Mapping[str, Any]) -> Score:
         """Returns what the likeliest model says. Raises ConfigError for a change that cannot be."""
@@ -75,7 +75,7 @@ class Forecaster:
             found.append(gain(self._run(drawn, {}, number), self._run(drawn, change, number)))
         return sorted(found)
 
-    def _run(self, replica: Replica, change: Mapping[str, Any], seed: int) -> Score:
+    def _run(self, replica: AnyReplica, change: Mapping[str, Any], seed: int) -> Score:
         books = replica.run(self._requests, Change(dict(change)), seed)
         return score_of(run_of(books, self._goal.slo, self._warm_up), self._goal)
 

@@ -1,20 +1,26 @@
-"""The servers that a change is measured on: one of our own for each set of settings, or one that runs already.
+"""The servers that a change is measured on: one of our own, or a vLLM with our books, for each set of settings; or one
+that runs already.
 
     with servers.serving({"max_num_seqs": 32}) as target: ...
 
-Our own are started after the former has stopped, so that no two share the machine.
+Those that we start are started after the former has stopped, so that no two share the machine.
 One that runs already takes live knobs only, and has on leaving what it had before, whatever happened in between.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from splittime.bench.own_server import as_typed, own_server
+from splittime.attach.command import command_of
+from splittime.attach.settings import KNOBS as VLLM_KNOBS
+from splittime.attach.settings import flag_of
+from splittime.bench.own_server import as_typed, own_server, vllm_server
 from splittime.core.errors import ConfigError
 from splittime.tune.knobs import KNOBS
 from splittime.wire.get_json import get_json, patch_json
 from splittime.wire.target import Target
+
+VLLM_ONLY = ("long_prefill_token_threshold",)
 
 
 class Servers(Protocol):
@@ -23,6 +29,11 @@ class Servers(Protocol):
     @property
     def is_live(self) -> bool:
         """Returns whether only what a running server takes can be tried."""
+        ...
+
+    @property
+    def knobs(self) -> tuple[str, ...]:
+        """Returns the names of the knobs that these servers have."""
         ...
 
     @property
@@ -39,6 +50,7 @@ class OwnServers:
     """settings: those of `splittime serve` that were asked for, by name. block_bytes: of the KV cache, once known."""
 
     is_live = False
+    knobs = tuple(name for name in KNOBS if name not in VLLM_ONLY)
 
     def __init__(self, model: str | None, settings: Mapping[str, Any]) -> None:
         self._model, self._settings = model, dict(settings)
@@ -68,10 +80,35 @@ class OwnServers:
         return own_server(self.flags(changes))
 
 
+class VllmServers:
+    """vLLM servers with our books. command: what would stand behind `vllm`: `serve MODEL ...`."""
+
+    is_live = False
+    knobs = tuple(name for name in VLLM_KNOBS if name in KNOBS)
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Raises ConfigError for another command, and where there is no vLLM that is known."""
+        command_of(command, {})
+        self._flags = list(command[1:])
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"vllm": self._flags}
+
+    def flags(self, changes: Mapping[str, Any]) -> list[str]:
+        """Returns what `vllm serve` is given, model first: of a flag that stands there twice the last one counts."""
+        return [*self._flags, *(word for name, value in changes.items() for word in flag_of(name, value))]
+
+    def serving(self, changes: Mapping[str, Any]) -> AbstractContextManager[Target]:
+        """Raises EngineError, with its last words, for a server that does not start."""
+        return vllm_server(self.flags(changes))
+
+
 class RunningServer:
     """A server that somebody else started."""
 
     is_live = True
+    knobs = tuple(knob.name for knob in KNOBS.values() if knob.is_live)
 
     def __init__(self, target: Target) -> None:
         """Raises NotFound for a server without knobs, EngineError where nobody answers."""

@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from splittime.attach.simulators import simulator_of
 from splittime.bench.book.records import Run
 from splittime.core.errors import EngineError
 from splittime.diagnose.comparison import Verdict
 from splittime.ledger.facts import ServerFacts
 from splittime.plan.kept import KeptCalibration
 from splittime.simulate.fit import pace_of
-from splittime.simulate.replica import Replica, replica_of
+from splittime.simulate.replica import AnyReplica
 from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import WORTH_IT, Score, best_of, best_terms, gain, has_all_that_was_asked, quicker, score_of
 from splittime.tune.knobs import KNOBS, Knob, changes_numbers, wide, words
@@ -191,10 +192,11 @@ class Tuner:
         self._notes += [note] if note not in self._notes else []
         return found if is_true else None
 
-    def _replica(self, run: Run) -> Replica:
+    def _replica(self, run: Run) -> AnyReplica:
         """Returns the present server. A calibration knows more kinds of steps than a run of one load, which says how
         fast the machine is now."""
-        replica, kept = replica_of(recorded_of_all(run, self._alike())), self._calibration()
+        recorded = recorded_of_all(run, self._alike())
+        replica, kept = simulator_of(recorded.facts).to_replica(recorded), self._calibration()
         if kept is None:
             return replica
         factor = pace_of(kept.replica.costs, recorded_of(run).steps) or 1.0

@@ -11,6 +11,8 @@ from splittime.wire.scrape import ask_first, get, get_json, labels
 from splittime.wire.sse import body_text
 from splittime.wire.target import Target
 
+KEEP_BOOKS = ("splittime", "vllm")  # who may have a ledger: vLLM where our books are attached to it
+
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What is not told is None. block_size: of the prefix cache. takes_ids: prompts may be token ids."""
@@ -35,7 +37,7 @@ async def server_limits(target: Target) -> ServerLimits:
             raise EngineError(what, param="url", value=target.url, hint="Ask again when its model is loaded.")
         card = _first_card(answer.json)
         owner = card.get("owned_by")
-        facts = await get_json(session, target, "/ledger/facts") if owner == "splittime" else None
+        facts = await get_json(session, target, "/ledger/facts") if owner in KEEP_BOOKS else None
         info = await get_json(session, target, "/info") if not card else None
         block_size = _whole(_dict(_dict(facts).get("settings")).get("block_size")) or await _told_block(session, target)
     meta, settings = _dict(card.get("meta")), _dict(_dict(facts).get("settings"))
