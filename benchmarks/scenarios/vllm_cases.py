@@ -129,10 +129,10 @@ def short_behind_long(pace: Pace) -> list[Line]:
 
 
 def preferred_and_others(pace: Pace) -> list[Line]:
-    """Three who go first have all of each step's tokens; ten others wait until these have done."""
-    often = [Line(0.1 * user, tuple(plain(18, 400, 1, seed=50 + user))) for user in range(3)]
-    apart_s = pace.alone_s(400, 1)
-    others = [Line(1 + apart_s * i, (Ask(ids(32, 900 + i), 4, priority=9),)) for i in range(10)]
+    """Eight who go first have all of each step's tokens for twelve seconds; ten others wait until these have done."""
+    each = max(3, int(12 / (8 * pace.alone_s(400, 1))))
+    often = [Line(0.01 * user, tuple(plain(each, 400, 1, seed=50 + user))) for user in range(8)]
+    others = [Line(0.5 + 0.2 * i, (Ask(ids(32, 900 + i), 4, priority=9),)) for i in range(10)]
     return often + others
 
 
@@ -218,7 +218,7 @@ CASES = (
     Case(
         "overload",
         "sixteen slots, and many more arrivals than the machine serves",
-        lambda pace: arrivals(48 / pace.alone_s(32, 16), plain(220, 32, 16)),
+        lambda pace: arrivals(24 / pace.alone_s(32, 16), plain(400, 32, 16)),
         {},
         ("overload", "slot_bound"),
         "--max-num",

@@ -105,6 +105,8 @@ def _sized(books: Books, finding: Finding, excerpt: Excerpt | None, say: Callabl
 
 def _gain(books: Books, finding: Finding, excerpt: Excerpt | None, say: Callable[[float], None]) -> Gain:
     """Raises ConfigError where it cannot be told."""
+    if books.engine and books.facts is not None:
+        raise ConfigError(f"a replay here runs our own scheduler, and these books are of {books.facts.engine}")
     if finding.cure.program != OUR_PROGRAM or excerpt is None:
         raise ConfigError("only the books of a splittime server, with its steps and facts, can be replayed")
     wanted = settings_of(finding, books)
