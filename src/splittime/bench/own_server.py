@@ -3,6 +3,7 @@ process however it ends."""
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -20,6 +21,7 @@ from splittime.wire.target import Target
 
 START_S = 300.0
 STOP_S = 30.0
+NAMED_ERROR = re.compile(r"(?:^|\] )\s*(\w+(?:Error|Exception): .*)")  # at a line's begin, or behind a log's
 PROBE_S, POLL_S = 2.0, 0.2
 STARTED = """import signal, sys
 from splittime.cli.main import main
@@ -44,18 +46,21 @@ def vllm_server(flags: Sequence[str]) -> Iterator[Target]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     asked = ["attach", "vllm", "--", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
-    with _started(asked, subprocess.DEVNULL) as (process, words):
+    with _started(asked) as (process, words):
         target = Target(url=f"http://127.0.0.1:{port}")
         _wait_until_healthy(target, process, words)
         yield target
 
 
 @contextmanager
-def _started(arguments: Sequence[str], stdout: int) -> Iterator[tuple["subprocess.Popen[bytes]", IO[bytes]]]:
-    """Gives a process of our command, and the file that its words go to."""
+def _started(
+    arguments: Sequence[str], stdout: int | None = None
+) -> Iterator[tuple["subprocess.Popen[bytes]", IO[bytes]]]:
+    """Gives a process of our command, and the file that its words go to. stdout: where its data goes, if not there."""
     command = [sys.executable, "-c", STARTED, str(os.getpid()), *arguments]
     with tempfile.TemporaryFile() as words:
-        process = subprocess.Popen(command, stdout=stdout, stderr=words, start_new_session=True)
+        out = words if stdout is None else stdout
+        process = subprocess.Popen(command, stdout=out, stderr=words, start_new_session=True)
         try:
             yield process, words
         finally:
@@ -105,7 +110,13 @@ def _not_started(process: "subprocess.Popen[bytes]", words: Any, in_time: bool) 
     words.seek(0)
     said = words.read().decode(errors="replace").strip().splitlines()
     why = f"it ended with status {process.wait(STOP_S)}" if in_time else f"it was not ready after {START_S:g} s"
-    return EngineError(f"the server did not start: {why}", hint=" ".join(said[-3:])[-500:] or None)
+    return EngineError(f"the server did not start: {why}", hint=_cause_in(said))
+
+
+def _cause_in(said: Sequence[str]) -> str | None:
+    """Returns the first error that a server's last words name, or their end: what follows an error follows from it."""
+    first = next((match[1] for line in said if (match := NAMED_ERROR.search(line))), None)
+    return (first or " ".join(said[-3:])[-500:])[:500] or None
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
