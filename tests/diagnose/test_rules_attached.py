@@ -19,7 +19,7 @@ from splittime.diagnose.books import books_from_file
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
 from splittime.diagnose.sized import sized
-from splittime.diagnose.words import ATTACHED, RESTART
+from splittime.diagnose.words import ATTACHED, RESTART, in_their_words
 
 PROGRAM = "splittime attach vllm -- serve MODEL "
 
@@ -255,3 +255,18 @@ def test_books_that_ended_say_so():
 
 def test_the_program_is_the_one_that_was_asked():
     assert first_of(slots()).cure.program == ATTACHED["vllm"] == PROGRAM.strip()
+
+
+def test_what_another_server_calls_it_is_told_where_no_flag_of_ours_is_its_own():
+    finding = first_of(Ward().run(*slowed(tokenize_ms=60)))
+    told = in_their_words(finding, "sglang")
+    assert told.cure.flags == ()
+    assert told.cure.sentence == f"{finding.cure.sentence} For sglang: --tokenizer-worker-num."
+    assert in_their_words(finding, "unknown").cure.sentence == finding.cure.sentence
+
+
+def test_a_flag_that_is_its_own_keeps_its_value():
+    finding = first_of(Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100)))
+    told = in_their_words(finding, "llama.cpp")
+    assert told.cure.command == "llama-server -m MODEL --parallel 16"
+    assert told.cost.endswith(RESTART)
