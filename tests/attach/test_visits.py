@@ -86,6 +86,9 @@ class Application:
             await respond(send, 200, b"own")
             return
         body = json.loads((await receive())["body"])
+        if body.get("nothing"):
+            await respond(send, 200, b"{}")
+            return
         if body.get("bad"):
             await respond(send, 400, b'{"error": "bad"}')
             return
@@ -229,6 +232,20 @@ def test_a_refusal_has_an_account(layer):
     assert layer(body={"id": "x", "bad": True}, headers=[(b"x-request-id", b"mine")])[0] == 400
     (account,) = accounts(layer, 1)
     assert (account["request_id"], account["finish_reason"], account["error"]["status"]) == ("mine", "refused", 400)
+
+
+def test_a_request_that_asks_the_engine_for_nothing_has_an_account_too(layer):
+    assert layer(body={"id": "x", "nothing": True}, headers=[(b"x-request-id", b"mine")])[0] == 200
+    (account,) = accounts(layer, 1)
+    assert (account["request_id"], account["finish_reason"], account["error"]["status"]) == ("mine", "refused", 200)
+
+
+def test_the_engine_is_known_before_the_first_request(layer):
+    layer("/own")
+    until = time.monotonic() + 30
+    while layer("/ledger/facts")[0] != 200 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert json.loads(layer("/ledger/facts")[2])["engine"] == "vllm 0"
 
 
 def test_other_paths_are_let_through_untouched(layer):

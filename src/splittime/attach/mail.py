@@ -28,6 +28,7 @@ from splittime.ledger.steps import StepRecord
 FOLDER = "SPLITTIME_ATTACH_FOLDER"
 LEDGER_FILE = "SPLITTIME_LEDGER_FILE"
 GATHER_S = 0.05
+FIRST = 0  # the API process that is told of the engine before it has sent a request
 MAX_MAIL = 2_000  # messages that a process may be behind
 
 log = logging.getLogger("splittime.attach")
@@ -92,6 +93,7 @@ class Sender:
 
     def _run(self) -> None:
         context = zmq.Context()
+        self._connect(context, FIRST)
         while not self._is_closed:
             self._is_wanted.wait(GATHER_S)
             self._is_wanted.clear()

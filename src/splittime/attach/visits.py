@@ -331,10 +331,10 @@ class WatchedRequest:
     # ---- the end
 
     def _close(self) -> None:
-        end_ns = now_ns() if self._cancelled_ns is not None else self._end_ns
-        if not self.answers:
-            if self._status >= 400 or self._cancelled_ns is not None:
-                self._books.ledger.add_account(self._refused(max(end_ns, self.start_ns)))
+        was_left = self._cancelled_ns is not None and any(answer.done_ns is None for answer in self.answers)
+        end_ns = now_ns() if was_left or not self._status else self._end_ns
+        if not self.answers:  # refused, in a stream's first event too, or gone before the engine knew
+            self._books.ledger.add_account(self._refused(max(end_ns, self.start_ns)))
             return
         error = self._error() if self._status >= 400 else None
         for answer in self.answers:
@@ -381,7 +381,10 @@ class WatchedRequest:
         )
 
     def _error(self) -> ErrorInfo:
-        return ErrorInfo("vllm_error", f"vLLM answered with {self._status}", f"http_{self._status}", self._status)
+        words = f"vLLM answered with {self._status}" + (
+            "" if self._status >= 400 else ", and asked its engine for nothing"
+        )
+        return ErrorInfo("vllm_error", words, f"http_{self._status}", self._status)
 
     @property
     def _endpoint(self) -> str:
