@@ -12,6 +12,7 @@ those of `forecast`; a machine whose pace changes from one server to the next is
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CELLS), default=list(CELLS), metavar="CELL")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     flags = ("--enforce-eager",) if arguments.eager else ()
     sizes = Sizes(arguments.seconds, arguments.rate, arguments.draws, flags)
     vllm = Vllm(arguments.vllm, arguments.model)
