@@ -2,7 +2,7 @@
 
 import pytest
 
-from splittime.attach import simulators
+from splittime.attach import simulators, versions
 from splittime.attach.settings import settings_of
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
@@ -20,19 +20,24 @@ def test_a_ledger_of_ours_is_run_by_ours() -> None:
 
 
 def test_without_vllm_its_ledger_is_refused_with_where_to_run_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulators, "vllm_version", lambda: None)
+    monkeypatch.setattr(versions, "vllm_version", lambda: None)
     with pytest.raises(ConfigError, match="is not in this environment") as refused:
         simulators.simulator_of(facts())
     assert "that vLLM's environment" in str(refused.value.info.hint)
 
 
-@pytest.mark.parametrize(("found", "engine"), [("0.32.1", "vllm 0.32.0"), ("0.24.0", "vllm 0.24.0 (untested)")])
-def test_another_release_than_the_recorded_or_a_tested_one_is_refused(
-    monkeypatch: pytest.MonkeyPatch, found: str, engine: str
-) -> None:
-    monkeypatch.setattr(simulators, "vllm_version", lambda: found)
-    with pytest.raises(ConfigError, match=f"vLLM here is {found}"):
-        simulators.simulator_of(facts(engine))
+def test_another_release_than_the_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "vllm_version", lambda: "0.32.1")
+    with pytest.raises(ConfigError, match=r"vLLM here is 0\.32\.1"):
+        simulators.simulator_of(facts())
+
+
+def test_a_release_that_was_never_tested_is_refused_unless_one_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "vllm_version", lambda: "0.1.0")
+    with pytest.raises(ConfigError, match="never tested"):
+        simulators.simulator_of(facts("vllm 0.1.0 (untested)"))
+    monkeypatch.setenv(versions.UNTESTED, "1")
+    assert simulators.simulator_of(facts("vllm 0.1.0 (untested)")).to_replica is not replica.replica_of
 
 
 def test_an_engine_that_nobody_knows_is_refused() -> None:

@@ -10,7 +10,7 @@ Of vLLM's own scheduler there is none outside its environment; the ledger is the
 from collections.abc import Callable
 from typing import NamedTuple
 
-from splittime.attach.versions import is_tested, vllm_version
+from splittime.attach import versions
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.simulate.recorded import Recorded
@@ -51,10 +51,12 @@ def _require_here(engine: str) -> None:
     name, _, wanted = engine.removesuffix(" (untested)").partition(" ")
     if name != "vllm":
         raise ConfigError(f"no scheduler of {engine} is known", param="ledger", value=engine)
-    found, hint = vllm_version(), "Run this command in that vLLM's environment: PATH-OF-IT/bin/splittime simulate ..."
+    found = versions.vllm_version()
+    hint = "Run this command in that vLLM's environment: PATH-OF-IT/bin/splittime simulate ..."
     if found is None:
         words = f"the ledger is of {engine}, whose own scheduler is needed and is not in this environment"
         raise ConfigError(words, param="ledger", value=engine, hint=hint)
-    if found.partition("+")[0] != wanted.partition("+")[0] or not is_tested(found):
+    if found.partition("+")[0] != wanted.partition("+")[0]:
         words = f"the ledger is of {engine}; vLLM here is {found}, and another release may decide otherwise"
         raise ConfigError(words, param="ledger", value=engine, hint=hint)
+    versions.require_known()
