@@ -92,9 +92,9 @@ def paused():
 CASES = {
     "slots": (slots, "slot_bound", ("--max-num-seqs", "16"), "at once"),
     "active slots": (active_slots, "slot_bound", ("--max-num-active-seqs", "16", "--max-num-seqs", "16"), "at once"),
-    "blocks": (waits_for_blocks, "kv_bound", (), "VLLM_CPU_KVCACHE_SPACE"),
+    "blocks": (waits_for_blocks, "kv_bound", ("--num-gpu-blocks-override", "171"), "VLLM_CPU_KVCACHE_SPACE"),
     "blocks of a card": (lambda: waits_for_blocks(device="cuda"), "kv_bound", (), "--gpu-memory-utilization"),
-    "preemptions": (thrown_out, "preemption_thrash", (), "--max-num-seqs"),
+    "preemptions": (thrown_out, "preemption_thrash", ("--num-gpu-blocks-override", "69"), "--max-num-seqs"),
     "cache off": (cache_off, "uncached_reuse", ("--enable-prefix-caching",), "prefix cache"),
     "small budget": (small_budget, "token_budget_bound", ("--max-num-batched-tokens", "256"), "prompt tokens"),
     "interference": (interference, "prefill_interference", ("--long-prefill-token-threshold", "112"), "long prompt"),

@@ -175,18 +175,27 @@ def _more_memory(books: Books, times: int) -> Cure:
 
 
 def _memory_of_vllm(books: Books, times: int) -> OtherCure:
-    """vLLM's books say how many blocks it has, and not what one takes."""
+    """vLLM's books say how many blocks it has, and not what one takes. A flag for the blocks themselves is told where
+    memory is the machine's: a card has given what it has."""
     blocks, size = setting(books, "num_blocks"), setting(books, "block_size")
     now = f" its {blocks * size} tokens ({blocks} blocks of {size})" if blocks and size else " what it has"
-    how = (
-        "VLLM_CPU_KVCACHE_SPACE in GiB, which outranks --kv-cache-memory-bytes"
-        if setting(books, "device") == "cpu"
-        else "--gpu-memory-utilization or --kv-cache-memory-bytes, or --kv-cache-dtype fp8 for twice as many tokens"
-    )
-    return OtherCure(
-        sentence=f"Give the KV cache {times} times{now}: {how}; and no --num-gpu-blocks-override, if there is one.",
-        cost=f"Memory, and a longer TPOT in the larger batch. {RESTART}",
-    )
+    is_on_card = setting(books, "device") != "cpu"
+    how = _ON_CARD if is_on_card else _ON_CPU
+    flags = () if is_on_card or not blocks else ("--num-gpu-blocks-override", str(times * blocks + NULL_BLOCK))
+    cost = "Memory, and a longer TPOT in the larger batch."
+    sentence = f"Give the KV cache {times} times{now}: {how}."
+    return OtherCure(sentence=sentence, flags=flags, cost=cost if flags else f"{cost} {RESTART}")
+
+
+NULL_BLOCK = 1  # which vLLM's own count of blocks has, and nobody's tokens are in
+_ON_CPU = (
+    "VLLM_CPU_KVCACHE_SPACE in GiB, which outranks --kv-cache-memory-bytes; --num-gpu-blocks-override outranks both, "
+    "on a CPU as well"
+)
+_ON_CARD = (
+    "--gpu-memory-utilization or --kv-cache-memory-bytes, or --kv-cache-dtype fp8 for twice as many tokens; and no "
+    "--num-gpu-blocks-override, if there is one"
+)
 
 
 def _cost_of_memory(books: Books, times: int) -> str:
