@@ -72,8 +72,8 @@ class AttachedBooks:
             return EngineStats(time.monotonic_ns())
         return EngineStats(
             step.end_ns,
-            num_waiting=step.num_waiting,
-            num_running=step.num_running,
+            num_waiting=step.num_waiting if self.visits else 0,
+            num_running=step.num_running if self.visits else 0,
             blocks_used=step.blocks_used,
             blocks_total=told.settings["num_blocks"] if told is not None else 0,
             num_steps=step.step_id,
@@ -99,7 +99,9 @@ class AttachedBooks:
             for answer in visit.answers:
                 told = self.joining.engine_part(answer.request_id)
                 marks: tuple[Mark, ...] = (*answer.marks, *(told.marks if told is not None else ()))
-                yield OpenBook(answer.request_id, "", visit.start_ns, marks, 0, 0, answer.num_tokens)
+                yield OpenBook(
+                    answer.request_id, answer.group_id, visit.endpoint, visit.start_ns, marks, 0, 0, answer.num_tokens
+                )
 
 
 class BookRoutes:

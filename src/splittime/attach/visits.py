@@ -346,7 +346,7 @@ class WatchedRequest:
             answer.request_id,
             answer.group_id,
             self._books.model_name,
-            self._endpoint,
+            self.endpoint,
             self._started_at_unix_ns,
             answer.marks,
             end_ns,
@@ -370,7 +370,7 @@ class WatchedRequest:
             request_id=given,
             group_id=given,
             model=self._books.model_name,
-            endpoint=self._endpoint,
+            endpoint=self.endpoint,
             started_at_unix_ns=self._started_at_unix_ns,
             start_ns=self.start_ns,
             end_ns=end_ns,
@@ -387,7 +387,7 @@ class WatchedRequest:
         return ErrorInfo("vllm_error", words, f"http_{self._status}", self._status)
 
     @property
-    def _endpoint(self) -> str:
+    def endpoint(self) -> str:
         path = self._scope["path"].rstrip("/")
         return "chat" if path.endswith("/chat/completions") else path.rpartition("/")[2]
 

@@ -15,6 +15,7 @@ class OpenBook(NamedTuple):
     """What is known of a request that is being served, taken in the event loop: later marks do not reach it."""
 
     request_id: str
+    group_id: str
     endpoint: str
     start_ns: int
     marks: tuple[Mark, ...]

@@ -232,6 +232,7 @@ class Service:
                 if not choice.is_closed:
                     yield OpenBook(
                         choice.request.request_id,
+                        group.group_id,
                         endpoint,
                         choice.account.start_ns,
                         tuple(choice.account.marks),

@@ -51,7 +51,7 @@ export class Playground {
   update(store) {
     const watch = this.#watch;
     if (!watch || watch.hasAccount) return;
-    const open = store.open.find(({ id }) => id === watch.id);
+    const open = store.open.find((row) => row.id === watch.id || row.sent_as === watch.id);
     if (open) this.account.replaceChildren(...soFarParts(open));
     watch.hasAccount = watch.endNs !== null && !watch.hasFailed && store.hasClosed(watch.id);
     if (watch.hasAccount) this.#showAccount(watch);

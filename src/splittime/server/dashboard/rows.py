@@ -13,6 +13,7 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_json
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
+from splittime.ledger.store import ID_PREFIXES
 from splittime.server.books import OpenBook
 from splittime.server.dashboard.bins import Span, spans, stage_key
 
@@ -37,6 +38,7 @@ def open_spans(book: OpenBook, now_ns: int) -> list[Span]:
 def open_row(book: OpenBook, now_ns: int) -> Row:
     return {
         "id": book.request_id,
+        "sent_as": sent_as(book.group_id),
         "endpoint": book.endpoint,
         "start_ns": book.start_ns,
         "e2e_ns": max(0, now_ns - book.start_ns),
@@ -47,9 +49,16 @@ def open_row(book: OpenBook, now_ns: int) -> Row:
     }
 
 
+def sent_as(group_id: str) -> str:
+    """Returns the X-Request-Id of a request: the response's id without its prefix."""
+    prefix = next((each for each in ID_PREFIXES if group_id.startswith(each)), "")
+    return group_id.removeprefix(prefix)
+
+
 def account_row(account: ClosedAccount) -> Row:
     return {
         "id": account.request_id,
+        "sent_as": sent_as(account.group_id),
         "endpoint": account.endpoint,
         "started_unix_ms": account.started_at_unix_ns // 1_000_000,
         "start_ns": account.start_ns,

@@ -76,7 +76,7 @@ export class Store {
   }
 
   hasClosed(id) {
-    return [...this.rows.values()].some((row) => row.id === id);
+    return [...this.rows.values()].some((row) => row.id === id || row.sent_as === id);
   }
 
   /** Closed requests that ended in the last seconds. */

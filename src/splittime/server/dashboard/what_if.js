@@ -117,6 +117,7 @@ export class WhatIf {
 
   #fail(error) {
     if (error instanceof KeyNeeded) this.onTrouble(error);
+    this.form.closest("section").hidden = error.status === 404; // a server without a simulator: vLLM with our books
     say(byId("what-if-note"), error.message);
   }
 }
