@@ -173,9 +173,9 @@ def test_the_costs_of_a_plan_are_those_of_its_record() -> None:
 
 
 def test_a_change_is_predicted_and_its_run_kept(tmp_path) -> None:
-    recorded = served(msgspec.structs.replace(TIGHT, num_blocks=200), requests(13, 200))
+    recorded = served(msgspec.structs.replace(TIGHT, num_blocks=200), requests(13, 80))
     simulator = simulator_of(recorded.facts)
-    prediction = predict(recorded, Change({"max_num_seqs": 2}), draws=3, to_replica=simulator.to_replica)
+    prediction = predict(recorded, Change({"max_num_seqs": 2}), draws=2, to_replica=simulator.to_replica)
     queue = prediction.figure("queue_ms_p50")
     assert queue.after > 2 * queue.before
     load = recorded_load(recorded, None, simulator.to_replica)
@@ -187,8 +187,8 @@ def test_a_change_is_predicted_and_its_run_kept(tmp_path) -> None:
 
 
 def test_the_same_settings_give_what_was_recorded_again() -> None:
-    recorded = served(msgspec.structs.replace(TIGHT, num_blocks=200), requests(13, 200))
-    prediction = predict(recorded, Change(), draws=3, to_replica=simulator_of(recorded.facts).to_replica)
+    recorded = served(msgspec.structs.replace(TIGHT, num_blocks=200), requests(13, 80))
+    prediction = predict(recorded, Change(), draws=2, to_replica=simulator_of(recorded.facts).to_replica)
     figure = prediction.figure("e2e_ms_p50")
     assert figure.before == pytest.approx(figure.recorded, rel=0.2)
 
@@ -215,7 +215,7 @@ def test_a_change_that_vllm_cannot_have_is_refused(name: str, value: Any, words:
 
 
 def test_a_replica_is_a_value_of_its_own_kind() -> None:
-    recorded = served(msgspec.structs.replace(TIGHT, num_blocks=200), requests(13, 200))
+    recorded = served(msgspec.structs.replace(TIGHT, num_blocks=200), requests(13, 80))
     replica = simulator_of(recorded.facts).to_replica(recorded)
     assert isinstance(replica, VllmReplica)
     assert replica.config.num_blocks == 200
