@@ -136,10 +136,15 @@ def preferred_and_others(pace: Pace) -> list[Line]:
     return often + others
 
 
-def burst(pace: Pace) -> list[Line]:
-    steady = arrivals(0.15 / pace.alone_s(32, 12), plain(40, 32, 12))
-    at_s = steady[20].at_s
-    return steady + [Line(at_s + 0.002 * i, (ask,)) for i, ask in enumerate(plain(60, 32, 12, seed=3))]
+def bursts(pace: Pace) -> list[Line]:
+    """Forty at one moment, four times: once is an event that another run need not have."""
+    steady = arrivals(0.15 / pace.alone_s(32, 12), plain(80, 32, 12))
+    together = [
+        Line(steady[15 + 18 * number].at_s + 0.002 * i, (ask,))
+        for number in range(4)
+        for i, ask in enumerate(plain(40, 32, 12, seed=3 + number))
+    ]
+    return steady + together
 
 
 CASES = (
@@ -239,7 +244,7 @@ CASES = (
         ("starvation",),
         "--scheduling-policy",
     ),
-    Case("burst", "sixty at one moment beside a steady few", burst, {}, ("burst",), "spread"),
+    Case("bursts", "forty at one moment, four times, beside a steady few", bursts, {}, ("burst",), "spread"),
     Case(
         "healthy_short",
         "room for all",
