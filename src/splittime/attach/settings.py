@@ -47,6 +47,13 @@ def flag_of(name: str, value: Any) -> list[str]:
     return [f"--{flag}", str(value)]
 
 
+def setting_of(flag: str, value: Any) -> tuple[str, Any]:
+    """Returns the knob that a flag of `vllm serve` sets (its name with underscores), and to what."""
+    if flag == "num_gpu_blocks_override":
+        return "num_blocks", value - 1
+    return ("policy" if flag == "scheduling_policy" else flag), value
+
+
 def settings_of(facts: ServerFacts) -> VllmSettings:
     """Raises ConfigError for facts that say too little, and for an engine that one scheduler alone does not explain."""
     _require_simple(facts.settings)

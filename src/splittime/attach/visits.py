@@ -33,13 +33,13 @@ from splittime.ledger.export import server_timing
 from splittime.ledger.prompt_parts import salt_hash
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger
+from splittime.server.writers import start
 from splittime.web import http
 
 GENERATING = re.compile(
     r"(/[^/]+)*/(completions|responses|messages|generate|embeddings|pooling|classify|score|rerank|transcriptions)/?"
 )
 ENGINE_SAYS_S = 0.25  # for the engine's book to come, where an answer is to hold it
-BLOCKED_NS = 1_000_000  # a socket that takes what it is given does so at once
 EVENTS = b"text/event-stream"
 DONE = b"data: [DONE]"
 
@@ -243,10 +243,11 @@ class WatchedRequest:
 
     async def _pass_on(self, message: http.Message) -> None:
         begin_ns = now_ns()
-        await self._send(message)
+        blocked = start(self._send(message), asyncio.get_running_loop())
+        if blocked is not None:  # the socket is full: the client does not read
+            await blocked
+            self._waits_ns.append((begin_ns, now_ns()))
         self._end_ns = now_ns()
-        if self._end_ns - begin_ns > BLOCKED_NS:
-            self._waits_ns.append((begin_ns, self._end_ns))
         if message["type"] == "http.response.body" and message.get("body"):
             self._note_written(self._end_ns)
 

@@ -24,7 +24,7 @@ from splittime import __version__
 from splittime.cli.explain import DEFAULT_URL, without_controls
 from splittime.cli.options import CleanConsole, JsonFlag, fails_clearly, say_error, talk
 from splittime.cli.progress import loading
-from splittime.core.errors import EngineError, NotFound
+from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND
 from splittime.wire.get_json import get_json
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from splittime.diagnose.books import Books
     from splittime.diagnose.doctor import Diagnosis
     from splittime.diagnose.finding import Finding
+    from splittime.diagnose.sized import Replays
 
 MAX_LIMIT = 10_000
 LATEST = 1000  # what the server's page reads too (`diagnose.books.LIVE_ACCOUNTS`)
@@ -107,7 +108,23 @@ def _with_sizes(books: "Books", diagnosis: "Diagnosis") -> "Diagnosis":
     from splittime.diagnose.sized import sized
 
     with loading("replaying the latest requests") as say:
-        return sized(books, diagnosis, say)
+        return sized(books, diagnosis, say, _replays_of(books))
+
+
+def _replays_of(books: "Books") -> "Replays":
+    """Returns how these books are replayed; those of a vLLM by its own scheduler, where it is in this environment."""
+    from splittime.attach.settings import KNOBS, setting_of
+    from splittime.attach.simulators import simulator_of
+    from splittime.diagnose.sized import OUR_REPLAYS, Replays
+    from splittime.diagnose.words import ATTACHED
+
+    if books.facts is None or not books.facts.engine:
+        return OUR_REPLAYS
+    try:
+        to_replica = simulator_of(books.facts).to_replica
+    except ConfigError:  # no such vLLM here: the finding says that nothing was replayed
+        return OUR_REPLAYS
+    return Replays(ATTACHED["vllm"], KNOBS, setting_of, to_replica)
 
 
 def _check_installation(as_json: bool) -> int:

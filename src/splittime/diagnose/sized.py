@@ -16,8 +16,8 @@ An interval is that of the draws, widened by the error of the replay without the
 The replay is bounded: `DRAWS` pairs of simulations of the excerpt that `diagnose.excerpt` picks.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -30,7 +30,7 @@ from splittime.diagnose.finding import OUR_PROGRAM, Finding, Gain
 from splittime.simulate.change import LIMITS, SIMULATED_KNOBS, Change, PredictedFigure
 
 if TYPE_CHECKING:
-    from splittime.simulate.what_if import Prediction
+    from splittime.simulate.what_if import Prediction, ReplicaOf
 
 DRAWS = 8
 MAX_ERROR = 0.3  # of the replay as it was, against the record
@@ -60,8 +60,24 @@ WORDS = {
 Say = Callable[[str, float], None]
 
 
-def sized(books: Books, diagnosis: Diagnosis, say: Say = lambda words, share: None) -> Diagnosis:
-    """Returns the diagnosis with its gains. say: is told what is replayed, and which share of all is done."""
+class Replays(NamedTuple):
+    """How the books of an engine are replayed. program: whose flags its cures name. knobs: the settings that a replay
+    can change. setting_of: of a flag's name and value. to_replica: makes the server of a ledger; None: one of ours."""
+
+    program: str
+    knobs: Collection[str]
+    setting_of: Callable[[str, Any], tuple[str, Any]] = lambda name, value: (name, value)
+    to_replica: "ReplicaOf | None" = None
+
+
+OUR_REPLAYS = Replays(OUR_PROGRAM, (*SIMULATED_KNOBS, *LIMITS))
+
+
+def sized(
+    books: Books, diagnosis: Diagnosis, say: Say = lambda words, share: None, replays: Replays = OUR_REPLAYS
+) -> Diagnosis:
+    """Returns the diagnosis with its gains. say: is told what is replayed, and which share of all is done. replays: of
+    the engine whose books these are."""
     wanted = [finding.name for finding in diagnosis.findings if finding.cure.flags]
     excerpt = latest_excerpt(books) if wanted else None
     findings = []
@@ -74,7 +90,7 @@ def sized(books: Books, diagnosis: Diagnosis, say: Say = lambda words, share: No
         def of_all(share: float, done: int = done, name: str = finding.name) -> None:
             say(f"replaying the cure of {name}", (done + share) / len(wanted))
 
-        findings.append(_sized(books, finding, excerpt, of_all))
+        findings.append(_sized(books, finding, excerpt, of_all, replays))
     behind = [finding for finding in findings if is_withdrawn(finding)]
     return replace(diagnosis, findings=(*(f for f in findings if f not in behind), *behind))
 
@@ -90,9 +106,11 @@ def helps(gain: Gain) -> bool:
     return high is not None and high < 1
 
 
-def _sized(books: Books, finding: Finding, excerpt: Excerpt | None, say: Callable[[float], None]) -> Finding:
+def _sized(
+    books: Books, finding: Finding, excerpt: Excerpt | None, say: Callable[[float], None], replays: Replays
+) -> Finding:
     try:
-        gain = _gain(books, finding, excerpt, say)
+        gain = _gain(books, finding, excerpt, say, replays)
     except ConfigError as error:
         return replace(finding, not_predicted=error.info.message)
     finding = replace(finding, predicted=gain)
@@ -103,14 +121,16 @@ def _sized(books: Books, finding: Finding, excerpt: Excerpt | None, say: Callabl
     return replace(finding, cure=cure)
 
 
-def _gain(books: Books, finding: Finding, excerpt: Excerpt | None, say: Callable[[float], None]) -> Gain:
+def _gain(
+    books: Books, finding: Finding, excerpt: Excerpt | None, say: Callable[[float], None], replays: Replays
+) -> Gain:
     """Raises ConfigError where it cannot be told."""
-    if books.engine and books.facts is not None:
+    if books.engine and books.facts is not None and replays.to_replica is None:
         raise ConfigError(f"a replay here runs our own scheduler, and these books are of {books.facts.engine}")
-    if finding.cure.program != OUR_PROGRAM or excerpt is None:
-        raise ConfigError("only the books of a splittime server, with its steps and facts, can be replayed")
-    wanted = settings_of(finding, books)
-    prediction, made = _prediction(excerpt, wanted, say)
+    if finding.cure.program != replays.program or excerpt is None:
+        raise ConfigError("only books with steps and facts, kept by splittime, can be replayed")
+    wanted = settings_of(finding, books, replays)
+    prediction, made = _prediction(excerpt, wanted, say, replays)
     names = dict.fromkeys((*ABOUT.get(finding.name, (MEAN,)), MEAN))
     figures = tuple(_figure(prediction, name) for name in names)
     _require_like(figures[0])
@@ -125,20 +145,21 @@ def _gain(books: Books, finding: Finding, excerpt: Excerpt | None, say: Callable
     return replace(gain, sentence=_sentence(gain, excerpt.num_open))
 
 
-def settings_of(finding: Finding, books: Books) -> dict[str, Any]:
+def settings_of(finding: Finding, books: Books, replays: Replays = OUR_REPLAYS) -> dict[str, Any]:
     """Returns what the cure's flags set. Raises ConfigError for one that no simulation can change."""
-    return dict(_setting(typed, value, books) for typed, value in flags_of(finding.cure.flags))
+    return dict(_setting(typed, value, books, replays) for typed, value in flags_of(finding.cure.flags))
 
 
-def _setting(typed: str, value: str | None, books: Books) -> tuple[str, Any]:
+def _setting(typed: str, value: str | None, books: Books, replays: Replays) -> tuple[str, Any]:
     name = typed.removeprefix("--").replace("-", "_")
     if name == "kv_cache_memory_bytes" and value is not None:
         return "num_blocks", _blocks(value, books)
     is_off = value is None and name.startswith("no_")
     name = name.removeprefix("no_") if is_off else name
-    if name not in (*SIMULATED_KNOBS, *LIMITS):
+    name, asked = replays.setting_of(name, not is_off if value is None else _value(value))
+    if name not in replays.knobs:
         raise ConfigError(f"no replay can change {typed}", param=typed)
-    return name, (not is_off if value is None else _value(value))
+    return name, asked
 
 
 def _value(text: str) -> Any:
@@ -158,18 +179,21 @@ def _blocks(size: str, books: Books) -> int:
 
 
 def _prediction(
-    excerpt: Excerpt, wanted: dict[str, Any], say: Callable[[float], None]
+    excerpt: Excerpt, wanted: dict[str, Any], say: Callable[[float], None], replays: Replays
 ) -> tuple["Prediction", dict[str, Any]]:
     """Returns that of the wanted settings, or of what is nearest to them within the recorded steps' reach."""
     from splittime.simulate.cost import OutOfRange
+    from splittime.simulate.replica import replica_of
     from splittime.simulate.what_if import predict  # scipy: half a second
 
+    to_replica = replays.to_replica or replica_of
     refused: ConfigError | None = None
     for settings in _towards(wanted, excerpt.recorded.facts.settings):
         try:
             on_draw = lambda number: say(number / DRAWS)  # noqa: E731
             # Another hour slows both sides, and takes steps out of reach that the recorded hour did not need.
-            return predict(excerpt.recorded, Change(settings), DRAWS, on_draw=on_draw, other_hour=0.0), settings
+            about = {"on_draw": on_draw, "other_hour": 0.0, "to_replica": to_replica}
+            return predict(excerpt.recorded, Change(settings), DRAWS, **about), settings
         except OutOfRange as error:
             refused = error
     assert refused is not None

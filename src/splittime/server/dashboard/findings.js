@@ -70,7 +70,7 @@ export class Findings {
     const pairs = [
       ["Evidence", el("ul", {}, ...evidence.map((line) => el("li", {}, line)))],
       ["Look at", this.#requests(finding.request_ids)],
-      ["Cure", el("span", {}, finding.cure.sentence, " ", command(finding.cure.flags))],
+      ["Cure", el("span", {}, finding.cure.sentence, " ", command(finding.cure))],
       ["Cost", finding.cost],
       ["Refuted by", finding.counter_check],
       ["Holds", finding.regime],
@@ -89,8 +89,8 @@ export class Findings {
 const spoken = (name) => name.replaceAll("_", " ");
 const number = (value) => (typeof value === "number" ? (value >= 100 ? count(value) : amount(value)) : value);
 
-function command(flags) {
-  return flags.length ? el("code", {}, `splittime serve ${flags.join(" ")}`) : null;
+function command({ program, flags }) {
+  return flags.length ? el("code", {}, `${program} ${flags.join(" ")}`) : null;
 }
 
 function abstentions(lines) {
