@@ -128,7 +128,7 @@ def _gain(
     if books.engine and books.facts is not None and replays.to_replica is None:
         raise ConfigError(f"a replay here runs our own scheduler, and these books are of {books.facts.engine}")
     if finding.cure.program != replays.program or excerpt is None:
-        raise ConfigError("only books with steps and facts, kept by splittime, can be replayed")
+        raise ConfigError("only the books of a splittime server, with its steps and facts, can be replayed")
     wanted = settings_of(finding, books, replays)
     prediction, made = _prediction(excerpt, wanted, say, replays)
     names = dict.fromkeys((*ABOUT.get(finding.name, (MEAN,)), MEAN))
@@ -192,7 +192,7 @@ def _prediction(
         try:
             on_draw = lambda number: say(number / DRAWS)  # noqa: E731
             # Another hour slows both sides, and takes steps out of reach that the recorded hour did not need.
-            about = {"on_draw": on_draw, "other_hour": 0.0, "to_replica": to_replica}
+            about: dict[str, Any] = {"on_draw": on_draw, "other_hour": 0.0, "to_replica": to_replica}
             return predict(excerpt.recorded, Change(settings), DRAWS, **about), settings
         except OutOfRange as error:
             refused = error
