@@ -171,6 +171,24 @@ def test_books_of_nobodys_requests_are_not_kept_for_ever(kept, monkeypatch):
     assert both.engine_part("cmpl-a-0-12345678") is None
 
 
+def test_a_book_is_kept_as_long_as_its_answer_is_open(kept):
+    """A request with many answers, or a slow reader: the engine's end lies long before the answer's."""
+    both, ledger = kept
+    both.expect("cmpl-a-0-12345678")
+    both.take(Mail(engine=0, ended=[book()]))  # ended long ago
+    both.join()
+    both.add(edges(end_ns=time.monotonic_ns()))
+    both.join()
+    assert [account.output_tokens for account in ledger.accounts()] == [3]
+
+
+def test_what_is_open_at_the_end_is_closed(kept):
+    both, ledger = kept
+    both.add(edges(end_ns=time.monotonic_ns()))
+    both.close()
+    assert [each.intervals[-1].stage for each in ledger.accounts()] == [Stage.UNATTRIBUTED]
+
+
 def test_who_waits_for_the_engines_word_is_called_once(kept):
     both, _ = kept
     calls = []

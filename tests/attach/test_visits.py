@@ -16,6 +16,7 @@ from splittime.attach.engine_books import UNKNOWN, AskedRequest, DecidedPlan, En
 from splittime.attach.mail import Sender
 from splittime.attach.visits import WithBooks
 from splittime.ledger.facts import ServerFacts
+from splittime.ledger.store import Ledger
 
 PROMPT, ANSWER = list(range(20)), [7, 8, 9]
 SETTINGS = {"num_blocks": 10}
@@ -98,6 +99,8 @@ class Application:
             await respond(send, 200, json.dumps({"tokens": tokens}).encode())
             return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        if "text" in body:
+            await send({"type": "http.response.body", "body": body["text"].encode(), "more_body": True})
         try:
             async for output in outputs:
                 chunk = json.dumps(output.outputs[0].token_ids).encode()
@@ -215,6 +218,15 @@ def test_an_answer_holds_its_account_if_asked(layer, is_stream):
     assert status == 200
 
 
+def test_a_text_that_holds_the_end_of_streams_is_left_alone(layer):
+    told = b'data: {"text": "data: [DONE]"}\n\n'
+    _, _, content = layer(
+        body={"id": "x", "stream": True, "text": told.decode()}, headers=[(b"x-include-timing", b"1")]
+    )
+    assert told in content
+    assert content.count(b'"timing"') == 1
+
+
 def test_without_being_asked_an_answer_is_as_it_was(layer):
     assert layer(body={"id": "x"})[2] == json.dumps({"tokens": ANSWER}).encode()
 
@@ -231,13 +243,13 @@ def test_a_client_that_leaves_ends_in_one_account(layer):
 def test_a_refusal_has_an_account(layer):
     assert layer(body={"id": "x", "bad": True}, headers=[(b"x-request-id", b"mine")])[0] == 400
     (account,) = accounts(layer, 1)
-    assert (account["request_id"], account["finish_reason"], account["error"]["status"]) == ("mine", "refused", 400)
+    assert (account["group_id"], account["finish_reason"], account["error"]["status"]) == ("mine", "refused", 400)
 
 
 def test_a_request_that_asks_the_engine_for_nothing_has_an_account_too(layer):
     assert layer(body={"id": "x", "nothing": True}, headers=[(b"x-request-id", b"mine")])[0] == 200
     (account,) = accounts(layer, 1)
-    assert (account["request_id"], account["finish_reason"], account["error"]["status"]) == ("mine", "refused", 200)
+    assert (account["group_id"], account["finish_reason"], account["error"]["status"]) == ("mine", "refused", 200)
 
 
 def test_the_engine_is_known_before_the_first_request(layer):
@@ -270,6 +282,31 @@ def test_the_page_and_the_ledger_are_there(layer):
     assert layer("/ledger/facts", query_string=b"engine=0")[0] == 200
     assert layer("/ledger/facts", query_string=b"engine=1")[0] == 400
     assert layer("/ledger/facts", method="POST")[0] == 405
+
+
+def test_a_name_that_leads_here_is_no_key(layer):
+    """DNS rebinding: a page whose name leads to this machine, on a server that listens on all addresses."""
+    layer.around._app.state.args.host = "0.0.0.0"
+    evil = [(b"host", b"evil.example"), (b"origin", b"http://evil.example")]
+    assert layer("/ledger/requests", headers=evil)[0] == 403
+
+
+def test_a_stranger_cannot_hide_anothers_account(layer):
+    layer(body={"id": "victim"})
+    accounts(layer, 1)
+    layer(body={"id": "x", "bad": True}, headers=[(b"x-request-id", b"cmpl-victim")])
+    layer(body={"id": "x", "bad": True}, headers=[(b"x-request-id", b"x" * 8_000)])
+    assert json.loads(layer("/ledger/requests/victim")[2])["finish_reason"] == "length"
+    assert max(len(each["group_id"]) for each in accounts(layer, 3)) < 200
+
+
+def test_books_that_cannot_be_kept_leave_the_server_as_it_is(layer, monkeypatch, tmp_path):
+    taken = Ledger(tmp_path / "taken.sqlite")
+    monkeypatch.setenv(mail.LEDGER_FILE, str(tmp_path / "taken.sqlite"))
+    assert layer("/own")[2] == b"own"
+    assert layer(body={"id": "x"})[0] == 200
+    assert layer.around._routes is None
+    taken.close()
 
 
 def test_a_ledger_answers_to_nobody_from_elsewhere(layer):

@@ -185,6 +185,42 @@ def test_pauses(state, runs):
     assert driver.now("b") == (Stage.DECODE, None)
 
 
+def test_a_pause_is_told_when_it_begins_since_no_plan_follows():
+    """vLLM's engine does not plan while it is paused for all."""
+    driver = Driver(max_num_seqs=1)
+    driver.add("a", most=3)
+    driver.add("b", most=3)
+    driver.step()
+    driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    driver.add("late", most=3)
+    assert driver.now("a") == (Stage.DECODE_STALL, Cause.PAUSED)
+    assert driver.now("b") == (Stage.QUEUE, Cause.PAUSED)
+    assert driver.now("late") == (Stage.QUEUE, Cause.PAUSED)
+    driver.clock.advance(5_000)
+    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.step()
+    assert driver.now("a") == (Stage.DECODE, None)
+    assert driver.records[-1].idle_ns >= 5_000  # nobody's work kept the device waiting
+    verify_steps(driver.records)
+
+
+def test_a_preemption_by_no_plan_is_in_the_next_step():
+    driver = Driver()
+    driver.add("a", prompt=40)
+    driver.step(2)
+    driver.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert driver.now("a") == (Stage.PREEMPTED, Cause.KV_BLOCKS)
+    driver.step()
+    assert driver.records[-1].victims == ("a",)
+    driver.step(2)
+    assert driver.records[-1].victims == ()
+    driver.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    driver.step()
+    stages = [mark.stage for mark in driver.ended["a"].marks]
+    assert stages[:5] == [Stage.QUEUE, Stage.PREFILL, Stage.DECODE, Stage.PREEMPTED, Stage.RECOMPUTE]
+    assert driver.ended["a"].num_preemptions == 1
+
+
 def test_a_prompt_that_must_go_whole():
     driver = Driver(enable_chunked_prefill=False, max_num_batched_tokens=256)
     driver.add("a", prompt=200)

@@ -7,7 +7,7 @@ from known_runs import TIGHT, record_run
 from splittime.core.errors import ConfigError
 from splittime.simulate import draws
 from splittime.simulate.change import Change
-from splittime.simulate.replica import Replica
+from splittime.simulate.replica import AnyReplica
 from splittime.simulate.what_if import predict
 
 CONFIG = msgspec.structs.replace(TIGHT, max_num_seqs=4, num_blocks=60)
@@ -18,7 +18,7 @@ def test_the_answer_hangs_on_the_number_of_processes_in_nothing(monkeypatch: pyt
     alone = predict(recorded, change, 3)
     monkeypatch.setattr(draws, "TOKENS_OF_A_PROCESS", 1)
     with monkeypatch.context() as patch:
-        patch.delattr(Replica, "figures")  # in this process; others import it anew
+        patch.delattr(AnyReplica, "figures")  # in this process; others import it anew
         assert predict(recorded, change, 3, on_draw=done.append, processes=2) == alone
         assert done == [1, 2, 3]
         with pytest.raises(ConfigError, match="max_num_seqs"):

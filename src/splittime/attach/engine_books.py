@@ -143,15 +143,13 @@ class EngineBooks:
 
     # ---- requests come and go
 
-    def receive(self, asked: AskedRequest, received_ns: int, now_ns: int) -> None:
+    def receive(self, asked: AskedRequest, received_ns: int, now_ns: int, *, is_paused: bool = False) -> None:
         """received_ns: when the engine's process had it; it joins the scheduler's queue at `now_ns`."""
-        if self._idle_since_ns is not None:
-            self._idle_ns += max(0, now_ns - self._idle_since_ns)
-            self._idle_since_ns = None
+        if not is_paused:
+            self._stop_idling(now_ns)
         is_busy = bool(self._flights) or received_ns < (self._last_end_ns or 0)
-        self.books[asked.request_id] = EngineBook(
-            asked, received_ns, Cause.STEP_IN_FLIGHT if is_busy else Cause.ENGINE_LOOP
-        )
+        cause = Cause.PAUSED if is_paused else Cause.STEP_IN_FLIGHT if is_busy else Cause.ENGINE_LOOP
+        self.books[asked.request_id] = EngineBook(asked, received_ns, cause)
         self._said = None
 
     def preempt(self, request_id: str, num_computed: int) -> None:
@@ -162,6 +160,28 @@ class EngineBooks:
             book.recompute_until = max(book.recompute_until, num_computed)
         self._said = None
 
+    def set_back(self, request_id: str, cause: Cause | None, now_ns: int) -> None:
+        """One that was preempted by no plan waits from now on, for this."""
+        if request_id in self.books:
+            self.books[request_id].wait(cause, now_ns)
+
+    def pause(self, running: Iterable[str], waiting: Iterable[str], now_ns: int) -> None:
+        """No plan is made from now on for these; time without a step is idle, though there is work."""
+        for request_id in running:
+            if request_id in self.books:
+                self.books[request_id].stall(Cause.PAUSED, now_ns)
+        for request_id in waiting:
+            if request_id in self.books:
+                self.books[request_id].wait(Cause.PAUSED, now_ns)
+        self._said = None
+        if not self._flights and self._idle_since_ns is None:
+            self._idle_since_ns = now_ns
+
+    def _stop_idling(self, now_ns: int) -> None:
+        if self._idle_since_ns is not None:
+            self._idle_ns += max(0, now_ns - self._idle_since_ns)
+            self._idle_since_ns = None
+
     def end(self, request_id: str, reason: str, now_ns: int) -> EndedBook | None:
         """Returns the closed book; None for a request that is not known, or has ended."""
         book = self.books.pop(request_id, None)
@@ -169,7 +189,7 @@ class EngineBooks:
             return None
         book.account.enter(Stage.DELIVER, now_ns)
         self._said = None
-        if not self.books and not self._flights:
+        if not self.books and not self._flights and self._idle_since_ns is None:
             self._idle_since_ns = now_ns
         return EndedBook(
             request_id,
@@ -193,6 +213,7 @@ class EngineBooks:
     def begin(self, plan: DecidedPlan, begin_ns: int, planned_ns: int) -> BegunStep | None:
         """A plan was made between these instants. Returns None where it has no row: no step comes of it."""
         self._mark(plan, begin_ns)
+        self._stop_idling(begin_ns)
         if not plan.rows:
             self._victims += plan.victims
             return None

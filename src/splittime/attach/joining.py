@@ -6,6 +6,7 @@ Whichever comes last closes the account. All of it happens on the receiver's thr
 A request whose engine never answers is closed after `PATIENCE_NS` with its time from the hand-off `unattributed`.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -72,8 +73,13 @@ class Joining:
         self._ended: dict[str, tuple[EngineTold, EndedBook]] = {}
         self._begun: dict[str, BegunBook] = {}
         self._wanted: dict[str, Callable[[], object]] = {}
+        self._expected: set[str] = set()  # requests whose visit is open: their books are kept however long it takes
 
     # ---- from the event loop
+
+    def expect(self, request_id: str) -> None:
+        """A request is on its way to the engine; `add` comes when its answer is over."""
+        self._expected.add(request_id)
 
     def add(self, edges: SeenAnswer) -> None:
         self._arrived.append(edges)
@@ -118,7 +124,18 @@ class Joining:
         while self._arrived:
             edges = self._arrived.popleft()
             self._edges[edges.request_id] = edges
-        late_ns = time.monotonic_ns() - PATIENCE_NS
+            self._expected.discard(edges.request_id)
+        self._close_known(time.monotonic_ns() - PATIENCE_NS)
+
+    def close(self) -> None:
+        """Close what is still open with what is known, and the ledgers. The receiver's thread has ended."""
+        self.join()
+        self._close_known(math.inf)
+        for engine in self.engines.values():
+            engine.ledger.close()
+
+    def _close_known(self, late_ns: float) -> None:
+        """Close the accounts that both books are there of, and those that have waited for the engine since then."""
         for request_id in list(self._edges):
             found, edges = self._ended.pop(request_id, None), self._edges[request_id]
             if found is None and edges.end_ns >= late_ns:
@@ -129,8 +146,9 @@ class Joining:
                 self.engines[0].ledger.add_account(unexplained(edges))
             else:
                 found[0].ledger.add_account(joined(edges, found[1]))
-        for request_id in [name for name, (_, book) in self._ended.items() if book.ended_ns < late_ns - PATIENCE_NS]:
-            del self._ended[request_id]  # nobody's: it did not come over HTTP
+        for request_id, (_, book) in list(self._ended.items()):
+            if book.ended_ns < late_ns - PATIENCE_NS and request_id not in self._expected:
+                del self._ended[request_id]  # nobody's: it did not come over HTTP
 
 
 def joined(edges: SeenAnswer, book: EndedBook) -> ClosedAccount:

@@ -9,12 +9,15 @@ told with the next that arrives.
 """
 
 import logging
+import math
 import os
 import secrets
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ FOLDER = "SPLITTIME_ATTACH_FOLDER"
 LEDGER_FILE = "SPLITTIME_LEDGER_FILE"
 GATHER_S = 0.05
 FIRST = 0  # the API process that is told of the engine before it has sent a request
+LAST_S, LAST_MAIL_S = 0.3, 2.0  # for what the engine still sends as the server ends, and for the thread to end
 MAX_MAIL = 2_000  # messages that a process may be behind
 
 log = logging.getLogger("splittime.attach")
@@ -139,7 +143,7 @@ class Receiver:
     """An API process's end: calls `take` with each message, and `idle` at least every `GATHER_S`, on its own thread."""
 
     def __init__(self, client: int, take: Callable[[Mail], None], idle: Callable[[], None]) -> None:
-        folder = Path(os.environ[FOLDER])
+        self._folder = folder = Path(os.environ[FOLDER])
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
             raise PermissionError(f"{folder} is open to others: name another folder in {FOLDER}")
@@ -153,14 +157,20 @@ class Receiver:
         self._thread.start()
 
     def close(self) -> None:
+        """Read what has come, and remove the socket; the folder too, if it was the last."""
         self._is_closed = True
-        self._thread.join(2.0)
+        self._thread.join(LAST_MAIL_S)
         self._socket.close(linger=0)
         self._context.term()
+        with suppress(OSError):
+            self._folder.rmdir()
 
     def _run(self) -> None:
         decoder = msgspec.msgpack.Decoder(Mail)
-        while not self._is_closed:
+        until = math.inf
+        while time.monotonic() < until:
+            if self._is_closed and until == math.inf:
+                until = time.monotonic() + LAST_S
             try:
                 if self._socket.poll(int(GATHER_S * 1e3)):
                     self._take(decoder.decode(self._socket.recv()))

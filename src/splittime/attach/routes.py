@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from splittime.attach.visits import WatchedRequest
 
 READING_THREADS = 2
+LOOPBACK = "127.0.0.1"
 Handler = Callable[[KeepsBooks, http.Scope, http.Receive, http.Send], Awaitable[None]]
 
 
@@ -110,7 +111,7 @@ class BookRoutes:
     def __init__(self, books: AttachedBooks, state: Any) -> None:
         self._books, self._state = {0: books}, state
         self._is_open_to_all = bool(books.keys)
-        names = Names(books.host)
+        names = Names(books.host if books.keys else LOOPBACK)  # without a key, no name but this machine's own
         self._edge = Edge(self._answer, names, ApiKeys(books.keys), pages=files.paths())
         self._exact: dict[str, Handler] = {
             "/": index,
@@ -157,9 +158,12 @@ class BookRoutes:
         number = asked.pop("engine", "0")
         scope["query_string"] = urlencode(asked).encode("latin-1")
         known = self._books[0].joining.engines
-        if not number.isdecimal() or int(number) not in known:
+        engine = next((each for each in known if str(each) == number), None)
+        if engine is None:
             raise RequestError("no such engine", param="engine", value=number[:64], limit=sorted(known))
-        return self._books.setdefault(int(number), AttachedBooks(self._books[0].joining, self._state, int(number)))
+        if engine not in self._books:
+            self._books[engine] = AttachedBooks(self._books[0].joining, self._state, engine)
+        return self._books[engine]
 
     def _check(self, scope: http.Scope) -> None:
         if scope["method"] not in ("GET", "HEAD"):

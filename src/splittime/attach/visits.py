@@ -5,7 +5,7 @@ else through untouched, and notes for each request that asks for tokens:
 
     receive     until the body's last byte had been read
     tokenize    until vLLM asks its engine client to generate: parsing, the chat template, tokenising
-    admit       until the request leaves for the engine's process
+    admit       until the request leaves for the engine's process (a later beam of a search: behind those before it)
     handoff     until that process has it; from there the engine's own book goes on
 
 Two methods of vLLM's engine client are watched, on the instance: `generate`, for the tokens that each answer was given,
@@ -14,6 +14,7 @@ is in a context variable, not guessed from ids. A token counts as written when t
 """
 
 import asyncio
+import atexit
 import logging
 import re
 import time
@@ -26,7 +27,7 @@ import orjson
 from splittime.attach import mail
 from splittime.attach.joining import Joining, SeenAnswer, with_engine
 from splittime.attach.routes import AttachedBooks, BookRoutes
-from splittime.core.errors import ErrorInfo
+from splittime.core.errors import ErrorInfo, RequestError
 from splittime.ledger.account import REFUSED, Account, ClosedAccount, Mark
 from splittime.ledger.account_json import stages_json
 from splittime.ledger.export import server_timing
@@ -40,8 +41,9 @@ GENERATING = re.compile(
     r"(/[^/]+)*/(completions|responses|messages|generate|embeddings|pooling|classify|score|rerank|transcriptions)/?"
 )
 ENGINE_SAYS_S = 0.25  # for the engine's book to come, where an answer is to hold it
+BEAM, PROMPT_NUMBER = re.compile(r"-[0-9a-f]{8,}-beam.*$|-beam.*$"), re.compile(r"-\d+$")
 EVENTS = b"text/event-stream"
-DONE = b"data: [DONE]"
+LAST_EVENT = re.compile(rb"(?:\A|\n\n)(data: \[DONE\]\s*)\Z")  # an answer's text may hold the same words
 
 VISIT: "ContextVar[WatchedRequest | None]" = ContextVar("splittime_visit", default=None)
 CALL: "ContextVar[Call | None]" = ContextVar("splittime_call", default=None)
@@ -58,11 +60,15 @@ class WithBooks:
         self._app = app
         self._books: AttachedBooks | None = None
         self._routes: BookRoutes | None = None
+        self._receiver: mail.Receiver | None = None
+        self._has_tried = False
 
     async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-        if self._routes is None and "app" in scope:
+        if not self._has_tried and "app" in scope:
             self._begin(scope["app"].state)
-        if scope["type"] != "http" or self._routes is None or self._books is None:
+        if scope["type"] == "lifespan":
+            await self._live(scope, receive, send)
+        elif scope["type"] != "http" or self._routes is None or self._books is None:
             await self._app(scope, receive, send)
         elif self._routes.answers(scope):
             await self._routes(scope, receive, send)
@@ -72,16 +78,39 @@ class WithBooks:
             await self._app(scope, receive, send)
 
     def _begin(self, state: Any) -> None:
-        """The engine's client is there: from now on its calls are watched, and the engine's mail is read."""
+        """The engine's client is there: from now on its calls are watched, and the engine's mail is read. A fault here
+        leaves vLLM as it is without books."""
         client = getattr(state, "engine_client", None)
         if client is None:
             return
-        index = getattr(client.engine_core, "client_index", 0)
-        joining = Joining(lambda engine: Ledger(_file_of(index, engine)))
-        self._books = AttachedBooks(joining, state)
-        self._routes = BookRoutes(self._books, state)
+        self._has_tried = True
+        try:
+            index = getattr(client.engine_core, "client_index", 0)
+            joining = Joining(lambda engine: Ledger(_file_of(index, engine)))
+            books = AttachedBooks(joining, state)
+            self._receiver = mail.Receiver(index, joining.take, joining.join)
+            atexit.register(self._end)
+        except Exception:
+            log.exception("no books are kept of this server; it goes on without them")
+            return
         watch(client)
-        mail.Receiver(index, joining.take, joining.join)
+        self._books, self._routes = books, BookRoutes(books, state)
+
+    async def _live(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        """Lets the application live, and ends the books with it."""
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Close what is open, with all that is known by then. Called twice, it does nothing."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None and self._books is not None:
+            for visit in list(self._books.visits):
+                visit.close()
+            receiver.close()
+            self._books.joining.close()
 
 
 def _file_of(client: int, engine: int) -> str | None:
@@ -172,6 +201,7 @@ class WatchedRequest:
         self.start_ns = now_ns()
         self._started_at_unix_ns = time.time_ns()
         self._body_ns: int | None = None  # when the request's body had been read
+        self._first_asked_ns: int | None = None
         self._cancelled_ns: int | None = None
         self._end_ns = self.start_ns
         self._waits_ns: list[tuple[int, int]] = []
@@ -189,8 +219,7 @@ class WatchedRequest:
             await app(self._scope, self._watch_receive, self._watch_send)
         finally:
             VISIT.reset(token)
-            self._books.visits.discard(self)
-            self._close()
+            self.close()
 
     # ---- on the way in
 
@@ -208,6 +237,7 @@ class WatchedRequest:
         marks.append(Mark(Stage.HANDOFF, None, now_ns()))
         answer = Answer(request.request_id, self._group_of(request), tuple(marks), salt_hash(request.cache_salt or ""))
         self.answers.append(answer)
+        self._books.joining.expect(answer.request_id)
         if call is not None:
             call.answers.append(answer)
 
@@ -216,13 +246,15 @@ class WatchedRequest:
         if self._body_ns is not None:
             marks.append(Mark(Stage.TOKENIZE, None, self._body_ns))
         if asked_ns is not None:
-            marks.append(Mark(Stage.ADMIT, None, asked_ns))
+            self._first_asked_ns = self._first_asked_ns or asked_ns
+            marks.append(Mark(Stage.ADMIT, None, self._first_asked_ns))
         return marks
 
     def _group_of(self, request: Any) -> str:
-        """Returns the response's id: of a completion's prompt its own id without the prompt's number."""
-        external = str(getattr(request, "external_req_id", None) or request.request_id)
-        return re.sub(r"-\d+$", "", external) if external.startswith("cmpl-") else external
+        """Returns the response's id: that of a completion's prompt without the prompt's number, that of a beam without
+        the beam's own."""
+        external = BEAM.sub("", str(getattr(request, "external_req_id", None) or request.request_id))
+        return PROMPT_NUMBER.sub("", external) if external.startswith("cmpl-") else external
 
     # ---- on the way out
 
@@ -237,7 +269,7 @@ class WatchedRequest:
         elif self._held is not None:
             await self._send_held(message)
             return
-        elif self._wants_timing and DONE in message.get("body", b""):
+        elif self._wants_timing and LAST_EVENT.search(message.get("body", b"")):
             message = {**message, "body": await self._with_timing_event(message["body"])}
         await self._pass_on(message)
 
@@ -285,7 +317,7 @@ class WatchedRequest:
         """An event with no choices before the end of a stream, as OpenAI's usage event is."""
         name = self.answers[0].group_id if self.answers else ""
         event: dict[str, Any] = {"id": name, "choices": [], "timing": await self._timing()}
-        at = body.index(DONE)
+        at = LAST_EVENT.search(body).start(1)  # type: ignore[union-attr]
         return body[:at] + b"data: " + orjson.dumps(event) + b"\n\n" + body[at:]
 
     async def _timing(self) -> dict[str, Any] | None:
@@ -331,7 +363,11 @@ class WatchedRequest:
 
     # ---- the end
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Give the account of each answer away, once."""
+        if self not in self._books.visits:
+            return
+        self._books.visits.discard(self)
         was_left = self._cancelled_ns is not None and any(answer.done_ns is None for answer in self.answers)
         end_ns = now_ns() if was_left or not self._status else self._end_ns
         if not self.answers:  # refused, in a stream's first event too, or gone before the engine knew
@@ -366,9 +402,12 @@ class WatchedRequest:
         account = Account("", self.start_ns, Stage.RECEIVE)
         account.extend(self._marks()[1:])
         account.close(end_ns)
-        given = http.header(self._scope, b"x-request-id") or http.new_request_id()
+        try:
+            given = http.request_id(self._scope)
+        except RequestError:  # as vLLM takes it, but too long for a ledger
+            given = http.new_request_id()
         return ClosedAccount(
-            request_id=given,
+            request_id=f"refused-{http.new_request_id()}",
             group_id=given,
             model=self._books.model_name,
             endpoint=self.endpoint,

@@ -123,7 +123,8 @@ class Bookkeeping:
         super().__init__(*args, **kwargs)
         self._st_books = EngineBooks()
         self._st_flights: dict[int, BegunStep] = {}  # by the id of vLLM's output object
-        self._st_victims: list[str] = []
+        self._st_victims: list[str] = []  # preempted since the last plan was told of, in this one or before it
+        self._st_is_planning = self._st_has_preempted = False  # has_preempted: in this plan
         self._st_lacking: str | None = None  # whom `allocate_slots` refused last in this plan
         self._st_said: object = None
         self._st_mail: TakesMail | None = self._st_open_mail()
@@ -159,10 +160,15 @@ class Bookkeeping:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         begin_ns = self._st_now()
-        self._st_victims, self._st_lacking = [], None
+        self._st_lacking, self._st_has_preempted, self._st_is_planning = None, False, True
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._st_is_planning = False
         self._begin(output, begin_ns)
         return output
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)  # type: ignore[misc]
+        self._pause()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         ready_ns = self._st_now()
@@ -180,8 +186,7 @@ class Bookkeeping:
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         num_computed = request.num_computed_tokens
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
-        self._st_victims.append(request.request_id)
-        self._st_books.preempt(request.request_id, num_computed)
+        self._note_preempted(request.request_id, num_computed)
 
     def shutdown(self) -> None:
         if self._st_mail is not None:
@@ -189,6 +194,29 @@ class Bookkeeping:
         super().shutdown()  # type: ignore[misc]
 
     # ---- what it means for the books
+
+    @_guarded
+    def _note_preempted(self, request_id: str, num_computed: int) -> None:
+        self._st_victims.append(request_id)
+        self._st_books.preempt(request_id, num_computed)
+        if self._st_is_planning:
+            self._st_has_preempted = True
+        else:  # the cache was reset
+            cause = Cause.PAUSED if self._is_paused else Cause.KV_BLOCKS
+            self._st_books.set_back(request_id, cause, self._st_now())
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._pause_state != PauseState.UNPAUSED
+
+    @_guarded
+    def _pause(self) -> None:
+        """vLLM makes no plan while it is paused: what a pause means is said when it begins."""
+        if not self._is_paused:
+            return
+        is_for_all = self._pause_state == PauseState.PAUSED_ALL
+        running = [each.request_id for each in self.running if is_for_all and not _is_in_flight(each)]
+        self._st_books.pause(running, [each.request_id for each in self._waiting()], self._st_now())
 
     @_guarded
     def _receive(self, request: Request) -> None:
@@ -205,11 +233,13 @@ class Bookkeeping:
             request.all_token_ids,
         )
         added_ns = self._st_now()
-        self._st_books.receive(asked, getattr(request, RECEIVED_NS, added_ns), added_ns)
+        received_ns = getattr(request, RECEIVED_NS, added_ns)
+        self._st_books.receive(asked, received_ns, added_ns, is_paused=self._is_paused)
 
     @_guarded
     def _begin(self, output: Any, begin_ns: int) -> None:
         flight = self._st_books.begin(self._planned(output), begin_ns, self._st_now())
+        self._st_victims = []
         if flight is not None:
             self._st_flights[id(output)] = flight
 
@@ -276,9 +306,9 @@ class Bookkeeping:
 
     def _obstacle(self, output: Any, first: Request | None) -> Cause | None:
         """What ended the loop over the waiting, in the order in which it looks."""
-        if self._pause_state != PauseState.UNPAUSED:
+        if self._is_paused:
             return Cause.PAUSED
-        if self._st_victims:  # a plan that preempts admits nobody
+        if self._st_has_preempted:  # a plan that preempts admits nobody
             return Cause.KV_BLOCKS
         if output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens:
             return Cause.TOKEN_BUDGET

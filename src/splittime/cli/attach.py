@@ -44,9 +44,11 @@ def attach(
 ) -> None:
     """Start vLLM's own server with exact accounts, stated causes and the page. It decides as it would without."""
     from splittime.attach.command import command_of
+    from splittime.ledger.sqlite_open import require_free
 
     if ledger_file is not None:
         check_writable(ledger_file)
+        require_free(ledger_file)
     started = command_of(command, os.environ, None if ledger_file is None else str(ledger_file))
     if dry_run:
         text = orjson.dumps(started.arguments).decode() if json else shlex.join(started.arguments)

@@ -52,6 +52,11 @@ class OwnFile:
         os.close(self._lock)
 
 
+def require_free(path: Path) -> None:
+    """Raises what opening does for a file that another server is writing now."""
+    os.close(_lock(path))
+
+
 def _lock(path: Path) -> int:
     """The handle that holds the lock."""
     real = Path(os.path.realpath(path))  # two names of one file are one file

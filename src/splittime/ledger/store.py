@@ -141,7 +141,7 @@ class Ledger:
             found = next((accounts for accounts in kept if accounts), [])
         if not found and self._file is not None:
             found = _of_tenant(self._file.reader().account(names), tenant)
-        return found
+        return [account for account in found if not account.is_refused] or found  # whoever is refused may say any id
 
     def accounts(
         self, slower_than_ms: float | None = None, limit: int = 100, tenant: str | None = None
