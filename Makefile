@@ -10,7 +10,7 @@ WORKERS ?= 2
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile
 
-.PHONY: setup serve check check-parallel check-timing check-rest check-vllm check-all failed-again test format lint docs bench bench-peers clean
+.PHONY: setup serve check check-parallel check-timing check-rest setup-vllm check-vllm check-all failed-again test format lint docs bench bench-peers clean
 
 setup: $(STAMP)
 
@@ -53,7 +53,9 @@ $(VLLM_ENV)/.ready: pyproject.toml constraints.txt
 	ST_BUILD_KERNELS=skip $(VLLM_ENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[vllm]' pytest pytest-timeout hypothesis
 	@touch $@
 
-check-vllm: $(VLLM_ENV)/.ready
+setup-vllm: $(VLLM_ENV)/.ready
+
+check-vllm: setup-vllm
 	PYTHONDONTWRITEBYTECODE= $(VLLM_ENV)/bin/python -m pytest tests/attach --junit-xml $(VLLM_ENV)/results.xml
 
 check-all: check check-rest

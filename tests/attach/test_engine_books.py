@@ -53,7 +53,7 @@ def stages(book) -> list[tuple[str, str | None]]:
 
 
 def sums(book) -> Account:
-    account = Account(book.request_id, book.received_ns, book.marks[0].stage)
+    account = Account(book.request_id, book.marks[0].begin_ns, book.marks[0].stage)
     account.extend(book.marks[1:])
     account.enter(Stage.DELIVER, book.ended_ns)
     account.close(book.ended_ns)
@@ -90,7 +90,7 @@ def test_one_that_comes_while_a_step_runs_waits_for_its_end():
     engine.books.receive(AskedRequest("b", 0, 4, 16), received_ns, engine.now())
     engine.end("b", "abort")
     assert stages(engine.ended[0]) == [("queue", "step_in_flight")]
-    assert engine.ended[0].received_ns == received_ns
+    assert engine.ended[0].marks[0].begin_ns == received_ns
 
 
 def test_what_a_preemption_threw_away_is_recomputed():

@@ -41,6 +41,7 @@ def edges(**changes) -> SeenAnswer:
         "first_chunk_tokens": 1,
         "waits_ns": (),
         "cancelled_ns": None,
+        "prompt_ids": range(20),
     }
     return SeenAnswer(**usual | changes)
 
@@ -48,7 +49,6 @@ def edges(**changes) -> SeenAnswer:
 def book(**changes) -> EndedBook:
     usual = {
         "request_id": "cmpl-a-0-12345678",
-        "received_ns": 150,
         "marks": ENGINE_MARKS,
         "ended_ns": 240,
         "finish_reason": "length",
@@ -60,7 +60,7 @@ def book(**changes) -> EndedBook:
         "max_tokens": 3,
         "priority": 0,
         "computes_prompt": False,
-        "token_ids": list(range(23)),
+        "answer_ids": [20, 21, 22],
     }
     return EndedBook(**usual | changes)
 

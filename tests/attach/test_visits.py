@@ -34,8 +34,8 @@ class Core:
         self.aborted: list[str] = []
 
     async def add_request_async(self, request) -> None:
-        now_ns, tokens = time.monotonic_ns(), [*PROMPT, *ANSWER]
-        self.books.receive(AskedRequest(request.request_id, 0, len(PROMPT), 3, token_ids=tokens), now_ns, now_ns)
+        now_ns, tokens = time.monotonic_ns(), ANSWER
+        self.books.receive(AskedRequest(request.request_id, 0, len(PROMPT), 3, answer_ids=tokens), now_ns, now_ns)
 
     def step(self, name: str, start: int, count: int, *, is_last: bool = False) -> None:
         begin_ns = time.monotonic_ns()
@@ -62,7 +62,7 @@ class Client:
         name = f"{request_id}-12345678"
         try:
             await self.engine_core.add_request_async(
-                SimpleNamespace(request_id=name, external_req_id=request_id, cache_salt=None)
+                SimpleNamespace(request_id=name, external_req_id=request_id, cache_salt=None, prompt_token_ids=PROMPT)
             )
             for index, token in enumerate(ANSWER):
                 is_last = index == len(ANSWER) - 1

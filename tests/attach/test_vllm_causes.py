@@ -273,7 +273,7 @@ def test_hits_of_the_prefix_cache():
     driver.add("b", prompt=64, most=2, first=0)
     driver.step(3)
     assert (driver.ended["a"].cached_tokens, driver.ended["b"].cached_tokens) == (0, 48)
-    assert driver.ended["b"].token_ids == [*range(64), 7, 7]
+    assert driver.ended["b"].answer_ids == [7, 7]
 
 
 def test_steps_that_are_planned_beside_others():
@@ -337,7 +337,7 @@ def test_what_is_read_of_the_scheduler_is_there(name):
 
 
 READ_OF_REQUESTS = (
-    "num_computed_tokens", "is_prefill_chunk", "client_index", "priority", "all_token_ids", "has_encoder_inputs",
+    "num_computed_tokens", "is_prefill_chunk", "client_index", "priority", "output_token_ids", "has_encoder_inputs",
 )  # fmt: skip
 READ_OF_PLANS = (
     "num_scheduled_tokens", "scheduled_spec_decode_tokens", "total_num_scheduled_tokens", "scheduled_new_reqs",

@@ -23,7 +23,7 @@ RowOf = tuple[str, int, int]  # request id, start, number of tokens
 
 
 class AskedRequest(NamedTuple):
-    """A request as the engine took it in. client: whose API process. token_ids: of prompt and answer; they grow."""
+    """A request as the engine took it in. client: whose API process. answer_ids: they grow."""
 
     request_id: str
     client: int
@@ -31,12 +31,13 @@ class AskedRequest(NamedTuple):
     max_tokens: int
     priority: int = 0
     computes_prompt: bool = False
-    token_ids: Iterable[int] = ()
+    answer_ids: Iterable[int] = ()
 
 
 class DecidedPlan(NamedTuple):
     """A plan, as the scheduler made it. rows: in its order. decode_tokens, kv_tokens_read: as in `StepRecord`.
-    stalled, waiting: who runs without a row and who waits, with causes; None where nobody knows one. hits: tokens found
+    stalled, waiting: who runs without a row and who waits, with causes (None where nobody knows one); those of whom
+    nothing new is to be said may be left out. hits: tokens found
     in the prefix cache, of those who were admitted. drafts: of each row that verifies some. num_*: behind the plan."""
 
     rows: tuple[RowOf, ...]
@@ -53,10 +54,9 @@ class DecidedPlan(NamedTuple):
 
 
 class EndedBook(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The engine's part of a request's account, which has ended there at `ended_ns`. token_ids: prompt and answer."""
+    """The engine's part of a request's account, which has ended there at `ended_ns`."""
 
     request_id: str
-    received_ns: int
     marks: list[Mark]
     ended_ns: int
     finish_reason: str
@@ -68,7 +68,7 @@ class EndedBook(msgspec.Struct, frozen=True, array_like=True, gc=False):
     max_tokens: int
     priority: int
     computes_prompt: bool
-    token_ids: list[int]
+    answer_ids: list[int]
 
 
 class BegunBook(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -112,7 +112,7 @@ class EngineBook:
         """Notes that it has a row which begins at this position."""
         if start < self.recompute_until:
             self.account.enter(Stage.RECOMPUTE, now_ns)
-        elif self.token_steps and self.account.stage in (Stage.DECODE_STALL, Stage.DECODE):
+        elif self.account.stage is Stage.DECODE_STALL:
             self.account.enter(Stage.DECODE, now_ns)
         else:
             self.account.enter(Stage.PREFILL, now_ns)
@@ -138,7 +138,7 @@ class EngineBooks:
         self._last_end_ns: int | None = None  # of the last step that was committed
         self._idle_since_ns: int | None = None
         self._idle_ns = 0
-        self._said: object = None  # what the last plan said to those who wait
+        self.num_changes = 0  # of who waits for what, but for plans
         self._victims: tuple[str, ...] = ()  # preempted by plans of which no step came
 
     # ---- requests come and go
@@ -150,7 +150,7 @@ class EngineBooks:
         is_busy = bool(self._flights) or received_ns < (self._last_end_ns or 0)
         cause = Cause.PAUSED if is_paused else Cause.STEP_IN_FLIGHT if is_busy else Cause.ENGINE_LOOP
         self.books[asked.request_id] = EngineBook(asked, received_ns, cause)
-        self._said = None
+        self.num_changes += 1
 
     def preempt(self, request_id: str, num_computed: int) -> None:
         """Its blocks were taken back; what was computed is lost. The next plan says why it waits."""
@@ -158,7 +158,7 @@ class EngineBooks:
         if book is not None:
             book.num_preemptions += 1
             book.recompute_until = max(book.recompute_until, num_computed)
-        self._said = None
+        self.num_changes += 1
 
     def set_back(self, request_id: str, cause: Cause | None, now_ns: int) -> None:
         """One that was preempted by no plan waits from now on, for this."""
@@ -173,7 +173,7 @@ class EngineBooks:
         for request_id in waiting:
             if request_id in self.books:
                 self.books[request_id].wait(Cause.PAUSED, now_ns)
-        self._said = None
+        self.num_changes += 1
         if not self._flights and self._idle_since_ns is None:
             self._idle_since_ns = now_ns
 
@@ -188,12 +188,11 @@ class EngineBooks:
         if book is None:
             return None
         book.account.enter(Stage.DELIVER, now_ns)
-        self._said = None
+        self.num_changes += 1
         if not self.books and not self._flights and self._idle_since_ns is None:
             self._idle_since_ns = now_ns
         return EndedBook(
             request_id,
-            book.account.start_ns,
             book.account.marks[:-1],
             now_ns,
             reason,
@@ -205,7 +204,7 @@ class EngineBooks:
             book.asked.max_tokens,
             book.asked.priority,
             book.asked.computes_prompt,
-            list(book.asked.token_ids),
+            list(book.asked.answer_ids),
         )
 
     # ---- a step
@@ -235,18 +234,9 @@ class EngineBooks:
         for request_id, cause in plan.stalled:
             if request_id in books:
                 books[request_id].stall(cause, now_ns)
-        self._say_why(plan.waiting, now_ns)
-
-    def _say_why(self, waiting: Sequence[tuple[str, Cause | None]], now_ns: int) -> None:
-        """A long queue to which nothing new is said costs one comparison."""
-        if not waiting:
-            return
-        if self._said is not None and waiting == self._said:
-            return
-        self._said = waiting
-        for request_id, cause in waiting:
-            if request_id in self.books:
-                self.books[request_id].wait(cause, now_ns)
+        for request_id, cause in plan.waiting:
+            if request_id in books:
+                books[request_id].wait(cause, now_ns)
 
     def commit(self, flight: BegunStep, sampled: Iterable[tuple[str, int]], ready_ns: int) -> list[BegunBook]:
         """The step's result was there at `ready_ns`: so many new tokens for each request that has some. Returns the

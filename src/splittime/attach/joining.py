@@ -2,7 +2,8 @@
 
     receive -> tokenize -> admit -> handoff -> | the engine's marks | -> deliver (client_wait) -> end
 
-Whichever comes last closes the account. All of it happens on the receiver's thread: the event loop only appends.
+Whichever comes last closes the account. All of it happens on the receiver's thread: the event loop appends, and
+looks up what the engine has told.
 A request whose engine never answers is closed after `PATIENCE_NS` with its time from the hand-off `unattributed`.
 """
 
@@ -11,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from splittime.attach.engine_books import BegunBook, EndedBook
 from splittime.attach.mail import Mail
@@ -48,6 +51,7 @@ class SeenAnswer(NamedTuple):
     cancelled_ns: int | None
     cache_salt: str = ""
     error: ErrorInfo | None = None
+    prompt_ids: Sequence[int] = ()
 
 
 class EngineTold:
@@ -58,7 +62,13 @@ class EngineTold:
         self.facts: ServerFacts | None = None
         self.stopped = ""  # why its books end
         self.num_lost = 0  # messages
-        ledger.describe_by(lambda: self.facts)
+        ledger.describe_by(self.told)
+
+    def told(self) -> ServerFacts | None:
+        """Returns its facts, with what is missing of its books."""
+        troubles = {"books_stopped": self.stopped, "lost_messages": self.num_lost}
+        found = {name: value for name, value in troubles.items() if value}
+        return None if self.facts is None else msgspec.structs.replace(self.facts, settings=self.facts.settings | found)
 
 
 class Joining:
@@ -89,8 +99,11 @@ class Joining:
         ended = self._ended.get(request_id)
         return self._begun.get(request_id) if ended is None else ended[1]
 
+    def call_no_more(self, request_id: str) -> None:
+        self._wanted.pop(request_id, None)
+
     def call_when_ended(self, request_id: str, callback: Callable[[], object]) -> None:
-        """callback: called on another thread, once, when the engine has said how the request ended."""
+        """callback: called once, when the engine has said how the request ended: on the receiver's thread, or here."""
         self._wanted[request_id] = callback
         if request_id in self._ended and self._wanted.pop(request_id, None) is not None:
             callback()
@@ -154,16 +167,14 @@ class Joining:
 def joined(edges: SeenAnswer, book: EndedBook) -> ClosedAccount:
     """Returns the account. Where the API process ended the answer (a stop string), it is over for the client from then
     on, and what the engine still did is not part of it; `freed_ns` says when that was over."""
-    is_stopped = edges.done_ns is not None and edges.finish_reason is not None and edges.done_ns < book.ended_ns
-    done_ns = edges.done_ns if is_stopped and edges.done_ns is not None else book.ended_ns
+    done_ns = book.ended_ns if edges.done_ns is None else min(edges.done_ns, book.ended_ns)
     account = with_engine(edges.marks, book.marks, done_ns)
     account.enter(Stage.DELIVER, max(done_ns, account.marks[-1].begin_ns))
     end_ns = max(edges.end_ns, done_ns, account.marks[-1].begin_ns)
     _add_waits(account, edges.waits_ns, end_ns)
     account.close(end_ns)
     num_tokens = edges.num_tokens if edges.finish_reason is not None else len(book.token_steps)
-    prompt, answer = book.token_ids[: book.prompt_tokens], book.token_ids[book.prompt_tokens :]
-    hashes = prompt_hashes(prompt)
+    hashes = prompt_hashes(edges.prompt_ids)
     return ClosedAccount(
         **_about(edges, account),
         finish_reason=_finish_reason(edges.finish_reason or book.finish_reason),
@@ -180,7 +191,7 @@ def joined(edges: SeenAnswer, book: EndedBook) -> ClosedAccount:
         freed_ns=book.ended_ns,
         prompt_parts=hashes.parts,
         prefixes=hashes.prefixes,
-        answer_prefixes=answer_hashes(prompt, answer),
+        answer_prefixes=answer_hashes(edges.prompt_ids, book.answer_ids),
         computes_prompt=book.computes_prompt,
         max_tokens=book.max_tokens,
         priority=book.priority,

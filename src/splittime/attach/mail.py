@@ -72,7 +72,7 @@ class Sender:
         self._queue: deque[tuple[int | None, BegunBook | EndedBook | StepRecord]] = deque()
         self._is_wanted = threading.Event()
         self._is_closed = False
-        self._stopped = ""
+        self._stopped = self._told_stopped = ""
         self._lost: dict[int, int] = {}
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._thread = threading.Thread(target=self._run, name="splittime-mail", daemon=True)
@@ -93,7 +93,7 @@ class Sender:
     def close(self) -> None:
         self._is_closed = True
         self._is_wanted.set()
-        self._thread.join(2.0)
+        self._thread.join(LAST_MAIL_S)
 
     def _run(self) -> None:
         context = zmq.Context()
@@ -101,20 +101,25 @@ class Sender:
         while not self._is_closed:
             self._is_wanted.wait(GATHER_S)
             self._is_wanted.clear()
-            try:
-                self._send_all(context)
-            except Exception:  # the engine goes on without its books
-                log.exception("mail of the books could not be sent")
+            self._try_to_send(context)
+        self._try_to_send(context)  # what came while the last was sent
         for socket in self._sockets.values():
             socket.close(linger=500)
         context.term()
+
+    def _try_to_send(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        try:
+            self._send_all(context)
+        except Exception:  # the engine goes on without its books
+            log.exception("mail of the books could not be sent")
 
     def _send_all(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         taken = [self._queue.popleft() for _ in range(len(self._queue))]
         clients = {client for client, _ in taken if client is not None}
         for client in clients - self._sockets.keys():
             self._connect(context, client)
-        if not taken and not self._stopped:
+        stopped = self._stopped
+        if not taken and stopped == self._told_stopped:
             return
         steps = [each for _, each in taken if isinstance(each, StepRecord)]
         for client in self._sockets:
@@ -122,7 +127,7 @@ class Sender:
             begun = [each for each in books if isinstance(each, BegunBook)]
             ended = [each for each in books if isinstance(each, EndedBook)]
             self._send(client, begun=begun, ended=ended, steps=steps)
-        self._stopped = ""
+        self._told_stopped = stopped
 
     def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]", client: int) -> None:
         socket = context.socket(zmq.PUSH)

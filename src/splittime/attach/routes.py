@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
@@ -38,8 +39,8 @@ Handler = Callable[[KeepsBooks, http.Scope, http.Receive, http.Send], Awaitable[
 class AttachedBooks:
     """What the routes show: `server.books.KeepsBooks` for an engine of a vLLM server. state: of its application."""
 
-    def __init__(self, joining: Joining, state: Any, engine: int = 0) -> None:
-        self.joining, self._engine = joining, joining.engines[engine]
+    def __init__(self, joining: Joining, state: Any) -> None:
+        self.joining, self._engine = joining, joining.engines[0]
         self.ledger = self._engine.ledger
         self.visits: set[WatchedRequest] = set()
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
@@ -55,13 +56,19 @@ class AttachedBooks:
         self.ledger.describe_by(self.facts)
 
     def facts(self) -> ServerFacts | None:
-        engine, told = self._engine, self._engine.facts
+        told = self._engine.told()
         if told is None:
             return None
         own = Process(name="server", started_ns=self._started_ns, ready_ns=self._started_ns)
-        troubles = {"books_stopped": engine.stopped, "lost_messages": engine.num_lost}
-        settings = told.settings | {name: value for name, value in troubles.items() if value}
-        return msgspec.structs.replace(told, model=self.model_name, settings=settings, processes=(own, *told.processes))
+        return msgspec.structs.replace(told, model=self.model_name, processes=(own, *told.processes))
+
+    def of_engine(self, number: int) -> "AttachedBooks":
+        """Returns the books of another engine of this server."""
+        other = copy(self)
+        other._engine = self.joining.engines[number]
+        other.ledger = other._engine.ledger
+        other.ledger.describe_by(other.facts)
+        return other
 
     def is_open(self, request_id: str, tenant: Tenant) -> bool:
         return any(request_id in (a.request_id, a.group_id) for visit in self.visits for a in visit.answers)
@@ -108,8 +115,8 @@ class AttachedBooks:
 class BookRoutes:
     """The paths that are answered here."""
 
-    def __init__(self, books: AttachedBooks, state: Any) -> None:
-        self._books, self._state = {0: books}, state
+    def __init__(self, books: AttachedBooks) -> None:
+        self._books = {0: books}
         self._is_open_to_all = bool(books.keys)
         names = Names(books.host if books.keys else LOOPBACK)  # without a key, no name but this machine's own
         self._edge = Edge(self._answer, names, ApiKeys(books.keys), pages=files.paths())
@@ -162,7 +169,7 @@ class BookRoutes:
         if engine is None:
             raise RequestError("no such engine", param="engine", value=number[:64], limit=sorted(known))
         if engine not in self._books:
-            self._books[engine] = AttachedBooks(self._books[0].joining, self._state, engine)
+            self._books[engine] = self._books[0].of_engine(engine)
         return self._books[engine]
 
     def _check(self, scope: http.Scope) -> None:

@@ -18,13 +18,15 @@ import atexit
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import orjson
 
 from splittime.attach import mail
+from splittime.attach.engine_books import EndedBook
 from splittime.attach.joining import Joining, SeenAnswer, with_engine
 from splittime.attach.routes import AttachedBooks, BookRoutes
 from splittime.core.errors import ErrorInfo, RequestError
@@ -72,7 +74,7 @@ class WithBooks:
             await self._app(scope, receive, send)
         elif self._routes.answers(scope):
             await self._routes(scope, receive, send)
-        elif scope["method"] == "POST" and GENERATING.fullmatch(scope["path"]):
+        elif scope["method"] == "POST":
             await WatchedRequest(self._books, scope, receive, send).serve(self._app)
         else:
             await self._app(scope, receive, send)
@@ -90,11 +92,11 @@ class WithBooks:
             books = AttachedBooks(joining, state)
             self._receiver = mail.Receiver(index, joining.take, joining.join)
             atexit.register(self._end)
+            watch(client)
         except Exception:
             log.exception("no books are kept of this server; it goes on without them")
             return
-        watch(client)
-        self._books, self._routes = books, BookRoutes(books, state)
+        self._books, self._routes = books, BookRoutes(books)
 
     async def _live(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
         """Lets the application live, and ends the books with it."""
@@ -148,6 +150,20 @@ def watch(client: Any) -> None:
     client.generate, core.add_request_async = watched, add_request_async
 
 
+def _harmless(work: Callable[..., Any]) -> Callable[..., Any]:
+    """A fault of ours is logged, and costs the request its account, no more."""
+
+    @wraps(work)
+    def guarded(*args: Any) -> Any:
+        try:
+            return work(*args)
+        except Exception:
+            log.exception("a request's account is not whole")
+            return None
+
+    return guarded
+
+
 class Answer:
     """One answer of a visit: what the engine knows as a request."""
 
@@ -159,12 +175,14 @@ class Answer:
         "group_id",
         "marks",
         "num_tokens",
+        "prompt_ids",
         "request_id",
         "written_ns",
     )
 
     def __init__(self, request_id: str, group_id: str, marks: tuple[Mark, ...], cache_salt: str) -> None:
         self.request_id, self.group_id, self.marks, self.cache_salt = request_id, group_id, marks, cache_salt
+        self.prompt_ids: Sequence[int] = ()
         self.num_tokens = self.first_chunk = 0
         self.done_ns: int | None = None
         self.finish_reason: str | None = None
@@ -180,6 +198,7 @@ class Call:
         self._visit, self.asked_ns = visit, asked_ns
         self.answers: list[Answer] = []
 
+    @_harmless
     def take(self, output: Any) -> None:
         """Count what the caller is about to be given. output: vLLM's `RequestOutput`, of new tokens only."""
         for part in output.outputs:
@@ -231,11 +250,13 @@ class WatchedRequest:
             self._body_ns = now_ns()
         return message
 
+    @_harmless
     def hand_off(self, request: Any, call: Call | None) -> None:
         """request: vLLM's `EngineCoreRequest`, on its way to the engine's process."""
         marks = self._marks(call.asked_ns if call is not None else None)
         marks.append(Mark(Stage.HANDOFF, None, now_ns()))
         answer = Answer(request.request_id, self._group_of(request), tuple(marks), salt_hash(request.cache_salt or ""))
+        answer.prompt_ids = request.prompt_token_ids or ()
         self.answers.append(answer)
         self._books.joining.expect(answer.request_id)
         if call is not None:
@@ -261,7 +282,8 @@ class WatchedRequest:
     async def _watch_send(self, message: http.Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            headers = [*message.get("headers", ()), (b"server-timing", self._server_timing())]
+            timing = self._server_timing()
+            headers = [*message.get("headers", ()), *([(b"server-timing", timing)] if timing else [])]
             message = {**message, "headers": headers}
             if self._wants_timing and not _is_stream(headers):
                 self._held = message
@@ -294,21 +316,17 @@ class WatchedRequest:
 
     # ---- the account in the answer itself
 
-    def _server_timing(self) -> bytes:
+    @_harmless
+    def _server_timing(self) -> bytes | None:
         """What is known by now; of the engine, what it has told."""
-        if not self.answers:
-            account = Account("", self.start_ns, Stage.RECEIVE)
-            account.extend(self._marks()[1:])
-            return server_timing.header(account.intervals(now_ns()), self.start_ns).encode("latin-1")
-        account = self._account_so_far(self.answers[0])
+        account = self._account_so_far(self.answers[0]) if self.answers else with_engine(self._marks(), (), 0)
         return server_timing.header(account.intervals(now_ns()), self.start_ns).encode("latin-1")
 
     def _account_so_far(self, answer: Answer) -> Account:
         told, until_ns = self._books.joining.engine_part(answer.request_id), now_ns()
         account = with_engine(answer.marks, told.marks if told is not None else (), until_ns)
-        ended_ns = getattr(told, "ended_ns", None)
-        if ended_ns is not None:
-            account.enter(Stage.DELIVER, max(ended_ns, account.marks[-1].begin_ns))
+        if isinstance(told, EndedBook):
+            account.enter(Stage.DELIVER, max(told.ended_ns, account.marks[-1].begin_ns))
         elif told is None:
             account.enter(Stage.UNATTRIBUTED, account.marks[-1].begin_ns)
         return account
@@ -344,6 +362,8 @@ class WatchedRequest:
                 await is_there.wait()
         except TimeoutError:
             log.warning("the engine's book of %s did not come in time for its answer", request_id)
+        finally:
+            self._books.joining.call_no_more(request_id)
 
     async def _send_held(self, message: http.Message) -> None:
         """The answer that was held back is whole: put its timing in."""
@@ -363,6 +383,7 @@ class WatchedRequest:
 
     # ---- the end
 
+    @_harmless
     def close(self) -> None:
         """Give the account of each answer away, once."""
         if self not in self._books.visits:
@@ -370,6 +391,8 @@ class WatchedRequest:
         self._books.visits.discard(self)
         was_left = self._cancelled_ns is not None and any(answer.done_ns is None for answer in self.answers)
         end_ns = now_ns() if was_left or not self._status else self._end_ns
+        if not self.answers and not GENERATING.fullmatch(self._scope["path"]):
+            return
         if not self.answers:  # refused, in a stream's first event too, or gone before the engine knew
             self._books.ledger.add_account(self._refused(max(end_ns, self.start_ns)))
             return
@@ -396,11 +419,11 @@ class WatchedRequest:
             self._cancelled_ns if was_left else None,
             answer.cache_salt,
             error,
+            answer.prompt_ids,
         )
 
     def _refused(self, end_ns: int) -> ClosedAccount:
-        account = Account("", self.start_ns, Stage.RECEIVE)
-        account.extend(self._marks()[1:])
+        account = with_engine(self._marks(), (), 0)
         account.close(end_ns)
         try:
             given = http.request_id(self._scope)

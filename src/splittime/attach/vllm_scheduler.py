@@ -11,7 +11,7 @@ Who stands behind a first that lacks blocks waits by the policy (nobody overtake
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any, Protocol
 
@@ -127,8 +127,12 @@ class Bookkeeping:
         self._st_is_planning = self._st_has_preempted = False  # has_preempted: in this plan
         self._st_lacking: str | None = None  # whom `allocate_slots` refused last in this plan
         self._st_said: object = None
-        self._st_mail: TakesMail | None = self._st_open_mail()
-        self._watch_allocations()
+        self._st_mail: TakesMail | None = None
+        try:
+            self._st_mail = self._st_open_mail()
+            self._watch_allocations()
+        except Exception as error:  # a fault of ours ends the books, also before they begin
+            self._st_fail(error)
 
     def _st_open_mail(self) -> TakesMail:
         return Sender(self.vllm_config.parallel_config.data_parallel_index, vllm_facts.facts_of(self))
@@ -178,6 +182,7 @@ class Bookkeeping:
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         names = self._named(request_ids)
+        request_ids = None if request_ids is None else names
         ended = {name: self.requests[name] for name in names if name in self.requests}
         result = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         self._end_all(ended)
@@ -230,7 +235,7 @@ class Bookkeeping:
             request.max_tokens,
             request.priority,
             params is not None and params.prompt_logprobs is not None,
-            request.all_token_ids,
+            request.output_token_ids,
         )
         added_ns = self._st_now()
         received_ns = getattr(request, RECEIVED_NS, added_ns)
@@ -254,24 +259,21 @@ class Bookkeeping:
             kv_tokens_read += end
             if not request.is_prefill_chunk and count == 1 + (len(drafts[name]) if name in drafts else 0):
                 decode_tokens += count
-        running, waiting = self.running, self._waiting()
+        running, num_waiting = self.running, self._num_waiting()
         pool = self.kv_cache_manager.block_pool
         return DecidedPlan(
             rows=tuple(rows),
             decode_tokens=decode_tokens,
             kv_tokens_read=kv_tokens_read,
             stalled=self._stalled(counts) if len(running) > len(rows) else (),
-            waiting=self._why(output, waiting) if waiting else (),
-            hits=self._hits(output),
+            waiting=self._why(output, num_waiting) if num_waiting else (),
+            hits=[(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs],
             victims=tuple(self._st_victims),
             blocks_used=pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # one is the null block
             num_running=len(running),
-            num_waiting=len(waiting),
+            num_waiting=num_waiting,
             drafts=tuple((name, len(ids)) for name, ids in drafts.items()) if drafts else (),
         )
-
-    def _hits(self, output: Any) -> list[tuple[str, int]]:
-        return [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
 
     # ---- why
 
@@ -279,18 +281,31 @@ class Bookkeeping:
         """Everybody who waits, the first first."""
         return [*getattr(self, "kv_holding_waiting", ()), *getattr(self, "skipped_waiting", ()), *self.waiting]
 
-    def _why(self, output: Any, waiting: list[Request]) -> list[tuple[str, Cause | None]]:
+    def _num_waiting(self) -> int:
+        others = (getattr(self, name, ()) for name in ("kv_holding_waiting", "skipped_waiting"))
+        return len(self.waiting) + sum(map(len, others))
+
+    def _first_waiting(self, deferred: Collection[Request]) -> Request | None:
+        """Returns whom vLLM would admit next. Of nobody deferred it is the queue's first, which costs no copy of it."""
+        if not deferred and self.waiting and not getattr(self, "kv_holding_waiting", ()):
+            first = self.waiting.peek_request()
+            if first.status not in OWN_CAUSES:
+                return first
+        return next((each for each in self._waiting() if each not in deferred and each.status not in OWN_CAUSES), None)
+
+    def _why(self, output: Any, num_waiting: int) -> list[tuple[str, Cause | None]]:
         """Who waits for what; nothing where a long queue was told the same before."""
         deferred = getattr(self, "deferred_waiting", None) or set(getattr(self, "skipped_waiting", ()))
-        first = next((each for each in waiting if each not in deferred and each.status not in OWN_CAUSES), None)
+        first = self._first_waiting(deferred)
         cause = self._obstacle(output, first)
-        rest = Cause.POLICY if cause is Cause.KV_BLOCKS else cause
-        said = (cause, first.request_id if first is not None else "", len(waiting), waiting[-1].request_id)
-        if len(waiting) > MANY_WAITING and said == self._st_said:
+        said = (cause, "" if first is None else first.request_id, self._st_books.num_changes, len(deferred))
+        if num_waiting > MANY_WAITING and said == self._st_said:
             return []
         self._st_said = said
+        rest = Cause.POLICY if cause is Cause.KV_BLOCKS else cause
         return [
-            (each.request_id, self._own_cause(each, each is first, each in deferred, cause, rest)) for each in waiting
+            (each.request_id, self._own_cause(each, each is first, each in deferred, cause, rest))
+            for each in self._waiting()
         ]
 
     def _own_cause(
@@ -302,7 +317,10 @@ class Bookkeeping:
             return cause if is_first else rest
         if getattr(request, "num_stale_output_tokens", 0):
             return Cause.STEP_IN_FLIGHT
-        return Cause.LORA_SLOTS if request.lora_request is not None else Cause.KV_TRANSFER
+        if request.lora_request is not None:
+            return Cause.LORA_SLOTS
+        has_transfers = getattr(self, "connector", None) or getattr(self, "ec_connector", None)
+        return Cause.KV_TRANSFER if has_transfers else None
 
     def _obstacle(self, output: Any, first: Request | None) -> Cause | None:
         """What ended the loop over the waiting, in the order in which it looks."""
@@ -352,7 +370,7 @@ class Bookkeeping:
             accepted = {name: count - 1 for name, count in sampled} if flight.plan.drafts else {}
             mail.step(self._st_books.end_step(flight, accepted, ready_ns, self._st_now()))
 
-    def _named(self, request_ids: Any) -> Iterable[str]:
+    def _named(self, request_ids: Any) -> list[str]:
         if request_ids is None:
             return list(self.requests)
         return [request_ids] if isinstance(request_ids, str) else list(request_ids)

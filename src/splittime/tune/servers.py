@@ -84,7 +84,7 @@ class VllmServers:
     """vLLM servers with our books. command: what would stand behind `vllm`: `serve MODEL ...`."""
 
     is_live = False
-    knobs = tuple(name for name in VLLM_KNOBS if name in KNOBS)
+    knobs = tuple(name for name in VLLM_KNOBS if name in KNOBS and name != "policy")  # it has one without priorities
 
     def __init__(self, command: Sequence[str]) -> None:
         """Raises ConfigError for another command, and where there is no vLLM that is known."""
