@@ -7,7 +7,15 @@
                     joining            one account from a visit and the engine's book of it, into the ledger
                     routes             /ledger/..., the page
     both            versions           which releases of vLLM are known
+                    vllm_plugin        names the folder of the sockets, in each process of vLLM's
 
-Each process marks its part on the host's monotonic clock, which is one for all of them. Only `vllm_*` modules look into
-vLLM, and `tests/attach` runs each of them on the real one.
+    a start         command            vLLM's own command with two flags more (`vllm_command` where its package has
+                                       another name), for `splittime attach` and the servers of `tune`
+    a ledger        settings           vLLM's knobs, as facts, flags and changes name them
+                    simulators         whose scheduler decides when a ledger is run again
+                    vllm_offline       vLLM's own scheduler without an engine, under a virtual clock
+                    vllm_engine        its loop; vllm_replica: such a server as a value; vllm_replay: the recorded steps
+
+Each process marks its part on the host's monotonic clock, which is one for all of them. Only `vllm_*` modules import
+vLLM; `visits` and `routes` read the objects that it hands them. `tests/attach` runs all of it on the real one.
 """

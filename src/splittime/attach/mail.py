@@ -1,8 +1,9 @@
 """What the engine's process tells the API processes, and the threads that carry it, beside the hot path.
 
 The engine appends to a deque; a thread of its own packs what has gathered every `GATHER_S`, or at once when a request
-began or ended, and sends it to the API process whose request it is (steps go to all that have had one). Sockets lie in
-a folder that only this user may enter, named by `FOLDER` in the environment, which the engine's process inherits.
+has its first token or has ended, and sends it to the API process whose request it is. Steps go to the first process,
+and to all that have had a request. Sockets lie in a folder that only this user may enter, named by `FOLDER` in the
+environment, which the engine's process inherits.
 
 Nothing here may hold up or end the engine: a process that does not read loses mail, and what is lost is counted and
 told with the next that arrives.

@@ -1,6 +1,7 @@
 """The settings of vLLM's scheduler, as the facts of a ledger tell them, and which of them a simulation can change.
 
-They have the names of vLLM's flags but for `num_blocks` (`--num-gpu-blocks-override`). Nothing here needs vLLM.
+They have the names of vLLM's flags but for `num_blocks` (`--num-gpu-blocks-override`) and `policy`
+(`--scheduling-policy`). Nothing here needs vLLM.
 """
 
 from typing import Any, Literal

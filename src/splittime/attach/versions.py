@@ -3,7 +3,7 @@
 A release that no test has run is refused, with a sentence: what `vllm_scheduler` reads is not vLLM's public interface,
 and an attribute that has changed its meaning would make the books lie without a sign. Whoever wants to try one all the
 same sets `SPLITTIME_VLLM_UNTESTED=1`; the facts then say `untested`. The table in the documentation is made by
-`tests/attach/test_vllm.py` on each release.
+`docs/vllm_versions.py` from what `make check-vllm` found on each release.
 """
 
 import os

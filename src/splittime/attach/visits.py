@@ -10,7 +10,8 @@ else through untouched, and notes for each request that asks for tokens:
 
 Two methods of vLLM's engine client are watched, on the instance: `generate`, for the tokens that each answer was given,
 and the core client's `add_request_async`, which names the request as the engine will. Which HTTP request they are for
-is in a context variable, not guessed from ids. A token counts as written when the next piece of body behind it was.
+is in a context variable, not guessed from ids; only the response's id is made from the engine's. A token counts as
+written when the next piece of body behind it was.
 """
 
 import asyncio

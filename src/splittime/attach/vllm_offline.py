@@ -3,7 +3,7 @@
     scheduler = offline_scheduler(settings, clock, time_of)
     scheduler.add_request(offline_request(traced, settings))
     plan = scheduler.schedule()                                  the plan's own time passes
-    clock.advance(...)                                           the device's, which `scheduler.taken` tells
+    clock.advance(...)                                           the device's, which `scheduler.books.taken` tells
     scheduler.update_from_output(plan, sampled(scheduler, plan, answers))
 
 Its books are those of a live server: the same `Bookkeeping` over the same class. Its model is a `config.json` of one

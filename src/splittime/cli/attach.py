@@ -19,11 +19,17 @@ Examples:
   splittime attach vllm --ledger-file run.sqlite -- serve ./model --port 9000
   splittime attach vllm --dry-run -- serve ./model   the command, without running it
 
-Then, on vLLM's own port: the page at /, and with these commands as on ours:
+\b
+The page is at / on vLLM's own port, and these commands work as on our servers:
   splittime explain --slowest 3 --url http://127.0.0.1:8000
   splittime doctor http://127.0.0.1:8000
 
-{EXIT_CODES} Else vLLM's own."""
+\b
+The same with vLLM's own command:
+  vllm serve MODEL --scheduler-cls splittime.attach.vllm_scheduler.scheduler
+      --middleware splittime.attach.visits.WithBooks
+
+Once vLLM is started, the exit code is its own. {EXIT_CODES}"""
 
 
 class ForeignEngine(StrEnum):

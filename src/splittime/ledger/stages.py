@@ -58,7 +58,7 @@ STAGE_MEANING: dict[Stage, str] = {
     Stage.RECOMPUTE: "What the preemption threw away is computed again.",
     Stage.DELIVER: "All tokens are ready; the rest of the answer is on its way to the socket.",
     Stage.CLIENT_WAIT: "All tokens are ready; the client does not read.",
-    Stage.UNATTRIBUTED: "Time nobody can explain. Zero, except after the engine died with the account open.",
+    Stage.UNATTRIBUTED: "Time nobody can explain. Zero, unless the engine died or (vLLM) never told of the request.",
 }
 
 CAUSE_MEANING: dict[Cause, str] = {

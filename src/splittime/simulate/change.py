@@ -14,7 +14,8 @@ MAX_BLOCKS = 2**22  # a simulated cache has some fifty bytes for each, and is ma
 
 
 class Change(msgspec.Struct, frozen=True):
-    """settings: values by name, of `SIMULATED_KNOBS` and `LIMITS`. speed: requests come so many times as fast."""
+    """settings: values by name, of `SIMULATED_KNOBS` and `LIMITS`; for a vLLM of its own (`attach.settings`). speed:
+    requests come so many times as fast."""
 
     settings: dict[str, Any] = {}
     speed: float = 1.0
