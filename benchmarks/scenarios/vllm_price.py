@@ -34,7 +34,13 @@ def crowd(url: str, requests: int, seed: int) -> dict[str, float]:
     """Returns tokens a second of a closed loop, and CPU milliseconds a token."""
     spec = LoadSpec(concurrency=16, num_requests=requests, warm_up_requests=16, seed=seed, **LENGTHS)
     before_s = cpu_seconds_of_children()
-    run = run_loop(run_schedule(draw(spec, VOCAB_SIZE, MAX_MODEL_LEN, salt=f"crowd{seed}"), [Target(url=url)], OPTIONS))
+    run = run_loop(
+        run_schedule(
+            draw(spec, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, salt=f"crowd{seed}"),
+            [Target(url=url)],
+            OPTIONS,
+        )
+    )
     took_s = cpu_seconds_of_children() - before_s
     tokens = sum(outcome.output_tokens or 0 for outcome in run.measured())
     all_tokens = sum(outcome.output_tokens or 0 for outcome in run.outcomes)
@@ -47,7 +53,13 @@ def alone(url: str, requests: int, seed: int) -> dict[str, float]:
     spec = LoadSpec(
         concurrency=1, num_requests=requests, warm_up_requests=3, seed=seed, input_tokens="200", output_tokens="4"
     )
-    run = run_loop(run_schedule(draw(spec, VOCAB_SIZE, MAX_MODEL_LEN, salt=f"alone{seed}"), [Target(url=url)], OPTIONS))
+    run = run_loop(
+        run_schedule(
+            draw(spec, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, salt=f"alone{seed}"),
+            [Target(url=url)],
+            OPTIONS,
+        )
+    )
     found = [ns / 1e6 for ns in map(response_ttft_ns, run.measured()) if ns is not None]
     return {"ttft_ms": statistics.median(found)}
 
