@@ -32,7 +32,7 @@ MAY = {
     "bench": {"core", "ledger", "stats", "present", "wire"},
     "diagnose": {"core", "ledger", "stats", "present", "bench", "simulate"},
     "tune": {"core", "ledger", "stats", "present", "wire", "bench", "diagnose", "simulate", "plan", "attach"},
-    "plan": {"core", "ledger", "stats", "present", "bench", "diagnose", "simulate"},
+    "plan": {"core", "ledger", "stats", "present", "bench", "diagnose", "simulate", "attach"},
     "kernels": {"core"},
     "models": {"core", "kernels"},
     "runner": {"core", "kernels", "models"},

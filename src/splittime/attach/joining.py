@@ -54,7 +54,7 @@ class SeenAnswer(NamedTuple):
     prompt_ids: Sequence[int] = ()
 
 
-class EngineTold:
+class AttachedEngine:
     """What an engine has said of itself, and the ledger of its requests and steps: of several engines each has one."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -62,9 +62,9 @@ class EngineTold:
         self.facts: ServerFacts | None = None
         self.stopped = ""  # why its books end
         self.num_lost = 0  # messages
-        ledger.describe_by(self.told)
+        ledger.describe_by(self.facts_and_gaps)
 
-    def told(self) -> ServerFacts | None:
+    def facts_and_gaps(self) -> ServerFacts | None:
         """Returns its facts, with what is missing of its books."""
         troubles = {"books_stopped": self.stopped, "lost_messages": self.num_lost}
         found = {name: value for name, value in troubles.items() if value}
@@ -76,11 +76,11 @@ class Joining:
     engine, by its number."""
 
     def __init__(self, make_ledger: Callable[[int], Ledger]) -> None:
-        self.engines = {0: EngineTold(make_ledger(0))}
+        self.engines = {0: AttachedEngine(make_ledger(0))}
         self._make_ledger = make_ledger
         self._arrived: deque[SeenAnswer] = deque()
         self._edges: dict[str, SeenAnswer] = {}
-        self._ended: dict[str, tuple[EngineTold, EndedBook]] = {}
+        self._ended: dict[str, tuple[AttachedEngine, EndedBook]] = {}
         self._begun: dict[str, BegunBook] = {}
         self._wanted: dict[str, Callable[[], object]] = {}
         self._expected: set[str] = set()  # requests whose visit is open: their books are kept however long it takes
@@ -127,9 +127,9 @@ class Joining:
         for record in mail.steps:
             engine.ledger.add_step(record)
 
-    def _engine(self, number: int) -> EngineTold:
+    def _engine(self, number: int) -> AttachedEngine:
         if number not in self.engines:
-            self.engines[number] = EngineTold(self._make_ledger(number))
+            self.engines[number] = AttachedEngine(self._make_ledger(number))
         return self.engines[number]
 
     def join(self) -> None:

@@ -56,7 +56,7 @@ class AttachedBooks:
         self.ledger.describe_by(self.facts)
 
     def facts(self) -> ServerFacts | None:
-        told = self._engine.told()
+        told = self._engine.facts_and_gaps()
         if told is None:
             return None
         own = Process(name="server", started_ns=self._started_ns, ready_ns=self._started_ns)

@@ -9,6 +9,9 @@ The value needs no vLLM; a run does (`vllm_engine`). Around the engine is the se
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any, Self
+
+import msgspec
 
 from splittime.attach.settings import VllmSettings, changed, settings_of
 from splittime.core.clock import VirtualClock
@@ -25,6 +28,9 @@ class VllmReplica(AnyReplica, frozen=True, kw_only=True):
     """A server whose engine is vLLM's."""
 
     config: VllmSettings
+
+    def with_settings(self, settings: dict[str, Any]) -> Self:
+        return msgspec.structs.replace(self, config=changed(self.config, Change(settings)))
 
     def require(self, change: Change) -> None:
         changed(self.config, change)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from splittime.cli.progress import Say
     from splittime.plan.worksheet import Sheet
     from splittime.simulate.data_sheet import Device
-    from splittime.simulate.replica import Replica
+    from splittime.simulate.replica import AnyReplica
 
 EXAMPLES = f"""\b
 Examples:
@@ -138,7 +138,7 @@ def _sources(given: PlanOptions) -> list[str]:
     return [kept_source(source) if is_url(source) else source for source in given.source or ()]
 
 
-def _replicas(given: PlanOptions, sources: list[str]) -> "dict[str, Replica]":
+def _replicas(given: PlanOptions, sources: list[str]) -> "dict[str, AnyReplica]":
     """Returns the servers to plan with, by what they are called."""
     from splittime.plan.sources import replica_in, replica_of_device
 
@@ -180,7 +180,7 @@ def _prices(given: PlanOptions, count: int) -> "list[float | None]":
 
 def _sheet(
     label: str,
-    replica: "Replica",
+    replica: "AnyReplica",
     given: PlanOptions,
     load: dict[str, Any],
     slo: dict[str, float],

@@ -24,7 +24,7 @@ from splittime.plan.load import load_at
 from splittime.plan.rate_trial import RateTrial, TooMany, simulated_trial
 from splittime.simulate.cost import OutOfRange
 from splittime.simulate.draws import hours, interval, over_cores
-from splittime.simulate.replica import Replica
+from splittime.simulate.replica import AnyReplica
 
 RESOLUTION = 1.03  # both ends of the knee are this close
 STRIDE = 1.12  # of the search near a rate that is nearly right
@@ -72,7 +72,7 @@ Say = Callable[[str, float | None], None]
 
 
 def capacity(
-    replica: Replica,
+    replica: AnyReplica,
     load: Mapping[str, Any],
     slo: Mapping[str, float],
     draws: int = 8,
@@ -101,7 +101,7 @@ def capacity(
     return Capacity(rate, (min(kept), max(broken)), likeliest, draws)
 
 
-def _knee_of(replica: Replica, load: Mapping[str, Any], slo: Mapping[str, float], seed: int, near: float) -> Ends:
+def _knee_of(replica: AnyReplica, load: Mapping[str, Any], slo: Mapping[str, float], seed: int, near: float) -> Ends:
     """Returns the ends of the knee of a replica, looked for near a rate."""
     return _ends(find_knee(_trier(replica, load, slo, seed, lambda words, share: None), near, STRIDE))
 
@@ -154,7 +154,7 @@ class _Search:
 
 
 def _trier(
-    replica: Replica,
+    replica: AnyReplica,
     load: Mapping[str, Any],
     slo: Mapping[str, float],
     seed: int,

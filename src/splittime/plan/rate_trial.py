@@ -16,7 +16,7 @@ from splittime.ledger.stages import Stage
 from splittime.plan.judged import judged
 from splittime.plan.load import requests_for
 from splittime.simulate.change import Change
-from splittime.simulate.replica import Replica
+from splittime.simulate.replica import AnyReplica
 from splittime.simulate.run import SimulatedBooks
 from splittime.simulate.shape import shape_of_record
 
@@ -60,7 +60,7 @@ class TooMany(ConfigError):
 
 
 def simulated_trial(
-    replica: Replica, load: Mapping[str, Any], slo: Mapping[str, float], rate: float, seed: int
+    replica: AnyReplica, load: Mapping[str, Any], slo: Mapping[str, float], rate: float, seed: int
 ) -> RateTrial:
     """Returns what this load comes to. Raises TooMany, and OutOfRange for steps beyond the model."""
     requests = requests_for(dict(load), replica)
@@ -69,7 +69,7 @@ def simulated_trial(
     return _trial_of(replica, replica.run(requests, Change(), seed), slo, rate)
 
 
-def _trial_of(replica: Replica, books: SimulatedBooks, slo: Mapping[str, float], rate: float) -> RateTrial:
+def _trial_of(replica: AnyReplica, books: SimulatedBooks, slo: Mapping[str, float], rate: float) -> RateTrial:
     """Returns the trial whose ledger this is."""
     served = [account for account in books.accounts if not account.is_refused]
     count = max(1, len(served))
@@ -101,7 +101,7 @@ def _waits(books: SimulatedBooks, is_first: bool) -> dict[str, float]:
     return {name: ns / max(1, total) for name, ns in spent.most_common()}
 
 
-def _prompt_share(replica: Replica, books: SimulatedBooks) -> float:
+def _prompt_share(replica: AnyReplica, books: SimulatedBooks) -> float:
     """Returns the share of all steps' time by which steps with prompts take longer than with their decoding rows
     alone."""
     all_ns = prompts_ns = 0

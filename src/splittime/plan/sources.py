@@ -1,6 +1,6 @@
 """Where a plan's server comes from: a ledger, a file that describes one, runs of `bench`, or a data sheet.
 
-replica_in("today.sqlite")              the ledger of a server
+replica_in("today.sqlite")              the ledger of a server, ours or a vLLM with our books
 replica_in("one.json")                  what `splittime calibrate` wrote
 replica_in("light.json,heavy.json")     runs of `bench` against any server
 """
@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
+from splittime.attach.simulators import simulator_of
 from splittime.bench.book.records import Run, load_run
 from splittime.core.errors import ConfigError, NotFound
 from splittime.core.facts import Machine, TokenCost
-from splittime.simulate.change import Change, changed
 from splittime.simulate.data_sheet import Device, device_named, replica_of_data_sheet
 from splittime.simulate.recorded import is_ledger, latest_run, read_ledger
-from splittime.simulate.replica import Replica, load_replica, replica_of
+from splittime.simulate.replica import AnyReplica, Replica, load_replica
 
 
-def replica_in(source: str, settings: dict[str, Any]) -> Replica:
+def replica_in(source: str, settings: dict[str, Any]) -> AnyReplica:
     """Returns the server that files tell of, with these settings instead of its own. Raises NotFound, and ConfigError
     for files that tell too little."""
     paths = [Path(name) for name in source.split(",")]
@@ -28,7 +28,7 @@ def replica_in(source: str, settings: dict[str, Any]) -> Replica:
         raise NotFound(f"there is no file {missing}", param="source", value=str(missing))
     if len(paths) > 1 or _is_run(paths[0]):
         return _from_outside([load_run(path) for path in paths], settings)
-    return with_settings(_own(paths[0]), settings)
+    return _own(paths[0]).with_settings(settings)
 
 
 def replica_of_device(
@@ -46,19 +46,16 @@ def replica_of_device(
     replica = replica_of_data_sheet(device, cost, precision=precision, weights_bytes=weights_bytes)
     held = replica.config.block_size * settings.get("num_blocks", replica.config.num_blocks)
     config = msgspec.structs.replace(replica.config, max_model_len=min(max_model_len, held))
-    replica = with_settings(msgspec.structs.replace(replica, config=config), settings)
+    replica = msgspec.structs.replace(replica, config=config).with_settings(settings)
     machine = Machine(cpu=device.name, threads=1, read_bytes_per_s=device.read_bytes_per_s)
     return msgspec.structs.replace(replica, token_cost=cost, machine=machine)
 
 
-def with_settings(replica: Replica, settings: dict[str, Any]) -> Replica:
-    """Raises ConfigError for settings that cannot be."""
-    config, limits = changed(replica.config, replica.limits, Change(settings))
-    return msgspec.structs.replace(replica, config=config, limits=limits)
-
-
-def _own(path: Path) -> Replica:
-    return replica_of(latest_run(read_ledger(path))) if is_ledger(path) else load_replica(path)
+def _own(path: Path) -> AnyReplica:
+    if not is_ledger(path):
+        return load_replica(path)
+    recorded = latest_run(read_ledger(path))
+    return simulator_of(recorded.facts).to_replica(recorded)
 
 
 def _is_run(path: Path) -> bool:

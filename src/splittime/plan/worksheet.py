@@ -17,7 +17,7 @@ from splittime.core.errors import ConfigError
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 from splittime.plan.capacity import Capacity
 from splittime.plan.rate_trial import RateTrial
-from splittime.simulate.replica import Replica
+from splittime.simulate.replica import AnyReplica
 
 PER_MILLION = 1e6
 S_PER_HOUR = 3600.0
@@ -75,7 +75,7 @@ class Sheet(msgspec.Struct, frozen=True):
     notes: tuple[str, ...]
 
 
-def worksheet(label: str, replica: Replica, found: Capacity, terms: PlanTerms) -> Sheet:
+def worksheet(label: str, replica: AnyReplica, found: Capacity, terms: PlanTerms) -> Sheet:
     """Returns the plan of one server. found: what `capacity` says of this replica. Without a peak in `terms` there are
     no lines about servers and money."""
     low, middle, high = found.rate
@@ -90,7 +90,7 @@ def worksheet(label: str, replica: Replica, found: Capacity, terms: PlanTerms) -
     return Sheet(label, replica.source, found, tuple(lines), tuple(_notes(replica, found, terms)))
 
 
-def _of_one(replica: Replica, found: Capacity) -> Iterator[SheetLine]:
+def _of_one(replica: AnyReplica, found: Capacity) -> Iterator[SheetLine]:
     kept = found.kept
     low, middle, high = found.rate
     yield SheetLine("knee", middle, "requests/s", "from the lowest kept to the highest broken rate", *found.knee)
@@ -105,7 +105,7 @@ def _of_one(replica: Replica, found: Capacity) -> Iterator[SheetLine]:
     )
 
 
-def _of_memory(replica: Replica, found: Capacity) -> Iterator[SheetLine]:
+def _of_memory(replica: AnyReplica, found: Capacity) -> Iterator[SheetLine]:
     kept, cost = found.kept, replica.token_cost
     config = replica.config
     formula = f"most blocks in use / {config.num_blocks:,} blocks of {config.block_size} tokens"
@@ -132,7 +132,7 @@ def _of_memory(replica: Replica, found: Capacity) -> Iterator[SheetLine]:
         yield SheetLine("smaller weights save", cost.weight_bytes / 2 / rate * 1e3, "ms", formula)
 
 
-def _of_all(replica: Replica, found: Capacity, terms: PlanTerms, peak: float) -> Iterator[SheetLine]:
+def _of_all(replica: AnyReplica, found: Capacity, terms: PlanTerms, peak: float) -> Iterator[SheetLine]:
     need = peak * terms.growth / terms.regions
     low, middle, high = (math.ceil(need / rate) * terms.regions if rate else None for rate in reversed(found.rate))
     grown = f" x {terms.growth:g}" if terms.growth != 1 else ""
@@ -155,7 +155,7 @@ def _of_all(replica: Replica, found: Capacity, terms: PlanTerms, peak: float) ->
         yield from _of_tokens(found, terms, an_hour, "an hour", requests, "in a peak hour")
 
 
-def _of_start_up(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[SheetLine]:
+def _of_start_up(replica: AnyReplica, found: Capacity, terms: PlanTerms) -> Iterator[SheetLine]:
     own_s = None if replica.start_up_ns is None else replica.start_up_ns / 1e9
     start_up_s = terms.start_up_s if terms.start_up_s is not None else own_s
     if start_up_s is None:
@@ -196,11 +196,11 @@ def first_to_break(broken: RateTrial) -> str:
     return f"{terms}: {share:.0%} of {time} is a wait for {cause} ({WAITS_FOR.get(cause, cause)})"
 
 
-def _slots(replica: Replica) -> str:
+def _slots(replica: AnyReplica) -> str:
     return f"{replica.config.max_num_seqs:,}"
 
 
-def _notes(replica: Replica, found: Capacity, terms: PlanTerms) -> Iterator[str]:
+def _notes(replica: AnyReplica, found: Capacity, terms: PlanTerms) -> Iterator[str]:
     if found.likeliest.stopped is not None:
         yield f"no higher rate was simulated: {found.likeliest.stopped}. Plan from a heavier load."
     if not terms.peak:

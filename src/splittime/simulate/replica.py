@@ -75,6 +75,15 @@ class EngineConfig(Protocol):
     @property
     def block_size(self) -> int: ...
 
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def max_num_seqs(self) -> int: ...
+
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+
 
 class AnyReplica(msgspec.Struct, frozen=True, kw_only=True):
     """A server that can be simulated, whichever engine it has; a subclass knows how. pace: how fast its machine was at
@@ -91,6 +100,10 @@ class AnyReplica(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine | None = None
     start_up_ns: int | None = None
     source: str
+
+    def with_settings(self, settings: dict[str, Any]) -> Self:
+        """Returns the same server with other settings. Raises ConfigError for some that cannot be."""
+        raise NotImplementedError
 
     def steady(self) -> Self:
         """Returns the same server at its machine's mean pace."""
@@ -148,6 +161,10 @@ class Replica(AnyReplica, frozen=True, kw_only=True):
 
     def require(self, change: Change) -> None:
         changed(self.config, self.limits, change)
+
+    def with_settings(self, settings: dict[str, Any]) -> Self:
+        config, limits = changed(self.config, self.limits, Change(settings))
+        return msgspec.structs.replace(self, config=config, limits=limits)
 
     def run_each(
         self, requests: Sequence[TracedRequest], change: Change, seed: int, on_account: OnAccount, on_step: OnStep
