@@ -158,8 +158,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="to see that it works: the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    given = {"model": arguments.model, "quantization": arguments.quantization, "num-threads": arguments.threads}
-    flags = tuple(f"--{name}={value}" for name, value in given.items() if value is not None)
+    given = {"quantization": arguments.quantization, "num-threads": arguments.threads}
+    model = () if arguments.model is None else (arguments.model,)
+    flags = (*model, *(f"--{name}={value}" for name, value in given.items() if value is not None))
     sizes = Sizes(flags, arguments.seconds, arguments.rate, arguments.draws)
     if arguments.small:
         sizes = sizes._replace(seconds=2.0, draws=2)
