@@ -28,8 +28,20 @@ NOT_RUN = {
     "docs/guides/plan.md": [
         "splittime plan light.json,heavy.json --slo ttft_p99=2s --rate 200 --input-tokens 64 --output-tokens 32"
     ],
+    "docs/guides/why-is-my-vllm-slow.md": [
+        "path/to/vllm-env/bin/pip install .    # in this folder",
+        "splittime attach vllm --ledger-file slow.sqlite -- serve ./model --served-model-name code --max-num-seqs 2",
+        "splittime bench run http://127.0.0.1:8000 --rate 20 --duration 20s --input-tokens 100 \\",
+        "splittime doctor http://127.0.0.1:8000",
+        "splittime simulate slow.sqlite --check",
+        "splittime simulate fixed.sqlite --max-num-seqs 2",
+        "splittime attach vllm --ledger-file fixed.sqlite -- serve ./model --served-model-name code --max-num-seqs 16",
+        "splittime tune --slo ttft_p99=400ms,tpot_p99=60ms --rate 20 --input-tokens 100 --output-tokens 40 \\",
+    ],
 }
 """What needs a card, the network, another program or a quiet machine. Each says why in the page."""
+OF_OTHERS = {"--extra-index-url", "--api-server-count", "--data-parallel-size"}
+"""Flags of pip and of vLLM that pages name."""
 COMMAND = re.compile(r"^(?:\$ |    )?(?:splittime|curl|pip|make|python|sh) \S.*", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
@@ -48,7 +60,7 @@ def test_no_command_hides_in_a_block_that_is_not_run(page: str):
 
 
 def test_every_flag_that_a_page_names_exists():
-    known = set(_flags(typer.main.get_command(app))) | {"--split", "--extra-index-url"}  # the last is pip's
+    known = {*_flags(typer.main.get_command(app)), "--split", *OF_OTHERS}
     for page in [*PAGES, *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs" / "concepts").iterdir())]:
         spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", (ROOT / page).read_text())
         spans += [b.text for b in blocks(page) if "splittime" in b.text]
