@@ -56,6 +56,10 @@ ALONE = {
 ENDS_WITH = {"gpu.goals": 3}  # as it must, where no card has run the rest
 WHY_NOT = {
     "scenarios.foreign_servers": "needs other people's servers, installed in a folder",
+    "scenarios.vllm_books": "needs vLLM, installed in a folder",
+    "scenarios.vllm_doctor": "needs vLLM, installed in a folder",
+    "scenarios.vllm_forecast": "needs vLLM, installed in a folder",
+    "scenarios.vllm_price": "needs vLLM, installed in a folder",
     "scenarios.doctor": "makes each illness for half a minute; tests/diagnose holds its rules",
     "scenarios.quantize_memory": "measures the memory of a model of 0.6B or more; tests/lab/quantize has small ones",
     "scenarios.reversals": "is run by tests/gpu, on a card or small",
