@@ -145,6 +145,20 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def file_and_tell(name: str, rounds: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Write the result file of this name, and print the summary if JSON is not asked for."""
+    told: dict[str, Any] = {"summary": summary(rounds), "rounds": rounds}
+    path = file_result(name, told, vars(arguments), arguments.json)
+    if arguments.json:
+        return
+    for figure, values in told["summary"].items():
+        print(f"{figure:<20}", "  ".join(f"{key} {value:.3f}" for key, value in values.items()))
+    for cell, why in ((cell, why) for one in rounds for cell, why in one["refused"].items()):
+        print(f"refused: {cell}: {why}")
+    print(", ".join(f"{one['same_decisions']:,} of {one['steps']:,} steps the same" for one in rounds))
+    print(f"written to {path}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -165,16 +179,8 @@ def main() -> None:
     if arguments.small:
         sizes = sizes._replace(seconds=2.0, draws=2)
     rounds = [forecast(sizes, arguments.only, seed) for seed in range(1 if arguments.small else arguments.rounds)]
-    told: dict[str, Any] = {"summary": summary(rounds), "rounds": rounds}
     of_model = f"_{Path(arguments.model).name}" if arguments.model else ""
-    path = file_result(f"forecast{of_model}", told, vars(arguments), arguments.json)
-    if not arguments.json:
-        for name, values in told["summary"].items():
-            print(f"{name:<20}", "  ".join(f"{key} {value:.3f}" for key, value in values.items()))
-        for name, why in ((name, why) for one in rounds for name, why in one["refused"].items()):
-            print(f"refused: {name}: {why}")
-        print(", ".join(f"{one['same_decisions']:,} of {one['steps']:,} steps the same" for one in rounds))
-        print(f"written to {path}")
+    file_and_tell(f"forecast{of_model}", rounds, arguments)
 
 
 if __name__ == "__main__":

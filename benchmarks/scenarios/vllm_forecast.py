@@ -18,8 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import file_result
-from benchmarks.scenarios.forecast import TOLD, load, summary
+from benchmarks.scenarios.forecast import TOLD, file_and_tell, load
 from benchmarks.server_process import served_vllm
 from splittime.assemble import model_source
 from splittime.simulate.figures import figures
@@ -137,15 +136,7 @@ def main() -> None:
     sizes = Sizes(arguments.seconds, arguments.rate, arguments.draws, flags)
     vllm = Vllm(arguments.vllm, arguments.model)
     rounds = [forecast(vllm, sizes, arguments.only, seed) for seed in range(arguments.rounds)]
-    told: dict[str, Any] = {"summary": summary(rounds), "rounds": rounds}
-    path = file_result("vllm_forecast", told, vars(arguments), arguments.json)
-    if not arguments.json:
-        for name, values in told["summary"].items():
-            print(f"{name:<20}", "  ".join(f"{key} {value:.3f}" for key, value in values.items()))
-        for name, why in ((name, why) for one in rounds for name, why in one["refused"].items()):
-            print(f"refused: {name}: {why}")
-        print(", ".join(f"{one['same_decisions']:,} of {one['steps']:,} steps the same" for one in rounds))
-        print(f"written to {path}")
+    file_and_tell("vllm_forecast", rounds, arguments)
 
 
 if __name__ == "__main__":
