@@ -5,8 +5,8 @@ import time
 import pytest
 
 from splittime.attach import joining
-from splittime.attach.engine_books import BegunBook, EndedBook
-from splittime.attach.joining import Joining, SeenAnswer, joined, unexplained
+from splittime.attach.engine_books import EndedBook, FirstTokenBook
+from splittime.attach.joining import ApiBook, Joining, joined, unexplained
 from splittime.attach.mail import Mail
 from splittime.ledger.account import Mark
 from splittime.ledger.stages import Cause, Stage
@@ -25,7 +25,7 @@ ENGINE_MARKS = [
 ]
 
 
-def edges(**changes) -> SeenAnswer:
+def api_book(**changes) -> ApiBook:
     usual = {
         "request_id": "cmpl-a-0-12345678",
         "group_id": "cmpl-a",
@@ -43,7 +43,7 @@ def edges(**changes) -> SeenAnswer:
         "cancelled_ns": None,
         "prompt_ids": range(20),
     }
-    return SeenAnswer(**usual | changes)
+    return ApiBook(**usual | changes)
 
 
 def book(**changes) -> EndedBook:
@@ -76,7 +76,7 @@ def spent(account) -> dict[str, int]:
 
 
 def test_a_request_from_its_first_byte_to_its_last():
-    account = joined(edges(), book())
+    account = joined(api_book(), book())
     assert spent(account) == {
         "receive": 10,
         "tokenize": 20,
@@ -96,7 +96,7 @@ def test_a_request_from_its_first_byte_to_its_last():
 
 
 def test_a_stop_string_ends_the_answer_before_the_engine_knows():
-    told = edges(done_ns=225, finish_reason="stop", num_tokens=2, written_ns=(210, 230), end_ns=235)
+    told = api_book(done_ns=225, finish_reason="stop", num_tokens=2, written_ns=(210, 230), end_ns=235)
     account = joined(
         told, book(ended_ns=300, finish_reason="abort", token_steps=[4, 5, 6, 7], token_ready_ns=[200, 220, 240, 280])
     )
@@ -107,7 +107,7 @@ def test_a_stop_string_ends_the_answer_before_the_engine_knows():
 
 
 def test_a_client_that_went_away():
-    told = edges(done_ns=None, finish_reason=None, num_tokens=1, written_ns=(210,), end_ns=226, cancelled_ns=225)
+    told = api_book(done_ns=None, finish_reason=None, num_tokens=1, written_ns=(210,), end_ns=226, cancelled_ns=225)
     account = joined(told, book(ended_ns=231, finish_reason="abort", token_steps=[4, 5], token_ready_ns=[200, 220]))
     assert (account.finish_reason, account.cancelled_ns, account.freed_ns, account.end_ns) == ("abort", 225, 231, 231)
     assert account.output_tokens == 2  # that the engine made; one was written
@@ -116,18 +116,18 @@ def test_a_client_that_went_away():
 
 
 def test_waits_for_the_client_count_once_the_engine_owes_nothing():
-    account = joined(edges(end_ns=400, waits_ns=((205, 215), (245, 390))), book())
+    account = joined(api_book(end_ns=400, waits_ns=((205, 215), (245, 390))), book())
     assert spent(account)["client_wait"] == 145
     assert spent(account)["deliver"] == 15
 
 
 def test_the_engine_is_never_in_it_before_the_hand_off():
     late = tuple(mark if mark.stage is not Stage.HANDOFF else Mark(Stage.HANDOFF, None, 155) for mark in EDGE_MARKS)
-    spent(joined(edges(marks=late), book()))
+    spent(joined(api_book(marks=late), book()))
 
 
 def test_nobody_knows_where_the_time_of_a_lost_engine_went():
-    account = unexplained(edges(finish_reason=None, done_ns=None, num_tokens=0, written_ns=()))
+    account = unexplained(api_book(finish_reason=None, done_ns=None, num_tokens=0, written_ns=()))
     assert spent(account)["unattributed"] == 120
     assert account.finish_reason == "error"
 
@@ -143,7 +143,7 @@ def kept():
 def test_whichever_book_comes_last_closes_the_account(kept, is_engine_first):
     both, ledger = kept
     now_ns = time.monotonic_ns()
-    come = [lambda: both.take(Mail(engine=0, ended=[book(ended_ns=now_ns)])), lambda: both.add(edges(end_ns=now_ns))]
+    come = [lambda: both.take(Mail(engine=0, ended=[book(ended_ns=now_ns)])), lambda: both.add(api_book(end_ns=now_ns))]
     for arrive in come if is_engine_first else reversed(come):
         assert ledger.accounts() == []
         arrive()
@@ -155,7 +155,7 @@ def test_whichever_book_comes_last_closes_the_account(kept, is_engine_first):
 
 def test_an_engine_that_does_not_answer_is_waited_for_no_longer_than_it_must(kept, monkeypatch):
     both, ledger = kept
-    both.add(edges(end_ns=time.monotonic_ns()))
+    both.add(api_book(end_ns=time.monotonic_ns()))
     both.join()
     assert ledger.accounts() == []
     monkeypatch.setattr(joining, "PATIENCE_NS", 0)
@@ -177,14 +177,14 @@ def test_a_book_is_kept_as_long_as_its_answer_is_open(kept):
     both.expect("cmpl-a-0-12345678")
     both.take(Mail(engine=0, ended=[book()]))  # ended long ago
     both.join()
-    both.add(edges(end_ns=time.monotonic_ns()))
+    both.add(api_book(end_ns=time.monotonic_ns()))
     both.join()
     assert [account.output_tokens for account in ledger.accounts()] == [3]
 
 
 def test_what_is_open_at_the_end_is_closed(kept):
     both, ledger = kept
-    both.add(edges(end_ns=time.monotonic_ns()))
+    both.add(api_book(end_ns=time.monotonic_ns()))
     both.close()
     assert [each.intervals[-1].stage for each in ledger.accounts()] == [Stage.UNATTRIBUTED]
 
@@ -192,7 +192,7 @@ def test_what_is_open_at_the_end_is_closed(kept):
 def test_who_waits_for_the_engines_word_is_called_once(kept):
     both, _ = kept
     calls = []
-    both.take(Mail(engine=0, begun=[BegunBook("cmpl-a-0-12345678", ENGINE_MARKS)]))
+    both.take(Mail(engine=0, first_tokens=[FirstTokenBook("cmpl-a-0-12345678", ENGINE_MARKS)]))
     assert both.engine_part("cmpl-a-0-12345678").marks == ENGINE_MARKS
     both.call_when_ended("cmpl-a-0-12345678", lambda: calls.append(1))
     assert calls == []
@@ -216,7 +216,7 @@ def test_each_engine_has_a_ledger(kept):
     both, first = kept
     now_ns = time.monotonic_ns()
     both.take(Mail(engine=1, ended=[book(ended_ns=now_ns)]))
-    both.add(edges(end_ns=now_ns))
+    both.add(api_book(end_ns=now_ns))
     both.join()
     assert first.accounts() == []
     assert len(both.engines[1].ledger.accounts()) == 1

@@ -1,4 +1,4 @@
-"""The layer around an ASGI application: edges of requests, the routes, the account inside an answer.
+"""The layer around an ASGI application: accounts of requests, the routes, the account inside an answer.
 
 The application and its engine client are small ones of our own, with the few attributes that the layer looks at;
 `test_vllm.py` does the same with vLLM's.
@@ -14,7 +14,7 @@ import pytest
 from splittime.attach import mail
 from splittime.attach.engine_books import UNKNOWN, AskedRequest, DecidedPlan, EngineBooks
 from splittime.attach.mail import Sender
-from splittime.attach.visits import WithBooks
+from splittime.attach.middleware import WithBooks
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.store import Ledger
 
@@ -42,8 +42,8 @@ class Core:
         plan = DecidedPlan(((name, start, count),), int(count == 1), start + count, (), (), [(name, 0)], (), 1, 1, 0)
         flight = self.books.begin(plan, begin_ns, time.monotonic_ns())
         ready_ns = time.monotonic_ns()
-        for begun in self.books.commit(flight, [(name, 1)], ready_ns):
-            self.mail.book(0, begun)
+        for first in self.books.commit(flight, [(name, 1)], ready_ns):
+            self.mail.book(0, first)
         if is_last:
             self.mail.book(0, self.books.end(name, "length", ready_ns))
         self.mail.step(self.books.end_step(flight, {}, ready_ns, time.monotonic_ns()))

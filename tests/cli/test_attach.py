@@ -26,7 +26,7 @@ def test_the_command_has_two_flags_more(vllm):
     assert told[3:] == [
         "serve", "MODEL", "--port", "1",
         "--scheduler-cls", "splittime.attach.vllm_scheduler.scheduler",
-        "--middleware", "splittime.attach.visits.WithBooks",
+        "--middleware", "splittime.attach.middleware.WithBooks",
     ]  # fmt: skip
 
 

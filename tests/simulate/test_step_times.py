@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.cost import REACH, CostModel, Noise, OutOfRange, Pace, PaceOf, bucket_of, quantile
+from splittime.simulate.cost import LIMITED, REACH, CostModel, Noise, OutOfRange, Pace, PaceOf, bucket_of, quantile
 from splittime.simulate.fit import MIN_STEPS, Fit, fit
 from splittime.simulate.shape import StepShape, shape_of_record
 
@@ -200,6 +200,13 @@ def test_copies_take_what_a_block_takes() -> None:
 def test_twice_the_most_is_not_far(fitted: Fit) -> None:
     rows = int(fitted.model.most[0] * REACH)
     assert fitted.model.step_time(StepShape(rows, rows, 10, 1_000, 0)).device_ns > 0
+
+
+def test_a_prompt_of_twice_the_most_tokens_is_not_far_though_it_has_four_times_the_pairs(fitted: Fit) -> None:
+    most = dict(zip(LIMITED, fitted.model.most, strict=True))["prompt_pairs"]
+    assert fitted.model.step_time(StepShape(1, 100, 0, 100, 4 * most)).device_ns > 0
+    with pytest.raises(OutOfRange, match="prompt_pairs"):
+        fitted.model.step_time(StepShape(1, 100, 0, 100, 4 * most + 1))
 
 
 def test_too_few_steps_are_refused() -> None:

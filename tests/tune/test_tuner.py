@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from simulated_runs import HEALTHY, SimulatedRuns, load, measurer, replica_with
 
+from splittime.bench.book.records import Run
 from splittime.bench.book.slo import parse_slo
 from splittime.core.errors import ConfigError
 from splittime.diagnose.comparison import Verdict
@@ -52,6 +53,36 @@ def test_too_few_slots_are_found_and_proved() -> None:
     assert trial.predicted is not None
     assert trial.predicted.low > 0
     assert trial.predicted.before.terms["ttft_p99"] == pytest.approx(trial.before.terms["ttft_p99"], rel=0.5)
+
+
+class ThinRuns(SimulatedRuns):
+    """Whose first runs, `thin` of each settings, have recorded no step of more than one row."""
+
+    thin = 1
+
+    def make(self, changes: Mapping[str, Any], number: int) -> Run:
+        run = super().make(changes, number)
+        if number >= self.thin:
+            return run
+        steps = tuple(step for step in run.arms[0].steps if len(step.rows) < 2)
+        return msgspec.structs.replace(run, arms=(msgspec.structs.replace(run.arms[0], steps=steps),))
+
+
+def test_what_one_run_does_not_tell_is_learnt_from_another() -> None:
+    runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), Goal(slo=parse_slo("ttft_p99=45ms")))
+    found = tuned(runs, ("max_num_seqs",))
+    assert ({}, 1) in runs.made
+    assert found.outcome == "better"
+    assert found.changes["max_num_seqs"] > 3
+
+
+def test_what_no_run_tells_is_said() -> None:
+    runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), Goal(slo=parse_slo("ttft_p99=45ms")))
+    runs.thin = 9
+    found = tuned(runs, ("max_num_seqs",))
+    assert found.outcome == "slo missed"
+    assert not found.trials
+    assert any(note.startswith("nothing more could be predicted: a step would have") for note in found.notes)
 
 
 @pytest.mark.parametrize(("factor", "is_taken"), [(1.3, True), (5.0, False)])

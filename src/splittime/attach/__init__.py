@@ -1,9 +1,12 @@
 """Our books inside vLLM: exact accounts, causes stated by its own scheduler, on its own port.
 
     engine core     vllm_scheduler     vLLM's scheduler, which says what it decided; it decides nothing else
+                    vllm_causes        why a request waits, or has no row
                     engine_books       what that means for each request's account and each step's record
                     mail               carries both to the API process, beside the hot path
-    API process     visits             an ASGI layer: the edges of each HTTP request
+    API process     middleware         an ASGI layer around vLLM's application
+                    visits             one HTTP request: what it waited for before the engine and behind it
+                    engine_client      what vLLM's own client of its engine is asked, and gives
                     joining            one account from a visit and the engine's book of it, into the ledger
                     routes             /ledger/..., the page
     both            versions           which releases of vLLM are known
@@ -17,5 +20,6 @@
                     vllm_engine        its loop; vllm_replica: such a server as a value; vllm_replay: the recorded steps
 
 Each process marks its part on the host's monotonic clock, which is one for all of them. Only `vllm_*` modules import
-vLLM; `visits` and `routes` read the objects that it hands them. `tests/attach` runs all of it on the real one.
+vLLM; `visits`, `engine_client` and `routes` read the objects that it hands them. `tests/attach` runs all of it on the
+real one.
 """

@@ -10,7 +10,7 @@ from splittime.attach.versions import require_known
 from splittime.core.errors import ConfigError
 
 SCHEDULER = "splittime.attach.vllm_scheduler.scheduler"
-MIDDLEWARE = "splittime.attach.visits.WithBooks"
+MIDDLEWARE = "splittime.attach.middleware.WithBooks"
 VLLM_COMMAND = "splittime.attach.vllm_command"
 
 

@@ -71,7 +71,7 @@ class EndedBook(msgspec.Struct, frozen=True, array_like=True, gc=False):
     answer_ids: list[int]
 
 
-class BegunBook(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class FirstTokenBook(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the engine's part says when the first token is there."""
 
     request_id: str
@@ -238,10 +238,10 @@ class EngineBooks:
             if request_id in books:
                 books[request_id].wait(cause, now_ns)
 
-    def commit(self, flight: BegunStep, sampled: Iterable[tuple[str, int]], ready_ns: int) -> list[BegunBook]:
+    def commit(self, flight: BegunStep, sampled: Iterable[tuple[str, int]], ready_ns: int) -> list[FirstTokenBook]:
         """The step's result was there at `ready_ns`: so many new tokens for each request that has some. Returns the
         books of those that have their first."""
-        begun = []
+        first_tokens = []
         step_id, books = flight.step_id, self.books
         for request_id, count in sampled:
             book = books.get(request_id)
@@ -250,14 +250,14 @@ class EngineBooks:
             if book.account.stage is not ENGINE_DECODES:
                 book.account.enter(Stage.DECODE, ready_ns)
             if not book.token_steps:
-                begun.append(BegunBook(request_id, list(book.account.marks)))
+                first_tokens.append(FirstTokenBook(request_id, list(book.account.marks)))
             book.token_steps += [step_id] * count
             book.token_ready_ns += [ready_ns] * count
         for request_id, start, count in flight.plan.rows:
             book = books.get(request_id)
             if book is not None and book.account.stage is Stage.RECOMPUTE and start + count >= book.recompute_until:
                 book.account.enter(Stage.PREFILL, ready_ns)
-        return begun
+        return first_tokens
 
     def end_step(self, flight: BegunStep, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
         """Returns the record of a step whose result was taken in between these instants. accepted: of its drafts."""

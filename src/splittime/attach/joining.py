@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from splittime.attach.engine_books import BegunBook, EndedBook
+from splittime.attach.engine_books import EndedBook, FirstTokenBook
 from splittime.attach.mail import Mail
 from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason
@@ -26,10 +26,10 @@ from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger
 
 PATIENCE_NS = 5_000_000_000
-MAX_BEGUN = 10_000  # books of first tokens that are kept for who asks for them
+MAX_FIRST_TOKENS = 10_000  # books of first tokens that are kept for who asks for them
 
 
-class SeenAnswer(NamedTuple):
+class ApiBook(NamedTuple):
     """What the API process saw of one answer, once it is over. request_id: the engine's. marks: from the arrival to the
     hand-off. done_ns: when the API process saw the answer's end, and finish_reason what it called it; None: never.
     written_ns: of each token, when the chunk that holds it was with the socket. waits_ns: when the socket took nothing.
@@ -78,10 +78,10 @@ class Joining:
     def __init__(self, make_ledger: Callable[[int], Ledger]) -> None:
         self.engines = {0: AttachedEngine(make_ledger(0))}
         self._make_ledger = make_ledger
-        self._arrived: deque[SeenAnswer] = deque()
-        self._edges: dict[str, SeenAnswer] = {}
+        self._arrived: deque[ApiBook] = deque()
+        self._api_books: dict[str, ApiBook] = {}
         self._ended: dict[str, tuple[AttachedEngine, EndedBook]] = {}
-        self._begun: dict[str, BegunBook] = {}
+        self._first_tokens: dict[str, FirstTokenBook] = {}
         self._wanted: dict[str, Callable[[], object]] = {}
         self._expected: set[str] = set()  # requests whose visit is open: their books are kept however long it takes
 
@@ -91,13 +91,13 @@ class Joining:
         """A request is on its way to the engine; `add` comes when its answer is over."""
         self._expected.add(request_id)
 
-    def add(self, edges: SeenAnswer) -> None:
-        self._arrived.append(edges)
+    def add(self, api_book: ApiBook) -> None:
+        self._arrived.append(api_book)
 
-    def engine_part(self, request_id: str) -> EndedBook | BegunBook | None:
+    def engine_part(self, request_id: str) -> EndedBook | FirstTokenBook | None:
         """What the engine has said of a request so far."""
         ended = self._ended.get(request_id)
-        return self._begun.get(request_id) if ended is None else ended[1]
+        return self._first_tokens.get(request_id) if ended is None else ended[1]
 
     def call_no_more(self, request_id: str) -> None:
         self._wanted.pop(request_id, None)
@@ -115,10 +115,10 @@ class Joining:
         engine.facts = mail.facts or engine.facts
         engine.stopped = mail.stopped or engine.stopped
         engine.num_lost = mail.lost
-        for begun in mail.begun:
-            self._begun[begun.request_id] = begun
-        while len(self._begun) > MAX_BEGUN:
-            self._begun.pop(next(iter(self._begun)))
+        for first in mail.first_tokens:
+            self._first_tokens[first.request_id] = first
+        while len(self._first_tokens) > MAX_FIRST_TOKENS:
+            self._first_tokens.pop(next(iter(self._first_tokens)))
         for ended in mail.ended:
             self._ended[ended.request_id] = engine, ended
             callback = self._wanted.pop(ended.request_id, None)
@@ -135,9 +135,9 @@ class Joining:
     def join(self) -> None:
         """Close every account of which both books are there, or one has waited long enough."""
         while self._arrived:
-            edges = self._arrived.popleft()
-            self._edges[edges.request_id] = edges
-            self._expected.discard(edges.request_id)
+            api_book = self._arrived.popleft()
+            self._api_books[api_book.request_id] = api_book
+            self._expected.discard(api_book.request_id)
         self._close_known(time.monotonic_ns() - PATIENCE_NS)
 
     def close(self) -> None:
@@ -149,91 +149,91 @@ class Joining:
 
     def _close_known(self, late_ns: float) -> None:
         """Close the accounts that both books are there of, and those that have waited for the engine since then."""
-        for request_id in list(self._edges):
-            found, edges = self._ended.pop(request_id, None), self._edges[request_id]
-            if found is None and edges.end_ns >= late_ns:
+        for request_id in list(self._api_books):
+            found, api_book = self._ended.pop(request_id, None), self._api_books[request_id]
+            if found is None and api_book.end_ns >= late_ns:
                 continue
-            del self._edges[request_id]
-            self._begun.pop(request_id, None)
+            del self._api_books[request_id]
+            self._first_tokens.pop(request_id, None)
             if found is None:
-                self.engines[0].ledger.add_account(unexplained(edges))
+                self.engines[0].ledger.add_account(unexplained(api_book))
             else:
-                found[0].ledger.add_account(joined(edges, found[1]))
+                found[0].ledger.add_account(joined(api_book, found[1]))
         for request_id, (_, book) in list(self._ended.items()):
             if book.ended_ns < late_ns - PATIENCE_NS and request_id not in self._expected:
                 del self._ended[request_id]  # nobody's: it did not come over HTTP
 
 
-def joined(edges: SeenAnswer, book: EndedBook) -> ClosedAccount:
+def joined(api_book: ApiBook, book: EndedBook) -> ClosedAccount:
     """Returns the account. Where the API process ended the answer (a stop string), it is over for the client from then
     on, and what the engine still did is not part of it; `freed_ns` says when that was over."""
-    done_ns = book.ended_ns if edges.done_ns is None else min(edges.done_ns, book.ended_ns)
-    account = with_engine(edges.marks, book.marks, done_ns)
+    done_ns = book.ended_ns if api_book.done_ns is None else min(api_book.done_ns, book.ended_ns)
+    account = with_engine(api_book.marks, book.marks, done_ns)
     account.enter(Stage.DELIVER, max(done_ns, account.marks[-1].begin_ns))
-    end_ns = max(edges.end_ns, done_ns, account.marks[-1].begin_ns)
-    _add_waits(account, edges.waits_ns, end_ns)
+    end_ns = max(api_book.end_ns, done_ns, account.marks[-1].begin_ns)
+    _add_waits(account, api_book.waits_ns, end_ns)
     account.close(end_ns)
-    num_tokens = edges.num_tokens if edges.finish_reason is not None else len(book.token_steps)
-    hashes = prompt_hashes(edges.prompt_ids)
+    num_tokens = api_book.num_tokens if api_book.finish_reason is not None else len(book.token_steps)
+    hashes = prompt_hashes(api_book.prompt_ids)
     return ClosedAccount(
-        **_about(edges, account),
-        finish_reason=_finish_reason(edges.finish_reason or book.finish_reason),
-        error=edges.error,
+        **_about(api_book, account),
+        finish_reason=_finish_reason(api_book.finish_reason or book.finish_reason),
+        error=api_book.error,
         prompt_tokens=book.prompt_tokens,
         cached_tokens=min(book.cached_tokens, book.prompt_tokens),
         output_tokens=num_tokens,
         num_preemptions=book.num_preemptions,
-        first_chunk_tokens=edges.first_chunk_tokens,
+        first_chunk_tokens=api_book.first_chunk_tokens,
         token_steps=tuple(book.token_steps[:num_tokens]),
         token_ready_ns=tuple(book.token_ready_ns[:num_tokens]),
-        token_written_ns=edges.written_ns[:num_tokens],
-        cancelled_ns=edges.cancelled_ns,
+        token_written_ns=api_book.written_ns[:num_tokens],
+        cancelled_ns=api_book.cancelled_ns,
         freed_ns=book.ended_ns,
         prompt_parts=hashes.parts,
         prefixes=hashes.prefixes,
-        answer_prefixes=answer_hashes(edges.prompt_ids, book.answer_ids),
+        answer_prefixes=answer_hashes(api_book.prompt_ids, book.answer_ids),
         computes_prompt=book.computes_prompt,
         max_tokens=book.max_tokens,
         priority=book.priority,
     )
 
 
-def with_engine(edge_marks: Sequence[Mark], engine_marks: Sequence[Mark], until_ns: int) -> Account:
+def with_engine(api_marks: Sequence[Mark], engine_marks: Sequence[Mark], until_ns: int) -> Account:
     """Returns the open account of a request up to `until_ns`."""
-    account = Account("", edge_marks[0].begin_ns, Stage.RECEIVE)
-    account.extend(edge_marks[1:])
+    account = Account("", api_marks[0].begin_ns, Stage.RECEIVE)
+    account.extend(api_marks[1:])
     for mark in engine_marks:
         if mark.begin_ns < until_ns:
             account.enter(mark.stage, max(mark.begin_ns, account.marks[-1].begin_ns), mark.cause)
     return account
 
 
-def unexplained(edges: SeenAnswer) -> ClosedAccount:
+def unexplained(api_book: ApiBook) -> ClosedAccount:
     """Returns the account of a request of which the engine never told: nobody knows where its time went."""
-    account = with_engine(edges.marks, (), 0)
+    account = with_engine(api_book.marks, (), 0)
     account.enter(Stage.UNATTRIBUTED, account.marks[-1].begin_ns)
-    account.close(max(edges.end_ns, account.marks[-1].begin_ns))
+    account.close(max(api_book.end_ns, account.marks[-1].begin_ns))
     return ClosedAccount(
-        **_about(edges, account),
-        finish_reason=_finish_reason(edges.finish_reason or "error"),
-        error=edges.error,
-        output_tokens=edges.num_tokens,
-        first_chunk_tokens=edges.first_chunk_tokens,
-        cancelled_ns=edges.cancelled_ns,
+        **_about(api_book, account),
+        finish_reason=_finish_reason(api_book.finish_reason or "error"),
+        error=api_book.error,
+        output_tokens=api_book.num_tokens,
+        first_chunk_tokens=api_book.first_chunk_tokens,
+        cancelled_ns=api_book.cancelled_ns,
     )
 
 
-def _about(edges: SeenAnswer, account: Account) -> dict[str, Any]:
+def _about(api_book: ApiBook, account: Account) -> dict[str, Any]:
     return {
-        "request_id": edges.request_id,
-        "group_id": edges.group_id,
-        "model": edges.model,
-        "endpoint": edges.endpoint,
-        "started_at_unix_ns": edges.started_at_unix_ns,
+        "request_id": api_book.request_id,
+        "group_id": api_book.group_id,
+        "model": api_book.model,
+        "endpoint": api_book.endpoint,
+        "started_at_unix_ns": api_book.started_at_unix_ns,
         "start_ns": account.start_ns,
         "end_ns": account.end_ns,
         "intervals": tuple(account.intervals()),
-        "cache_salt": edges.cache_salt,
+        "cache_salt": api_book.cache_salt,
     }
 
 

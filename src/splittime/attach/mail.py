@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from splittime.attach.engine_books import BegunBook, EndedBook
+from splittime.attach.engine_books import EndedBook, FirstTokenBook
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 
@@ -45,7 +45,7 @@ class Mail(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     engine: int
     facts: ServerFacts | None = None
-    begun: list[BegunBook] = []
+    first_tokens: list[FirstTokenBook] = []
     ended: list[EndedBook] = []
     steps: list[StepRecord] = []
     lost: int = 0
@@ -70,7 +70,7 @@ class Sender:
 
     def __init__(self, engine: int, facts: ServerFacts) -> None:
         self._engine, self._facts = engine, facts
-        self._queue: deque[tuple[int | None, BegunBook | EndedBook | StepRecord]] = deque()
+        self._queue: deque[tuple[int | None, FirstTokenBook | EndedBook | StepRecord]] = deque()
         self._is_wanted = threading.Event()
         self._is_closed = False
         self._stopped = self._told_stopped = ""
@@ -82,7 +82,7 @@ class Sender:
     def step(self, record: StepRecord) -> None:
         self._queue.append((None, record))
 
-    def book(self, client: int, book: BegunBook | EndedBook) -> None:
+    def book(self, client: int, book: FirstTokenBook | EndedBook) -> None:
         self._queue.append((client, book))
         self._is_wanted.set()
 
@@ -125,9 +125,9 @@ class Sender:
         steps = [each for _, each in taken if isinstance(each, StepRecord)]
         for client in self._sockets:
             books = [each for to, each in taken if to == client]
-            begun = [each for each in books if isinstance(each, BegunBook)]
+            first_tokens = [each for each in books if isinstance(each, FirstTokenBook)]
             ended = [each for each in books if isinstance(each, EndedBook)]
-            self._send(client, begun=begun, ended=ended, steps=steps)
+            self._send(client, first_tokens=first_tokens, ended=ended, steps=steps)
         self._told_stopped = stopped
 
     def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]", client: int) -> None:

@@ -1,42 +1,32 @@
-"""The edges of each HTTP request on vLLM's own server: `vllm serve ... --middleware splittime.attach.visits.WithBooks`.
-
-An ASGI layer around vLLM's application. It answers `/`, `/ledger/...` and `/dashboard/...` itself (`routes`), lets all
-else through untouched, and notes for each request that asks for tokens:
+"""One HTTP request on vLLM's own server that may ask for tokens, as the API process sees it. It notes
 
     receive     until the body's last byte had been read
     tokenize    until vLLM asks its engine client to generate: parsing, the chat template, tokenising
     admit       until the request leaves for the engine's process (a later beam of a search: behind those before it)
     handoff     until that process has it; from there the engine's own book goes on
 
-Two methods of vLLM's engine client are watched, on the instance: `generate`, for the tokens that each answer was given,
-and the core client's `add_request_async`, which names the request as the engine will. Which HTTP request they are for
-is in a context variable, not guessed from ids; only the response's id is made from the engine's. A token counts as
-written when the next piece of body behind it was.
+and on the way out when each token was written: when the next piece of body behind it was with the socket. The
+response's id is made from the engine's.
 """
 
 import asyncio
-import atexit
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextvars import ContextVar
-from functools import wraps
 from typing import Any
 
 import orjson
 
-from splittime.attach import mail
 from splittime.attach.engine_books import EndedBook
-from splittime.attach.joining import Joining, SeenAnswer, with_engine
-from splittime.attach.routes import AttachedBooks, BookRoutes
+from splittime.attach.engine_client import VISIT, Answer, Call, harmless, now_ns
+from splittime.attach.joining import ApiBook, with_engine
+from splittime.attach.routes import AttachedBooks
 from splittime.core.errors import ErrorInfo, RequestError
 from splittime.ledger.account import REFUSED, Account, ClosedAccount, Mark
 from splittime.ledger.account_json import stages_json
 from splittime.ledger.export import server_timing
 from splittime.ledger.prompt_parts import salt_hash
 from splittime.ledger.stages import Stage
-from splittime.ledger.store import Ledger
 from splittime.server.writers import start
 from splittime.web import http
 
@@ -48,169 +38,7 @@ BEAM, PROMPT_NUMBER = re.compile(r"-[0-9a-f]{8,}-beam.*$|-beam.*$"), re.compile(
 EVENTS = b"text/event-stream"
 LAST_EVENT = re.compile(rb"(?:\A|\n\n)(data: \[DONE\]\s*)\Z")  # an answer's text may hold the same words
 
-VISIT: "ContextVar[WatchedRequest | None]" = ContextVar("splittime_visit", default=None)
-CALL: "ContextVar[Call | None]" = ContextVar("splittime_call", default=None)
-
-now_ns = time.monotonic_ns
 log = logging.getLogger("splittime.attach")
-
-
-class WithBooks:
-    """The layer. vLLM makes one for each API process."""
-
-    def __init__(self, app: http.Application) -> None:
-        mail.name_folder()
-        self._app = app
-        self._books: AttachedBooks | None = None
-        self._routes: BookRoutes | None = None
-        self._receiver: mail.Receiver | None = None
-        self._has_tried = False
-
-    async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-        if not self._has_tried and "app" in scope:
-            self._begin(scope["app"].state)
-        if scope["type"] == "lifespan":
-            await self._live(scope, receive, send)
-        elif scope["type"] != "http" or self._routes is None or self._books is None:
-            await self._app(scope, receive, send)
-        elif self._routes.answers(scope):
-            await self._routes(scope, receive, send)
-        elif scope["method"] == "POST":
-            await WatchedRequest(self._books, scope, receive, send).serve(self._app)
-        else:
-            await self._app(scope, receive, send)
-
-    def _begin(self, state: Any) -> None:
-        """The engine's client is there: from now on its calls are watched, and the engine's mail is read. A fault here
-        leaves vLLM as it is without books."""
-        client = getattr(state, "engine_client", None)
-        if client is None:
-            return
-        self._has_tried = True
-        try:
-            index = getattr(client.engine_core, "client_index", 0)
-            joining = Joining(lambda engine: Ledger(_file_of(index, engine)))
-            books = AttachedBooks(joining, state)
-            self._receiver = mail.Receiver(index, joining.take, joining.join)
-            atexit.register(self._end)
-            watch(client)
-        except Exception:
-            log.exception("no books are kept of this server; it goes on without them")
-            return
-        self._books, self._routes = books, BookRoutes(books)
-
-    async def _live(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-        """Lets the application live, and ends the books with it."""
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        """Close what is open, with all that is known by then. Called twice, it does nothing."""
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None and self._books is not None:
-            for visit in list(self._books.visits):
-                visit.close()
-            receiver.close()
-            self._books.joining.close()
-
-
-def _file_of(client: int, engine: int) -> str | None:
-    """Returns the ledger's file of this API process for an engine. The first of the first has the name that was given;
-    `.1` is the second process's, `.engine1` the second engine's."""
-    path = mail.ledger_file()
-    if path is None:
-        return None
-    return path + (f".{client}" if client else "") + (f".engine{engine}" if engine else "")
-
-
-def watch(client: Any) -> None:
-    """Have the visits know what vLLM's engine client does for them. client: an `AsyncLLM`."""
-    generate, core = client.generate, client.engine_core
-    add = core.add_request_async
-
-    async def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        outputs, visit = generate(*args, **kwargs), VISIT.get()
-        call = None if visit is None else Call(visit, now_ns())
-        CALL.set(call)
-        try:
-            async for output in outputs:
-                if call is not None:
-                    call.take(output)
-                yield output
-        finally:
-            await outputs.aclose()  # now: vLLM aborts what is left when its generator is closed
-
-    async def add_request_async(request: Any) -> Any:
-        visit = VISIT.get()
-        if visit is not None:
-            visit.hand_off(request, CALL.get())
-        return await add(request)
-
-    client.generate, core.add_request_async = watched, add_request_async
-
-
-def _harmless(work: Callable[..., Any]) -> Callable[..., Any]:
-    """A fault of ours is logged, and costs the request its account, no more."""
-
-    @wraps(work)
-    def guarded(*args: Any) -> Any:
-        try:
-            return work(*args)
-        except Exception:
-            log.exception("a request's account is not whole")
-            return None
-
-    return guarded
-
-
-class Answer:
-    """One answer of a visit: what the engine knows as a request."""
-
-    __slots__ = (
-        "cache_salt",
-        "done_ns",
-        "finish_reason",
-        "first_chunk",
-        "group_id",
-        "marks",
-        "num_tokens",
-        "prompt_ids",
-        "request_id",
-        "written_ns",
-    )
-
-    def __init__(self, request_id: str, group_id: str, marks: tuple[Mark, ...], cache_salt: str) -> None:
-        self.request_id, self.group_id, self.marks, self.cache_salt = request_id, group_id, marks, cache_salt
-        self.prompt_ids: Sequence[int] = ()
-        self.num_tokens = self.first_chunk = 0
-        self.done_ns: int | None = None
-        self.finish_reason: str | None = None
-        self.written_ns: list[int] = []
-
-
-class Call:
-    """One call of `generate`, which has `n` answers."""
-
-    __slots__ = ("_visit", "answers", "asked_ns")
-
-    def __init__(self, visit: "WatchedRequest", asked_ns: int) -> None:
-        self._visit, self.asked_ns = visit, asked_ns
-        self.answers: list[Answer] = []
-
-    @_harmless
-    def take(self, output: Any) -> None:
-        """Count what the caller is about to be given. output: vLLM's `RequestOutput`, of new tokens only."""
-        for part in output.outputs:
-            if part.index >= len(self.answers):
-                continue
-            answer = self.answers[part.index]
-            count = len(part.token_ids)
-            answer.num_tokens += count
-            self._visit.unwritten.append((answer, count))
-            if part.finish_reason is not None:
-                answer.finish_reason, answer.done_ns = part.finish_reason, now_ns()
 
 
 class WatchedRequest:
@@ -251,7 +79,7 @@ class WatchedRequest:
             self._body_ns = now_ns()
         return message
 
-    @_harmless
+    @harmless
     def hand_off(self, request: Any, call: Call | None) -> None:
         """request: vLLM's `EngineCoreRequest`, on its way to the engine's process."""
         marks = self._marks(call.asked_ns if call is not None else None)
@@ -317,7 +145,7 @@ class WatchedRequest:
 
     # ---- the account in the answer itself
 
-    @_harmless
+    @harmless
     def _server_timing(self) -> bytes | None:
         """What is known by now; of the engine, what it has told."""
         account = self._account_so_far(self.answers[0]) if self.answers else with_engine(self._marks(), (), 0)
@@ -384,7 +212,7 @@ class WatchedRequest:
 
     # ---- the end
 
-    @_harmless
+    @harmless
     def close(self) -> None:
         """Give the account of each answer away, once."""
         if self not in self._books.visits:
@@ -399,11 +227,11 @@ class WatchedRequest:
             return
         error = self._error() if self._status >= 400 else None
         for answer in self.answers:
-            self._books.joining.add(self._edges(answer, end_ns, error))
+            self._books.joining.add(self._api_book(answer, end_ns, error))
 
-    def _edges(self, answer: Answer, end_ns: int, error: ErrorInfo | None) -> SeenAnswer:
+    def _api_book(self, answer: Answer, end_ns: int, error: ErrorInfo | None) -> ApiBook:
         was_left = answer.done_ns is None and self._cancelled_ns is not None
-        return SeenAnswer(
+        return ApiBook(
             answer.request_id,
             answer.group_id,
             self._books.model_name,

@@ -29,7 +29,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from splittime.attach.engine_books import BegunBook, BegunStep, DecidedPlan, EndedBook, EngineBooks
+from splittime.attach.engine_books import BegunStep, DecidedPlan, EndedBook, EngineBooks, FirstTokenBook
 from splittime.attach.settings import VllmSettings
 from splittime.attach.vllm_scheduler import RECEIVED_NS, Bookkeeping
 from splittime.core.clock import VirtualClock
@@ -74,7 +74,7 @@ class Kept:
     def step(self, record: StepRecord) -> None:
         self._record = record
 
-    def book(self, client: int, book: BegunBook | EndedBook) -> None:
+    def book(self, client: int, book: FirstTokenBook | EndedBook) -> None:
         if isinstance(book, EndedBook):
             self._ended.append(book)
 

@@ -3,37 +3,29 @@
 A subclass of whichever scheduler vLLM would have used, synchronous or asynchronous. It calls vLLM's method first and
 reads what came of it; it changes no decision. A fault of ours ends the books, never a request: it is logged once, told
 to the API process, and vLLM goes on.
-
-Why a request waits follows from where vLLM's loop over the waiting stopped, in the loop's own order: budget, slots,
-then what the first of the queue lacks. That keys and values had no room is not inferred: `allocate_slots` is watched.
-Who stands behind a first that lacks blocks waits by the policy (nobody overtakes), as in our own engine.
+Why a request waits is read in `vllm_causes`.
 """
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from splittime.attach import vllm_facts
-from splittime.attach.engine_books import AskedRequest, BegunBook, BegunStep, DecidedPlan, EndedBook, EngineBooks
+from splittime.attach.engine_books import AskedRequest, BegunStep, DecidedPlan, EndedBook, EngineBooks, FirstTokenBook
 from splittime.attach.mail import Sender, name_folder
 from splittime.attach.versions import require_known
+from splittime.attach.vllm_causes import StatesCauses, is_in_flight
 from splittime.ledger.stages import Cause
 from splittime.ledger.steps import StepRecord
 
 now_ns = time.monotonic_ns
 RECEIVED_NS = "_splittime_received_ns"  # an attribute of vLLM's request
-MANY_WAITING = 64  # of more, nothing is said again that was said before
-OWN_CAUSES = {
-    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: Cause.GRAMMAR,
-    RequestStatus.WAITING_FOR_REMOTE_KVS: Cause.KV_TRANSFER,
-    RequestStatus.WAITING_FOR_STREAMING_REQ: None,
-}
 
 log = logging.getLogger("splittime.attach")
 
@@ -97,14 +89,14 @@ class TakesMail(Protocol):
 
     def step(self, record: StepRecord) -> None: ...
 
-    def book(self, client: int, book: BegunBook | EndedBook) -> None: ...
+    def book(self, client: int, book: FirstTokenBook | EndedBook) -> None: ...
 
     def stop(self, why: str) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Bookkeeping:
+class Bookkeeping(StatesCauses):
     """The part of the class that keeps books; the other base is vLLM's scheduler, whose attributes it reads. Where no
     server runs (`vllm_offline`) it has another clock, other takers of its mail, and a fault of ours is raised."""
 
@@ -112,12 +104,7 @@ class Bookkeeping:
 
     vllm_config: Any
     requests: dict[str, Any]
-    running: list[Any]
-    waiting: Any
     kv_cache_manager: Any
-    max_num_scheduled_tokens: int
-    max_num_running_reqs: int
-    _pause_state: PauseState
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -210,17 +197,13 @@ class Bookkeeping:
             cause = Cause.PAUSED if self._is_paused else Cause.KV_BLOCKS
             self._st_books.set_back(request_id, cause, self._st_now())
 
-    @property
-    def _is_paused(self) -> bool:
-        return self._pause_state != PauseState.UNPAUSED
-
     @_guarded
     def _pause(self) -> None:
         """vLLM makes no plan while it is paused: what a pause means is said when it begins."""
         if not self._is_paused:
             return
         is_for_all = self._pause_state == PauseState.PAUSED_ALL
-        running = [each.request_id for each in self.running if is_for_all and not _is_in_flight(each)]
+        running = [each.request_id for each in self.running if is_for_all and not is_in_flight(each)]
         self._st_books.pause(running, [each.request_id for each in self._waiting()], self._st_now())
 
     @_guarded
@@ -275,82 +258,6 @@ class Bookkeeping:
             drafts=tuple((name, len(ids)) for name, ids in drafts.items()) if drafts else (),
         )
 
-    # ---- why
-
-    def _waiting(self) -> list[Request]:
-        """Everybody who waits, the first first."""
-        return [*getattr(self, "kv_holding_waiting", ()), *getattr(self, "skipped_waiting", ()), *self.waiting]
-
-    def _num_waiting(self) -> int:
-        others = (getattr(self, name, ()) for name in ("kv_holding_waiting", "skipped_waiting"))
-        return len(self.waiting) + sum(map(len, others))
-
-    def _first_waiting(self, deferred: Collection[Request]) -> Request | None:
-        """Returns whom vLLM would admit next. Of nobody deferred it is the queue's first, which costs no copy of it."""
-        if not deferred and self.waiting and not getattr(self, "kv_holding_waiting", ()):
-            first = self.waiting.peek_request()
-            if first.status not in OWN_CAUSES:
-                return first
-        return next((each for each in self._waiting() if each not in deferred and each.status not in OWN_CAUSES), None)
-
-    def _why(self, output: Any, num_waiting: int) -> list[tuple[str, Cause | None]]:
-        """Who waits for what; nothing where a long queue was told the same before."""
-        deferred = getattr(self, "deferred_waiting", None) or set(getattr(self, "skipped_waiting", ()))
-        first = self._first_waiting(deferred)
-        cause = self._obstacle(output, first)
-        said = (cause, "" if first is None else first.request_id, self._st_books.num_changes, len(deferred))
-        if num_waiting > MANY_WAITING and said == self._st_said:
-            return []
-        self._st_said = said
-        rest = Cause.POLICY if cause is Cause.KV_BLOCKS else cause
-        return [
-            (each.request_id, self._own_cause(each, each is first, each in deferred, cause, rest))
-            for each in self._waiting()
-        ]
-
-    def _own_cause(
-        self, request: Request, is_first: bool, is_deferred: bool, cause: Cause | None, rest: Cause | None
-    ) -> Cause | None:
-        if request.status in OWN_CAUSES:
-            return OWN_CAUSES[request.status]
-        if not is_deferred:
-            return cause if is_first else rest
-        if getattr(request, "num_stale_output_tokens", 0):
-            return Cause.STEP_IN_FLIGHT
-        if request.lora_request is not None:
-            return Cause.LORA_SLOTS
-        has_transfers = getattr(self, "connector", None) or getattr(self, "ec_connector", None)
-        return Cause.KV_TRANSFER if has_transfers else None
-
-    def _obstacle(self, output: Any, first: Request | None) -> Cause | None:
-        """What ended the loop over the waiting, in the order in which it looks."""
-        if self._is_paused:
-            return Cause.PAUSED
-        if self._st_has_preempted:  # a plan that preempts admits nobody
-            return Cause.KV_BLOCKS
-        if output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens:
-            return Cause.TOKEN_BUDGET
-        most = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
-        if len(self.running) + getattr(self, "num_waiting_for_streaming_input", 0) >= most:
-            return Cause.BATCH_SLOTS
-        if first is not None and self._st_lacking == first.request_id:
-            return Cause.KV_BLOCKS
-        if first is not None and first.has_encoder_inputs:
-            return Cause.ENCODER_BUDGET
-        return Cause.TOKEN_BUDGET  # a prompt that must go whole and does not fit, or drafts that take its place
-
-    def _stalled(self, counts: dict[str, int]) -> list[tuple[str, Cause | None]]:
-        """Who runs without a row in this plan, and has none in a step that runs."""
-        idle = [each for each in self.running if each.request_id not in counts and not _is_in_flight(each)]
-        return [(each.request_id, self._why_no_row(each)) for each in idle]
-
-    def _why_no_row(self, request: Request) -> Cause | None:
-        if self._pause_state == PauseState.PAUSED_ALL:
-            return Cause.PAUSED
-        if self._st_lacking is not None:
-            return Cause.KV_BLOCKS
-        return Cause.ENCODER_BUDGET if request.has_encoder_inputs else Cause.TOKEN_BUDGET
-
     # ---- results and ends
 
     @_guarded
@@ -361,8 +268,8 @@ class Bookkeeping:
         assert mail is not None
         if flight is not None:
             sampled = [(each.request_id, len(each.new_token_ids)) for each in told]
-            for begun in self._st_books.commit(flight, sampled, ready_ns):
-                mail.book(self._st_books.books[begun.request_id].asked.client, begun)
+            for first in self._st_books.commit(flight, sampled, ready_ns):
+                mail.book(self._st_books.books[first.request_id].asked.client, first)
         for each in told:
             if each.finish_reason is not None:
                 self._end(each.request_id, str(each.finish_reason), ready_ns)
@@ -388,8 +295,3 @@ class Bookkeeping:
         ended = self._st_books.end(request_id, reason, at_ns)
         if ended is not None:
             self._st_mail.book(book.asked.client, ended)
-
-
-def _is_in_flight(request: Request) -> bool:
-    """Returns whether a step that runs computes some of its tokens (where steps are planned ahead)."""
-    return bool(request.num_output_placeholders or getattr(request, "num_in_flight_tokens", 0))

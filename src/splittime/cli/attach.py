@@ -27,7 +27,7 @@ The page is at / on vLLM's own port, and these commands work as on our servers:
 \b
 The same with vLLM's own command:
   vllm serve MODEL --scheduler-cls splittime.attach.vllm_scheduler.scheduler
-      --middleware splittime.attach.visits.WithBooks
+      --middleware splittime.attach.middleware.WithBooks
 
 Once vLLM is started, the exit code is its own. {EXIT_CODES}"""
 

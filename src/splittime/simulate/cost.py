@@ -17,7 +17,8 @@ Within minutes a virtual machine may take a third more or less time for the same
 each time, so that a simulation of the recorded time has the machine of that time. What is not known exactly is drawn:
 the coefficients (`sample`), and by how much a single step differs from steps that are alike (`Noise`).
 
-Steps with more than `REACH` times the most of anything that was recorded are refused.
+Steps with more than `REACH` times the most of anything that was recorded are refused; of pairs, with more than its
+square: a prompt that is twice as long has four times as many.
 """
 
 import math
@@ -41,6 +42,7 @@ MOST_DRIFT = 10.0
 HOST_PARTS = ("plan_ns", "launch_ns", "sample_ns", "commit_ns", "host_gap_ns")
 BUCKET_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens of a step, upper ends
 LIMITED = ("rows", "tokens", "decode_rows", "kv_tokens", "prompt_pairs", "moved_blocks")
+REACHES = tuple(REACH**2 if name == "prompt_pairs" else REACH for name in LIMITED)
 
 
 class ShapeBucket(msgspec.Struct, frozen=True):
@@ -157,12 +159,12 @@ class CostModel(msgspec.Struct, frozen=True):
         return max(sum(map(mul, line, features)) for line in (self.device, self.compute))
 
     def _require_near(self, shape: StepShape) -> None:
-        for name, most in zip(LIMITED, self.most, strict=True):
+        for name, most, reach in zip(LIMITED, self.most, REACHES, strict=True):
             value: int = getattr(shape, name)
-            if value > REACH * most:
+            if value > reach * most:
                 words = f"a step would have {value} {name}; of the recorded ones none has more than {most}"
                 hint = "Record a load that has such steps, and simulate that."
-                raise OutOfRange(words, param=name, value=value, limit=round(REACH * most), hint=hint)
+                raise OutOfRange(words, param=name, value=value, limit=round(reach * most), hint=hint)
 
 
 def _on_line(line: tuple[float, ...], shape: StepShape) -> float:

@@ -23,6 +23,7 @@ from splittime.core.errors import EngineError
 from splittime.diagnose.comparison import Verdict
 from splittime.ledger.facts import ServerFacts
 from splittime.plan.kept import KeptCalibration
+from splittime.simulate.cost import OutOfRange
 from splittime.simulate.fit import pace_of
 from splittime.simulate.replica import AnyReplica
 from splittime.tune.budget import TimeBudget
@@ -37,6 +38,7 @@ from splittime.tune.verify import middle, verify
 Outcome = Literal["better", "nothing to change", "slo missed", "inconclusive"]
 EXIT_CODES: dict[Outcome, int] = {"better": 0, "nothing to change": 0, "slo missed": 1, "inconclusive": 3}
 MOST_ROUNDS = 6
+LEARNING_RUNS = 2  # until the simulator gives up
 MOST_PACE = 2.0  # a calibration whose steps take so many times as long now is not believed
 
 Gate = Callable[[Mapping[str, Any]], str | None]  # why a change that changes numbers is refused; None: it passes
@@ -169,14 +171,27 @@ class Tuner:
 
     def _searched(self) -> bool:
         """Returns whether a change was kept."""
-        run = self._now()
-        schedule = self._load(limits_of_run(run))
-        forecaster = Forecaster(self._replica(run), schedule, self._goal)
-        names = [knob.name for knob in self._knobs if knob.is_predicted]
-        for forecast in finalists(forecaster, self._say, names, prescribed(run)):
+        for forecast in self._finalists():
             if self._has_time() and self._try(forecast.change, forecast):
                 return True
         return False
+
+    def _finalists(self) -> list[Forecast]:
+        """Returns what the simulator names. Where the runs so far have too few kinds of steps to predict the present
+        settings from, it learns from one more run; if that is not enough, it names nothing, and a note says why."""
+        names = [knob.name for knob in self._knobs if knob.is_predicted]
+        run, why = self._now(), ""
+        for _ in range(LEARNING_RUNS):
+            forecaster = Forecaster(self._replica(run), self._load(limits_of_run(run)), self._goal)
+            try:
+                return finalists(forecaster, self._say, names, prescribed(run))
+            except OutOfRange as error:
+                why = error.info.message
+            if not self._has_time():
+                break
+            self._measurer.run(self._changes, len(self._measurer.scores(self._changes)))
+        self._notes.append(f"nothing more could be predicted: {why}")
+        return []
 
     def _calibration(self) -> KeptCalibration | None:
         """Returns that of the present server, with a note that says so; None where none is kept or it is no more
