@@ -153,6 +153,19 @@ def test_time_without_requests_is_idle():
     verify_steps(engine.records)
 
 
+def test_a_plan_without_rows_is_no_work():
+    engine = Engine()
+    engine.receive("a")
+    engine.step(plan(("a", 0, 4)), [("a", 1)], ends=["a"])
+    assert engine.books.begin(plan(), engine.now(), engine.now()) is None
+    for _ in range(50):
+        engine.now()
+    engine.receive("b")
+    engine.step(plan(("b", 0, 4)), [("b", 1)], ends=["b"])
+    assert engine.records[1].idle_ns > 500
+    assert engine.records[1].host_gap_ns < 50
+
+
 def test_drafts_are_counted_by_row():
     engine = Engine()
     engine.receive("a")

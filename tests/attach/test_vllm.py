@@ -160,6 +160,16 @@ def test_a_streamed_completion(served):
     assert account.token_ready_ns[0] <= account.token_written_ns[0]
 
 
+def test_a_server_that_nobody_asks_is_idle(served):
+    """vLLM still plans once when the last request has ended, without rows: that is no work."""
+    served.load(asked("before"))
+    time.sleep(1)
+    served.load(asked("behind"))
+    served.accounts(3)
+    first = next(s for s in sorted(served.steps(), key=lambda s: s.step_id) if s.rows[0][0].startswith("cmpl-behind"))
+    assert first.idle_ns > 900_000_000
+
+
 def test_answers_with_their_own_account(served):
     answers = served.load(asked("whole"), asked("two", n=2, temperature=1.0, stream=True))
     plain = served.load(asked("plain"))[0]

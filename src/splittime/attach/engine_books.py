@@ -210,12 +210,13 @@ class EngineBooks:
     # ---- a step
 
     def begin(self, plan: DecidedPlan, begin_ns: int, planned_ns: int) -> BegunStep | None:
-        """A plan was made between these instants. Returns None where it has no row: no step comes of it."""
+        """A plan was made between these instants. Returns None where it has no row: no step comes of it, and an engine
+        that was idle still is (vLLM makes such a plan to tell its workers who has ended)."""
         self._mark(plan, begin_ns)
-        self._stop_idling(begin_ns)
         if not plan.rows:
             self._victims += plan.victims
             return None
+        self._stop_idling(begin_ns)
         self.num_steps += 1
         flight = BegunStep(self.num_steps, plan, begin_ns, planned_ns, is_queued=bool(self._flights))
         self._flights.append(flight)
