@@ -3,10 +3,11 @@
     python -m benchmarks.scenarios.vllm_forecast --vllm FOLDER [--rounds 3] [--seconds 40] [--only CELL ...] [--json]
 
 FOLDER is the environment that vLLM and splittime are installed in; there `splittime simulate` runs, with vLLM's own
-scheduler under a virtual clock. A round records one run (10 requests a second, the load of `forecast`), replays it
-with its own step times, and predicts from its ledger alone what follows: the same settings again, three changes of
-vLLM's flags, and more load, each then measured on a server of its own, with the same requests. Errors and cover are
-those of `forecast`; a machine whose pace changes from one server to the next is in both. Ten minutes a round.
+scheduler under a virtual clock. A cell has two servers: one as it is, and one with a change of vLLM's flags, with more
+load, or with nothing changed. Both are up, and the same requests (10 a second, the load of `forecast`) go to one and
+then the other, some seconds at a time: a virtual machine's pace changes within minutes, and so both have the same of
+it. The first server's ledger is replayed with its own step times, and from it alone the second's figures are predicted.
+Errors and cover are those of `forecast`. About 100 s a cell.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import os
 import subprocess
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from splittime.simulate.recorded import read_ledger
 
 BASE = {"--max-model-len": 1024, "--max-num-seqs": 8}
 WARM_UP = 10  # requests
+TURNS = 5  # that each server of a cell has
 
 
 class Cell(NamedTuple):
@@ -58,12 +61,20 @@ class Vllm(NamedTuple):
     environment: str
     model: str
 
-    def run(self, cell: Cell, sizes: Sizes, seed: int, path: Path) -> None:
-        """Writes the ledger of a server with this change."""
-        flags = [f"{name}={value}" for name, value in (BASE | dict(cell.flags)).items()]
-        with served_vllm(self.environment, self.model, *flags, *sizes.flags, ledger_file=str(path)) as url:
-            asyncio.run(load(url, WARM_UP, sizes.per_s, seed=99))
-            asyncio.run(load(url, int(sizes.seconds * sizes.per_s), sizes.per_s * cell.speed, seed))
+    def run(self, cell: Cell, sizes: Sizes, seed: int, recorded: Path, measured: Path) -> None:
+        """Writes the ledgers of a server as it is and of one with this change, asked by turns."""
+        with self._served({}, sizes, recorded) as url, self._served(dict(cell.flags), sizes, measured) as changed:
+            for each in (url, changed):
+                asyncio.run(load(each, WARM_UP, sizes.per_s, seed=99))
+            count = round(sizes.seconds * sizes.per_s / TURNS)
+            for turn in range(TURNS):
+                speeds = [(url, 1.0), (changed, cell.speed)]
+                for each, speed in speeds if turn % 2 == 0 else reversed(speeds):
+                    asyncio.run(load(each, count, sizes.per_s * speed, TURNS * seed + turn))
+
+    def _served(self, changed: dict[str, int], sizes: Sizes, path: Path) -> AbstractContextManager[str]:
+        flags = [f"{name}={value}" for name, value in (BASE | changed).items()]
+        return served_vllm(self.environment, self.model, *flags, *sizes.flags, ledger_file=str(path))
 
     def simulate(self, path: Path, *flags: str) -> dict[str, Any] | str:
         """Returns what `splittime simulate` answers, or why it refuses."""
@@ -78,20 +89,25 @@ def forecast(vllm: Vllm, sizes: Sizes, names: list[str], seed: int) -> dict[str,
     """One round: for each change and figure what was recorded, predicted and measured."""
     cells: dict[str, Any] = {}
     refused: dict[str, str] = {}
+    checks = []
     with tempfile.TemporaryDirectory() as folder:
-        recorded = Path(folder) / "recorded.sqlite"
-        vllm.run(Cell(), sizes, seed, recorded)
-        check = vllm.simulate(recorded, "--check")
         for number, name in enumerate(names):
+            recorded, measured = (Path(folder) / f"{number}-{side}.sqlite" for side in ("recorded", "measured"))
+            vllm.run(CELLS[name], sizes, seed, recorded, measured)
+            checks.append(decisions(vllm.simulate(recorded, "--check")))
             predicted = vllm.simulate(recorded, "--draws", str(sizes.draws), *CELLS[name].asked)
             if isinstance(predicted, str):
                 refused[name] = predicted
                 continue
-            path = Path(folder) / f"{number}.sqlite"
-            vllm.run(CELLS[name], sizes, seed, path)
-            books = read_ledger(path)
+            books = read_ledger(measured)
             cells[name] = cell_of(predicted, figures(books.accounts, books.steps))
-    return {**decisions(check), "refused": refused, "cells": cells}
+    return {**all_of(checks), "refused": refused, "cells": cells}
+
+
+def all_of(checks: list[dict[str, Any]]) -> dict[str, Any]:
+    counted = {name: sum(check[name] for check in checks) for name in ("steps", "same_decisions")}
+    troubles = [check["not_replayed"] for check in checks if "not_replayed" in check]
+    return {**counted, **({"not_replayed": troubles} if troubles else {})}
 
 
 def decisions(check: dict[str, Any] | str) -> dict[str, Any]:

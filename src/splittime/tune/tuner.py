@@ -171,10 +171,7 @@ class Tuner:
 
     def _searched(self) -> bool:
         """Returns whether a change was kept."""
-        for forecast in self._finalists():
-            if self._has_time() and self._try(forecast.change, forecast):
-                return True
-        return False
+        return any(self._has_time() and self._try(forecast.change, forecast) for forecast in self._finalists())
 
     def _finalists(self) -> list[Forecast]:
         """Returns what the simulator names. Where the runs so far have too few kinds of steps to predict the present
