@@ -35,12 +35,14 @@ def served_vllm(
     environment: str, *arguments: str, with_books: bool = True, ledger_file: str | None = None, timeout_s: float = 300
 ) -> Iterator[str]:
     """Serve with vLLM, with our books or without. environment: the folder of the one that vLLM and splittime are
-    installed in. arguments: vLLM's, the model first."""
+    installed in. arguments: vLLM's, the model first. Its KV cache has 1 GiB, if the caller's environment says nothing:
+    vLLM on a CPU takes a large share of the machine's memory, and a second one does not come up."""
     python = f"{environment}/bin/python"
     kept = [] if ledger_file is None else ["--ledger-file", ledger_file]
     attached = [python, "-m", "splittime.cli.main", "attach", "vllm", *kept, "--"]
     command = attached if with_books else [python, "-m", VLLM_COMMAND]
     model, *flags = arguments
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     with _serving([*command, "serve", model, "--host", "127.0.0.1", "--port"], flags, "/health", timeout_s) as url:
         yield url
 

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import gzip
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -162,7 +161,6 @@ def main() -> None:
     parser.add_argument("--record", type=Path, metavar="INTO", help="keep the tests' fixtures there")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     model, log = arguments.model or str(model_source.locate(None)), Console(stderr=True, highlight=False)
     cases = [case for case in CASES if case.name in arguments.only]
     found = {case.name: looked_at(case, arguments.vllm, model, log, arguments.record) for case in cases}

@@ -13,7 +13,6 @@ Errors and cover are those of `forecast`. About 100 s a cell.
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import tempfile
 from contextlib import AbstractContextManager
@@ -148,7 +147,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CELLS), default=list(CELLS), metavar="CELL")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     flags = ("--enforce-eager",) if arguments.eager else ()
     sizes = Sizes(arguments.seconds, arguments.rate, arguments.draws, flags)
     vllm = Vllm(arguments.vllm, arguments.model)
