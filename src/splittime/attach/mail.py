@@ -1,9 +1,10 @@
 """What the engine's process tells the API processes, and the threads that carry it, beside the hot path.
 
-The engine appends to a deque; a thread of its own packs what has gathered every `GATHER_S`, or at once when a request
-has its first token or has ended, and sends it to the API process whose request it is. Steps go to the first process,
-and to all that have had a request. Sockets lie in a folder that only this user may enter, named by `FOLDER` in the
-environment, which the engine's process inherits.
+The engine appends to a deque; a thread of its own packs what has gathered every `GATHER_S`, and sends it to the API
+process whose request it is. Nobody wakes it: a thread that wakes when a request has its first token wants the
+interpreter at the moment when that token is to go out. Steps go to the first process, and to all that have had a
+request. Sockets lie in a folder that only this user may enter, named by `FOLDER` in the environment, which the engine's
+process inherits.
 
 Nothing here may hold up or end the engine: a process that does not read loses mail, and what is lost is counted and
 told with the next that arrives.
@@ -31,7 +32,7 @@ from splittime.ledger.steps import StepRecord
 
 FOLDER = "SPLITTIME_ATTACH_FOLDER"
 LEDGER_FILE = "SPLITTIME_LEDGER_FILE"
-GATHER_S = 0.05
+GATHER_S = 0.025
 FIRST = 0  # the API process that is told of the engine before it has sent a request
 LAST_S, LAST_MAIL_S = 0.3, 2.0  # for what the engine still sends as the server ends, and for the thread to end
 MAX_MAIL = 2_000  # messages that a process may be behind
@@ -71,8 +72,7 @@ class Sender:
     def __init__(self, engine: int, facts: ServerFacts) -> None:
         self._engine, self._facts = engine, facts
         self._queue: deque[tuple[int | None, FirstTokenBook | EndedBook | StepRecord]] = deque()
-        self._is_wanted = threading.Event()
-        self._is_closed = False
+        self._is_closed = threading.Event()
         self._stopped = self._told_stopped = ""
         self._lost: dict[int, int] = {}
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
@@ -84,24 +84,19 @@ class Sender:
 
     def book(self, client: int, book: FirstTokenBook | EndedBook) -> None:
         self._queue.append((client, book))
-        self._is_wanted.set()
 
     def stop(self, why: str) -> None:
         """The books end here."""
         self._stopped = why
-        self._is_wanted.set()
 
     def close(self) -> None:
-        self._is_closed = True
-        self._is_wanted.set()
+        self._is_closed.set()
         self._thread.join(LAST_MAIL_S)
 
     def _run(self) -> None:
         context = zmq.Context()
         self._connect(context, FIRST)
-        while not self._is_closed:
-            self._is_wanted.wait(GATHER_S)
-            self._is_wanted.clear()
+        while not self._is_closed.wait(GATHER_S):
             self._try_to_send(context)
         self._try_to_send(context)  # what came while the last was sent
         for socket in self._sockets.values():
