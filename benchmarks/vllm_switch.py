@@ -3,8 +3,9 @@
     vllm serve MODEL --scheduler-cls benchmarks.vllm_switch.scheduler --middleware benchmarks.vllm_switch.WithSwitch
 
 Two servers on one machine differ by more than the books cost, so one server is measured with them and without them.
-What is left while they are off: the wrapped methods, which ask once whether books are kept, and the look at the file.
-To be switched while no request is open.
+What is left while they are off, and so in no price: the methods that wrap vLLM's own, a generator around each answer, a
+look at the file for each request, and two threads that look for mail 40 times a second (together 4.5 ms of processor
+time a second). To be switched while no request is open and all mail is read.
 """
 
 import os
@@ -27,7 +28,8 @@ def scheduler(*args: Any, **kwargs: Any) -> Any:
     mail, add = made._st_mail, made.add_request
 
     def add_request(request: Any) -> None:
-        made._st_mail = None if is_off() else mail
+        if not mail.has_stopped:  # else a fault has ended the books
+            made._st_mail = None if is_off() else mail
         add(request)
 
     made.add_request = add_request

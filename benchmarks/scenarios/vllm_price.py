@@ -36,7 +36,8 @@ from splittime.stats.intervals import t_quantile
 
 PROMPT_TOKENS, OUTPUT_TOKENS, AT_ONCE = (16, 400), (16, 64), 16
 ALONE_TOKENS = (200, 4)
-SWITCH, MODULE = "SPLITTIME_BENCHMARK_OFF", "benchmarks.vllm_switch"  # which only vLLM can import
+SETTLE_S = 0.2  # until the mail of what went before is read
+SWITCH, MODULE = "SPLITTIME_BENCHMARK_OFF", "benchmarks.vllm_switch"  # `OFF` of a module that only vLLM can import
 
 
 class Asked(NamedTuple):
@@ -51,6 +52,8 @@ async def answered(session: aiohttp.ClientSession, url: str, asked: Asked) -> in
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
+            if line.startswith(b'data: {"error"'):
+                raise RuntimeError(line.decode())
             if first_ns is None and line.startswith(b"data: "):
                 first_ns = time.monotonic_ns() - begin_ns
     assert first_ns is not None
@@ -102,6 +105,7 @@ def compared(url: str, switch: Path, pairs: int, requests: int) -> list[dict[str
     rng = random.Random(0)
     for number in range(pairs):
         for arm in ("with", "without") if number % 2 else ("without", "with"):
+            time.sleep(SETTLE_S)
             switch.unlink(missing_ok=True) if arm == "with" else switch.touch()
             found[number][arm] = crowd(url, requests, rng) | alone(url, requests // 4, rng)
     return found
@@ -119,6 +123,19 @@ def ratios(pairs: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, floa
     return told
 
 
+def measured(environment: str, model: str, pairs: int, requests: int) -> list[dict[str, dict[str, float]]]:
+    """Starts the server and returns the figures of each pair."""
+    settings = ("--max-num-seqs", "16", "--max-model-len", "2048")
+    books = ("--scheduler-cls", f"{MODULE}.scheduler", "--middleware", f"{MODULE}.WithSwitch")
+    paths = (str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:
+        switch = Path(folder) / "off"
+        os.environ |= {SWITCH: str(switch), "PYTHONPATH": os.pathsep.join(paths)}
+        with served_vllm(environment, model, *settings, *books, with_books=False) as url:
+            crowd(url, requests, random.Random(1))
+            return compared(url, switch, pairs, requests)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="the environment of vLLM and splittime")
@@ -127,14 +144,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    served = (arguments.model or str(model_source.locate(None)), "--max-num-seqs", "16", "--max-model-len", "2048")
-    books = ("--scheduler-cls", f"{MODULE}.scheduler", "--middleware", f"{MODULE}.WithSwitch")
-    with tempfile.TemporaryDirectory() as folder:
-        switch = Path(folder) / "off"
-        os.environ |= {SWITCH: str(switch), "PYTHONPATH": str(Path(__file__).parents[2])}
-        with served_vllm(arguments.vllm, *served, *books, with_books=False) as url:
-            crowd(url, arguments.requests, random.Random(1))
-            pairs = compared(url, switch, arguments.pairs, arguments.requests)
+    model = arguments.model or str(model_source.locate(None))
+    pairs = measured(arguments.vllm, model, arguments.pairs, arguments.requests)
     told: dict[str, Any] = {"ratios": ratios(pairs), "pairs": pairs}
     path = file_result("vllm_price", told, vars(arguments), arguments.json)
     if not arguments.json:

@@ -166,6 +166,51 @@ def test_a_plan_without_rows_is_no_work():
     assert engine.records[1].host_gap_ns < 50
 
 
+@pytest.mark.parametrize("pause", ["all", "new"])
+def test_a_pause_that_begins_while_a_step_runs_is_idle_from_its_end_on(pause):
+    engine = Engine()
+    engine.receive("a")
+    flight = engine.books.begin(plan(("a", 0, 4)), engine.now(), engine.now())
+    engine.receive("late")
+    engine.books.pause(pause, [], ["late"], engine.now())
+    ready_ns = engine.now()
+    engine.books.commit(flight, [("a", 1)], ready_ns)
+    if pause == "new":
+        engine.end("a", "length", ready_ns)
+    engine.records.append(engine.books.end_step(flight, {}, ready_ns, engine.now()))
+    if pause == "all":
+        assert stages(engine.books.books["a"].account)[-1] == ("decode_stall", "paused")
+    for _ in range(50):
+        engine.now()
+    engine.books.resume()
+    engine.step(plan(("late", 0, 4)), [("late", 1)])
+    assert engine.records[1].idle_ns > 500
+    assert engine.records[1].host_gap_ns < 50
+    verify_steps(engine.records)
+
+
+def test_a_pause_of_the_waiting_leaves_who_runs_at_work():
+    engine = Engine()
+    engine.receive("a")
+    engine.step(plan(("a", 0, 4)), [("a", 1)])
+    engine.receive("late")
+    engine.books.pause("new", [], ["late"], engine.now())
+    engine.step(plan(("a", 4, 1)), [("a", 1)])
+    engine.now()
+    engine.step(plan(("a", 5, 1)), [("a", 1)])
+    assert (engine.records[2].idle_ns, engine.records[2].host_gap_ns > 0) == (0, True)
+
+
+def test_who_waits_is_counted_by_cause():
+    engine = Engine()
+    for name in "abcd":
+        engine.receive(name)
+    engine.step(plan(("a", 0, 4), waiting=[(name, Cause.BATCH_SLOTS) for name in "bc"]), [("a", 1)])
+    assert engine.books.waiting_for() == {"batch_slots": 2, "engine_loop": 1}
+    engine.step(plan(("a", 4, 1), ("b", 0, 4), waiting=[("c", None)]), [("a", 1), ("b", 1)])
+    assert engine.books.waiting_for() == {"unknown": 1, "engine_loop": 1}
+
+
 def test_drafts_are_counted_by_row():
     engine = Engine()
     engine.receive("a")

@@ -273,7 +273,8 @@ def test_the_page_and_the_ledger_are_there(layer):
     assert (facts["engine"], facts["settings"]["num_blocks"]) == ("vllm 0", 10)
     assert len(json.loads(layer("/ledger/steps")[2])["steps"]) == 3
     data = json.loads(layer("/dashboard/data")[2])
-    assert data["engine"]["blocks_total"] == 10
+    engine = data["engine"]
+    assert (engine["blocks_total"], engine["prompt_tokens"], engine["output_tokens"]) == (10, len(PROMPT), len(ANSWER))
     assert len(data["rows"]) == 1
     name = data["rows"][0]["id"]
     assert json.loads(layer(f"/dashboard/requests/{name}")[2])
@@ -282,6 +283,13 @@ def test_the_page_and_the_ledger_are_there(layer):
     assert layer("/ledger/facts", query_string=b"engine=0")[0] == 200
     assert layer("/ledger/facts", query_string=b"engine=1")[0] == 400
     assert layer("/ledger/facts", method="POST")[0] == 405
+
+
+def test_no_socket_is_left_behind(monkeypatch, tmp_path):
+    folder = tmp_path / "sockets"
+    monkeypatch.setenv(mail.FOLDER, str(folder))
+    mail.Receiver(0, lambda each: None, lambda: None).close()
+    assert not folder.exists()
 
 
 def test_a_name_that_leads_here_is_no_key(layer):

@@ -143,7 +143,7 @@ def test_a_live_server(server):
     del answers["/ledger/facts"]  # an older server
     result = invoke("doctor", url, "--api-key", "k")
     assert "1. slot_bound" in result.stdout
-    assert "gains not known: only the books of a splittime server" in " ".join(result.stdout.split())
+    assert "gains not known: too little of the books can be replayed" in " ".join(result.stdout.split())
     result = invoke("doctor", url)  # answers 404, as another's server does
     assert result.exit_code == 2
     told = " ".join(result.stderr.split())

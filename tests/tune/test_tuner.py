@@ -20,6 +20,7 @@ from splittime.tune.goal import Goal
 from splittime.tune.notebook import Notebook
 from splittime.tune.prescribed import prescribed
 from splittime.tune.tuner import Gate, Tuned, Tuner
+from splittime.tune.verify import PAIRS
 
 GOAL = Goal(slo=parse_slo("ttft_p99=200ms,itl_p99=12ms"))
 
@@ -71,17 +72,18 @@ class ThinRuns(SimulatedRuns):
 def test_what_one_run_does_not_tell_is_learnt_from_another() -> None:
     runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), Goal(slo=parse_slo("ttft_p99=45ms")))
     found = tuned(runs, ("max_num_seqs",))
-    assert ({}, 1) in runs.made
+    assert [made for made in runs.made if not made[0]] == [({}, 0), ({}, PAIRS), ({}, 1)]  # the last is a run by turns
     assert found.outcome == "better"
     assert found.changes["max_num_seqs"] > 3
 
 
 def test_what_no_run_tells_is_said() -> None:
     runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), Goal(slo=parse_slo("ttft_p99=45ms")))
-    runs.thin = 9
+    runs.thin = PAIRS + 1
     found = tuned(runs, ("max_num_seqs",))
     assert found.outcome == "slo missed"
     assert not found.trials
+    assert [made for made in runs.made if not made[0]] == [({}, 0), ({}, PAIRS)]
     assert any(note.startswith("nothing more could be predicted: a step would have") for note in found.notes)
 
 

@@ -7,8 +7,9 @@ scheduler says which at each plan, with the cause. What the engine's process can
 device's own clock) is 0 in a step's record and named in `UNKNOWN`: `device_ns` is all from the plan to the result.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -20,6 +21,8 @@ UNKNOWN = ("launch_ns", "sample_ns", "cpu_wait_ns", "off_cpu_ns", "unseen_ns")
 ENGINE_DECODES = Stage.DECODE  # looked up once: Python 3.11 calls a function for each look at an enumeration's member
 
 RowOf = tuple[str, int, int]  # request id, start, number of tokens
+PauseOf = Literal["all", "new"]  # of everybody, or of those who wait
+WAITING = (Stage.QUEUE, Stage.PREEMPTED)
 
 
 class AskedRequest(NamedTuple):
@@ -139,7 +142,13 @@ class EngineBooks:
         self._idle_since_ns: int | None = None
         self._idle_ns = 0
         self.num_changes = 0  # of who waits for what, but for plans
+        self._pause: PauseOf | None = None
         self._victims: tuple[str, ...] = ()  # preempted by plans of which no step came
+
+    def waiting_for(self) -> dict[str, int]:
+        """Returns how many requests wait, by cause. May be called from another thread."""
+        waiting = [book.account.cause for book in list(self.books.values()) if book.account.stage in WAITING]
+        return dict(Counter("unknown" if cause is None else cause.value for cause in waiting))
 
     # ---- requests come and go
 
@@ -165,8 +174,10 @@ class EngineBooks:
         if request_id in self.books:
             self.books[request_id].wait(cause, now_ns)
 
-    def pause(self, running: Iterable[str], waiting: Iterable[str], now_ns: int) -> None:
-        """No plan is made from now on for these; time without a step is idle, though there is work."""
+    def pause(self, pause: "PauseOf", running: Iterable[str], waiting: Iterable[str], now_ns: int) -> None:
+        """No plan is made from now on for these; time without a step is idle, though there is work. Who is in a step
+        that runs stalls from its end on."""
+        self._pause = pause
         for request_id in running:
             if request_id in self.books:
                 self.books[request_id].stall(Cause.PAUSED, now_ns)
@@ -176,6 +187,20 @@ class EngineBooks:
         self.num_changes += 1
         if not self._flights and self._idle_since_ns is None:
             self._idle_since_ns = now_ns
+
+    def resume(self) -> None:
+        self._pause = None
+
+    def _has_work(self) -> bool:
+        """Returns whether anybody may be in the next plan."""
+        if self._pause is None:
+            return bool(self.books)
+        return self._pause == "new" and any(book.account.stage not in WAITING for book in self.books.values())
+
+    def _stall_paused(self, flight: "BegunStep", now_ns: int) -> None:
+        for request_id, _, _ in flight.plan.rows if self._pause == "all" else ():
+            if request_id in self.books:
+                self.books[request_id].stall(Cause.PAUSED, now_ns)
 
     def _stop_idling(self, now_ns: int) -> None:
         if self._idle_since_ns is not None:
@@ -265,7 +290,8 @@ class EngineBooks:
         self._flights.remove(flight)
         record = self._record(flight, accepted, ready_ns, end_ns)
         self._last_end_ns, self._idle_ns, self._victims = record.end_ns, 0, ()
-        if not self.books and not self._flights:
+        self._stall_paused(flight, end_ns)
+        if not self._flights and not self._has_work():
             self._idle_since_ns = end_ns
         return record
 

@@ -23,6 +23,7 @@ from splittime.ledger.account import Account, ClosedAccount, Mark
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
 from splittime.ledger.stages import Stage
+from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
 
 PATIENCE_NS = 5_000_000_000
@@ -62,7 +63,15 @@ class AttachedEngine:
         self.facts: ServerFacts | None = None
         self.stopped = ""  # why its books end
         self.num_lost = 0  # messages
+        self.waiting_for: dict[str, int] = {}  # as of the latest message
+        self.prompt_tokens = self.output_tokens = 0  # of all steps, and of this API process's first tokens
         ledger.describe_by(self.facts_and_gaps)
+
+    def add_step(self, record: StepRecord) -> None:
+        wrong_drafts = sum(drafts - accepted for _, drafts, accepted in record.verified)
+        self.prompt_tokens += record.prefill_tokens
+        self.output_tokens += record.decode_tokens - wrong_drafts
+        self.ledger.add_step(record)
 
     def facts_and_gaps(self) -> ServerFacts | None:
         """Returns its facts, with what is missing of its books."""
@@ -115,6 +124,8 @@ class Joining:
         engine.facts = mail.facts or engine.facts
         engine.stopped = mail.stopped or engine.stopped
         engine.num_lost = mail.lost
+        engine.waiting_for = mail.waiting_for
+        engine.output_tokens += len(mail.first_tokens)
         for first in mail.first_tokens:
             self._first_tokens[first.request_id] = first
         while len(self._first_tokens) > MAX_FIRST_TOKENS:
@@ -125,7 +136,7 @@ class Joining:
             if callback is not None:
                 callback()
         for record in mail.steps:
-            engine.ledger.add_step(record)
+            engine.add_step(record)
 
     def _engine(self, number: int) -> AttachedEngine:
         if number not in self.engines:

@@ -42,10 +42,11 @@ log = logging.getLogger("splittime.attach")
 
 class Mail(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """engine: which of several. lost: messages that did not arrive, so far. stopped: why the engine's books end here.
-    facts: with the first."""
+    facts: with the first. waiting_for: how many requests of the engine wait now, by cause."""
 
     engine: int
     facts: ServerFacts | None = None
+    waiting_for: dict[str, int] = {}
     first_tokens: list[FirstTokenBook] = []
     ended: list[EndedBook] = []
     steps: list[StepRecord] = []
@@ -69,8 +70,8 @@ def address(client: int) -> str:
 class Sender:
     """The engine's end. Every call only appends."""
 
-    def __init__(self, engine: int, facts: ServerFacts) -> None:
-        self._engine, self._facts = engine, facts
+    def __init__(self, engine: int, facts: ServerFacts, waiting_for: Callable[[], dict[str, int]] = dict) -> None:
+        self._engine, self._facts, self._waiting_for = engine, facts, waiting_for
         self._queue: deque[tuple[int | None, FirstTokenBook | EndedBook | StepRecord]] = deque()
         self._is_closed = threading.Event()
         self._stopped = self._told_stopped = ""
@@ -88,6 +89,11 @@ class Sender:
     def stop(self, why: str) -> None:
         """The books end here."""
         self._stopped = why
+        self._is_closed.set()  # the thread tells it, and ends
+
+    @property
+    def has_stopped(self) -> bool:
+        return bool(self._stopped)
 
     def close(self) -> None:
         self._is_closed.set()
@@ -117,12 +123,12 @@ class Sender:
         stopped = self._stopped
         if not taken and stopped == self._told_stopped:
             return
-        steps = [each for _, each in taken if isinstance(each, StepRecord)]
+        steps, waiting_for = [each for _, each in taken if isinstance(each, StepRecord)], self._waiting_for()
         for client in self._sockets:
             books = [each for to, each in taken if to == client]
             first_tokens = [each for each in books if isinstance(each, FirstTokenBook)]
             ended = [each for each in books if isinstance(each, EndedBook)]
-            self._send(client, first_tokens=first_tokens, ended=ended, steps=steps)
+            self._send(client, first_tokens=first_tokens, ended=ended, steps=steps, waiting_for=waiting_for)
         self._told_stopped = stopped
 
     def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]", client: int) -> None:
@@ -148,7 +154,7 @@ class Receiver:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
             raise PermissionError(f"{folder} is open to others: name another folder in {FOLDER}")
-        self._take, self._idle = take, idle
+        self._take, self._idle, self._client = take, idle, client
         self._is_closed = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
@@ -164,6 +170,8 @@ class Receiver:
         self._socket.close(linger=0)
         self._context.term()
         with suppress(OSError):
+            (self._folder / str(self._client)).unlink()
+        with suppress(OSError):  # others are in it
             self._folder.rmdir()
 
     def _run(self) -> None:

@@ -19,6 +19,7 @@ from splittime import __version__
 from splittime.attach.joining import Joining
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import NotFound, RequestError, SplittimeError
+from splittime.core.process_start import process_start_ns
 from splittime.ledger.account import Mark
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.server import routes_dashboard, routes_ledger
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from splittime.attach.visits import WatchedRequest
 
 READING_THREADS = 2
+SHOWN_KNOBS = ("max_num_seqs", "max_num_batched_tokens")
 LOOPBACK = "127.0.0.1"
 Handler = Callable[[KeepsBooks, http.Scope, http.Receive, http.Send], Awaitable[None]]
 
@@ -44,7 +46,7 @@ class AttachedBooks:
         self.ledger = self._engine.ledger
         self.visits: set[WatchedRequest] = set()
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
-        self._started_ns = time.monotonic_ns()
+        self._ready_ns = time.monotonic_ns()
         config = state.engine_client.vllm_config.model_config
         served = config.served_model_name
         self.model_name = str((served[0] if isinstance(served, list) else served) or config.model)
@@ -59,7 +61,7 @@ class AttachedBooks:
         told = self._engine.facts_and_gaps()
         if told is None:
             return None
-        own = Process(name="server", started_ns=self._started_ns, ready_ns=self._started_ns)
+        own = Process(name="server", started_ns=process_start_ns(), ready_ns=self._ready_ns)
         return msgspec.structs.replace(told, model=self.model_name, processes=(own, *told.processes))
 
     def of_engine(self, number: int) -> "AttachedBooks":
@@ -75,16 +77,21 @@ class AttachedBooks:
 
     def stats(self) -> EngineStats:
         """As of the latest step."""
-        step, told = next(iter(self.ledger.steps(1)), None), self._engine.facts
+        step, engine = next(iter(self.ledger.steps(1)), None), self._engine
+        settings = engine.facts.settings if engine.facts is not None else {}
         if step is None:
             return EngineStats(time.monotonic_ns())
         return EngineStats(
             step.end_ns,
-            num_waiting=step.num_waiting if self.visits else 0,
+            num_waiting=sum(engine.waiting_for.values()) if self.visits else 0,
+            waiting_for=engine.waiting_for if self.visits else {},
             num_running=step.num_running if self.visits else 0,
             blocks_used=step.blocks_used,
-            blocks_total=told.settings["num_blocks"] if told is not None else 0,
+            blocks_total=settings.get("num_blocks", 0),
             num_steps=step.step_id,
+            prompt_tokens=engine.prompt_tokens,
+            output_tokens=engine.output_tokens,
+            knobs={name: settings[name] for name in SHOWN_KNOBS if name in settings},
         )
 
     def about(self) -> dict[str, Any]:

@@ -171,9 +171,9 @@ class WatchedRequest:
         """As our own server's `timing`, of the answer that ended last."""
         if not self.answers:
             return None
-        answer = max(self.answers, key=lambda each: each.done_ns or 0)
+        answer, sealed_ns = max(self.answers, key=lambda each: each.done_ns or 0), now_ns()
         await self._engine_said(answer.request_id)
-        account, sealed_ns = self._account_so_far(answer), now_ns()
+        account = self._account_so_far(answer)
         first_ns = answer.written_ns[0] if answer.written_ns else sealed_ns if answer.num_tokens else None
         return {
             "start_ns": self.start_ns,
@@ -267,7 +267,7 @@ class WatchedRequest:
             start_ns=self.start_ns,
             end_ns=end_ns,
             intervals=tuple(account.intervals()),
-            finish_reason=REFUSED if self._status else "abort",
+            finish_reason=REFUSED if self._status and self._cancelled_ns is None else "abort",
             error=self._error() if self._status else None,
             cancelled_ns=self._cancelled_ns,
         )

@@ -10,9 +10,8 @@ from typing import Any
 from splittime import __version__
 from splittime.attach.engine_books import UNKNOWN
 from splittime.attach.versions import is_tested, vllm_version
+from splittime.core.process_start import process_start_ns
 from splittime.ledger.facts import Process, ServerFacts
-
-STARTED_NS = time.monotonic_ns()  # about when the process began: this module is imported while it starts
 
 SCHEDULING = (  # what else decides; no release has all
     *("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive", "max_num_active_seqs"),
@@ -30,7 +29,7 @@ def facts_of(scheduler: Any) -> ServerFacts:
         model=str(config.model_config.served_model_name or config.model_config.model),
         max_model_len=config.model_config.max_model_len,
         settings=_settings(scheduler),
-        processes=(Process(name="engine", started_ns=STARTED_NS, ready_ns=now_ns),),
+        processes=(Process(name="engine", started_ns=process_start_ns(), ready_ns=now_ns),),
         unknown=UNKNOWN,
     )
 

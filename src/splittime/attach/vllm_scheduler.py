@@ -122,7 +122,8 @@ class Bookkeeping(StatesCauses):
             self._st_fail(error)
 
     def _st_open_mail(self) -> TakesMail:
-        return Sender(self.vllm_config.parallel_config.data_parallel_index, vllm_facts.facts_of(self))
+        number = self.vllm_config.parallel_config.data_parallel_index
+        return Sender(number, vllm_facts.facts_of(self), self._st_books.waiting_for)
 
     def _st_fail(self, error: Exception) -> None:
         """The books end here, and vLLM goes on."""
@@ -201,10 +202,12 @@ class Bookkeeping(StatesCauses):
     def _pause(self) -> None:
         """vLLM makes no plan while it is paused: what a pause means is said when it begins."""
         if not self._is_paused:
+            self._st_books.resume()
             return
         is_for_all = self._pause_state == PauseState.PAUSED_ALL
         running = [each.request_id for each in self.running if is_for_all and not is_in_flight(each)]
-        self._st_books.pause(running, [each.request_id for each in self._waiting()], self._st_now())
+        waiting = [each.request_id for each in self._waiting()]
+        self._st_books.pause("all" if is_for_all else "new", running, waiting, self._st_now())
 
     @_guarded
     def _receive(self, request: Request) -> None:

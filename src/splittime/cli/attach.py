@@ -41,7 +41,9 @@ class ForeignEngine(StrEnum):
 @fails_clearly
 def attach(
     engine: Annotated[ForeignEngine, typer.Argument(help="Whose server: vllm.")],
-    command: Annotated[list[str], typer.Argument(metavar="-- serve MODEL ...", help="What stands behind its name.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- serve MODEL ...", help="vLLM's own command line, from `serve` on.")
+    ],
     ledger_file: Annotated[
         Path | None, typer.Option("--ledger-file", metavar="FILE", help="SQLite file for all accounts and steps.")
     ] = None,

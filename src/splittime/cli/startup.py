@@ -1,13 +1,11 @@
 """The start-up timeline: what began and ended when, in ms from the start of the process."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
-_IMPORTED_NS = time.monotonic_ns()
+from splittime.core.process_start import process_start_ns
 
 
 class StartPhase(NamedTuple):
@@ -46,13 +44,3 @@ class StartTimeline:
 
     def _ms(self, instant_ns: int) -> float:
         return round((instant_ns - self.start_ns) / 1e6, 1)
-
-
-def process_start_ns() -> int:
-    """When the kernel made this process, on the monotonic clock, to 10 ms; without /proc, our first import."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - int(fields[19]) * 10**9 // os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, ValueError, IndexError):
-        return _IMPORTED_NS
-    return min(_IMPORTED_NS, time.monotonic_ns() - age_ns)

@@ -127,8 +127,10 @@ def _gain(
     """Raises ConfigError where it cannot be told."""
     if books.engine and books.facts is not None and replays.to_replica is None:
         raise ConfigError(f"a replay here runs our own scheduler, and these books are of {books.facts.engine}")
-    if finding.cure.program != replays.program or excerpt is None:
-        raise ConfigError("only the books of a splittime server, with its steps and facts, can be replayed")
+    if finding.cure.program != replays.program:
+        raise ConfigError(f"the cure is of {finding.cure.program}, and a replay here runs {replays.program}")
+    if excerpt is None:
+        raise ConfigError("too little of the books can be replayed: it takes their steps, facts and ended requests")
     wanted = settings_of(finding, books, replays)
     prediction, made = _prediction(excerpt, wanted, say, replays)
     names = dict.fromkeys((*ABOUT.get(finding.name, (MEAN,)), MEAN))

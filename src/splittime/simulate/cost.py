@@ -17,8 +17,8 @@ Within minutes a virtual machine may take a third more or less time for the same
 each time, so that a simulation of the recorded time has the machine of that time. What is not known exactly is drawn:
 the coefficients (`sample`), and by how much a single step differs from steps that are alike (`Noise`).
 
-Steps with more than `REACH` times the most of anything that was recorded are refused; of pairs, with more than its
-square: a prompt that is twice as long has four times as many.
+Refused are steps with more than `REACH` times the most that was recorded of anything; of pairs of prompt positions,
+with more than its square times: they grow with the square of the prompt.
 """
 
 import math

@@ -19,6 +19,7 @@ from splittime.core.errors import ConfigError
 from splittime.plan.judged import run_of
 from splittime.plan.load import requests_of_schedule
 from splittime.simulate.change import Change
+from splittime.simulate.cost import OutOfRange
 from splittime.simulate.draws import hours
 from splittime.simulate.replica import AnyReplica
 from splittime.tune.goal import WORTH_IT, Goal, Score, best_of, gain, score_of
@@ -157,6 +158,9 @@ def _score(forecaster: Forecaster, change: Mapping[str, Any]) -> Score | None:
 def _drawn(forecaster: Forecaster, changes: Sequence[dict[str, Any]], before: Score, say: Say) -> Iterator[Forecast]:
     for place, change in enumerate(changes):
         say(f"simulating {words(change)} {DRAWS} times", place / len(changes))
-        gains = forecaster.drawn_gains(change, DRAWS)
+        try:
+            gains = forecaster.drawn_gains(change, DRAWS)
+        except OutOfRange:  # in another hour it would have steps that nobody has recorded
+            continue
         after, middle = forecaster.score(change), statistics.median(gains)
         yield Forecast(change=change, before=before, after=after, gain=middle, low=gains[1], high=gains[-2])

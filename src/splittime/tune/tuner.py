@@ -13,6 +13,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -33,12 +34,12 @@ from splittime.tune.measure import Load, Measurer, limits_of_run, recorded_of, r
 from splittime.tune.notebook import TuneTrial
 from splittime.tune.prescribed import prescribed
 from splittime.tune.search import Forecast, Forecaster, Say, finalists
-from splittime.tune.verify import middle, verify
+from splittime.tune.verify import PAIRS, middle, verify
 
 Outcome = Literal["better", "nothing to change", "slo missed", "inconclusive"]
 EXIT_CODES: dict[Outcome, int] = {"better": 0, "nothing to change": 0, "slo missed": 1, "inconclusive": 3}
 MOST_ROUNDS = 6
-LEARNING_RUNS = 2  # until the simulator gives up
+LEARNING_RUN = PAIRS  # its number: those below are of runs by turns
 MOST_PACE = 2.0  # a calibration whose steps take so many times as long now is not believed
 
 Gate = Callable[[Mapping[str, Any]], str | None]  # why a change that changes numbers is refused; None: it passes
@@ -176,19 +177,21 @@ class Tuner:
     def _finalists(self) -> list[Forecast]:
         """Returns what the simulator names. Where the runs so far have too few kinds of steps to predict the present
         settings from, it learns from one more run; if that is not enough, it names nothing, and a note says why."""
-        names = [knob.name for knob in self._knobs if knob.is_predicted]
-        run, why = self._now(), ""
-        for _ in range(LEARNING_RUNS):
-            forecaster = Forecaster(self._replica(run), self._load(limits_of_run(run)), self._goal)
-            try:
-                return finalists(forecaster, self._say, names, prescribed(run))
-            except OutOfRange as error:
-                why = error.info.message
-            if not self._has_time():
-                break
-            self._measurer.run(self._changes, len(self._measurer.scores(self._changes)))
+        try:
+            return self._predicted()
+        except OutOfRange as error:
+            why = error.info.message
+        if self._has_time() and self._calibration() is None:  # a calibration's steps are what they are
+            self._measurer.run(self._changes, LEARNING_RUN)
+            with suppress(OutOfRange):
+                return self._predicted()
         self._notes.append(f"nothing more could be predicted: {why}")
         return []
+
+    def _predicted(self) -> list[Forecast]:
+        run, names = self._now(), [knob.name for knob in self._knobs if knob.is_predicted]
+        forecaster = Forecaster(self._replica(run), self._load(limits_of_run(run)), self._goal)
+        return finalists(forecaster, self._say, names, prescribed(run))
 
     def _calibration(self) -> KeptCalibration | None:
         """Returns that of the present server, with a note that says so; None where none is kept or it is no more
