@@ -154,7 +154,9 @@ def test_books_that_cannot_be_replayed_say_why(crowded: Books) -> None:
         facts=msgspec.structs.replace(crowded.facts, settings={**crowded.facts.settings, "async_scheduling": True}),
     )
     assert "plans ahead" in found(ahead, "slot_bound").not_predicted
-    assert "it takes their steps, facts" in found(msgspec.structs.replace(crowded, facts=None), "slot_bound").not_predicted
+    assert (
+        "it takes their steps, facts" in found(msgspec.structs.replace(crowded, facts=None), "slot_bound").not_predicted
+    )
 
 
 def test_a_replay_that_is_unlike_the_record_is_not_believed(crowded: Books) -> None:
