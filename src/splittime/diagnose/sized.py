@@ -128,7 +128,9 @@ def _gain(
     if books.engine and books.facts is not None and replays.to_replica is None:
         raise ConfigError(f"a replay here runs our own scheduler, and these books are of {books.facts.engine}")
     if finding.cure.program != replays.program:
-        raise ConfigError(f"the cure is of {finding.cure.program}, and a replay here runs {replays.program}")
+        raise ConfigError(
+            f"only the books of a splittime server can be replayed, and these are of {finding.cure.program}"
+        )
     if excerpt is None:
         raise ConfigError("too little of the books can be replayed: it takes their steps, facts and ended requests")
     wanted = settings_of(finding, books, replays)
