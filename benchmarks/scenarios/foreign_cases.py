@@ -7,15 +7,17 @@ Each is vLLM with one setting changed (`BASE` is a healthy server for these load
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.scenarios.vllm_cases import MadeServer
+
 BASE = {"max-model-len": "4096", "max-num-seqs": "16", "max-num-batched-tokens": "1024"}
 FEW_BLOCKS = {"num-gpu-blocks-override": "20", "max-model-len": "2048"}  # of 128 tokens, as its wheel for CPUs has them
 SHORT = {"input_tokens": "uniform:64:192", "output_tokens": "uniform:32:64"}
 
 
 @dataclass(frozen=True)
-class Case:
-    """load: of `LoadSpec`. settings: vLLM's flags, on top of `BASE`; None is a flag without a value.
-    needs_load: it is this load that makes it ill, so a probe of the idle server shows nothing."""
+class Case(MadeServer):
+    """load: of `LoadSpec`. needs_load: it is this load that makes it ill, so a probe of the idle server shows
+    nothing."""
 
     name: str
     truth: str
@@ -25,14 +27,7 @@ class Case:
     flag: str = ""
     needs_load: bool = False
 
-    @property
-    def is_healthy(self) -> bool:
-        return not self.names
-
-    @property
-    def flags(self) -> list[str]:
-        merged = {**BASE, **self.settings}
-        return [part for name, value in merged.items() for part in (f"--{name}", value) if part is not None]
+    base = BASE
 
 
 CASES = (

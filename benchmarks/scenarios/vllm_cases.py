@@ -7,7 +7,7 @@ must name; none where nothing may be found.
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 BASE: dict[str, str | None] = {
@@ -54,9 +54,26 @@ class Line:
     asks: tuple[Ask, ...]
 
 
+class MadeServer:
+    """A vLLM with settings, on top of those of a healthy one; None is a flag without a value. names: what is found."""
+
+    base: Mapping[str, str | None]
+    settings: Mapping[str, str | None]
+    names: tuple[str, ...]
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.names
+
+    @property
+    def flags(self) -> list[str]:
+        merged = {**self.base, **self.settings}
+        return [part for name, value in merged.items() for part in (f"--{name}", value) if part is not None]
+
+
 @dataclass(frozen=True)
-class Case:
-    """settings: vLLM's flags, on top of `BASE`; None is a flag without a value."""
+class Case(MadeServer):
+    """One of `vllm_doctor`."""
 
     name: str
     truth: str
@@ -65,14 +82,7 @@ class Case:
     names: tuple[str, ...] = ()
     word: str = ""
 
-    @property
-    def is_healthy(self) -> bool:
-        return not self.names
-
-    @property
-    def flags(self) -> list[str]:
-        merged = {**BASE, **self.settings}
-        return [part for name, value in merged.items() for part in (f"--{name}", value) if part is not None]
+    base = BASE
 
 
 def ids(length: int, seed: int) -> list[int]:

@@ -189,6 +189,20 @@ def test_a_pause_that_begins_while_a_step_runs_is_idle_from_its_end_on(pause):
     verify_steps(engine.records)
 
 
+def test_who_is_in_two_steps_stalls_by_a_pause_once_the_second_has_ended():
+    """Where steps are planned ahead."""
+    engine = Engine()
+    engine.receive("a")
+    first = engine.books.begin(plan(("a", 0, 4)), engine.now(), engine.now())
+    second = engine.books.begin(plan(("a", 4, 1)), engine.now(), engine.now())
+    engine.books.pause("all", [], [], engine.now())
+    for flight, stage in ((first, ("decode", None)), (second, ("decode_stall", "paused"))):
+        ready_ns = engine.now()
+        engine.books.commit(flight, [("a", 1)], ready_ns)
+        engine.books.end_step(flight, {}, ready_ns, engine.now())
+        assert stages(engine.books.books["a"].account)[-1] == stage
+
+
 def test_a_pause_of_the_waiting_leaves_who_runs_at_work():
     engine = Engine()
     engine.receive("a")

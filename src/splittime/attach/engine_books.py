@@ -174,9 +174,9 @@ class EngineBooks:
         if request_id in self.books:
             self.books[request_id].wait(cause, now_ns)
 
-    def pause(self, pause: "PauseOf", running: Iterable[str], waiting: Iterable[str], now_ns: int) -> None:
+    def pause(self, pause: PauseOf, running: Iterable[str], waiting: Iterable[str], now_ns: int) -> None:
         """No plan is made from now on for these; time without a step is idle, though there is work. Who is in a step
-        that runs stalls from its end on."""
+        that runs stalls once no step runs."""
         self._pause = pause
         for request_id in running:
             if request_id in self.books:
@@ -197,10 +197,10 @@ class EngineBooks:
             return bool(self.books)
         return self._pause == "new" and any(book.account.stage not in WAITING for book in self.books.values())
 
-    def _stall_paused(self, flight: "BegunStep", now_ns: int) -> None:
-        for request_id, _, _ in flight.plan.rows if self._pause == "all" else ():
-            if request_id in self.books:
-                self.books[request_id].stall(Cause.PAUSED, now_ns)
+    def _stall_all(self, now_ns: int) -> None:
+        for book in self.books.values():
+            if book.account.stage not in WAITING:
+                book.stall(Cause.PAUSED, now_ns)
 
     def _stop_idling(self, now_ns: int) -> None:
         if self._idle_since_ns is not None:
@@ -290,7 +290,8 @@ class EngineBooks:
         self._flights.remove(flight)
         record = self._record(flight, accepted, ready_ns, end_ns)
         self._last_end_ns, self._idle_ns, self._victims = record.end_ns, 0, ()
-        self._stall_paused(flight, end_ns)
+        if self._pause == "all" and not self._flights:
+            self._stall_all(end_ns)
         if not self._flights and not self._has_work():
             self._idle_since_ns = end_ns
         return record

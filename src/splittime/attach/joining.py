@@ -64,7 +64,8 @@ class AttachedEngine:
         self.stopped = ""  # why its books end
         self.num_lost = 0  # messages
         self.waiting_for: dict[str, int] = {}  # as of the latest message
-        self.prompt_tokens = self.output_tokens = 0  # of all steps, and of this API process's first tokens
+        # of all steps, those computed again among the prompts'; output: and this API process's first tokens
+        self.prompt_tokens = self.output_tokens = 0
         ledger.describe_by(self.facts_and_gaps)
 
     def add_step(self, record: StepRecord) -> None:

@@ -46,7 +46,7 @@ class AttachedBooks:
         self.ledger = self._engine.ledger
         self.visits: set[WatchedRequest] = set()
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
-        self._ready_ns = time.monotonic_ns()
+        self._process = Process(name="server", started_ns=process_start_ns(), ready_ns=time.monotonic_ns())
         config = state.engine_client.vllm_config.model_config
         served = config.served_model_name
         self.model_name = str((served[0] if isinstance(served, list) else served) or config.model)
@@ -61,8 +61,7 @@ class AttachedBooks:
         told = self._engine.facts_and_gaps()
         if told is None:
             return None
-        own = Process(name="server", started_ns=process_start_ns(), ready_ns=self._ready_ns)
-        return msgspec.structs.replace(told, model=self.model_name, processes=(own, *told.processes))
+        return msgspec.structs.replace(told, model=self.model_name, processes=(self._process, *told.processes))
 
     def of_engine(self, number: int) -> "AttachedBooks":
         """Returns the books of another engine of this server."""

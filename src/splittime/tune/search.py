@@ -160,7 +160,8 @@ def _drawn(forecaster: Forecaster, changes: Sequence[dict[str, Any]], before: Sc
         say(f"simulating {words(change)} {DRAWS} times", place / len(changes))
         try:
             gains = forecaster.drawn_gains(change, DRAWS)
-        except OutOfRange:  # in another hour it would have steps that nobody has recorded
+        except OutOfRange as error:  # in another hour it would have steps that nobody has recorded
+            say(f"{words(change)} is left out: {error.info.message}", None)
             continue
         after, middle = forecaster.score(change), statistics.median(gains)
         yield Forecast(change=change, before=before, after=after, gain=middle, low=gains[1], high=gains[-2])
