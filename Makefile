@@ -39,7 +39,7 @@ check-timing: setup
 # The sweeps, and each property again over ten times as many examples: at most a quarter of an hour.
 check-rest: setup
 	$(PARALLEL) -m sweep
-	SPLITTIME_EXAMPLES=10 $(PARALLEL) --timeout 900 -m "hypothesis and not sweep"
+	TEST_EXAMPLES=10 $(PARALLEL) --timeout 900 -m "hypothesis and not sweep"
 
 # The books inside a real vLLM, in an environment of its own: about three minutes to set up the first time, 3 GB.
 # VLLM names a release; each is said to work in the documentation only if this passes on it.
@@ -64,7 +64,7 @@ check-all: check check-rest
 failed-again: setup
 	@$(BIN)/python -c 'import json; failed = json.load(open(".pytest_cache/v/cache/lastfailed")); \
 	  print("Failed at first:", *failed, sep="\n  "); raise SystemExit(len(failed) > 5)'
-	SPLITTIME_EXAMPLES=10 $(PYTEST) --timeout 900 --last-failed --last-failed-no-failures none
+	TEST_EXAMPLES=10 $(PYTEST) --timeout 900 --last-failed --last-failed-no-failures none
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,13 +2,15 @@
 
 No deadline, and no complaint about slowness: a busy machine is no failure. The examples are the same at each run, from
 no database, so that a check says the same twice, and of two checks at once neither disturbs the other.
-`SPLITTIME_EXPLORE=1 make test` looks for new ones instead, and prints how to come back to what it finds.
-`SPLITTIME_EXAMPLES=10` looks at ten times as many (`make check-rest`).
+`TEST_EXPLORE=1 make test` looks for new ones instead, and prints how to come back to what it finds.
+`TEST_EXAMPLES=10` looks at ten times as many (`make check-rest`). Neither begins with SPLITTIME_: a server takes such a
+name for a setting, and ends where it knows none.
 
 Without a card, Triton's kernels are tested in its interpreter, which has to be chosen before Triton is imported.
 """
 
 import os
+import signal
 import sys
 from itertools import combinations, groupby
 from pathlib import Path
@@ -19,12 +21,15 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
 settings.register_profile("explore", deadline=None, print_blob=True, database=None, suppress_health_check=SLOW)
-settings.load_profile("explore" if os.environ.get("SPLITTIME_EXPLORE") else "check")
+settings.load_profile("explore" if os.environ.get("TEST_EXPLORE") else "check")
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-MORE_EXAMPLES = int(os.environ.get("SPLITTIME_EXAMPLES", "1"))
+# A shell has what it starts with `&` ignore Ctrl-C, and what we start inherits that: tests that send it would wait.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+MORE_EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "1"))
 
 
 def pytest_collection_finish() -> None:
