@@ -126,19 +126,30 @@ def test_who_gets_no_row_stalls_where_it_was():
     assert stages(a)[-1] == stages(b)[-1] == ("decode", None)
 
 
-def test_a_step_planned_beside_another_begins_where_that_ended():
-    engine = Engine()
-    engine.receive("a")
-    books = engine.books
+def two_steps_at_once(books):
+    """Two steps, the second of which is planned while the first runs. Their results are there at 300 and 400."""
+    books.receive(AskedRequest("a", 0, 4, 9), 100, 100)
     first = books.begin(plan(("a", 0, 4)), 200, 210)
     second = books.begin(plan(("a", 4, 1)), 220, 230)
     books.commit(first, [("a", 1)], 300)
     one = books.end_step(first, {}, 300, 310)
     books.commit(second, [("a", 1)], 400)
     two = books.end_step(second, {}, 400, 410)
-    assert (one.begin_ns, one.end_ns, two.begin_ns, two.end_ns) == (200, 310, 310, 410)
-    assert (two.plan_ns, two.hidden_ns, two.host_gap_ns) == (0, 10, 0)
     verify_steps([one, two])
+    assert [one.hidden_ns, two.hidden_ns, two.plan_ns, two.host_gap_ns] == [20, 0, 0, 0]
+    return one, two
+
+
+def test_a_step_planned_beside_another_begins_where_that_ended():
+    one, two = two_steps_at_once(EngineBooks())
+    assert (one.begin_ns, one.end_ns, two.begin_ns, two.end_ns) == (200, 310, 310, 410)
+    assert one.ahead_ns is None
+
+
+def test_a_step_of_an_engine_that_plans_ahead_ends_with_its_result():
+    one, two = two_steps_at_once(EngineBooks(plans_ahead=True))
+    assert (one.begin_ns, one.end_ns, two.begin_ns, two.end_ns) == (200, 300, 300, 400)
+    assert (one.ahead_ns, one.commit_ns, two.ahead_ns) == (20, 0, 0)
 
 
 def test_time_without_requests_is_idle():

@@ -55,7 +55,6 @@ def test_our_replica_is_of_no_other_engine() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("async_scheduling", True),
         ("num_speculative_tokens", 3),
         ("kv_connector", True),
         ("kv_cache_groups", ["FullAttentionSpec", "MambaSpec"]),
@@ -69,8 +68,8 @@ def test_an_engine_that_one_scheduler_does_not_explain_is_refused(name: str, val
 
 
 def test_settings_are_those_that_the_ledger_tells() -> None:
-    told = settings_of(facts(watermark=0.1, policy="priority", async_scheduling=False, device="cpu"))
-    assert (told.num_blocks, told.watermark, told.policy) == (20, 0.1, "priority")
+    told = settings_of(facts(watermark=0.1, policy="priority", async_scheduling=True, device="cpu"))
+    assert (told.num_blocks, told.watermark, told.policy, told.async_scheduling) == (20, 0.1, "priority", True)
 
 
 def test_facts_without_blocks_are_refused() -> None:

@@ -282,7 +282,8 @@ def test_the_page_and_the_ledger_are_there(layer):
     assert layer("/ledger/nothing")[0] == 404
     assert layer("/ledger/facts", query_string=b"engine=0")[0] == 200
     assert layer("/ledger/facts", query_string=b"engine=1")[0] == 400
-    assert layer("/ledger/facts", method="POST")[0] == 405
+    status, headers, _ = layer("/ledger/facts", method="POST")
+    assert (status, dict(headers)[b"allow"]) == (405, b"GET, HEAD")
 
 
 def test_no_socket_is_left_behind(monkeypatch, tmp_path):

@@ -1,8 +1,12 @@
 """vLLM's own scheduler under a virtual clock: a run that it decides is decided so again from the ledger of that run."""
 
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from queue import Queue
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -11,10 +15,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from vllm.v1.engine.core import EngineCore
+
 from splittime.attach.settings import VllmSettings, changed
 from splittime.attach.simulators import simulator_of
 from splittime.attach.versions import vllm_version
 from splittime.attach.vllm_engine import VllmEngine, by_plan
+from splittime.attach.vllm_offline import PlannedStep, offline_request, offline_scheduler, sampled
 from splittime.attach.vllm_replay import ready_ns, replay
 from splittime.attach.vllm_replica import VllmReplica
 from splittime.core.clock import VirtualClock
@@ -22,7 +29,7 @@ from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
 from splittime.ledger.stages import Cause, Stage
-from splittime.ledger.steps import verify_steps
+from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.asked import Asked, asked_requests
 from splittime.simulate.change import Change
@@ -31,7 +38,7 @@ from splittime.simulate.recorded import Recorded, read_ledger
 from splittime.simulate.replica import Approach
 from splittime.simulate.run import Delivery, serve_each
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
-from splittime.simulate.trace import TracedRequest
+from splittime.simulate.trace import TracedRequest, ended_by_token
 from splittime.simulate.what_if import predict, recorded_load, write_simulated
 
 pytestmark = pytest.mark.vllm
@@ -50,7 +57,11 @@ SETTINGS = st.builds(
     enable_prefix_caching=st.booleans(),
     long_prefill_token_threshold=st.sampled_from((0, 8)),
     watermark=st.sampled_from((0.0, 0.1)),
+    async_scheduling=st.booleans(),
 )
+
+
+AROUND = Delivery(11, 13, 17)
 
 
 class OwnCosts:
@@ -93,14 +104,26 @@ def _hashed(traced: TracedRequest, rng: random.Random) -> TracedRequest:
     return traced._replace(account=account, stops_after=stops_after)
 
 
-def served(config: VllmSettings, asked: Sequence[TracedRequest]) -> Recorded:
+def ended_by_tokens(asked: Sequence[TracedRequest], seed: int) -> list[TracedRequest]:
+    """Returns the requests; a token ends some of them before they have all that they may have."""
+    rng, ended = random.Random(seed), []
+    for traced in asked:
+        most = traced.request.sampling.max_tokens or 1
+        if most > 1 and traced.stops_after is None and rng.random() < 0.3:
+            account = msgspec.structs.replace(traced.account, max_tokens=most)
+            traced = ended_by_token(traced._replace(account=account), rng.randrange(1, most))
+        ended.append(traced)
+    return ended
+
+
+def served(config: VllmSettings, asked: Sequence[TracedRequest], delivery: Delivery = AROUND) -> Recorded:
     clock, answers = VirtualClock(), Answers()
     engine = VllmEngine(config, clock, by_plan(OwnCosts()), answers, asked)
     accounts: list[Any] = []
     steps: list[Any] = []
-    around = QueueLimits(2**40, 2**40), Delivery(11, 13, 17), engine.after_step_ns, answers
+    around = QueueLimits(2**40, 2**40), delivery, engine.after_step_ns, answers
     serve_each(list(asked), engine.run, clock, *around, accounts.append, steps.append)
-    told = {**msgspec.to_builtins(config), "async_scheduling": False, "kv_cache_groups": ["FullAttentionSpec"]}
+    told = {**msgspec.to_builtins(config), "kv_cache_groups": ["FullAttentionSpec"]}
     facts = ServerFacts(version="", model="", max_model_len=LENGTH, settings=told, engine=f"vllm {vllm_version()}")
     return Recorded(accounts, steps, facts)
 
@@ -108,14 +131,14 @@ def served(config: VllmSettings, asked: Sequence[TracedRequest]) -> Recorded:
 @settings(max_examples=40)
 @given(SETTINGS, st.integers(0, 10_000))
 def test_a_simulated_run_is_decided_again_from_its_ledger(config: VllmSettings, seed: int) -> None:
-    recorded = served(config, requests(seed))
+    recorded = served(config, ended_by_tokens(requests(seed), seed))
     assert replay(recorded) is None
 
 
 @settings(max_examples=20)
 @given(SETTINGS, st.integers(0, 10_000))
 def test_accounts_and_steps_of_a_simulated_run_sum(config: VllmSettings, seed: int) -> None:
-    asked = requests(seed)
+    asked = ended_by_tokens(requests(seed), seed)
     recorded = served(config, asked)
     assert {each.request_id for each in recorded.accounts} == {each.request.request_id for each in asked}
     verify_steps(recorded.steps)
@@ -191,6 +214,89 @@ def test_the_same_settings_give_what_was_recorded_again() -> None:
     prediction = predict(recorded, Change(), draws=2, to_replica=simulator_of(recorded.facts).to_replica)
     figure = prediction.figure("e2e_ms_p50")
     assert figure.before == pytest.approx(figure.recorded, rel=0.2)
+
+
+class OwnLoop(EngineCore):
+    """vLLM's own loop for asynchronous scheduling around our scheduler with books; its device is a clock."""
+
+    def __init__(self, config: VllmSettings, clock: VirtualClock, answers: Answers) -> None:
+        self.scheduler = offline_scheduler(config, clock, by_plan(OwnCosts()))
+        self.batch_queue_size, self.batch_queue = 2, deque(maxlen=2)
+        self.is_mm_encoder_only = self.is_pooling_model = self.check_for_draft_tokens = False
+        self.model_executor, self.vllm_config = self, self.scheduler.vllm_config
+        self.aborts_queue: Queue = Queue()
+        self._clock, self._answers, self._free_ns = clock, answers, 0
+
+    def _should_throttle_prefills(self) -> bool:
+        return False
+
+    @contextmanager
+    def capture_iteration_details(self, plan: Any) -> Iterator[None]:
+        yield None
+
+    def _attach_iteration_details(self, outputs: Any, details: Any) -> None:
+        """Nobody asks for them."""
+
+    def _attach_weight_version(self, outputs: Any) -> None:
+        """Nobody asks for it."""
+
+    def execute_model(self, plan: Any, non_block: bool) -> "OwnLoop":
+        names = plan.num_scheduled_tokens
+        samples = frozenset(name for name in names if not self.scheduler.requests[name].is_prefill_chunk)
+        self._launched, time = PlannedStep(plan, samples), self.scheduler.books.planned
+        if names:
+            self._free_ns = max(self._free_ns, self._clock.now_ns()) + time.device_ns
+        self._done_ns = self._free_ns if names else 0
+        return self.sample_tokens(None, non_block)
+
+    def sample_tokens(self, grammar: object, non_block: bool) -> Any:
+        return Result(partial(self._result, self._launched, self._done_ns))
+
+    def _result(self, planned: PlannedStep, done_ns: int) -> Any:
+        self._clock.advance_to(done_ns)
+        return sampled(self.scheduler, planned, self._answers)
+
+
+class Result(NamedTuple):
+    result: Callable[[], Any]
+
+
+def by_own_loop(config: VllmSettings, asked: Sequence[TracedRequest]) -> list[StepRecord]:
+    """Returns the steps of vLLM's own loop, which takes in who has come before it plans."""
+    clock, answers, records = VirtualClock(), Answers(), []
+    loop = OwnLoop(config, clock, answers)
+    coming = deque(sorted(asked, key=lambda traced: traced.received_ns))
+    for traced in asked:
+        answers.learn(traced.request.request_id, len(traced.request.prompt_token_ids), traced.answer)
+    while coming or loop.scheduler.has_requests() or loop.batch_queue:
+        if not loop.scheduler.has_unfinished_requests() and not loop.batch_queue:
+            clock.advance_to(coming[0].received_ns if coming else 0)
+        while coming and coming[0].received_ns <= clock.now_ns():
+            loop.scheduler.add_request(offline_request(coming.popleft(), config))
+        loop.step_with_batch_queue()
+        _, record = loop.scheduler.told.take()
+        if record is not None:
+            records.append(record)
+            clock.advance(loop.scheduler.books.ended.host_gap_ns)
+    return records
+
+
+@settings(max_examples=20)
+@given(SETTINGS, st.integers(0, 10_000))
+def test_our_loop_plans_ahead_as_vllms_own_does(config: VllmSettings, seed: int) -> None:
+    config = msgspec.structs.replace(config, async_scheduling=True)
+    asked = [each._replace(leaves_ns=None, stops_after=None) for each in requests(seed)]
+    asked = ended_by_tokens(asked, seed)
+    assert served(config, asked, Delivery()).steps == by_own_loop(config, asked)
+
+
+def test_a_run_that_plans_ahead_hides_its_plans_and_computes_rows_for_nothing() -> None:
+    asked = ended_by_tokens(requests(5, 60), 5)
+    ahead = served(msgspec.structs.replace(TIGHT, num_blocks=200, async_scheduling=True), asked)
+    in_turn = served(msgspec.structs.replace(TIGHT, num_blocks=200), asked)
+    assert sum(step.hidden_ns > 0 for step in ahead.steps) > len(ahead.steps) / 2
+    rows = [sum(len(step.rows) for step in run.steps) for run in (ahead, in_turn)]
+    assert rows[0] > rows[1]
 
 
 def test_a_request_that_never_fits_is_an_error_and_not_a_wait_for_ever() -> None:

@@ -4,7 +4,8 @@
 
 A request waits (`queue`, `preempted`), is computed (`prefill`, `recompute`, `decode`) or stalls; the adapter of the
 scheduler says which at each plan, with the cause. What the engine's process cannot see (launching, sampling, the
-device's own clock) is 0 in a step's record and named in `UNKNOWN`: `device_ns` is all from the plan to the result.
+device's own clock) is 0 in a step's record and named in `UNKNOWN`: `device_ns` is all from the plan to the result, or,
+of a step that was planned while another ran, from that one's end to its own result.
 """
 
 from collections import Counter
@@ -121,20 +122,25 @@ class EngineBook:
             self.account.enter(Stage.PREFILL, now_ns)
 
 
-class BegunStep(NamedTuple):
-    """A step that has begun. is_queued: while another ran."""
+class BegunStep(msgspec.Struct):
+    """A step that has begun. is_queued: while another ran. looked_ns: when what comes behind it was planned first,
+    while it ran; busy_until_ns: when that plan was made."""
 
     step_id: int
     plan: DecidedPlan
     begin_ns: int
     planned_ns: int
     is_queued: bool
+    looked_ns: int | None = None
+    busy_until_ns: int = 0
 
 
 class EngineBooks:
-    """All requests that an engine has, and its steps. Not thread-safe: the engine's loop is the only caller."""
+    """All requests that an engine has, and its steps. Not thread-safe: the engine's loop is the only caller.
+    plans_ahead: it plans a step while another runs, whenever it can."""
 
-    def __init__(self) -> None:
+    def __init__(self, plans_ahead: bool = False) -> None:
+        self._plans_ahead = plans_ahead
         self.books: dict[str, EngineBook] = {}
         self.num_steps = 0
         self._flights: list[BegunStep] = []
@@ -238,6 +244,8 @@ class EngineBooks:
         """A plan was made between these instants. Returns None where it has no row: no step comes of it, and an engine
         that was idle still is (vLLM makes such a plan to tell its workers who has ended)."""
         self._mark(plan, begin_ns)
+        if self._flights and self._flights[0].looked_ns is None:
+            self._flights[0].looked_ns, self._flights[0].busy_until_ns = begin_ns, planned_ns
         if not plan.rows:
             self._victims += plan.victims
             return None
@@ -297,11 +305,14 @@ class EngineBooks:
         return record
 
     def _record(self, flight: BegunStep, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
-        """A step that was planned while another ran begins where that one ended, and its plan is hidden."""
+        """A step that was planned while another ran begins where that one ended. Where steps are planned ahead, each
+        ends with its result: what the engine does then lies beside the next, as in `engine.recorder`."""
         plan, last_ns = flight.plan, self._last_end_ns
-        is_hidden = flight.is_queued and last_ns is not None
-        begin_ns = max(last_ns or 0, flight.begin_ns) if is_hidden else flight.begin_ns
+        begin_ns = max(last_ns or 0, flight.begin_ns) if flight.is_queued else flight.begin_ns
         planned_ns = max(begin_ns, flight.planned_ns)
+        ready_ns = max(ready_ns, planned_ns)
+        end_ns = ready_ns if self._plans_ahead else end_ns
+        looked_ns = begin_ns if flight.looked_ns is None else flight.looked_ns
         gap_ns = 0 if last_ns is None else max(0, begin_ns - last_ns)
         idle_ns = min(self._idle_ns, gap_ns)
         num_tokens = sum(count for _, _, count in plan.rows)
@@ -311,9 +322,9 @@ class EngineBooks:
             end_ns=end_ns,
             plan_ns=planned_ns - begin_ns,
             launch_ns=0,
-            device_ns=max(ready_ns, planned_ns) - planned_ns,
+            device_ns=ready_ns - planned_ns,
             sample_ns=0,
-            commit_ns=end_ns - max(ready_ns, planned_ns),
+            commit_ns=end_ns - ready_ns,
             host_gap_ns=gap_ns - idle_ns,
             idle_ns=idle_ns,
             rows=plan.rows,
@@ -324,6 +335,7 @@ class EngineBooks:
             num_running=plan.num_running,
             num_waiting=plan.num_waiting,
             victims=self._victims + plan.victims,
-            hidden_ns=min(flight.planned_ns, begin_ns) - min(flight.begin_ns, begin_ns),
+            hidden_ns=max(0, flight.busy_until_ns - planned_ns),
+            ahead_ns=max(0, looked_ns - begin_ns) if self._plans_ahead else None,
             verified=tuple((name, count, min(count, accepted.get(name, 0))) for name, count in plan.drafts),
         )

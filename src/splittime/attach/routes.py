@@ -161,7 +161,8 @@ class BookRoutes:
                 raise NotFound(f"no such path: {path}", hint="splittime's paths here: " + ", ".join(self._exact))
             await handler(self._books_of(scope), scope, receive, send)
         except SplittimeError as error:
-            await http.respond_error(send, error)
+            allowed = [(b"allow", b"GET, HEAD")] if error.info.status == 405 else []
+            await http.respond_error(send, error, headers=allowed)
         except http.Disconnected:
             pass
 
@@ -180,7 +181,8 @@ class BookRoutes:
 
     def _check(self, scope: http.Scope) -> None:
         if scope["method"] not in ("GET", "HEAD"):
-            raise RequestError(f"{scope['path']} is not for {scope['method']}", status=405, hint="use GET")
+            words = f"{scope['path']} is not for {scope['method']}"
+            raise RequestError(words, code="method_not_allowed", status=405, value=scope["method"], hint="use GET")
         client = (scope.get("client") or ("127.0.0.1",))[0]
         if not self._is_open_to_all and not http.is_loopback(client):
             words = "without an --api-key of vLLM's, its books answer to this machine alone"

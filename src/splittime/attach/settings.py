@@ -21,7 +21,7 @@ MORE_THAN_ONE = ("pipeline_parallel_size", "data_parallel_size")
 
 
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """num_blocks: of the KV cache, without vLLM's null block."""
+    """num_blocks: of the KV cache, without vLLM's null block. async_scheduling: it plans a step while one runs."""
 
     max_model_len: int
     max_num_seqs: int
@@ -36,6 +36,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_active_seqs: int | None = None
     watermark: float = 0.0
     scheduler_reserve_full_isl: bool = True
+    async_scheduling: bool = False
 
 
 def flag_of(name: str, value: Any) -> list[str]:
@@ -106,9 +107,8 @@ def _require_possible(settings: VllmSettings) -> None:
 
 
 def _require_simple(told: dict[str, Any]) -> None:
-    """Raises ConfigError for what lies outside one synchronous scheduler over one group of full attention."""
+    """Raises ConfigError for what lies outside one scheduler over one group of full attention."""
     faults = {
-        "async_scheduling": bool(told.get("async_scheduling")),
         "num_speculative_tokens": bool(told.get("num_speculative_tokens")),
         "kv_connector": bool(told.get("kv_connector")),
         "kv_cache_groups": told.get("kv_cache_groups", ["FullAttentionSpec"]) != ["FullAttentionSpec"],
@@ -117,5 +117,5 @@ def _require_simple(told: dict[str, Any]) -> None:
     for name, is_fault in faults.items():
         if is_fault:
             words = f"a vLLM whose {name} is {told[name]} cannot be run again"
-            hint = "Can be: one engine with full attention, --no-async-scheduling, without drafts or a KV connector."
+            hint = "Can be: one engine with full attention, without drafts or a KV connector."
             raise ConfigError(words, param=name, value=str(told[name]), hint=hint)

@@ -1,7 +1,12 @@
 """vLLM's engine core, so far as it decides: its loop around its scheduler, under a virtual clock.
 
-What has come is taken in, a step is planned and runs, and aborts that came meanwhile are heeded before its result. What
-the requests are told goes to the server of `simulate.run`, in the words in which our own engine tells it.
+What has come is taken in, a step is planned and runs, and aborts that came meanwhile are heeded before its result. With
+asynchronous scheduling the next step is planned before that, as `EngineCore.step_with_batch_queue` does it:
+
+    host      plan 1, plan 2 | wait for 1 | result 1, host_gap | plan 3 | wait for 2 | ..
+    device    [ step 1 ][ step 2 ][ ..
+
+What the requests are told goes to the server of `simulate.run`, in the words in which our own engine tells it.
 """
 
 from collections import deque
@@ -12,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from splittime.attach.engine_books import DecidedPlan, EndedBook
 from splittime.attach.settings import VllmSettings
-from splittime.attach.vllm_offline import TimeOf, offline_request, offline_scheduler, sampled
+from splittime.attach.vllm_offline import PlannedStep, TimeOf, offline_request, offline_scheduler, plan_step, sampled
 from splittime.core.clock import VirtualClock
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import ConfigError
@@ -59,19 +64,24 @@ class VllmEngine:
         self._traced = {traced.request.request_id: traced for traced in requests}
         self._come: deque[tuple[Submit, int]] = deque()  # while a step ran
         self._num_told: dict[str, int] = {}  # marks, by request
+        self._flying: deque[tuple[PlannedStep, int]] = deque()  # planned, and when each will be done
+        self._most_flying = 2 if settings.async_scheduling else 1
+        self._device_free_ns = 0
         self._num_empty = 0
 
     def after_step_ns(self) -> int:
         """How long after a step the next may begin."""
-        return self._scheduler.books.taken.host_gap_ns
+        return self._scheduler.books.ended.host_gap_ns
 
     def run(self, door: Door, take: Callable[[FromEngine], None]) -> None:
         """Until nobody can come any more."""
         while not door.is_closed:
-            if not self._scheduler.has_unfinished_requests() and not self._come:
+            if not self._scheduler.has_unfinished_requests() and not self._come and not self._flying:
                 door.wait(None)
             self._take_in(door)
-            output = self._step(door)
+            if self._scheduler.has_requests() and self._launch():
+                continue
+            output = self._end(door) if self._flying else None
             if output is not None:
                 take(output)
 
@@ -102,20 +112,31 @@ class VllmEngine:
         assert isinstance(message, Abort)
         self._scheduler.finish_requests([message.request_id], RequestStatus.FINISHED_ABORTED)
 
-    def _step(self, door: Door) -> StepOutput | None:
+    def _launch(self) -> bool:
+        """Plans a step. Returns whether another may be planned before the first of those that run is waited for."""
+        planned, done_ns = plan_step(self._scheduler), self._clock.now_ns()
+        has_rows = bool(planned.plan.num_scheduled_tokens)
+        if has_rows:
+            time = self._scheduler.books.planned
+            runs_ns = max(1, time.launch_ns + time.device_ns + time.sample_ns)
+            self._device_free_ns = done_ns = max(self._device_free_ns, done_ns) + runs_ns
+            self._num_empty = 0
+        self._flying.append((planned, done_ns))
+        return len(self._flying) < self._most_flying and (has_rows or self._scheduler.has_requests())
+
+    def _end(self, door: Door) -> StepOutput | None:
+        """Waits for the first of the steps that run, and takes its result in."""
         scheduler, clock = self._scheduler, self._clock
-        plan = scheduler.schedule()
-        if not plan.num_scheduled_tokens:
-            scheduler.update_from_output(plan, EMPTY_MODEL_RUNNER_OUTPUT)
-            self._note_empty()
+        planned, done_ns = self._flying.popleft()
+        if not planned.plan.num_scheduled_tokens:
+            scheduler.update_from_output(planned.plan, EMPTY_MODEL_RUNNER_OUTPUT)
+            if not self._flying:
+                self._note_empty()
             return self._output_of_step(())
-        self._num_empty = 0
-        time = scheduler.books.taken
-        clock.advance(max(0, time.launch_ns + time.device_ns + time.sample_ns - 1))
+        clock.advance_to(done_ns - 1)
         self._take_aborts(door)
-        clock.advance(1)
-        result = sampled(scheduler, plan, self._answers)
-        of_clients = scheduler.update_from_output(plan, result)
+        clock.advance_to(done_ns)
+        of_clients = scheduler.update_from_output(planned.plan, sampled(scheduler, planned, self._answers))
         new = {each.request_id: each.new_token_ids for outputs in of_clients.values() for each in outputs.outputs}
         return self._output_of_step(tuple((name, tuple(ids)) for name, ids in new.items() if ids))
 

@@ -2,9 +2,9 @@
 
     scheduler = offline_scheduler(settings, clock, time_of)
     scheduler.add_request(offline_request(traced, settings))
-    plan = scheduler.schedule()                                  the plan's own time passes
-    clock.advance(...)                                           the device's, which `scheduler.books.taken` tells
-    scheduler.update_from_output(plan, sampled(scheduler, plan, answers))
+    planned = plan_step(scheduler)                               the plan's own time passes
+    clock.advance(...)                                           the device's, which `scheduler.books.planned` tells
+    scheduler.update_from_output(planned.plan, sampled(scheduler, planned, answers))
 
 Its books are those of a live server: the same `Bookkeeping` over the same class. Its model is a `config.json` of one
 tiny layer in a temporary folder: the scheduler asks a model for its length alone.
@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -46,21 +47,24 @@ TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidde
 
 
 class OfflineBooks(EngineBooks):
-    """The books of an engine for whose planning and committing time passes. time_of: what a step takes."""
+    """The books of an engine for whose planning and committing time passes. time_of: what a step takes. planned, ended:
+    what that step takes which was planned, or has ended, last."""
 
-    def __init__(self, clock: VirtualClock, time_of: TimeOf) -> None:
-        super().__init__()
-        self.taken = StepTime()
+    def __init__(self, clock: VirtualClock, time_of: TimeOf, plans_ahead: bool) -> None:
+        super().__init__(plans_ahead)
+        self.planned = self.ended = StepTime()
+        self._times: dict[int, StepTime] = {}  # of the steps that run, by their numbers
         self._clock, self._time_of = clock, time_of
 
     def begin(self, plan: DecidedPlan, begin_ns: int, planned_ns: int) -> BegunStep | None:
         if plan.rows:
-            self.taken = self._time_of(plan, begin_ns)
-            self._clock.advance(self.taken.plan_ns)
+            self.planned = self._times[self.num_steps + 1] = self._time_of(plan, begin_ns)
+            self._clock.advance(self.planned.plan_ns)
         return super().begin(plan, begin_ns, self._clock.now_ns())
 
     def end_step(self, flight: BegunStep, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
-        self._clock.advance(self.taken.commit_ns)
+        self.ended = self._times.pop(flight.step_id)
+        self._clock.advance(self.ended.commit_ns)
         return super().end_step(flight, accepted, ready_ns, self._clock.now_ns())
 
 
@@ -97,13 +101,18 @@ class OfflineScheduler(Bookkeeping, Scheduler):
         self._st_now = clock.now_ns
         self.told = Kept()
         super().__init__(**kwargs)
-        self.books = self._st_books = OfflineBooks(clock, time_of)
+        plans_ahead = bool(self.vllm_config.scheduler_config.async_scheduling)
+        self.books = self._st_books = OfflineBooks(clock, time_of, plans_ahead)
 
     def _st_open_mail(self) -> Kept:
         return self.told
 
     def _st_fail(self, error: Exception) -> None:
         raise error
+
+
+class OfflineAsyncScheduler(OfflineScheduler, AsyncScheduler):
+    """The one that vLLM takes where it plans a step while another runs."""
 
 
 def offline_scheduler(settings: VllmSettings, clock: VirtualClock, time_of: TimeOf) -> OfflineScheduler:
@@ -113,7 +122,8 @@ def offline_scheduler(settings: VllmSettings, clock: VirtualClock, time_of: Time
     spec = FullAttentionSpec(settings.block_size, num_kv_heads=1, head_size=8, dtype=config.model_config.dtype)
     num_blocks = settings.num_blocks + 1  # one is the null block
     config.cache_config.num_gpu_blocks = num_blocks
-    return OfflineScheduler(
+    config.scheduler_config.async_scheduling = settings.async_scheduling  # which vLLM takes back on a CPU
+    return (OfflineAsyncScheduler if settings.async_scheduling else OfflineScheduler)(
         clock,
         time_of,
         vllm_config=config,
@@ -146,7 +156,9 @@ def _scheduling(settings: VllmSettings) -> dict[str, Any]:
     """Returns the settings that this release has: no release has all."""
     known = {field.name for field in fields(SchedulerConfig)}
     return {
-        name: value for name, value in msgspec.structs.asdict(settings).items() if name in known - {"max_model_len"}
+        name: value
+        for name, value in msgspec.structs.asdict(settings).items()
+        if name in known - {"max_model_len", "async_scheduling"}
     }
 
 
@@ -169,6 +181,7 @@ def offline_request(traced: TracedRequest, settings: VllmSettings) -> Request:
             ignore_eos=True,
             detokenize=False,
             prompt_logprobs=asked.sampling.prompt_logprobs,
+            stop_token_ids=list(asked.sampling.stop_token_ids),
         ),
         pooling_params=None,
         arrival_time=read,
@@ -180,12 +193,26 @@ def offline_request(traced: TracedRequest, settings: VllmSettings) -> Request:
     return request
 
 
-def sampled(scheduler: OfflineScheduler, plan: Any, answers: Answers) -> ModelRunnerOutput:
-    """Returns what a model would return: a token for each row with which its request's tokens are all computed."""
-    names = list(plan.num_scheduled_tokens)
+class PlannedStep(NamedTuple):
+    """vLLM's plan. samples: the requests whose tokens are all computed with it: each samples one."""
+
+    plan: Any
+    samples: frozenset[str]
+
+
+def plan_step(scheduler: OfflineScheduler) -> PlannedStep:
+    """Returns the next step; it may have no rows."""
+    plan = scheduler.schedule()
+    rows = plan.num_scheduled_tokens
+    return PlannedStep(plan, frozenset(name for name in rows if not scheduler.requests[name].is_prefill_chunk))
+
+
+def sampled(scheduler: OfflineScheduler, planned: PlannedStep, answers: Answers) -> ModelRunnerOutput:
+    """Returns what a model would return. A request that has ended meanwhile gets nothing."""
+    names = list(planned.plan.num_scheduled_tokens)
     requests = [scheduler.requests.get(name) for name in names]
     tokens = [
-        [] if each is None or each.is_prefill_chunk else answers.tokens(name, each.num_tokens, 1)
+        [] if each is None or name not in planned.samples else answers.tokens(name, each.num_tokens, 1)
         for name, each in zip(names, requests, strict=True)
     ]
     return ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, tokens)

@@ -18,10 +18,10 @@ from splittime.core.clock import VirtualClock
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import Change
 from splittime.simulate.costed import Answers
-from splittime.simulate.recorded import Recorded
+from splittime.simulate.recorded import Recorded, plans_ahead
 from splittime.simulate.replica import UNBOUNDED, AnyReplica, ModelCosts, measured
 from splittime.simulate.run import OnAccount, OnStep, serve_each
-from splittime.simulate.trace import TracedRequest, at_speed
+from splittime.simulate.trace import TracedRequest, as_seen_ahead, at_speed
 
 
 class VllmReplica(AnyReplica, frozen=True, kw_only=True):
@@ -44,6 +44,8 @@ class VllmReplica(AnyReplica, frozen=True, kw_only=True):
 
         costs = ModelCosts(self.costs, self.pace, seed, change.speed)
         requests = at_speed(requests, change.speed)
+        if settings.async_scheduling:
+            requests = list(map(as_seen_ahead, requests))
         clock, answers = VirtualClock(), Answers()
         engine = VllmEngine(settings, clock, by_plan(costs), answers, requests)
         limits = QueueLimits(UNBOUNDED, UNBOUNDED)
@@ -54,7 +56,9 @@ class VllmReplica(AnyReplica, frozen=True, kw_only=True):
 def replica_of(recorded: Recorded) -> VllmReplica:
     """Returns the vLLM server that wrote this ledger. Raises ConfigError for a ledger that says too little, and for a
     server that cannot be simulated."""
-    return VllmReplica(config=settings_of(recorded.facts), **measured(recorded))
+    config = settings_of(recorded.facts)
+    plans_ahead(recorded)  # or raises
+    return VllmReplica(config=config, **measured(recorded))
 
 
 def keep_vllm_quiet() -> None:

@@ -108,7 +108,7 @@ class Bookkeeping(StatesCauses):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._st_books = EngineBooks()
+        self._st_books = EngineBooks(bool(self.vllm_config.scheduler_config.async_scheduling))
         self._st_flights: dict[int, BegunStep] = {}  # by the id of vLLM's output object
         self._st_victims: list[str] = []  # preempted since the last plan was told of, in this one or before it
         self._st_is_planning = self._st_has_preempted = False  # has_preempted: in this plan

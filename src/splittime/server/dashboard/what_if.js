@@ -8,6 +8,7 @@ import { byId, el, say } from "./dom.js";
 import { DASH, count, duration, plural } from "./format.js";
 
 const LOAD = "load (times)";
+const ELSEWHERE = "This server does not simulate itself. Ask its ledger's file: splittime simulate FILE --max-num-seqs 16.";
 const FIGURES = [
   ["ttft_ms_p50", "first token, p50"],
   ["ttft_ms_p99", "first token, p99"],
@@ -40,9 +41,15 @@ export class WhatIf {
   async wake() {
     if (this.#schemas) return;
     try {
-      const [described, knobs] = await Promise.all([askJson("openapi.json"), askJson("knobs")]);
-      const asked = described.paths["/ledger/what-if"].post.requestBody.content["application/json"].schema;
-      this.#knobs = knobs;
+      const described = (await askJson("openapi.json")).paths["/ledger/what-if"];
+      if (!described) {
+        this.seen.disconnect();
+        this.form.hidden = true;
+        say(byId("what-if-note"), ELSEWHERE);
+        return;
+      }
+      const asked = described.post.requestBody.content["application/json"].schema;
+      this.#knobs = await askJson("knobs");
       this.#schemas = { ...asked.properties.settings.properties, [LOAD]: asked.properties.speed };
     } catch (error) {
       this.#fail(error);
@@ -117,7 +124,7 @@ export class WhatIf {
 
   #fail(error) {
     if (error instanceof KeyNeeded) this.onTrouble(error);
-    this.form.closest("section").hidden = error.status === 404; // a server without a simulator: vLLM with our books
+    this.form.closest("section").hidden = error.status === 404; // a vLLM that describes nothing
     say(byId("what-if-note"), error.message);
   }
 }
