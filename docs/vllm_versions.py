@@ -45,8 +45,8 @@ def page(found: Found) -> str:
         "`make check-vllm` found on a CPU. A release that is not in this table is refused; "
         "`SPLITTIME_VLLM_UNTESTED=1` tries it all the same.\n\n" + header + rows + "\n"
         "Not tried for want of hardware: cards, tensor and pipeline parallel engines, KV connectors. The asynchronous "
-        "scheduler of vLLM, which a card has by default and a CPU cannot have, was driven by the tests in vLLM's own "
-        "loop, with a clock for a device.\n"
+        "scheduler of vLLM, which a card has by default and a CPU cannot have, was tested with vLLM's own "
+        "`step_with_batch_queue` and a simulated device.\n"
     )
 
 

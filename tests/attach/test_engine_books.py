@@ -146,6 +146,20 @@ def test_a_step_planned_beside_another_begins_where_that_ended():
     assert one.ahead_ns is None
 
 
+def test_who_is_preempted_while_its_token_is_computed_goes_on_waiting():
+    books = EngineBooks(plans_ahead=True)
+    for name in ("a", "b"):
+        books.receive(AskedRequest(name, 0, 4, 9), 100, 100)
+    first = books.begin(plan(("a", 0, 4), ("b", 0, 4)), 200, 210)
+    books.preempt("b", 4)
+    second = books.begin(plan(("a", 4, 1), waiting=[("b", Cause.KV_BLOCKS)]), 220, 230)
+    books.commit(first, [("a", 1), ("b", 1)], 300)
+    books.end_step(first, {}, 300, 310)
+    assert books.books["a"].account.stage is Stage.DECODE
+    assert (books.books["b"].account.stage, books.books["b"].account.cause) == (Stage.PREEMPTED, Cause.KV_BLOCKS)
+    assert books.books["b"].token_steps == [second.step_id - 1]
+
+
 def test_a_step_of_an_engine_that_plans_ahead_ends_with_its_result():
     one, two = two_steps_at_once(EngineBooks(plans_ahead=True))
     assert (one.begin_ns, one.end_ns, two.begin_ns, two.end_ns) == (200, 300, 300, 400)

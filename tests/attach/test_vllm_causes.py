@@ -19,9 +19,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from splittime.attach import vllm_scheduler
-from splittime.attach.engine_books import EndedBook
+from splittime.attach.engine_books import UNKNOWN_AHEAD, EndedBook
 from splittime.attach.settings import VllmSettings
-from splittime.attach.vllm_offline import OfflineScheduler, offline_scheduler
+from splittime.attach.vllm_facts import facts_of
+from splittime.attach.vllm_offline import OfflineAsyncScheduler, offline_scheduler
 from splittime.attach.vllm_scheduler import Bookkeeping
 from splittime.core.clock import VirtualClock
 from splittime.ledger.stages import Cause, Stage
@@ -278,21 +279,10 @@ def test_hits_of_the_prefix_cache():
 
 def test_steps_that_are_planned_beside_others():
     """vLLM's asynchronous scheduler, driven as its engine drives it: a plan is made while a step runs."""
-    driver = Driver()
-    plain = driver.scheduler
-    kept = type("AsyncOffline", (OfflineScheduler, AsyncScheduler), {})
-    assert [each for each in kept.__mro__ if each in (Bookkeeping, AsyncScheduler, Scheduler)] == [
+    driver = Driver(async_scheduling=True)
+    assert [each for each in OfflineAsyncScheduler.__mro__ if each in (Bookkeeping, AsyncScheduler, Scheduler)] == [
         Bookkeeping, AsyncScheduler, Scheduler,
     ]  # fmt: skip
-    plain.vllm_config.scheduler_config.async_scheduling = True
-    driver.scheduler = kept(
-        driver.clock,
-        lambda plan, begin_ns: TIME,
-        vllm_config=plain.vllm_config,
-        kv_cache_config=plain.kv_cache_config,
-        structured_output_manager=plain.structured_output_manager,
-        block_size=16,
-    )
     driver.add("a", most=4)
     before = driver.plan()
     while "a" not in driver.ended:
@@ -301,6 +291,8 @@ def test_steps_that_are_planned_beside_others():
         before = after
     verify_steps(driver.records)
     assert driver.ended["a"].token_steps == [1, 2, 3, 4]
+    assert set(UNKNOWN_AHEAD) <= set(facts_of(driver.scheduler).unknown)
+    assert not set(UNKNOWN_AHEAD) & set(facts_of(Driver().scheduler).unknown)
     assert all(record.hidden_ns for record in driver.records[:-1])
     assert all(mark.stage is not Stage.DECODE_STALL for mark in driver.ended["a"].marks)
 

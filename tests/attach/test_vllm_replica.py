@@ -223,9 +223,15 @@ class OwnLoop(EngineCore):
         self.scheduler = offline_scheduler(config, clock, by_plan(OwnCosts()))
         self.batch_queue_size, self.batch_queue = 2, deque(maxlen=2)
         self.is_mm_encoder_only = self.is_pooling_model = self.check_for_draft_tokens = False
+        self.is_ec_consumer = True  # up to 0.30
         self.model_executor, self.vllm_config = self, self.scheduler.vllm_config
         self.aborts_queue: Queue = Queue()
         self._clock, self._answers, self._free_ns = clock, answers, 0
+        self.leavers: list[tuple[int, str]] = []  # the first that leaves last
+
+    def hear_of_leavers(self, abort: Callable[[str], None]) -> None:
+        while self.leavers and self.leavers[-1][0] <= self._clock.now_ns():
+            abort(self.leavers.pop()[1])
 
     def _should_throttle_prefills(self) -> bool:
         return False
@@ -253,6 +259,8 @@ class OwnLoop(EngineCore):
         return Result(partial(self._result, self._launched, self._done_ns))
 
     def _result(self, planned: PlannedStep, done_ns: int) -> Any:
+        self._clock.advance_to(done_ns - 1)
+        self.hear_of_leavers(lambda name: self.aborts_queue.put([name]))
         self._clock.advance_to(done_ns)
         return sampled(self.scheduler, planned, self._answers)
 
@@ -268,11 +276,14 @@ def by_own_loop(config: VllmSettings, asked: Sequence[TracedRequest]) -> list[St
     coming = deque(sorted(asked, key=lambda traced: traced.received_ns))
     for traced in asked:
         answers.learn(traced.request.request_id, len(traced.request.prompt_token_ids), traced.answer)
+    leavers = [(max(each.leaves_ns, each.received_ns), each.request.request_id) for each in asked if each.leaves_ns]
+    loop.leavers = sorted(leavers, reverse=True)
     while coming or loop.scheduler.has_requests() or loop.batch_queue:
         if not loop.scheduler.has_unfinished_requests() and not loop.batch_queue:
             clock.advance_to(coming[0].received_ns if coming else 0)
         while coming and coming[0].received_ns <= clock.now_ns():
             loop.scheduler.add_request(offline_request(coming.popleft(), config))
+        loop.hear_of_leavers(lambda name: loop.abort_requests([name]))
         loop.step_with_batch_queue()
         _, record = loop.scheduler.told.take()
         if record is not None:
@@ -285,8 +296,7 @@ def by_own_loop(config: VllmSettings, asked: Sequence[TracedRequest]) -> list[St
 @given(SETTINGS, st.integers(0, 10_000))
 def test_our_loop_plans_ahead_as_vllms_own_does(config: VllmSettings, seed: int) -> None:
     config = msgspec.structs.replace(config, async_scheduling=True)
-    asked = [each._replace(leaves_ns=None, stops_after=None) for each in requests(seed)]
-    asked = ended_by_tokens(asked, seed)
+    asked = ended_by_tokens([each._replace(stops_after=None) for each in requests(seed)], seed)
     assert served(config, asked, Delivery()).steps == by_own_loop(config, asked)
 
 
@@ -299,9 +309,10 @@ def test_a_run_that_plans_ahead_hides_its_plans_and_computes_rows_for_nothing() 
     assert rows[0] > rows[1]
 
 
-def test_a_request_that_never_fits_is_an_error_and_not_a_wait_for_ever() -> None:
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_request_that_never_fits_is_an_error_and_not_a_wait_for_ever(is_ahead: bool) -> None:
     with pytest.raises(ConfigError, match="never fits into 4 blocks"):
-        served(msgspec.structs.replace(TIGHT, num_blocks=4), requests(3))
+        served(msgspec.structs.replace(TIGHT, num_blocks=4, async_scheduling=is_ahead), requests(3))
 
 
 @pytest.mark.parametrize(

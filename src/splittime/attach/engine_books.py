@@ -19,6 +19,7 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
 UNKNOWN = ("launch_ns", "sample_ns", "cpu_wait_ns", "off_cpu_ns", "unseen_ns")
+UNKNOWN_AHEAD = ("plan_ns", "commit_ns")  # of an engine that plans ahead: they lie beside the step, in `device_ns`
 ENGINE_DECODES = Stage.DECODE  # looked up once: Python 3.11 calls a function for each look at an enumeration's member
 
 RowOf = tuple[str, int, int]  # request id, start, number of tokens
@@ -123,8 +124,8 @@ class EngineBook:
 
 
 class BegunStep(msgspec.Struct):
-    """A step that has begun. is_queued: while another ran. looked_ns: when what comes behind it was planned first,
-    while it ran; busy_until_ns: when that plan was made."""
+    """A step that has begun. is_queued: while another ran. looked_ns: when the engine began its first plan while this
+    step ran; busy_until_ns: when that plan was finished."""
 
     step_id: int
     plan: DecidedPlan
@@ -281,8 +282,8 @@ class EngineBooks:
             book = books.get(request_id)
             if book is None or not count:
                 continue
-            if book.account.stage is not ENGINE_DECODES:
-                book.account.enter(Stage.DECODE, ready_ns)
+            if book.account.stage is not ENGINE_DECODES and book.account.stage not in WAITING:
+                book.account.enter(Stage.DECODE, ready_ns)  # else it was preempted while its token was computed
             if not book.token_steps:
                 first_tokens.append(FirstTokenBook(request_id, list(book.account.marks)))
             book.token_steps += [step_id] * count

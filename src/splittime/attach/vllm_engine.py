@@ -130,12 +130,12 @@ class VllmEngine:
         planned, done_ns = self._flying.popleft()
         if not planned.plan.num_scheduled_tokens:
             scheduler.update_from_output(planned.plan, EMPTY_MODEL_RUNNER_OUTPUT)
-            if not self._flying:
+            if not any(each.plan.num_scheduled_tokens for each, _ in self._flying):
                 self._note_empty()
             return self._output_of_step(())
         clock.advance_to(done_ns - 1)
         self._take_aborts(door)
-        clock.advance_to(done_ns)
+        clock.advance_to(max(done_ns, clock.now_ns() + 1))  # who was ended just before did not end by this result
         of_clients = scheduler.update_from_output(planned.plan, sampled(scheduler, planned, self._answers))
         new = {each.request_id: each.new_token_ids for outputs in of_clients.values() for each in outputs.outputs}
         return self._output_of_step(tuple((name, tuple(ids)) for name, ids in new.items() if ids))

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from splittime import __version__
-from splittime.attach.engine_books import UNKNOWN
+from splittime.attach.engine_books import UNKNOWN, UNKNOWN_AHEAD
 from splittime.attach.versions import is_tested, vllm_version
 from splittime.core.process_start import process_start_ns
 from splittime.ledger.facts import Process, ServerFacts
@@ -30,7 +30,7 @@ def facts_of(scheduler: Any) -> ServerFacts:
         max_model_len=config.model_config.max_model_len,
         settings=_settings(scheduler),
         processes=(Process(name="engine", started_ns=process_start_ns(), ready_ns=now_ns),),
-        unknown=UNKNOWN,
+        unknown=UNKNOWN + (UNKNOWN_AHEAD if config.scheduler_config.async_scheduling else ()),
     )
 
 

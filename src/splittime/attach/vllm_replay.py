@@ -41,7 +41,8 @@ MOST_EMPTY = 3  # plans without rows before a step
 
 
 def replay(recorded: Recorded) -> Divergence | None:
-    """Returns the first divergence, None if there is none. Raises ConfigError for what cannot be replayed."""
+    """Returns the first divergence, None if there is none. What was planned beside the last step is not compared: no
+    record tells of it. Raises ConfigError for what cannot be replayed."""
     settings = settings_of(recorded.facts)
     require_whole(recorded)
     _require_known_waits(recorded.accounts)
@@ -172,7 +173,10 @@ class VllmAgain:
 
     def _plan_beside(self, record: StepRecord, queued: StepRecord | None) -> None:
         """Plans what comes behind a step that runs. queued: the record of that; None if there was nothing to plan, for
-        those who had come by the plan before."""
+        those who had come by the plan before. Where the engine did not look (it was paused, or had nobody left),
+        `ahead_ns` is 0."""
+        if queued is None and not record.ahead_ns:
+            return
         at_ns = record.begin_ns + (record.ahead_ns or 0)
         try:
             if queued is not None:

@@ -90,7 +90,7 @@ export class WhatIf {
   #show(found, wanted) {
     const figures = new Map(found.figures.map((figure) => [figure.name, figure]));
     const rows = FIGURES.map(([name, words]) => row(words, figures.get(name), name !== "refused"));
-    const heads = ["", "recorded", "simulated", "changed", "change (90 %)"].map((word) => el("th", { scope: "col" }, word));
+    const heads = ["", "recorded", "simulated", "changed", `change (${Math.round(100 * found.share)} %)`].map((word) => el("th", { scope: "col" }, word));
     byId("what-if-answer").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...rows)), ...this.#apply(wanted));
     const leftOut = found.num_left_out ? `, without ${count(found.num_left_out)} in flight at their begin` : "";
     say(byId("what-if-note"),
