@@ -80,11 +80,11 @@ CASES = {
     "threads wrong": SickCase(
         {"num_threads": MANY_THREADS},
         SHORT,
-        parse_slo("ttft_p99=150ms,itl_p99=25ms"),
+        parse_slo("ttft_p99=150ms,itl_p99=14ms"),
         tuple({"num_threads": threads} for threads in (1, 2, 4, MANY_THREADS)),
     ),
 }
-WORSE_ANSWERS = SickCase({"num_threads": MANY_THREADS}, SHORT, parse_slo("ttft_p99=150ms,itl_p99=25ms"))
+WORSE_ANSWERS = SickCase({"num_threads": MANY_THREADS}, SHORT, parse_slo("ttft_p99=150ms,itl_p99=14ms"))
 
 
 class PlantedServers(OwnServers):
@@ -187,7 +187,7 @@ def refused(case: SickCase, sizes: Sizes) -> dict[str, Any]:
     taker, load = measurer(case, PlantedServers(None, case.settings), sizes)
     found = Tuner(taker, load, TimeBudget(sizes.minutes), quiet, gate, ("quantization",)).run()
     is_kept = found.changes.get("quantization") == "int4"
-    return {"asked": asked, "changes": found.changes, "is_refused": not is_kept, "trials": found.trials}
+    return {"asked": asked, "changes": found.changes, "is_refused": bool(asked) and not is_kept, "trials": found.trials}
 
 
 def line(name: str, told: Mapping[str, Any]) -> str:

@@ -10,8 +10,11 @@ from known_replicas import ONE_AT_A_TIME, unsure
 from typer.testing import CliRunner, Result
 
 import splittime
+from splittime.cli import kept
 from splittime.cli.main import app
 from splittime.core.facts import Machine
+from splittime.ledger.facts import ServerFacts
+from splittime.plan.kept import keep
 from splittime.runner.machine import cpu_name, num_cores
 from splittime.simulate.replica import Replica, save_replica
 
@@ -63,6 +66,28 @@ def test_a_device_is_planned_from_its_data_sheet() -> None:
     assert plan["source"].startswith("a data sheet, nothing measured (NVIDIA L40S")
     assert plan["capacity"]["rate"][1] > 100
     assert "decode floor" in {line["name"] for line in plan["lines"]}
+    (kv,) = (line for line in plan["lines"] if line["name"] == "KV bytes of a token")
+    said = json.loads((MODEL / "config.json").read_text())
+    layers, heads = said["num_hidden_layers"], said["num_key_value_heads"]
+    assert f"2 x ({layers} layers x {heads} KV heads x " in kv["formula"]
+    assert kv["formula"].endswith(f" x {kv['value'] // (2 * layers * heads * _head_size(said))} bytes of a number")
+
+
+def _head_size(config: dict[str, int]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def test_a_source_that_is_named_twice_is_two_servers(replica: Path) -> None:
+    result = invoke(replica, replica, *SLO, *LOAD, "--price", 1, "--price", 2, "--draws", 1, "--json")
+    plans = json.loads(result.stdout)["plans"]
+    assert [plan["label"] for plan in plans] == ["one.json", "one.json 2"]
+    first, second = ({line["name"]: line["value"] for line in plan["lines"]} for plan in plans)
+    assert second["a million input tokens"] == pytest.approx(2 * first["a million input tokens"])
+
+
+def test_limits_of_each_request_have_a_page(replica: Path, tmp_path: Path) -> None:
+    result = invoke(replica, "--slo", "ttft=40ms,goodput=90%", *LOAD, "--draws", 1, "--out", tmp_path / "plan.html")
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -147,6 +172,8 @@ def test_an_slo_that_cannot_be_kept_says_what_can(replica: Path) -> None:
         (("{replica}", *SLO, "--start-up", "soon"), "is no time"),
         (("{replica}", *SLO, "--growth", "2"), "growth says nothing without a peak rate"),
         (("{replica}", *SLO, "--model-config", "{model}"), "--model-config is for --device"),
+        (("{replica}", *SLO, "--precision", "fp8"), "--precision is for --device"),
+        (("{replica}", *SLO, "--turns", "3"), "No such option"),
         (("none.sqlite", *SLO, "--out", "/dev/full"), "cannot write /dev/full"),  # before anything is read
         (("none.sqlite", *SLO, "--csv", "/dev/full"), "cannot write /dev/full"),
     ],
@@ -177,6 +204,22 @@ def test_without_a_source_it_is_the_calibration_of_this_machine(
     assert taken.exit_code == 0, taken.output
     assert json.loads(taken.stdout)["plans"][0]["label"] == "one.json"
     assert "less than a minute old" in " ".join(taken.stderr.split())
+
+
+def test_a_url_is_the_calibration_of_that_server_as_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    settings = {"max_num_seqs": 4, "num_blocks": 4096, "max_num_batched_tokens": 64}
+    facts = ServerFacts(version="1", model="small", max_model_len=1024, settings=settings)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kept, "get_json", lambda url, key: asked.append(url) or msgspec.to_builtins(facts))
+    keep(ONE_AT_A_TIME, facts)
+    words = (*SLO, *LOAD, "--draws", 1, "--json")
+    result = invoke("http://127.0.0.1:1/v1/", *words)
+    assert result.exit_code == 0, result.output
+    assert asked == ["http://127.0.0.1:1/ledger/facts"]
+    (plan,) = json.loads(result.stdout)["plans"]
+    assert any("max_num_seqs 4," in note for note in plan["notes"])
+    assert "max_num_seqs 2," in " ".join(invoke("http://127.0.0.1:1", *words, "--max-num-seqs", 2).stdout.split())
 
 
 def of_machine(cpu: str, cores: int) -> Replica:

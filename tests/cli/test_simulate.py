@@ -9,7 +9,9 @@ from known_runs import TIGHT, record_run
 from typer.testing import CliRunner, Result
 
 from splittime.cli.main import app
+from splittime.core.errors import ConfigError
 from splittime.scheduler.config import SchedulerConfig
+from splittime.simulate import what_if
 from splittime.simulate.recorded import Recorded, read_ledger, written_ledger
 
 CONFIG = msgspec.structs.replace(TIGHT, max_num_seqs=4, num_blocks=60)
@@ -49,12 +51,14 @@ def test_a_change_is_told_beside_what_was(ledger: Path) -> None:
     result = invoke(ledger, "--max-num-seqs", 8, "--draws", 2)
     assert result.exit_code == 0, result.output
     head, first = result.stdout.splitlines()[:2]
-    assert head.split() == ["recorded", "simulated", "changed", "change", "90", "%", "of", "draws"]
+    assert head.split() == ["recorded", "simulated", "changed", "change", "33", "%", "of", "draws"]
     assert first.split()[:4] == ["first", "token", "p50,", "ms"]
     assert " to " in first
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
     assert "changed: max_num_seqs 8" in result.stderr
     assert "80 requests; they come when they came" in result.stderr
+    alone = invoke(ledger, "--max-num-seqs", 8, "--draws", 1)
+    assert "of draws" not in alone.stdout, "one draw makes no interval"
 
 
 def test_without_a_change_it_shows_how_well_it_does(ledger: Path) -> None:
@@ -73,6 +77,9 @@ def test_another_load_is_compared_with_itself(ledger: Path) -> None:
     shown = invoke(ledger, *load, "--draws", 1)
     assert shown.stdout.splitlines()[0].split() == ["simulated"]
     assert "they come when they are meant to come" in shown.stderr
+    lengths = ("--input-tokens", 24, "--output-tokens", 4)
+    closed = invoke(ledger, "--concurrency", 2, "--num-requests", 20, *lengths, "--draws", 1)
+    assert "each comes when an answer has ended" in closed.stderr
     checked = invoke(ledger, *load, "--check")
     assert checked.exit_code == 2
     assert "takes no change" in checked.stderr
@@ -102,6 +109,9 @@ def test_another_file_is_refused_with_what_a_ledger_is(tmp_path: Path) -> None:
     refused = invoke(run, "--max-num-seqs", 2)
     assert (refused.exit_code, "does not describe a server" in refused.stderr) == (2, True)
     assert "serve --ledger-file" in refused.stderr
+    assert "no decisions to check" in invoke(run, "--check").stderr
+    run.write_bytes(b'{"source": "\xff"}')
+    assert "does not describe a server" in invoke(run, "--rate", 2).stderr
     explained = CliRunner().invoke(app, ["explain", "--slowest", "1", "--ledger", str(run)])
     assert "not a readable ledger file" in explained.stderr
     assert "serve --ledger-file" in explained.stderr
@@ -137,6 +147,15 @@ def test_what_cannot_be_is_refused_with_2(ledger: Path, flags: tuple[object, ...
     result = invoke(ledger, *flags, "--draws", 1)
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_nothing_is_kept_of_what_could_not_be_simulated(ledger: Path, tmp_path: Path, monkeypatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise ConfigError("a step would have 99 rows")
+
+    monkeypatch.setattr(what_if, "predict_of", refuse)
+    assert invoke(ledger, "--max-num-seqs", 8, "--out", tmp_path / "out.sqlite").exit_code == 2
+    assert not (tmp_path / "out.sqlite").exists()
 
 
 def test_what_is_no_ledger_is_refused_with_2(tmp_path: Path) -> None:

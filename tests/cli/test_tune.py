@@ -9,13 +9,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from splittime.cli.main import app
-from splittime.cli.tune_show import as_toml, flags_of, profiles_table
+from splittime.cli.tune_show import as_toml, flags_of, profiles_table, show
+from splittime.diagnose.comparison import Verdict
 from splittime.tune.compare_profiles import FIGURES, ProfileFigures
-from splittime.tune.goal import Score
+from splittime.tune.goal import Goal, Score
+from splittime.tune.notebook import TuneTrial
 from splittime.tune.servers import OwnServers
 from splittime.tune.tuner import Tuned
 
 SLO = ["--slo", "ttft_p99=1s"]
+RATE = [*SLO, "--rate", "5"]
 SCORE = Score(0.1, 5.0, "ttft_p99", {"ttft_p99": 9e8}, 150.0)
 
 
@@ -30,6 +33,13 @@ SCORE = Score(0.1, 5.0, "ttft_p99", {"ttft_p99": 9e8}, 150.0)
         ([*SLO, "--rate", "5", "--url", "http://127.0.0.1:9"], "cannot ask http://127.0.0.1:9/knobs"),
         ([*SLO, "--rate", "5", "--ledger", "none.sqlite"], "a ledger is a load already"),
         ([*SLO, "--ledger", "none.sqlite"], "none.sqlite"),
+        ([*SLO, "--trace", "t.jsonl", "--concurrency", "4"], "--concurrency 4 has them wait"),
+        ([*RATE, "--compare-profiles", "--profile", "latency"], "--profile with --compare-profiles"),
+        ([*RATE, "--compare-profiles", "--knob", "policy"], "--knob with --compare-profiles"),
+        ([*RATE, "--compare-profiles", "--keep-numbers"], "--keep-numbers with --compare-profiles"),
+        ([*RATE, "--compare-profiles", "--write-config", "a.toml"], "--write-config with --compare-profiles"),
+        ([*RATE, "--compare-profiles", "--apply", "--url", "http://127.0.0.1:9"], "--apply with --compare-profiles"),
+        ([*RATE, "--keep-numbers", "--knob", "policy", "--knob", "kv_cache_dtype"], "--knob kv_cache_dtype"),
     ],
 )
 def test_what_cannot_be_is_refused(flags: list[str], words: str, tmp_path: Path, monkeypatch) -> None:
@@ -50,6 +60,29 @@ def test_the_profiles_fit_into_80_columns() -> None:
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert lines[1].split() == ["SLO", "kept,", "runs", *("2", "of", "3") * 3]
     assert sum(line.count("(123.0ms to 789.0ms)") for line in lines) == 3 * (len(FIGURES) - 1)
+
+
+def test_a_missed_slo_is_told_without_calling_what_kept_it_a_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    trial = TuneTrial(
+        base={},
+        change={"quantization": "int8"},
+        predicted=None,
+        measured=0.5,
+        before=SCORE,
+        after=SCORE,
+        runs=2,
+        verdict=Verdict.WORSE,
+        why="faster, but refused.",
+        seconds=3.0,
+    )
+    best, trials = {"ttft_p99": 9e8}, (trial,)
+    found = Tuned(
+        outcome="slo missed", changes={}, before=SCORE, after=SCORE, best=best, trials=trials, notes=(), seconds=1.0
+    )
+    show(found, "splittime serve", [], Goal(slo={"ttft_p99": 1e9}), is_applied=False)
+    said = capsys.readouterr().out
+    assert "SLO MISSED: no change that could be kept meets the SLO (1 s)." in said
+    assert "in brackets the range of the middle 5" in said
 
 
 def test_what_was_found_is_written_as_settings_that_are_read_again() -> None:

@@ -4,11 +4,12 @@ import msgspec
 import pytest
 from known_replicas import ONE_AT_A_TIME, REPLICA, STEP_NS, unsure
 
-from splittime.bench.book.slo import parse_slo
+from splittime.bench.book.slo import SloResult, parse_slo
 from splittime.core.errors import ConfigError
-from splittime.plan.capacity import RESOLUTION, Capacity, capacity
+from splittime.plan import rate_trial
+from splittime.plan.capacity import RESOLUTION, Capacity, RateInterval, capacity
 from splittime.plan.page import render_page, write_csv
-from splittime.plan.worksheet import PlanTerms, Sheet, SheetLine, worksheet
+from splittime.plan.worksheet import PlanTerms, Sheet, SheetLine, first_to_break, worksheet
 
 LOAD = {"duration_s": 15.0, "input_tokens": "16", "output_tokens": "1", "seed": 5}
 SLO = parse_slo("ttft_mean=20ms")
@@ -31,6 +32,7 @@ def test_the_knee_is_where_queueing_theory_has_it(found: Capacity) -> None:
 def test_what_is_not_known_of_the_machine_widens_the_interval(found: Capacity) -> None:
     low, middle, high = found.rate
     assert low < found.kept.rate * 0.9 < middle < high
+    assert found.share == 3 / 5, "of four rates, the lowest to the highest"
     assert found.knee[0] == low
     assert found.knee[1] >= high
 
@@ -39,6 +41,14 @@ def test_an_slo_that_no_rate_keeps_says_what_can_be_kept() -> None:
     with pytest.raises(ConfigError, match="no rate keeps the SLO") as error:
         capacity(ONE_AT_A_TIME, LOAD, parse_slo("ttft_p50=5ms"), draws=1)
     assert "ttft_p50 from the intended start is 10" in error.value.info.hint
+    assert error.value.info.hint.endswith("Set limits that are no stricter than these values.")
+
+
+@pytest.mark.parametrize("term", ["throughput=10", "request_rate=2"])
+def test_a_term_that_asks_for_a_rate_is_refused(term: str) -> None:
+    with pytest.raises(ConfigError, match="grows with the rate") as error:
+        capacity(ONE_AT_A_TIME, LOAD, parse_slo(f"ttft_mean=20ms,{term}"), draws=1)
+    assert "the rate is what plan looks for" in error.value.info.hint
 
 
 def test_what_the_model_does_not_know_is_not_planned_with() -> None:
@@ -51,7 +61,15 @@ def test_what_the_model_does_not_know_is_not_planned_with() -> None:
     assert "of the recorded ones none has more than 1" in found.likeliest.stopped
     sheet = worksheet("a", wide, found, PlanTerms())
     assert "more may be kept" in line(sheet, "highest rate").formula
-    assert any("no higher rate was simulated" in note for note in sheet.notes)
+    (note,) = (note for note in sheet.notes if "no higher rate was simulated" in note)
+    assert note.endswith("none has more than 1. Plan from a heavier load.")
+
+
+def test_a_rate_of_too_many_requests_ends_the_search_and_wants_a_shorter_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_trial, "MAX_REQUESTS", 500)
+    found = capacity(ONE_AT_A_TIME, LOAD, parse_slo("ttft_mean=20ms"), draws=1)
+    assert found.kept.num_requests <= 500
+    assert found.likeliest.stopped.endswith("requests are too many for a trial. Give a shorter --duration.")
 
 
 def test_a_slow_server_gets_long_trials() -> None:
@@ -75,6 +93,7 @@ def test_a_sheet_counts_servers_and_money(found: Capacity) -> None:
     assert (line(sheet, "servers").low, line(sheet, "servers").high) == (fewest, most)
     assert line(sheet, "servers with spares").value == most + 2
     assert line(sheet, "an hour").value == 2.0 * (most + 2)
+    assert "million in an hour at 450 requests/s" in line(sheet, "a million input tokens").formula
     paid = sum(
         line(sheet, f"a million {kind} tokens").value * 300 * 1.5 * 3600 * tokens / 1e6
         for kind, tokens in (("input", 16), ("output", 1))
@@ -84,9 +103,86 @@ def test_a_sheet_counts_servers_and_money(found: Capacity) -> None:
     assert line(sheet, "KV cache").value == pytest.approx(4096 * 16 * 1024 / 2**20)
     # what is to spare leaves room for the longest request, without which no server starts
     assert line(sheet, "KV cache to spare").value == pytest.approx((4096 - 1024 // 16) * 16 * 1024 / 2**20, rel=0.01)
-    assert line(sheet, "a lost server leaves").value == pytest.approx(found.rate.middle * 3)
+    assert line(sheet, "a lost server leaves").value == pytest.approx(450 / most * 3)
+    assert "without a spare" in line(sheet, "a lost server leaves").formula
+    assert any("with a probability of 60%, from 3 that were drawn" in note for note in sheet.notes)
     assert line(sheet, "breaks first").value.startswith("ttft_mean: ")
     assert "batch_slots (as many requests run as max_num_seqs allows)" in line(sheet, "breaks first").value
+
+
+def test_without_a_peak_tokens_cost_less_the_more_a_server_carries(found: Capacity) -> None:
+    sheet = worksheet("a", ONE_AT_A_TIME, found, PlanTerms(price=2.0))
+    cost, (low, middle, high) = line(sheet, "a million output tokens"), found.rate
+    assert (cost.low, cost.high) == pytest.approx((cost.value * middle / high, cost.value * middle / low))
+
+
+def test_where_most_models_keep_no_rate_nobody_can_tell_a_price(found: Capacity) -> None:
+    none = msgspec.structs.replace(found, rate=RateInterval(0.0, 0.0, found.rate.high))
+    for terms in (PlanTerms(price=2.0), PlanTerms(price=2.0, peak=300.0)):
+        sheet = worksheet("a", ONE_AT_A_TIME, none, terms)
+        assert not any(each.name.startswith("a million") for each in sheet.lines)
+        assert any("keep the SLO at no rate" in note for note in sheet.notes)
+
+
+def test_what_breaks_first_waits_in_the_time_that_its_term_is_about(found: Capacity) -> None:
+    waits = {"first_waits": {"batch_slots": 0.8}, "later_waits": {"preempted": 0.2}, "all_waits": {"kv_blocks": 0.5}}
+    trial = msgspec.structs.replace(found.likeliest.broken, **waits)
+
+    def told(*names: str) -> str:
+        terms = [SloResult(name=name, limit=1.0, value=2.0, ok=False, sentence="") for name in names]
+        return first_to_break(msgspec.structs.replace(trial, terms=tuple(terms)))
+
+    assert "80% of the time to the first token is a wait for batch_slots" in told("service_ttft_p99", "e2e_p99")
+    for name in ("e2e_p99", "service_e2e_mean", "goodput"):
+        assert f"{name}: 50% of the time of a request is a wait for kv_blocks" in told(name)
+    assert "20% of the time behind the first token is a wait for preempted" in told("itl_p99", "error_rate")
+
+
+def test_the_waits_of_a_whole_request_have_the_queue(found: Capacity) -> None:
+    """One token each: nothing lies behind the first one."""
+    broken = found.likeliest.broken
+    assert broken.later_waits == {}
+    assert broken.all_waits == pytest.approx(broken.first_waits)
+    assert broken.all_waits["batch_slots"] > 0.2
+
+
+def test_weights_are_read_at_the_rate_of_so_many_bytes(found: Capacity) -> None:
+    """10^9 bytes come from memory, and half of them from a cache."""
+    rates = ((5 * 10**8, 4e11), (10**9, 1e11))
+    cached = msgspec.structs.replace(ONE_AT_A_TIME.machine, read_rates=rates, read_bytes_per_s=5e10)
+    sheet = worksheet("a", msgspec.structs.replace(ONE_AT_A_TIME, machine=cached), found, PlanTerms())
+    assert line(sheet, "decode floor").value == pytest.approx(10.0)
+    assert line(sheet, "smaller weights save").value == pytest.approx(10.0 - 1.25)
+
+
+def test_kv_bytes_are_told_with_what_is_known_of_them(found: Capacity) -> None:
+    def formula(**changed: object) -> str:
+        sheet = worksheet("a", msgspec.structs.replace(ONE_AT_A_TIME, **changed), found, PlanTerms())
+        return line(sheet, "KV bytes of a token").formula
+
+    assert formula() == "as the server says: keys, values of all layers"
+    assert formula(settings={"kv_cache_dtype": "int8"}) == "as the server says: keys, values and scales of all layers"
+
+
+def test_nothing_is_told_of_a_cache_that_nobody_sees(found: Capacity) -> None:
+    about = {"off": {}, "void": 0, "runs": 1}
+    costs = msgspec.structs.replace(ONE_AT_A_TIME.costs, about=about)
+    outside = msgspec.structs.replace(ONE_AT_A_TIME, costs=costs, token_cost=None)
+    assert not any("KV" in each.name for each in worksheet("a", outside, found, PlanTerms()).lines)
+
+
+def test_costs_that_cannot_be_separated_are_named(found: Capacity) -> None:
+    costs = msgspec.structs.replace(ONE_AT_A_TIME.costs, unsure=("prompt token", "decode row"))
+    sheet = worksheet("a", msgspec.structs.replace(ONE_AT_A_TIME, costs=costs), found, PlanTerms())
+    assert any(note.startswith("the recorded steps cannot separate the costs of prompt token") for note in sheet.notes)
+
+
+def test_a_page_draws_what_is_judged_where_the_slo_limits_each_request() -> None:
+    slo = parse_slo("ttft=20ms,goodput=90%")
+    sheet = worksheet("a", ONE_AT_A_TIME, capacity(ONE_AT_A_TIME, LOAD, slo, draws=1), PlanTerms())
+    page = render_page([sheet], slo)
+    assert "To be kept: ttft 20 ms, goodput 90 %." in page
+    assert page.count("<svg") == 2, "goodput, error_rate"
 
 
 def test_a_page_and_a_csv_hold_every_line(found: Capacity, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -42,6 +42,15 @@ def test_it_is_found_by_what_a_server_says_of_itself(tmp_path):
     assert kept_for(facts(version="2"), tmp_path) is None
 
 
+def test_a_server_s_calibration_has_the_slots_and_the_cache_that_it_has_now(tmp_path):
+    kept(tmp_path, facts(max_num_seqs=3, num_blocks=999, max_num_batched_tokens=77))
+    now = facts(max_num_seqs=5, num_blocks=64, max_num_batched_tokens=128, max_queued_requests=9)
+    found = require_kept_for(msgspec.structs.replace(now, max_model_len=512), tmp_path).replica
+    assert (found.config.max_num_seqs, found.config.num_blocks) == (5, 64)
+    assert (found.config.max_num_batched_tokens, found.config.max_model_len) == (128, 512)
+    assert found.limits.max_queued_requests == 9
+
+
 def test_a_server_without_one_is_told_how_the_nearest_differs(tmp_path):
     with pytest.raises(ConfigError, match=r"no calibration of this server is kept here$"):
         require_kept_for(facts(), tmp_path)

@@ -16,6 +16,7 @@ from splittime.plan.outside import replica_of_runs
 from splittime.plan.own_runs import checked_by_runs
 from splittime.plan.seen_steps import read_steps
 from splittime.simulate.change import Change
+from splittime.simulate.cost import LIMITED, REACH
 from splittime.simulate.replica import Replica
 from splittime.simulate.run import Delivery
 from splittime.simulate.shape import StepShape, shape_of_record
@@ -102,6 +103,13 @@ def test_the_budget_is_found_and_the_check_is_close(found: Replica) -> None:
     assert found.costs.about["error"] < 0.1
     assert found.source == "bench runs of foreign, from outside"
     assert found.approach.to_admission_ns < 1_000_000
+
+
+def test_its_cache_is_not_full_before_the_model_refuses(found: Replica, runs: list[Run]) -> None:
+    """It has room for `REACH` times the positions that were seen, and for a block that is not full of each request."""
+    config, most = found.config, found.costs.most[LIMITED.index("kv_tokens")]
+    assert config.num_blocks >= REACH * most / config.block_size + config.max_num_seqs
+    assert replica_of_runs(runs, num_blocks=500).config.num_blocks == 500
 
 
 def test_every_step_that_is_told_is_one_that_there_was() -> None:

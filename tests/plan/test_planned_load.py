@@ -1,13 +1,15 @@
 """A load of `bench` meets a simulated server as it would meet a real one."""
 
 import random
+from pathlib import Path
 
 import msgspec
 import pytest
 from known_replicas import LOAD, REPLICA
 
 from splittime.core.errors import ConfigError, NotFound
-from splittime.plan.load import requests_for
+from splittime.plan import load as planned_load
+from splittime.plan.load import load_at, requests_for
 from splittime.simulate.change import Change
 from splittime.simulate.cost import Pace, PaceOf
 from splittime.simulate.replica import Approach, load_replica, save_replica
@@ -46,6 +48,20 @@ def test_who_hangs_up_leaves_the_simulated_server() -> None:
     load = {**LOAD, "cancel_probability": 1.0, "cancel_after_s": "0.003"}
     books = REPLICA.run(requests_for(load, REPLICA), Change(), seed=0)
     assert {account.finish_reason for account in books.accounts} == {"abort"}
+
+
+def test_a_trace_is_replayed_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{at},16,1\n" for at in range(11)))
+    assert load_at({"trace": str(trace)}, 5.0)["speed_up"] == pytest.approx(5.0)
+    with pytest.raises(ConfigError, match="not for a --duration") as error:
+        load_at({"trace": str(trace), "duration_s": 3.0}, 5.0)
+    assert "--rate" in str(error.value.info.hint)
+    monkeypatch.setattr(planned_load, "MAX_REQUESTS", 10)
+    with pytest.raises(ConfigError, match="the trace has 11 requests; a plan simulates at most 10") as error:
+        load_at({"trace": str(trace)}, 5.0)
+    assert "Cut the trace, or give --rate" in str(error.value.info.hint)
+    assert load_at({"trace": str(trace), "rate": 5.0, "duration_s": 30.0}, 5.0)["duration_s"] == 30.0
 
 
 def test_a_replica_is_the_same_after_a_file(tmp_path_factory: pytest.TempPathFactory) -> None:

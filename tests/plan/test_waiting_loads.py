@@ -98,3 +98,9 @@ def test_a_closed_loop_has_no_rate_to_plan_with() -> None:
     with pytest.raises(ConfigError, match="no rate to look for") as error:
         load_at({**CLOSED, "concurrency": 4}, 3.0)
     assert error.value.info.param == "concurrency"
+
+
+def test_sessions_have_no_rate_of_requests_to_plan_with() -> None:
+    with pytest.raises(ConfigError, match="one of sessions") as error:
+        load_at({**LOAD, "turns": "3"}, 3.0)
+    assert "all turns" in str(error.value.info.hint)

@@ -25,6 +25,10 @@ def test_the_answer_hangs_on_the_number_of_processes_in_nothing(monkeypatch: pyt
             predict(recorded, Change({"max_num_seqs": 0}), 3, processes=2)
 
 
+def test_few_draws_hold_one_more_less_often() -> None:
+    assert [round(draws.share_within(count), 2) for count in (1, 2, 10, 18, 19, 100)] == [0, 0.33, 0.82, 0.89, 0.9, 0.9]
+
+
 def test_a_small_job_stays_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = record_run(CONFIG, seed=9, count=60, have_deadlines=False)
     monkeypatch.delattr(draws, "ProcessPoolExecutor")

@@ -10,6 +10,7 @@ from known_runs import TIGHT, record_run
 
 from splittime.core.errors import ConfigError
 from splittime.scheduler.admission import QueueLimits
+from splittime.simulate import what_if
 from splittime.simulate.change import Change, changed
 from splittime.simulate.draws import OTHER_HOUR, hours
 from splittime.simulate.figures import figures
@@ -69,6 +70,12 @@ def test_hours_are_spread_evenly() -> None:
     assert statistics.stdev(map(math.log, factors)) == pytest.approx(math.hypot(0.1, OTHER_HOUR), rel=0.1)
     assert factors != sorted(factors)
     assert hours(1, 0.1, random.Random(0)) == [1.0]
+
+
+def test_what_some_draw_has_none_of_has_no_ratio() -> None:
+    draws = [[{"preemptions": before}, {"preemptions": 4.0}] for before in (0.0, 2.0)]
+    told = what_if._predicted("preemptions", 1.0, draws)  # type: ignore[arg-type]
+    assert (told.before, told.after, told.ratio) == (1.0, 4.0, None)
 
 
 def test_no_change_changes_nothing(recorded: Recorded) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from splittime.bench.book.records import Run
+from splittime.bench.book.records import Run, RunCheck
 from splittime.bench.draw import draw_for
 from splittime.core.facts import Machine
 from splittime.ledger.facts import ServerFacts
@@ -90,6 +90,22 @@ class SimulatedRuns:
 
     def learn(self, run: Run) -> None:
         pass
+
+
+class VoidRuns(SimulatedRuns):
+    """The first tries of the run of this number with changes (of the settings as they are, without) are void."""
+
+    def __init__(self, *given: Any, number: int, has_changes: bool, tries: int) -> None:
+        super().__init__(*given)
+        self._number, self._has_changes, self._left = number, has_changes, tries
+
+    def make(self, changes: Mapping[str, Any], number: int) -> Run:
+        run = super().make(changes, number)
+        if self._left == 0 or number != self._number or bool(changes) != self._has_changes:
+            return run
+        self._left -= 1
+        died = RunCheck(name="workers", ok=False, sentence="a worker died")
+        return msgspec.structs.replace(run, checks=(died,))
 
 
 def measurer(runs: SimulatedRuns, path: Path | None = None) -> Measurer:

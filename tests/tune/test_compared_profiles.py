@@ -4,11 +4,13 @@ import msgspec
 from simulated_runs import HEALTHY, SimulatedRuns, measurer
 
 from splittime.bench.book.slo import parse_slo
+from splittime.scheduler.config import SchedulerConfig
 from splittime.tune.budget import TimeBudget
 from splittime.tune.compare_profiles import compare_profiles
 from splittime.tune.goal import Goal
 from splittime.tune.knobs import KNOBS
 from splittime.tune.profiles import PROFILES
+from splittime.tune.servers import OwnServers
 
 GOAL = Goal(slo=parse_slo("ttft_p99=1s"))
 
@@ -32,3 +34,12 @@ def test_what_a_user_sets_goes_before_a_profile() -> None:
 def test_each_setting_of_a_profile_has_a_reason_and_is_a_knob() -> None:
     for profile in PROFILES.values():
         assert set(profile.settings) == set(profile.reasons) <= set(KNOBS)
+
+
+def test_no_profile_has_what_a_server_happened_to_have() -> None:
+    happened = {"max_num_seqs": 3, "max_num_batched_tokens": 33, "max_prefill_tokens": 17, "policy": "deadline"}
+    for profile in PROFILES.values():
+        flags = OwnServers(None, happened).flags(profile.settings)
+        assert not {"3", "33", "17", "deadline"} & set(flags)
+    config = SchedulerConfig()
+    assert PROFILES["balanced"].settings == {name: getattr(config, name) for name in happened}

@@ -8,11 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from splittime.bench.event_loop import ENDING, sigterm_interrupts
 from splittime.bench.own_server import as_typed
 from splittime.core.errors import ConfigError, EngineError
+from splittime.tune import servers
 from splittime.tune.notebook import MeasuredRun, Notebook
 from splittime.tune.servers import OwnServers, RunningServer
 from splittime.wire.get_json import get_json
@@ -64,6 +67,59 @@ def test_a_change_ends_with_what_it_was_made_for(server: Target) -> None:
     assert knobs(server) == running.before
     with pytest.raises(ConfigError, match="while a server runs"), running.serving({"num_threads": 2}):
         pass
+
+
+BEFORE, CHANGE = {"max_num_seqs": 4}, {"max_num_seqs": 9}
+
+
+def faked(monkeypatch: pytest.MonkeyPatch, on_patch: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Returns the knobs of a server that is not there. on_patch: is called with each PATCH."""
+    now = dict(BEFORE)
+    monkeypatch.setattr(servers, "get_json", lambda url, key: dict(now))
+    monkeypatch.setattr(servers, "patch_json", lambda url, body, key: on_patch(body))
+    return now
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), EngineError("timed out")])
+def test_a_change_whose_answer_never_came_is_undone(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_patch(body: dict[str, Any]) -> None:
+        now.update(body)
+        if body == CHANGE:
+            raise error
+
+    now = faked(monkeypatch, on_patch)
+    with pytest.raises(type(error)), RunningServer(Target(url="http://nobody")).serving(CHANGE):
+        pass
+    assert now == BEFORE
+
+
+def test_a_server_that_is_gone_may_still_have_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_patch(body: dict[str, Any]) -> None:
+        if body == BEFORE:
+            raise EngineError("cannot ask http://nobody/knobs")
+
+    faked(monkeypatch, on_patch)
+    with (
+        pytest.raises(EngineError, match="its knobs may still be"),
+        RunningServer(Target(url="http://nobody")).serving(CHANGE),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("sign", ENDING)
+def test_a_second_signal_waits_until_the_knobs_are_back(sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_patch(body: dict[str, Any]) -> None:
+        if body == BEFORE:
+            signal.raise_signal(sign)
+        now.update(body)
+
+    now = faked(monkeypatch, on_patch)
+    with sigterm_interrupts():
+        handlers = [signal.getsignal(one) for one in ENDING]
+        with pytest.raises(KeyboardInterrupt), RunningServer(Target(url="http://nobody")).serving(CHANGE):
+            pass
+        assert [signal.getsignal(one) for one in ENDING] == handlers
+    assert now == BEFORE
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])

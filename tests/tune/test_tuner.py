@@ -8,21 +8,24 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulated_runs import HEALTHY, SimulatedRuns, load, measurer, replica_with
+from simulated_runs import HEALTHY, SimulatedRuns, VoidRuns, load, measurer, replica_with
 
-from splittime.bench.book.records import Run
+from splittime.bench.book.records import Phase, Run, RunCheck
 from splittime.bench.book.slo import parse_slo
 from splittime.core.errors import ConfigError
 from splittime.diagnose.comparison import Verdict
 from splittime.plan.kept import KeptCalibration
 from splittime.tune.budget import TimeBudget
-from splittime.tune.goal import Goal
-from splittime.tune.notebook import Notebook
+from splittime.tune.goal import Goal, fault_of, score_of
+from splittime.tune.measure import DrawnLoad, VoidRun
+from splittime.tune.notebook import Notebook, TuneTrial
 from splittime.tune.prescribed import prescribed
 from splittime.tune.tuner import Gate, Tuned, Tuner
 from splittime.tune.verify import PAIRS
+from splittime.wire.limits import ServerLimits
 
 GOAL = Goal(slo=parse_slo("ttft_p99=200ms,itl_p99=12ms"))
+NEVER_DONE = Goal(slo=parse_slo("ttft_p99=10s"), seeks="e2e_mean")  # the SLO is kept, and more can always be had
 
 
 def tuned(
@@ -31,8 +34,10 @@ def tuned(
     path: Path | None = None,
     gate: Gate | None = None,
     minutes: float = 5,
+    budget: TimeBudget | None = None,
 ) -> Tuned:
-    return Tuner(measurer(runs, path), load(), TimeBudget(minutes), lambda what, share: None, gate, names).run()
+    budget = budget or TimeBudget(minutes)
+    return Tuner(measurer(runs, path), load(), budget, lambda what, share: None, gate, names).run()
 
 
 def test_a_healthy_server_is_left_alone() -> None:
@@ -145,6 +150,99 @@ def test_without_time_there_is_no_verdict() -> None:
     assert (found.outcome, found.exit_code, len(runs.made)) == ("inconclusive", 3, 1)
 
 
+@pytest.mark.parametrize(("minutes", "outcome"), [(1e-6, "inconclusive"), (5, "nothing to change")])
+def test_a_kept_slo_is_the_end_only_if_the_search_ended_by_itself(minutes: float, outcome: str) -> None:
+    found = tuned(SimulatedRuns(HEALTHY, NEVER_DONE), ("policy",), minutes=minutes)
+    assert (found.after.keeps, found.trials, found.outcome) == (True, (), outcome)
+
+
+def test_a_kept_slo_is_not_the_end_if_nothing_could_be_predicted() -> None:
+    runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), NEVER_DONE)
+    runs.thin = PAIRS + 1
+    found = tuned(runs, ("max_num_seqs",))
+    assert any(note.startswith("nothing more could be predicted") for note in found.notes)
+    assert (found.after.keeps, found.outcome, found.exit_code) == (True, "inconclusive", 3)
+
+
+def test_a_trial_that_was_cut_off_before_its_first_pair_is_open() -> None:
+    made = measurer(SimulatedRuns(HEALTHY, NEVER_DONE))
+    trial = TuneTrial(
+        base={},
+        change={"max_num_seqs": 9},
+        predicted=None,
+        measured=None,
+        before=None,
+        after=None,
+        runs=0,
+        verdict=Verdict.INCONCLUSIVE,
+        why="no time was left to measure it.",
+        seconds=0.0,
+    )
+    made.notebook.add_trial(trial)
+    found = Tuner(made, load(), TimeBudget(5), lambda what, share: None, None, ("policy",)).run()
+    assert (found.outcome, found.trials) == ("inconclusive", (trial,))
+
+
+class TimeForRuns(TimeBudget):
+    """Is up when so many runs were made."""
+
+    def __init__(self, runs: SimulatedRuns, most: int) -> None:
+        super().__init__(5)
+        self._runs, self._most = runs, most
+
+    @property
+    def left_s(self) -> float:
+        return super().left_s if len(self._runs.made) < self._most else 0.0
+
+
+def test_a_trial_that_time_cut_off_gets_the_runs_that_it_lacks(tmp_path: Path) -> None:
+    sick, path = msgspec.structs.replace(HEALTHY, max_num_seqs=1), tmp_path / "cut.jsonl"
+    first, second = SimulatedRuns(sick, GOAL), SimulatedRuns(sick, GOAL)
+    cut = tuned(first, ("max_num_seqs",), path, budget=TimeForRuns(first, 3))
+    assert [(trial.verdict, trial.runs) for trial in cut.trials] == [(Verdict.INCONCLUSIVE, 1)]
+    assert cut.outcome == "inconclusive"
+    found = tuned(second, ("max_num_seqs",), path)
+    assert found.outcome == "better"
+    assert (found.trials[0].change, found.trials[0].verdict) == (cut.trials[0].change, Verdict.BETTER)
+    assert not any(made in first.made for made in second.made)
+
+
+def test_a_void_run_is_made_again() -> None:
+    runs = VoidRuns(HEALTHY, GOAL, number=0, has_changes=False, tries=1)
+    assert tuned(runs, ("policy",)).outcome == "nothing to change"
+    assert runs.made == [({}, 0), ({}, 0)]
+
+
+def test_what_is_void_again_is_an_error_and_is_not_kept(tmp_path: Path) -> None:
+    runs, path = VoidRuns(HEALTHY, GOAL, number=0, has_changes=False, tries=2), tmp_path / "void.jsonl"
+    with pytest.raises(VoidRun, match="2 runs of the settings as they were were void: a worker died"):
+        tuned(runs, ("policy",), path)
+    assert len(path.read_bytes().splitlines()) == 1
+
+
+def test_a_change_whose_runs_are_void_is_not_kept() -> None:
+    goal = Goal(slo=parse_slo("itl_p99=3ms,ttft_p99=1s"))
+    runs = VoidRuns(HEALTHY, goal, {("num_threads", 2): 0.4}, number=1, has_changes=True, tries=2)
+    found = tuned(runs, ("num_threads",))
+    assert found.changes == {}
+    assert found.trials[0].verdict is Verdict.INCONCLUSIVE
+    assert "a worker died" in found.trials[0].why
+
+
+@pytest.mark.parametrize(("limit", "is_at_fault"), [(1.1, False), (0.9, True), (0.7, False)])
+def test_lateness_is_a_fault_where_it_may_have_decided(limit: float, is_at_fault: bool) -> None:
+    run = SimulatedRuns(HEALTHY, GOAL).make({}, 0)
+    ttft_ns = score_of(run, GOAL).terms["ttft_p99"]
+    late = RunCheck(name="loop_lag", ok=False, value=0.2 * ttft_ns / 1e6, sentence="it was late")
+    run = msgspec.structs.replace(run, checks=(late,))
+    assert fault_of(run, Goal(slo={"ttft_p99": limit * ttft_ns})) == ("it was late" if is_at_fault else None)
+
+
+def test_a_warm_up_by_number_stands_alone() -> None:
+    schedule = DrawnLoad({"rate": 5.0, "duration_s": 2.0, "warm_up_requests": 3})(ServerLimits(vocab_size=100))
+    assert sum(one.phase is Phase.WARM_UP for one in schedule.requests) == 3
+
+
 def test_an_interrupted_tune_goes_on_where_it_was(tmp_path: Path) -> None:
     sick = msgspec.structs.replace(HEALTHY, max_num_seqs=1)
     path = tmp_path / "cut.jsonl"
@@ -176,6 +274,23 @@ def test_a_notebook_of_another_tune_is_refused(tmp_path: Path) -> None:
     path.write_text("no notebook\n")
     with pytest.raises(ConfigError, match="is no notebook"):
         Notebook(path, {})
+
+
+@pytest.mark.parametrize("data", [b'{"format":1,"label":"a run of bench, without a line end"}', b"words", b"\n"])
+def test_a_file_that_is_no_notebook_is_left_as_it_is(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="is no notebook"):
+        Notebook(path, {})
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("data", [b"", b'{"ty', b'{"type":"tune","format":1,"ab'])
+def test_a_notebook_whose_first_line_was_cut_off_begins_anew(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tune.jsonl"
+    path.write_bytes(data)
+    Notebook(path, {"load": 1})
+    assert path.read_bytes() == b'{"type":"tune","format":1,"about":{"load":1}}\n'
 
 
 def test_one_process_writes_a_notebook_at_a_time(tmp_path: Path) -> None:

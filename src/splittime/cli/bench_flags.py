@@ -33,7 +33,10 @@ NOT_SIMULATED = (  # phases, texts, and what a simulated client does not do
     *("rate_end", "ramp_s", "cool_down_s", "cool_down_requests", "warm_up_s", "warm_up_requests"),
     *("slow_reader_share", "slow_reader_delay_ms", "prompt_form", "dataset", "speed_up"),
 )
-NOT_PLANNED = ("concurrency", "num_requests", *NOT_SIMULATED)  # a plan looks for the rate
+NOT_PLANNED = (  # a plan looks for the rate, of requests: turns make it one of sessions
+    *("concurrency", "num_requests", "turns", "turn_input_tokens", "think_s", "expected_ttft_ms", "expected_tpot_ms"),
+    *NOT_SIMULATED,
+)
 FIELDS: Any = msgspec.inspect.type_info(LoadSpec).fields  # type: ignore[attr-defined]
 
 

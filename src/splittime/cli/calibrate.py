@@ -128,7 +128,7 @@ def _tell(found: "ServerCalibration", files: list[Path], as_json: bool) -> None:
 def _table(errors: "list[KindOfSteps]") -> Table:
     table = Table(box=None, padding=(0, 1))
     table.add_column("tokens in a step", no_wrap=True)
-    for name in ("steps", "median ms", "median\nerror", "of it the\nmachine's", "mean\nerror"):
+    for name in ("steps", "median ms", "median\nerror", "of this,\nnoise", "mean\nerror"):
         table.add_column(name, justify="right", no_wrap=True)
     for error in errors:
         table.add_row(

@@ -10,19 +10,20 @@ from splittime.cli.options import talk
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.wire.get_json import get_json
+from splittime.wire.target import Target
 
 if TYPE_CHECKING:
     from splittime.plan.kept import KeptCalibration
 
 
-def kept_source(url: str | None = None) -> str:
-    """Returns the file of the calibration that holds for the server at this URL; None: the one of this machine. Raises
-    ConfigError where there is none, or several."""
+def kept_calibration(url: str | None = None) -> "KeptCalibration":
+    """Returns the calibration that holds for the server at this URL, with the scheduler's settings that this has now;
+    None: the one of this machine. Raises ConfigError where there is none, or several."""
     from splittime.plan.kept import kept_here, require_kept_for
 
     found = kept_here(_this_machine(), __version__) if url is None else require_kept_for(_facts(url))
     _tell(found)
-    return str(found.path)
+    return found
 
 
 def is_url(source: str) -> bool:
@@ -34,7 +35,7 @@ def _tell(found: "KeptCalibration") -> None:
 
 
 def _facts(url: str) -> ServerFacts:
-    answer: Any = get_json(f"{url.rstrip('/')}/ledger/facts", os.environ.get("SPLITTIME_API_KEY"))
+    answer: Any = get_json(f"{Target(url=url).base_url}/ledger/facts", os.environ.get("SPLITTIME_API_KEY"))
     try:
         return msgspec.convert(answer, ServerFacts)
     except msgspec.ValidationError as error:

@@ -1,6 +1,8 @@
 """`splittime plan SOURCE... --slo TERMS --rate PEAK`: how many servers a load needs, and what they cost."""
 
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +23,7 @@ from splittime.present.tables import FittingTable, Sentence
 
 if TYPE_CHECKING:
     from splittime.cli.progress import Say
+    from splittime.plan.kept import KeptCalibration
     from splittime.plan.worksheet import Sheet
     from splittime.simulate.data_sheet import Device
     from splittime.simulate.replica import AnyReplica
@@ -62,8 +65,11 @@ class PlanOptions:
         Path | None, typer.Option(metavar="PATH", help="With --device: the model's folder or config.json.")
     ] = None
     precision: Annotated[
-        str, typer.Option(metavar="NAME", help="With --device: the weights, as bfloat16, fp8, int8, int4.")
-    ] = "bfloat16"
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --device: the weights, as bfloat16, fp8, int8, int4. Default: bfloat16."
+        ),
+    ] = None
     max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="Slots, instead of the server's own.")] = None
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of a step, instead of the server's own.")
@@ -110,7 +116,7 @@ def plan(given: PlanOptions, load: dict[str, Any]) -> None:
     sources = _sources(given)
     with loading("reading what the servers did") as say:
         replicas = _replicas(given, sources)
-        priced = zip(replicas.items(), _prices(given, len(replicas)), strict=True)
+        priced = zip(replicas, _prices(given, len(replicas)), strict=True)
         sheets = [_sheet(*one, given, load, slo, price, say) for one, price in priced]
     if given.out is not None:
         write_page(sheets, slo, given.out)
@@ -125,35 +131,83 @@ def plan(given: PlanOptions, load: dict[str, Any]) -> None:
             talk().print(f"wrote {path}", markup=False)
 
 
-def _sources(given: PlanOptions) -> list[str]:
-    """Returns the sources that are files. Raises ConfigError if there is nothing to plan with."""
-    if given.device and given.model_config is None:
-        raise ConfigError("--device needs the model", param="model_config", hint="Give --model-config FOLDER.")
-    if given.model_config is not None and not given.device:
-        raise ConfigError("--model-config is for --device", param="model_config", hint="Give --device H100, say.")
-    from splittime.cli.kept import is_url, kept_source
+def _sources(given: PlanOptions) -> "list[str | KeptCalibration]":
+    """Returns the sources that are files, and the calibrations of those that are URLs. Raises ConfigError if there is
+    nothing to plan with."""
+    _check_device(given)
+    from splittime.cli.kept import is_url, kept_calibration
 
     if not given.source and not given.device:
-        return [kept_source()]
-    return [kept_source(source) if is_url(source) else source for source in given.source or ()]
+        return [kept_calibration()]
+    return [kept_calibration(source) if is_url(source) else source for source in given.source or ()]
 
 
-def _replicas(given: PlanOptions, sources: list[str]) -> "dict[str, AnyReplica]":
-    """Returns the servers to plan with, by what they are called."""
-    from splittime.plan.sources import replica_in, replica_of_device
+def _check_device(given: PlanOptions) -> None:
+    """Raises ConfigError for a device without a model, and for flags that say nothing without a device."""
+    if given.device and given.model_config is None:
+        raise ConfigError("--device needs the model", param="model_config", hint="Give --model-config FOLDER.")
+    for name in ("model_config", "precision"):
+        value = getattr(given, name)
+        if value is not None and not given.device:
+            words = f"--{name.replace('_', '-')} is for --device"
+            raise ConfigError(words, param=name, value=str(value), hint="Give --device H100, say.")
 
-    names = [Path(source).name for source in sources]
-    labels = names if len(set(names)) == len(names) else sources
-    found = {label: replica_in(source, given.settings) for label, source in zip(labels, sources, strict=True)}
+
+def _replicas(given: PlanOptions, sources: "Sequence[str | KeptCalibration]") -> "list[tuple[str, AnyReplica]]":
+    """Returns the servers to plan with, each with what it is called."""
+    from splittime.plan.sources import replica_in
+
+    files = [source if isinstance(source, str) else str(source.path) for source in sources]
+    names = [Path(file).name for file in files]
+    labels = names if len(set(names)) == len(set(files)) else files
+    found: list[tuple[str, AnyReplica]] = []
+    for label, source in zip(labels, sources, strict=True):
+        if isinstance(source, str):
+            found.append((label, replica_in(source, given.settings)))
+        else:
+            found.append((label, source.replica.with_settings(given.settings)))
     if given.model_config is not None:
-        from splittime.runner.config_sizes import sizes_of_config  # torch: two seconds
+        found += _devices(given, given.model_config)
+    numbered = _numbered([label for label, _ in found])
+    return list(zip(numbered, [replica for _, replica in found], strict=True))
 
-        sizes = sizes_of_config(given.model_config, given.precision.lower())
-        about = (sizes.cost, sizes.weights_bytes, sizes.max_model_len, sizes.precision)
-        for name in given.device or ():
-            device = _this_processor(sizes.precision) if name.lower() == THIS else name
-            found[name.partition(":")[0]] = replica_of_device(device, *about, given.settings)
+
+def _numbered(labels: Sequence[str]) -> list[str]:
+    """Returns the labels, with a number behind those that are there already: `epyc`, `epyc 2`."""
+    seen: Counter[str] = Counter()
+    told = []
+    for label in labels:
+        seen[label] += 1
+        told.append(f"{label} {seen[label]}" if seen[label] > 1 else label)
+    return told
+
+
+def _devices(given: PlanOptions, config: Path) -> "list[tuple[str, AnyReplica]]":
+    """Returns the servers of data sheets, each with its device's name. config: the model's."""
+    from splittime.plan.sources import replica_of_device
+    from splittime.runner.config_sizes import sizes_of_config  # torch: two seconds
+
+    sizes = sizes_of_config(config, (given.precision or "bfloat16").lower())
+    about = (sizes.cost, sizes.weights_bytes, sizes.max_model_len, sizes.precision, given.settings)
+    kv_formula = _kv_formula(config, sizes.cost.kv_bytes_per_token)
+    found: list[tuple[str, AnyReplica]] = []
+    for name in given.device or ():
+        device = _this_processor(sizes.precision) if name.lower() == THIS else name
+        found.append((name.partition(":")[0], replica_of_device(device, *about, kv_formula)))
     return found
+
+
+def _kv_formula(path: Path, token_bytes: int) -> str:
+    """Returns how the KV bytes of a token come from the model's config."""
+    from splittime.kernels.layer import kv_groups
+    from splittime.models.config import load_config, parse_config
+    from splittime.models.fields import read_json
+
+    model = load_config(path) if path.is_dir() else parse_config(read_json(path))
+    groups = kv_groups(model.layers)
+    numbers = sum(2 * len(each.layers) * each.num_kv_heads * each.head_dim for each in groups)
+    told = [f"{len(each.layers)} layers x {each.num_kv_heads} KV heads x {each.head_dim}" for each in groups]
+    return f"2 x ({' + '.join(told)}) x {token_bytes // numbers} bytes of a number"
 
 
 def _this_processor(precision: str) -> "Device":
@@ -188,11 +242,11 @@ def _sheet(
     say: "Say",
 ) -> "Sheet":
     from splittime.plan.capacity import capacity
-    from splittime.plan.load import peak_of
+    from splittime.plan.load import rate_of
     from splittime.plan.worksheet import PlanTerms, worksheet
 
     terms = PlanTerms(
-        peak=peak_of(load),
+        peak=rate_of(load),
         price=price,
         currency=given.currency,
         growth=given.growth,

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from splittime.assemble import settings as settings_module
 from splittime.cli.bench_flags import NOT_SIMULATED, load_of, load_parameters
-from splittime.cli.kept import is_url, kept_source
+from splittime.cli.kept import is_url, kept_calibration
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, sign, talk, wide
 from splittime.cli.progress import loading
 from splittime.core.cores import num_cores
@@ -101,11 +101,9 @@ def simulate(
             raise typer.Exit(_check(recorded, json))
         served = _of_ledger(recorded, load)
     else:
-        served = _of_replica(path, ledger, load)
+        served = _of_replica(path, ledger, load, is_check=check)
     from splittime.simulate.what_if import predict_of, write_simulated  # scipy: half a second
 
-    if out is not None:
-        write_simulated(served, change, out)
     with loading("simulating") as say:
         prediction = predict_of(
             served,
@@ -114,6 +112,8 @@ def simulate(
             on_draw=lambda number: say(f"simulation {number} of {draws}", number / draws),
             processes=num_cores(),
         )
+    if out is not None:
+        write_simulated(served, change, out)
     if json:
         sys.stdout.buffer.write(orjson.dumps(msgspec.to_builtins(prediction)) + b"\n")
     else:
@@ -139,18 +139,22 @@ def _of_ledger(recorded: "Recorded", load: dict[str, Any]) -> "ServedLoad":
     return recorded_load(recorded, others, simulator_of(recorded.facts).to_replica)
 
 
-def _of_replica(path: Path | None, url: str | None, load: dict[str, Any]) -> "ServedLoad":
+def _of_replica(path: Path | None, url: str | None, load: dict[str, Any], is_check: bool) -> "ServedLoad":
     """Returns a calibrated server with the load that is described. path: of the calibration; None: the one that is kept
-    for the server at `url`, or of this machine. Raises ConfigError without a load."""
+    for the server at `url`, or of this machine. Raises ConfigError without a load, and for a check: nothing was
+    decided."""
     from splittime.plan.load import requests_for
     from splittime.simulate.replica import load_replica
     from splittime.simulate.what_if import ServedLoad
 
+    if is_check:
+        hint = "Name a ledger file: splittime serve --ledger-file FILE."
+        raise ConfigError("a calibration has no decisions to check", param="check", hint=hint)
     replica = load_replica(path) if path is not None else None
     if not load:
         hint = "Describe a load (--rate 20 --input-tokens 64 --output-tokens 32), or name a ledger."
         raise ConfigError("a calibration has no requests to simulate", param="ledger", hint=hint)
-    replica = replica or load_replica(Path(kept_source(url)))
+    replica = replica or kept_calibration(url).replica
     return ServedLoad(replica, requests_for(load, replica), replica.facts, {})
 
 
@@ -174,13 +178,14 @@ def _check(recorded: "Recorded", as_json: bool) -> int:
 
 def _print(prediction: "Prediction") -> None:
     heads = ["recorded", "simulated"] if _is_replay(prediction) else ["simulated"]
+    within = f"{prediction.share:.0%} of draws".replace("%", " %")
     if str(prediction.change):
-        heads += ["changed", "change", "90 % of draws"]
+        heads += ["changed", "change", *([within] if prediction.share else [])]
     table = Table(box=None, padding=(0, 1))
     for name in ("", *heads):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for figure in prediction.figures:
-        cells = _cells(figure)
+        cells = _cells(figure, within)
         table.add_row(_name(figure.name), *(cells[name] for name in heads))
     console = wide()
     console.print(table)
@@ -192,15 +197,15 @@ def _is_replay(prediction: "Prediction") -> bool:
     return any(figure.recorded is not None for figure in prediction.figures)
 
 
-def _cells(figure: "PredictedFigure") -> dict[str, str]:
-    """Returns a figure's cells by the heads of their columns."""
+def _cells(figure: "PredictedFigure", within: str) -> dict[str, str]:
+    """Returns a figure's cells by the heads of their columns. within: that of the interval."""
     is_known = figure.ratio is not None and figure.low is not None and figure.high is not None
     return {
         "recorded": _value(figure.recorded),
         "simulated": _value(figure.before),
         "changed": _value(figure.after),
         "change": _times(figure.ratio or 0) if is_known else "",
-        "90 % of draws": f"{_times(figure.low or 0)} to {_times(figure.high or 0)}" if is_known else "",
+        within: f"{_times(figure.low or 0)} to {_times(figure.high or 0)}" if is_known else "",
     }
 
 
@@ -227,6 +232,8 @@ def _about(prediction: "Prediction") -> str:
     refused = f" and {prediction.num_refused:,} refused ones, as long as others" if prediction.num_refused else ""
     if _is_replay(prediction):
         come = "; they come when they came, whatever the answers before"
+    elif prediction.waits:
+        come = " are drawn; each comes when an answer has ended, until the run ends"
     else:
         come = " are drawn; they come when they are meant to come"
     lines.append(f"{prediction.num_requests:,} requests{refused}{come}")
@@ -235,7 +242,10 @@ def _about(prediction: "Prediction") -> str:
         f"step times: a model of {prediction.num_steps:,} steps; the median error of held-out ones is {error:.1%}"
     )
     if prediction.model.unsure:
-        lines.append(f"the steps do not tell apart ({', '.join(prediction.model.unsure)}): intervals allow for it")
+        unsure = ", ".join(prediction.model.unsure)
+        lines.append(
+            f"The recorded steps cannot separate the costs of {unsure}; the intervals are wider for that reason."
+        )
     return "\n".join(lines)
 
 

@@ -52,9 +52,9 @@ flags of `splittime serve` that are given. Ctrl-C ends it: a running server
 has its knobs back, and the same command goes on with the notebook.
 Exit codes:
   0    better settings were found, or nothing is to be changed
-  1    nothing that was tried meets the SLO; it says what was reached
+  1    no change that could be kept meets the SLO; it says what was reached
   2    a usage or settings error
-  3    no verdict: time was up, or the runs differed too much among themselves
+  3    no verdict: no time, nothing to predict from, or runs that differ a lot
   130  Ctrl-C
 """
 ENGINE_SETTINGS = {s.name: s for part in ("runner", "scheduler") for s in settings_of(settings_module.PARTS[part])}
@@ -84,10 +84,20 @@ class TuneOptions:
     ] = False
     profile: Annotated[
         str | None,
-        typer.Option("--profile", metavar="latency|throughput|balanced", help="What to begin with, and what to seek."),
+        typer.Option(
+            "--profile",
+            metavar="latency|throughput|balanced",
+            help="What to begin with (not with --url), and what to seek.",
+        ),
     ] = None
     minutes: Annotated[
-        float, typer.Option("--minutes", metavar="N", min=0.1, help="Time for it all; a run under way is ended.")
+        float,
+        typer.Option(
+            "--minutes",
+            metavar="N",
+            min=0.1,
+            help="Time for simulations and runs. A run or a quality gate that has begun is completed.",
+        ),
     ] = 20.0
     notebook: Annotated[
         Path | None,
@@ -127,7 +137,7 @@ def tune(given: TuneOptions, settings: Settings, load: dict[str, Any]) -> None:
             beside = compare_profiles(measurer, _asked(settings), budget)
         else:
             found = _tuner(given, servers, measurer, asked_load, budget, with_time).run()
-        if given.apply and not given.compare_profiles:
+        if given.apply:
             servers.set({**servers.before, **found.changes})  # type: ignore[attr-defined]
     if given.compare_profiles:
         _tell_profiles(given, beside)
@@ -138,14 +148,7 @@ def tune(given: TuneOptions, settings: Settings, load: dict[str, Any]) -> None:
 
 def _check(given: TuneOptions, load: Mapping[str, Any]) -> None:
     """Raises ConfigError for flags that exclude each other, before anything is started."""
-    if given.ledger is not None and load:
-        name = next(iter(load))
-        hint = "Leave one of them out."
-        raise ConfigError("a ledger is a load already", param=name, value=load[name], hint=hint)
-    if given.ledger is None and "rate" not in load and "trace" not in load:
-        hint = "Give --rate, --trace with its own times, or --ledger."
-        words = "tune needs a load whose requests do not wait for answers (an open loop)"
-        raise ConfigError(words, param="rate", hint=hint)
+    _check_load(given, load)
     if given.apply and given.url is None:
         hint = "--write-config FILE keeps them for the next start."
         raise ConfigError("--apply needs the --url of a running server", param="apply", hint=hint)
@@ -156,8 +159,40 @@ def _check(given: TuneOptions, load: Mapping[str, Any]) -> None:
     if given.vllm is not None and (given.write_config is not None or given.compare_profiles or given.profile):
         words = "profiles and settings files are of `splittime serve`; vLLM has flags"
         raise ConfigError(words, param="vllm", value=given.vllm, hint="Leave the one or the other out.")
+    _check_heeded(given)
     if given.write_config is not None:
         check_writable(given.write_config, "write_config")
+
+
+def _check_load(given: TuneOptions, load: Mapping[str, Any]) -> None:
+    if given.ledger is not None and load:
+        name = next(iter(load))
+        hint = "Leave one of them out."
+        raise ConfigError("a ledger is a load already", param=name, value=load[name], hint=hint)
+    words = "tune needs a load whose requests do not wait for answers (an open loop)"
+    hint = "Give --rate, --trace with its own times, or --ledger."
+    if "concurrency" in load:
+        number = load["concurrency"]
+        words = f"{words}, and --concurrency {number} has them wait"
+        raise ConfigError(words, param="concurrency", value=number, hint=f"Leave --concurrency out. {hint}")
+    if given.ledger is None and "rate" not in load and "trace" not in load:
+        raise ConfigError(words, param="rate", hint=hint)
+
+
+def _check_heeded(given: TuneOptions) -> None:
+    """Raises ConfigError for a flag that would do nothing beside another one."""
+    from splittime.tune.knobs import changes_numbers
+
+    hint = "Leave one of them out."
+    for name in ("profile", "knob", "keep_numbers", "write_config", "apply") if given.compare_profiles else ():
+        if value := getattr(given, name):
+            flag = name.replace("_", "-")
+            words = f"--{flag} with --compare-profiles, which measures all profiles and changes nothing"
+            raise ConfigError(words, param=name, value=str(value), hint=hint)
+    for name in given.knob or ():
+        if given.keep_numbers and changes_numbers({name: None}):
+            words = f"--keep-numbers with --knob {name}, which changes what the model answers"
+            raise ConfigError(words, param="knob", value=name, hint=hint)
 
 
 def _servers(given: TuneOptions, settings: Settings, recorded: "Recorded | None") -> "tuple[Servers, Profile]":

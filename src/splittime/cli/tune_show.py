@@ -12,6 +12,7 @@ from splittime.bench.book.metrics import shown
 from splittime.bench.own_server import as_typed
 from splittime.cli.options import wide
 from splittime.tune.knobs import words
+from splittime.tune.search import DRAWS
 from splittime.tune.servers import OwnServers, Servers, VllmServers
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from splittime.tune.notebook import TuneTrial
     from splittime.tune.tuner import Tuned
 
-GAINED = "what is gained of the SLO's weakest term while it is missed, of the figure sought once it is kept"
+GAINED = (
+    "While the SLO is missed: the improvement of its weakest term. Once it is kept: the improvement of the figure that "
+    f"--profile seeks. Predicted: the median of {DRAWS} draws, in brackets the range of the middle {DRAWS - 2}."
+)
 STYLES = {"BETTER": "green", "WORSE": "red", "INCONCLUSIVE": "yellow", "EQUIVALENT": ""}
 
 
@@ -54,7 +58,7 @@ def show(found: "Tuned", program: str, flags: list[str], goal: "Goal", is_applie
     console = wide()
     if found.trials:
         console.print(_table(found))
-        console.print(f"predicted, measured: {GAINED}", markup=False, style="dim")
+        console.print(GAINED, markup=False, style="dim", soft_wrap=True)
         for number, trial in enumerate(found.trials, 1):
             console.print(f"{number}: {trial.why}", markup=False, soft_wrap=True)
     for note in found.notes:
@@ -106,7 +110,7 @@ def _sentence(found: "Tuned") -> str:
         return f"{words(found.changes)} ({took})."
     if found.outcome == "slo missed":
         best = ", ".join(f"{name} {shown(name, value)}" for name, value in found.best.items())
-        return f"nothing that was tried keeps the SLO ({took}). The best of each term on its own: {best}."
+        return f"no change that could be kept meets the SLO ({took}). The best of each term on its own: {best}."
     return f"no verdict within {took}: allow more --minutes, or a longer --duration."
 
 

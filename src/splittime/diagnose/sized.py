@@ -234,9 +234,10 @@ def _require_like(figure: PredictedFigure) -> None:
     if figure.ratio is None or figure.before is None:
         raise ConfigError(f"a replay as it was says nothing of {WORDS[figure.name]}")
     if figure.recorded and abs(figure.before / figure.recorded - 1) > MAX_ERROR:
+        unit = " ms" if "_ms" in figure.name else ""
         raise ConfigError(
-            f"a replay as it was has {figure.before:.3g} ms for {WORDS[figure.name]} where {figure.recorded:.3g} ms "
-            "are recorded: too far off to go by"
+            f"a replay as it was has {figure.before:.3g}{unit} for {WORDS[figure.name]} where "
+            f"{figure.recorded:.3g}{unit} are recorded: too far off to go by"
         )
 
 

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from splittime.bench.book.metrics import RATES
 from splittime.core.errors import ConfigError
 from splittime.plan.load import load_at
 from splittime.plan.rate_trial import RateTrial, TooMany, simulated_trial
 from splittime.simulate.cost import OutOfRange
-from splittime.simulate.draws import hours, interval, over_cores
+from splittime.simulate.draws import hours, interval, over_cores, share_within
 from splittime.simulate.replica import AnyReplica
 
 RESOLUTION = 1.03  # both ends of the knee are this close
@@ -34,7 +35,7 @@ MOST = 1e5  # times the first rate, or less
 
 class Knee(msgspec.Struct, frozen=True):
     """The highest rate that keeps and the lowest that breaks. None: not found; `stopped` says why the search could not
-    go on there."""
+    go on there, and what to do."""
 
     kept: RateTrial | None
     broken: RateTrial | None
@@ -51,10 +52,12 @@ class RateInterval(NamedTuple):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """rate: the highest that keeps the SLO, over the likeliest model and the draws. knee: from the lowest kept to the
-    highest broken rate. likeliest: the search on the likeliest model."""
+    """rate: the highest that keeps the SLO, over the likeliest model and the draws. share: the probability with which
+    another model lies within its interval. knee: from the lowest kept to the highest broken rate. likeliest: the search
+    on the likeliest model."""
 
     rate: RateInterval
+    share: float
     knee: tuple[float, float]
     likeliest: Knee
     draws: int
@@ -83,7 +86,8 @@ def capacity(
     """Returns the highest rate within the SLO, with its interval. load: fields of `LoadSpec`. slo: terms as `parse_slo`
     gives them. draws: how many other models are searched, for the interval. processes: at most so many simulate at a
     time. say: called with what is simulated, and the share of the draws that is done. Raises ConfigError for a load
-    that cannot be simulated, and if no rate keeps the SLO."""
+    that cannot be simulated, for a term that asks for a rate, and if no rate keeps the SLO."""
+    _require_no_rate(slo)
     replica = replica.steady()
     likeliest = find_knee(_trier(replica, load, slo, seed, say), FIRST_RATE)
     if likeliest.kept is None:
@@ -98,7 +102,16 @@ def capacity(
     kept, broken = zip(*knees, strict=True)
     low, high = interval(kept)
     rate = RateInterval(low, statistics.median(kept), high)
-    return Capacity(rate, (min(kept), max(broken)), likeliest, draws)
+    return Capacity(rate, share_within(len(knees)), (min(kept), max(broken)), likeliest, draws)
+
+
+def _require_no_rate(slo: Mapping[str, float]) -> None:
+    """Raises ConfigError for a term that a low rate misses: there is no highest rate to look for."""
+    name = next((name for name in slo if name in RATES), None)
+    if name is not None:
+        hint = "Leave it out: the rate is what plan looks for."
+        words = f"{name} grows with the rate, and is no limit to plan with"
+        raise ConfigError(words, param="slo", value=name, hint=hint)
 
 
 def _knee_of(replica: AnyReplica, load: Mapping[str, Any], slo: Mapping[str, float], seed: int, near: float) -> Ends:
@@ -138,7 +151,8 @@ class _Search:
         try:
             self.trials[rate] = trial = self._trial_at(rate)
         except (OutOfRange, TooMany) as error:
-            self.refused[rate] = f"at {rate:.3g} requests/s {error.info.message}"
+            way_out = "Give a shorter --duration." if isinstance(error, TooMany) else "Plan from a heavier load."
+            self.refused[rate] = f"at {rate:.3g} requests/s {error.info.message}. {way_out}"
             return False
         return trial.keeps
 
@@ -174,5 +188,6 @@ def _hopeless(knee: Knee, slo: Mapping[str, float]) -> ConfigError:
         return ConfigError(f"no rate could be simulated: {knee.stopped}", param="rate")
     lightest = knee.trials[0]
     missed = " ".join(term.sentence for term in lightest.terms if not term.ok)
-    hint = f"At {lightest.rate:.3g} requests/s, the lightest load tried: {missed} Ask for no less than that."
+    way_out = "Set limits that are no stricter than these values."
+    hint = f"At {lightest.rate:.3g} requests/s, the lightest load tried: {missed} {way_out}"
     return ConfigError("no rate keeps the SLO", param="slo", value=", ".join(slo), hint=hint)

@@ -19,6 +19,8 @@ from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
 from splittime.core.whole_file import check_writable
 from splittime.ledger.facts import ServerFacts
+from splittime.simulate.change import LIMITS
+from splittime.simulate.replay import scheduler_config
 from splittime.simulate.replica import Replica, load_replica, save_replica
 
 FOLDER = "replicas"
@@ -76,10 +78,11 @@ def kept_for(facts: ServerFacts, folder: Path | None = None) -> KeptCalibration 
 
 
 def require_kept_for(facts: ServerFacts, folder: Path | None = None) -> KeptCalibration:
-    """As `kept_for`. Raises ConfigError, with how the nearest that is kept differs, if nothing was kept."""
+    """As `kept_for`, with the settings of the scheduler that the server has now. Raises ConfigError, with how the
+    nearest that is kept differs, if nothing was kept."""
     found = kept_for(facts, folder)
     if found is not None:
-        return found
+        return found._replace(replica=_scheduled_as(found.replica, facts))
     hint = "Calibrate this server: splittime calibrate --url URL."
     nearest = [_difference(one, facts) for one in _all(folder)[0]]
     others = f"; what is kept differs in {min(nearest, key=len)}" if nearest else ""
@@ -111,6 +114,14 @@ def kept_here(
         told = _list(current, _differing(current))
         raise ConfigError(f"{len(current)} calibrations of this machine are kept: {told}", param="source", hint=hint)
     return current[0]
+
+
+def _scheduled_as(replica: Replica, facts: ServerFacts) -> Replica:
+    """Returns the server with the scheduler's settings, the size of its cache and the bounds of its queue from these
+    facts: no step takes longer for them, so a calibration holds for all."""
+    bounds = {name: facts.settings[name] for name in LIMITS if name in facts.settings}
+    scheduled = msgspec.structs.replace(replica, config=scheduler_config(facts), settings=facts.settings)
+    return scheduled.with_settings(bounds)
 
 
 def age_words(seconds: float) -> str:

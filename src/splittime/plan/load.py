@@ -11,7 +11,7 @@ from typing import Any
 from splittime.bench.draw import draw
 from splittime.bench.schedule import Planned, Schedule
 from splittime.bench.spec import spec_of
-from splittime.bench.traces import read_trace
+from splittime.bench.traces import Trace, read_trace
 from splittime.core.errors import ConfigError
 from splittime.simulate.asked import Asked, asked_requests
 from splittime.simulate.replica import AnyReplica
@@ -19,6 +19,7 @@ from splittime.simulate.trace import Follows, TracedRequest
 
 DURATION_S = 60.0  # as of `bench run`
 MIN_REQUESTS = 100
+MAX_REQUESTS = 200_000  # of a trial: nobody waits for more
 VOCAB_SIZE = 32_000  # nobody reads a simulated prompt: its tokens are equal or not
 
 
@@ -57,19 +58,41 @@ def _follows(schedule: Schedule, names: Sequence[str]) -> Iterator[Follows | Non
 
 def load_at(load: Mapping[str, Any], rate: float) -> dict[str, Any]:
     """Returns the load at so many requests a second in the mean; a trace with its own times is replayed so much
-    faster. It lasts long enough for `MIN_REQUESTS`. Raises ConfigError for a closed loop, and a trace without times."""
+    faster. It lasts long enough for `MIN_REQUESTS`. Raises ConfigError for a closed loop, for sessions of turns, and
+    for a trace that cannot be replayed whole."""
+    _require_requests(load)
+    if not load.get("trace") or load.get("rate"):
+        return {**load, "rate": rate, "duration_s": max(load.get("duration_s") or DURATION_S, MIN_REQUESTS / rate)}
+    return {**load, "speed_up": rate / _whole_trace(load).mean_rate}
+
+
+def _require_requests(load: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a load that has no rate of requests."""
     if load.get("concurrency"):
         hint = "Give --rate or --trace; splittime simulate takes --concurrency."
         raise ConfigError("a load with --concurrency has no rate to look for", param="concurrency", hint=hint)
-    if not load.get("trace") or load.get("rate"):
-        return {**load, "rate": rate, "duration_s": max(load.get("duration_s") or DURATION_S, MIN_REQUESTS / rate)}
+    turns = load.get("turns", "1")
+    if turns != "1":
+        hint = "Give the rate and the lengths of all turns, and --prefix-share; splittime simulate takes --turns."
+        raise ConfigError("the rate of a load with --turns is one of sessions", param="turns", value=turns, hint=hint)
+
+
+def _whole_trace(load: Mapping[str, Any]) -> Trace:
+    """Returns the trace, whose times are replayed from the first to the last: its mean rate is that of the whole."""
+    hint = "Cut the trace, or give --rate, at which its lengths are drawn."
+    if load.get("duration_s"):
+        words = "a trace is replayed whole, not for a --duration"
+        raise ConfigError(words, param="duration_s", value=load["duration_s"], hint=hint)
     trace = read_trace(spec_of(dict(load)))
     if trace.at_s is None:
         raise ConfigError("the trace has no times", param="trace", hint="Give --rate.")
-    return {**load, "speed_up": rate / trace.mean_rate}
+    if len(trace) > MAX_REQUESTS:
+        words = f"the trace has {len(trace):,} requests; a plan simulates at most {MAX_REQUESTS:,}"
+        raise ConfigError(words, param="trace", value=len(trace), limit=MAX_REQUESTS, hint=hint)
+    return trace
 
 
-def peak_of(load: Mapping[str, Any]) -> float | None:
+def rate_of(load: Mapping[str, Any]) -> float | None:
     """Returns the requests a second that this load has in the mean; None if it does not say. Those of a trace with its
     own times are its mean: each trial replays its bursts."""
     if load.get("rate") or not load.get("trace"):

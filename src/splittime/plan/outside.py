@@ -9,7 +9,8 @@ request that comes to an idle server. The scheduler's settings are guesses, give
     max_num_seqs             the most answers that were on their way together
     max_num_batched_tokens   that of `BUDGETS` whose steps the regression explains best, or the next above the most seen
     max_model_len            as the server says, else the longest request
-    num_blocks               `REACH` times what was held at once: nobody sees from outside when a cache is full
+    num_blocks               `REACH` times what was held at once, and a block that is not full yet for each request:
+                             nobody sees from outside when a cache is full
 
 `plan.own_runs` checks the replica: the runs themselves are simulated, and compared with what was measured.
 """
@@ -189,12 +190,13 @@ def _settings(runs: Sequence[Run], arm: int, explained: Explained, known: Guesse
     longest = max(prompt_tokens_of(o) + (output_tokens(o) or 1) for run in runs for o in answered(run, arm))
     context = known.max_model_len or next((length for length in told if length), longest)
     held = max(one.shape.kv_tokens for one in explained.seen)
+    slots = known.max_num_seqs or max(most_at_once(run, arm) for run in runs)
     return {
-        "max_num_seqs": known.max_num_seqs or max(most_at_once(run, arm) for run in runs),
+        "max_num_seqs": slots,
         "max_num_batched_tokens": known.max_num_batched_tokens or _likely_budget(explained),
         "max_model_len": context,
         "block_size": BLOCK_TOKENS,
-        "num_blocks": known.num_blocks or -(-max(context, int(REACH * held)) // BLOCK_TOKENS),
+        "num_blocks": known.num_blocks or -(-max(context, int(REACH * held)) // BLOCK_TOKENS) + slots,
     }
 
 

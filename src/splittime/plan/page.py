@@ -31,7 +31,7 @@ def render_page(sheets: Sequence[Sheet], slo: Mapping[str, float]) -> str:
     )
     styles = plot_styles() + (assets / "plan.css").read_text("utf-8")
     return environment.from_string((assets / "plan.html").read_text("utf-8")).render(
-        sheets=[(sheet, [_term_plot(sheet, name, limit) for name, limit in slo.items()]) for sheet in sheets],
+        sheets=[(sheet, _term_plots(sheet)) for sheet in sheets],
         kept=", ".join(f"{name} {_axis(name)(limit)}" for name, limit in slo.items()),
         names=line_names(sheets),
         line_of=line_of,
@@ -76,6 +76,11 @@ def _digits(value: float) -> str:
     if value == int(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def _term_plots(sheet: Sheet) -> list[Plot]:
+    """Draws what is judged: limits of each request are one term, goodput, and the error rate is always among them."""
+    return [_term_plot(sheet, term.name, term.limit) for term in sheet.capacity.likeliest.trials[0].terms]
 
 
 def _term_plot(sheet: Sheet, name: str, limit: float) -> Plot:

@@ -14,22 +14,21 @@ from splittime.bench.book.slo import SloResult
 from splittime.core.errors import ConfigError
 from splittime.ledger.stages import Stage
 from splittime.plan.judged import judged
-from splittime.plan.load import requests_for
+from splittime.plan.load import MAX_REQUESTS, requests_for
 from splittime.simulate.change import Change
 from splittime.simulate.replica import AnyReplica
 from splittime.simulate.run import SimulatedBooks
 from splittime.simulate.shape import shape_of_record
 
 WARM_UP = 0.1
-MAX_REQUESTS = 200_000
 WAITS = (Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
 
 
 class RateTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulated run at one rate. input_tokens, output_tokens: of a request, in the mean. first_waits, later_waits:
-    the share of the time up to the first token, and of the time behind it, that the requests wait, by cause.
-    prompt_share: the share of the steps' time that prompts need. kv_usage: the most blocks in use, as a share of all.
-    running: requests in a step, in the mean."""
+    """A simulated run at one rate. input_tokens, output_tokens: of a request, in the mean. first_waits, later_waits,
+    all_waits: the share of the time up to the first token, of the time behind it, and of both together, that the
+    requests wait, by cause. prompt_share: the share of the steps' time that prompts need. kv_usage: the most blocks in
+    use, as a share of all. running: requests in a step, in the mean."""
 
     rate: float
     terms: tuple[SloResult, ...]
@@ -38,6 +37,7 @@ class RateTrial(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: float
     first_waits: dict[str, float]
     later_waits: dict[str, float]
+    all_waits: dict[str, float]
     prompt_share: float
     kv_usage: float
     running: float
@@ -81,20 +81,22 @@ def _trial_of(replica: AnyReplica, books: SimulatedBooks, slo: Mapping[str, floa
         output_tokens=sum(account.output_tokens for account in served) / count,
         first_waits=_waits(books, is_first=True),
         later_waits=_waits(books, is_first=False),
+        all_waits=_waits(books, is_first=None),
         prompt_share=_prompt_share(replica, books),
         kv_usage=max((step.blocks_used for step in books.steps), default=0) / replica.config.num_blocks,
         running=sum(len(step.rows) for step in books.steps) / max(1, len(books.steps)),
     )
 
 
-def _waits(books: SimulatedBooks, is_first: bool) -> dict[str, float]:
-    """Returns the shares of the time up to the first token, or behind it, by cause; largest first."""
+def _waits(books: SimulatedBooks, is_first: bool | None) -> dict[str, float]:
+    """Returns the shares of the time up to the first token, or behind it, or of both (None), by cause; largest
+    first."""
     spent: Counter[str] = Counter()
     total = 0
     for account in books.accounts:
         first_ns = account.token_ready_ns[0] if account.token_ready_ns else account.end_ns
         for each in account.intervals:
-            if (each.begin_ns < first_ns) == is_first:
+            if is_first is None or (each.begin_ns < first_ns) == is_first:
                 total += each.end_ns - each.begin_ns
                 if each.stage in WAITS:
                     spent[str(each.cause or each.stage)] += each.end_ns - each.begin_ns

@@ -14,6 +14,7 @@ from splittime.attach.simulators import simulator_of
 from splittime.bench.book.records import Run, load_run
 from splittime.core.errors import ConfigError, NotFound
 from splittime.core.facts import Machine, TokenCost
+from splittime.simulate.change import MAX_BLOCKS
 from splittime.simulate.data_sheet import Device, device_named, replica_of_data_sheet
 from splittime.simulate.recorded import is_ledger, latest_run, read_ledger
 from splittime.simulate.replica import AnyReplica, Replica, load_replica
@@ -26,7 +27,7 @@ def replica_in(source: str, settings: dict[str, Any]) -> AnyReplica:
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None:
         raise NotFound(f"there is no file {missing}", param="source", value=str(missing))
-    if len(paths) > 1 or _is_run(paths[0]):
+    if len(paths) > 1 or (not is_ledger(paths[0]) and _is_run(paths[0])):
         return _from_outside([load_run(path) for path in paths], settings)
     return _own(paths[0]).with_settings(settings)
 
@@ -38,15 +39,19 @@ def replica_of_device(
     max_model_len: int,
     precision: str,
     settings: dict[str, Any],
+    kv_formula: str = "",
 ) -> Replica:
     """Returns a server that nobody has measured. weights_bytes: what they take of its memory. max_model_len: the
-    model's own; the server's is less where the KV cache holds less. Raises ConfigError for a device that nobody knows,
-    and for a model that it cannot hold."""
+    model's own; the server's is less where the KV cache holds less. kv_formula: how the KV bytes of a token come from
+    the model's config, for people. Raises ConfigError for a device that nobody knows, and for a model that it cannot
+    hold."""
     device = device_named(name) if isinstance(name, str) else name
     replica = replica_of_data_sheet(device, cost, precision=precision, weights_bytes=weights_bytes)
-    held = replica.config.block_size * settings.get("num_blocks", replica.config.num_blocks)
-    config = msgspec.structs.replace(replica.config, max_model_len=min(max_model_len, held))
-    replica = msgspec.structs.replace(replica, config=config).with_settings(settings)
+    num_blocks = min(replica.config.num_blocks, MAX_BLOCKS)  # a small model leaves room for more than is simulated
+    held = replica.config.block_size * settings.get("num_blocks", num_blocks)
+    config = msgspec.structs.replace(replica.config, max_model_len=min(max_model_len, held), num_blocks=num_blocks)
+    costs = msgspec.structs.replace(replica.costs, about=replica.costs.about | {"kv_formula": kv_formula})
+    replica = msgspec.structs.replace(replica, config=config, costs=costs).with_settings(settings)
     machine = Machine(cpu=device.name, threads=1, read_bytes_per_s=device.read_bytes_per_s)
     return msgspec.structs.replace(replica, token_cost=cost, machine=machine)
 
@@ -59,11 +64,14 @@ def _own(path: Path) -> AnyReplica:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether `bench` wrote it."""
+    """Whether `bench` wrote it. Raises ConfigError for a file that cannot be read."""
     try:
         msgspec.json.decode(path.read_bytes(), type=Run)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return False
+    except OSError as error:
+        hint = "Who may read it? ls -l shows that."
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param="source", value=str(path), hint=hint) from None
     return True
 
 

@@ -4,16 +4,19 @@
     sheet.lines[0].name, .value, .low, .high, .unit, .formula
 
 A line's formula has its inputs in it, so that a reader can work it out again. Low and high come from the capacity's
-interval: the more a server carries, the fewer are needed.
+interval: the more a server carries, the fewer are needed. Spares, and what is paid for them, are counted for the upper
+end of the interval.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.core.facts import Machine, TokenCost
+from splittime.diagnose.floor import read_bytes_per_s
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 from splittime.plan.capacity import Capacity
 from splittime.plan.rate_trial import RateTrial
@@ -23,6 +26,7 @@ PER_MILLION = 1e6
 S_PER_HOUR = 3600.0
 LEAST_WAIT = 0.1  # a smaller share is not what breaks
 WAITS_FOR = {str(name): words for told in (STAGE_MEANING, CAUSE_MEANING) for name, words in told.items()}
+SCALED = ("int8", "float8_e4m3fn")  # numbers of the KV cache that have scales beside them
 BEYOND = "keeps the SLO; more could not be simulated (below), so more may be kept"
 
 
@@ -83,9 +87,9 @@ def worksheet(label: str, replica: AnyReplica, found: Capacity, terms: PlanTerms
     lines = [SheetLine("highest rate", middle, "requests/s", most, low, high)]
     if terms.peak:
         lines += _of_all(replica, found, terms, terms.peak)
-    elif terms.price is not None:
-        requests, words = middle * S_PER_HOUR, f"{terms.price:g}/h"
-        lines += _of_tokens(found, terms, terms.price, words, requests, "in an hour at the highest rate")
+    elif terms.price is not None and middle:
+        words = f"{terms.price:g}/h"
+        lines += _of_tokens(found, terms, terms.price, words, middle, "in an hour at the highest rate", (low, high))
     lines += [*_of_one(replica, found), *_of_memory(replica, found)]
     return Sheet(label, replica.source, found, tuple(lines), tuple(_notes(replica, found, terms)))
 
@@ -106,30 +110,50 @@ def _of_one(replica: AnyReplica, found: Capacity) -> Iterator[SheetLine]:
 
 
 def _of_memory(replica: AnyReplica, found: Capacity) -> Iterator[SheetLine]:
-    kept, cost = found.kept, replica.token_cost
-    config = replica.config
+    config, cost, machine = replica.config, replica.token_cost, replica.machine
+    if _is_from_outside(replica):
+        return  # the size of its cache is a guess
     formula = f"most blocks in use / {config.num_blocks:,} blocks of {config.block_size} tokens"
-    yield SheetLine("KV cache in use", 100 * kept.kv_usage, "%", formula)
+    yield SheetLine("KV cache in use", 100 * found.kept.kv_usage, "%", formula)
     if cost is None:
         return
-    per_token = cost.kv_bytes_per_token
-    block = per_token * config.block_size
-    whole = block * config.num_blocks
-    yield SheetLine("KV bytes of a token", per_token, "bytes", "2 x layers x KV heads x head size x bytes of a number")
+    yield from _of_cache(replica, cost, found.kept)
+    if machine is not None and machine.read_bytes_per_s:
+        yield from _of_weights(machine, cost.weight_bytes)
+
+
+def _of_cache(replica: AnyReplica, cost: TokenCost, kept: RateTrial) -> Iterator[SheetLine]:
+    config, per_token = replica.config, cost.kv_bytes_per_token
+    whole = per_token * config.block_size * config.num_blocks
+    yield SheetLine("KV bytes of a token", per_token, "bytes", _kv_formula(replica))
     formula = f"{config.num_blocks:,} blocks x {config.block_size} tokens x {per_token:,} bytes"
     yield SheetLine("KV cache", whole / 2**20, "MiB", formula)
     longest = -(-config.max_model_len // config.block_size) / config.num_blocks  # a server does not start with less
     spare = 1 - max(kept.kv_usage, longest)
     formula = f"{spare:.0%} of it: could be smaller by so much, and hold what was used and the longest request"
     yield SheetLine("KV cache to spare", spare * whole / 2**20, "MiB", formula)
-    rate = replica.machine.read_bytes_per_s if replica.machine is not None else None
-    if rate:
-        formula = f"{cost.weight_bytes:,} bytes of weights / {rate:,.3g} bytes/s"
-        yield SheetLine("decode floor", cost.weight_bytes / rate * 1e3, "ms", formula)
-        formula = (
-            f"a step, if it waits for weights and they have half the bytes: {cost.weight_bytes // 2:,} / {rate:,.3g}"
-        )
-        yield SheetLine("smaller weights save", cost.weight_bytes / 2 / rate * 1e3, "ms", formula)
+
+
+def _kv_formula(replica: AnyReplica) -> str:
+    formula: str = replica.costs.about.get("kv_formula", "")
+    scales = " and scales" if replica.settings.get("kv_cache_dtype") in SCALED else ""
+    return formula or f"as the server says: keys, values{scales} of all layers"
+
+
+def _of_weights(machine: Machine, weight_bytes: int) -> Iterator[SheetLine]:
+    """Yields what a step takes to read the weights, and what it saves if they have half the bytes, which a cache may
+    hold."""
+    half_bytes = weight_bytes // 2
+    rate, half_rate = (read_bytes_per_s(machine, size) for size in (weight_bytes, half_bytes))
+    if rate is None:
+        return  # a cache holds them, and nobody knows how fast it is
+    floor_ms = weight_bytes / rate * 1e3
+    formula = f"{weight_bytes:,} bytes of weights / {rate:,.3g} bytes/s"
+    yield SheetLine("decode floor", floor_ms, "ms", formula)
+    if half_rate is None:
+        return
+    formula = f"a step, if it waits for weights: {floor_ms:.3g} ms - {half_bytes:,} bytes / {half_rate:,.3g} bytes/s"
+    yield SheetLine("smaller weights save", floor_ms - half_bytes / half_rate * 1e3, "ms", formula)
 
 
 def _of_all(replica: AnyReplica, found: Capacity, terms: PlanTerms, peak: float) -> Iterator[SheetLine]:
@@ -147,21 +171,25 @@ def _of_all(replica: AnyReplica, found: Capacity, terms: PlanTerms, peak: float)
     with_spares = high + terms.regions
     formula = f"the upper end, and one more in each region: {high} + {terms.regions}"
     yield SheetLine("servers with spares", with_spares, "", formula)
-    yield from _of_start_up(replica, found, terms)
+    rate = peak * terms.growth
+    yield from _of_start_up(replica, terms, rate, high)
     if terms.price is not None:
         an_hour = with_spares * terms.price
         yield SheetLine("an hour", an_hour, terms.currency, f"{with_spares} servers x {terms.price:g}/h")
-        requests = peak * terms.growth * S_PER_HOUR
-        yield from _of_tokens(found, terms, an_hour, "an hour", requests, "in a peak hour")
+        yield from _of_tokens(found, terms, an_hour, "an hour", rate, f"in an hour at {rate:g} requests/s")
 
 
-def _of_start_up(replica: AnyReplica, found: Capacity, terms: PlanTerms) -> Iterator[SheetLine]:
+def _of_start_up(replica: AnyReplica, terms: PlanTerms, rate: float, servers: int) -> Iterator[SheetLine]:
+    """rate: of all requests, which so many servers share."""
     own_s = None if replica.start_up_ns is None else replica.start_up_ns / 1e9
     start_up_s = terms.start_up_s if terms.start_up_s is not None else own_s
     if start_up_s is None:
         return
-    formula = f"highest rate x {start_up_s:.3g} s until a new server serves: they wait or go elsewhere"
-    yield SheetLine("a lost server leaves", found.rate.middle * start_up_s, "requests", formula)
+    formula = (
+        f"without a spare they wait or go elsewhere: {rate:g} requests/s / {servers} servers x {start_up_s:.3g} s "
+        "until a new one serves"
+    )
+    yield SheetLine("a lost server leaves", rate / servers * start_up_s, "requests", formula)
     if terms.price is not None:
         paid = terms.price * start_up_s / S_PER_HOUR
         yield SheetLine(
@@ -170,30 +198,47 @@ def _of_start_up(replica: AnyReplica, found: Capacity, terms: PlanTerms) -> Iter
 
 
 def _of_tokens(
-    found: Capacity, terms: PlanTerms, an_hour: float, paid: str, requests: float, when: str
+    found: Capacity,
+    terms: PlanTerms,
+    an_hour: float,
+    paid: str,
+    rate: float,
+    when: str,
+    ends: tuple[float, float] = (0.0, 0.0),
 ) -> Iterator[SheetLine]:
-    """Yields what a million tokens cost if an hour with so many requests costs `an_hour`. paid, when: for people."""
+    """Yields what a million tokens cost if an hour with so many requests a second costs `an_hour`. paid, when: for
+    people. ends: the interval of the rate; 0: that end is not known."""
     for name, tokens, share in (
         ("input", found.kept.input_tokens, found.kept.prompt_share),
         ("output", found.kept.output_tokens, 1 - found.kept.prompt_share),
     ):
-        millions = requests * tokens / PER_MILLION
+        millions = rate * S_PER_HOUR * tokens / PER_MILLION
+        cost = an_hour * share / millions
+        least, most = (cost * rate / end if end else None for end in reversed(ends))
         formula = f"{paid} x {share:.0%} (their part of the steps' time) / {millions:,.4g} million {when}"
-        yield SheetLine(f"a million {name} tokens", an_hour * share / millions, terms.currency, formula)
+        yield SheetLine(f"a million {name} tokens", cost, terms.currency, formula, least, most)
 
 
 def first_to_break(broken: RateTrial) -> str:
     """Returns the terms that a rate breaks, and what the requests wait for most in the time that these are about."""
     missed = [term.name for term in broken.terms if not term.ok]
-    is_first = any(name.startswith(("ttft", "service_ttft")) for name in missed)
-    waits = broken.first_waits if is_first else broken.later_waits
+    waits, time = _time_missed(broken, missed)
     cause, share = next(iter(waits.items()), ("", 0.0))
-    terms, time = ", ".join(missed), "the time to the first token" if is_first else "the time behind the first token"
+    terms = ", ".join(missed)
     if missed == ["error_rate"]:
         return f"error_rate: {broken.term('error_rate').value or 0:.1%} of the requests are refused, or fail"
     if share < LEAST_WAIT:
         return f"{terms}: the steps themselves take too long, with {broken.running:.3g} requests in each"
     return f"{terms}: {share:.0%} of {time} is a wait for {cause} ({WAITS_FOR.get(cause, cause)})"
+
+
+def _time_missed(broken: RateTrial, missed: Sequence[str]) -> tuple[dict[str, float], str]:
+    """Returns the waits in the time that these terms are about, and what that time is called."""
+    if any(name.startswith(("ttft", "service_ttft")) for name in missed):
+        return broken.first_waits, "the time to the first token"
+    if any(name.startswith(("e2e", "service_e2e", "goodput")) for name in missed):
+        return broken.all_waits, "the time of a request"
+    return broken.later_waits, "the time behind the first token"
 
 
 def _slots(replica: AnyReplica) -> str:
@@ -202,7 +247,9 @@ def _slots(replica: AnyReplica) -> str:
 
 def _notes(replica: AnyReplica, found: Capacity, terms: PlanTerms) -> Iterator[str]:
     if found.likeliest.stopped is not None:
-        yield f"no higher rate was simulated: {found.likeliest.stopped}. Plan from a heavier load."
+        yield f"no higher rate was simulated: {found.likeliest.stopped}"
+    if not found.rate.middle:
+        yield "most of the models that fit as well keep the SLO at no rate: nobody can tell what it costs"
     if not terms.peak:
         yield "how many servers: give the load's --rate"
     kept, config = found.kept, replica.config
@@ -211,17 +258,26 @@ def _notes(replica: AnyReplica, found: Capacity, terms: PlanTerms) -> Iterator[s
         f"max_num_seqs {config.max_num_seqs:,}, max_num_batched_tokens {config.max_num_batched_tokens:,}, "
         f"max_model_len {config.max_model_len:,}"
     )
-    if "off" in replica.costs.about:
+    if _is_from_outside(replica):
         yield from _notes_from_outside(replica.costs.about)
-    yield f"in brackets: where nine of ten models that fit as well would lie, from {found.draws} that were drawn"
+    yield (
+        f"in brackets: where another model that fits as well would lie with a probability of {found.share:.0%}, from "
+        f"{found.draws} that were drawn and the likeliest one"
+    )
     error = replica.costs.errors.median_relative
     if error and replica.costs.num_steps:
         yield f"step times: the median error of held-out steps is {error:.1%}"
     elif error:
         yield f"step times: no device attains what its sheet says; as good kernels do, give or take {error:.0%}"
     if replica.costs.unsure:
-        yield f"the steps do not tell apart ({', '.join(replica.costs.unsure)}): intervals allow for it"
+        unsure = ", ".join(replica.costs.unsure)
+        yield f"the recorded steps cannot separate the costs of {unsure}; the intervals are wider for that reason"
     yield "requests come when they come, whatever the answers before (an open loop), spread evenly over the servers"
+
+
+def _is_from_outside(replica: AnyReplica) -> bool:
+    """Whether `plan.outside` made it, which says how far off its own runs are."""
+    return "off" in replica.costs.about
 
 
 def _notes_from_outside(about: dict[str, Any]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from splittime.core.errors import EngineError, Overloaded
 
 TIME_S = 90.0
-DRAWS = 10  # with 6 an interval holds one more draw seven times of ten, not nine
+DRAWS = 10  # an interval holds one more draw eight times of ten; after 19 it would be nine, in twice the time
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 COMMAND = (sys.executable, "-m", "splittime.simulate.beside")
 

@@ -24,14 +24,15 @@ LOWEST = 19
 
 
 class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """figures: as in `Prediction`. step_error: the median error of the cost model on steps that it was not fitted on.
-    error: why there is no answer. is_bad_change: the change itself cannot be, whatever the books say."""
+    """figures, share: as in `Prediction`. step_error: the median error of the cost model on steps that it was not
+    fitted on. error: why there is no answer. is_bad_change: the change itself cannot be, whatever the books say."""
 
     figures: tuple[PredictedFigure, ...] = ()
     num_requests: int = 0
     num_refused: int = 0
     num_steps: int = 0
     draws: int = 0
+    share: float = 0.0
     step_error: float | None = None
     error: ErrorInfo | None = None
     is_bad_change: bool = False
@@ -54,6 +55,7 @@ def answer(lines: Sequence[bytes]) -> WhatIfAnswer:
         num_refused=found.num_refused,
         num_steps=found.num_steps,
         draws=found.draws,
+        share=found.share,
         step_error=found.model.errors.median_relative,
     )
 

@@ -91,11 +91,15 @@ def hours(draws: int, drift: float, rng: random.Random, other_hour: float = OTHE
     return [math.exp(drift * statistics.NormalDist().inv_cdf(share)) for share in shares]
 
 
+def share_within(count: int) -> float:
+    """Returns the probability with which one more draw lies within the `interval` of so many that depend on each other
+    in nothing: `SHARE`, and less for fewer than 19. Where hours are spread evenly, as those of `hours`, it is more."""
+    return min(SHARE, (count - 1) / (count + 1))
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns within what one more draw lies with a probability of `SHARE`: order statistics, of which one more value
-    falls between any two neighbours, or beyond, with the same probability. Fewer than 19 draws that depend on each
-    other in nothing hold it less often, n of them (n - 1) times of n + 1; hours that are spread evenly, as those of
-    `hours`, more often than that."""
+    """Returns within what one more draw lies with the probability `share_within`: order statistics, of which one more
+    value falls between any two neighbours, or beyond, with the same probability."""
     ordered = sorted(values)
     beyond = max(1, int((len(values) + 1) * (1 - SHARE) / 2))
     return ordered[beyond - 1], ordered[-beyond]

@@ -239,7 +239,7 @@ def load_replica(path: Path) -> Replica:
         replica = msgspec.json.decode(path.read_bytes(), type=Replica)
     except FileNotFoundError:
         raise NotFound(f"there is no file {path}", param="replica", value=str(path)) from None
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
         hint = "splittime calibrate writes such a file; serve --ledger-file a ledger."
         raise ConfigError(f"{path} does not describe a server: {error}", param="replica", hint=hint) from None
     replica.config.validate()

@@ -7,7 +7,7 @@ The cost model is fitted on the recorded steps. A *draw* is another model that f
 coefficients come from the posterior distribution), on a machine that is a little slower or faster, as in another hour.
 With each draw the requests are simulated twice, with the recorded settings and with the changed ones. Both share the
 draw, so most of what is not known of the machine cancels: the change has a narrower interval than either side. An
-interval is where one more draw would lie nine times of ten.
+interval is where one more draw would lie nine times of ten, or less often after few draws (`share`).
 
 How well the simulator does is shown beside it: the recorded run, and its simulation with the settings that it had.
 
@@ -26,7 +26,7 @@ import msgspec
 from splittime.ledger.facts import ServerFacts
 from splittime.simulate.change import Change, PredictedFigure
 from splittime.simulate.cost import CostModel
-from splittime.simulate.draws import OTHER_HOUR, figures_of_draws, hours, interval
+from splittime.simulate.draws import OTHER_HOUR, figures_of_draws, hours, interval, share_within
 from splittime.simulate.figures import Figures, figures
 from splittime.simulate.recorded import Recorded, latest_run, written_ledger
 from splittime.simulate.replica import AnyReplica, replica_of
@@ -39,14 +39,17 @@ DRAWS = 20
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """errors: of the cost model, on steps that it was not fitted on."""
+    """num_requests: of recorded or drawn ones; of those that wait for an answer (`waits`) not all come if a run has an
+    end. share: the probability with which one more draw lies within an interval."""
 
     change: Change
     figures: tuple[PredictedFigure, ...]
     num_requests: int
     num_refused: int
+    waits: bool
     num_steps: int
     draws: int
+    share: float
     model: CostModel
 
     def figure(self, name: str) -> PredictedFigure:
@@ -114,8 +117,10 @@ def predict_of(
         figures=tuple(_predicted(name, load.seen.get(name), pairs) for name in load.seen or pairs[0][0]),
         num_requests=sum(not traced.account.is_turned_away for traced in load.requests),
         num_refused=sum(traced.account.is_turned_away for traced in load.requests),
+        waits=any(traced.follows is not None for traced in load.requests),
         num_steps=costs.num_steps,
         draws=draws,
+        share=share_within(draws),
         model=costs,
     )
 
@@ -140,15 +145,16 @@ def requests_of(recorded: Recorded, max_model_len: int) -> list[TracedRequest]:
 
 
 def _predicted(name: str, recorded: float | None, draws: Sequence[Sequence[Figures]]) -> PredictedFigure:
-    """draws: each without the change, and with it if there is one."""
+    """Returns no ratio where some draw has nothing without the change. draws: each without it, and with it if there is
+    one."""
     both = [(draw[0][name], draw[-1][name]) for draw in draws if name in draw[0] and name in draw[-1]]
     if not both:
         return PredictedFigure(name, recorded, None, None, None)
     before, after = (statistics.median(side) for side in zip(*both, strict=True))
-    ratios = [after / before for before, after in both if before > 0]
     after_low, after_high = interval([after for _, after in both])
-    if not ratios:
+    if any(before <= 0 for before, _ in both):
         return PredictedFigure(name, recorded, before, after, None, None, None, after_low, after_high)
+    ratios = [after / before for before, after in both]
     return PredictedFigure(
         name, recorded, before, after, statistics.median(ratios), *interval(ratios), after_low, after_high
     )

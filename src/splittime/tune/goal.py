@@ -14,9 +14,10 @@ from typing import NamedTuple
 import msgspec
 
 from splittime.bench.book.figures import summary
+from splittime.bench.book.lateness import failed_by_lateness, void_for_more
 from splittime.bench.book.metrics import HIGHER_IS_BETTER, parse_metric, value_of
 from splittime.bench.book.records import Ending, Run
-from splittime.bench.book.slo import SloResult, check_terms, judge, limits_of
+from splittime.bench.book.slo import SloResult, check_slo, check_terms, judge, limits_of, still_missed
 
 WORTH_IT = math.log(1.05)  # a smaller gain does not pay for a change: it is within what a machine's hours differ by
 MOST = 5.0
@@ -58,6 +59,17 @@ def score_of(run: Run, goal: Goal) -> Score:
     terms = {result.name: result.value for result in results if result.value is not None}
     value = value_of(found, goal.seeks)
     return Score(slack, _worth(goal.seeks, value), weakest, terms, value)
+
+
+def fault_of(run: Run, goal: Goal) -> str | None:
+    """Returns why a void run tells nothing of the server; None for one that tells. Lateness only lengthens times: an
+    SLO that was kept with it was kept, and one that is missed with the lateness taken off was missed."""
+    if not run.is_void:
+        return None
+    results = check_slo(run, goal.slo)
+    is_told = all(result.ok for result in results) or any(still_missed(run, result) for result in results)
+    faults = void_for_more(run) or ([] if is_told else failed_by_lateness(run))
+    return "; ".join(check.sentence for check in faults) or None
 
 
 def slack_of(result: SloResult) -> float:

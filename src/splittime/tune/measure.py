@@ -20,7 +20,7 @@ from splittime.bench.schedule import Schedule
 from splittime.bench.share import Progress
 from splittime.core.errors import ConfigError, EngineError, SplittimeError
 from splittime.simulate.recorded import Recorded
-from splittime.tune.goal import Goal, Score, score_of
+from splittime.tune.goal import Goal, Score, fault_of, score_of
 from splittime.tune.knobs import words
 from splittime.tune.notebook import Notebook
 from splittime.tune.search import Say
@@ -29,7 +29,12 @@ from splittime.wire.limits import ServerLimits, server_limits
 from splittime.wire.target import RunOptions, Target
 
 USUAL = {"duration_s": 20.0, "warm_up_s": 2.0}
+TRIES = 2  # of a run until it is not void
 Load = Callable[[ServerLimits], Schedule]
+
+
+class VoidRun(EngineError):
+    """The client was at fault in each try, so nobody knows what the server did."""
 
 
 class DrawnLoad:
@@ -38,6 +43,8 @@ class DrawnLoad:
     def __init__(self, load: Mapping[str, Any]) -> None:
         says_length = {"duration_s", "num_requests", "trace"} & set(load)
         usual = {name: value for name, value in USUAL.items() if name != "duration_s" or not says_length}
+        if "warm_up_requests" in load:
+            usual.pop("warm_up_s")
         self.about = {**usual, "seed": 0, **load}
 
     def __call__(self, limits: ServerLimits) -> Schedule:
@@ -64,15 +71,25 @@ class Measurer:
         self.seconds: float | None = None
 
     def run(self, changes: Mapping[str, Any], number: int) -> Run:
-        """Returns the run of this number with these changes. Raises what making it raises."""
+        """Returns the run of this number with these changes. Raises VoidRun, and what making it raises."""
         run = self.notebook.run(changes, number)
         if run is None:
+            run = self._made(changes, number)
+        self.maker.learn(run)
+        return run
+
+    def _made(self, changes: Mapping[str, Any], number: int) -> Run:
+        """Returns a new run, which is in the notebook then. A void one is made again, and never kept."""
+        for _ in range(TRIES):
             begin_s = time.monotonic()
             run = self.maker.make(changes, number)
             self.seconds = time.monotonic() - begin_s
-            self.notebook.add_run(changes, number, run, score_of(run, self.goal), self.seconds)
-        self.maker.learn(run)
-        return run
+            fault = fault_of(run, self.goal)
+            if fault is None:
+                self.notebook.add_run(changes, number, run, score_of(run, self.goal), self.seconds)
+                return run
+        hint = "Stop what else runs on this machine, or ask for less: a lower --rate."
+        raise VoidRun(f"{TRIES} runs of {words(changes)} were void: {fault}", value=fault, hint=hint)
 
     def scores(self, changes: Mapping[str, Any]) -> list[Score]:
         """Returns those of all runs with these changes."""

@@ -25,6 +25,7 @@ from splittime.tune.goal import Score
 from splittime.tune.search import Forecast
 
 FORMAT = 1
+BEGINS = b'{"type":"tune"'  # each notebook, also one whose first line was cut off
 
 
 class TuneBegun(msgspec.Struct, frozen=True, kw_only=True, tag="tune"):
@@ -82,7 +83,9 @@ class Notebook:
 
     @property
     def trials(self) -> list[TuneTrial]:
-        return [line for line in self.lines if isinstance(line, TuneTrial)]
+        """Returns the last of each change: one that was cut off is tried again."""
+        trials = [line for line in self.lines if isinstance(line, TuneTrial)]
+        return list({(str(trial.base), str(trial.change)): trial for trial in trials}.values())
 
     @property
     def measured(self) -> list[MeasuredRun]:
@@ -108,7 +111,7 @@ class Notebook:
         self._add(MeasuredRun(changes=dict(changes), number=number, seconds=seconds, score=score, file=file))
 
     def trial(self, base: Mapping[str, Any], change: Mapping[str, Any]) -> TuneTrial | None:
-        """Returns the verdict that was reached, if one was."""
+        """Returns the last verdict that was reached, if one was."""
         return next((each for each in self.trials if each.base == base and each.change == change), None)
 
     def add_trial(self, trial: TuneTrial) -> None:
@@ -150,9 +153,9 @@ def _read(path: Path, file: FileIO) -> list[Line]:
     data = file.readall()
     whole = data[: data.rfind(b"\n") + 1]
     try:
-        lines = [msgspec.json.decode(line, type=Line) for line in whole.splitlines()]
-        if lines and not isinstance(lines[0], TuneBegun):
+        if not data.startswith(BEGINS) and not BEGINS.startswith(data):
             raise ValueError("it does not begin as one")
+        lines = [msgspec.json.decode(line, type=Line) for line in whole.splitlines()]
     except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
         hint = "Name another file."
         raise ConfigError(f"{path} is no notebook: {error}", param="notebook", value=str(path), hint=hint) from None

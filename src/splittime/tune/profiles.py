@@ -1,6 +1,7 @@
 """Three profiles: each a stated set of settings to begin with, and the figure that counts once the SLO is kept.
 
-What a user sets goes before what a profile says. `splittime tune --compare-profiles` measures them beside each other.
+Each states the same knobs, so that none has what a server or a ledger happened to have. What a user sets goes before
+what a profile says. `splittime tune --compare-profiles` measures them beside each other.
 """
 
 from typing import Any
@@ -22,9 +23,15 @@ LATENCY = Profile(
     name="latency",
     seeks="e2e_mean",
     purpose="each request ends as soon as it can",
-    settings={"max_num_seqs": 16, "max_prefill_tokens": 64, "policy": "shortest_prefill"},
+    settings={
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "max_prefill_tokens": 64,
+        "policy": "shortest_prefill",
+    },
     reasons={
         "max_num_seqs": "a step of fewer rows is shorter, so each token comes sooner",
+        "max_num_batched_tokens": "the server's default: fewer rows and shorter pieces of prompts never fill it",
         "max_prefill_tokens": "a prompt makes those who are answered wait for a short piece of it at a time",
         "policy": "a short prompt does not wait for a long one",
     },
@@ -45,10 +52,11 @@ BALANCED = Profile(
     name="balanced",
     seeks="throughput",
     purpose="the server's own defaults: many rows, and prompts in pieces that the others hardly feel",
-    settings={"max_num_seqs": 64, "max_num_batched_tokens": 512, "policy": "fcfs"},
+    settings={"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_prefill_tokens": None, "policy": "fcfs"},
     reasons={
         "max_num_seqs": "more rows gain little more from reading the weights once",
         "max_num_batched_tokens": "the longest step stays within what a reader feels as even",
+        "max_prefill_tokens": "measured when a server starts; one that runs already takes as many as fit into a step",
         "policy": "in the order in which they came",
     },
 )

@@ -7,6 +7,7 @@ Those that we start are started after the former has stopped, so that no two sha
 One that runs already takes live knobs only, and has on leaving what it had before, whatever happened in between.
 """
 
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -14,8 +15,9 @@ from typing import Any, Protocol
 from splittime.attach.command import command_of
 from splittime.attach.settings import KNOBS as VLLM_KNOBS
 from splittime.attach.settings import flag_of
+from splittime.bench.event_loop import ENDING
 from splittime.bench.own_server import as_typed, own_server, vllm_server
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, EngineError, SplittimeError
 from splittime.tune.knobs import KNOBS
 from splittime.wire.get_json import get_json, patch_json
 from splittime.wire.target import Target
@@ -126,11 +128,33 @@ class RunningServer:
             if name not in KNOBS or not KNOBS[name].is_live:
                 hint = "Give the model and its flags instead of --url."
                 raise ConfigError(f"{name} cannot be changed while a server runs", param=name, hint=hint)
-        self.set({**self.before, **changes})
         try:
+            self.set({**self.before, **changes})  # within: a server may have made a change whose answer never came
             yield self._target
         finally:
+            with _uninterrupted():
+                self._restore(changes)
+
+    def _restore(self, changes: Mapping[str, Any]) -> None:
+        try:
             self.set(self.before)
+        except SplittimeError as error:
+            words = f"{error.info.message}; its knobs may still be as they were tried: {dict(changes)}"
+            raise EngineError(words, hint="Set them back, if it is up: PATCH /knobs.") from None
 
     def set(self, knobs: Mapping[str, Any]) -> None:
         patch_json(self._url, dict(knobs), self._target.api_key)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of what is within."""
+    came = list[int]()
+    before = {one: signal.signal(one, lambda number, frame: came.append(number)) for one in ENDING}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    if came:
+        raise KeyboardInterrupt

@@ -30,11 +30,11 @@ from splittime.simulate.replica import AnyReplica
 from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import WORTH_IT, Score, best_of, best_terms, gain, has_all_that_was_asked, quicker, score_of
 from splittime.tune.knobs import KNOBS, Knob, changes_numbers, wide, words
-from splittime.tune.measure import Load, Measurer, limits_of_run, recorded_of, recorded_of_all
+from splittime.tune.measure import Load, Measurer, VoidRun, limits_of_run, recorded_of, recorded_of_all
 from splittime.tune.notebook import TuneTrial
 from splittime.tune.prescribed import prescribed
 from splittime.tune.search import Forecast, Forecaster, Say, finalists
-from splittime.tune.verify import PAIRS, middle, verify
+from splittime.tune.verify import PAIRS, Verified, middle, verify
 
 Outcome = Literal["better", "nothing to change", "slo missed", "inconclusive"]
 EXIT_CODES: dict[Outcome, int] = {"better": 0, "nothing to change": 0, "slo missed": 1, "inconclusive": 3}
@@ -88,6 +88,7 @@ class Tuner:
         ]
         self._changes: dict[str, Any] = {}
         self._notes: list[str] = []
+        self._lacked_time = self._is_unpredicted = False
 
     def run(self) -> Tuned:
         """Raises KeyboardInterrupt, and what the servers raise of the settings as they were asked for."""
@@ -100,8 +101,10 @@ class Tuner:
         return self._tuned(before)
 
     def _has_time(self) -> bool:
-        """Returns whether another pair of runs fits."""
-        return self._budget.left_s > 2 * (self._measurer.seconds or 0.0)
+        """Returns whether another pair of runs fits. Remembers if not: the search did not end by itself then."""
+        has_time = self._budget.left_s > 2 * (self._measurer.seconds or 0.0)
+        self._lacked_time = self._lacked_time or not has_time
+        return has_time
 
     def _now(self) -> Run:
         return self._measurer.run(self._changes, 0)
@@ -182,9 +185,10 @@ class Tuner:
         except OutOfRange as error:
             why = error.info.message
         if self._has_time() and self._calibration() is None:  # a calibration's steps are what they are
-            self._measurer.run(self._changes, LEARNING_RUN)
-            with suppress(OutOfRange):
+            with suppress(OutOfRange, VoidRun):
+                self._measurer.run(self._changes, LEARNING_RUN)
                 return self._predicted()
+        self._is_unpredicted = True
         self._notes.append(f"nothing more could be predicted: {why}")
         return []
 
@@ -220,7 +224,7 @@ class Tuner:
     def _try(self, change: Mapping[str, Any], forecast: Forecast | None) -> bool:
         """Verifies a change and keeps it if it is better. Returns whether it is."""
         trial = self._notebook.trial(self._changes, change)
-        if trial is None:
+        if trial is None or _is_cut_off(trial):  # the runs that it had are in the notebook
             trial = self._verified(change, forecast)
             self._notebook.add_trial(trial)
         if trial.verdict is Verdict.BETTER:
@@ -229,7 +233,10 @@ class Tuner:
 
     def _verified(self, change: Mapping[str, Any], forecast: Forecast | None) -> TuneTrial:
         begin_s, base = time.monotonic(), self._changes
-        found = verify(self._measurer.run, base, {**base, **change}, self._goal, self._has_time)
+        try:
+            found = verify(self._measurer.run, base, {**base, **change}, self._goal, self._has_time)
+        except VoidRun as error:
+            found = Verified(verdict=Verdict.INCONCLUSIVE, why=f"{error.info.message}.", before=(), after=())
         verdict, why = found.verdict, found.why
         if verdict is Verdict.BETTER and changes_numbers(change):
             self._say(f"quality of {words(change)}", None)
@@ -262,9 +269,12 @@ class Tuner:
         )
 
     def _outcome(self, after: Score) -> Outcome:
-        if after.keeps:
-            return "better" if self._changes else _unless_open(self._notebook.trials)
-        return "slo missed" if self._has_time() else "inconclusive"
+        if not after.keeps:
+            return "inconclusive" if self._lacked_time else "slo missed"
+        if self._changes:
+            return "better"
+        is_open = self._lacked_time or self._is_unpredicted or any(map(_is_open, self._notebook.trials))
+        return "inconclusive" if is_open else "nothing to change"
 
 
 def _of_steps(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,7 +282,12 @@ def _of_steps(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in changes.items() if not KNOBS[name].is_predicted}
 
 
-def _unless_open(trials: list[TuneTrial]) -> Outcome:
-    """Returns that nothing is to be changed, unless a change that may be better could not be judged."""
-    is_open = any(trial.verdict is Verdict.INCONCLUSIVE and (trial.measured or 0) > WORTH_IT for trial in trials)
-    return "inconclusive" if is_open else "nothing to change"
+def _is_cut_off(trial: TuneTrial) -> bool:
+    """Returns whether it ended before all of its runs were made, without a verdict."""
+    return trial.verdict is Verdict.INCONCLUSIVE and trial.runs < PAIRS
+
+
+def _is_open(trial: TuneTrial) -> bool:
+    """Returns whether the change may be better, but could not be judged."""
+    gained = trial.verdict is Verdict.INCONCLUSIVE and (trial.measured or 0) > WORTH_IT
+    return gained or _is_cut_off(trial)
