@@ -36,7 +36,7 @@ from splittime.simulate.change import Change
 from splittime.simulate.costed import Answers, output_token
 from splittime.simulate.recorded import Recorded, read_ledger
 from splittime.simulate.replica import Approach
-from splittime.simulate.run import Delivery, serve_each
+from splittime.simulate.run import Delivery, SimulatedServer
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
 from splittime.simulate.trace import TracedRequest, ended_by_token
 from splittime.simulate.what_if import predict, recorded_load, write_simulated
@@ -122,7 +122,7 @@ def served(config: VllmSettings, asked: Sequence[TracedRequest], delivery: Deliv
     accounts: list[Any] = []
     steps: list[Any] = []
     around = QueueLimits(2**40, 2**40), delivery, engine.after_step_ns, answers
-    serve_each(list(asked), engine.run, clock, *around, accounts.append, steps.append)
+    SimulatedServer(clock, *around, accounts.append, steps.append).run(engine.run, list(asked))
     told = {**msgspec.to_builtins(config), "kv_cache_groups": ["FullAttentionSpec"]}
     facts = ServerFacts(version="", model="", max_model_len=LENGTH, settings=told, engine=f"vllm {vllm_version()}")
     return Recorded(accounts, steps, facts)
@@ -191,7 +191,7 @@ def test_the_costs_of_a_plan_are_those_of_its_record() -> None:
     clock, answers, asked, steps = VirtualClock(), Answers(), requests(11), []
     engine = VllmEngine(TIGHT, clock, by_plan(Watching()), answers, asked)
     around = QueueLimits(2**40, 2**40), Delivery(), engine.after_step_ns, answers
-    serve_each(list(asked), engine.run, clock, *around, lambda account: None, steps.append)
+    SimulatedServer(clock, *around, lambda account: None, steps.append).run(engine.run, list(asked))
     assert seen == [shape_of_record(step) for step in steps]
 
 

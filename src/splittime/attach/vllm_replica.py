@@ -20,7 +20,7 @@ from splittime.simulate.change import Change
 from splittime.simulate.costed import Answers
 from splittime.simulate.recorded import Recorded, plans_ahead
 from splittime.simulate.replica import UNBOUNDED, AnyReplica, ModelCosts, measured
-from splittime.simulate.run import OnAccount, OnStep, serve_each
+from splittime.simulate.run import OnAccount, OnStep, SimulatedServer
 from splittime.simulate.trace import TracedRequest, as_seen_ahead, at_speed
 
 
@@ -50,7 +50,7 @@ class VllmReplica(AnyReplica, frozen=True, kw_only=True):
         engine = VllmEngine(settings, clock, by_plan(costs), answers, requests)
         limits = QueueLimits(UNBOUNDED, UNBOUNDED)
         around = limits, self.delivery, engine.after_step_ns, answers, on_account, on_step
-        serve_each(requests, engine.run, clock, *around)
+        SimulatedServer(clock, *around).run(engine.run, requests)
 
 
 def replica_of(recorded: Recorded) -> VllmReplica:

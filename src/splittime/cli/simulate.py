@@ -85,7 +85,7 @@ def simulate(
 ) -> None:
     """Say what a change would have done to recorded requests, with the same scheduler under a virtual clock; or to the
     load that is described."""
-    from splittime.simulate.recorded import is_ledger, read_ledger, require_new
+    from splittime.simulate.recorded import require_new
 
     load = load_of(settings)
     own = {"num_blocks": num_blocks, "long_prefill_token_threshold": long_prefill_token_threshold}
@@ -94,26 +94,11 @@ def simulate(
     _require_possible(change, load, is_check=check, is_kept=out is not None)
     if out is not None:
         require_new(out)
-    path = None if ledger is None or is_url(ledger) else Path(ledger)
-    if path is not None and (is_ledger(path) or path.suffix != ".json"):
-        recorded = read_ledger(path)
-        if check:
-            raise typer.Exit(_check(recorded, json))
-        served = _of_ledger(recorded, load)
-    else:
-        served = _of_replica(path, ledger, load, is_check=check)
-    from splittime.simulate.what_if import predict_of, write_simulated  # scipy: half a second
-
-    with loading("simulating") as say:
-        prediction = predict_of(
-            served,
-            change,
-            draws,
-            on_draw=lambda number: say(f"simulation {number} of {draws}", number / draws),
-            processes=num_cores(),
-        )
-    if out is not None:
-        write_simulated(served, change, out)
+    recorded = _recorded_in(ledger)
+    if check:
+        raise typer.Exit(_check(recorded, json))
+    served = _of_replica(ledger, load) if recorded is None else _of_ledger(recorded, load)
+    prediction = _predicted(served, change, draws, out)
     if json:
         sys.stdout.buffer.write(orjson.dumps(msgspec.to_builtins(prediction)) + b"\n")
     else:
@@ -130,6 +115,15 @@ def _require_possible(change: Change, load: dict[str, Any], is_check: bool, is_k
         raise ConfigError("a closed loop comes as fast as it is answered", param="speed", value=change.speed, hint=hint)
 
 
+def _recorded_in(source: str | None) -> "Recorded | None":
+    """Returns the ledger of a file; None for a calibration's file, for a URL, and for nothing."""
+    from splittime.simulate.recorded import is_ledger, read_ledger
+
+    if source is None or is_url(source) or (source.endswith(".json") and not is_ledger(Path(source))):
+        return None
+    return read_ledger(source)
+
+
 def _of_ledger(recorded: "Recorded", load: dict[str, Any]) -> "ServedLoad":
     from splittime.attach.simulators import simulator_of
     from splittime.plan.load import requests_for
@@ -139,28 +133,45 @@ def _of_ledger(recorded: "Recorded", load: dict[str, Any]) -> "ServedLoad":
     return recorded_load(recorded, others, simulator_of(recorded.facts).to_replica)
 
 
-def _of_replica(path: Path | None, url: str | None, load: dict[str, Any], is_check: bool) -> "ServedLoad":
-    """Returns a calibrated server with the load that is described. path: of the calibration; None: the one that is kept
-    for the server at `url`, or of this machine. Raises ConfigError without a load, and for a check: nothing was
-    decided."""
+def _of_replica(source: str | None, load: dict[str, Any]) -> "ServedLoad":
+    """Returns a calibrated server with the load that is described. source: the calibration's file, or the URL of a
+    server for which one is kept; None: this machine's. Raises ConfigError without a load."""
     from splittime.plan.load import requests_for
     from splittime.simulate.replica import load_replica
     from splittime.simulate.what_if import ServedLoad
 
-    if is_check:
-        hint = "Name a ledger file: splittime serve --ledger-file FILE."
-        raise ConfigError("a calibration has no decisions to check", param="check", hint=hint)
-    replica = load_replica(path) if path is not None else None
+    replica = load_replica(Path(source)) if source is not None and not is_url(source) else None
     if not load:
         hint = "Describe a load (--rate 20 --input-tokens 64 --output-tokens 32), or name a ledger."
         raise ConfigError("a calibration has no requests to simulate", param="ledger", hint=hint)
-    replica = replica or kept_calibration(url).replica
+    replica = replica or kept_calibration(source).replica
     return ServedLoad(replica, requests_for(load, replica), replica.facts, {})
 
 
-def _check(recorded: "Recorded", as_json: bool) -> int:
+def _predicted(served: "ServedLoad", change: Change, draws: int, out: Path | None) -> "Prediction":
+    """Returns the prediction. out: where one simulation is kept."""
+    from splittime.simulate.what_if import predict_of, write_simulated  # scipy: half a second
+
+    with loading("simulating") as say:
+        prediction = predict_of(
+            served,
+            change,
+            draws,
+            on_draw=lambda number: say(f"simulation {number} of {draws}", number / draws),
+            processes=num_cores(),
+        )
+    if out is not None:
+        write_simulated(served, change, out)
+    return prediction
+
+
+def _check(recorded: "Recorded | None", as_json: bool) -> int:
+    """Returns the exit code. Raises ConfigError where there is no ledger."""
     from splittime.attach.simulators import simulator_of
 
+    if recorded is None:
+        hint = "Name a ledger file: splittime serve --ledger-file FILE."
+        raise ConfigError("a calibration has no decisions to check", param="check", hint=hint)
     divergence = simulator_of(recorded.facts).replay(recorded)
     if as_json:
         told = {"steps": len(recorded.steps), "divergence": None if divergence is None else divergence._asdict()}

@@ -88,12 +88,11 @@ def num_undecided(requests: Requests) -> int:
     one in which the first of them ends. 0 if the next step has more to do."""
     if not requests.running or requests.speculation.active or requests.has_step_in_flight:
         return 0
-    if not all(map(_only_decodes, requests.running)):
-        return 0
-    return min([state.max_num_tokens - len(state.token_ids) for state in requests.running])
-
-
-def _only_decodes(state: RequestState) -> bool:
-    """Returns whether the request computes its last known token next, and whatever token follows does not end it."""
-    is_next = state.num_computed == len(state.token_ids) - 1
-    return is_next and state.account.stage is DECODE and not state.stop_ids and not state.num_promised
+    left = []
+    for state in requests.running:  # each computes its last known token next, and whatever follows does not end it
+        num_tokens = len(state.token_ids)
+        is_next = state.num_computed == num_tokens - 1 and not state.num_promised
+        if not is_next or state.account.stage is not DECODE or state.stop_ids:
+            return 0
+        left.append(state.max_num_tokens - num_tokens)
+    return min(left)

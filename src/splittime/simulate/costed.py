@@ -58,7 +58,9 @@ class Answers:
 
     def tokens(self, request_id: str, begin: int, count: int) -> list[int]:
         """Returns those from this place on."""
-        first, known = self._known.get(request_id, (0, ()))
+        if request_id not in self._known:
+            return [output_token(request_id)] * count
+        first, known = self._known[request_id]
         tokens = list(known[begin - first : begin - first + count])
         return tokens + [output_token(request_id)] * (count - len(tokens))
 

@@ -108,33 +108,12 @@ def simulate_each(
         skip = SkipAhead(engine, costs, clock, execution, runner.answers, on_step)
     crank = Crank(EngineParts(engine, runner), clock)
     around = limits, delivery, after_step_ns, runner.answers, on_account, on_step
-    serve_each(requests, partial(run_loop, crank), clock, *around, skip)
-
-
-def serve_each(
-    requests: Iterable[TracedRequest],
-    loop: EngineLoop,
-    clock: VirtualClock,
-    limits: QueueLimits,
-    delivery: Delivery,
-    after_step_ns: Callable[[], int],
-    answers: Answers,
-    on_account: OnAccount,
-    on_step: OnStep,
-    skip: SkipAhead | None = None,
-) -> None:
-    """Runs a server around the loop of any engine, as `simulate_each` does around ours. after_step_ns: how long after a
-    step the next may begin. answers: learn what each request samples."""
-    known = requests if isinstance(requests, list) else []
-    followers = Followers(traced for traced in known if traced.follows is not None)
-    server = SimulatedServer(clock, limits, delivery, after_step_ns, answers, on_account, on_step, skip, followers)
-    if known:
-        requests = sorted((each for each in known if each.follows is None), key=lambda each: each.arrived_ns)
-    server.run(loop, requests)
+    SimulatedServer(clock, *around, skip).run(partial(run_loop, crank), requests)
 
 
 class SimulatedServer:
-    """on_account, on_step: called with each as it is closed; nothing closed is kept."""
+    """A server around the loop of any engine. after_step_ns: how long after a step the next may begin. answers: learn
+    what each request samples. on_account, on_step: called with each as it is closed; nothing closed is kept."""
 
     def __init__(
         self,
@@ -145,18 +124,19 @@ class SimulatedServer:
         answers: Answers,
         on_account: OnAccount,
         on_step: OnStep,
-        skip: SkipAhead | None,
-        followers: Followers,
+        skip: SkipAhead | None = None,
     ) -> None:
-        self._followers = followers
         self._clock, self._delivery, self._after_step_ns = clock, delivery, after_step_ns
         self._on_account, self._on_step, self._skip = on_account, on_step, skip
         self._door = Door(clock, Admission(limits), delivery.to_wake_ns, self._refuse)
         self._open: dict[str, OpenRequest] = {}
-        self._answers = answers
+        self._followers, self._answers = Followers(()), answers
 
     def run(self, loop: EngineLoop, requests: Iterable[TracedRequest]) -> None:
-        """Until the last request has ended."""
+        """Until the last request has ended. Of a list some requests may wait for answers."""
+        if isinstance(requests, list):
+            self._followers = Followers(traced for traced in requests if traced.follows is not None)
+            requests = sorted((each for each in requests if each.follows is None), key=lambda each: each.arrived_ns)
         self._door.expect(self._opened(requests))
         loop(self._door, self._take)
 
