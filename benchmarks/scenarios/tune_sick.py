@@ -35,9 +35,9 @@ from splittime.lab.quality.run import Competitor, Prepared, QualityComparison, Q
 from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import Goal, Score, best_of
 from splittime.tune.measure import DrawnLoad, Measurer, RealRuns
-from splittime.tune.notebook import Notebook
+from splittime.tune.notebook import Notebook, Tuned
 from splittime.tune.servers import OwnServers
-from splittime.tune.tuner import Tuned, Tuner
+from splittime.tune.tuner import Tuner
 from splittime.tune.verify import middle
 from splittime.wire.limits import server_limits
 from splittime.wire.target import RunOptions, Target

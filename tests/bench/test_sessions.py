@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from splittime.bench.book.records import Phase
 from splittime.bench.draw import draw
 from splittime.bench.spec import LoadSpec
+from splittime.core.errors import ConfigError
 
 BLOCK = 16
 
@@ -76,6 +77,15 @@ def test_a_session_that_outgrows_the_model_ends():
     assert max(len(one.prompt) + one.output_tokens for one in schedule.requests) <= 150
     assert {len(turns) for turns in sessions(schedule).values()} <= {1, 2}
     assert any("sessions ended early" in note for note in schedule.notes)
+
+
+@pytest.mark.parametrize("turns", ["1000000000", "uniform:1:1000000"])
+def test_more_turns_than_can_be_drawn_are_refused(turns):
+    with pytest.raises(ConfigError, match=r"20 sessions of .* turns are .* requests, too many") as caught:
+        drawn(turns=turns, duration_s=None, num_requests=20)
+    told = caught.value.info
+    assert (told.param, told.value, told.limit) == ("turns", turns, 1_000_000)
+    assert "Make --turns smaller" in told.hint
 
 
 def test_what_would_come_after_the_end_is_left_out_and_said():

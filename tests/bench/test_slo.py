@@ -41,6 +41,7 @@ def test_terms_in_every_unit():
         ("ttft_p99=", "no number", "for example"),
         ("ttft_p99=fast", "no number", "for example"),
         ("ttft_p99=-3ms", "no number", "for example"),
+        ("ttft_p99=1e999s", "too large a number", "for example"),
         ("ttft_p99=300", "has no unit", "300ms"),
         ("ttft_p99=300kg", "'kg' is no unit of time", "ms"),
         ("ttft_p99=3%", "'%' is no unit of time", "ms"),

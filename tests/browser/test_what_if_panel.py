@@ -74,3 +74,18 @@ def test_the_panel_fits_the_page(live, visit, width):
     ask(page, "max_num_seqs", "6")
     page.locator("#what-if-answer table").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    change = page.locator("#what-if-answer tr", has_text="first token, p99").locator("td").first.bounding_box()
+    assert change["x"] + change["width"] <= width, "the answer is seen without scrolling"
+
+
+def test_what_is_asked_differs_from_what_is(live, visit):
+    page = visit(live.url)
+    page.locator("#what-if").scroll_into_view_if_needed()
+    page.locator("#what-if-ask:enabled").wait_for()
+    page.select_option("#what-if-name", "max_num_seqs")
+    assert page.locator("#what-if-value input").input_value() == str(2 * SLOTS)
+    page.locator("#what-if-value input").fill(str(SLOTS))
+    assert page.locator("#what-if-ask").is_disabled()
+    assert page.locator("#what-if-now").inner_text() == f"now {SLOTS}; give another value to simulate"
+    page.select_option("#what-if-name", "load (times)")
+    assert page.locator("#what-if-ask").is_enabled()

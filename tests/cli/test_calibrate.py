@@ -1,10 +1,12 @@
 """`splittime calibrate` on a real server of the packaged model, in a few seconds."""
 
+import http.server
 import io
 import json
 import os
 import subprocess
 import sys
+import threading
 import urllib.request
 
 import msgspec
@@ -120,6 +122,25 @@ def test_nothing_listens_there():
     done = called("calibrate", "--url", "http://127.0.0.1:9")
     assert done.returncode == 1
     assert "127.0.0.1:9" in done.stderr
+
+
+class Foreign(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_error(404)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_another_server_is_told_apart_with_the_way_out():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    done = called("calibrate", "--url", url)
+    server.shutdown()
+    assert done.returncode == 2
+    assert f"no splittime server: {url}/ledger/facts answered 404" in done.stderr
+    assert "splittime bench run" in done.stderr
 
 
 def test_a_model_is_started_for_it_and_ended_after(tmp_path):

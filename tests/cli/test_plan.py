@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from pathlib import Path
 
 import msgspec
@@ -156,7 +157,7 @@ def test_another_setting_is_another_plan(replica: Path) -> None:
 
 def test_an_slo_that_cannot_be_kept_says_what_can(replica: Path) -> None:
     result = invoke(replica, "--slo", "ttft_p50=1ms", *LOAD, "--draws", 1)
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "no rate keeps the SLO" in result.stderr
     assert "ttft_p50 from the intended start is 10" in " ".join(result.stderr.split())
 
@@ -167,8 +168,11 @@ def test_an_slo_that_cannot_be_kept_says_what_can(replica: Path) -> None:
         (("none.sqlite", *SLO), "there is no file none.sqlite"),
         (("--device", "H100", *SLO), "Give --model-config"),
         (("--device", "H101", "--model-config", "{model}", *SLO), "no data sheet of 'H101' is known"),
-        (("{replica}", *SLO, "--price", "1", "--price", "2"), "2 prices for 1 servers"),
+        (("{replica}", *SLO, "--price", "1", "--price", "2"), "2 prices for 1 server"),
         (("{replica}", "--slo", "speed=3"), "speed"),
+        (("{replica}", "--slo", "p99_ttft=2s"), "did you mean 'ttft_p99'?"),
+        (("{replica}", *SLO, "--out", "{replica}"), "is there already, and is no former plan"),
+        (("http://127.0.0.1:9", *SLO), "hint: Is the server running there?"),
         (("{replica}", *SLO, "--start-up", "soon"), "is no time"),
         (("{replica}", *SLO, "--growth", "2"), "growth says nothing without a peak rate"),
         (("{replica}", *SLO, "--model-config", "{model}"), "--model-config is for --device"),
@@ -213,11 +217,14 @@ def test_a_url_is_the_calibration_of_that_server_as_it_runs(tmp_path: Path, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kept, "get_json", lambda url, key: asked.append(url) or msgspec.to_builtins(facts))
     keep(ONE_AT_A_TIME, facts)
+    page = tmp_path / "plan.html"
     words = (*SLO, *LOAD, "--draws", 1, "--json")
-    result = invoke("http://127.0.0.1:1/v1/", *words)
+    result = invoke("http://127.0.0.1:1/v1/", *words, "--out", page)
     assert result.exit_code == 0, result.output
     assert asked == ["http://127.0.0.1:1/ledger/facts"]
     (plan,) = json.loads(result.stdout)["plans"]
+    assert plan["label"] == "http://127.0.0.1:1/v1/"
+    assert f"16 + 1 tokens, duration_s 3.0; made {time.strftime('%Y-')}" in page.read_text()
     assert any("max_num_seqs 4," in note for note in plan["notes"])
     assert "max_num_seqs 2," in " ".join(invoke("http://127.0.0.1:1", *words, "--max-num-seqs", 2).stdout.split())
 

@@ -13,9 +13,8 @@ from splittime.cli.tune_show import as_toml, flags_of, profiles_table, show
 from splittime.diagnose.comparison import Verdict
 from splittime.tune.compare_profiles import FIGURES, ProfileFigures
 from splittime.tune.goal import Goal, Score
-from splittime.tune.notebook import TuneTrial
+from splittime.tune.notebook import Tuned, TuneTrial
 from splittime.tune.servers import OwnServers
-from splittime.tune.tuner import Tuned
 
 SLO = ["--slo", "ttft_p99=1s"]
 RATE = [*SLO, "--rate", "5"]
@@ -77,10 +76,18 @@ def test_a_missed_slo_is_told_without_calling_what_kept_it_a_miss(capsys: pytest
     )
     best, trials = {"ttft_p99": 9e8}, (trial,)
     found = Tuned(
-        outcome="slo missed", changes={}, before=SCORE, after=SCORE, best=best, trials=trials, notes=(), seconds=1.0
+        outcome="slo missed",
+        changes={},
+        knobs=(),
+        before=SCORE,
+        after=SCORE,
+        best=best,
+        trials=trials,
+        notes=(),
+        seconds=1.0,
     )
     show(found, "splittime serve", [], Goal(slo={"ttft_p99": 1e9}), is_applied=False)
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "SLO MISSED: no change that could be kept meets the SLO (1 s)." in said
     assert "in brackets the range of the middle 5" in said
 
@@ -90,7 +97,15 @@ def test_what_was_found_is_written_as_settings_that_are_read_again() -> None:
     servers.block_bytes = 1024
     changes = {"max_num_seqs": 8, "num_blocks": 3, "enable_prefix_caching": False}
     found = Tuned(
-        outcome="better", changes=changes, before=SCORE, after=SCORE, best={}, trials=(), notes=(), seconds=1.0
+        outcome="better",
+        changes=changes,
+        knobs=(),
+        before=SCORE,
+        after=SCORE,
+        best={},
+        trials=(),
+        notes=(),
+        seconds=1.0,
     )
     assert tomllib.loads(as_toml(servers, found)) == {
         **{"max_num_seqs": 8, "policy": "fcfs", "enable_prefix_caching": False},

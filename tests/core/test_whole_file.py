@@ -45,6 +45,16 @@ def test_what_is_no_file_is_refused_before_and_left_as_it_is(place, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
 
 
+def test_a_ledger_is_never_replaced(tmp_path):
+    path = tmp_path / "today.sqlite"
+    path.write_bytes(b"SQLite format 3\0 and more")
+    for refuses in (check_writable, lambda path: write_whole(path, b"data")):
+        with pytest.raises(ConfigError, match="a ledger is there"):
+            refuses(path)
+    check_writable(path, replaces=False)
+    assert path.read_bytes() == b"SQLite format 3\0 and more"
+
+
 @pytest.mark.skipif(IS_ROOT, reason="root may write anywhere")
 def test_a_folder_that_may_not_be_written_to(tmp_path):
     (tmp_path / "file").write_text("kept")

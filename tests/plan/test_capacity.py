@@ -1,15 +1,17 @@
 """The highest rate within an SLO, where queueing theory knows it; and what a plan makes of it."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from known_replicas import ONE_AT_A_TIME, REPLICA, STEP_NS, unsure
 
 from splittime.bench.book.slo import SloResult, parse_slo
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, EngineError
 from splittime.plan import rate_trial
 from splittime.plan.capacity import RESOLUTION, Capacity, RateInterval, capacity
-from splittime.plan.page import render_page, write_csv
-from splittime.plan.worksheet import PlanTerms, Sheet, SheetLine, first_to_break, worksheet
+from splittime.plan.page import load_words, render_page, require_replaceable, write_csv
+from splittime.plan.worksheet import PlanTerms, Sheet, SheetLine, first_to_break, money, worksheet
 
 LOAD = {"duration_s": 15.0, "input_tokens": "16", "output_tokens": "1", "seed": 5}
 SLO = parse_slo("ttft_mean=20ms")
@@ -38,10 +40,31 @@ def test_what_is_not_known_of_the_machine_widens_the_interval(found: Capacity) -
 
 
 def test_an_slo_that_no_rate_keeps_says_what_can_be_kept() -> None:
-    with pytest.raises(ConfigError, match="no rate keeps the SLO") as error:
+    with pytest.raises(EngineError, match="no rate keeps the SLO") as error:
         capacity(ONE_AT_A_TIME, LOAD, parse_slo("ttft_p50=5ms"), draws=1)
-    assert "ttft_p50 from the intended start is 10" in error.value.info.hint
+    assert "each alone on the server: ttft_p50 from the intended start is 10" in error.value.info.hint
     assert error.value.info.hint.endswith("Set limits that are no stricter than these values.")
+
+
+@pytest.mark.parametrize("slo", ["error_rate=100%", "goodput=0,ttft=1ms,error_rate=1"])
+def test_an_slo_that_no_rate_breaks_is_refused(slo: str) -> None:
+    terms = {name: limit for name, limit in parse_slo(slo).items() if name != "ttft"}
+    with pytest.raises(ConfigError, match="no rate breaks"):
+        capacity(ONE_AT_A_TIME, LOAD, terms, draws=1)
+
+
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        (PlanTerms(peak=5.0, growth=1e308), "more than 1e\\+09"),
+        (PlanTerms(peak=1e308), "more than 1e\\+09"),
+        (PlanTerms(peak=5.0, regions=10**8), "1 to 1000"),
+        (PlanTerms(peak=5.0, regions=0), "1 to 1000"),
+    ],
+)
+def test_a_slip_of_the_pen_is_refused(terms: PlanTerms, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        terms.validate()
 
 
 @pytest.mark.parametrize("term", ["throughput=10", "request_rate=2"])
@@ -103,9 +126,9 @@ def test_a_sheet_counts_servers_and_money(found: Capacity) -> None:
     assert line(sheet, "KV cache").value == pytest.approx(4096 * 16 * 1024 / 2**20)
     # what is to spare leaves room for the longest request, without which no server starts
     assert line(sheet, "KV cache to spare").value == pytest.approx((4096 - 1024 // 16) * 16 * 1024 / 2**20, rel=0.01)
-    assert line(sheet, "a lost server leaves").value == pytest.approx(450 / most * 3)
+    assert line(sheet, "a lost server leaves").value == -(-450 * 3 // most)
     assert "without a spare" in line(sheet, "a lost server leaves").formula
-    assert any("with a probability of 60%, from 3 that were drawn" in note for note in sheet.notes)
+    assert any("3 others that fit as well" in note and "probability of 60%" in note for note in sheet.notes)
     assert line(sheet, "breaks first").value.startswith("ttft_mean: ")
     assert "batch_slots (as many requests run as max_num_seqs allows)" in line(sheet, "breaks first").value
 
@@ -130,11 +153,12 @@ def test_what_breaks_first_waits_in_the_time_that_its_term_is_about(found: Capac
 
     def told(*names: str) -> str:
         terms = [SloResult(name=name, limit=1.0, value=2.0, ok=False, sentence="") for name in names]
-        return first_to_break(msgspec.structs.replace(trial, terms=tuple(terms)))
+        return first_to_break(msgspec.structs.replace(trial, terms=tuple(terms)), parse_slo("ttft=2s"))
 
     assert "80% of the time to the first token is a wait for batch_slots" in told("service_ttft_p99", "e2e_p99")
-    for name in ("e2e_p99", "service_e2e_mean", "goodput"):
-        assert f"{name}: 50% of the time of a request is a wait for kv_blocks" in told(name)
+    shown = {"e2e_p99": "e2e_p99", "goodput": "goodput (ttft within 2.000s), limit 100%"}
+    for name, words in shown.items():
+        assert f"{words}: 50% of the time of a request is a wait for kv_blocks" in told(name)
     assert "20% of the time behind the first token is a wait for preempted" in told("itl_p99", "error_rate")
 
 
@@ -203,3 +227,41 @@ def test_a_page_and_a_csv_hold_every_line(found: Capacity, tmp_path_factory: pyt
 def test_terms_that_cannot_be_are_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=name):
         PlanTerms(**{name: value}).validate()
+
+
+def test_a_search_says_which_trial_and_which_draw() -> None:
+    told: list[tuple[str, float | None]] = []
+    capacity(ONE_AT_A_TIME, LOAD, SLO, draws=2, say=lambda *words: told.append(words))
+    trials = [words for words, share in told if share is None]
+    assert trials[0].startswith("likeliest model, before 2 draws, trial 1: 1 requests/s keep the SLO")
+    assert f"trial {len(trials)}:" in trials[-1]
+    assert told[-3:] == [(f"{done} of 2 draws simulated", done / 2) for done in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("amount", "words"), [(0.4, "0.40"), (6.8e-05, "0.000068"), (0.0132, "0.0132"), (1250.0, "1,250.00"), (0.0, "0.00")]
+)
+def test_money_has_no_exponent(amount: float, words: str) -> None:
+    assert money(amount) == words
+
+
+@pytest.mark.parametrize(
+    ("param", "begin"),
+    [("out", b"<title>splittime plan</title>"), ("csv", b"server,source,name,value,low,high,unit,formula")],
+)
+def test_only_a_former_plan_is_replaced(tmp_path: Path, param: str, begin: bytes) -> None:
+    path = tmp_path / "file"
+    require_replaceable(path, param)
+    path.write_bytes(begin)
+    require_replaceable(path, param)
+    path.write_bytes(b"SQLite format 3")
+    with pytest.raises(ConfigError, match="is there already, and is no former plan"):
+        require_replaceable(path, param)
+
+
+def test_a_page_says_what_load_it_is_about() -> None:
+    load = {"input_tokens": "64", "output_tokens": "32", "rate": 200.0, "cv": 3}
+    terms = PlanTerms(peak=200.0, growth=1.5, regions=2)
+    assert load_words(load, terms) == "200 requests/s x 1.5, 2 regions, poisson, 64 + 32 tokens, cv 3"
+    assert load_words({"trace": "a.csv"}, PlanTerms(peak=3.0)) == "3 requests/s, the trace's own times, trace a.csv"
+    assert load_words({}, PlanTerms()) == "one server, no rate given, poisson, 512 + 128 tokens"

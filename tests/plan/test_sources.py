@@ -39,3 +39,12 @@ def test_a_small_model_on_a_large_device_has_as_many_blocks_as_are_simulated() -
     replica = replica_of_device("H100", tiny, 10**6, 2048, "bfloat16", {"max_num_seqs": 8}, "2 x (1 layers)")
     assert replica.config.num_blocks == MAX_BLOCKS
     assert replica.costs.about["kv_formula"] == "2 x (1 layers)"
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"", "is empty"), (b"notes", "is neither a ledger nor a calibration")])
+def test_a_file_of_another_kind_says_what_is_taken(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as error:
+        replica_in(str(path), {})
+    assert "Name a ledger" in error.value.info.hint

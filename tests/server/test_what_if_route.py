@@ -90,12 +90,19 @@ def test_what_cannot_be_simulated_says_why(live: LiveServer, body: dict, status:
 def test_a_server_without_requests_cannot_tell(launch) -> None:
     status, _, told = launch().post(PATH, {})
     assert (status, told["error"]["code"]) == (409, "cannot_tell")
+    assert told["error"]["message"] == "no request has been served yet"
 
 
 def test_requests_before_the_latest_change_of_a_knob_do_not_count(live: LiveServer) -> None:
+    _, _, knobs = live.request("GET", "/knobs")
+    for same in ({}, {name: knobs[name] for name in ("max_num_seqs", "max_queued_requests")}):
+        assert live.request("PATCH", "/knobs", same)[0] == 200
+        assert live.service.facts().knobs_changed_ns == 0
     assert live.request("PATCH", "/knobs", {"max_queued_requests": 9})[0] == 200
+    assert live.service.facts().knobs_changed_ns > max(account.start_ns for account in live.service.ledger.accounts())
     status, _, told = live.post(PATH, {"speed": 1.5})
-    assert (status, told["error"]["message"]) == (409, "no request has been served with these settings yet")
+    assert status == 409
+    assert "seconds ago; the latest 200 requests began before that and do not count" in told["error"]["message"]
 
 
 def running(live: LiveServer) -> int:

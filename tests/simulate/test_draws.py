@@ -33,3 +33,9 @@ def test_a_small_job_stays_in_this_process(monkeypatch: pytest.MonkeyPatch) -> N
     recorded = record_run(CONFIG, seed=9, count=60, have_deadlines=False)
     monkeypatch.delattr(draws, "ProcessPoolExecutor")
     assert predict(recorded, Change({"max_num_seqs": 8}), 2, processes=64).draws == 2
+
+
+def test_an_interval_leaves_out_as_many_draws_below_as_above() -> None:
+    """Of 109, one more lies between the 5th and the 105th with a probability of 100 / 110."""
+    assert draws.interval(list(range(109, 0, -1))) == (5, 105)
+    assert draws.interval([3, 1, 2]) == (1, 3)

@@ -4,6 +4,7 @@ import random
 import statistics
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,6 +198,18 @@ def test_copies_take_what_a_block_takes() -> None:
     assert model.step_time(StepShape(2, 2, 2, 900, 0)).moves_ns == 0
 
 
+def test_a_machine_that_takes_twice_as_long_takes_it_in_every_part() -> None:
+    moves = {"offloaded_blocks": 3, "offload_ns": 3_000, "host_gap_ns": 0}
+    moving = [msgspec.structs.replace(record, end_ns=record.end_ns + 3_000, **moves) for record in records(6)]
+    model = fit(moving).model
+    slower, shape = model.times(2.0), StepShape(4, 20, 3, 900, 60, moved_blocks=5)
+    twice = [2 * part for part in model.step_time(shape)]
+    assert slower.step_time(shape) == pytest.approx(twice, abs=2)
+    assert slower.step_time(shape).moves_ns == 10_000
+    spread, wider = (np.array(each.covariance) for each in (model, slower))
+    assert np.sqrt(np.diag(wider)) == pytest.approx(2 * np.sqrt(np.diag(spread)))
+
+
 def test_twice_the_most_is_not_far(fitted: Fit) -> None:
     rows = int(fitted.model.most[0] * REACH)
     assert fitted.model.step_time(StepShape(rows, rows, 10, 1_000, 0)).device_ns > 0
@@ -219,6 +232,19 @@ def test_steps_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
     steps = records(0)
     with pytest.raises(ConfigError, match="that cannot be"):
         fit([msgspec.structs.replace(steps[0], **wrong), *steps[1:]])
+
+
+def test_steps_that_no_model_explains_are_refused() -> None:
+    """Times that have nothing to do with what was computed, of four orders of magnitude."""
+    rng, steps = random.Random(7), []
+    for step in records(7, count=400):
+        took_ns = round(10 ** rng.uniform(4, 8))
+        times = {"device_ns": took_ns, "launch_ns": 0, "host_gap_ns": 0, "end_ns": step.begin_ns + took_ns}
+        steps.append(msgspec.structs.replace(step, **times))
+    with pytest.raises(ConfigError, match="the model is off by") as raised:
+        fit(steps)
+    assert raised.value.info.value > raised.value.info.limit == 1.0
+    assert "Record more, on a quiet machine" in str(raised.value.info.hint)
 
 
 def test_it_crosses_json_unchanged(fitted: Fit) -> None:

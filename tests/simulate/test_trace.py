@@ -64,15 +64,15 @@ def test_who_met_a_stop_string_could_have_gone_on() -> None:
 
 def test_who_never_reached_the_engine_is_left_out() -> None:
     refused = account("a", SYSTEM, 0, finish_reason="refused")
-    lost = msgspec.structs.replace(refused, finish_reason="abort", intervals=refused.intervals[:2])
+    lost = msgspec.structs.replace(refused, finish_reason="abort", intervals=refused.intervals[:2], end_ns=9)
     assert traced_requests([refused, lost], 2048) == []
 
 
 def test_the_refused_come_again_as_long_as_the_next_that_was_served() -> None:
     full = ErrorInfo("overloaded", "no room", "queued_requests", 429)
     served = [account("a", SYSTEM, 0), account("b", SYSTEM[:50], 500)]
-    refused = account("r", (), 100, finish_reason="refused", error=full, intervals=served[0].intervals[:0])
-    other = msgspec.structs.replace(refused, request_id="s", start_ns=900)
+    refused = account("r", (), 100, finish_reason="refused", error=full, intervals=(), end_ns=100)
+    other = msgspec.structs.replace(refused, request_id="s", start_ns=900, end_ns=900)
     wrong = msgspec.structs.replace(refused, request_id="w", error=ErrorInfo("request", "bad", "bad", 400))
     traced = traced_requests([*served, refused, wrong], 2048)
     assert [one.account.request_id for one in traced] == ["a", "b"]

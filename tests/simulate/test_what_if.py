@@ -16,7 +16,7 @@ from splittime.simulate.draws import OTHER_HOUR, hours
 from splittime.simulate.figures import figures
 from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.replica import replica_of
-from splittime.simulate.what_if import Prediction, predict, requests_of
+from splittime.simulate.what_if import Prediction, predict, predict_of, recorded_load, requests_of
 
 LIMITS = QueueLimits(256, 10**6)
 
@@ -142,6 +142,27 @@ def test_of_several_servers_in_a_file_the_latest_counts(recorded: Recorded) -> N
     assert (len(latest.steps), latest.steps[0].step_id) == (count, last + 1)
     assert [a for a in latest.accounts if a.token_steps] == [a for a in accounts if a.token_steps]
     assert latest_run(recorded) is recorded
+
+
+def test_what_came_before_a_knob_was_turned_does_not_count(recorded: Recorded) -> None:
+    middle_ns = sorted(account.start_ns for account in recorded.accounts)[len(recorded.accounts) // 2]
+    turned = msgspec.structs.replace(recorded.facts, knobs_changed_ns=middle_ns)
+    latest = latest_run(Recorded(recorded.accounts, recorded.steps, turned))
+    assert 0 < len(latest.accounts) < len(recorded.accounts)
+    assert min(account.start_ns for account in latest.accounts) == middle_ns
+    assert 0 < len(latest.steps) < len(recorded.steps)
+    assert all(step.begin_ns >= middle_ns for step in latest.steps)
+
+
+def test_a_simulation_that_misses_the_record_says_so(recorded: Recorded, prediction: Prediction) -> None:
+    assert prediction.miss is not None
+    assert not prediction.miss.is_far
+    load = recorded_load(recorded)
+    busy = {name: value * (2 if name == "ttft_ms_p90" else 1) for name, value in load.seen.items()}
+    off = predict_of(load._replace(seen=busy), Change({"max_num_seqs": 2}), draws=3).miss
+    assert off is not None
+    assert (off.name, off.is_far) == ("ttft_ms_p90", True)
+    assert off.ratio == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_request_longer_than_the_servers_context_is_refused(recorded: Recorded) -> None:

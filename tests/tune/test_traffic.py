@@ -6,10 +6,12 @@ import msgspec
 import pytest
 from known_runs import TIGHT, record_run
 
+from splittime.bench.book.records import Phase
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.what_if import requests_of
+from splittime.tune import traffic
 from splittime.tune.traffic import RecordedLoad, busiest
 from splittime.wire.limits import ServerLimits
 
@@ -49,6 +51,16 @@ def test_the_busiest_stretch_is_taken() -> None:
     for one in came:
         near = [each for each in came if 0 <= each.arrived_ns - one.arrived_ns < span_ns // 4]
         assert len(near) <= len(found)
+
+
+def test_the_request_at_the_end_of_the_warm_up_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = RecordedLoad(recorded(), "1", 2)
+    times = [one.at_ns or 0 for one in load(LIMITS).requests]
+    from_ns = next(at_ns for at_ns in times if at_ns > times[-1] // 10)
+    monkeypatch.setattr(traffic, "WARM_UP_SHARE", from_ns / (times[-1] + 1))
+    schedule = load(LIMITS)
+    assert schedule.measured_from_ns == from_ns
+    assert [one.phase is Phase.MEASURED for one in schedule.requests] == [at_ns >= from_ns for at_ns in times]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from splittime.bench.event_loop import ENDING, sigterm_interrupts
 from splittime.bench.own_server import as_typed
-from splittime.core.errors import ConfigError, EngineError
+from splittime.core.errors import ConfigError, Conflict, EngineError
 from splittime.tune import servers
 from splittime.tune.notebook import MeasuredRun, Notebook
 from splittime.tune.servers import OwnServers, RunningServer
@@ -106,6 +106,25 @@ def test_a_server_that_is_gone_may_still_have_what_was_tried(monkeypatch: pytest
         pass
 
 
+def test_what_somebody_else_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = faked(monkeypatch, lambda body: now.update(body))
+    running = RunningServer(Target(url="http://nobody"))
+    with pytest.raises(Conflict, match="left it at 9, it is 2") as caught, running.serving(CHANGE):
+        now["max_num_seqs"] = 2
+    assert "it was 4" in str(caught.value.info.hint)
+    with pytest.raises(Conflict, match="left it at 4, it is 2"), running.serving(CHANGE):
+        pass
+    with pytest.raises(Conflict, match="left it at 4, it is 2"):
+        running.apply(CHANGE)
+    assert now == {"max_num_seqs": 2}
+
+
+def test_what_is_applied_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = faked(monkeypatch, lambda body: now.update(body))
+    RunningServer(Target(url="http://nobody")).apply(CHANGE)
+    assert now == CHANGE
+
+
 @pytest.mark.parametrize("sign", ENDING)
 def test_a_second_signal_waits_until_the_knobs_are_back(sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_patch(body: dict[str, Any]) -> None:
@@ -127,11 +146,12 @@ def test_an_interrupted_tune_leaves_the_knobs_as_they_were(server: Target, tmp_p
     before, path = knobs(server), tmp_path / "tune.jsonl"
     flags = ["--url", server.base_url, "--slo", "ttft_p99=1ms", "--knob", "max_num_seqs", "--notebook", str(path)]
     command = [sys.executable, "-m", "splittime.cli.main", "tune", *flags, *LOAD]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: process.poll() is not None or knobs(server) != before)
         process.send_signal(sign)
-        assert process.wait(60) == 130
+        assert "as before" in process.communicate(timeout=60)[1]
+        assert process.returncode == 130
     finally:
         process.kill()
     assert knobs(server) == before

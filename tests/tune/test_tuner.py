@@ -18,9 +18,9 @@ from splittime.plan.kept import KeptCalibration
 from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import Goal, fault_of, score_of
 from splittime.tune.measure import DrawnLoad, VoidRun
-from splittime.tune.notebook import Notebook, TuneTrial
+from splittime.tune.notebook import Notebook, Tuned, TuneTrial
 from splittime.tune.prescribed import prescribed
-from splittime.tune.tuner import Gate, Tuned, Tuner
+from splittime.tune.tuner import Gate, Tuner
 from splittime.tune.verify import PAIRS
 from splittime.wire.limits import ServerLimits
 
@@ -86,7 +86,7 @@ def test_what_no_run_tells_is_said() -> None:
     runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), Goal(slo=parse_slo("ttft_p99=45ms")))
     runs.thin = PAIRS + 1
     found = tuned(runs, ("max_num_seqs",))
-    assert found.outcome == "slo missed"
+    assert found.outcome == "inconclusive"
     assert not found.trials
     assert [made for made in runs.made if not made[0]] == [({}, 0), ({}, PAIRS)]
     assert any(note.startswith("nothing more could be predicted: a step would have") for note in found.notes)
@@ -164,21 +164,24 @@ def test_a_kept_slo_is_not_the_end_if_nothing_could_be_predicted() -> None:
     assert (found.after.keeps, found.outcome, found.exit_code) == (True, "inconclusive", 3)
 
 
-def test_a_trial_that_was_cut_off_before_its_first_pair_is_open() -> None:
-    made = measurer(SimulatedRuns(HEALTHY, NEVER_DONE))
-    trial = TuneTrial(
+def open_trial(measured: float | None, runs: int) -> TuneTrial:
+    return TuneTrial(
         base={},
         change={"max_num_seqs": 9},
         predicted=None,
-        measured=None,
+        measured=measured,
         before=None,
         after=None,
-        runs=0,
+        runs=runs,
         verdict=Verdict.INCONCLUSIVE,
         why="no time was left to measure it.",
         seconds=0.0,
     )
-    made.notebook.add_trial(trial)
+
+
+def test_a_trial_that_was_cut_off_before_its_first_pair_is_open() -> None:
+    made, trial = measurer(SimulatedRuns(HEALTHY, NEVER_DONE)), open_trial(None, 0)
+    made.notebook.add(trial)
     found = Tuner(made, load(), TimeBudget(5), lambda what, share: None, None, ("policy",)).run()
     assert (found.outcome, found.trials) == ("inconclusive", (trial,))
 
@@ -205,6 +208,37 @@ def test_a_trial_that_time_cut_off_gets_the_runs_that_it_lacks(tmp_path: Path) -
     assert found.outcome == "better"
     assert (found.trials[0].change, found.trials[0].verdict) == (cut.trials[0].change, Verdict.BETTER)
     assert not any(made in first.made for made in second.made)
+
+
+def test_one_that_has_ended_says_the_same_again(tmp_path: Path) -> None:
+    sick, path = msgspec.structs.replace(HEALTHY, max_num_seqs=1), tmp_path / "ended.jsonl"
+    first, again = SimulatedRuns(sick, GOAL), SimulatedRuns(sick, GOAL)
+    found = tuned(first, ("max_num_seqs",), path)
+    assert (tuned(again, ("max_num_seqs",), path), again.made) == (found, [])
+    tuned(again, ("max_num_seqs", "policy"), path)
+    assert measurer(again, path).notebook.end(("max_num_seqs",)) is None, "another tune has ended since"
+
+
+def test_without_a_change_before_is_after() -> None:
+    found = tuned(SimulatedRuns(HEALTHY, Goal(slo=parse_slo("ttft_p99=1us"))), ("max_prefill_tokens", "max_num_seqs"))
+    assert (found.changes, found.before) == ({}, found.after)
+
+
+def test_a_run_whose_file_is_gone_is_made_again_once(tmp_path: Path) -> None:
+    path = tmp_path / "gone.jsonl"
+    tuned(SimulatedRuns(HEALTHY, NEVER_DONE), ("policy",), path, minutes=1e-6)
+    (tmp_path / "gone.jsonl.runs" / "000.json").unlink()
+    again = SimulatedRuns(HEALTHY, NEVER_DONE)
+    tuned(again, ("policy",), path, minutes=1e-6)
+    assert again.made == [({}, 0)]
+    assert len(measurer(again, path).scores({})) == 1
+
+
+def test_a_missed_slo_is_not_the_end_where_a_gain_could_not_be_judged() -> None:
+    made = measurer(SimulatedRuns(HEALTHY, Goal(slo=parse_slo("ttft_p99=1us"))))
+    made.notebook.add(open_trial(measured=0.5, runs=PAIRS))
+    found = Tuner(made, load(), TimeBudget(5), lambda what, share: None, None, ("policy",)).run()
+    assert (found.after.keeps, found.outcome, found.exit_code) == (False, "inconclusive", 3)
 
 
 def test_a_void_run_is_made_again() -> None:
@@ -285,12 +319,12 @@ def test_a_file_that_is_no_notebook_is_left_as_it_is(data: bytes, tmp_path: Path
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize("data", [b"", b'{"ty', b'{"type":"tune","format":1,"ab'])
+@pytest.mark.parametrize("data", [b"", b'{"ty', b'{"type":"tune","format":2,"ab'])
 def test_a_notebook_whose_first_line_was_cut_off_begins_anew(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tune.jsonl"
     path.write_bytes(data)
     Notebook(path, {"load": 1})
-    assert path.read_bytes() == b'{"type":"tune","format":1,"about":{"load":1}}\n'
+    assert path.read_bytes() == b'{"type":"tune","format":2,"about":{"load":1}}\n'
 
 
 def test_one_process_writes_a_notebook_at_a_time(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def _settings(scheduler: Any) -> dict[str, Any]:
         "kv_connector": config.kv_transfer_config is not None,
         **{name: getattr(scheduling, name) for name in SCHEDULING if hasattr(scheduling, name)},
         "async_scheduling": bool(scheduling.async_scheduling),
+        "enforce_eager": bool(config.model_config.enforce_eager),
         "num_speculative_tokens": scheduler.num_spec_tokens,
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,

@@ -17,7 +17,9 @@ from splittime.bench.book.records import Phase
 from splittime.bench.distributions import LengthRows, parse_distribution, stream
 from splittime.bench.prompts import Ids
 from splittime.bench.spec import LoadSpec
+from splittime.bench.spec_rules import MAX_REQUESTS
 from splittime.bench.workload import Content, Conversation, Opening, Synthetic
+from splittime.core.errors import ConfigError
 
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
@@ -44,6 +46,7 @@ class SyntheticSessions:
 
     def draw(self, phase: Phase, count: int, begin: int = 0) -> list[Conversation]:
         num_turns = self._turns.whole_at(stream(self._spec.seed, "turns", phase).random(count)).tolist()
+        _require_drawable(self._spec, count, sum(num_turns))
         openings = self._synthetic.openings(phase, count)
         later = self._later(phase, sum(num_turns) - count)
         stand_in = stream(self._spec.seed, "answers", phase)
@@ -82,6 +85,13 @@ class SyntheticSessions:
             rows = LengthRows(added.whole_at(rng.random(count)), rows.outputs)
         every = self._synthetic.alphabet.draw(rng, int(rows.inputs.sum()))
         return zip(np.split(every, np.cumsum(rows.inputs)[:-1]), rows.outputs.tolist(), strict=bool(count))
+
+
+def _require_drawable(spec: LoadSpec, num_sessions: int, num_turns: int) -> None:
+    if num_turns > MAX_REQUESTS:
+        words = f"{num_sessions:,} sessions of {spec.turns} turns are {num_turns:,} requests, too many to be drawn"
+        hint = f"Make --turns smaller, or the run shorter: {MAX_REQUESTS:,} requests are drawn at most."
+        raise ConfigError(words, param="turns", value=spec.turns, limit=MAX_REQUESTS, hint=hint)
 
 
 class SessionClock:

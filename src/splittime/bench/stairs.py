@@ -30,9 +30,11 @@ from splittime.bench.spec import LoadSpec
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
-from splittime.wire.scrape import get_json
+from splittime.wire.get_json import OUTSIDE, foreign_server
+from splittime.wire.scrape import ask_first
 from splittime.wire.target import RunOptions, Target
 
+FACTS = "/ledger/facts"
 TIMES = 2  # that all stairs are climbed
 READING = 0.4  # of a stair's time
 KV_SHARE = 0.8  # of the cache, for a stair's requests
@@ -125,11 +127,14 @@ def _within(value: float, least: int, most: int) -> int:
 async def _sizes(target: Target, is_forced: bool) -> ServerSizes:
     """Raises ConfigError for a server that keeps no books, and for one that is at work."""
     async with aiohttp.ClientSession() as session:
+        answer = await ask_first(session, target, FACTS)  # before anything is timed: another server is told at once
+        facts = _facts(answer.json)
+        if facts is None:
+            raise foreign_server(f"{target.base_url}{FACTS}", answer.status)
         arm = await servers.open_arm(session, target)
-        facts = _facts(await get_json(session, target, "/ledger/facts"))
-        if arm.kind != "splittime" or facts is None:
-            hint = "Measure it with splittime bench run --out, and plan from those runs."
-            raise ConfigError(f"{target.url} keeps no ledger ({arm.kind})", param="url", value=target.url, hint=hint)
+        if arm.kind != "splittime":
+            words = f"{target.url} is no splittime server but {arm.kind}"
+            raise ConfigError(words, param="url", value=target.url, hint=OUTSIDE)
         busiest = max([number async for number in _at_work(session, arm, target)], default=0.0)
     if busiest and not is_forced:
         hint = "Wait until it is idle. --force measures all the same, and makes its requests wait."

@@ -55,7 +55,7 @@ def attach(
     from splittime.ledger.sqlite_open import require_free
 
     if ledger_file is not None:
-        check_writable(ledger_file)
+        check_writable(ledger_file, replaces=False)
         require_free(ledger_file)
     started = command_of(command, os.environ, None if ledger_file is None else str(ledger_file))
     if dry_run:

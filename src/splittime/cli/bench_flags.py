@@ -27,6 +27,7 @@ from splittime.wire.target import Target
 
 NS_PER_UNIT = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "min": 60e9, "h": 3600e9}
 MAX_NS = 10_000 * 3600e9
+TERMS_HELP = "ttft, tpot, itl, e2e, each with _p50 _p90 _p95 _p99 or _mean; goodput, error_rate"
 _TIME = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([a-zµ]*)")
 _UNITS = {"_s": 1e9, "_ms": 1e6}
 NOT_SIMULATED = (  # phases, texts, and what a simulated client does not do
@@ -75,7 +76,8 @@ def with_load_flags(
 
 def load_parameters(panel: str | None, *without: str) -> list[inspect.Parameter]:
     """Returns the flags of a load. panel: the heading under which they are listed."""
-    return [_parameter(field, panel) for field in FIELDS if field.name not in without]
+    is_turned = "turns" not in without
+    return [_parameter(field, panel, is_turned) for field in FIELDS if field.name not in without]
 
 
 def load_of(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +93,8 @@ def flag_names(field: str) -> list[str]:
     return [whole] if unit is None else [whole.removesuffix(unit.replace("_", "-")), whole]
 
 
-def _parameter(field: Any, panel: str | None) -> inspect.Parameter:
+def _parameter(field: Any, panel: str | None, is_turned: bool) -> inspect.Parameter:
+    """is_turned: there are sessions of turns, of which a rate can be."""
     kind, choices = _kind(field.name)
     names = flag_names(field.name)
     metavar: str | None = "|".join(choices) if choices else _NAMED.get(field.name, _METAVARS.get(kind, "TEXT"))
@@ -99,7 +102,7 @@ def _parameter(field: Any, panel: str | None) -> inspect.Parameter:
         kind, metavar = str, "TIME"
     if kind is bool:
         names, metavar = [f"{names[0]}/--no-{names[0][2:]}"], None
-    text = _description(field)
+    text = _description(field) if is_turned or field.name != "rate" else "Requests a second."
     option = typer.Option(None, *names, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 

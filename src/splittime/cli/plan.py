@@ -1,6 +1,7 @@
 """`splittime plan SOURCE... --slo TERMS --rate PEAK`: how many servers a load needs, and what they cost."""
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,21 +14,22 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from splittime.cli.bench_flags import NOT_PLANNED, time_ns, with_load_flags
-from splittime.cli.options import EXIT_CODES, JsonFlag, talk, wide
+from splittime import __version__
+from splittime.cli.bench_flags import NOT_PLANNED, TERMS_HELP, time_ns, with_load_flags
+from splittime.cli.options import JsonFlag, talk, wide
 from splittime.cli.progress import loading
 from splittime.core.cores import num_cores
 from splittime.core.errors import ConfigError, EngineError
-from splittime.core.whole_file import check_writable
 from splittime.present.tables import FittingTable, Sentence
 
 if TYPE_CHECKING:
     from splittime.cli.progress import Say
     from splittime.plan.kept import KeptCalibration
-    from splittime.plan.worksheet import Sheet
+    from splittime.plan.worksheet import PlanTerms, Sheet
     from splittime.simulate.data_sheet import Device
     from splittime.simulate.replica import AnyReplica
 
+CODES = "Exit codes: 0 done, 1 failed; or no rate keeps the SLO, 2 a usage or settings error, 130 Ctrl-C."
 EXAMPLES = f"""\b
 Examples:
   splittime plan run.sqlite --slo ttft_p99=500ms,itl_p99=50ms --rate 40
@@ -37,7 +39,7 @@ Examples:
   splittime plan --device H100 --device L40S --model-config my-model \\
     --slo ttft_p99=1s,itl_p99=50ms --rate 40 --max-num-seqs 256
 
-{EXIT_CODES}"""
+{CODES}"""
 
 THIS = "cpu"
 
@@ -52,7 +54,9 @@ class PlanOptions:
             "one server (light.json,heavy.json). Several sources are compared. Default: this machine's calibration.",
         ),
     ] = None
-    slo: Annotated[str, typer.Option(metavar="TERMS", help="To be kept: ttft_p99=300ms,itl_p99=50ms.")]
+    slo: Annotated[
+        str, typer.Option(metavar="TERMS", help=f"To be kept: ttft_p99=300ms,itl_p99=50ms. Terms: {TERMS_HELP}.")
+    ]
     device: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,8 +95,12 @@ class PlanOptions:
     draws: Annotated[
         int, typer.Option(metavar="N", min=1, max=200, help="Models that are searched, for the interval.")
     ] = 8
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML page with plots.")] = None
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the lines as CSV.")] = None
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one HTML page with plots; replaces a former plan only.")
+    ] = None
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the lines as CSV; replaces a former plan only.")
+    ] = None
     json: JsonFlag = False
 
     @property
@@ -106,20 +114,22 @@ class PlanOptions:
 def plan(given: PlanOptions, load: dict[str, Any]) -> None:
     """Say how many servers a load needs within an SLO, what breaks first, and what it costs."""
     from splittime.bench.book.slo import check_terms, parse_slo
-    from splittime.plan.page import write_csv, write_page
+    from splittime.plan.page import require_replaceable, write_csv, write_page
 
     slo = parse_slo(given.slo)
     check_terms(slo)
     for name, path in (("out", given.out), ("csv", given.csv)):
         if path is not None:
-            check_writable(path, name)
+            require_replaceable(path, name)
+    terms = _terms(given, load)
     sources = _sources(given)
     with loading("reading what the servers did") as say:
         replicas = _replicas(given, sources)
         priced = zip(replicas, _prices(given, len(replicas)), strict=True)
-        sheets = [_sheet(*one, given, load, slo, price, say) for one, price in priced]
+        priced_terms = [(one, msgspec.structs.replace(terms, price=price).validate()) for one, price in priced]
+        sheets = [_sheet(*one, given.draws, load, slo, its_terms, say) for one, its_terms in priced_terms]
     if given.out is not None:
-        write_page(sheets, slo, given.out)
+        write_page(sheets, slo, given.out, _about(load, terms))
     if given.csv is not None:
         write_csv(sheets, given.csv)
     if given.json:
@@ -131,15 +141,23 @@ def plan(given: PlanOptions, load: dict[str, Any]) -> None:
             talk().print(f"wrote {path}", markup=False)
 
 
-def _sources(given: PlanOptions) -> "list[str | KeptCalibration]":
-    """Returns the sources that are files, and the calibrations of those that are URLs. Raises ConfigError if there is
-    nothing to plan with."""
+def _about(load: dict[str, Any], terms: "PlanTerms") -> str:
+    """Returns what a page is about, for who finds it later."""
+    from splittime.plan.page import load_words
+
+    return f"For: {load_words(load, terms)}; made {time.strftime('%Y-%m-%d')}, splittime {__version__}."
+
+
+def _sources(given: PlanOptions) -> "list[tuple[str, str | KeptCalibration]]":
+    """Returns each source as it was named, with its file, or with its calibration if it is a URL. Raises ConfigError if
+    there is nothing to plan with."""
     _check_device(given)
     from splittime.cli.kept import is_url, kept_calibration
 
     if not given.source and not given.device:
-        return [kept_calibration()]
-    return [kept_calibration(source) if is_url(source) else source for source in given.source or ()]
+        kept = kept_calibration()
+        return [(str(kept.path), kept)]
+    return [(source, kept_calibration(source) if is_url(source) else source) for source in given.source or ()]
 
 
 def _check_device(given: PlanOptions) -> None:
@@ -153,15 +171,18 @@ def _check_device(given: PlanOptions) -> None:
             raise ConfigError(words, param=name, value=str(value), hint="Give --device H100, say.")
 
 
-def _replicas(given: PlanOptions, sources: "Sequence[str | KeptCalibration]") -> "list[tuple[str, AnyReplica]]":
+def _replicas(
+    given: PlanOptions, sources: "Sequence[tuple[str, str | KeptCalibration]]"
+) -> "list[tuple[str, AnyReplica]]":
     """Returns the servers to plan with, each with what it is called."""
+    from splittime.cli.kept import is_url
     from splittime.plan.sources import replica_in
 
-    files = [source if isinstance(source, str) else str(source.path) for source in sources]
-    names = [Path(file).name for file in files]
-    labels = names if len(set(names)) == len(set(files)) else files
+    told = [words for words, _ in sources]
+    names = [words if is_url(words) else Path(words).name for words in told]
+    labels = names if len(set(names)) == len(set(told)) else told
     found: list[tuple[str, AnyReplica]] = []
-    for label, source in zip(labels, sources, strict=True):
+    for label, (_, source) in zip(labels, sources, strict=True):
         if isinstance(source, str):
             found.append((label, replica_in(source, given.settings)))
         else:
@@ -227,34 +248,39 @@ def _this_processor(precision: str) -> "Device":
 def _prices(given: PlanOptions, count: int) -> "list[float | None]":
     prices = given.price or []
     if len(prices) not in (0, 1, count):
-        words = f"{len(prices)} prices for {count} servers"
+        words = f"{len(prices)} prices for {count} server{'s' if count != 1 else ''}"
         raise ConfigError(words, param="price", value=len(prices), hint="Give one for all, or one for each.")
     return list(prices) if len(prices) == count else [*prices, None][:1] * count
 
 
-def _sheet(
-    label: str,
-    replica: "AnyReplica",
-    given: PlanOptions,
-    load: dict[str, Any],
-    slo: dict[str, float],
-    price: float | None,
-    say: "Say",
-) -> "Sheet":
-    from splittime.plan.capacity import capacity
+def _terms(given: PlanOptions, load: dict[str, Any]) -> "PlanTerms":
+    """Returns what the servers are for, but for their price."""
     from splittime.plan.load import rate_of
-    from splittime.plan.worksheet import PlanTerms, worksheet
+    from splittime.plan.worksheet import PlanTerms
 
-    terms = PlanTerms(
+    return PlanTerms(
         peak=rate_of(load),
-        price=price,
         currency=given.currency,
         growth=given.growth,
         regions=given.regions,
         start_up_s=None if given.start_up is None else time_ns(given.start_up, "--start-up") / 1e9,
     ).validate()
+
+
+def _sheet(
+    label: str,
+    replica: "AnyReplica",
+    draws: int,
+    load: dict[str, Any],
+    slo: dict[str, float],
+    terms: "PlanTerms",
+    say: "Say",
+) -> "Sheet":
+    from splittime.plan.capacity import capacity
+    from splittime.plan.worksheet import worksheet
+
     found = capacity(
-        replica, load, slo, given.draws, processes=num_cores(), say=lambda words, share: say(f"{label}: {words}", share)
+        replica, load, slo, draws, processes=num_cores(), say=lambda words, share: say(f"{label}: {words}", share)
     )
     return worksheet(label, replica, found, terms)
 

@@ -39,6 +39,7 @@ Examples:
 
 {EXIT_CODES} --check: 1 if they differ."""
 
+MOST_CHARS = 160  # of what was decided
 WORDS = {
     "ttft": "first token",
     "itl": "between tokens",
@@ -179,12 +180,16 @@ def _check(recorded: "Recorded | None", as_json: bool) -> int:
     elif divergence is None:
         wide().print(f"All {len(recorded.steps):,} steps are decided as they were recorded.")
     else:
-        wide().print(
-            f"Step {divergence.step_id} is decided otherwise: {divergence.what} was {divergence.recorded}, "
-            f"now {divergence.replayed}",
-            markup=False,
-        )
+        was, now = (_clipped(str(value)) for value in (divergence.recorded, divergence.replayed))
+        words = f"Step {divergence.step_id} is decided otherwise: {divergence.what} was {was}, now {now}"
+        turned = recorded.facts.knobs_changed_ns > recorded.steps[0].begin_ns
+        why = ". A knob was turned meanwhile, and a replay knows the last settings only" if turned else ""
+        wide().print(f"{words}{why}", markup=False)
     return int(divergence is not None)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]} ..."
 
 
 def _print(prediction: "Prediction") -> None:
@@ -227,8 +232,7 @@ def _name(name: str) -> str:
 
 
 def _times(ratio: float) -> str:
-    """Returns how much more or less; from twice as much on, how many times."""
-    return f"{ratio:.3g}x" if ratio >= 2 else f"{ratio - 1:+.0%}".replace("-0%", "+0%")
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.3g}x"
 
 
 def _value(value: float | None) -> str:
@@ -252,6 +256,9 @@ def _about(prediction: "Prediction") -> str:
     lines.append(
         f"step times: a model of {prediction.num_steps:,} steps; the median error of held-out ones is {error:.1%}"
     )
+    if prediction.miss is not None and prediction.miss.is_far:
+        miss = f"{_name(prediction.miss.name).split(',')[0]} at {_times(prediction.miss.ratio)} of the recorded"
+        lines.append(f"Simulated with the settings as they were, it has {miss}: trust no change smaller than that.")
     if prediction.model.unsure:
         unsure = ", ".join(prediction.model.unsure)
         lines.append(

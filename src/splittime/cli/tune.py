@@ -4,7 +4,8 @@ import functools
 import inspect
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
     from splittime.tune.compare_profiles import ProfileFigures
     from splittime.tune.goal import Goal
     from splittime.tune.measure import DrawnLoad, Measurer
+    from splittime.tune.notebook import Tuned
     from splittime.tune.profiles import Profile
     from splittime.tune.servers import Servers
     from splittime.tune.traffic import RecordedLoad
-    from splittime.tune.tuner import Tuned, Tuner
+    from splittime.tune.tuner import Tuner
 
 EXAMPLES = """\b
 Examples:
@@ -130,7 +132,7 @@ def tune(given: TuneOptions, settings: Settings, load: dict[str, Any]) -> None:
     _check(given, load)
     recorded = None if given.ledger is None else read_ledger(given.ledger)
     servers, profile = _servers(given, settings, recorded)
-    with sigterm_interrupts(), loading("tuning") as say:
+    with sigterm_interrupts(), _tells_interrupt(given), loading("tuning") as say:
         budget = TimeBudget(given.minutes)
         measurer, asked_load, with_time = _measurer(given, servers, profile, load, recorded, budget, say)
         if given.compare_profiles:
@@ -138,12 +140,25 @@ def tune(given: TuneOptions, settings: Settings, load: dict[str, Any]) -> None:
         else:
             found = _tuner(given, servers, measurer, asked_load, budget, with_time).run()
         if given.apply:
-            servers.set({**servers.before, **found.changes})  # type: ignore[attr-defined]
+            servers.apply(found.changes)  # type: ignore[attr-defined]
     if given.compare_profiles:
         _tell_profiles(given, beside)
         return
     _tell(given, servers, found)
     raise typer.Exit(found.exit_code)
+
+
+@contextmanager
+def _tells_interrupt(given: TuneOptions) -> Iterator[None]:
+    """Says, where it was interrupted, what is left of it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        knobs = "The server has its knobs as before. " if given.url is not None else ""
+        kept = f"The runs are in {given.notebook}: the same command goes on."
+        lost = "Nothing was kept: with --notebook FILE the same command would go on."
+        talk().print(f"Interrupted. {knobs}{lost if given.notebook is None else kept}", markup=False)
+        raise
 
 
 def _check(given: TuneOptions, load: Mapping[str, Any]) -> None:
@@ -305,7 +320,7 @@ def _tell(given: TuneOptions, servers: "Servers", found: "Tuned") -> None:
         write_whole(given.write_config, tune_show.as_toml(servers, found).encode(), param="write_config")
         talk().print(f"wrote {given.write_config}", markup=False)
     if given.json:
-        told = {**msgspec.to_builtins(found), "exit_code": found.exit_code, "flags": flags}
+        told = {**msgspec.structs.asdict(found), "exit_code": found.exit_code, "flags": flags}
         sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
     else:
         program = "splittime serve" if given.vllm is None else "vllm serve"

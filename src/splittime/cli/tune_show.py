@@ -18,8 +18,7 @@ from splittime.tune.servers import OwnServers, Servers, VllmServers
 if TYPE_CHECKING:
     from splittime.tune.compare_profiles import ProfileFigures
     from splittime.tune.goal import Goal
-    from splittime.tune.notebook import TuneTrial
-    from splittime.tune.tuner import Tuned
+    from splittime.tune.notebook import Tuned, TuneTrial
 
 GAINED = (
     "While the SLO is missed: the improvement of its weakest term. Once it is kept: the improvement of the figure that "
@@ -58,12 +57,12 @@ def show(found: "Tuned", program: str, flags: list[str], goal: "Goal", is_applie
     console = wide()
     if found.trials:
         console.print(_table(found))
-        console.print(GAINED, markup=False, style="dim", soft_wrap=True)
+        console.print(GAINED, markup=False, style="dim")
         for number, trial in enumerate(found.trials, 1):
-            console.print(f"{number}: {trial.why}", markup=False, soft_wrap=True)
+            console.print(f"{number}: {trial.why}", markup=False)
     for note in found.notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
-    console.print(f"\n{found.outcome.upper()}: {_sentence(found)}", markup=False, soft_wrap=True)
+        console.print(f"note: {note}", markup=False)
+    console.print(f"\n{found.outcome.upper()}: {_sentence(found)}", markup=False)
     for name in found.after.terms:
         console.print(f"  {name}: {_change_of(found, name)}{_limit(goal, name)}", markup=False)
     if found.changes:
@@ -92,10 +91,7 @@ def _predicted(trial: "TuneTrial") -> str:
 
 
 def _gain(value: float | None) -> str:
-    if value is None:
-        return "-"
-    ratio = math.exp(value)
-    return f"{ratio:.3g}x" if ratio >= 2 else f"{ratio - 1:+.0%}"
+    return "-" if value is None else f"{math.exp(value):.3g}x"
 
 
 def _cost(trial: "TuneTrial") -> str:
@@ -111,7 +107,15 @@ def _sentence(found: "Tuned") -> str:
     if found.outcome == "slo missed":
         best = ", ".join(f"{name} {shown(name, value)}" for name, value in found.best.items())
         return f"no change that could be kept meets the SLO ({took}). The best of each term on its own: {best}."
-    return f"no verdict within {took}: allow more --minutes, or a longer --duration."
+    return f"no verdict within {took}: {_way_out(found)}"
+
+
+def _way_out(found: "Tuned") -> str:
+    unsure = next((trial for trial in found.trials if trial.is_open and not trial.is_cut_off), None)
+    if unsure is None:
+        return "allow more --minutes, or a longer --duration."
+    gained = f"{words(unsure.change)} measured {_gain(unsure.measured)}"
+    return f"{gained}, and its runs differ too much to be sure. A longer --duration would tell."
 
 
 def _change_of(found: "Tuned", name: str) -> str:

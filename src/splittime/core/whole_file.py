@@ -2,7 +2,8 @@
 
 `write_whole` writes beside the file and puts it in its place at the end, so a full disk or a second Ctrl-C leaves what
 was there before. `check_writable` refuses beforehand what could not be written after hours of measuring: a device or a
-pipe (which would be replaced by a file), a folder, a folder that may not be written to.
+pipe (which would be replaced by a file), a folder, a folder that may not be written to. A ledger is never replaced:
+what is in it cannot be made again.
 `tests/core/test_whole_file.py` checks both.
 """
 
@@ -14,11 +15,15 @@ from pathlib import Path
 from splittime.core.errors import ConfigError
 
 MAX_NAME_CHARS = 200
+SQLITE = b"SQLite format 3\x00"  # a ledger begins so
 
 
-def check_writable(path: Path, param: str = "out") -> None:
-    """Raises `ConfigError` if `write_whole` could not write there now. Leaves nothing behind but folders."""
+def check_writable(path: Path, param: str = "out", *, replaces: bool = True) -> None:
+    """Raises `ConfigError` if `write_whole` could not write there now; not `replaces`: or nobody could go on writing
+    there. Leaves nothing behind but folders."""
     _refuse_what_is_no_file(path, param)
+    if replaces:
+        _refuse_a_ledger(path, param)
     try:
         _put(path, None)
     except OSError as error:
@@ -29,6 +34,7 @@ def write_whole(path: Path, data: bytes, *, param: str = "out", keeps: bool = Fa
     """Raises `ConfigError` where it cannot be written; `keeps`: after putting it into the folder for temporary files,
     because it could not be made again, and the hint says where."""
     _refuse_what_is_no_file(path, param)
+    _refuse_a_ledger(path, param)
     try:
         _put(path, data)
     except OSError as error:
@@ -44,6 +50,21 @@ def _refuse_what_is_no_file(path: Path, param: str) -> None:
     if is_other:
         hint = "Name a file; what --json prints can be sent anywhere."
         raise ConfigError(f"cannot write {path}: it is no file", param=param, value=str(path), hint=hint)
+
+
+def _refuse_a_ledger(path: Path, param: str) -> None:
+    if begins_with(path, SQLITE):
+        hint = "Name another file; a ledger that is not wanted any more can be deleted."
+        raise ConfigError(f"cannot write {path}: a ledger is there", param=param, value=str(path), hint=hint)
+
+
+def begins_with(path: Path, data: bytes) -> bool:
+    """Returns whether there is a file that can be read and begins so."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(data)) == data
+    except OSError:
+        return False
 
 
 def _put(path: Path, data: bytes | None) -> None:

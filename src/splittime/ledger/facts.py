@@ -34,9 +34,10 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """`settings` are the resolved ones, by their flags' names (`max_num_seqs`, `block_size`, `num_blocks`, ...), with
-    what was changed on the live server. simulated: what was changed in the simulation that wrote this ledger; empty for
-    a server's own. engine: whose books these are, with its version, where it is not ours. unknown: quantities of an
-    account or a step that its books leave at 0, since nobody could measure them."""
+    what was changed on the live server, the last time at `knobs_changed_ns` (0: never). simulated: what was changed in
+    the simulation that wrote this ledger; empty for a server's own. engine: whose books these are, with its version,
+    where it is not ours. unknown: quantities of an account or a step that its books leave at 0, since nobody could
+    measure them."""
 
     version: str
     model: str
@@ -47,6 +48,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[Process, ...] = ()
     simulated: str = ""
     engine: str = ""
+    knobs_changed_ns: int = 0
     unknown: tuple[str, ...] = ()
 
     def process(self, name: str) -> Process | None:

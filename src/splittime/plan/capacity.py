@@ -12,6 +12,7 @@ together by bisection. Each draw (`Replica.drawn`: another model that fits as we
 trials share their random numbers, so that two trials differ by nothing but the rate.
 """
 
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from splittime.bench.book.metrics import RATES
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, EngineError, SplittimeError
 from splittime.plan.load import load_at
 from splittime.plan.rate_trial import RateTrial, TooMany, simulated_trial
 from splittime.simulate.cost import OutOfRange
@@ -43,6 +44,9 @@ class Knee(msgspec.Struct, frozen=True):
     stopped: str | None = None
 
 
+UNBREAKABLE = (("error_rate", 1.0), ("goodput", 0.0))
+
+
 class RateInterval(NamedTuple):
     """A rate with its interval over the draws."""
 
@@ -54,13 +58,14 @@ class RateInterval(NamedTuple):
 class Capacity(msgspec.Struct, frozen=True):
     """rate: the highest that keeps the SLO, over the likeliest model and the draws. share: the probability with which
     another model lies within its interval. knee: from the lowest kept to the highest broken rate. likeliest: the search
-    on the likeliest model."""
+    on the likeliest model. slo: the terms that are kept."""
 
     rate: RateInterval
     share: float
     knee: tuple[float, float]
     likeliest: Knee
     draws: int
+    slo: dict[str, float]
 
     @property
     def kept(self) -> RateTrial:
@@ -86,32 +91,43 @@ def capacity(
     """Returns the highest rate within the SLO, with its interval. load: fields of `LoadSpec`. slo: terms as `parse_slo`
     gives them. draws: how many other models are searched, for the interval. processes: at most so many simulate at a
     time. say: called with what is simulated, and the share of the draws that is done. Raises ConfigError for a load
-    that cannot be simulated, for a term that asks for a rate, and if no rate keeps the SLO."""
-    _require_no_rate(slo)
+    that cannot be simulated and for a term that asks for a rate, EngineError if no rate keeps the SLO."""
+    _require_limits(slo)
     replica = replica.steady()
-    likeliest = find_knee(_trier(replica, load, slo, seed, say), FIRST_RATE)
+    likeliest = find_knee(_trier(replica, load, slo, seed, _counted(say, draws)), FIRST_RATE)
     if likeliest.kept is None:
         raise _hopeless(likeliest, slo)
     knees = [_ends(likeliest)]
     rng = random.Random(seed)
     others = [replica.drawn(factor, rng) for factor in hours(draws, replica.costs.errors.drift, rng)]
     tokens = draws * sum(trial.num_tokens for trial in likeliest.trials)
+    say(f"0 of {draws} draws simulated", 0.0)
     for ends in over_cores(_knee_of, others, (load, slo, seed, likeliest.kept.rate), tokens, processes):
-        say(f"another model that fits as well, {len(knees)} of {draws}", len(knees) / draws)
+        say(f"{len(knees)} of {draws} draws simulated", len(knees) / draws)
         knees.append(ends)
     kept, broken = zip(*knees, strict=True)
     low, high = interval(kept)
     rate = RateInterval(low, statistics.median(kept), high)
-    return Capacity(rate, share_within(len(knees)), (min(kept), max(broken)), likeliest, draws)
+    return Capacity(rate, share_within(len(knees)), (min(kept), max(broken)), likeliest, draws, dict(slo))
 
 
-def _require_no_rate(slo: Mapping[str, float]) -> None:
-    """Raises ConfigError for a term that a low rate misses: there is no highest rate to look for."""
+def _counted(say: Say, draws: int) -> Say:
+    """Returns what says a trial of the likeliest model with its number, so that nobody takes the search for a hang."""
+    numbers = itertools.count(1)
+    return lambda words, share: say(f"likeliest model, before {draws} draws, trial {next(numbers)}: {words}", share)
+
+
+def _require_limits(slo: Mapping[str, float]) -> None:
+    """Raises ConfigError for a term that a low rate misses, and for an SLO that no rate breaks: there is no highest
+    rate to look for."""
     name = next((name for name in slo if name in RATES), None)
     if name is not None:
         hint = "Leave it out: the rate is what plan looks for."
         words = f"{name} grows with the rate, and is no limit to plan with"
         raise ConfigError(words, param="slo", value=name, hint=hint)
+    if all((name, limit) in UNBREAKABLE for name, limit in slo.items()):
+        told = ", ".join(f"{name}={limit:.0%}" for name, limit in slo.items())
+        raise ConfigError("no rate breaks this SLO", param="slo", value=told, hint="Set a limit: ttft_p99=500ms.")
 
 
 def _knee_of(replica: AnyReplica, load: Mapping[str, Any], slo: Mapping[str, float], seed: int, near: float) -> Ends:
@@ -182,12 +198,12 @@ def _trier(
     return trial_at
 
 
-def _hopeless(knee: Knee, slo: Mapping[str, float]) -> ConfigError:
+def _hopeless(knee: Knee, slo: Mapping[str, float]) -> SplittimeError:
     """The SLO cannot be kept at any rate: says what can."""
     if not knee.trials:
         return ConfigError(f"no rate could be simulated: {knee.stopped}", param="rate")
     lightest = knee.trials[0]
     missed = " ".join(term.sentence for term in lightest.terms if not term.ok)
     way_out = "Set limits that are no stricter than these values."
-    hint = f"At {lightest.rate:.3g} requests/s, the lightest load tried: {missed} {way_out}"
-    return ConfigError("no rate keeps the SLO", param="slo", value=", ".join(slo), hint=hint)
+    hint = f"With requests that come one at a time, each alone on the server: {missed} {way_out}"
+    return EngineError("no rate keeps the SLO", param="slo", value=", ".join(slo), hint=hint)

@@ -27,6 +27,7 @@ FOLDER = "replicas"
 COSTLY = (
     *("num_threads", "quantization", "dtype", "kernels", "activation_dtype", "products", "weights"),
     *("linear_backend", "attention_backend", "kv_cache_dtype", "tensor_parallel_size", "block_size"),
+    *("enforce_eager", "async_scheduling"),
 )
 NAME_CHARS = 40
 MOST_TOLD = 8

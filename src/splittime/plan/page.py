@@ -5,26 +5,56 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from splittime.bench.book.metrics import RATES, SHARES
-from splittime.core.whole_file import write_whole
-from splittime.plan.worksheet import Sheet, SheetLine
+from splittime.core.errors import ConfigError
+from splittime.core.whole_file import check_writable, write_whole
+from splittime.plan.worksheet import PlanTerms, Sheet, SheetLine, money
 from splittime.present.plot import Plot, plot_styles
 from splittime.present.scale import Scale, duration, fitting, number, share
 
 COLUMNS = ("server", "source", "name", "value", "low", "high", "unit", "formula")
+OWN = {"out": b"<title>splittime plan</title>", "csv": ",".join(COLUMNS).encode()}  # near the begin of such a file
+BEGIN_BYTES = 1024
 
 
-def write_page(sheets: Sequence[Sheet], slo: Mapping[str, float], path: Path) -> None:
-    """Write whole or not at all. Raises `ConfigError` where it cannot be written."""
-    write_whole(path, render_page(sheets, slo).encode("utf-8", "replace"), param="out")
+def require_replaceable(path: Path, param: str) -> None:
+    """Raises ConfigError for a file that cannot be written, and for one that is there and is no former plan."""
+    check_writable(path, param)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        begin = file.read(BEGIN_BYTES)
+    if begin and OWN[param] not in begin:
+        words = f"{path} is there already, and is no former plan"
+        raise ConfigError(words, param=param, value=str(path), hint="Name another file, or move this one away.")
 
 
-def render_page(sheets: Sequence[Sheet], slo: Mapping[str, float]) -> str:
-    """Returns the page. The same plan gives the same bytes; nothing is fetched."""
+def write_page(sheets: Sequence[Sheet], slo: Mapping[str, float], path: Path, about: str = "") -> None:
+    """Write whole or not at all. about: as of `render_page`. Raises `ConfigError` where it cannot be written."""
+    write_whole(path, render_page(sheets, slo, about).encode("utf-8", "replace"), param="out")
+
+
+def load_words(load: Mapping[str, Any], terms: PlanTerms) -> str:
+    """`200 requests/s x 1.5, 3 regions, poisson, 64 + 32 tokens`. load: the fields of `LoadSpec` that were given."""
+    left = dict(load)
+    rate, trace = left.pop("rate", None), left.get("trace")
+    grown = f" x {terms.growth:g}" if terms.growth != 1 else ""
+    words = [f"{rate or terms.peak:g} requests/s{grown}" if rate or terms.peak else "one server, no rate given"]
+    words += [f"{terms.regions} regions"] if terms.regions > 1 else []
+    words.append(left.pop("arrivals", None) or ("the trace's own times" if trace and not rate else "poisson"))
+    if not trace and "lengths_file" not in left:
+        words.append(f"{left.pop('input_tokens', None) or 512} + {left.pop('output_tokens', None) or 128} tokens")
+    return ", ".join([*words, *(f"{name} {value}" for name, value in left.items())])
+
+
+def render_page(sheets: Sequence[Sheet], slo: Mapping[str, float], about: str = "") -> str:
+    """Returns the page. The same plan gives the same bytes; nothing is fetched. about: the load, the day, the
+    version."""
     assets = files("splittime.plan") / "assets"
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -33,6 +63,7 @@ def render_page(sheets: Sequence[Sheet], slo: Mapping[str, float]) -> str:
     return environment.from_string((assets / "plan.html").read_text("utf-8")).render(
         sheets=[(sheet, _term_plots(sheet)) for sheet in sheets],
         kept=", ".join(f"{name} {_axis(name)(limit)}" for name, limit in slo.items()),
+        about=about,
         names=line_names(sheets),
         line_of=line_of,
         shown=shown,
@@ -66,10 +97,11 @@ def shown(line: SheetLine) -> str:
     """Returns a line's value with its unit and interval, for people."""
     if isinstance(line.value, str):
         return line.value
-    words = f"{_digits(line.value)} {line.unit}".rstrip()
+    told = money if line.is_money else _digits
+    words = f"{told(line.value)} {line.unit}".rstrip()
     if line.low is None or line.high is None or line.low == line.high:
         return words
-    return f"{words} ({_digits(line.low)} to {_digits(line.high)})"
+    return f"{words} ({told(line.low)} to {told(line.high)})"
 
 
 def _digits(value: float) -> str:

@@ -16,8 +16,14 @@ from splittime.core.errors import ConfigError, NotFound
 from splittime.core.facts import Machine, TokenCost
 from splittime.simulate.change import MAX_BLOCKS
 from splittime.simulate.data_sheet import Device, device_named, replica_of_data_sheet
-from splittime.simulate.recorded import is_ledger, latest_run, read_ledger
+from splittime.simulate.recorded import SQLITE, is_ledger, latest_run, read_ledger
 from splittime.simulate.replica import AnyReplica, Replica, load_replica
+
+BEGIN_BYTES = 256
+TAKEN = (
+    "Name a ledger (splittime serve --ledger-file), a calibration (splittime calibrate --out), or runs (splittime "
+    "bench run --out)."
+)
 
 
 def replica_in(source: str, settings: dict[str, Any]) -> AnyReplica:
@@ -27,9 +33,25 @@ def replica_in(source: str, settings: dict[str, Any]) -> AnyReplica:
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None:
         raise NotFound(f"there is no file {missing}", param="source", value=str(missing))
+    for path in paths:
+        _require_known(path)
     if len(paths) > 1 or (not is_ledger(paths[0]) and _is_run(paths[0])):
         return _from_outside([load_run(path) for path in paths], settings)
     return _own(paths[0]).with_settings(settings)
+
+
+def _require_known(path: Path) -> None:
+    """Raises ConfigError for a file that begins as nothing that a plan is made from."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(BEGIN_BYTES)
+    except OSError:
+        return  # who reads it whole says why
+    if not begin:
+        raise ConfigError(f"{path} is empty", param="source", value=str(path), hint=TAKEN)
+    if not begin.startswith(SQLITE) and begin.lstrip()[:1] != b"{":
+        words = f"{path} is neither a ledger nor a calibration nor a run of bench"
+        raise ConfigError(words, param="source", value=str(path), hint=TAKEN)
 
 
 def replica_of_device(

@@ -9,11 +9,14 @@ end of the interval.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from splittime.bench.book.metrics import shown, shown_ns
+from splittime.bench.book.requests import PER_REQUEST_LIMITS
+from splittime.bench.book.slo import SloResult
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine, TokenCost
 from splittime.diagnose.floor import read_bytes_per_s
@@ -27,7 +30,11 @@ S_PER_HOUR = 3600.0
 LEAST_WAIT = 0.1  # a smaller share is not what breaks
 WAITS_FOR = {str(name): words for told in (STAGE_MEANING, CAUSE_MEANING) for name, words in told.items()}
 SCALED = ("int8", "float8_e4m3fn")  # numbers of the KV cache that have scales beside them
+KNEE = "where the SLO begins to break: from the lowest rate that a model kept to the highest that one broke"
 BEYOND = "keeps the SLO; more could not be simulated (below), so more may be kept"
+
+
+MOST_RATE, MOST_REGIONS = 1e9, 1_000  # more is a slip of the pen
 
 
 class PlanTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +56,12 @@ class PlanTerms(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None and not least <= value < math.inf:
                 words = "the peak rate" if name == "peak" else name
                 raise ConfigError(f"{words} is {value:g}; it must be {least:g} or more", param=name, value=value)
-        if self.regions < 1:
-            raise ConfigError(f"regions is {self.regions}; at least 1", param="regions", value=self.regions, limit=1)
+        if not 1 <= self.regions <= MOST_REGIONS:
+            words = f"regions is {self.regions}; it must be 1 to {MOST_REGIONS}"
+            raise ConfigError(words, param="regions", value=self.regions, limit=MOST_REGIONS)
+        if (self.peak or 0.0) * self.growth > MOST_RATE:
+            words = f"a peak of {self.peak:g} requests/s, {self.growth:g} times, is more than {MOST_RATE:g} requests/s"
+            raise ConfigError(words, param="peak", value=self.peak, limit=MOST_RATE)
         alone = {"growth": self.growth != 1, "regions": self.regions != 1, "start_up": self.start_up_s is not None}
         unused = next((name for name, is_given in alone.items() if is_given and self.peak is None), None)
         if unused is not None:
@@ -59,7 +70,7 @@ class PlanTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SheetLine(msgspec.Struct, frozen=True):
-    """A figure of a plan. low, high: its interval, if it has one."""
+    """A figure of a plan. low, high: its interval, if it has one. is_money: its unit is the price's."""
 
     name: str
     value: float | str
@@ -67,6 +78,7 @@ class SheetLine(msgspec.Struct, frozen=True):
     formula: str
     low: float | None = None
     high: float | None = None
+    is_money: bool = False
 
 
 class Sheet(msgspec.Struct, frozen=True):
@@ -88,7 +100,7 @@ def worksheet(label: str, replica: AnyReplica, found: Capacity, terms: PlanTerms
     if terms.peak:
         lines += _of_all(replica, found, terms, terms.peak)
     elif terms.price is not None and middle:
-        words = f"{terms.price:g}/h"
+        words = _hourly(terms, terms.price)
         lines += _of_tokens(found, terms, terms.price, words, middle, "in an hour at the highest rate", (low, high))
     lines += [*_of_one(replica, found), *_of_memory(replica, found)]
     return Sheet(label, replica.source, found, tuple(lines), tuple(_notes(replica, found, terms)))
@@ -97,13 +109,15 @@ def worksheet(label: str, replica: AnyReplica, found: Capacity, terms: PlanTerms
 def _of_one(replica: AnyReplica, found: Capacity) -> Iterator[SheetLine]:
     kept = found.kept
     low, middle, high = found.rate
-    yield SheetLine("knee", middle, "requests/s", "from the lowest kept to the highest broken rate", *found.knee)
+    yield SheetLine("knee", middle, "requests/s", KNEE, *found.knee)
     for name, tokens in (("input", kept.input_tokens), ("output", kept.output_tokens)):
         formula = f"highest rate x {tokens:,.4g} tokens a request"
         yield SheetLine(f"{name} tokens", middle * tokens, "tokens/s", formula, low * tokens, high * tokens)
     broken = found.likeliest.broken
     if broken is not None:
-        yield SheetLine("breaks first", first_to_break(broken), "", f"at {broken.rate:.3g} requests/s, simulated")
+        yield SheetLine(
+            "breaks first", first_to_break(broken, found.slo), "", f"at {broken.rate:.3g} requests/s, simulated"
+        )
     yield SheetLine(
         "requests in a step", kept.running, "", f"mean at {kept.rate:.3g} requests/s; slots: {_slots(replica)}"
     )
@@ -148,12 +162,20 @@ def _of_weights(machine: Machine, weight_bytes: int) -> Iterator[SheetLine]:
     if rate is None:
         return  # a cache holds them, and nobody knows how fast it is
     floor_ms = weight_bytes / rate * 1e3
-    formula = f"{weight_bytes:,} bytes of weights / {rate:,.3g} bytes/s"
+    formula = f"{_size(weight_bytes)} of weights / {_size(rate)}/s, at which the memory reads so many"
     yield SheetLine("decode floor", floor_ms, "ms", formula)
     if half_rate is None:
         return
-    formula = f"a step, if it waits for weights: {floor_ms:.3g} ms - {half_bytes:,} bytes / {half_rate:,.3g} bytes/s"
+    faster = "" if half_rate <= rate else ", at which it reads so few: caches hold more of them"
+    formula = (
+        "a step that waits for weights, with half the bits for each (8 instead of 16, say): "
+        f"{floor_ms:.3g} ms - {_size(half_bytes)} / {_size(half_rate)}/s{faster}"
+    )
     yield SheetLine("smaller weights save", floor_ms - half_bytes / half_rate * 1e3, "ms", formula)
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.3g} MB"
 
 
 def _of_all(replica: AnyReplica, found: Capacity, terms: PlanTerms, peak: float) -> Iterator[SheetLine]:
@@ -169,13 +191,14 @@ def _of_all(replica: AnyReplica, found: Capacity, terms: PlanTerms, peak: float)
         )
         return
     with_spares = high + terms.regions
-    formula = f"the upper end, and one more in each region: {high} + {terms.regions}"
+    formula = f"the most of the interval, and one spare in each region: {high} + {terms.regions}"
     yield SheetLine("servers with spares", with_spares, "", formula)
     rate = peak * terms.growth
     yield from _of_start_up(replica, terms, rate, high)
     if terms.price is not None:
         an_hour = with_spares * terms.price
-        yield SheetLine("an hour", an_hour, terms.currency, f"{with_spares} servers x {terms.price:g}/h")
+        formula = f"{_servers(with_spares)} x {_hourly(terms, terms.price)}"
+        yield SheetLine("an hour", an_hour, terms.currency, formula, is_money=True)
         yield from _of_tokens(found, terms, an_hour, "an hour", rate, f"in an hour at {rate:g} requests/s")
 
 
@@ -186,15 +209,29 @@ def _of_start_up(replica: AnyReplica, terms: PlanTerms, rate: float, servers: in
     if start_up_s is None:
         return
     formula = (
-        f"without a spare they wait or go elsewhere: {rate:g} requests/s / {servers} servers x {start_up_s:.3g} s "
-        "until a new one serves"
+        f"that wait or go elsewhere, without a spare: {rate:g} requests/s / {_servers(servers)} x {start_up_s:.3g} s "
+        "until a new one serves, rounded up"
     )
-    yield SheetLine("a lost server leaves", rate / servers * start_up_s, "requests", formula)
+    yield SheetLine("a lost server leaves", math.ceil(rate / servers * start_up_s), "requests", formula)
     if terms.price is not None:
         paid = terms.price * start_up_s / S_PER_HOUR
-        yield SheetLine(
-            "a start costs", paid, terms.currency, f"{terms.price:g}/h x {start_up_s:.3g} s that serve nobody"
-        )
+        formula = f"{_hourly(terms, terms.price)} x {start_up_s:.3g} s in which a new server serves nobody yet"
+        yield SheetLine("a start costs", paid, terms.currency, formula, is_money=True)
+
+
+def _hourly(terms: PlanTerms, price: float) -> str:
+    return f"{money(price)} {terms.currency} an hour"
+
+
+def money(amount: float) -> str:
+    """Returns three digits or more, and at least two behind the point: `0.40`, `0.000068`, `1,250.00`."""
+    digits = 2 if amount == 0 else max(2, 2 - math.floor(math.log10(abs(amount))))
+    whole, _, rest = f"{amount:,.{digits}f}".partition(".")
+    return f"{whole}.{rest.rstrip('0'):0<2}"
+
+
+def _servers(count: int) -> str:
+    return f"{count} server{'' if count == 1 else 's'}"
 
 
 def _of_tokens(
@@ -216,20 +253,29 @@ def _of_tokens(
         cost = an_hour * share / millions
         least, most = (cost * rate / end if end else None for end in reversed(ends))
         formula = f"{paid} x {share:.0%} (their part of the steps' time) / {millions:,.4g} million {when}"
-        yield SheetLine(f"a million {name} tokens", cost, terms.currency, formula, least, most)
+        yield SheetLine(f"a million {name} tokens", cost, terms.currency, formula, least, most, is_money=True)
 
 
-def first_to_break(broken: RateTrial) -> str:
-    """Returns the terms that a rate breaks, and what the requests wait for most in the time that these are about."""
+def first_to_break(broken: RateTrial, slo: Mapping[str, float]) -> str:
+    """Returns the terms that a rate breaks, and what the requests wait for most in the time that these are about. slo:
+    what makes a request good."""
     missed = [term.name for term in broken.terms if not term.ok]
     waits, time = _time_missed(broken, missed)
     cause, share = next(iter(waits.items()), ("", 0.0))
-    terms = ", ".join(missed)
+    terms = ", ".join(_term_words(term, slo) for term in broken.terms if not term.ok)
     if missed == ["error_rate"]:
         return f"error_rate: {broken.term('error_rate').value or 0:.1%} of the requests are refused, or fail"
     if share < LEAST_WAIT:
         return f"{terms}: the steps themselves take too long, with {broken.running:.3g} requests in each"
     return f"{terms}: {share:.0%} of {time} is a wait for {cause} ({WAITS_FOR.get(cause, cause)})"
+
+
+def _term_words(term: SloResult, slo: Mapping[str, float]) -> str:
+    """`goodput (ttft within 2s), limit 95%`; of any other term its name."""
+    if term.name != "goodput":
+        return term.name
+    within = ", ".join(f"{name} within {shown_ns(slo[name])}" for name in PER_REQUEST_LIMITS if name in slo)
+    return f"goodput ({within}), limit {shown(term.name, term.limit)}"
 
 
 def _time_missed(broken: RateTrial, missed: Sequence[str]) -> tuple[dict[str, float], str]:
@@ -246,12 +292,12 @@ def _slots(replica: AnyReplica) -> str:
 
 
 def _notes(replica: AnyReplica, found: Capacity, terms: PlanTerms) -> Iterator[str]:
+    if not terms.peak:
+        yield "how many servers: give the load's --rate"
     if found.likeliest.stopped is not None:
         yield f"no higher rate was simulated: {found.likeliest.stopped}"
     if not found.rate.middle:
         yield "most of the models that fit as well keep the SLO at no rate: nobody can tell what it costs"
-    if not terms.peak:
-        yield "how many servers: give the load's --rate"
     kept, config = found.kept, replica.config
     yield (
         f"a request has {kept.input_tokens:,.4g} + {kept.output_tokens:,.4g} tokens in the mean; the scheduler has "
@@ -260,9 +306,11 @@ def _notes(replica: AnyReplica, found: Capacity, terms: PlanTerms) -> Iterator[s
     )
     if _is_from_outside(replica):
         yield from _notes_from_outside(replica.costs.about)
+    others = f"{found.draws} others" if found.draws > 1 else "another"
     yield (
-        f"in brackets: where another model that fits as well would lie with a probability of {found.share:.0%}, from "
-        f"{found.draws} that were drawn and the likeliest one"
+        "in brackets: nobody knows exactly what steps take, so the rate was looked for with the likeliest model of "
+        f"them and with {others} that fit as well (--draws {found.draws}); yet another would lie within the brackets "
+        f"with a probability of {found.share:.0%}, and more draws raise that"
     )
     error = replica.costs.errors.median_relative
     if error and replica.costs.num_steps:

@@ -179,7 +179,7 @@ async def stats(service: Service, scope: http.Scope, receive: http.Receive, send
 
 async def knobs(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """What can be changed on the live server, and its value now."""
-    await http.respond_json(send, {**service.client.stats().knobs, **asdict(service.admission.bounds)})
+    await http.respond_json(send, _knobs(service))
 
 
 async def change_knobs(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -190,6 +190,7 @@ async def change_knobs(service: Service, scope: http.Scope, receive: http.Receiv
     for name, value in own.items():
         if type(value) is not int or not 1 <= value <= MAX_BOUND:
             raise RequestError(f"{name} must be a whole number above 0", param=name, value=value)
+    before = _knobs(service)
     if not wanted:
         engine_knobs = service.client.stats().knobs
     else:
@@ -198,8 +199,14 @@ async def change_knobs(service: Service, scope: http.Scope, receive: http.Receiv
         engine_knobs = await _configure(service, wanted)
     for name, value in own.items():
         setattr(service.admission.bounds, name, value)
-    service.knobs_changed_ns = time.monotonic_ns()
-    await http.respond_json(send, {**engine_knobs, **asdict(service.admission.bounds)})
+    now = {**engine_knobs, **asdict(service.admission.bounds)}
+    if now != before:
+        service.knobs_changed_ns = time.monotonic_ns()
+    await http.respond_json(send, now)
+
+
+def _knobs(service: Service) -> dict[str, Any]:
+    return {**service.client.stats().knobs, **asdict(service.admission.bounds)}
 
 
 async def reset_prefix_cache(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

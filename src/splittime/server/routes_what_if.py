@@ -6,6 +6,7 @@ were others than those that the simulation starts from.
 
 import asyncio
 import functools
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +25,9 @@ from splittime.web import http
 
 if TYPE_CHECKING:
     from splittime.diagnose.excerpt import Excerpt
+
+
+TWO_MINUTES_S = 120.0
 
 
 class WhatIfBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,6 +81,18 @@ def _excerpt(ledger: Ledger, facts: ServerFacts | None, since_ns: int) -> "Excer
     steps = [step for step in ledger.steps(LIVE_STEPS) if step.begin_ns >= since_ns]
     excerpt = latest_excerpt(live_books(facts, accounts, steps, "the live ledger"))
     if excerpt is None:
-        hint = "Ask again when requests have been served with the settings that there are now."
-        raise Conflict("no request has been served with these settings yet", code="cannot_tell", hint=hint)
+        raise _unserved(sum(account.start_ns < since_ns for account in ledger.accounts(None, LIVE_ACCOUNTS)), since_ns)
     return excerpt
+
+
+def _unserved(earlier: int, since_ns: int) -> Conflict:
+    """Returns the error where no request has ended with the settings that there are now. earlier: how many began
+    before."""
+    if not earlier:
+        hint = "Ask again when requests have been served."
+        return Conflict("no request has been served yet", code="cannot_tell", hint=hint)
+    seconds = (time.monotonic_ns() - since_ns) / 1e9
+    ago = f"{seconds / 60:,.0f} minutes" if seconds >= TWO_MINUTES_S else f"{seconds:.0f} seconds"
+    words = f"the settings were changed {ago} ago; the latest {earlier:,} requests began before that and do not count"
+    hint = "Ask again when requests have been served with the settings that there are now."
+    return Conflict(words, code="cannot_tell", hint=hint)

@@ -152,6 +152,7 @@ class Service:
             max_model_len=model.max_model_len,
             settings=said.settings | asdict(self.admission.bounds) | {"texts": self._shortcuts},
             processes=(own, *said.processes),
+            knobs_changed_ns=self.knobs_changed_ns,
         )
 
     # ---- who is in flight

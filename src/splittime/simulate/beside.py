@@ -17,14 +17,14 @@ from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import PredictedFigure, changed
 from splittime.simulate.question import read_question
 from splittime.simulate.replay import scheduler_config
-from splittime.simulate.what_if import predict
+from splittime.simulate.what_if import Miss, predict
 
 CPU_S = 60
 LOWEST = 19
 
 
 class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """figures, share: as in `Prediction`. step_error: the median error of the cost model on steps that it was not
+    """figures, share, miss: as in `Prediction`. step_error: the median error of the cost model on steps that it was not
     fitted on. error: why there is no answer. is_bad_change: the change itself cannot be, whatever the books say."""
 
     figures: tuple[PredictedFigure, ...] = ()
@@ -34,6 +34,7 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
     draws: int = 0
     share: float = 0.0
     step_error: float | None = None
+    miss: Miss | None = None
     error: ErrorInfo | None = None
     is_bad_change: bool = False
 
@@ -57,6 +58,7 @@ def answer(lines: Sequence[bytes]) -> WhatIfAnswer:
         draws=found.draws,
         share=found.share,
         step_error=found.model.errors.median_relative,
+        miss=found.miss,
     )
 
 

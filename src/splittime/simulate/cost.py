@@ -24,8 +24,9 @@ with more than its square times: they grow with the square of the prompt.
 import math
 import random
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,10 +40,19 @@ REACH = 2.0
 MOST_NS = 1e11  # that a coefficient can be
 MOST_TIMES = 1e6  # as long as usual that a step can take
 MOST_DRIFT = 10.0
+ROUNDING_NS2 = 1.0  # by so much a variance may be below 0
 HOST_PARTS = ("plan_ns", "launch_ns", "sample_ns", "commit_ns", "host_gap_ns")
 BUCKET_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens of a step, upper ends
 LIMITED = ("rows", "tokens", "decode_rows", "kv_tokens", "prompt_pairs", "moved_blocks")
 REACHES = tuple(REACH**2 if name == "prompt_pairs" else REACH for name in LIMITED)
+
+
+class Law(NamedTuple):
+    """What must hold of a field that was read from a file. must_be: for people."""
+
+    field: str
+    must_be: str
+    holds: bool
 
 
 class ShapeBucket(msgspec.Struct, frozen=True):
@@ -55,7 +65,7 @@ class ShapeBucket(msgspec.Struct, frozen=True):
 
     @property
     def is_sound(self) -> bool:
-        return (
+        return self.num_steps >= 0 and (
             len(self.noise) > 0 and min(self.noise) >= 0 < self.factor and max(self.factor, *self.noise) <= MOST_TIMES
         )
 
@@ -68,6 +78,11 @@ class Errors(msgspec.Struct, frozen=True):
     median_relative: float
     mean_relative: float
     drift: float
+
+    @property
+    def is_sound(self) -> bool:
+        is_finite = math.isfinite(self.median_relative + self.mean_relative)
+        return is_finite and self.median_relative >= 0 and self.mean_relative >= -1 and 0 <= self.drift <= MOST_DRIFT
 
 
 class OutOfRange(ConfigError):
@@ -96,24 +111,27 @@ class CostModel(msgspec.Struct, frozen=True):
 
     @property
     def is_sound(self) -> bool:
-        """Whether all numbers are there, finite, and what they must be: a file may hold anything."""
-        lines, host = (*self.device, *self.compute), [one for part in self.host for one in part]
-        spread = [one for row in self.covariance for one in row]
-        numbers = (*lines, *host, *spread, self.move_ns, *msgspec.structs.astuple(self.errors))
-        return (
-            len(self.device) == len(self.basis.names)
-            and len(self.compute) in (0, len(self.device))
-            and all(len(part) == 3 + (self.basis.captured_rows is not None) for part in self.host)
-            and 0 <= self.basis.idle_share < 1
-            and [len(row) for row in self.covariance] == [len(lines)] * len(lines)
-            and (len(self.host), len(self.most)) == (len(HOST_PARTS), len(LIMITED))
-            and all(each.is_sound for each in self.buckets.values())
-            and all(map(math.isfinite, numbers))
-            and min(*lines, *host, self.move_ns, self.errors.drift) >= 0
-            and max(*lines, *host, self.move_ns, *(math.sqrt(abs(one)) for one in spread)) <= MOST_NS
-            and self.errors.drift <= MOST_DRIFT
-            and 0 <= self.persistence < 1
-        )
+        return all(law.holds for law in self.laws())
+
+    def laws(self) -> Iterator[Law]:
+        """Yields what must hold of each field, one at a time: a file may hold anything, and a law counts on those
+        before it."""
+        num_terms, times = len(self.device) + len(self.compute), f"times from 0 to {MOST_NS:g} ns"
+        num_host = 3 + (self.basis.captured_rows is not None)
+        is_basis = 0 <= self.basis.idle_share < 1 and (self.basis.captured_rows or 0) >= 0
+        yield Law("basis", "of an idle_share from 0 to below 1, and captured_rows of 0 or more", is_basis)
+        yield Law("device", times, len(self.device) == len(self.basis.names) and are_times(self.device))
+        yield Law("compute", times, len(self.compute) in (0, len(self.device)) and are_times(self.compute))
+        yield Law("host", times, [len(part) for part in self.host] == [num_host] * len(HOST_PARTS))
+        yield Law("host", times, all(map(are_times, self.host)))
+        yield Law("move_ns", times, are_times((self.move_ns,)))
+        yield Law("covariance", f"{num_terms} rows of as many", _is_square(self.covariance, num_terms))
+        yield Law("covariance", "variances of 0 or more on its diagonal", _is_spread(self.covariance))
+        yield Law("most", "counts of 0 or more", len(self.most) == len(LIMITED) and min(self.most) >= 0)
+        yield Law("buckets", "of factors above 0, and noise", all(each.is_sound for each in self.buckets.values()))
+        yield Law("persistence", "at least 0, and below 1", 0 <= self.persistence < 1)
+        yield Law("errors", f"0 or more; mean_relative -1 or more, drift up to {MOST_DRIFT:g}", self.errors.is_sound)
+        yield Law("num_steps", "0 or more", self.num_steps >= 0)
 
     def step_time(self, shape: StepShape, pace: float = 1.0, noise: float | None = None) -> StepTime:
         """Returns what the step takes on a machine that takes `pace` times as long as in the mean. noise: how unusual
@@ -167,6 +185,20 @@ class CostModel(msgspec.Struct, frozen=True):
                 raise OutOfRange(words, param=name, value=value, limit=round(reach * most), hint=hint)
 
 
+def are_times(values: Iterable[float]) -> bool:
+    return all(0 <= one <= MOST_NS for one in values)
+
+
+def _is_square(matrix: Sequence[Sequence[float]], size: int) -> bool:
+    return [len(row) for row in matrix] == [size] * size
+
+
+def _is_spread(matrix: Sequence[Sequence[float]]) -> bool:
+    """Whether a square matrix can be a covariance, up to what rounding leaves of a variance of 0."""
+    is_finite = all(abs(one) <= MOST_NS**2 for row in matrix for one in row)
+    return is_finite and all(row[at] >= -ROUNDING_NS2 for at, row in enumerate(matrix))
+
+
 def _on_line(line: tuple[float, ...], shape: StepShape) -> float:
     """Returns ns, before any bucket's factor."""
     _, tokens, decode_rows, kv_tokens, pairs, _, _ = shape
@@ -187,7 +219,8 @@ class PaceOf(msgspec.Struct, frozen=True):
 
     @property
     def is_sound(self) -> bool:
-        return len(self.begins_ns) == len(self.factors) > 0 and all(0 < one <= MOST_TIMES for one in self.factors)
+        is_whole = len(self.begins_ns) == len(self.factors) > 0 and list(self.begins_ns) == sorted(self.begins_ns)
+        return is_whole and all(0 < one <= MOST_TIMES for one in self.factors)
 
 
 class Pace(msgspec.Struct, frozen=True):

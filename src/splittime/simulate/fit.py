@@ -24,6 +24,7 @@ from splittime.simulate.cost import LIMITED, CostModel, Errors, OutOfRange, Pace
 from splittime.simulate.host_parts import host_parts, taken_ns
 from splittime.simulate.regression import Array, Line, clusters_of, line_of
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
+from splittime.simulate.sound_ledger import require_sound_steps
 
 MIN_STEPS = 50
 PACE_STEPS = {"decode": 60, "prompts": 15}  # recorded ones that say how fast the machine was meanwhile
@@ -31,7 +32,7 @@ UNSURE = 0.2  # of the mean step: a standard deviation
 SHRINK = 20.0  # steps that a bucket needs for half of its factor to be believed
 QUANTILES = 200
 PAUSE = 3.0
-LONGEST_NS = 10**14  # a day
+MOST_OFF = 1.0  # the median error of held-out steps: beyond it, "it takes no time" is as good a model
 
 
 class Fit(NamedTuple):
@@ -56,14 +57,20 @@ class StepTable(NamedTuple):
 
 
 def fit(records: Sequence[StepRecord], facts: ServerFacts | None = None) -> Fit:
-    """Returns the model of these steps. Raises ConfigError for too few, and for some that cannot be."""
+    """Returns the model of these steps. Raises ConfigError for too few, for some that cannot be, and for some that no
+    model explains."""
     if len(records) < MIN_STEPS:
         hint = "Record more: some minutes of traffic."
         raise ConfigError(f"{len(records)} steps are too few to go by", param="ledger", limit=MIN_STEPS, hint=hint)
-    _require_possible(records)
+    require_sound_steps(records, None if facts is None else facts.max_model_len)
     steps = _steps(records, facts)
     model, pace = _fit(steps, facts)
-    return Fit(msgspec.structs.replace(model, errors=_held_out(steps, facts, model)), pace)
+    errors = _held_out(steps, facts, model)
+    if not errors.median_relative <= MOST_OFF:
+        words = f"the model is off by {errors.median_relative:.0%} at the median, on steps that it was not fitted on"
+        hint = "That is no model, and 100% the limit. Record more, on a quiet machine."
+        raise ConfigError(words, param="ledger", value=errors.median_relative, limit=MOST_OFF, hint=hint)
+    return Fit(msgspec.structs.replace(model, errors=errors), pace)
 
 
 def pace_of(model: CostModel, records: Sequence[StepRecord]) -> float | None:
@@ -74,14 +81,6 @@ def pace_of(model: CostModel, records: Sequence[StepRecord]) -> float | None:
         with suppress(OutOfRange):
             ratios.append(took_ns / max(1, _without_moves(model.step_time(shape_of_record(record)))))
     return float(np.median(ratios)) if len(ratios) >= MIN_STEPS else None
-
-
-def _require_possible(records: Sequence[StepRecord]) -> None:
-    for step in records:
-        parts_ns = (step.plan_ns, step.launch_ns, step.device_ns, step.sample_ns, step.commit_ns, step.host_gap_ns)
-        if not 0 < step.end_ns - step.begin_ns <= LONGEST_NS or min(parts_ns) < 0:
-            words = f"step {step.step_id} takes {step.end_ns - step.begin_ns} ns, of parts {parts_ns}: that cannot be"
-            raise ConfigError(words, param="ledger", hint="The ledger is damaged. Record another.")
 
 
 def _steps(records: Sequence[StepRecord], facts: ServerFacts | None) -> StepTable:

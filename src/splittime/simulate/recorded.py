@@ -7,14 +7,13 @@ from pathlib import Path
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.core.whole_file import check_writable
+from splittime.core.whole_file import SQLITE, begins_with, check_writable
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger, open_readonly
 
 ALL = 10**9
-SQLITE = b"SQLite format 3\x00"
 BATCH = 10_000  # records; the file's queue holds five times as many
 FLUSH_S = 60.0
 
@@ -29,11 +28,7 @@ class Recorded(msgspec.Struct, frozen=True):
 
 def is_ledger(path: Path) -> bool:
     """Whether the file has the format of a ledger."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(SQLITE)) == SQLITE
-    except OSError:
-        return False
+    return begins_with(path, SQLITE)
 
 
 def read_ledger(path: Path | str) -> Recorded:
@@ -50,8 +45,20 @@ def read_ledger(path: Path | str) -> Recorded:
 
 
 def latest_run(recorded: Recorded) -> Recorded:
-    """Returns what the latest server wrote: a file may hold former ones', whose last step's number is not followed by
-    this one's first."""
+    """Returns what the latest server wrote with the settings that it has: a file may hold former ones', whose last
+    step's number is not followed by this one's first, and what came before a knob was turned."""
+    return _since(_of_latest_server(recorded), recorded.facts.knobs_changed_ns)
+
+
+def _since(recorded: Recorded, at_ns: int) -> Recorded:
+    """Returns the requests and the steps that began then or later."""
+    if not at_ns:
+        return recorded
+    accounts = [account for account in recorded.accounts if account.start_ns >= at_ns]
+    return Recorded(accounts, [step for step in recorded.steps if step.begin_ns >= at_ns], recorded.facts)
+
+
+def _of_latest_server(recorded: Recorded) -> Recorded:
     steps = recorded.steps
     first = next((i for i in range(len(steps) - 1, 0, -1) if steps[i].step_id != steps[i - 1].step_id + 1), 0)
     if not first:

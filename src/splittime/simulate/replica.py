@@ -27,12 +27,14 @@ from splittime.ledger.steps import StepRecord
 from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.change import LIMITS, Change, changed
-from splittime.simulate.cost import MOST_NS, CostModel, Noise, Pace, PaceOf
+from splittime.simulate.cost import CostModel, Noise, Pace, PaceOf
 from splittime.simulate.figures import Figures, RunningFigures
 from splittime.simulate.recorded import Recorded, plans_ahead
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Delivery, OnAccount, OnStep, SimulatedBooks, simulate_each
 from splittime.simulate.shape import StepShape, StepTime
+from splittime.simulate.sound_ledger import require_sound_accounts
+from splittime.simulate.sound_replica import require_sound_replica
 from splittime.simulate.trace import TracedRequest, at_speed
 
 FORMAT = 2
@@ -202,6 +204,7 @@ def measured(recorded: Recorded) -> dict[str, Any]:
     if len(served) < MIN_REQUESTS:
         hint = "Record more: splittime serve --ledger-file FILE."
         raise ConfigError(f"{len(served)} requests are too few to go by", param="ledger", limit=MIN_REQUESTS, hint=hint)
+    require_sound_accounts(recorded.accounts)
     costs, pace = fit(recorded.steps, recorded.facts)
     return {
         "costs": costs,
@@ -243,11 +246,10 @@ def load_replica(path: Path) -> Replica:
         hint = "splittime calibrate writes such a file; serve --ledger-file a ledger."
         raise ConfigError(f"{path} does not describe a server: {error}", param="replica", hint=hint) from None
     replica.config.validate()
-    around_ns = (*replica.approach, *replica.delivery)
-    is_sound = replica.costs.is_sound and replica.pace.decode.is_sound and replica.pace.prompts.is_sound
-    if replica.format != FORMAT or not is_sound or not all(0 <= one <= MOST_NS for one in around_ns):
-        words = f"{path} has costs that cannot be, or is of another version"
+    if replica.format != FORMAT:
+        words = f"{path} is of format {replica.format}; this version reads {FORMAT}"
         raise ConfigError(words, param="replica", hint="Calibrate the server again.")
+    require_sound_replica(replica, path)
     return replica
 
 

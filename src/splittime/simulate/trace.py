@@ -26,6 +26,7 @@ from splittime.ledger.account import ClosedAccount, Mark
 from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Cause, Stage
 from splittime.simulate.costed import mixed_tokens, output_token
+from splittime.simulate.sound_ledger import require_sound_accounts
 
 END_TOKEN = 2**30  # no other token is so large
 MAX_REMEMBERED = 4_096  # requests whose tokens a later one may begin with
@@ -82,8 +83,10 @@ class TracedRequest(NamedTuple):
 
 def traced_requests(accounts: Iterable[ClosedAccount], max_model_len: int) -> list[TracedRequest]:
     """Returns the requests that reached the engine, in the order in which they did. One that was ended by its client,
-    its deadline or an error may have as many tokens as it had asked for. Raises ConfigError for one that is longer than
-    the server's context: its ledger is damaged."""
+    its deadline or an error may have as many tokens as it had asked for. Raises ConfigError for one that cannot have
+    been, as one that is longer than the server's context: its ledger is damaged."""
+    accounts = list(accounts)
+    require_sound_accounts(accounts)
     reached = [(received_ns, account) for account in accounts if (received_ns := _received_ns(account)) is not None]
     reached.sort(key=lambda each: (each[0], each[1].request_id))
     for _, account in reached:

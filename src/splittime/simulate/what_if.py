@@ -15,6 +15,7 @@ What is assumed: requests come when they came, whatever the answers before (an o
 their lengths; those that the recorded server refused, whose lengths nobody knows, are as long as the next that was not.
 """
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -36,11 +37,25 @@ OtherRequests = Callable[[AnyReplica], Sequence[TracedRequest]]
 ReplicaOf = Callable[[Recorded], AnyReplica]
 
 DRAWS = 20
+JUDGED = tuple(f"{of}_ms_{percent}" for of in ("ttft", "itl", "e2e") for percent in ("p50", "p90"))  # p99s are few
+FAR = 0.3  # a figure that is so far off is told
+
+
+class Miss(msgspec.Struct, frozen=True):
+    """The figure that a simulation misses most of a recorded run. ratio: simulated over recorded."""
+
+    name: str
+    ratio: float
+
+    @property
+    def is_far(self) -> bool:
+        return abs(self.ratio - 1) > FAR
 
 
 class Prediction(msgspec.Struct, frozen=True):
     """num_requests: of recorded or drawn ones; of those that wait for an answer (`waits`) not all come if a run has an
-    end. share: the probability with which one more draw lies within an interval."""
+    end. share: the probability with which one more draw lies within an interval. miss: by how much the simulation of
+    the settings as they were misses the recorded run."""
 
     change: Change
     figures: tuple[PredictedFigure, ...]
@@ -50,6 +65,7 @@ class Prediction(msgspec.Struct, frozen=True):
     num_steps: int
     draws: int
     share: float
+    miss: Miss | None
     model: CostModel
 
     def figure(self, name: str) -> PredictedFigure:
@@ -112,17 +128,26 @@ def predict_of(
     replicas = [load.replica.drawn(factor, rng) for factor in hours(draws, costs.errors.drift, rng, other_hour)]
     changes = (Change(),) if change == Change() else (Change(), change)
     pairs = figures_of_draws(replicas, load.requests, changes, processes, on_draw)
+    found = tuple(_predicted(name, load.seen.get(name), pairs) for name in load.seen or pairs[0][0])
     return Prediction(
         change=change,
-        figures=tuple(_predicted(name, load.seen.get(name), pairs) for name in load.seen or pairs[0][0]),
+        figures=found,
         num_requests=sum(not traced.account.is_turned_away for traced in load.requests),
         num_refused=sum(traced.account.is_turned_away for traced in load.requests),
         waits=any(traced.follows is not None for traced in load.requests),
         num_steps=costs.num_steps,
         draws=draws,
         share=share_within(draws),
+        miss=_miss(found),
         model=costs,
     )
+
+
+def _miss(found: Sequence[PredictedFigure]) -> Miss | None:
+    """Returns the largest of the judged figures; None where nothing was recorded."""
+    judged = [one for one in found if one.name in JUDGED and one.recorded and one.before]
+    misses = [Miss(one.name, one.before / one.recorded) for one in judged]  # type: ignore[operator]
+    return max(misses, key=lambda miss: abs(math.log(miss.ratio)), default=None)
 
 
 def write_simulated(load: ServedLoad, change: Change, path: Path) -> None:

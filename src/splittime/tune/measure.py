@@ -105,7 +105,7 @@ class RealRuns:
 
     def make(self, changes: Mapping[str, Any], number: int) -> Run:
         """Raises KeyboardInterrupt if it was interrupted, and what the server's start and `run_schedule` raise."""
-        self._say(f"starting a server: {words(changes)}", None)
+        self._say(f"{'turning the knobs' if self.is_live else 'starting a server'}: {words(changes)}", None)
         with self._servers.serving(changes) as target:
             return run_until_interrupted(lambda stop: self._sent(target, changes, number, stop))
 
@@ -159,10 +159,12 @@ def recorded_of(run: Run) -> Recorded:
 
 
 def recorded_of_all(run: Run, others: Iterable[Run]) -> Recorded:
-    """Returns the book of a run with the steps of other runs, of servers whose steps take as long as this one's."""
+    """Returns the book of a run with the steps of other runs, of servers whose steps take as long as this one's: those
+    of one run after those of another, in the order in which they were made."""
     recorded = recorded_of(run)
-    steps = {(step.begin_ns, step.step_id): step for each in (*others, run) for step in each.arms[0].steps}
-    return msgspec.structs.replace(recorded, steps=[steps[key] for key in sorted(steps)])
+    books = {each.arms[0].steps[:1]: each.arms[0].steps for each in (*others, run) if each.arms[0].steps}
+    ordered = sorted(books.values(), key=lambda steps: steps[0].begin_ns)
+    return msgspec.structs.replace(recorded, steps=[step for steps in ordered for step in steps])
 
 
 def limits_of_run(run: Run) -> ServerLimits:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,10 +21,13 @@ from splittime.bench.book.records import Run, load_run, save
 from splittime.core.errors import ConfigError
 from splittime.core.whole_file import check_writable
 from splittime.diagnose.comparison import Verdict
-from splittime.tune.goal import Score
+from splittime.tune.goal import WORTH_IT, Score
 from splittime.tune.search import Forecast
+from splittime.tune.verify import PAIRS
 
-FORMAT = 1
+FORMAT = 2
+Outcome = Literal["better", "nothing to change", "slo missed", "inconclusive"]
+EXIT_CODES: dict[Outcome, int] = {"better": 0, "nothing to change": 0, "slo missed": 1, "inconclusive": 3}
 BEGINS = b'{"type":"tune"'  # each notebook, also one whose first line was cut off
 
 
@@ -62,8 +65,39 @@ class TuneTrial(msgspec.Struct, frozen=True, kw_only=True, tag="trial"):
     why: str
     seconds: float
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Returns whether it ended before all of its runs were made, without a verdict."""
+        return self.verdict is Verdict.INCONCLUSIVE and self.runs < PAIRS
 
-Line = TuneBegun | MeasuredRun | TuneTrial
+    @property
+    def is_open(self) -> bool:
+        """Returns whether the change may be better, but could not be judged."""
+        gained = self.verdict is Verdict.INCONCLUSIVE and (self.measured or 0) > WORTH_IT
+        return gained or self.is_cut_off
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+    """What a tune came to, the last line of one that ended by itself. knobs: that it could turn. changes: to the
+    settings as they were asked for. before, after: the middle one of all runs without them, and with them. best: what
+    was reached of each term of the SLO, on its own. seconds: all of it."""
+
+    outcome: Outcome
+    knobs: tuple[str, ...]
+    changes: dict[str, Any]
+    before: Score
+    after: Score
+    best: dict[str, float]
+    trials: tuple[TuneTrial, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.outcome]
+
+
+Line = TuneBegun | MeasuredRun | TuneTrial | Tuned
 
 
 class Notebook:
@@ -89,7 +123,14 @@ class Notebook:
 
     @property
     def measured(self) -> list[MeasuredRun]:
-        return [line for line in self.lines if isinstance(line, MeasuredRun)]
+        """Returns the last of each run: one whose file is gone is made again."""
+        runs = [line for line in self.lines if isinstance(line, MeasuredRun)]
+        return list({(str(run.changes), run.number): run for run in runs}.values())
+
+    def end(self, knobs: tuple[str, ...]) -> Tuned | None:
+        """Returns what a tune of these knobs came to, if one has ended by itself and nothing was done since."""
+        last = self.lines[-1]
+        return last if isinstance(last, Tuned) and last.knobs == knobs else None
 
     def run(self, changes: Mapping[str, Any], number: int) -> Run | None:
         """Returns a run that was made; None if it was not, or its file is gone."""
@@ -104,7 +145,7 @@ class Notebook:
         return self._runs[found.file]
 
     def add_run(self, changes: Mapping[str, Any], number: int, run: Run, score: Score, seconds: float) -> None:
-        file = f"{len(self.measured):03d}.json"
+        file = f"{sum(isinstance(line, MeasuredRun) for line in self.lines):03d}.json"
         self._runs[file] = run
         if self._path is not None:
             save(run, self._folder / file)
@@ -114,8 +155,8 @@ class Notebook:
         """Returns the last verdict that was reached, if one was."""
         return next((each for each in self.trials if each.base == base and each.change == change), None)
 
-    def add_trial(self, trial: TuneTrial) -> None:
-        self._add(trial)
+    def add(self, line: TuneTrial | Tuned) -> None:
+        self._add(line)
 
     @property
     def _folder(self) -> Path:
@@ -135,7 +176,7 @@ class Notebook:
 
 def _opened(path: Path) -> FileIO:
     """Returns the file, which no other process writes until this one ends."""
-    check_writable(path, "notebook")
+    check_writable(path, "notebook", replaces=False)
     try:
         file = FileIO(path, "a+")
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

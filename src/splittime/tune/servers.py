@@ -5,6 +5,8 @@ that runs already.
 
 Those that we start are started after the former has stopped, so that no two share the machine.
 One that runs already takes live knobs only, and has on leaving what it had before, whatever happened in between.
+If somebody else has turned its knobs meanwhile, nobody knows what a run has measured: it is thrown away, and what was
+set stays.
 """
 
 import signal
@@ -17,7 +19,7 @@ from splittime.attach.settings import KNOBS as VLLM_KNOBS
 from splittime.attach.settings import flag_of
 from splittime.bench.event_loop import ENDING
 from splittime.bench.own_server import as_typed, own_server, vllm_server
-from splittime.core.errors import ConfigError, EngineError, SplittimeError
+from splittime.core.errors import ConfigError, Conflict, EngineError, SplittimeError
 from splittime.tune.knobs import KNOBS
 from splittime.wire.get_json import get_json, patch_json
 from splittime.wire.target import Target
@@ -128,22 +130,42 @@ class RunningServer:
             if name not in KNOBS or not KNOBS[name].is_live:
                 hint = "Give the model and its flags instead of --url."
                 raise ConfigError(f"{name} cannot be changed while a server runs", param=name, hint=hint)
+        self._require_ours(self.before)
         try:
-            self.set({**self.before, **changes})  # within: a server may have made a change whose answer never came
+            self._set(changes)  # within: a server may have made a change whose answer never came
             yield self._target
         finally:
             with _uninterrupted():
                 self._restore(changes)
 
+    def apply(self, changes: Mapping[str, Any]) -> None:
+        """Leaves these changes there. Raises Conflict where somebody else has turned its knobs."""
+        self._require_ours(self.before)
+        self._set(changes)
+
     def _restore(self, changes: Mapping[str, Any]) -> None:
         try:
-            self.set(self.before)
+            self._require_ours(self.before, {**self.before, **changes})
+            self._set({})
+        except Conflict:
+            raise
         except SplittimeError as error:
             words = f"{error.info.message}; its knobs may still be as they were tried: {dict(changes)}"
             raise EngineError(words, hint="Set them back, if it is up: PATCH /knobs.") from None
 
-    def set(self, knobs: Mapping[str, Any]) -> None:
-        patch_json(self._url, dict(knobs), self._target.api_key)
+    def _require_ours(self, *expected: Mapping[str, Any]) -> None:
+        """Raises Conflict for knobs that are none of those which this tune has set."""
+        now = get_json(self._url, self._target.api_key)
+        if now in expected:
+            return
+        name = next(name for name in (*now, *expected[-1]) if now.get(name) != expected[-1].get(name))
+        was, value = expected[-1].get(name), now.get(name)
+        words = f"somebody else has turned {name} of {self._target.base_url}: this tune left it at {was}, it is {value}"
+        hint = f"It stays so; it was {self.before.get(name)} when this tune began. One tune of a server at a time."
+        raise Conflict(words, code="knobs_changed", param=name, value=value, hint=hint)
+
+    def _set(self, changes: Mapping[str, Any]) -> None:
+        patch_json(self._url, {**self.before, **changes}, self._target.api_key)
 
 
 @contextmanager

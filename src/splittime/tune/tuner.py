@@ -14,7 +14,7 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -31,37 +31,17 @@ from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import WORTH_IT, Score, best_of, best_terms, gain, has_all_that_was_asked, quicker, score_of
 from splittime.tune.knobs import KNOBS, Knob, changes_numbers, wide, words
 from splittime.tune.measure import Load, Measurer, VoidRun, limits_of_run, recorded_of, recorded_of_all
-from splittime.tune.notebook import TuneTrial
+from splittime.tune.notebook import Outcome, Tuned, TuneTrial
 from splittime.tune.prescribed import prescribed
 from splittime.tune.search import Forecast, Forecaster, Say, finalists
 from splittime.tune.verify import PAIRS, Verified, middle, verify
 
-Outcome = Literal["better", "nothing to change", "slo missed", "inconclusive"]
-EXIT_CODES: dict[Outcome, int] = {"better": 0, "nothing to change": 0, "slo missed": 1, "inconclusive": 3}
 MOST_ROUNDS = 6
 LEARNING_RUN = PAIRS  # its number: those below are of runs by turns
 MOST_PACE = 2.0  # a calibration whose steps take so many times as long now is not believed
 
 Gate = Callable[[Mapping[str, Any]], str | None]  # why a change that changes numbers is refused; None: it passes
 Kept = Callable[[ServerFacts], KeptCalibration | None]
-
-
-class Tuned(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tune came to. changes: to the settings as they were asked for. before, after: scores without and with
-    them. best: what was reached of each term of the SLO, on its own. seconds: all of it."""
-
-    outcome: Outcome
-    changes: dict[str, Any]
-    before: Score
-    after: Score
-    best: dict[str, float]
-    trials: tuple[TuneTrial, ...]
-    notes: tuple[str, ...]
-    seconds: float
-
-    @property
-    def exit_code(self) -> int:
-        return EXIT_CODES[self.outcome]
 
 
 class Tuner:
@@ -91,14 +71,20 @@ class Tuner:
         self._lacked_time = self._is_unpredicted = False
 
     def run(self) -> Tuned:
-        """Raises KeyboardInterrupt, and what the servers raise of the settings as they were asked for."""
-        before = self._score()
+        """Returns what it came to; of one that has ended by itself, what is in the notebook. Raises KeyboardInterrupt,
+        and what the servers raise of the settings as they were asked for."""
+        told = self._notebook.end(self._names)
+        if told is not None:
+            return told
         if not self._is_done():
             self._measure_all([knob for knob in self._knobs if not knob.is_predicted and not knob.changes_numbers])
             self._search()
             if self._gate is not None:
                 self._measure_all([knob for knob in self._knobs if knob.changes_numbers])
-        return self._tuned(before)
+        found = self._tuned()
+        if found.outcome != "inconclusive":  # else the same command goes on
+            self._notebook.add(found)
+        return found
 
     def _has_time(self) -> bool:
         """Returns whether another pair of runs fits. Remembers if not: the search did not end by itself then."""
@@ -224,9 +210,9 @@ class Tuner:
     def _try(self, change: Mapping[str, Any], forecast: Forecast | None) -> bool:
         """Verifies a change and keeps it if it is better. Returns whether it is."""
         trial = self._notebook.trial(self._changes, change)
-        if trial is None or _is_cut_off(trial):  # the runs that it had are in the notebook
+        if trial is None or trial.is_cut_off:  # the runs that it had are in the notebook
             trial = self._verified(change, forecast)
-            self._notebook.add_trial(trial)
+            self._notebook.add(trial)
         if trial.verdict is Verdict.BETTER:
             self._changes = {**self._changes, **change}
         return trial.verdict is Verdict.BETTER
@@ -255,12 +241,18 @@ class Tuner:
             seconds=time.monotonic() - begin_s,
         )
 
-    def _tuned(self, before: Score) -> Tuned:
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Returns the names of the knobs that may be turned."""
+        return tuple(knob.name for knob in self._knobs if self._gate is not None or not knob.changes_numbers)
+
+    def _tuned(self) -> Tuned:
         after = self._score()
         return Tuned(
             outcome=self._outcome(after),
+            knobs=self._names,
             changes=self._changes,
-            before=before,
+            before=middle(self._measurer.scores({})),
             after=after,
             best=best_terms([one.score for one in self._notebook.measured]),
             trials=tuple(self._notebook.trials),
@@ -269,25 +261,13 @@ class Tuner:
         )
 
     def _outcome(self, after: Score) -> Outcome:
-        if not after.keeps:
-            return "inconclusive" if self._lacked_time else "slo missed"
-        if self._changes:
+        if after.keeps and self._changes:
             return "better"
-        is_open = self._lacked_time or self._is_unpredicted or any(map(_is_open, self._notebook.trials))
-        return "inconclusive" if is_open else "nothing to change"
+        if self._lacked_time or self._is_unpredicted or any(trial.is_open for trial in self._notebook.trials):
+            return "inconclusive"
+        return "nothing to change" if after.keeps else "slo missed"
 
 
 def _of_steps(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the changes that change what a step takes."""
     return {name: value for name, value in changes.items() if not KNOBS[name].is_predicted}
-
-
-def _is_cut_off(trial: TuneTrial) -> bool:
-    """Returns whether it ended before all of its runs were made, without a verdict."""
-    return trial.verdict is Verdict.INCONCLUSIVE and trial.runs < PAIRS
-
-
-def _is_open(trial: TuneTrial) -> bool:
-    """Returns whether the change may be better, but could not be judged."""
-    gained = trial.verdict is Verdict.INCONCLUSIVE and (trial.measured or 0) > WORTH_IT
-    return gained or _is_cut_off(trial)

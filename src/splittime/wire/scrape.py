@@ -26,6 +26,7 @@ import orjson
 
 from splittime.core.errors import ConfigError, EngineError
 from splittime.present.terminal import clipped
+from splittime.wire.get_json import NOBODY, UNKNOWN_CERTIFICATE
 from splittime.wire.sse import body_text
 from splittime.wire.target import Target, check_key
 
@@ -149,9 +150,8 @@ async def ask_first(session: aiohttp.ClientSession, target: Target, path: str = 
         answer = await ask(session, target, path, TIMEOUT_S)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         why = f"no answer within {TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else clipped(_reason(error))
-        hint = "Is the server running there? Give its base address, such as http://127.0.0.1:8000."
-        if isinstance(error, aiohttp.ClientConnectorCertificateError):
-            hint = "For a certificate of your own, set SSL_CERT_FILE to its file (cert.pem)."
+        is_unknown = isinstance(error, aiohttp.ClientConnectorCertificateError)
+        hint = UNKNOWN_CERTIFICATE if is_unknown else NOBODY
         raise EngineError(f"nothing answers at {base}: {why}", param="url", value=target.url, hint=hint) from None
     if is_redirect(answer):
         where = clipped(answer.headers["Location"])

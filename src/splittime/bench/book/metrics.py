@@ -55,7 +55,10 @@ def parse_metric(name: str) -> Metric:
 
 
 def unknown_metric(name: str, param: str, also: tuple[str, ...] = ()) -> ConfigError:
-    close = difflib.get_close_matches(name, [*also, *known_metrics()], n=1, cutoff=0.5)
+    first, _, rest = name.partition("_")
+    turned = f"{rest}_{first}"  # p99_ttft
+    is_turned = turned in known_metrics()
+    close = [turned] if is_turned else difflib.get_close_matches(name, [*also, *known_metrics()], n=1, cutoff=0.5)
     known = f"{', '.join(TIMES)}, each with _{', _'.join(STATISTICS)}; {', '.join((*SHARES, *RATES))}"
     of_each = f"of each request {', '.join(also)}; of the run " if also else ""
     hint = f"did you mean {close[0]!r}? " if close else ""

@@ -12,6 +12,7 @@ of each request without a `goodput` must hold for all.
 `parse_slo` gives base units (ns, shares of 1, per second): what `Run.slo` holds.
 """
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -27,6 +28,7 @@ from splittime.bench.book.metrics import (
     known_metrics,
     parse_metric,
     shown,
+    shown_ns,
     unknown_metric,
     value_of,
 )
@@ -90,6 +92,8 @@ def _parse_value(name: str, text: str) -> float:
     if not match:
         raise _refused(f"{name}: {text!r} is no number with a unit", text, f"for example {EXAMPLE}")
     number, unit = float(match[1]), match[2]
+    if not math.isfinite(number):
+        raise _refused(f"{name}: {text} is too large a number", text, f"for example {EXAMPLE}")
     if name in SHARES:
         return _share(name, number, unit)
     if name in RATES:
@@ -158,8 +162,13 @@ def _sentence(found: Summary, name: str, limit: float, value: float | None, ok: 
     if name == "error_rate":
         of = f" ({found.errors} of {found.counted} intended)"
     elif name == "goodput" and found.goodput:
-        of = f" ({found.goodput.good} of {found.goodput.intended} intended)"
+        of = f" ({found.goodput.good} of {found.goodput.intended} intended with {_limits_words(found.goodput.limits)})"
     return f"{name}{clock} is {shown(name, value)}, {relation} {shown(name, limit)}{of}."
+
+
+def _limits_words(limits: Mapping[str, float]) -> str:
+    """`ttft at most 300ms, tpot at most 40ms`."""
+    return ", ".join(f"{name} at most {shown_ns(limit)}" for name, limit in limits.items())
 
 
 def falls_short(run: Run, slo: Mapping[str, float]) -> bool:

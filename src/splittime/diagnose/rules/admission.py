@@ -51,7 +51,8 @@ def slot_bound(books: Books) -> Answer:
     wanted = _slots_wanted(books.steps, slots)
     gain = step_cost.batch_gain(cost, accounts, slots, wanted) if cost else None
     if gain is not None and gain < MIN_GAIN:
-        why = f"requests wait for one of {slots} slots, but {wanted} would serve only {gain - 1:.0%} more: no cure"
+        why = f"requests wait for one of {slots} slots, and {wanted} would serve only {gain - 1:.0%} more a second"
+        why += f"; splittime simulate LEDGER --max-num-seqs {wanted} says what they do to the waits"
         return Abstention(why=why)
     times = f"{gain:.2f} times as many" if gain is not None else "not known how many more"
     return Finding(

@@ -8,6 +8,7 @@ import { byId, el, say } from "./dom.js";
 import { DASH, count, duration, plural } from "./format.js";
 
 const LOAD = "load (times)";
+const DOUBLED = ["max_num_seqs", LOAD];
 const ELSEWHERE = "This server does not simulate itself. Ask its ledger's file: splittime simulate FILE --max-num-seqs 16.";
 const FIGURES = [
   ["ttft_ms_p50", "first token, p50"],
@@ -33,6 +34,7 @@ export class WhatIf {
       this.#ask();
     });
     this.select.addEventListener("change", () => this.#showValue());
+    byId("what-if-value").addEventListener("input", () => this.#offer());
     this.seen = new IntersectionObserver(([entry]) => entry.isIntersecting && this.wake(), { rootMargin: "200px" });
     this.seen.observe(this.form);
   }
@@ -57,15 +59,29 @@ export class WhatIf {
     }
     this.seen.disconnect();
     this.select.replaceChildren(...Object.keys(this.#schemas).map((name) => el("option", { value: name }, name)));
-    byId("what-if-ask").disabled = false;
     this.#showValue();
   }
 
-  #showValue() {
+  #now() {
     const name = this.select.value;
-    const now = name === LOAD ? 1 : this.#knobs[name];
-    byId("what-if-value").replaceChildren(control(this.#schemas[name], now));
-    say(byId("what-if-now"), now === undefined ? "" : `now ${now ?? "no bound"}`);
+    return name === LOAD ? 1 : this.#knobs[name];
+  }
+
+  /** Preset the double of the slots and of the load: a question that is worth asking. */
+  #showValue() {
+    const [name, now] = [this.select.value, this.#now()];
+    const preset = DOUBLED.includes(name) && now ? 2 * now : now;
+    byId("what-if-value").replaceChildren(control(this.#schemas[name], preset));
+    this.#offer();
+  }
+
+  /** What is as it is now needs no simulation: say so in place of the button. */
+  #offer() {
+    const now = this.#now();
+    const isSame = this.#wanted().value === (now ?? null);
+    byId("what-if-ask").disabled = this.#isBusy || isSame;
+    const told = now === undefined ? [] : [`now ${now ?? "no bound"}`];
+    say(byId("what-if-now"), [...told, ...(isSame ? ["give another value to simulate"] : [])].join("; "));
   }
 
   #wanted() {
@@ -90,7 +106,7 @@ export class WhatIf {
   #show(found, wanted) {
     const figures = new Map(found.figures.map((figure) => [figure.name, figure]));
     const rows = FIGURES.map(([name, words]) => row(words, figures.get(name), name !== "refused"));
-    const heads = ["", "recorded", "simulated", "changed", `change (${Math.round(100 * found.share)} %)`].map((word) => el("th", { scope: "col" }, word));
+    const heads = ["", `change (${Math.round(100 * found.share)} %)`, "recorded", "simulated", "changed"].map((word) => el("th", { scope: "col" }, word));
     byId("what-if-answer").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...rows)), ...this.#apply(wanted));
     const leftOut = found.num_left_out ? `, without ${count(found.num_left_out)} in flight at their begin` : "";
     say(byId("what-if-note"),
@@ -115,7 +131,7 @@ export class WhatIf {
 
   #busy(isBusy, words) {
     this.#isBusy = isBusy;
-    byId("what-if-ask").disabled = isBusy;
+    this.#offer();
     this.form.setAttribute("aria-busy", isBusy);
     if (!isBusy) return;
     byId("what-if-answer").replaceChildren();
@@ -147,7 +163,7 @@ function row(words, figure, isTime) {
   const told = (value) => (value === null ? DASH : isTime ? duration(value * 1e6) : count(value));
   const change = figure.ratio === null ? DASH : `${times(figure.ratio)} (${times(figure.low)} to ${times(figure.high)})`;
   const cells = [told(figure.recorded), told(figure.before), told(figure.after)].map((text) => el("td", {}, text));
-  return el("tr", {}, el("th", { scope: "row" }, words), ...cells, el("td", { class: kindOf(figure) }, change));
+  return el("tr", {}, el("th", { scope: "row" }, words), el("td", { class: kindOf(figure) }, change), ...cells);
 }
 
 const SAME = 0.005; // less is told as 0 %

@@ -1,0 +1,66 @@
+"""Which changes a search names, by what is simulated of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from splittime.tune.goal import WORTH_IT, Score
+from splittime.tune.search import DRAWS, Forecast, Forecaster, finalists
+
+NOW = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "enable_chunked_prefill": False}
+SURE, UNSURE = [0.1, 0.15, *[0.2] * (DRAWS - 4), 0.3, 0.4], [-0.2, -0.1, *[0.2] * (DRAWS - 4), 0.5, 0.6]
+NAMES = ("enable_chunked_prefill", "max_num_seqs")
+
+
+class Known(Forecaster):
+    """Simulates nothing: slots gain up to 16, chunked prefill gains. gains: of each knob's draws."""
+
+    def __init__(self, gains: Mapping[str, list[float]], slack: float) -> None:
+        self._gains, self._slack = gains, slack
+        self.asked: list[int] = []
+
+    @property
+    def now(self) -> dict[str, Any]:
+        return dict(NOW)
+
+    def score(self, change: Mapping[str, Any]) -> Score:
+        slots = change.get("max_num_seqs", 4)
+        self.asked.append(slots)
+        gained = min(slots, 32 - slots) / 16 + 2 * change.get("enable_chunked_prefill", False)
+        return Score(self._slack + gained * (self._slack < 0), gained, "ttft_p99", {}, gained)
+
+    def drawn_gains(self, change: Mapping[str, Any], draws: int) -> list[float]:
+        assert draws == DRAWS
+        return next(gains for name, gains in self._gains.items() if name in change)
+
+
+def found_of(gains: Mapping[str, list[float]], slack: float = 0.1) -> list[Forecast]:
+    return finalists(Known(gains, slack), lambda what, share: None, NAMES)
+
+
+def test_an_interval_leaves_out_the_lowest_and_the_highest_draw() -> None:
+    (found,) = finalists(Known({"max_num_seqs": SURE}, 0.1), lambda what, share: None, ("max_num_seqs",))
+    assert (found.low, found.gain, found.high) == (0.15, 0.2, 0.3)
+    assert found.change == {"max_num_seqs": 16}
+
+
+def test_one_bad_draw_of_seven_keeps_nothing_out() -> None:
+    (found,) = finalists(Known({"max_num_seqs": [-1.0, *SURE[1:]]}, 0.1), lambda what, share: None, ("max_num_seqs",))
+    assert found.low > 0
+
+
+def test_what_may_lose_is_not_tried_where_the_slo_is_kept() -> None:
+    found = found_of({"enable_chunked_prefill": UNSURE, "max_num_seqs": SURE})
+    assert [one.change for one in found] == [{"max_num_seqs": 16}]
+
+
+def test_what_may_lose_is_tried_last_where_the_slo_is_missed() -> None:
+    found = found_of({"enable_chunked_prefill": UNSURE, "max_num_seqs": SURE}, slack=-20.0)
+    assert [list(one.change) for one in found] == [["max_num_seqs"], ["enable_chunked_prefill"]]
+
+
+@pytest.mark.parametrize(("middle", "count"), [(WORTH_IT * 1.01, 1), (WORTH_IT * 0.99, 0)])
+def test_what_gains_too_little_in_most_draws_is_no_finalist(middle: float, count: int) -> None:
+    gains = [middle] * (DRAWS - 2) + [1.0, 1.0]
+    assert len(finalists(Known({"max_num_seqs": gains}, 0.1), lambda what, share: None, ("max_num_seqs",))) == count

@@ -1,0 +1,120 @@
+"""When runs by turns decide, and what a change gains."""
+
+import math
+from collections.abc import Mapping
+
+import client_runs
+import msgspec
+import pytest
+from simulated_runs import HEALTHY, SimulatedRuns, load, measurer
+
+from splittime.bench.book.records import Run
+from splittime.bench.book.slo import parse_slo
+from splittime.diagnose.compare import compare
+from splittime.diagnose.comparison import Verdict
+from splittime.tune.budget import TimeBudget
+from splittime.tune.goal import Goal, Score, gain, score_of
+from splittime.tune.knobs import KNOBS
+from splittime.tune.tuner import Tuner
+from splittime.tune.verify import CLEARLY, Verified, decided, middle, verify
+
+MS = client_runs.MS
+GOAL = Goal(slo=parse_slo("ttft_p99=100ms"), seeks="e2e_mean")
+
+
+def run_with(ttft_ms: float, e2e_ms: float) -> Run:
+    """Returns a run whose requests are all alike."""
+    first, last = round(ttft_ms * MS), round(e2e_ms * MS)
+    times = {"chunk_ns": (first, last), "chunk_tokens": (1, 5), "end_ns": last}
+    return client_runs.run([client_runs.outcome(number, **times) for number in range(40)])
+
+
+def verdict_of(before: list[tuple[float, float]], after: list[tuple[float, float]]) -> Verified:
+    """Returns the verdict on runs with these TTFT and E2E, in ms."""
+    return decided([run_with(*one) for one in before], [run_with(*one) for one in after], GOAL)
+
+
+def score(slack: float, worth: float = 0.0) -> Score:
+    return Score(slack, worth, "ttft_p99", {}, None)
+
+
+def test_a_look_of_three_needs_more_than_one_that_is_the_only_one() -> None:
+    before, after = [(50, 495), (50, 505)], [(50, 457), (50, 466)]
+    runs = [[run_with(*one) for one in side] for side in (before, after)]
+    assert compare(*runs, metrics=("e2e_mean",)).verdict is Verdict.BETTER
+    assert verdict_of(before, after).verdict is Verdict.INCONCLUSIVE
+    assert verdict_of(before, [(50, 407), (50, 415)]).verdict is Verdict.BETTER
+
+
+def test_a_gain_that_breaks_a_kept_slo_is_worse() -> None:
+    found = verdict_of([(99, 500), (99, 501)], [(102, 300), (102, 301)])
+    assert found.verdict is Verdict.WORSE
+    assert "e2e_mean got better. But ttft_p99 of the SLO is missed with it." in found.why
+    assert verdict_of([(102, 500), (102, 501)], [(101, 300), (101, 301)]).verdict is not Verdict.WORSE
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        (50, 111, Verdict.WORSE),
+        (111, 50, Verdict.BETTER),
+        (99, 103, Verdict.INCONCLUSIVE),
+        (97, 98, Verdict.INCONCLUSIVE),
+    ],
+)
+def test_the_slo_decides_only_where_it_is_clearly_missed(before: float, after: float, verdict: Verdict) -> None:
+    """The times of a request differ too much from run to run to decide."""
+    found = verdict_of([(before, 300), (before, 600)], [(after, 310), (after, 610)])
+    assert (found.verdict, found.comparison is None) == (verdict, verdict is not Verdict.INCONCLUSIVE)
+
+
+def test_one_run_that_keeps_the_slo_is_enough_for_it_not_to_decide() -> None:
+    assert verdict_of([(50, 300), (50, 600)], [(111, 310), (99, 610)]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_the_middle_is_the_lower_of_two() -> None:
+    assert middle([score(0.3), score(-0.1)]).slack == -0.1
+    assert middle([score(0.3), score(0.1), score(0.4), score(0.2)]).slack == 0.2
+    assert middle([score(0.3), score(0.1), score(0.2)]).slack == 0.2
+
+
+def test_both_sides_take_turns_at_being_first() -> None:
+    made = []
+
+    def measure(changes: Mapping[str, object], number: int) -> Run:
+        made.append((changes["side"], number))
+        return run_with(50, 300 * (number + 1))
+
+    verify(measure, {"side": "A"}, {"side": "B"}, GOAL, lambda: True)
+    assert made == [("A", 0), ("B", 0), ("B", 1), ("A", 1), ("A", 2), ("B", 2), ("B", 3), ("A", 3)]
+
+
+def test_what_breaks_a_kept_slo_gains_nothing() -> None:
+    assert gain(score(0.1, worth=0.0), score(-0.2, worth=5.0)) == -0.2
+    assert gain(score(0.1, worth=1.0), score(0.0, worth=1.5)) == 0.5
+    assert gain(score(-0.3, worth=1.0), score(-0.1, worth=0.0)) == pytest.approx(0.2)
+
+
+def test_less_of_what_is_better_small_is_worth_more() -> None:
+    slow, quick = (score_of(run_with(50, e2e_ms), GOAL) for e2e_ms in (400, 200))
+    assert gain(slow, quick) == pytest.approx(math.log(2))
+    assert slow.slack == pytest.approx(math.log(2))
+    many = msgspec.structs.replace(GOAL, seeks="throughput")
+    assert score_of(run_with(50, 400), many).worth == pytest.approx(math.log(240))
+
+
+def test_a_miss_that_decides_is_at_least_as_large_as_a_gain_that_counts() -> None:
+    assert pytest.approx(math.log(1.05)) == CLEARLY
+
+
+@pytest.mark.parametrize("changes_numbers", [True, False])
+def test_better_numbers_are_not_kept_where_no_gate_asks_whether_they_are_good(
+    changes_numbers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KNOBS, "max_num_seqs", KNOBS["max_num_seqs"]._replace(changes_numbers=changes_numbers))
+    goal = Goal(slo=parse_slo("ttft_p99=200ms,itl_p99=12ms"))
+    runs = measurer(SimulatedRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=1), goal))
+    found = Tuner(runs, load(), TimeBudget(5), lambda what, share: None, None, ("max_num_seqs",)).run()
+    assert found.trials
+    assert ("max_num_seqs" in found.changes) is not changes_numbers
+    assert (found.trials[0].verdict is Verdict.BETTER) is not changes_numbers
