@@ -30,7 +30,7 @@ class _About(msgspec.Struct):
 
 
 class _AboutRuns(_About, kw_only=True):
-    """That of a model of runs that were seen from outside (`plan.own_runs`)."""
+    """What a model of runs that were seen from outside says of itself (`plan.own_runs`)."""
 
     off: dict[str, float]
     runs: int
