@@ -38,4 +38,5 @@ def test_a_small_job_stays_in_this_process(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_interval_leaves_out_as_many_draws_below_as_above() -> None:
     """Of 109, one more lies between the 5th and the 105th with a probability of 100 / 110."""
     assert draws.interval(list(range(109, 0, -1))) == (5, 105)
+    assert draws.interval(list(range(1, 40))) == (2, 38)
     assert draws.interval([3, 1, 2]) == (1, 3)

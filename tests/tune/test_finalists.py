@@ -16,8 +16,8 @@ NAMES = ("enable_chunked_prefill", "max_num_seqs")
 class Known(Forecaster):
     """Simulates nothing: slots gain up to 16, chunked prefill gains. gains: of each knob's draws."""
 
-    def __init__(self, gains: Mapping[str, list[float]], slack: float) -> None:
-        self._gains, self._slack = gains, slack
+    def __init__(self, gains: Mapping[str, list[float]], slack: float, is_missed: bool = False) -> None:
+        self._gains, self._slack, self.is_missed = gains, slack, is_missed
         self.asked: list[int] = []
 
     @property
@@ -64,3 +64,17 @@ def test_what_may_lose_is_tried_last_where_the_slo_is_missed() -> None:
 def test_what_gains_too_little_in_most_draws_is_no_finalist(middle: float, count: int) -> None:
     gains = [middle] * (DRAWS - 2) + [1.0, 1.0]
     assert len(finalists(Known({"max_num_seqs": gains}, 0.1), lambda what, share: None, ("max_num_seqs",))) == count
+
+
+class KeptBySlots(Known):
+    """By its simulations the SLO is kept with any slots, the better the more there are, and nothing else is gained."""
+
+    def score(self, change: Mapping[str, Any]) -> Score:
+        slots = change.get("max_num_seqs", 4)
+        return Score(0.01 + min(slots, 32 - slots) / 16, 1.0, "ttft_p99", {}, 1.0)
+
+
+@pytest.mark.parametrize("is_missed", [False, True])
+def test_what_real_runs_miss_is_sought_though_the_simulation_keeps_it(is_missed: bool) -> None:
+    found = finalists(KeptBySlots({"max_num_seqs": SURE}, 0.0, is_missed), lambda what, share: None, ("max_num_seqs",))
+    assert [one.change for one in found] == ([{"max_num_seqs": 16}] if is_missed else [])

@@ -21,6 +21,7 @@ from splittime.simulate.replica import AnyReplica
 from splittime.simulate.trace import TracedRequest
 
 SHARE = 0.9  # of the draws, within an interval
+ROUNDING = 1e-9  # (1 - 0.9) / 2 is a little less than 0.05
 OTHER_HOUR = 0.08  # standard deviation of the logarithm of a machine's pace from one run to another, minutes later
 TOKENS_OF_A_PROCESS = 500_000  # of prompts and answers: they take some seconds
 
@@ -101,5 +102,5 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """Returns within what one more draw lies with the probability `share_within`: order statistics, of which one more
     value falls between any two neighbours, or beyond, with the same probability."""
     ordered = sorted(values)
-    beyond = max(1, int((len(values) + 1) * (1 - SHARE) / 2))
+    beyond = max(1, math.floor((len(values) + 1) * (1 - SHARE) / 2 + ROUNDING))
     return ordered[beyond - 1], ordered[-beyond]

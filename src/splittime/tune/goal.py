@@ -82,10 +82,11 @@ def slack_of(result: SloResult) -> float:
     return max(-MOST, min(MOST, math.log(high / low))) if high > 0 else -MOST
 
 
-def gain(before: Score, after: Score) -> float:
+def gain(before: Score, after: Score, is_missed: bool = False) -> float:
     """Returns what is gained from one to the other, as the logarithm of a ratio: of what the SLO lacks as long as it is
-    missed, then of the figure that is sought. What breaks a kept SLO gains nothing, whatever else it does."""
-    if not before.keeps:
+    missed, then of the figure that is sought. What breaks a kept SLO gains nothing, whatever else it does. is_missed:
+    by real runs, whatever `before` says."""
+    if is_missed or not before.keeps:
         return after.slack - before.slack
     return after.worth - before.worth if after.keeps else after.slack
 

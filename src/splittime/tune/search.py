@@ -46,10 +46,13 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forecaster:
-    """Simulates one load on one server, with whatever change."""
+    """Simulates one load on one server, with whatever change. is_missed: real runs miss the SLO, so a change has to
+    gain slack, also where the simulation of the present settings just keeps it."""
 
-    def __init__(self, replica: AnyReplica, schedule: Schedule, goal: Goal) -> None:
-        self._replica, self._goal = replica.steady(), goal
+    is_missed = False
+
+    def __init__(self, replica: AnyReplica, schedule: Schedule, goal: Goal, is_missed: bool = False) -> None:
+        self._replica, self._goal, self.is_missed = replica.steady(), goal, is_missed
         self._requests = requests_of_schedule(schedule, replica)
         last_ns = max(1, schedule.requests[-1].at_ns or 1)
         self._warm_up = min(0.9, (schedule.measured_from_ns or 0) / last_ns)
@@ -73,7 +76,7 @@ class Forecaster:
         found = []
         for number, factor in enumerate(hours(draws, self._replica.costs.errors.drift, rng)):
             drawn = self._replica.drawn(factor, rng)
-            found.append(gain(self._run(drawn, {}, number), self._run(drawn, change, number)))
+            found.append(gain(self._run(drawn, {}, number), self._run(drawn, change, number), self.is_missed))
         return sorted(found)
 
     def _run(self, replica: AnyReplica, change: Mapping[str, Any], seed: int) -> Score:
@@ -102,7 +105,8 @@ def finalists(
     drawn = list(_drawn(forecaster, [best[name] for name in order[: 2 * FINALISTS]], before, say))
     gaining = [one for one in drawn if one.gain >= WORTH_IT]
     sure = [one for one in gaining if one.low > 0]
-    return (sure if before.keeps else sorted(gaining, key=lambda one: one.low <= 0))[:FINALISTS]
+    is_kept = before.keeps and not forecaster.is_missed
+    return (sure if is_kept else sorted(gaining, key=lambda one: one.low <= 0))[:FINALISTS]
 
 
 def _best_of_knob(forecaster: Forecaster, knob: Knob, values: Sequence[Any], before: Score) -> dict[str, Any] | None:
@@ -111,7 +115,7 @@ def _best_of_knob(forecaster: Forecaster, knob: Knob, values: Sequence[Any], bef
     tried = {value: with_its_needs(knob.name, value, now) for value in values}
     scores = {str(value): score for value, change in tried.items() if (score := _score(forecaster, change))}
     order = best_of(scores)
-    if not order or gain(before, scores[order[0]]) < WORTH_IT:
+    if not order or gain(before, scores[order[0]], forecaster.is_missed) < WORTH_IT:
         return None
     value = next(value for value in tried if str(value) == order[0])
     if isinstance(value, int) and not isinstance(value, bool):
@@ -139,12 +143,12 @@ def _best_value(forecaster: Forecaster, knob: Knob, values: Sequence[int]) -> in
     for value, score in scores.items():
         current = scores[best]
         if score is not None and (current is None or best_of({"new": score, "old": current})[0] == "new"):
-            best = value if current is None or _is_more(current, score) else best
+            best = value if current is None or _is_more(current, score, forecaster.is_missed) else best
     return best
 
 
-def _is_more(current: Score, score: Score) -> bool:
-    return gain(current, score) > WORTH_IT or (score.keeps and not current.keeps)
+def _is_more(current: Score, score: Score, is_missed: bool) -> bool:
+    return gain(current, score, is_missed) > WORTH_IT or (score.keeps and not current.keeps)
 
 
 def _score(forecaster: Forecaster, change: Mapping[str, Any]) -> Score | None:

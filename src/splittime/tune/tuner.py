@@ -180,7 +180,8 @@ class Tuner:
 
     def _predicted(self) -> list[Forecast]:
         run, names = self._now(), [knob.name for knob in self._knobs if knob.is_predicted]
-        forecaster = Forecaster(self._replica(run), self._load(limits_of_run(run)), self._goal)
+        schedule, is_missed = self._load(limits_of_run(run)), not self._score().keeps
+        forecaster = Forecaster(self._replica(run), schedule, self._goal, is_missed)
         return finalists(forecaster, self._say, names, prescribed(run))
 
     def _calibration(self) -> KeptCalibration | None:

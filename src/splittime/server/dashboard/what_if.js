@@ -110,7 +110,7 @@ export class WhatIf {
     byId("what-if-answer").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...rows)), ...this.#apply(wanted));
     const leftOut = found.num_left_out ? `, without ${count(found.num_left_out)} in flight at their begin` : "";
     say(byId("what-if-note"),
-      `The latest ${plural(found.num_requests, "request")} (${duration(found.span_s * 1e9)}${leftOut}), simulated ${count(found.draws)} times as it was and with ${wanted.name} ${wanted.value ?? "without a bound"}. How far “simulated” is from “recorded” is the simulator's error.`);
+      `The latest ${plural(found.num_requests, "request")} (${duration(found.span_s * 1e9)}${leftOut}), simulated ${count(found.draws)} times as it was and with ${wanted.name} ${wanted.value ?? "without a bound"}. ${errorOf(found.miss)}`);
   }
 
   #apply({ name, value }) {
@@ -166,7 +166,7 @@ function row(words, figure, isTime) {
   return el("tr", {}, el("th", { scope: "row" }, words), el("td", { class: kindOf(figure) }, change), ...cells);
 }
 
-const SAME = 0.005; // less is told as 0 %
+const SAME = 0.005; // less is told as 1.00x
 
 /** Whether all of the interval is better, or worse. */
 function kindOf({ low, high }) {
@@ -174,8 +174,13 @@ function kindOf({ low, high }) {
   return high < 1 - SAME ? "better" : low > 1 + SAME ? "worse" : null;
 }
 
-function times(ratio) {
-  if (ratio >= 2) return `${ratio.toPrecision(3)} times`;
-  const percents = Math.round((ratio - 1) * 100);
-  return percents === 0 ? "0 %" : `${percents > 0 ? "+" : "−"}${Math.abs(percents)} %`;
+const times = (ratio) => `${ratio < 10 ? ratio.toFixed(2) : ratio.toPrecision(3)}x`;
+
+const FAR = 0.3; // of the record: `simulate.what_if.FAR`
+
+/** How well the simulation of the settings as they were agrees with what was recorded. */
+function errorOf(miss) {
+  if (!miss || Math.abs(miss.ratio - 1) <= FAR) return "How far “simulated” is from “recorded” is the simulator's error.";
+  const [words] = FIGURES.filter(([name]) => name === miss.name).map(([, told]) => told);
+  return `Simulated as it was, it has ${words ?? miss.name} at ${times(miss.ratio)} of the recorded: trust no change smaller than that.`;
 }
