@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from splittime.simulate.cost import OutOfRange
 from splittime.tune.goal import WORTH_IT, Score
 from splittime.tune.search import DRAWS, Forecast, Forecaster, finalists
 
@@ -78,3 +79,22 @@ class KeptBySlots(Known):
 def test_what_real_runs_miss_is_sought_though_the_simulation_keeps_it(is_missed: bool) -> None:
     found = finalists(KeptBySlots({"max_num_seqs": SURE}, 0.0, is_missed), lambda what, share: None, ("max_num_seqs",))
     assert [one.change for one in found] == ([{"max_num_seqs": 16}] if is_missed else [])
+
+
+class FarOut(Known):
+    """Other hours have steps that nobody has recorded, with each of these knobs."""
+
+    far: tuple[str, ...] = NAMES
+
+    def drawn_gains(self, change: Mapping[str, Any], draws: int) -> list[float]:
+        if any(name in change for name in self.far):
+            raise OutOfRange("a step would have 9 rows", limit=8)
+        return super().drawn_gains(change, draws)
+
+
+def test_what_cannot_be_drawn_is_left_out_and_if_nothing_can_that_is_told() -> None:
+    some = FarOut({"max_num_seqs": SURE}, 0.1)
+    some.far = ("enable_chunked_prefill",)
+    assert [one.change for one in finalists(some, lambda what, share: None, NAMES)] == [{"max_num_seqs": 16}]
+    with pytest.raises(OutOfRange, match="9 rows"):
+        finalists(FarOut({}, 0.1), lambda what, share: None, NAMES)

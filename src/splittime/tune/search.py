@@ -9,7 +9,7 @@ unless the SLO is missed anyway: then measuring decides.
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -89,7 +89,7 @@ def finalists(
 ) -> list[Forecast]:
     """Returns the changes that are predicted to gain, the best first, one of each knob and at most `FINALISTS`. names:
     of the knobs that may be turned; None: all. more: a value to try besides, by knob. Raises what the simulation raises
-    of the settings as they are."""
+    of the settings as they are, and OutOfRange if all that gains has steps in other hours that nobody has recorded."""
     before = forecaster.score({})
     chosen = [knob for knob in KNOBS.values() if knob.is_predicted and (names is None or knob.name in names)]
     best: dict[str, dict[str, Any]] = {}
@@ -102,7 +102,7 @@ def finalists(
         if found is not None:
             best[words(found)] = found
     order = best_of({name: forecaster.score(change) for name, change in best.items()})
-    drawn = list(_drawn(forecaster, [best[name] for name in order[: 2 * FINALISTS]], before, say))
+    drawn = _drawn(forecaster, [best[name] for name in order[: 2 * FINALISTS]], before, say)
     gaining = [one for one in drawn if one.gain >= WORTH_IT]
     sure = [one for one in gaining if one.low > 0]
     is_kept = before.keeps and not forecaster.is_missed
@@ -159,13 +159,21 @@ def _score(forecaster: Forecaster, change: Mapping[str, Any]) -> Score | None:
         return None
 
 
-def _drawn(forecaster: Forecaster, changes: Sequence[dict[str, Any]], before: Score, say: Say) -> Iterator[Forecast]:
+def _drawn(forecaster: Forecaster, changes: Sequence[dict[str, Any]], before: Score, say: Say) -> list[Forecast]:
+    """Returns what other hours make of these changes, without those whose steps nobody has recorded. Raises OutOfRange
+    if there are such changes and no others."""
+    found: list[Forecast] = []
+    left_out: OutOfRange | None = None
     for place, change in enumerate(changes):
         say(f"simulating {words(change)} {DRAWS} times", place / len(changes))
         try:
             gains = forecaster.drawn_gains(change, DRAWS)
-        except OutOfRange as error:  # in another hour it would have steps that nobody has recorded
+        except OutOfRange as error:
             say(f"{words(change)} is left out: {error.info.message}", None)
+            left_out = error
             continue
         after, middle = forecaster.score(change), statistics.median(gains)
-        yield Forecast(change=change, before=before, after=after, gain=middle, low=gains[1], high=gains[-2])
+        found.append(Forecast(change=change, before=before, after=after, gain=middle, low=gains[1], high=gains[-2]))
+    if left_out is not None and not found:
+        raise left_out
+    return found
