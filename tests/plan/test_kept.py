@@ -36,7 +36,15 @@ def test_it_is_found_by_what_a_server_says_of_itself(tmp_path):
     path = kept(tmp_path, facts())
     assert kept_for(facts(), tmp_path).path == path
     assert kept_for(facts(max_num_seqs=3), tmp_path).path == path
-    for name in ("num_threads", "quantization", "dtype", "kv_cache_dtype", "linear_backend", "async_scheduling"):
+    for name in (
+        "num_threads",
+        "quantization",
+        "dtype",
+        "kv_cache_dtype",
+        "linear_backend",
+        "async_scheduling",
+        "enforce_eager",
+    ):
         assert kept_for(facts(**{name: "other"}), tmp_path) is None
     assert kept_for(facts(machine=THERE), tmp_path) is None
     assert kept_for(facts(version="2"), tmp_path) is None

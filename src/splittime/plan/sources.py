@@ -14,9 +14,10 @@ from splittime.attach.simulators import simulator_of
 from splittime.bench.book.records import Run, load_run
 from splittime.core.errors import ConfigError, NotFound
 from splittime.core.facts import Machine, TokenCost
+from splittime.core.whole_file import SQLITE
 from splittime.simulate.change import MAX_BLOCKS
 from splittime.simulate.data_sheet import Device, device_named, replica_of_data_sheet
-from splittime.simulate.recorded import SQLITE, is_ledger, latest_run, read_ledger
+from splittime.simulate.recorded import is_ledger, latest_run, read_ledger
 from splittime.simulate.replica import AnyReplica, Replica, load_replica
 
 BEGIN_BYTES = 256

@@ -45,7 +45,7 @@ async def what_if(service: Service, scope: http.Scope, receive: http.Receive, se
     raw = await http.read_body_in_time(scope, receive, config.max_body_bytes, config.body_timeout_s)
     body = _decoded(raw)
     service.require_model()
-    work = functools.partial(_answer, service, service.facts(), service.knobs_changed_ns, body)
+    work = functools.partial(_answer, service, service.facts(), body)
     await http.respond(send, await asyncio.wrap_future(service.simulation.start(work)))
 
 
@@ -57,10 +57,10 @@ def _decoded(raw: bytes) -> WhatIfBody:
     return msgspec.structs.replace(body, settings={name: whole(value) for name, value in body.settings.items()})
 
 
-def _answer(service: Service, facts: ServerFacts | None, since_ns: int, body: WhatIfBody) -> bytes:
+def _answer(service: Service, facts: ServerFacts | None, body: WhatIfBody) -> bytes:
     """Raises `RequestError` for a change that cannot be, `Conflict` where the books do not say enough."""
     change = Change(body.settings, body.speed)
-    excerpt = _excerpt(service.ledger, facts, since_ns)
+    excerpt = _excerpt(service.ledger, facts)
     answer = orjson.loads(service.simulation.run(question(excerpt.recorded, change, DRAWS)))
     error, is_bad_change = answer.pop("error"), answer.pop("is_bad_change")
     if error is not None:
@@ -73,15 +73,16 @@ def _answer(service: Service, facts: ServerFacts | None, since_ns: int, body: Wh
     return orjson.dumps({**about, **answer})
 
 
-def _excerpt(ledger: Ledger, facts: ServerFacts | None, since_ns: int) -> "Excerpt":
+def _excerpt(ledger: Ledger, facts: ServerFacts | None) -> "Excerpt":
     from splittime.diagnose.books import LIVE_ACCOUNTS, LIVE_STEPS, live_books  # here: a start does not wait for it
     from splittime.diagnose.excerpt import latest_excerpt
 
-    accounts = [account for account in ledger.accounts(None, LIVE_ACCOUNTS) if account.start_ns >= since_ns]
+    since_ns, kept = 0 if facts is None else facts.knobs_changed_ns, ledger.accounts(None, LIVE_ACCOUNTS)
+    accounts = [account for account in kept if account.start_ns >= since_ns]
     steps = [step for step in ledger.steps(LIVE_STEPS) if step.begin_ns >= since_ns]
     excerpt = latest_excerpt(live_books(facts, accounts, steps, "the live ledger"))
     if excerpt is None:
-        raise _unserved(sum(account.start_ns < since_ns for account in ledger.accounts(None, LIVE_ACCOUNTS)), since_ns)
+        raise _unserved(len(kept) - len(accounts), since_ns)
     return excerpt
 
 

@@ -111,7 +111,7 @@ class Notebook:
         self.lines: list[Line] = _read(path, self._file) if path is not None and self._file is not None else []
         begun = TuneBegun(about=msgspec.json.decode(msgspec.json.encode(dict(about))))
         if not self.lines:
-            self._add(begun)
+            self.add(begun)
         elif self.lines[0] != begun:
             raise _of_another(path, self.lines[0], begun)
 
@@ -149,21 +149,19 @@ class Notebook:
         self._runs[file] = run
         if self._path is not None:
             save(run, self._folder / file)
-        self._add(MeasuredRun(changes=dict(changes), number=number, seconds=seconds, score=score, file=file))
+        self.add(MeasuredRun(changes=dict(changes), number=number, seconds=seconds, score=score, file=file))
 
     def trial(self, base: Mapping[str, Any], change: Mapping[str, Any]) -> TuneTrial | None:
         """Returns the last verdict that was reached, if one was."""
         return next((each for each in self.trials if each.base == base and each.change == change), None)
-
-    def add(self, line: TuneTrial | Tuned) -> None:
-        self._add(line)
 
     @property
     def _folder(self) -> Path:
         assert self._path is not None
         return self._path.with_name(f"{self._path.name}.runs")
 
-    def _add(self, line: Line) -> None:
+    def add(self, line: Line) -> None:
+        """Raises ConfigError where it cannot be written."""
         self.lines.append(line)
         if self._file is None:
             return

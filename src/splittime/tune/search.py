@@ -49,8 +49,6 @@ class Forecaster:
     """Simulates one load on one server, with whatever change. is_missed: real runs miss the SLO, so a change has to
     gain slack, also where the simulation of the present settings just keeps it."""
 
-    is_missed = False
-
     def __init__(self, replica: AnyReplica, schedule: Schedule, goal: Goal, is_missed: bool = False) -> None:
         self._replica, self._goal, self.is_missed = replica.steady(), goal, is_missed
         self._requests = requests_of_schedule(schedule, replica)
@@ -70,13 +68,16 @@ class Forecaster:
             self._known[name] = self._run(self._replica, change, 0)
         return self._known[name]
 
+    def gain(self, before: Score, after: Score) -> float:
+        return gain(before, after, self.is_missed)
+
     def drawn_gains(self, change: Mapping[str, Any], draws: int) -> list[float]:
         """Returns the change's gain in each of so many draws, in rising order."""
         rng = random.Random(0)
         found = []
         for number, factor in enumerate(hours(draws, self._replica.costs.errors.drift, rng)):
             drawn = self._replica.drawn(factor, rng)
-            found.append(gain(self._run(drawn, {}, number), self._run(drawn, change, number), self.is_missed))
+            found.append(self.gain(self._run(drawn, {}, number), self._run(drawn, change, number)))
         return sorted(found)
 
     def _run(self, replica: AnyReplica, change: Mapping[str, Any], seed: int) -> Score:
@@ -115,7 +116,7 @@ def _best_of_knob(forecaster: Forecaster, knob: Knob, values: Sequence[Any], bef
     tried = {value: with_its_needs(knob.name, value, now) for value in values}
     scores = {str(value): score for value, change in tried.items() if (score := _score(forecaster, change))}
     order = best_of(scores)
-    if not order or gain(before, scores[order[0]], forecaster.is_missed) < WORTH_IT:
+    if not order or forecaster.gain(before, scores[order[0]]) < WORTH_IT:
         return None
     value = next(value for value in tried if str(value) == order[0])
     if isinstance(value, int) and not isinstance(value, bool):
@@ -143,12 +144,12 @@ def _best_value(forecaster: Forecaster, knob: Knob, values: Sequence[int]) -> in
     for value, score in scores.items():
         current = scores[best]
         if score is not None and (current is None or best_of({"new": score, "old": current})[0] == "new"):
-            best = value if current is None or _is_more(current, score, forecaster.is_missed) else best
+            best = value if current is None or _is_more(forecaster, current, score) else best
     return best
 
 
-def _is_more(current: Score, score: Score, is_missed: bool) -> bool:
-    return gain(current, score, is_missed) > WORTH_IT or (score.keeps and not current.keeps)
+def _is_more(forecaster: Forecaster, current: Score, score: Score) -> bool:
+    return forecaster.gain(current, score) > WORTH_IT or (score.keeps and not current.keeps)
 
 
 def _score(forecaster: Forecaster, change: Mapping[str, Any]) -> Score | None:
