@@ -98,3 +98,10 @@ def test_what_cannot_be_drawn_is_left_out_and_if_nothing_can_that_is_told() -> N
     assert [one.change for one in finalists(some, lambda what, share: None, NAMES)] == [{"max_num_seqs": 16}]
     with pytest.raises(OutOfRange, match="9 rows"):
         finalists(FarOut({}, 0.1), lambda what, share: None, NAMES)
+
+
+def test_what_gains_in_few_hours_is_tried_last_where_the_slo_is_missed() -> None:
+    doubtful = [-0.9, -0.5, *[-0.1] * (DRAWS - 4), 0.5, 0.6]
+    gains = {"enable_chunked_prefill": doubtful, "max_num_seqs": UNSURE}
+    assert [list(one.change) for one in found_of(gains, slack=-20.0)] == [["max_num_seqs"], ["enable_chunked_prefill"]]
+    assert found_of(gains) == []

@@ -89,7 +89,8 @@ def finalists(
     forecaster: Forecaster, say: Say, names: Sequence[str] | None = None, more: Mapping[str, Any] | None = None
 ) -> list[Forecast]:
     """Returns the changes that are predicted to gain, the best first, one of each knob and at most `FINALISTS`. names:
-    of the knobs that may be turned; None: all. more: a value to try besides, by knob. Raises what the simulation raises
+    of the knobs that may be turned; None: all. Where the SLO is missed, what gains only by the likeliest model comes
+    last: a run tells more than a doubt. more: a value to try besides, by knob. Raises what the simulation raises
     of the settings as they are, and OutOfRange if all that gains has steps in other hours that nobody has recorded."""
     before = forecaster.score({})
     chosen = [knob for knob in KNOBS.values() if knob.is_predicted and (names is None or knob.name in names)]
@@ -104,10 +105,9 @@ def finalists(
             best[words(found)] = found
     order = best_of({name: forecaster.score(change) for name, change in best.items()})
     drawn = _drawn(forecaster, [best[name] for name in order[: 2 * FINALISTS]], before, say)
-    gaining = [one for one in drawn if one.gain >= WORTH_IT]
-    sure = [one for one in gaining if one.low > 0]
-    is_kept = before.keeps and not forecaster.is_missed
-    return (sure if is_kept else sorted(gaining, key=lambda one: one.low <= 0))[:FINALISTS]
+    if before.keeps and not forecaster.is_missed:
+        return [one for one in drawn if one.gain >= WORTH_IT and one.low > 0][:FINALISTS]
+    return sorted(drawn, key=lambda one: (one.gain < WORTH_IT, one.low <= 0))[:FINALISTS]
 
 
 def _best_of_knob(forecaster: Forecaster, knob: Knob, values: Sequence[Any], before: Score) -> dict[str, Any] | None:
