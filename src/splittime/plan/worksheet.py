@@ -10,7 +10,6 @@ end of the interval.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -22,6 +21,7 @@ from splittime.core.facts import Machine, TokenCost
 from splittime.diagnose.floor import read_bytes_per_s
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 from splittime.plan.capacity import Capacity
+from splittime.plan.notes import is_from_outside, notes_of
 from splittime.plan.rate_trial import RateTrial
 from splittime.simulate.replica import AnyReplica
 
@@ -103,7 +103,7 @@ def worksheet(label: str, replica: AnyReplica, found: Capacity, terms: PlanTerms
         words = _hourly(terms, terms.price)
         lines += _of_tokens(found, terms, terms.price, words, middle, "in an hour at the highest rate", (low, high))
     lines += [*_of_one(replica, found), *_of_memory(replica, found)]
-    return Sheet(label, replica.source, found, tuple(lines), tuple(_notes(replica, found, terms)))
+    return Sheet(label, replica.source, found, tuple(lines), tuple(notes_of(replica, found, bool(terms.peak))))
 
 
 def _of_one(replica: AnyReplica, found: Capacity) -> Iterator[SheetLine]:
@@ -125,7 +125,7 @@ def _of_one(replica: AnyReplica, found: Capacity) -> Iterator[SheetLine]:
 
 def _of_memory(replica: AnyReplica, found: Capacity) -> Iterator[SheetLine]:
     config, cost, machine = replica.config, replica.token_cost, replica.machine
-    if _is_from_outside(replica):
+    if is_from_outside(replica):
         return  # the size of its cache is a guess
     formula = f"most blocks in use / {config.num_blocks:,} blocks of {config.block_size} tokens"
     yield SheetLine("KV cache in use", 100 * found.kept.kv_usage, "%", formula)
@@ -289,49 +289,3 @@ def _time_missed(broken: RateTrial, missed: Sequence[str]) -> tuple[dict[str, fl
 
 def _slots(replica: AnyReplica) -> str:
     return f"{replica.config.max_num_seqs:,}"
-
-
-def _notes(replica: AnyReplica, found: Capacity, terms: PlanTerms) -> Iterator[str]:
-    if not terms.peak:
-        yield "how many servers: give the load's --rate"
-    if found.likeliest.stopped is not None:
-        yield f"no higher rate was simulated: {found.likeliest.stopped}"
-    if not found.rate.middle:
-        yield "most of the models that fit as well keep the SLO at no rate: nobody can tell what it costs"
-    kept, config = found.kept, replica.config
-    yield (
-        f"a request has {kept.input_tokens:,.4g} + {kept.output_tokens:,.4g} tokens in the mean; the scheduler has "
-        f"max_num_seqs {config.max_num_seqs:,}, max_num_batched_tokens {config.max_num_batched_tokens:,}, "
-        f"max_model_len {config.max_model_len:,}"
-    )
-    if _is_from_outside(replica):
-        yield from _notes_from_outside(replica.costs.about)
-    others = f"{found.draws} others" if found.draws > 1 else "another"
-    yield (
-        "in brackets: nobody knows exactly what steps take, so the rate was looked for with the likeliest model of "
-        f"them and with {others} that fit as well (--draws {found.draws}); yet another would lie within the brackets "
-        f"with a probability of {found.share:.0%}, and more draws raise that"
-    )
-    error = replica.costs.errors.median_relative
-    if error and replica.costs.num_steps:
-        yield f"step times: the median error of held-out steps is {error:.1%}"
-    elif error:
-        yield f"step times: no device attains what its sheet says; as good kernels do, give or take {error:.0%}"
-    if replica.costs.unsure:
-        unsure = ", ".join(replica.costs.unsure)
-        yield f"the recorded steps cannot separate the costs of {unsure}; the intervals are wider for that reason"
-    yield "requests come when they come, whatever the answers before (an open loop), spread evenly over the servers"
-
-
-def _is_from_outside(replica: AnyReplica) -> bool:
-    """Whether `plan.outside` made it, which says how far off its own runs are."""
-    return "off" in replica.costs.about
-
-
-def _notes_from_outside(about: dict[str, Any]) -> Iterator[str]:
-    """about: as `plan.outside` tells it."""
-    yield "the scheduler's settings are guesses, from what was in flight: give those that you know, as --max-num-seqs"
-    off = ", ".join(f"{name.upper()} {share:+.0%}" for name, share in about["off"].items())
-    yield f"a simulation of the runs themselves is off by {off} at the median"
-    if about["void"]:
-        yield f"{about['void']} of {about['runs']} runs VOID: the client was at fault (splittime bench report says why)"
