@@ -4,14 +4,17 @@
 
 The packaged model, over HTTP. Each case has a load, an SLO and a setting that is wrong; the tuner gets the load, the
 SLO and the settings, and may turn every knob but those that change numbers. Rates and SLOs are those of a machine on
-which a request alone takes 50 ms: one that is twice as fast gets twice the rate and half the limits.
+which a request alone takes 50 ms: one that is twice as fast gets twice the rate and half the limits. How fast this one
+is, several servers tell, one after the other: a single one is off by a quarter.
 
 Beside it all values of the sick knob that are listed here are measured, each on a server of its own, `repeats` times in
 rotation, together with what the tuner ended with. ratio: its result over the best of these, of output tokens a second
 where both keep the SLO; else of the SLO's weakest term. Goal: 0.95.
 
-A healthy server must be left alone. In "worse answers" int4 weights are made to look fast (their servers alone have one
-thread, the others far too many), and the gate is held to the standard of 8 bits: the tuner must refuse them.
+A healthy server must be left alone. In "worse answers" int4 weights are made to look fast (their servers alone have
+more than one slot), and the gate is held to the standard of 8 bits: the tuner must refuse them.
+
+The result has the score of each run, the tuner's own and those beside it.
 """
 
 import argparse
@@ -46,6 +49,8 @@ SHORT = {"input_tokens": "100", "output_tokens": "60", "rate": 16.0}
 SCHEDULING = ("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "policy", "num_blocks", "num_threads")
 MANY_THREADS = 8
 ALONE_S = 0.05  # what a request of SHORT takes alone, on the machine for which the cases are written
+SERVERS = 5  # that tell what it takes here
+ENOUGH_SLOTS = 64
 
 
 class SickCase(NamedTuple):
@@ -84,15 +89,15 @@ CASES = {
         tuple({"num_threads": threads} for threads in (1, 2, 4, MANY_THREADS)),
     ),
 }
-WORSE_ANSWERS = SickCase({"num_threads": MANY_THREADS}, SHORT, parse_slo("ttft_p99=150ms,itl_p99=14ms"))
+WORSE_ANSWERS = CASES["slots too few"]._replace(candidates=())
 
 
 class PlantedServers(OwnServers):
-    """Those of int4 weights alone have one thread."""
+    """Those of int4 weights alone have slots enough."""
 
     def as_settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         settings = super().as_settings(changes)
-        return settings | {"num_threads": 1} if settings.get("quantization") == "int4" else settings
+        return settings | {"max_num_seqs": ENOUGH_SLOTS} if settings.get("quantization") == "int4" else settings
 
 
 class Sizes(NamedTuple):
@@ -104,7 +109,11 @@ class Sizes(NamedTuple):
 
 
 def time_alone_s(seconds: float) -> float:
-    """Returns what a request of SHORT takes on this machine, alone on a healthy server: the median."""
+    """Returns what a request of SHORT takes on this machine, alone on a healthy server: the median of `SERVERS`."""
+    return statistics.median(_time_alone_s(seconds / SERVERS) for _ in range(SERVERS))
+
+
+def _time_alone_s(seconds: float) -> float:
     load = {"concurrency": 1, "duration_s": seconds, **{key: value for key, value in SHORT.items() if key != "rate"}}
 
     async def run(url: str) -> list[float]:
@@ -133,21 +142,26 @@ def measurer(case: SickCase, servers: OwnServers, sizes: Sizes) -> tuple[Measure
     return Measurer(RealRuns(servers, load, goal, quiet), goal, Notebook(None, {})), load
 
 
-def tuned(case: SickCase, sizes: Sizes) -> tuple[Tuned, dict[str, Any]]:
-    """Returns what the tuner says, and the settings that it ends with."""
+def runs_of(taker: Measurer) -> list[dict[str, Any]]:
+    """Returns each run that was made, with its score."""
+    return [{"changes": one.changes, "number": one.number, "score": one.score} for one in taker.notebook.measured]
+
+
+def tuned(case: SickCase, sizes: Sizes) -> tuple[Tuned, dict[str, Any], list[dict[str, Any]]]:
+    """Returns what the tuner says, the settings that it ends with, and its runs."""
     servers = OwnServers(None, case.settings)
     taker, load = measurer(case, servers, sizes)
     found = Tuner(taker, load, TimeBudget(sizes.minutes), quiet, names=SCHEDULING).run()
-    return found, servers.as_settings(found.changes)
+    return found, servers.as_settings(found.changes), runs_of(taker)
 
 
-def measured(case: SickCase, changes: list[dict[str, Any]], sizes: Sizes) -> list[Score]:
-    """Returns the middle score of each, all in rotation."""
+def measured(case: SickCase, changes: list[dict[str, Any]], sizes: Sizes) -> tuple[list[Score], list[dict[str, Any]]]:
+    """Returns the middle score of each, all in rotation, and the runs."""
     taker, _ = measurer(case, OwnServers(None, case.settings), sizes)
     for number in range(sizes.repeats):
         for change in changes if number % 2 == 0 else reversed(changes):
             taker.run(change, number)
-    return [middle(taker.scores(change)) for change in changes]
+    return [middle(taker.scores(change)) for change in changes], runs_of(taker)
 
 
 def ratio(ours: Score, best: Score) -> float:
@@ -159,16 +173,22 @@ def ratio(ours: Score, best: Score) -> float:
 
 def examined(case: SickCase, sizes: Sizes) -> dict[str, Any]:
     """One case: the tune, then everything beside each other."""
-    found, ended_with = tuned(case, sizes)
-    told = {"outcome": found.outcome, "settings": ended_with, "seconds": found.seconds, "trials": found.trials}
+    found, ended_with, runs = tuned(case, sizes)
+    told: dict[str, Any] = {
+        "outcome": found.outcome,
+        "settings": ended_with,
+        "seconds": found.seconds,
+        "trials": found.trials,
+    }
+    told = {**told, "notes": found.notes, "tune_runs": runs}
     if not case.candidates:
         return {**told, "is_left_alone": not found.changes}
     changes = [ended_with, *(change for change in case.candidates if change != ended_with)]
-    scores = measured(case, changes, sizes)
+    scores, runs = measured(case, changes, sizes)
     names = [str(change) for change in changes]
     best = best_of(dict(zip(names, scores, strict=True)))[0]
     rows = [{"settings": change, "score": score} for change, score in zip(changes, scores, strict=True)]
-    return {**told, "best": best, "ratio": ratio(scores[0], scores[names.index(best)]), "measured": rows}
+    return {**told, "best": best, "ratio": ratio(scores[0], scores[names.index(best)]), "measured": rows, "runs": runs}
 
 
 def refused(case: SickCase, sizes: Sizes) -> dict[str, Any]:
@@ -187,7 +207,8 @@ def refused(case: SickCase, sizes: Sizes) -> dict[str, Any]:
     taker, load = measurer(case, PlantedServers(None, case.settings), sizes)
     found = Tuner(taker, load, TimeBudget(sizes.minutes), quiet, gate, ("quantization",)).run()
     is_kept = found.changes.get("quantization") == "int4"
-    return {"asked": asked, "changes": found.changes, "is_refused": bool(asked) and not is_kept, "trials": found.trials}
+    told = {"asked": asked, "changes": found.changes, "is_refused": bool(asked) and not is_kept}
+    return {**told, "trials": found.trials, "notes": found.notes, "tune_runs": runs_of(taker)}
 
 
 def line(name: str, told: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from splittime.diagnose.comparison import Verdict
 from splittime.tune import notebook as notebooks
 from splittime.tune.goal import WORTH_IT, Score
 from splittime.tune.notebook import EXIT_CODES, Notebook, Tuned, TuneTrial
-from splittime.tune.verify import PAIRS
+from splittime.tune.verify import LOOKS
 
 SCORE = Score(0.5, -1.0, "ttft_p99", {"ttft_p99": 1e6}, 3.0)
 
@@ -131,9 +131,10 @@ def test_only_a_held_notebook_is_worth_a_wait(
     ("verdict", "runs", "measured", "is_cut_off", "is_open"),
     [
         (Verdict.INCONCLUSIVE, 0, None, True, True),
-        (Verdict.INCONCLUSIVE, PAIRS - 1, 0.0, True, True),
-        (Verdict.INCONCLUSIVE, PAIRS, WORTH_IT * 0.9, False, False),
-        (Verdict.INCONCLUSIVE, PAIRS, WORTH_IT * 1.1, False, True),
+        (Verdict.INCONCLUSIVE, LOOKS[-2] - 1, 0.0, True, True),
+        (Verdict.INCONCLUSIVE, LOOKS[-2], WORTH_IT * 0.9, False, False),
+        (Verdict.INCONCLUSIVE, LOOKS[-1] - 1, WORTH_IT * 1.1, True, True),
+        (Verdict.INCONCLUSIVE, LOOKS[-1], WORTH_IT * 1.1, False, True),
         (Verdict.EQUIVALENT, 2, WORTH_IT * 1.1, False, False),
         (Verdict.WORSE, 2, WORTH_IT * 1.1, False, False),
     ],

@@ -21,7 +21,7 @@ from splittime.tune.measure import DrawnLoad, VoidRun
 from splittime.tune.notebook import Notebook, Tuned, TuneTrial
 from splittime.tune.prescribed import prescribed
 from splittime.tune.tuner import Gate, Tuner
-from splittime.tune.verify import PAIRS
+from splittime.tune.verify import LOOKS
 from splittime.wire.limits import ServerLimits
 
 GOAL = Goal(slo=parse_slo("ttft_p99=200ms,itl_p99=12ms"))
@@ -77,18 +77,22 @@ class ThinRuns(SimulatedRuns):
 def test_what_one_run_does_not_tell_is_learnt_from_another() -> None:
     runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), Goal(slo=parse_slo("ttft_p99=45ms")))
     found = tuned(runs, ("max_num_seqs",))
-    assert [made for made in runs.made if not made[0]] == [({}, 0), ({}, PAIRS), ({}, 1)]  # the last is a run by turns
+    assert [made for made in runs.made if not made[0]] == [
+        ({}, 0),
+        ({}, LOOKS[-1]),
+        ({}, 1),
+    ]  # the last is a run by turns
     assert found.outcome == "better"
     assert found.changes["max_num_seqs"] > 3
 
 
 def test_what_no_run_tells_is_said() -> None:
     runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), Goal(slo=parse_slo("ttft_p99=45ms")))
-    runs.thin = PAIRS + 1
+    runs.thin = LOOKS[-1] + 1
     found = tuned(runs, ("max_num_seqs",))
     assert found.outcome == "inconclusive"
     assert not found.trials
-    assert [made for made in runs.made if not made[0]] == [({}, 0), ({}, PAIRS)]
+    assert [made for made in runs.made if not made[0]] == [({}, 0), ({}, LOOKS[-1])]
     assert any(note.startswith("nothing more could be predicted: a step would have") for note in found.notes)
 
 
@@ -158,7 +162,7 @@ def test_a_kept_slo_is_the_end_only_if_the_search_ended_by_itself(minutes: float
 
 def test_a_kept_slo_is_not_the_end_if_nothing_could_be_predicted() -> None:
     runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), NEVER_DONE)
-    runs.thin = PAIRS + 1
+    runs.thin = LOOKS[-1] + 1
     found = tuned(runs, ("max_num_seqs",))
     assert any(note.startswith("nothing more could be predicted") for note in found.notes)
     assert (found.after.keeps, found.outcome, found.exit_code) == (True, "inconclusive", 3)
@@ -236,7 +240,7 @@ def test_a_run_whose_file_is_gone_is_made_again_once(tmp_path: Path) -> None:
 
 def test_a_missed_slo_is_not_the_end_where_a_gain_could_not_be_judged() -> None:
     made = measurer(SimulatedRuns(HEALTHY, Goal(slo=parse_slo("ttft_p99=1us"))))
-    made.notebook.add(open_trial(measured=0.5, runs=PAIRS))
+    made.notebook.add(open_trial(measured=0.5, runs=LOOKS[-1]))
     found = Tuner(made, load(), TimeBudget(5), lambda what, share: None, None, ("policy",)).run()
     assert (found.after.keeps, found.outcome, found.exit_code) == (False, "inconclusive", 3)
 

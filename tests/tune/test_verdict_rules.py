@@ -16,7 +16,7 @@ from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import Goal, Score, gain, score_of
 from splittime.tune.knobs import KNOBS
 from splittime.tune.tuner import Tuner
-from splittime.tune.verify import CLEARLY, Verified, decided, middle, verify
+from splittime.tune.verify import CLEARLY, LOOKS, Verified, decided, middle, verify
 
 MS = client_runs.MS
 GOAL = Goal(slo=parse_slo("ttft_p99=100ms"), seeks="e2e_mean")
@@ -87,6 +87,42 @@ def test_both_sides_take_turns_at_being_first() -> None:
 
     verify(measure, {"side": "A"}, {"side": "B"}, GOAL, lambda: True)
     assert made == [("A", 0), ("B", 0), ("B", 1), ("A", 1), ("A", 2), ("B", 2), ("B", 3), ("A", 3)]
+
+
+def judged(before_ms: list[float], after_ms: list[float], pairs: int = LOOKS[-1]) -> Verified:
+    """Returns the verdict on runs with these TTFTs, of which so many pairs fit into the time."""
+    runs = {"A": before_ms, "B": after_ms}
+    left = iter(range(pairs))
+    return verify(
+        lambda changes, number: run_with(runs[changes["side"]][number % 4], 500),
+        {"side": "A"},
+        {"side": "B"},
+        GOAL,
+        lambda: next(left, None) is not None,
+    )
+
+
+EDGE_MS = [60.0, 1000.0, 1100.0, 1050.0]  # one run in four keeps the SLO of 100 ms
+
+
+def test_a_tenfold_gain_over_a_server_that_is_well_now_and_then_takes_eight_runs() -> None:
+    found = judged(EDGE_MS, [50, 51, 52, 50])
+    assert (found.verdict, len(found.after)) == (Verdict.BETTER, LOOKS[-1])
+    assert found.comparison is not None
+    cut = judged(EDGE_MS, [50, 51, 52, 50], pairs=4)
+    assert (cut.verdict, len(cut.after)) == (Verdict.INCONCLUSIVE, 4)
+
+
+def test_what_gained_nothing_in_four_runs_gets_no_more() -> None:
+    found = judged(EDGE_MS, [62, 1010, 1090, 1050])
+    assert (found.verdict, len(found.after)) == (Verdict.INCONCLUSIVE, LOOKS[-2])
+
+
+def test_runs_are_judged_at_the_looks_alone() -> None:
+    """What is looked at more often is wrong more often."""
+    found = judged([99, 150, 151, 110], [50, 51, 52, 53], pairs=3)
+    assert (found.verdict, len(found.after)) == (Verdict.INCONCLUSIVE, 3)
+    assert "judged after 2, 4 and 8 a side, and there were 3" in found.why
 
 
 def test_what_breaks_a_kept_slo_gains_nothing() -> None:

@@ -23,7 +23,7 @@ from splittime.core.whole_file import check_writable
 from splittime.diagnose.comparison import Verdict
 from splittime.tune.goal import WORTH_IT, Score
 from splittime.tune.search import Forecast
-from splittime.tune.verify import PAIRS
+from splittime.tune.verify import runs_for
 
 FORMAT = 2
 Outcome = Literal["better", "nothing to change", "slo missed", "inconclusive"]
@@ -68,7 +68,7 @@ class TuneTrial(msgspec.Struct, frozen=True, kw_only=True, tag="trial"):
     @property
     def is_cut_off(self) -> bool:
         """Returns whether it ended before all of its runs were made, without a verdict."""
-        return self.verdict is Verdict.INCONCLUSIVE and self.runs < PAIRS
+        return self.verdict is Verdict.INCONCLUSIVE and self.runs < runs_for(self.measured)
 
     @property
     def is_open(self) -> bool:

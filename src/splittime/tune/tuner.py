@@ -34,10 +34,10 @@ from splittime.tune.measure import Load, Measurer, VoidRun, limits_of_run, recor
 from splittime.tune.notebook import Outcome, Tuned, TuneTrial
 from splittime.tune.prescribed import prescribed
 from splittime.tune.search import Forecast, Forecaster, Say, finalists
-from splittime.tune.verify import PAIRS, Verified, middle, verify
+from splittime.tune.verify import LOOKS, Verified, middle, verify
 
 MOST_ROUNDS = 6
-LEARNING_RUN = PAIRS  # its number: those below are of runs by turns
+LEARNING_RUN = LOOKS[-1]  # its number: those below are of runs by turns
 MOST_PACE = 2.0  # a calibration whose steps take so many times as long now is not believed
 
 Gate = Callable[[Mapping[str, Any]], str | None]  # why a change that changes numbers is refused; None: it passes

@@ -1,15 +1,16 @@
 """Is a change what it was predicted to be? Runs of both sides by turns, until they decide or time is up.
 
-The order is A B B A A B B A, so that a slow drift of the machine falls on both. From two runs a side on, after each
-pair of runs:
+The order is A B B A A B B A, so that a slow drift of the machine falls on both. After two, four and eight runs a side
+(`LOOKS`):
 
     the SLO decides    one side keeps it in every run, the other misses it clearly (by `CLEARLY`) in every run
     figures decide     `diagnose.compare` of the runs (Welch's t on their logarithms): of the term that lacks most where
                        the present settings miss the SLO, else of the figure that is sought
-    neither            more runs, up to `PAIRS` a side; then INCONCLUSIVE
+    neither            more runs, up to the last look; then INCONCLUSIVE. The last four are made only for a change that
+                       gained so far: p99 at an edge differs tenfold from run to run, and four runs do not show it
 
-The runs are judged after each pair, so each look gets a part of the chance of a wrong verdict (Bonferroni). A change
-that improves the figure but breaks an SLO that was kept is WORSE.
+Each look gets a part of the chance of a wrong verdict (Bonferroni). A change that improves the figure but breaks an SLO
+that was kept is WORSE.
 """
 
 import math
@@ -24,10 +25,10 @@ from splittime.bench.book.slo import limits_of
 from splittime.diagnose.compare import compare
 from splittime.diagnose.comparison import Comparison, Terms, Verdict
 from splittime.stats.intervals import CONFIDENCE
-from splittime.tune.goal import Goal, Score, gain, score_of
+from splittime.tune.goal import WORTH_IT, Goal, Score, gain, score_of
 
 CLEARLY = math.log(1.05)
-FEWEST_PAIRS, PAIRS = 2, 4
+LOOKS = (2, 4, 8)  # runs a side after which they are judged
 OF_THE_CLIENT = {"itl": "chunk_gap"}  # what the server's own clock says has no interval between two servers
 
 Measure = Callable[[Mapping[str, Any], int], Run]
@@ -61,35 +62,42 @@ def verify(
     changed: Mapping[str, Any],
     goal: Goal,
     has_time: Callable[[], bool],
-    pairs: int = PAIRS,
 ) -> Verified:
     """Returns the verdict on `changed` against `base`. measure: gives the run of these changes with that number.
     has_time: whether another pair of runs may be made."""
     a, b = list[Run](), list[Run]()
     found = Verified(verdict=Verdict.INCONCLUSIVE, why="no time was left to measure it.", before=(), after=())
-    while len(a) < pairs and has_time():
+    wanted = LOOKS[-2]
+    while len(a) < wanted and has_time():
         sides = ((a, base), (b, changed))
         for side, changes in sides if len(a) % 2 == 0 else reversed(sides):
             side.append(measure(changes, len(side)))
         found = decided(a, b, goal)
         if found.verdict is not Verdict.INCONCLUSIVE:
             break
+        wanted = runs_for(found.gain) if len(a) == wanted else wanted
     return found
+
+
+def runs_for(gained: float | None) -> int:
+    """Returns how many runs a side a change gets that has gained so much and is not decided."""
+    return LOOKS[-1] if gained is not None and gained > WORTH_IT else LOOKS[-2]
 
 
 def decided(a: Sequence[Run], b: Sequence[Run], goal: Goal) -> Verified:
     """Returns what these runs say of B against A."""
     before, after = (tuple(score_of(run, goal) for run in runs) for runs in (a, b))
-    if len(a) < FEWEST_PAIRS:
-        why = f"{len(a)} run a side is too few to tell."
+    if len(a) not in LOOKS:
+        why = (
+            f"runs are judged after {', '.join(map(str, LOOKS[:-1]))} and {LOOKS[-1]} a side, and there were {len(a)}."
+        )
         return Verified(verdict=Verdict.INCONCLUSIVE, why=why, before=before, after=after)
     by_slo = _by_slo(before, after)
     if by_slo is not None:
         return Verified(verdict=by_slo[0], why=by_slo[1], before=before, after=after)
     metric = _metric(before, goal)
-    looks = PAIRS - FEWEST_PAIRS + 1
     limits = limits_of(goal.slo, {}) or None
-    found = compare(a, b, Terms(metrics=(metric,), confidence=1 - (1 - CONFIDENCE) / looks, limits=limits))
+    found = compare(a, b, Terms(metrics=(metric,), confidence=1 - (1 - CONFIDENCE) / len(LOOKS), limits=limits))
     verdict, why = found.verdict, found.why
     if verdict is Verdict.BETTER and middle(before).keeps and not middle(after).keeps:
         verdict, why = Verdict.WORSE, f"{why} But {middle(after).weakest} of the SLO is missed with it."
