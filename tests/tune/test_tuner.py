@@ -17,6 +17,7 @@ from splittime.diagnose.comparison import Verdict
 from splittime.plan.kept import KeptCalibration
 from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import Goal, fault_of, score_of
+from splittime.tune.knobs import WIDE_SLOTS
 from splittime.tune.measure import DrawnLoad, VoidRun
 from splittime.tune.notebook import Notebook, Tuned, TuneTrial
 from splittime.tune.prescribed import prescribed
@@ -77,19 +78,25 @@ class ThinRuns(SimulatedRuns):
 def test_what_one_run_does_not_tell_is_learnt_from_another() -> None:
     runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), Goal(slo=parse_slo("ttft_p99=45ms")))
     found = tuned(runs, ("max_num_seqs",))
-    assert [made for made in runs.made if not made[0]] == [
-        ({}, 0),
-        ({}, LOOKS[-1]),
-        ({}, 1),
-    ]  # the last is a run by turns
+    made = [made for made in runs.made if not made[0]]
+    assert made == [({}, 0), ({}, LOOKS[-1]), ({}, 1)]  # the last is a run by turns
     assert found.outcome == "better"
     assert found.changes["max_num_seqs"] > 3
+
+
+def test_what_gained_in_a_run_to_learn_from_is_tried_where_nothing_is_predicted() -> None:
+    runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), Goal(slo=parse_slo("ttft_p99=45ms")))
+    runs.thin = LOOKS[-1] + 1
+    found = tuned(runs, ("max_num_seqs",))
+    assert (found.outcome, found.changes) == ("better", {"max_num_seqs": WIDE_SLOTS})
+    (trial,) = found.trials
+    assert (trial.verdict, trial.predicted, trial.runs) == (Verdict.BETTER, None, LOOKS[0])
 
 
 def test_what_no_run_tells_is_said() -> None:
     runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), Goal(slo=parse_slo("ttft_p99=45ms")))
     runs.thin = LOOKS[-1] + 1
-    found = tuned(runs, ("max_num_seqs",))
+    found = tuned(runs, ("policy",))
     assert found.outcome == "inconclusive"
     assert not found.trials
     assert [made for made in runs.made if not made[0]] == [({}, 0), ({}, LOOKS[-1])]
@@ -163,7 +170,7 @@ def test_a_kept_slo_is_the_end_only_if_the_search_ended_by_itself(minutes: float
 def test_a_kept_slo_is_not_the_end_if_nothing_could_be_predicted() -> None:
     runs = ThinRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=3), NEVER_DONE)
     runs.thin = LOOKS[-1] + 1
-    found = tuned(runs, ("max_num_seqs",))
+    found = tuned(runs, ("policy",))
     assert any(note.startswith("nothing more could be predicted") for note in found.notes)
     assert (found.after.keeps, found.outcome, found.exit_code) == (True, "inconclusive", 3)
 

@@ -7,7 +7,7 @@
 3. Scheduler and memory: the simulator, made from the present settings' own run (and one of larger steps, where they
    are narrow and no calibration is kept of this server), names finalists; each is verified on the real engine; the
    first that is BETTER is kept, and the search begins again from there. It ends when nothing more is predicted to gain,
-   or when the finalists did not.
+   or when the finalists did not. Where nothing can be predicted, what gained in a run made to learn from is a finalist.
 4. What changes numbers (weights, the KV cache's type), likewise measured only; what is BETTER has to pass the gate.
 """
 
@@ -160,12 +160,28 @@ class Tuner:
         return [run for one in alike if (run := self._notebook.run(one.changes, one.number)) is not None]
 
     def _searched(self) -> bool:
-        """Returns whether a change was kept."""
-        return any(self._has_time() and self._try(forecast.change, forecast) for forecast in self._finalists())
+        """Returns whether a change was kept. Where the simulator names none, what gained in a run that was made to
+        learn from is tried."""
+        named = self._finalists()
+        if named:
+            return any(self._has_time() and self._try(forecast.change, forecast) for forecast in named)
+        return any(self._has_time() and self._try(change, None) for change in self._gained_in_learning())
+
+    def _gained_in_learning(self) -> list[dict[str, Any]]:
+        """Returns the changes to the present settings that gained enough in the runs so far, the best first."""
+        before, changes, scores = self._score(), dict[str, dict[str, Any]](), dict[str, Score]()
+        may_change = {knob.name for knob in self._knobs if knob.is_predicted}
+        for one in self._notebook.measured:
+            change = {name: value for name, value in one.changes.items() if name not in self._changes}
+            is_of_these = {**self._changes, **change} == one.changes and may_change.issuperset(change)
+            if change and is_of_these and gain(before, one.score) >= WORTH_IT:
+                changes[words(change)], scores[words(change)] = change, one.score
+        return [changes[name] for name in best_of(scores)]
 
     def _finalists(self) -> list[Forecast]:
         """Returns what the simulator names. Where the runs so far have too few kinds of steps to predict the present
         settings from, it learns from one more run; if that is not enough, it names nothing, and a note says why."""
+        self._is_unpredicted = False
         try:
             return self._predicted()
         except OutOfRange as error:
