@@ -12,7 +12,8 @@ rotation, together with what the tuner ended with. ratio: its result over the be
 where both keep the SLO; else of the SLO's weakest term. Goal: 0.95.
 
 A healthy server must be left alone. In "worse answers" int4 weights are made to look fast (their servers alone have
-more than one slot), and the gate is held to the standard of 8 bits: the tuner must refuse them.
+more than one slot, and their steps are quicker), and the gate is held to the standard of 8 bits: the tuner must refuse
+them.
 
 The result has the score of each run, the tuner's own and those beside it.
 """
@@ -207,7 +208,7 @@ def refused(case: SickCase, sizes: Sizes) -> dict[str, Any]:
     taker, load = measurer(case, PlantedServers(None, case.settings), sizes)
     found = Tuner(taker, load, TimeBudget(sizes.minutes), quiet, gate, ("quantization",)).run()
     is_kept = found.changes.get("quantization") == "int4"
-    told = {"asked": asked, "changes": found.changes, "is_refused": bool(asked) and not is_kept}
+    told = {"asked": asked, "changes": found.changes, "is_refused": {"quantization": "int4"} in asked and not is_kept}
     return {**told, "trials": found.trials, "notes": found.notes, "tune_runs": runs_of(taker)}
 
 

@@ -133,6 +133,8 @@ def test_only_a_held_notebook_is_worth_a_wait(
         (Verdict.INCONCLUSIVE, 0, None, True, True),
         (Verdict.INCONCLUSIVE, LOOKS[-2] - 1, 0.0, True, True),
         (Verdict.INCONCLUSIVE, LOOKS[-2], WORTH_IT * 0.9, False, False),
+        (Verdict.INCONCLUSIVE, LOOKS[-2], WORTH_IT * 1.1, True, True),
+        (Verdict.INCONCLUSIVE, LOOKS[-2] + 2, WORTH_IT * 0.9, True, True),
         (Verdict.INCONCLUSIVE, LOOKS[-1] - 1, WORTH_IT * 1.1, True, True),
         (Verdict.INCONCLUSIVE, LOOKS[-1], WORTH_IT * 1.1, False, True),
         (Verdict.EQUIVALENT, 2, WORTH_IT * 1.1, False, False),

@@ -330,12 +330,12 @@ def test_a_file_that_is_no_notebook_is_left_as_it_is(data: bytes, tmp_path: Path
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize("data", [b"", b'{"ty', b'{"type":"tune","format":2,"ab'])
+@pytest.mark.parametrize("data", [b"", b'{"ty', b'{"type":"tune","format":3,"ab'])
 def test_a_notebook_whose_first_line_was_cut_off_begins_anew(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tune.jsonl"
     path.write_bytes(data)
     Notebook(path, {"load": 1})
-    assert path.read_bytes() == b'{"type":"tune","format":2,"about":{"load":1}}\n'
+    assert path.read_bytes() == b'{"type":"tune","format":3,"about":{"load":1}}\n'
 
 
 def test_one_process_writes_a_notebook_at_a_time(tmp_path: Path) -> None:

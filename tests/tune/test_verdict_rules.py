@@ -113,6 +113,14 @@ def test_a_tenfold_gain_over_a_server_that_is_well_now_and_then_takes_eight_runs
     assert (cut.verdict, len(cut.after)) == (Verdict.INCONCLUSIVE, 4)
 
 
+def test_equal_throughput_is_no_verdict_where_the_present_settings_miss_the_slo_now_and_then() -> None:
+    goal = msgspec.structs.replace(GOAL, seeks="throughput")
+    found = decided([run_with(60, 500), run_with(120, 500)], [run_with(50, 500), run_with(51, 500)], goal)
+    assert found.verdict is not Verdict.EQUIVALENT
+    assert found.gain is not None
+    assert found.gain > math.log(2)
+
+
 def test_what_gained_nothing_in_four_runs_gets_no_more() -> None:
     found = judged(EDGE_MS, [62, 1010, 1090, 1050])
     assert (found.verdict, len(found.after)) == (Verdict.INCONCLUSIVE, LOOKS[-2])
@@ -120,9 +128,9 @@ def test_what_gained_nothing_in_four_runs_gets_no_more() -> None:
 
 def test_runs_are_judged_at_the_looks_alone() -> None:
     """What is looked at more often is wrong more often."""
-    found = judged([99, 150, 151, 110], [50, 51, 52, 53], pairs=3)
+    found = judged([99, 110, 111, 110], [50, 51, 52, 53], pairs=3)
     assert (found.verdict, len(found.after)) == (Verdict.INCONCLUSIVE, 3)
-    assert "judged after 2, 4 and 8 a side, and there were 3" in found.why
+    assert "time was up after 3 a side; runs are judged after 2, 4 and 8" in found.why
 
 
 def test_what_breaks_a_kept_slo_gains_nothing() -> None:

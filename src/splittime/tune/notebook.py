@@ -25,7 +25,7 @@ from splittime.tune.goal import WORTH_IT, Score
 from splittime.tune.search import Forecast
 from splittime.tune.verify import runs_for
 
-FORMAT = 2
+FORMAT = 3
 Outcome = Literal["better", "nothing to change", "slo missed", "inconclusive"]
 EXIT_CODES: dict[Outcome, int] = {"better": 0, "nothing to change": 0, "slo missed": 1, "inconclusive": 3}
 BEGINS = b'{"type":"tune"'  # each notebook, also one whose first line was cut off
@@ -68,7 +68,7 @@ class TuneTrial(msgspec.Struct, frozen=True, kw_only=True, tag="trial"):
     @property
     def is_cut_off(self) -> bool:
         """Returns whether it ended before all of its runs were made, without a verdict."""
-        return self.verdict is Verdict.INCONCLUSIVE and self.runs < runs_for(self.measured)
+        return self.verdict is Verdict.INCONCLUSIVE and self.runs < runs_for(self.runs, self.measured)
 
     @property
     def is_open(self) -> bool:

@@ -7,7 +7,8 @@
 3. Scheduler and memory: the simulator, made from the present settings' own run (and one of larger steps, where they
    are narrow and no calibration is kept of this server), names finalists; each is verified on the real engine; the
    first that is BETTER is kept, and the search begins again from there. It ends when nothing more is predicted to gain,
-   or when the finalists did not. Where nothing can be predicted, what gained in a run made to learn from is a finalist.
+   or when the finalists did not. What gained in a run made to learn from comes last, where the SLO is missed or
+   nothing can be predicted.
 4. What changes numbers (weights, the KV cache's type), likewise measured only; what is BETTER has to pass the gate.
 """
 
@@ -160,11 +161,12 @@ class Tuner:
         return [run for one in alike if (run := self._notebook.run(one.changes, one.number)) is not None]
 
     def _searched(self) -> bool:
-        """Returns whether a change was kept. Where the simulator names none, what gained in a run that was made to
-        learn from is tried."""
-        named = self._finalists()
-        if named:
-            return any(self._has_time() and self._try(forecast.change, forecast) for forecast in named)
+        """Returns whether a change was kept. Where nothing can be predicted, or the SLO is missed and no finalist was
+        better, what gained in a run that was made to learn from is tried."""
+        if any(self._has_time() and self._try(forecast.change, forecast) for forecast in self._finalists()):
+            return True
+        if not self._is_unpredicted and self._score().keeps:
+            return False
         return any(self._has_time() and self._try(change, None) for change in self._gained_in_learning())
 
     def _gained_in_learning(self) -> list[dict[str, Any]]:
@@ -174,8 +176,9 @@ class Tuner:
         for one in self._notebook.measured:
             change = {name: value for name, value in one.changes.items() if name not in self._changes}
             is_of_these = {**self._changes, **change} == one.changes and may_change.issuperset(change)
-            if change and is_of_these and gain(before, one.score) >= WORTH_IT:
-                changes[words(change)], scores[words(change)] = change, one.score
+            score = middle(self._measurer.scores(one.changes))
+            if change and is_of_these and gain(before, score) >= WORTH_IT:
+                changes[words(change)], scores[words(change)] = change, score
         return [changes[name] for name in best_of(scores)]
 
     def _finalists(self) -> list[Forecast]:

@@ -7,14 +7,13 @@ The order is A B B A A B B A, so that a slow drift of the machine falls on both.
     figures decide     `diagnose.compare` of the runs (Welch's t on their logarithms): of the term that lacks most where
                        the present settings miss the SLO, else of the figure that is sought
     neither            more runs, up to the last look; then INCONCLUSIVE. The last four are made only for a change that
-                       gained so far: p99 at an edge differs tenfold from run to run, and four runs do not show it
+                       gained so far: p99 at an edge differs tenfold from run to run, so four a side cannot tell
 
-Each look gets a part of the chance of a wrong verdict (Bonferroni). A change that improves the figure but breaks an SLO
-that was kept is WORSE.
+Each look at the figures gets a part of the chance of a wrong verdict (Bonferroni). A change that improves the figure
+but breaks an SLO that was kept is WORSE.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,30 +66,28 @@ def verify(
     has_time: whether another pair of runs may be made."""
     a, b = list[Run](), list[Run]()
     found = Verified(verdict=Verdict.INCONCLUSIVE, why="no time was left to measure it.", before=(), after=())
-    wanted = LOOKS[-2]
-    while len(a) < wanted and has_time():
+    while len(a) < runs_for(len(a), found.gain) and has_time():
         sides = ((a, base), (b, changed))
         for side, changes in sides if len(a) % 2 == 0 else reversed(sides):
             side.append(measure(changes, len(side)))
         found = decided(a, b, goal)
         if found.verdict is not Verdict.INCONCLUSIVE:
             break
-        wanted = runs_for(found.gain) if len(a) == wanted else wanted
     return found
 
 
-def runs_for(gained: float | None) -> int:
-    """Returns how many runs a side a change gets that has gained so much and is not decided."""
-    return LOOKS[-1] if gained is not None and gained > WORTH_IT else LOOKS[-2]
+def runs_for(made: int, gained: float | None) -> int:
+    """Returns how many runs a side a change gets that has so many, has gained so much and is not decided."""
+    has_more = made > LOOKS[-2] or (made == LOOKS[-2] and gained is not None and gained > WORTH_IT)
+    return LOOKS[-1] if has_more else LOOKS[-2]
 
 
 def decided(a: Sequence[Run], b: Sequence[Run], goal: Goal) -> Verified:
     """Returns what these runs say of B against A."""
     before, after = (tuple(score_of(run, goal) for run in runs) for runs in (a, b))
     if len(a) not in LOOKS:
-        why = (
-            f"runs are judged after {', '.join(map(str, LOOKS[:-1]))} and {LOOKS[-1]} a side, and there were {len(a)}."
-        )
+        judged_after = f"{', '.join(map(str, LOOKS[:-1]))} and {LOOKS[-1]}"
+        why = f"time was up after {len(a)} a side; runs are judged after {judged_after}."
         return Verified(verdict=Verdict.INCONCLUSIVE, why=why, before=before, after=after)
     by_slo = _by_slo(before, after)
     if by_slo is not None:
@@ -119,7 +116,7 @@ def _metric(before: Sequence[Score], goal: Goal) -> str:
     """Returns the figure that decides: what is sought if the present settings keep the SLO, else the term of the SLO
     that lacks most (`OF_THE_CLIENT` where it is the server's). For a share (goodput, errors) `compare` takes the
     difference."""
-    if statistics.median(score.slack for score in before) >= 0:
+    if middle(before).keeps:
         return goal.seeks
     series, _, statistic = middle(before).weakest.rpartition("_")
     return f"{OF_THE_CLIENT[series]}_{statistic}" if series in OF_THE_CLIENT else middle(before).weakest
