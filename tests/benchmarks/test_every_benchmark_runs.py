@@ -45,6 +45,7 @@ ALONE = {
     "scenarios.forecast": ["--small"],
     "scenarios.wait_forecast": ["--small"],
     "scenarios.plan_check": ["--small"],
+    "scenarios.speculation": ["--small"],
     "scenarios.tune_sick": ["--small", "--only", "healthy"],
     "micro.simulator_speed": ["--small"],
     "scenarios.azure_replay": ["--trace", "TRACE", "--seconds", "2"],

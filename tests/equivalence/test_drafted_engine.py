@@ -21,6 +21,7 @@ from splittime.engine.engine import Engine
 from splittime.runner.compose import RunnerThread
 from splittime.runner.drafting import DraftingRunner
 from splittime.runner.ranks.lead import Lead
+from splittime.runner.suffix_drafter import SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -115,3 +116,13 @@ def test_a_runner_that_verifies_no_drafts_is_refused_when_it_is_made_to_draft(
     ranks.lead = object.__new__(Lead)
     with pytest.raises(ConfigError, match="TorchRunner does not verify drafts"):
         DraftingRunner(ranks, Oracle(plain))
+
+
+def test_drafts_from_the_text_and_past_answers_change_no_token(runner: TorchRunner, plain: dict[str, list]) -> None:
+    """The second time the same is asked, past answers are what comes."""
+    drafting = DraftingRunner(runner, SuffixDrafter(16, 256))
+    found, first = generate(drafting, runner.resolved.num_blocks)
+    again, second = generate(drafting, runner.resolved.num_blocks)
+    assert found == again == plain
+    assert second.counts.accepted_draft_tokens > first.counts.accepted_draft_tokens
+    assert second.counts.accepted_draft_tokens > 100

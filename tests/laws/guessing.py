@@ -1,20 +1,53 @@
 """A drafter for tests: it knows what comes, and is wrong now and then, the same way each time."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from zlib import crc32
+
+from splittime.core.step import Admitted
+from splittime.runner.drafting import Draft
 
 
 class Guesser:
     """following: what comes after these tokens, that many. Of each draft some tokens are right, and some after them are
-    not; now and then there are none."""
+    not; now and then there are none. chance: that it tells of each token; None: of none, and the scheduler takes all
+    that fit."""
 
-    def __init__(self, following: Callable[[str, Sequence[int], int], Sequence[int]], vocab_size: int) -> None:
-        self._following = following
+    def __init__(
+        self,
+        following: Callable[[str, Sequence[int], int], Sequence[int]],
+        vocab_size: int,
+        chance: float | None = None,
+    ) -> None:
+        self._following, self._chance = following, chance
         self._vocab_size = vocab_size
         self.num_right = self.num_wrong = 0  # in all drafts
+        self.num_learnt = self.num_learnt_right = 0  # of those that were verified
+        self._tokens: dict[str, list[int]] = {}
 
-    def draft(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
+    def admit(self, admitted: Admitted) -> None:
+        self._tokens[admitted.request_id] = list(admitted.token_ids)
+
+    def release(self, request_id: str) -> None:
+        self._tokens.pop(request_id, None)
+
+    def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
+        assert 0 <= num_right <= num_drafts
+        self.num_learnt += num_drafts
+        self.num_learnt_right += num_right
+
+    def draft(self, new_tokens: Mapping[str, Sequence[int]], least_survival: float) -> Mapping[str, Draft]:
+        drafts = {}
+        for request_id, tokens in new_tokens.items():
+            self._tokens[request_id] += tokens
+            guessed = tuple(self._guess(request_id, self._tokens[request_id]))
+            survival = (
+                () if self._chance is None else tuple(self._chance**place for place in range(1, len(guessed) + 1))
+            )
+            drafts[request_id] = Draft(guessed, survival)
+        return {request_id: draft for request_id, draft in drafts.items() if draft.token_ids}
+
+    def _guess(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
         mixed = crc32(array("I", token_ids).tobytes())
         num_right, num_wrong = mixed % 5, (mixed >> 8) % 4
         known = list(self._following(request_id, token_ids, num_right + num_wrong))

@@ -72,11 +72,16 @@ class CheckedCrank(Crank):
 class World:
     """An engine on a fake runner in its loop under a virtual clock, and everything that came out of it.
 
-    at_ns: when the next event of the script comes.
+    at_ns: when the next event of the script comes. chance: what is told of each draft.
     """
 
     def __init__(
-        self, config: SchedulerConfig, plans_ahead: bool = False, execution: str = "host", drafts: bool = False
+        self,
+        config: SchedulerConfig,
+        plans_ahead: bool = False,
+        execution: str = "host",
+        drafts: bool = False,
+        chance: float | None = None,
     ) -> None:
         self.config, self.plans_ahead, self.execution = config, plans_ahead, execution
         self.calls: list[tuple[int, Callable[[], object]]] = []  # of the scheduler, and from when on
@@ -86,7 +91,7 @@ class World:
         self.scheduler = Scheduler(config)
         self.engine = Engine(self.scheduler, plans_ahead=plans_ahead)
         fake = FakeRunner(config.block_size, VOCAB_SIZE, EOS_EVERY, 1000, 10, self.clock, execution, move_ns=5)
-        drafting = DraftingRunner(fake, Guesser(following, VOCAB_SIZE), fake)
+        drafting = DraftingRunner(fake, Guesser(following, VOCAB_SIZE, chance), fake, self.clock.now_ns)
         self.crank = CheckedCrank(self.parts(drafting if drafts else fake), self)
         self.played = TimedRun(self.crank, self.clock, HostCosts(after_output_ns=3, per_message_ns=1))
 
@@ -327,10 +332,17 @@ def play(world: World, event: tuple) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(configs.map(shrink_cache), st.tuples(*[st.booleans()] * 3), st.lists(events, min_size=3, max_size=30))
-def test_laws_hold_under_anything(config: SchedulerConfig, kinds: tuple[bool, bool, bool], script: list[tuple]) -> None:
+@given(
+    configs.map(shrink_cache),
+    st.tuples(*[st.booleans()] * 3),
+    st.sampled_from([None, 0.5, 0.95]),
+    st.lists(events, min_size=3, max_size=30),
+)
+def test_laws_hold_under_anything(
+    config: SchedulerConfig, kinds: tuple[bool, bool, bool], chance: float | None, script: list[tuple]
+) -> None:
     plans_ahead, is_apart, drafts = kinds
-    world = World(config, plans_ahead, "eager" if is_apart else "host", drafts)
+    world = World(config, plans_ahead, "eager" if is_apart else "host", drafts, chance)
     for event in script:
         play(world, event)
     play(world, ("knobs", {"paused": False}))

@@ -70,7 +70,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     gauge = compose.gauge_of(runner)
     return EngineParts(
         engine=Engine(Scheduler(scheduler_config), plans_ahead=ahead is not None),
-        runner=ahead or runner,
+        runner=ahead or compose.drafting_of(runner),
         facts=_facts(config, scheduler_config, runner, gauge.known()),
         sleeper=compose.sleeper_of(runner),
         measuring=gauge.measure() if gauge.is_due() else None,

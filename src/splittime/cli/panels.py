@@ -34,6 +34,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "enable_prefix_caching",
         "enable_chunked_prefill",
         "async_scheduling",
+        "speculative_config",
         "starvation_bound_ms",
         "batching",
     ),

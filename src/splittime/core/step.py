@@ -30,6 +30,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False, array_like=True):
     num_output_tokens: int
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]  # end-of-sequence and stop ids together; masked until min_tokens are out
+    cache_salt: str = ""  # whose request it is: nothing of it may show in what another one gets
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -69,6 +70,9 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     Within a kind the copies are independent of each other: no block is offloaded twice or restored into twice, and no
     slot is the target of two offloads. Between the kinds the order counts: a block may be offloaded and then restored
     into, and a slot may be copied to and then from.
+
+    least_survival: a draft for the next step that is less likely than this to be right would not pay, by what steps
+    like this one cost.
     """
 
     step_id: int
@@ -77,6 +81,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     released: tuple[str, ...] = ()
     offloads: tuple[tuple[int, int], ...] = ()
     restores: tuple[tuple[int, int], ...] = ()
+    least_survival: float = 0.0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -98,7 +103,8 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
     prompt: the entry at i is the log-probability of the *next* prompt token, at position start + i + 1.
         After a preemption the same entries may come again.
     draft_token_ids: guesses of what follows `token_ids`, for the request's next row to verify. The scheduler passes on
-        as many as there are tokens and blocks to spare for.
+        as many as pay, and as there are tokens and blocks to spare for.
+    draft_survival: of each of these the chance that it and all before it are right; () if nobody knows.
     error: this row alone failed, sampling or not (say, its logits are not finite); its request ends, the others go on.
     """
 
@@ -108,6 +114,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     draft_token_ids: tuple[int, ...] = ()
     error: str | None = None
+    draft_survival: tuple[float, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
@@ -120,6 +127,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     collective_ns: of `device_ns` and `sample_ns`, how long this process exchanged results with the ranks that share its
         model, waiting for the slowest of them included.
     offload_ns, restore_ns: copies of blocks to host memory, and back.
+    draft_ns: guessing what follows, after the rest.
     """
 
     step_id: int
@@ -133,6 +141,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     collective_ns: int = 0
     offload_ns: int = 0
     restore_ns: int = 0
+    draft_ns: int = 0
 
 
 class Runner(Protocol):

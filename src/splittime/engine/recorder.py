@@ -170,6 +170,7 @@ class Recorder:
             restored_blocks=len(plan.restores),
             cpu_wait_ns=cpu_wait_ns,
             off_cpu_ns=off_cpu_ns,
+            draft_ns=min(result.draft_ns, parts.launch_ns),
         )
 
     def _overlapped(self, step: InFlight, times: StepTimes) -> Span:

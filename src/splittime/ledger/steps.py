@@ -35,18 +35,18 @@ EXECUTIONS = ("host", "eager", "captured")
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
     """One step. `rows` are (request_id, start, num_tokens). `kv_tokens_read` counts the cached positions that
-    attention read over all rows. `decode_tokens` counts the tokens of rows that sample after one known token, drafts
-    among them, so a prompt of one token, or a last chunk of one, is too. `verified`: the rows with drafts, as
-    (request_id, drafts, accepted drafts); their `num_tokens` holds all drafts, since all were computed. `victims`
-    are the requests preempted while planning it. `hidden_ns`: what the host did for other steps while this one ran;
-    part of no sum. `ahead_ns`: how long after its begin the engine planned what comes behind it, or found nothing to
-    plan; None where it does not plan ahead, and in early ledgers.
-    `execution`, `padded_rows`, `enqueue_ns` and `collective_ns` are those of `core.step.StepResult`;
-    `enqueue_ns` is part of no sum, as the device may work then. `offload_ns`, `restore_ns`: copies of so many blocks
-    of KV cache to host memory, and back. `num_refused`: requests that the server had refused for want of room since
-    its start when it took this record in; accounts are kept of the latest of them only. `server_ran_ns`,
-    `others_ran_ns`: how long this server's processes, and all others, had run on its processors since the machine
-    began, as of then or up to a second before; None where the system does not tell."""
+    attention read over all rows. `decode_tokens` counts the tokens of rows that sample after one known token,
+    drafts among them, so a prompt of one token, or a last chunk of one, is too. `verified`: the rows with drafts,
+    as (request_id, drafts, accepted drafts); their `num_tokens` holds all drafts, since all were computed.
+    `draft_ns`: of `launch_ns`, what guessing drafts for the next step took. `victims` are the requests preempted
+    while planning it. `hidden_ns`: what the host did for other steps while this one ran; part of no sum.
+    `ahead_ns`: how long after its begin the engine planned what comes behind it, or found nothing to plan; None
+    where it does not plan ahead, and in early ledgers. `execution`, `padded_rows`, `enqueue_ns` and `collective_ns`
+    are those of `core.step.StepResult`; `enqueue_ns` is part of no sum, as the device may work then. `offload_ns`,
+    `restore_ns`: copies of so many blocks of KV cache to host memory, and back. `num_refused`: requests that the
+    server had refused for want of room since its start when it took this record in; accounts are kept of the latest
+    of them only. `server_ran_ns`, `others_ran_ns`: how long this server's processes, and all others, had run on its
+    processors since the machine began, as of then or up to a second before; None where the system does not tell."""
 
     step_id: int
     begin_ns: int
@@ -84,6 +84,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     server_ran_ns: int | None = None
     others_ran_ns: int | None = None
     verified: tuple[tuple[str, int, int], ...] = ()
+    draft_ns: int = 0
 
     @property
     def parts_ns(self) -> int:
@@ -129,6 +130,10 @@ def verify_steps(records: Sequence[StepRecord]) -> None:
 
 
 def _verify_drafts(record: StepRecord) -> None:
+    if not 0 <= record.draft_ns <= record.launch_ns:
+        raise ValueError(
+            f"step {record.step_id}: {record.draft_ns} ns of guessing in a launch of {record.launch_ns} ns"
+        )
     num_tokens = {request_id: count for request_id, _, count in record.rows} if record.verified else {}
     for request_id, drafts, accepted in record.verified:
         if not 0 <= accepted <= drafts < num_tokens.get(request_id, 0):

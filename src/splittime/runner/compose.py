@@ -3,6 +3,7 @@
     execution    the kernels of a card: on its stream, decode steps captured; all others: on the host's own time
     ranks        with tensor_parallel_size above 1: this process leads, the others are started and loaded first
     overlap      what carries out steps while the next are planned: the runner itself on a card, else a `RunnerThread`
+    drafting     what guesses tokens for the runner to verify, where that is asked for
     sleeper      what gives its memory away and takes it back; ranks do not sleep
     gauge        what measures the machine's ceilings with its kernels and threads
 
@@ -21,7 +22,7 @@ from queue import SimpleQueue
 import msgspec
 
 from splittime.core.errors import ConfigError, EngineError
-from splittime.core.step import AsyncRunner, StepPlan, StepResult
+from splittime.core.step import AsyncRunner, Runner, StepPlan, StepResult
 from splittime.models.decoder import Decoder
 from splittime.models.ranks import Ranks
 from splittime.models.weights.load import OnLayer, read_config
@@ -30,12 +31,15 @@ from splittime.runner import machine, start_memory
 from splittime.runner.ceilings import Gauge
 from splittime.runner.config import RunnerConfig
 from splittime.runner.device.ceilings import CardGauge
+from splittime.runner.drafting import DraftingRunner
 from splittime.runner.execution import Execution, HostExecution
 from splittime.runner.load import OnPhase, load
 from splittime.runner.ranks.group import RankGroup, RankLost, device_of
 from splittime.runner.ranks.lead import Lead
 from splittime.runner.ranks.members import Members
 from splittime.runner.sleep import TorchSleeper
+from splittime.runner.speculative import speculative_config
+from splittime.runner.suffix_drafter import SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
 
 Plans = SimpleQueue[StepPlan | None]  # None: end
@@ -220,6 +224,20 @@ def overlap_of(runner: TorchRunner) -> AsyncRunner:
     if runner.execution.is_apart:
         return runner
     return RunnerThread(runner.run, lambda: runner.decoder.ops.set_threads(runner.resolved.num_threads))
+
+
+def drafting_of(runner: TorchRunner) -> Runner:
+    """Returns the runner with a drafter, if its settings ask for one. Raises ConfigError where drafts could change an
+    answer: only the native kernels compute a token alike in every batch, to the last bit."""
+    asked, resolved = speculative_config(runner.config.speculative_config), runner.resolved
+    if asked is None:
+        return runner
+    if resolved.kernels != "native":
+        message = f"speculative_config needs the native kernels, and these are {resolved.kernels}"
+        hint = "Install with a C++ compiler and serve on a CPU, or leave --speculative-config out."
+        raise ConfigError(message, param="speculative_config", value=resolved.kernels, hint=hint)
+    most, least = asked.num_speculative_tokens, asked.prompt_lookup_min
+    return DraftingRunner(runner, SuffixDrafter(most, resolved.max_model_len, least, asked.method == "suffix"))
 
 
 def sleeper_of(runner: TorchRunner) -> TorchSleeper | None:

@@ -10,6 +10,7 @@ import msgspec
 from splittime.core.errors import ConfigError
 from splittime.core.settings import Doc, StepLimits, check
 from splittime.kernels.choose import Backend
+from splittime.runner.speculative import speculative_config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8"]
@@ -103,6 +104,13 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
     async_scheduling: Annotated[
         bool, Doc("Plan the next step while one runs; a new request may wait for one step more.")
     ] = False
+    speculative_config: Annotated[
+        str | None,
+        Doc(
+            'Guess tokens and verify several in a step, native kernels: {"method": "suffix"} from the text and past '
+            'answers, {"method": "ngram"} from the text; num_speculative_tokens: at most, 16.'
+        ),
+    ] = None
     tensor_parallel_size: Annotated[
         int, Doc("Processes that share the model, each with its part of every layer; they divide num_threads.", 1, 64)
     ] = 1
@@ -120,6 +128,17 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
             message = "collective_timeout_s is how long ranks wait for each other, and there is one rank"
             hint = "leave it out, or share the model: --tensor-parallel-size 2"
             raise ConfigError(message, param="collective_timeout_s", value=self.collective_timeout_s, hint=hint)
+        self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        """A row whose drafts are verified cannot be planned ahead, and ranks verify none."""
+        if speculative_config(self.speculative_config) is None:
+            return
+        obstacle = "async_scheduling" if self.async_scheduling else "tensor_parallel_size"
+        if self.async_scheduling or self.tensor_parallel_size > 1:
+            message = f"speculative_config does not go with {obstacle} = {getattr(self, obstacle)}"
+            hint = "Leave one of the two out: drafts are verified by one process, a step at a time."
+            raise ConfigError(message, param="speculative_config", value=self.speculative_config, hint=hint)
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,42 +1,68 @@
 """A runner whose results bring drafts: the seam where speculation goes in.
 
-A `Drafter` guesses what follows a request's tokens, and `DraftingRunner` puts the guesses into the results of the
-runner that it wraps. The scheduler passes them on into the next rows, and that runner verifies them. Guesses cost time
-and change no token: what is accepted is what would have been sampled anyway.
+A `Drafter` guesses what follows the requests' tokens, and `DraftingRunner` puts the guesses into the results of the
+runner that it wraps. The scheduler says how many of them the next rows get (`scheduler.speculation`), and that runner
+verifies them. Guesses cost time and change no token: what is accepted is what would have been sampled anyway.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.core.step import AsyncRunner, RowResult, Runner, StepPlan, StepResult
+from splittime.core.step import Admitted, AsyncRunner, RowResult, Runner, StepPlan, StepResult
+
+
+class Draft(NamedTuple):
+    """survival: for each token the chance that it and all before it are right."""
+
+    token_ids: tuple[int, ...]
+    survival: tuple[float, ...]
 
 
 class Drafter(Protocol):
-    def draft(self, request_id: str, token_ids: Sequence[int]) -> Iterable[int]:
-        """Guesses what follows these tokens, prompt and outputs; () where there is nothing to go by."""
+    def admit(self, admitted: Admitted) -> None:
+        """Takes in a request, with all tokens known so far."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forgets a request; one that it does not know is no error."""
+        ...
+
+    def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
+        """Takes in how many of the request's last drafts were verified, and right."""
+        ...
+
+    def draft(self, new_tokens: Mapping[str, Sequence[int]], least_survival: float) -> Mapping[str, Draft]:
+        """Takes in the requests' new tokens, and guesses what follows, where there is something to go by.
+        least_survival: what is less likely than that would not pay."""
         ...
 
 
 class DraftingRunner:
     """Implements `core.step.Runner`, and `AsyncRunner` where the runner that it wraps has one.
 
-    ahead: what carries out the runner's steps while the next are planned.
+    ahead: what carries out the runner's steps while the next are planned. now_ns: reads the clock.
     """
 
     verifies_drafts = True
 
-    def __init__(self, runner: Runner, drafter: Drafter, ahead: AsyncRunner | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        drafter: Drafter,
+        ahead: AsyncRunner | None = None,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         """Raises `ConfigError` if the runner does not verify drafts."""
         if not runner.verifies_drafts:
             name = type(runner).__name__
             raise ConfigError(f"{name} does not verify drafts", hint="run the model on a CPU in one process")
-        self._runner, self._ahead, self._drafter = runner, ahead, drafter
+        self._runner, self._ahead, self._drafter, self._now_ns = runner, ahead, drafter, now_ns
         self._launched: deque[StepPlan] = deque()
-        self._tokens: dict[str, list[int]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         return self._with_drafts(plan, self._runner.run(plan))
@@ -52,15 +78,24 @@ class DraftingRunner:
         return self._with_drafts(self._launched.popleft(), result)
 
     def _with_drafts(self, plan: StepPlan, result: StepResult) -> StepResult:
+        begin_ns = self._now_ns()
         for request_id in plan.released:
-            self._tokens.pop(request_id, None)
-        self._tokens.update((admitted.request_id, list(admitted.token_ids)) for admitted in plan.admitted)
-        return msgspec.structs.replace(result, rows=tuple(map(self._drafted, result.rows)))
+            self._drafter.release(request_id)
+        for admitted in plan.admitted:
+            self._drafter.admit(admitted)
+        self._learn(plan, result)
+        sampled = {row.request_id: row.token_ids for row in result.rows if row.token_ids and row.error is None}
+        drafts = self._drafter.draft(sampled, plan.least_survival) if sampled else {}
+        rows = tuple(_with_draft(row, drafts.get(row.request_id)) for row in result.rows) if drafts else result.rows
+        return msgspec.structs.replace(result, rows=rows, draft_ns=self._now_ns() - begin_ns)
 
-    def _drafted(self, row: RowResult) -> RowResult:
-        if row.error is not None or not row.token_ids:
-            return row
-        tokens = self._tokens[row.request_id]
-        tokens += row.token_ids
-        drafts = tuple(self._drafter.draft(row.request_id, tokens))
-        return msgspec.structs.replace(row, draft_token_ids=drafts) if drafts else row
+    def _learn(self, plan: StepPlan, result: StepResult) -> None:
+        for row, one in zip(plan.rows, result.rows, strict=True):
+            if row.draft_token_ids and one.error is None:
+                self._drafter.learn(row.request_id, len(row.draft_token_ids), len(one.token_ids) - 1)
+
+
+def _with_draft(row: RowResult, draft: Draft | None) -> RowResult:
+    if draft is None:
+        return row
+    return msgspec.structs.replace(row, draft_token_ids=draft.token_ids, draft_survival=draft.survival)

@@ -10,7 +10,7 @@ up. A plan is made in four passes over one token budget:
     3. admission   from the queue, while there are slots, budget, and blocks for all its known tokens (so a prefill is
                    never stopped half-way for want of blocks). The first that does not fit ends the admission: nobody
                    overtakes it, so nobody starves.
-    4. drafts      decode rows are widened by the drafts that there are, with what is left (`Speculation`).
+    4. drafts      decode rows are widened by the drafts that pay, with what is left (`scheduler.speculation`).
 
 Every request that waits, and every running one that gets no row, gets its cause at this moment.
 """
@@ -73,13 +73,15 @@ class Planner:
         admitted = self._plan_admissions(rows, budget, may_admit, now_ns)
         if not rows:
             return None
+        requests.speculation.note_plan(now_ns)
         if requests.speculation.active:
             num_tokens_left = config.max_num_batched_tokens - sum(row.num_tokens for row in rows)
             requests.speculation.widen(rows, num_tokens_left, len(requests.running))
         self._step_id += 1
         requests.begin_step(self._step_id, rows)
         offloads, restores = requests.cache.take_moves()
-        return StepPlan(self._step_id, tuple(rows), admitted, requests.take_released(), offloads, restores)
+        least = requests.speculation.least_survival(len(rows))
+        return StepPlan(self._step_id, tuple(rows), admitted, requests.take_released(), offloads, restores, least)
 
     def quiet_until_ns(self, now_ns: int) -> float:
         """Until when a plan of nothing but a row for each of the running says of those who wait what the last one said,

@@ -142,8 +142,10 @@ class Scheduler:
         self._last_commit_ns = now_ns
         outputs: list[RequestOutput] = []
         states = self._requests.end_step(plan.step_id)
-        if self.speculation.active:
+        if self.speculation.costs is not None:
             self.speculation.count(states, plan.rows, result.rows)
+            if not self._requests.has_step_in_flight:
+                self.speculation.learn(plan.rows, now_ns)
         for state, row, row_result in zip(states, plan.rows, result.rows, strict=True):
             if state is None:
                 continue
@@ -197,7 +199,7 @@ class Scheduler:
 
     def _settle_drafts(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> None:
         """For a request that goes on."""
-        self.speculation.settle(state, row, row_result.draft_token_ids)
+        self.speculation.settle(state, row, row_result)
         if self._requests.has_step_in_flight and not self._requests.is_in_flight(state):
             state.stall(Cause.STEP_IN_FLIGHT, now_ns)  # its tokens had to be known before it could be planned
 

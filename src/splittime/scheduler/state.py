@@ -31,7 +31,7 @@ class RequestState:
     token_ids: prompt, then outputs. The KV of the first `num_computed` is in the lease's blocks, or will be when the
         steps that were planned have run; these sample `num_promised` tokens that are not known yet. Of drafts, all
         count as computed and promised until the step's result says how many were accepted.
-    draft_token_ids: guesses of what follows `token_ids`, for the next row.
+    draft_token_ids: guesses of what follows `token_ids`, for the next row. draft_survival: as `RowResult` has it.
     plan_until: it gets no row while it has so many tokens, promised ones included. The most that it may have, since the
         last of them is never computed; 0 while its next row has to wait for what is accepted.
     recompute_until: after a preemption, tokens [0, recompute_until) had been computed before.
@@ -41,6 +41,7 @@ class RequestState:
         "account",
         "arrival",
         "cause_log",
+        "draft_survival",
         "draft_token_ids",
         "is_known_to_runner",
         "is_overtaken",
@@ -79,6 +80,7 @@ class RequestState:
         self.num_computed = 0
         self.num_promised = 0
         self.draft_token_ids: tuple[int, ...] = ()
+        self.draft_survival: tuple[float, ...] = ()
         self.plan_until = self.max_num_tokens
         self.recompute_until = 0
         self.num_preemptions = 0

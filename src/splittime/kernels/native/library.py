@@ -1,4 +1,5 @@
-"""The shared library of CPU kernels, by ctypes: the structures and functions of `csrc/splittime.h` and `csrc/peaks.h`.
+"""The shared library of CPU kernels, by ctypes: the structures and functions of `csrc/splittime.h`, `csrc/peaks.h` and
+`csrc/suffix.h`.
 
 `library()` loads it, or says why it cannot (`LibraryMissing`): no compiler at install, another processor. ctypes gives
 up the GIL during each call, so the threads that answer health checks run while a step computes.
@@ -127,6 +128,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_peak_multiply": (c_double, (_I, _L)),
     "st_peak_forget": (_I, (_P, _L)),
     "st_peak_read": (_L, (_I, _P, _L)),
+    "st_text_new": (_P, (_L,)),
+    "st_text_free": (None, (_P,)),
+    "st_text_append": (None, (_P, _P, _L)),
+    "st_text_follow": (None, (_I, _P, _P, _P, _P, _I, _P, _P, _P, _P)),
 }
 
 

@@ -45,6 +45,8 @@ METRICS = (
     MetricSpec("splittime_prefix_query_tokens_total", "counter", (), "Prompt tokens looked up in the prefix cache"),
     MetricSpec("splittime_prefix_hit_tokens_total", "counter", (), "Prompt tokens found there"),
     MetricSpec("splittime_prefix_host_hit_tokens_total", "counter", (), "Of these, the ones that were in host memory"),
+    MetricSpec("splittime_draft_tokens_total", "counter", (), "Guessed tokens that were verified"),
+    MetricSpec("splittime_accepted_draft_tokens_total", "counter", (), "Of these, the ones that were right"),
     MetricSpec("splittime_offloaded_tokens_total", "counter", (), "Tokens of evicted blocks copied to host memory"),
     MetricSpec("splittime_restored_tokens_total", "counter", (), "Tokens of blocks copied back from there"),
     MetricSpec("splittime_gc_pause_seconds_total", "counter", (), "Time the engine spent in garbage collection"),

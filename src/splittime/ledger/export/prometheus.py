@@ -164,6 +164,8 @@ def _totals(stats: EngineStats) -> dict[str, float]:
         "splittime_prefix_query_tokens_total": stats.prefix_query_tokens,
         "splittime_prefix_hit_tokens_total": stats.prefix_hit_tokens,
         "splittime_prefix_host_hit_tokens_total": stats.prefix_host_hit_tokens,
+        "splittime_draft_tokens_total": stats.draft_tokens,
+        "splittime_accepted_draft_tokens_total": stats.accepted_draft_tokens,
         "splittime_offloaded_tokens_total": stats.offloaded_tokens,
         "splittime_restored_tokens_total": stats.restored_tokens,
         "splittime_gc_pause_seconds_total": stats.gc_pause_ns / 1e9,

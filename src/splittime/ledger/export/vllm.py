@@ -88,6 +88,8 @@ ALIASES = (
     _same("num_preemptions_total", "counter", "splittime_preemptions_total"),
     _same("prefix_cache_queries_total", "counter", "splittime_prefix_query_tokens_total"),
     _same("prefix_cache_hits_total", "counter", "splittime_prefix_hit_tokens_total"),
+    _same("spec_decode_num_draft_tokens_total", "counter", "splittime_draft_tokens_total"),
+    _same("spec_decode_num_accepted_tokens_total", "counter", "splittime_accepted_draft_tokens_total"),
     _same("num_requests_waiting", "gauge", "splittime_requests_waiting"),
     _alias(
         "num_requests_waiting_by_reason",

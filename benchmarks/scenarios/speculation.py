@@ -1,0 +1,289 @@
+"""Tokens a second with speculation over without, by kind of text and number of requests. The engine alone, no HTTP.
+
+    python -m benchmarks.scenarios.speculation [--model FOLDER] [--quantization int8] [--threads 2] [--repeats 3]
+        [--sizes 1 4 16 64] [--kinds code ...] [--small] [--json]
+
+All requests of a run come at once, and what counts is the time from when the last has its first token until all have
+ended. `off`, `adaptive` (what `{"method": "suffix"}` does) and `fixed` (eight drafts a row whatever they cost) take
+turns.
+
+Answers are replayed: the model computes every row, drafts included, and then what it chose is replaced by the next
+token of a written text (`Replaying`). So acceptance is that of real text on any weights, also on random ones:
+
+    code         the middle of a module of Python's library; the prompt is what stands before
+    prose        likewise of this project's guides
+    extraction   the answer quotes lines of the prompt, with a few words of its own between them
+    agent        calls of tools, as JSON, alike but for their arguments; others of the same kind were answered before
+    random       tokens drawn evenly from the vocabulary
+
+`own` is what the model says itself after the prompts of `code`, greedy: on random weights it means nothing.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.report import file_result
+from splittime.assemble import model_source
+from splittime.core.clock import SystemClock
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
+from splittime.core.step import Runner
+from splittime.drive.crank import Crank, EngineParts
+from splittime.engine.engine import Engine
+from splittime.runner import compose
+from splittime.runner.config import RunnerConfig
+from splittime.runner.drafting import Draft, DraftingRunner
+from splittime.runner.suffix_drafter import Drafting, SuffixDrafter
+from splittime.runner.torch_runner import TorchRunner
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+from splittime.text.tokenizer import Tokenizer
+
+MOST_DRAFTS, FIXED_DRAFTS = 16, 8
+MODES = ("off", "adaptive", "fixed")
+MODULES = ("argparse", "ast", "asyncio.base_events", "configparser", "csv", "datetime", "difflib", "email.message")
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+
+
+class Lengths(NamedTuple):
+    prompt: int
+    answer: int
+
+
+class Ask(NamedTuple):
+    """answer: what is replayed; () for what the model says itself."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+class Replaying:
+    """An `Execution` whose choices are replaced by the next token of its request's answer."""
+
+    def __init__(self, execution: Any) -> None:
+        self._execution = execution
+        self.answers: dict[str, tuple[int, ...]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._execution, name)
+
+    def choose(self, slots: Sequence[Any], counts: Sequence[int], raw: Any, logits: Any) -> Any:
+        chosen = self._execution.choose(slots, counts, raw, logits)
+        tokens = chosen.tokens()
+        for line, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+            answer = self.answers.get(slot.admitted.request_id, ())
+            if count < len(answer):
+                tokens[line] = answer[count]
+        return chosen._replace(tokens=lambda: tokens)
+
+
+class Fixed(SuffixDrafter):
+    """Says of no draft how likely it is, so that all are verified."""
+
+    def _draft(self, line: int, request: Drafting, least_survival: float, explores: bool) -> Draft | None:
+        found = self._follower.drafts(line)[:FIXED_DRAFTS]
+        return Draft(tuple(found), ()) if found else None
+
+
+# ---- texts
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def code(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
+    files = [Path(__import__(name, fromlist=["_"]).__file__ or "") for name in MODULES]
+    return list(_of_texts(tokenizer, [path.read_text("utf-8") for path in files], count, lengths))
+
+
+def prose(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
+    return list(_of_texts(tokenizer, [path.read_text("utf-8") for path in sorted(GUIDES.glob("*.md"))], count, lengths))
+
+
+def _of_texts(tokenizer: Tokenizer, texts: Sequence[str], count: int, lengths: Lengths) -> Iterator[Ask]:
+    """Pieces from the middle of these texts, in turn, none twice."""
+    wanted = lengths.prompt + lengths.answer
+    ids = [encoded(tokenizer, text) for text in texts]
+    places = [(number, begin) for number, some in enumerate(ids) for begin in range(0, len(some) - wanted, wanted)]
+    random.Random(0).shuffle(places)
+    for number, begin in (places * (1 + count // len(places)))[:count]:
+        piece = tuple(ids[number][begin : begin + wanted])
+        yield Ask(piece[: lengths.prompt], piece[lengths.prompt :])
+
+
+def extraction(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
+    """A quarter of the prompt's tokens at a time, the order of the quarters drawn."""
+    rng, asks = random.Random(1), []
+    for ask in prose(tokenizer, count, lengths):
+        size, answer = lengths.prompt // 4, list[int]()
+        while len(answer) < lengths.answer:
+            begin = rng.randrange(0, lengths.prompt - size + 1, 8)
+            answer += [*encoded(tokenizer, f"\n{len(answer)}. says: "), *ask.prompt[begin : begin + size]]
+        asks.append(Ask(ask.prompt, tuple(answer[: lengths.answer])))
+    return asks
+
+
+def agent(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
+    rng, asks = random.Random(2), []
+    words = ("invoice", "customer", "shipment", "warehouse", "refund", "contract", "ticket", "region")
+    for _ in range(count):
+        prompt = encoded(tokenizer, f"Look up {rng.choice(words)} {rng.randrange(10**6)}. " * 40)[: lengths.prompt]
+        answer: list[int] = []
+        while len(answer) < lengths.answer:
+            call = {
+                "tool": "search_records",
+                "arguments": {
+                    "table": rng.choice(words),
+                    "id": rng.randrange(10**6),
+                    "limit": rng.choice((10, 20, 50)),
+                },
+            }
+            answer += encoded(tokenizer, json.dumps(call, indent=2) + "\n")
+        asks.append(Ask(tuple(prompt), tuple(answer[: lengths.answer])))
+    return asks
+
+
+def drawn(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
+    rng, ids = random.Random(3), range(10, 1000)
+    return [
+        Ask(tuple(rng.choices(ids, k=lengths.prompt)), tuple(rng.choices(ids, k=lengths.answer))) for _ in range(count)
+    ]
+
+
+def own(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
+    return [ask._replace(answer=()) for ask in code(tokenizer, count, lengths)]
+
+
+KINDS = {"extraction": extraction, "code": code, "prose": prose, "agent": agent, "random": drawn, "own": own}
+
+
+# ---- runs
+
+
+class Bench:
+    def __init__(self, runner: TorchRunner, lengths: Lengths) -> None:
+        self.replaying = Replaying(runner.execution)
+        runner.execution = self.replaying  # type: ignore[assignment]
+        self._runner, self._lengths, self._num_runs = runner, lengths, 0
+
+    def drafting(self, mode: str) -> Runner:
+        made = {"adaptive": SuffixDrafter, "fixed": Fixed}
+        if mode == "off":
+            return self._runner
+        return DraftingRunner(self._runner, made[mode](MOST_DRAFTS, self._runner.resolved.max_model_len))
+
+    def run(self, runner: Runner, asks: Sequence[Ask]) -> dict[str, float]:
+        """Returns tokens a second from when all had their first token, and how many drafts were verified and right."""
+        resolved, lengths = self._runner.resolved, self._lengths
+        config = SchedulerConfig(
+            max_num_seqs=len(asks),
+            max_num_batched_tokens=max(256, 2 * len(asks)),
+            max_model_len=resolved.max_model_len,
+            num_blocks=resolved.num_blocks,
+            block_size=resolved.block_size,
+            enable_prefix_caching=False,
+        )
+        scheduler = Scheduler(config)
+        crank, self._num_runs = Crank(EngineParts(Engine(scheduler), runner), SystemClock()), self._num_runs + 1
+        sampling = SamplingParams(max_tokens=lengths.answer, temperature=0.0, ignore_eos=True, seed=0)
+        for number, ask in enumerate(asks):
+            name = f"{self._num_runs}/{number}"
+            self.replaying.answers[name] = ask.answer
+            now_ns = time.monotonic_ns()
+            asked = Request(request_id=name, prompt_token_ids=ask.prompt, sampling=sampling, submitted_ns=now_ns)
+            crank.submit(asked, now_ns)
+        waiting = {f"{self._num_runs}/{number}" for number in range(len(asks))}
+        num_tokens, begin_ns = 0, 0
+        while crank.has_work:
+            output = crank.turn()
+            for one in output.outputs if output is not None else ():
+                num_tokens += len(one.token_ids) if begin_ns else 0
+                waiting.discard(one.request_id) if one.token_ids else None
+            if not waiting and not begin_ns:
+                begin_ns = time.monotonic_ns()
+        self.replaying.answers.clear()
+        counts = scheduler.counts
+        rate = num_tokens / (time.monotonic_ns() - begin_ns) * 1e9
+        return {"tokens_per_s": rate, "drafts": counts.draft_tokens, "right": counts.accepted_draft_tokens}
+
+
+def cell(bench: Bench, asks: Sequence[Ask], size: int, repeats: int) -> dict[str, Any]:
+    """One kind of text with so many requests at once: the modes by turns, each with other requests in each round. What
+    learns has answered one round before."""
+    runners = {mode: bench.drafting(mode) for mode in MODES}
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    for number in range(repeats + 1):
+        some = asks[number * size : (number + 1) * size]
+        for mode in MODES if number % 2 == 0 else reversed(MODES):
+            told = bench.run(runners[mode], some)
+            if number:
+                found[mode].append(told)
+    rates = {mode: [one["tokens_per_s"] for one in runs] for mode, runs in found.items()}
+    row: dict[str, Any] = {"tokens_per_s_off": statistics.median(rates["off"])}
+    for mode in MODES[1:]:
+        ratios = [one / off for one, off in zip(rates[mode], rates["off"], strict=True)]
+        drafts, right = (sum(one[name] for one in found[mode]) for name in ("drafts", "right"))
+        row |= {f"{mode}_ratio": statistics.median(ratios), f"{mode}_from": min(ratios), f"{mode}_to": max(ratios)}
+        row |= {f"{mode}_drafts": drafts, f"{mode}_right": right / drafts if drafts else None}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(model_source.locate(None)))
+    parser.add_argument("--quantization")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--answer", type=int, default=192, help="tokens")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="to see that it works: the figures mean nothing")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    sizes, lengths, repeats = arguments.sizes, Lengths(arguments.prompt, arguments.answer), arguments.repeats
+    if arguments.small:
+        sizes, lengths, repeats = [2], Lengths(32, 12), 1
+    settings = {
+        "model_path": arguments.model,
+        "quantization": arguments.quantization,
+        "num_threads": arguments.threads,
+        "load_format": arguments.load_format,
+        "max_num_seqs": max(sizes),
+        "max_model_len": sum(lengths) + MOST_DRAFTS,
+    }
+    runner = compose.load_torch_runner(RunnerConfig(**settings))
+    runner.warm_up()
+    tokenizer, bench = Tokenizer.load(model_source.locate(None)), Bench(runner, lengths)
+    rows = []
+    for kind in arguments.kinds:
+        asks = KINDS[kind](tokenizer, (repeats + 1) * max(sizes), lengths)
+        for size in sizes:
+            rows.append({"kind": kind, "requests": size, **cell(bench, asks, size, repeats)})
+            if not arguments.json:
+                print(_line(rows[-1]), flush=True)
+    path = file_result("speculation", {"rows": rows}, vars(arguments), arguments.json)
+    if not arguments.json:
+        print(f"written to {path}")
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    told = [f"{row['kind']:<10} {row['requests']:>3} at once {row['tokens_per_s_off']:7.0f}/s"]
+    for mode in MODES[1:]:
+        right = row[f"{mode}_right"]
+        spread = f"({row[f'{mode}_from']:.2f} to {row[f'{mode}_to']:.2f})"
+        share = "no drafts" if right is None else f"{row[f'{mode}_drafts']:.0f} drafts, {right:.0%} right"
+        told.append(f"{mode} {row[f'{mode}_ratio']:.2f} {spread}, {share}")
+    return "; ".join(told)
+
+
+if __name__ == "__main__":
+    main()

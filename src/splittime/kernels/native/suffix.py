@@ -1,0 +1,74 @@
+"""Texts that know what followed their last tokens where these stood before (`csrc/suffix.h`)."""
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from splittime.kernels.native.library import library
+
+OWN, CORPUS = 0, 1
+BETWEEN_TEXTS = -1
+HANDLES, TOKENS = "Q", "i"  # types of arrays
+
+
+class SuffixText:
+    """Keeps the newest `capacity` tokens. Raises `LibraryMissing`."""
+
+    def __init__(self, capacity: int) -> None:
+        self._free = library().st_text_free
+        self.handle: int = library().st_text_new(capacity)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._free(self.handle)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens; `BETWEEN_TEXTS` ends a text and begins another."""
+        tokens = array(TOKENS, token_ids)
+        library().st_text_append(self.handle, tokens.buffer_info()[0], len(tokens))
+
+
+class SuffixBatch(NamedTuple):
+    """Texts that go on together, each with its corpus or None. The arrays hold their handles."""
+
+    texts: tuple[SuffixText, ...]
+    corpora: tuple[SuffixText | None, ...]
+    text_handles: "array[int]"
+    corpus_handles: "array[int]"
+
+
+def suffix_batch(texts: Sequence[SuffixText], corpora: Sequence[SuffixText | None]) -> SuffixBatch:
+    handles = array(HANDLES, [text.handle for text in texts])
+    of_corpora = array(HANDLES, [0 if corpus is None else corpus.handle for corpus in corpora])
+    return SuffixBatch(tuple(texts), tuple(corpora), handles, of_corpora)
+
+
+class Follower:
+    """What followed, by text of the batch: `lengths`, how many of its last tokens stood before, 0 if fewer than two;
+    `sources`, where, `OWN` or `CORPUS`; `drafts(line)`, what followed there. Of the latest call. One call takes about
+    as long as a numpy array is made in, since it comes in every step.
+
+    most: drafts of a text."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._follow = most, library().st_text_follow
+        self.lengths = self.sources = self._counts = self._drafts = array(TOKENS)
+
+    def follow(self, batch: SuffixBatch, new_tokens: Sequence[Sequence[int]]) -> None:
+        """Appends each text's new tokens and looks for the longest end of it that stood before, in the text or in its
+        corpus, the newest place of it."""
+        rows = len(batch.text_handles)
+        if rows > len(self.lengths):
+            self.lengths, self.sources, self._counts = (array(TOKENS, bytes(4 * rows)) for _ in range(3))
+            self._drafts = array(TOKENS, bytes(4 * rows * self._most))
+        counts = array(TOKENS, map(len, new_tokens))
+        tokens = array(TOKENS, chain.from_iterable(new_tokens))
+        inputs = (batch.text_handles, batch.corpus_handles, counts, tokens)
+        results = (self.lengths, self.sources, self._counts, self._drafts)
+        places = [one.buffer_info()[0] for one in (*inputs, *results)]
+        self._follow(rows, *places[:4], self._most, *places[4:])
+
+    def drafts(self, line: int) -> list[int]:
+        begin = line * self._most
+        return self._drafts[begin : begin + self._counts[line]].tolist()

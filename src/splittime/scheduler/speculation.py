@@ -1,0 +1,186 @@
+"""What the scheduler does with drafts: how many pay in the next step, and what the books say once some were accepted.
+
+A runner guesses what follows a token (`RowResult.draft_token_ids`), and the request's next row verifies the guesses.
+The scheduler guesses nothing and asks nobody to. Three rules make drafts harmless:
+
+* They pay: a step with drafts is expected to give more tokens for its time than one without, by `MARGIN` at least. The
+  chance that a draft and all before it are right comes with it; what one more decode row costs is learnt from the steps
+  (`RowCosts`). Of all drafts of all rows the likeliest come first, so a row that is rarely right gets none where the
+  batch is large. Where none pays, the step is the plain one.
+* They come last: a row is widened with tokens of the budget and with blocks that no row, prompt or admission of the
+  step had use for, while a block stays free for each running request. Nobody is preempted or kept waiting for one.
+* Who has drafts is not planned ahead: where its next row begins hangs on what is accepted. It waits for the result and
+  then gets its row, so where steps are planned ahead it has one in every second step.
+
+While a row with drafts runs, all of its tokens count as computed and promised. `settle` corrects that by what was
+accepted: the blocks behind go back, and none of them was in the prefix index.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from splittime.core.step import Row, RowResult
+from splittime.kv.cache import KVCache
+from splittime.scheduler.counts import Counts
+from splittime.scheduler.state import RequestState
+
+MARGIN = 0.03
+MEMORY = 0.97  # what is left of a step in `RowCosts` when another follows
+ROWS_WITHOUT = 9.0  # by the prior, a step without rows takes as long as so many rows
+PRIOR_WEIGHT = 4.0  # of the prior slope, in rows squared
+MOST_TIMES = 3.0  # a step that takes longer than so many times what is expected is the machine's doing
+
+
+class RowCosts:
+    """How long a step takes by the number of its decode rows, drafts among them: a line, fitted to the latest steps
+    that had nothing but such rows. From a plan's instant to its commit's, so the host's part is in it."""
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._ns = self._spread = self._product = 0.0  # means; sums of products about them
+
+    def learn(self, num_rows: int, ns: int) -> None:
+        if self._weight > 1.0:
+            ns = min(ns, round(MOST_TIMES * self.expected_ns(num_rows)))
+        weight = MEMORY * self._weight + 1.0
+        rows_off, ns_off = num_rows - self._rows, ns - self._ns
+        self._rows += rows_off / weight
+        self._ns += ns_off / weight
+        kept = MEMORY * self._weight / weight
+        self._spread = MEMORY * self._spread + kept * rows_off * rows_off
+        self._product = MEMORY * self._product + kept * rows_off * ns_off
+        self._weight = weight
+
+    @property
+    def is_known(self) -> bool:
+        return self._weight > 0
+
+    @property
+    def ns_per_row(self) -> float:
+        """What one more row costs, at least 0."""
+        prior = self._ns / (self._rows + ROWS_WITHOUT)
+        return max(0.0, (self._product + PRIOR_WEIGHT * prior) / (self._spread + PRIOR_WEIGHT))
+
+    def expected_ns(self, num_rows: int) -> float:
+        return max(1.0, self._ns + self.ns_per_row * (num_rows - self._rows))
+
+
+class Speculation:
+    """active: the requests that have drafts, in hand or in a row, or that wait because of some. costs: None until the
+    first drafts come."""
+
+    def __init__(self, cache: KVCache, counts: Counts) -> None:
+        self.active: set[RequestState] = set()
+        self.costs: RowCosts | None = None
+        self._cache = cache
+        self._counts = counts
+        self._planned_ns = 0
+
+    def note_plan(self, now_ns: int) -> None:
+        self._planned_ns = now_ns
+
+    def learn(self, rows: tuple[Row, ...], now_ns: int) -> None:
+        """A step that ran alone was committed now."""
+        num_rows = 0
+        for row in rows:
+            if len(row.token_ids) > 1 or not row.num_samples:
+                return
+            num_rows += row.num_samples
+        if self.costs is not None:
+            self.costs.learn(num_rows, now_ns - self._planned_ns)
+
+    def least_survival(self, num_rows: int) -> float:
+        """Returns how likely a draft must be to pay in a step of so many rows; 0 where nobody knows."""
+        if self.costs is None or not self.costs.is_known:
+            return 0.0
+        return (1 + MARGIN) * num_rows * self.costs.ns_per_row / self.costs.expected_ns(num_rows)
+
+    def widen(self, rows: list[Row], num_tokens_left: int, num_running: int) -> None:
+        """Put drafts into the rows of a step that is otherwise planned. Those that do not pay or do not fit are
+        dropped: the row's result makes them old."""
+        drafted = {state.request_id: state for state in self.active if state.draft_token_ids}
+        chosen = self._chosen([drafted[row.request_id] for row in rows if row.request_id in drafted], rows)
+        for place, row in enumerate(rows):
+            state = drafted.get(row.request_id)
+            if state is None:
+                continue
+            drafts, state.draft_token_ids, state.draft_survival = state.draft_token_ids, (), ()
+            num_drafts = self._num_that_fit(state, min(chosen[row.request_id], num_tokens_left), num_running)
+            if num_drafts > 0:
+                rows[place] = _widened(state, row, drafts[:num_drafts])
+                num_tokens_left -= num_drafts
+
+    def _chosen(self, states: list[RequestState], rows: list[Row]) -> Mapping[str, int]:
+        """Returns how many drafts each of these requests gets."""
+        chosen = {state.request_id: 0 for state in states}
+        certain = {state.request_id: len(state.draft_token_ids) for state in states if not state.draft_survival}
+        costs, num_rows = self.costs, sum(row.num_samples for row in rows)
+        if costs is None or not costs.is_known or not num_rows:
+            return chosen | certain
+        step_ns, row_ns = costs.expected_ns(num_rows), costs.ns_per_row
+        slots = sorted(_slots(states, self.least_survival(num_rows)), key=lambda slot: -slot[0])
+        expected, best = float(num_rows), 0.0
+        for number, (chance, _) in enumerate(slots, 1):
+            expected += chance
+            rate = expected / (step_ns + number * row_ns)
+            if rate <= best:
+                slots = slots[: number - 1]
+                break
+            best = rate
+        if best >= (1 + MARGIN) * num_rows / step_ns:
+            for _, request_id in slots:
+                chosen[request_id] += 1
+        return chosen | certain
+
+    def _num_that_fit(self, state: RequestState, num_drafts: int, num_running: int) -> int:
+        """As many of its drafts as it may still have tokens, and as there are blocks for, which it then holds."""
+        num_known = len(state.token_ids)
+        num_drafts = min(num_drafts, state.max_num_tokens - num_known - 1)
+        if num_drafts > 0 and self._cache.has_room(state.lease, num_known + num_drafts, keep_free=num_running):
+            self._cache.reserve(state.lease, num_known + num_drafts)
+        return min(num_drafts, len(state.lease.block_ids) * self._cache.block_size - num_known)
+
+    def count(self, states: list[RequestState | None], rows: tuple[Row, ...], results: tuple[RowResult, ...]) -> None:
+        """The drafts of a step, but for those of rows that are of no interest any more."""
+        for state, row, result in zip(states, rows, results, strict=True):
+            if state is not None and row.draft_token_ids:
+                self._counts.draft_tokens += len(row.draft_token_ids)
+                self._counts.accepted_draft_tokens += max(0, len(result.token_ids) - 1)
+
+    def settle(self, state: RequestState, row: Row, result: RowResult) -> None:
+        """A row that sampled has given its request tokens, and the request goes on."""
+        if row.draft_token_ids:
+            state.num_computed = len(state.token_ids) - 1
+            self._cache.trim(state.lease, state.num_computed)
+        is_known, next_drafts = state.num_promised == 0, result.draft_token_ids
+        state.draft_token_ids, state.draft_survival = (), ()
+        if is_known:  # else its next row runs already, and these drafts are old
+            state.draft_token_ids, state.draft_survival = next_drafts, result.draft_survival
+        state.plan_until = 0 if next_drafts and not is_known else state.max_num_tokens
+        if next_drafts:
+            self.active.add(state)
+            self.costs = self.costs or RowCosts()
+        else:
+            self.active.discard(state)
+
+    def forget(self, state: RequestState) -> None:
+        """Expect nothing of its rows: the request has ended, or was preempted."""
+        self.active.discard(state)
+        state.draft_token_ids, state.draft_survival = (), ()
+        state.plan_until = state.max_num_tokens
+
+
+def _slots(states: list[RequestState], least: float) -> Iterator[tuple[float, str]]:
+    """Each draft that is at least so likely to be right with all before it, with its request."""
+    for state in states:
+        for chance in state.draft_survival:
+            if chance < least:
+                break
+            yield chance, state.request_id
+
+
+def _widened(state: RequestState, row: Row, drafts: tuple[int, ...]) -> Row:
+    """The row with these drafts; they count as computed and promised from now on."""
+    state.num_computed += len(drafts)
+    state.num_promised += len(drafts)
+    state.plan_until = 0
+    new_block_ids = row.new_block_ids + state.lease.unsent()
+    return Row(row.request_id, row.start, row.token_ids, new_block_ids, 1 + len(drafts), drafts)

@@ -1,0 +1,103 @@
+"""Drafts from a request's own text and from past answers: whose, how many, and what is learnt of them."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted
+from splittime.runner import suffix_drafter
+from splittime.runner.suffix_drafter import EXPLORE, SuffixDrafter
+
+pytestmark = pytest.mark.usefixtures("native")
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+def admit(drafter: SuffixDrafter, name: str, tokens: Sequence[int], salt: str = "") -> None:
+    drafter.admit(Admitted(name, tuple(tokens), 0, GREEDY, (), salt))
+
+
+def answered(drafter: SuffixDrafter, name: str, tokens: Sequence[int], salt: str = "") -> None:
+    """A request that has come and gone."""
+    admit(drafter, name, (99,), salt)
+    drafter.draft({name: tuple(tokens)}, 0.0)
+    drafter.release(name)
+
+
+def test_a_prompt_that_is_quoted_is_guessed() -> None:
+    drafter = SuffixDrafter(4, 1000)
+    admit(drafter, "a", (1, 2, 3, 4, 5, 6, 7))
+    assert drafter.draft({"a": (9,)}, 0.0) == {}
+    assert drafter.draft({"a": (2,)}, 0.0) == {}
+    draft = drafter.draft({"a": (3,)}, 0.0)["a"]
+    assert draft.token_ids == (4, 5, 6, 7)
+    assert list(draft.survival) == sorted(draft.survival, reverse=True)
+
+
+def test_what_was_answered_is_guessed_for_the_same_tenant_alone() -> None:
+    drafter = SuffixDrafter(3, 1000)
+    answered(drafter, "a", (1, 2, 3, 4, 5), salt="ours")
+    for name, salt in (("b", "ours"), ("c", "theirs"), ("d", "")):
+        admit(drafter, name, (1,), salt)
+    assert drafter.draft({"b": (2,), "c": (2,), "d": (2,)}, 0.0)["b"].token_ids == (3, 4, 5)
+    assert set(drafter.draft({"b": (3,), "c": (3,), "d": (3,)}, 0.0)) == {"b"}
+
+
+def test_a_text_alone_has_no_corpus() -> None:
+    drafter = SuffixDrafter(3, 1000, has_corpus=False)
+    answered(drafter, "a", (1, 2, 3, 4, 5))
+    admit(drafter, "b", (1,))
+    assert drafter.draft({"b": (2,)}, 0.0) == {}
+
+
+def test_prompts_are_in_no_corpus() -> None:
+    drafter = SuffixDrafter(3, 1000)
+    admit(drafter, "a", (1, 2, 3, 4))
+    drafter.draft({"a": (9,)}, 0.0)
+    drafter.release("a")
+    admit(drafter, "b", (1,))
+    assert drafter.draft({"b": (2,)}, 0.0) == {}
+
+
+def test_a_short_match_may_be_too_short() -> None:
+    drafter = SuffixDrafter(3, 1000, min_match=3)
+    admit(drafter, "a", (1, 2, 3, 4, 5, 6))
+    assert drafter.draft({"a": (2,)}, 0.0) == {}
+    assert drafter.draft({"a": (3,)}, 0.0) == {}
+    assert drafter.draft({"a": (4,)}, 0.0)["a"].token_ids == (5, 6, 2)
+
+
+def test_one_that_is_always_wrong_is_asked_no_more_but_now_and_then() -> None:
+    drafter = SuffixDrafter(4, 10_000)
+    admit(drafter, "a", (1, 2, 5))
+    asked = []
+    for number in range(6 * EXPLORE):
+        drafts = drafter.draft({"a": (3 + number % 2 * 4 + number, 1, 2)}, 0.0)
+        asked.append(len(drafts["a"].token_ids) if drafts else 0)
+        if drafts:
+            drafter.learn("a", asked[-1], 0)
+    assert asked[0] == 4
+    late = asked[3 * EXPLORE :]
+    assert 0 < sum(late) < 0.1 * len(late)
+    assert max(late) <= 1
+
+
+def test_of_the_tenants_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_drafter, "MOST_TENANTS", 2)
+    drafter = SuffixDrafter(3, 1000)
+    for salt in ("one", "two", "one", "three"):
+        answered(drafter, "a", (1, 2, 3, 4), salt)
+    admit(drafter, "b", (1,), "one")
+    admit(drafter, "d", (1,), "three")
+    assert set(drafter.draft({"b": (2,), "d": (2,)}, 0.0)) == {"b", "d"}
+    admit(drafter, "c", (1,), "two")
+    assert drafter.draft({"c": (2,)}, 0.0) == {}
+
+
+def test_one_that_is_unknown_or_gone_is_no_error() -> None:
+    drafter = SuffixDrafter(3, 1000)
+    drafter.release("never")
+    drafter.learn("never", 3, 1)
+    admit(drafter, "a", (1, 2))
+    drafter.learn("a", 3, 1)  # it was never asked
+    assert drafter.draft({"a": (7,)}, 0.0) == {}

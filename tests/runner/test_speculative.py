@@ -1,0 +1,51 @@
+"""What `speculative_config` takes, and what it says of what it does not."""
+
+import pytest
+
+from splittime.assemble import settings
+from splittime.core.errors import ConfigError
+from splittime.runner.config import RunnerConfig
+from splittime.runner.speculative import MOST_DRAFTS, SpeculativeConfig, speculative_config
+
+
+def test_what_is_asked_for() -> None:
+    assert speculative_config(None) is None
+    assert speculative_config('{"method": "suffix"}') == SpeculativeConfig(method="suffix")
+    found = speculative_config('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3}')
+    assert found == SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_min=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("suffix", "not understood"),
+        ("{}", "missing required field `method`"),
+        ('{"method": "eagle"}', "Invalid enum value 'eagle'"),
+        ('{"method": "draft_model", "model": "x"}', "draft_model"),
+        ('{"method": "ngram", "prompt_lookup_max": 4}', "unknown field `prompt_lookup_max`"),
+        ('{"method": "suffix", "num_speculative_tokens": 0}', "num_speculative_tokens = 0"),
+        (f'{{"method": "suffix", "num_speculative_tokens": {MOST_DRAFTS + 1}}}', "is not in 1 to 64"),
+        ('{"method": "suffix", "num_speculative_tokens": "5"}', "not understood"),
+        ('{"method": "ngram", "prompt_lookup_min": 1}', "prompt_lookup_min = 1"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunnerConfig(model_path="x", speculative_config=text).validate()
+    assert words in caught.value.info.message
+    assert caught.value.info.param == "speculative_config"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("async_scheduling", {"async_scheduling": True}), ("tensor_parallel_size", {"tensor_parallel_size": 2})],
+)
+def test_rows_with_drafts_are_of_one_process_and_one_step_at_a_time(name: str, changes: dict) -> None:
+    with pytest.raises(ConfigError, match=f"does not go with {name}"):
+        RunnerConfig(model_path="x", speculative_config='{"method": "suffix"}', **changes).validate()
+    RunnerConfig(model_path="x", **changes).validate()
+
+
+def test_an_argument_may_be_a_table() -> None:
+    found = settings.from_arguments({"speculative_config": {"method": "suffix"}})
+    assert speculative_config(found["speculative_config"]) == SpeculativeConfig(method="suffix")
