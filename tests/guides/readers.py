@@ -20,7 +20,7 @@ from pages import ROOT, Block
 
 PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=--port )\d+")
 REWRITTEN = (
-    (re.compile(r"--duration \d+s"), "--duration 1s"),
+    (re.compile(r"--duration \d+s"), "--duration 2s"),
     (re.compile(r"(splittime quality .*)--tokens \d+"), r"\1--tokens 1000 --length short"),
     (re.compile(r"--minutes \d+"), "--tokens 2048 --step-tokens 1024"),
     (re.compile(r"--calibrate text.txt"), "--calibrate text.txt --samples 8 --length 64"),

@@ -1,12 +1,13 @@
 """The load of a ledger file: its busiest stretch is sent again, with other tokens in the place of the recorded texts.
 
 A ledger has no texts. It says when requests came, how long they were, and which prefixes they shared. Prompts of other
-tokens are made from that, equal where the recorded ones were equal (`simulate.trace`). Each run shifts all tokens by
-another number, so that no run finds another's in the prefix cache.
+tokens are made from that, equal where the recorded ones were equal (`simulate.trace`). Each run has other tokens in
+their places, so that no run finds another's in the prefix cache.
 """
 
+import math
 import secrets
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from splittime.bench.book.records import Phase
@@ -46,14 +47,14 @@ class RecordedLoad:
         vocab_size = limits.vocab_size or USUAL_VOCAB_SIZE
         begin_ns = self._requests[0].arrived_ns
         end_ns = self._requests[-1].arrived_ns - begin_ns + 1
-        from_ns, shift = round(end_ns * WARM_UP_SHARE), secrets.randbelow(vocab_size)
+        from_ns, renaming = round(end_ns * WARM_UP_SHARE), _renaming(vocab_size)
         return Schedule(
             seed=0,
             measured_from_ns=from_ns,
             measured_until_ns=end_ns,
             settings=self.about,
             requests=tuple(
-                _planned(index, one, one.arrived_ns - begin_ns, from_ns, (shift, vocab_size))
+                _planned(index, one, one.arrived_ns - begin_ns, from_ns, renaming)
                 for index, one in enumerate(self._requests)
             ),
         )
@@ -77,9 +78,17 @@ def busiest(requests: Sequence[TracedRequest], length_ns: int) -> list[TracedReq
     return ordered[best[0] : best[1]]
 
 
-def _planned(index: int, one: TracedRequest, at_ns: int, from_ns: int, shifted: tuple[int, int]) -> Planned:
-    shift, vocab_size = shifted
-    prompt = tuple((token + shift) % vocab_size for token in one.request.prompt_token_ids)
+def _renaming(vocab_size: int) -> Callable[[int], int]:
+    """Returns another token for each, a different one for each. A mere shift would not do: prompts made for a trace are
+    sequences with one step, and a shifted one may begin as another."""
+    factor, shift = vocab_size, secrets.randbelow(vocab_size)
+    while math.gcd(factor, vocab_size) > 1:
+        factor = 1 + secrets.randbelow(vocab_size)
+    return lambda token: (factor * token + shift) % vocab_size
+
+
+def _planned(index: int, one: TracedRequest, at_ns: int, from_ns: int, renaming: Callable[[int], int]) -> Planned:
+    prompt = tuple(map(renaming, one.request.prompt_token_ids))
     return Planned(
         index=index,
         at_ns=at_ns,
