@@ -11,7 +11,7 @@ Answers are replayed: the model computes every row, drafts included, and then wh
 token of a written text (`Replaying`). So acceptance is that of real text on any weights, also on random ones:
 
     code         the middle of a module of Python's library; the prompt is what stands before
-    prose        likewise of this project's guides
+    prose        likewise of this project's documents
     extraction   the answer quotes lines of the prompt, with a few words of its own between them
     agent        calls of tools, as JSON, alike but for their arguments; others of the same kind were answered before
     random       tokens drawn evenly from the vocabulary
@@ -39,7 +39,7 @@ from splittime.engine.engine import Engine
 from splittime.runner import compose
 from splittime.runner.config import RunnerConfig
 from splittime.runner.drafting import Draft, DraftingRunner
-from splittime.runner.suffix_drafter import Drafting, SuffixDrafter
+from splittime.runner.suffix_drafter import DraftedText, SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -48,7 +48,7 @@ from splittime.text.tokenizer import Tokenizer
 MOST_DRAFTS, FIXED_DRAFTS = 16, 8
 MODES = ("off", "adaptive", "fixed")
 MODULES = ("argparse", "ast", "asyncio.base_events", "configparser", "csv", "datetime", "difflib", "email.message")
-GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+ROOT = Path(__file__).parents[2]
 
 
 class Lengths(NamedTuple):
@@ -86,7 +86,7 @@ class Replaying:
 class Fixed(SuffixDrafter):
     """Says of no draft how likely it is, so that all are verified."""
 
-    def _draft(self, line: int, request: Drafting, least_survival: float, explores: bool) -> Draft | None:
+    def _draft(self, line: int, request: DraftedText, least_survival: float, explores: bool) -> Draft | None:
         found = self._follower.drafts(line)[:FIXED_DRAFTS]
         return Draft(tuple(found), ()) if found else None
 
@@ -104,7 +104,8 @@ def code(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
 
 
 def prose(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
-    return list(_of_texts(tokenizer, [path.read_text("utf-8") for path in sorted(GUIDES.glob("*.md"))], count, lengths))
+    pages = [ROOT / "BENCHMARKS.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    return list(_of_texts(tokenizer, [path.read_text("utf-8") for path in pages], count, lengths))
 
 
 def _of_texts(tokenizer: Tokenizer, texts: Sequence[str], count: int, lengths: Lengths) -> Iterator[Ask]:
@@ -113,7 +114,9 @@ def _of_texts(tokenizer: Tokenizer, texts: Sequence[str], count: int, lengths: L
     ids = [encoded(tokenizer, text) for text in texts]
     places = [(number, begin) for number, some in enumerate(ids) for begin in range(0, len(some) - wanted, wanted)]
     random.Random(0).shuffle(places)
-    for number, begin in (places * (1 + count // len(places)))[:count]:
+    if count > len(places):
+        raise SystemExit(f"{count} pieces are asked for, and the texts have {len(places)}: fewer requests or repeats")
+    for number, begin in places[:count]:
         piece = tuple(ids[number][begin : begin + wanted])
         yield Ask(piece[: lengths.prompt], piece[lengths.prompt :])
 

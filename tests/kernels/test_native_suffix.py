@@ -66,7 +66,9 @@ def test_a_corpus_is_asked_where_it_knows_more() -> None:
     assert followed([4, 5, 6], corpus) == (2, CORPUS, [7, 8])  # not over the end of a text
     assert followed([5, 6, 9, 5, 6], corpus) == (2, OWN, [9, 5, 6, 9, 5, 6])  # of equals its own
     assert followed([8, 1], corpus)[0] == 0
-    assert followed([2, 3, 4, 2, 3], text_of([2, 3]))[1] == OWN  # the end of a corpus has no followers
+    assert followed([2, 3, 4, 2, 3], text_of([2, 3]))[1] == OWN
+    longer = text_of([1, 2, 3, BETWEEN_TEXTS])  # and nothing behind it
+    assert followed([2, 3, 4, 9, 1, 2, 3], longer) == (2, OWN, [4, 9, 1, 2, 3, 4])
 
 
 def test_what_is_too_old_is_forgotten() -> None:
@@ -90,7 +92,7 @@ def test_whatever_is_found_stood_there(tokens: list[int], capacity: int, piece: 
     for begin in range(0, len(tokens), piece):
         found = follow([text], [None], [tokens[begin : begin + piece]])
         known = tokens[: begin + piece]
-        length, drafts, kept = found.lengths[0], found.drafts(0), known[-capacity:]
+        length, drafts, kept = found.lengths[0], found.drafts(0), known[-text.capacity :]
         assert length == 0 or 2 <= length < len(kept)
         if length:
             assert any(
@@ -108,6 +110,6 @@ def goes_on(tokens: list[int], place: int) -> list[int]:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 50), min_size=2, max_size=40), st.integers(2, 3))
+@given(st.lists(st.integers(0, 50), min_size=17, max_size=300), st.integers(2, 3))
 def test_a_whole_repetition_is_found(tokens: list[int], times: int) -> None:
     assert followed(tokens * times)[0] >= 2

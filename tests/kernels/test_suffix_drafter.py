@@ -82,6 +82,32 @@ def test_one_that_is_always_wrong_is_asked_no_more_but_now_and_then() -> None:
     assert max(late) <= 1
 
 
+def test_what_came_behind_the_end_of_an_answer_is_not_guessed() -> None:
+    drafter = SuffixDrafter(4, 1000)
+    drafter.admit(Admitted("a", (1, 2, 3, 0, 4, 5), 0, GREEDY, (0,)))
+    assert drafter.draft({"a": (1, 2)}, 0.0)["a"].token_ids == (3, 0)
+
+
+def test_a_place_that_was_long_wrong_is_tried_now_and_then() -> None:
+    drafter = SuffixDrafter(4, 100_000)
+    admit(drafter, "a", (1, 2, 3, 4))
+    asked = []
+    for number in range(6 * EXPLORE):
+        drafts = drafter.draft({"a": (10 + number, 1, 2)}, 0.0)
+        asked.append(len(drafts["a"].token_ids))
+        drafter.learn("a", asked[-1], 1)
+    assert asked[-EXPLORE:].count(2) == 1
+    assert asked[-EXPLORE:].count(1) == EXPLORE - 1
+
+
+def test_an_explored_draft_is_told_as_one_to_be_taken() -> None:
+    drafter = SuffixDrafter(4, 100_000)
+    admit(drafter, "a", (1, 2, 3, 4))
+    told = [drafter.draft({"a": (10 + number, 1, 2)}, 2.0) for number in range(EXPLORE)]
+    assert [len(drafts) for drafts in told] == [0] * (EXPLORE - 1) + [1]
+    assert (len(told[-1]["a"].token_ids), told[-1]["a"].survival) == (1, ())
+
+
 def test_of_the_tenants_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix_drafter, "MOST_TENANTS", 2)
     drafter = SuffixDrafter(3, 1000)

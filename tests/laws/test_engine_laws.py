@@ -91,7 +91,8 @@ class World:
         self.scheduler = Scheduler(config)
         self.engine = Engine(self.scheduler, plans_ahead=plans_ahead)
         fake = FakeRunner(config.block_size, VOCAB_SIZE, EOS_EVERY, 1000, 10, self.clock, execution, move_ns=5)
-        drafting = DraftingRunner(fake, Guesser(following, VOCAB_SIZE, chance), fake, self.clock.now_ns)
+        self.guesser = Guesser(following, VOCAB_SIZE, chance)
+        drafting = DraftingRunner(fake, self.guesser, fake, self.clock.now_ns)
         self.crank = CheckedCrank(self.parts(drafting if drafts else fake), self)
         self.played = TimedRun(self.crank, self.clock, HostCosts(after_output_ns=3, per_message_ns=1))
 
@@ -209,6 +210,8 @@ class World:
         if not self.plans_ahead:  # else a request may end between the two
             assert told.draft_tokens == sum(drafts for drafts, _ in verified)
             assert told.accepted_draft_tokens == sum(accepted for _, accepted in verified)
+            learnt = self.guesser.num_learnt, self.guesser.num_learnt_right
+            assert learnt == (told.draft_tokens, told.accepted_draft_tokens)
 
     def verify_recomputation(self) -> None:
         """What was computed before is computed again in `recompute`, however often it was preempted meanwhile, and

@@ -2,8 +2,9 @@
 
 import pytest
 
-from splittime.assemble import settings
+from splittime.assemble import model_source, settings
 from splittime.core.errors import ConfigError
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.speculative import MOST_DRAFTS, SpeculativeConfig, speculative_config
 
@@ -44,6 +45,16 @@ def test_rows_with_drafts_are_of_one_process_and_one_step_at_a_time(name: str, c
     with pytest.raises(ConfigError, match=f"does not go with {name}"):
         RunnerConfig(model_path="x", speculative_config='{"method": "suffix"}', **changes).validate()
     RunnerConfig(model_path="x", **changes).validate()
+
+
+def test_kernels_that_could_change_an_answer_are_refused_before_a_weight_is_read() -> None:
+    config = RunnerConfig(
+        model_path=str(model_source.locate(None)), kernels="torch", speculative_config='{"method": "suffix"}'
+    )
+    told: list[str] = []
+    with pytest.raises(ConfigError, match="needs the native kernels, and these are torch"):
+        load_torch_runner(config, lambda name, begin, end: told.append(name))
+    assert "weights" not in " ".join(told)
 
 
 def test_an_argument_may_be_a_table() -> None:

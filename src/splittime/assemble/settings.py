@@ -214,7 +214,8 @@ def _typed(setting: Setting, value: Any) -> Any:
         return _refuse() if math.isinf(float(value)) else float(value)
     if setting.kind == "texts":
         return tuple(_text(text) for text in ([value] if isinstance(value, str) else value))
-    return msgspec.json.encode(value).decode() if isinstance(value, dict) else _text(value)
+    is_table = isinstance(value, dict) and setting.name == "speculative_config"
+    return msgspec.json.encode(value).decode() if is_table else _text(value)
 
 
 def parse_bytes(text: str) -> int:

@@ -11,9 +11,8 @@ MIN_MATCH = 2  # tokens
 KINDS_OF_MATCH = 5  # 2 to 3 tokens, 4 to 7, 8 to 15, 16 to 31, more
 MEMORY = 0.98  # what is left of a trial when another follows
 PRIOR_TRIALS, PRIOR_CHANCE = 4.0, 0.6  # what is believed of drafts of which none was verified
-TRUST_WEIGHT = 0.15  # of the newest row in a request's record
-TRUST_BACK = 0.004  # that a request regains with each token without drafts
-LEAST_TRUST, MOST_RATIO = 0.02, 2.0
+TRUST_PRIOR = 0.5  # drafts right of as many expected, before a request has a record
+TRUST_MEMORY, TRUST_BACK = 0.95, 0.98  # what is left of the record with each row of drafts, and each one not believed
 
 
 class DraftKind(NamedTuple):
@@ -66,17 +65,24 @@ class Acceptance:
 
 
 class Trust:
-    """A request's own record: the factor by which its drafts are right more or less often than others of their kind."""
+    """A request's own record: `factor`, by which its drafts are right less often than others of their kind; 1 where
+    nothing is known, and at most."""
 
-    __slots__ = ("factor",)
+    __slots__ = ("_expected", "_right")
 
     def __init__(self) -> None:
-        self.factor = 1.0
+        self._right = self._expected = 0.0
+
+    @property
+    def factor(self) -> float:
+        return min(1.0, (self._right + TRUST_PRIOR) / (self._expected + TRUST_PRIOR))
 
     def learn(self, expected: float, num_right: int) -> None:
         """expected: how many of the row's drafts should have been right, without this factor."""
-        ratio = min(MOST_RATIO, num_right / expected)
-        self.factor = min(1.0, max(LEAST_TRUST, self.factor + TRUST_WEIGHT * (ratio - self.factor)))
+        self._right = TRUST_MEMORY * self._right + num_right
+        self._expected = TRUST_MEMORY * self._expected + expected
 
     def recover(self) -> None:
-        self.factor = min(1.0, self.factor + TRUST_BACK)
+        """Forgets a little: a match was there, and was not believed."""
+        self._right *= TRUST_BACK
+        self._expected *= TRUST_BACK

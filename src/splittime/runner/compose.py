@@ -227,17 +227,12 @@ def overlap_of(runner: TorchRunner) -> AsyncRunner:
 
 
 def drafting_of(runner: TorchRunner) -> Runner:
-    """Returns the runner with a drafter, if its settings ask for one. Raises ConfigError where drafts could change an
-    answer: only the native kernels compute a token alike in every batch, to the last bit."""
-    asked, resolved = speculative_config(runner.config.speculative_config), runner.resolved
+    """Returns the runner, with a drafter if its settings ask for one."""
+    asked = speculative_config(runner.config.speculative_config)
     if asked is None:
         return runner
-    if resolved.kernels != "native":
-        message = f"speculative_config needs the native kernels, and these are {resolved.kernels}"
-        hint = "Install with a C++ compiler and serve on a CPU, or leave --speculative-config out."
-        raise ConfigError(message, param="speculative_config", value=resolved.kernels, hint=hint)
-    most, least = asked.num_speculative_tokens, asked.prompt_lookup_min
-    return DraftingRunner(runner, SuffixDrafter(most, resolved.max_model_len, least, asked.method == "suffix"))
+    most, least, has_corpus = asked.num_speculative_tokens, asked.prompt_lookup_min, asked.method == "suffix"
+    return DraftingRunner(runner, SuffixDrafter(most, runner.resolved.max_model_len, least, has_corpus))
 
 
 def sleeper_of(runner: TorchRunner) -> TorchSleeper | None:

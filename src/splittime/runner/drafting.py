@@ -65,7 +65,8 @@ class DraftingRunner:
         self._launched: deque[StepPlan] = deque()
 
     def run(self, plan: StepPlan) -> StepResult:
-        return self._with_drafts(plan, self._runner.run(plan))
+        took_ns = self._take_in(plan)
+        return self._with_drafts(plan, self._runner.run(plan), took_ns)
 
     def launch(self, plan: StepPlan) -> None:
         assert self._ahead is not None, "there is nothing to launch steps with"
@@ -74,15 +75,20 @@ class DraftingRunner:
 
     def collect(self) -> StepResult:
         assert self._ahead is not None, "there is nothing to launch steps with"
-        result = self._ahead.collect()
-        return self._with_drafts(self._launched.popleft(), result)
+        result, plan = self._ahead.collect(), self._launched.popleft()
+        return self._with_drafts(plan, result, self._take_in(plan))
 
-    def _with_drafts(self, plan: StepPlan, result: StepResult) -> StepResult:
+    def _take_in(self, plan: StepPlan) -> int:
+        """Forgets and learns requests, also those of a step that will fail. Returns how long it took."""
         begin_ns = self._now_ns()
         for request_id in plan.released:
             self._drafter.release(request_id)
         for admitted in plan.admitted:
             self._drafter.admit(admitted)
+        return self._now_ns() - begin_ns
+
+    def _with_drafts(self, plan: StepPlan, result: StepResult, took_ns: int) -> StepResult:
+        begin_ns = self._now_ns() - took_ns
         self._learn(plan, result)
         sampled = {row.request_id: row.token_ids for row in result.rows if row.token_ids and row.error is None}
         drafts = self._drafter.draft(sampled, plan.least_survival) if sampled else {}

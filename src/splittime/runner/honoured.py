@@ -20,6 +20,14 @@ def check_eight_bits(asked: str | None, kernels: str) -> None:
         raise ConfigError(message, param="quantization", value=asked, hint="int8, or kernels=triton on a card")
 
 
+def check_speculation(asked: str | None, kernels: str) -> None:
+    """Drafts could change an answer where a token is not computed alike in every batch, to the last bit."""
+    if asked is not None and kernels != "native":
+        message = f"speculative_config needs the native kernels, and these are {kernels}"
+        hint = "Install with a C++ compiler and serve on a CPU, or leave --speculative-config out."
+        raise ConfigError(message, param="speculative_config", value=kernels, hint=hint)
+
+
 def check_activations(asked: str, plan: WeightPlan, ops: Ops) -> None:
     """The router's activations are never rounded, so nothing is asked of them."""
     for kind, scheme in (("layers", plan.layers), ("head", plan.head)):

@@ -29,6 +29,7 @@ from splittime.runner.honoured import (
     check_load_format,
     check_rounding,
     check_share_of_card,
+    check_speculation,
 )
 from splittime.runner.kv_store import KvStore, bytes_per_block, num_host_slots, staging_bytes, story
 
@@ -111,6 +112,7 @@ class _Choices:
             check_rounding(config, model, path)
         kernels, kernels_reason = machine.choose_kernels(config.kernels)
         check_eight_bits(config.quantization, kernels)
+        check_speculation(config.speculative_config, kernels)
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
         machine.packed_cache_folder(config.packed_cache)

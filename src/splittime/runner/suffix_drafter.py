@@ -19,16 +19,16 @@ from splittime.runner.drafting import Draft
 CORPUS_TOKENS = 2**18
 MOST_TENANTS = 64
 LEAST_SURVIVAL = 0.05  # of a draft that is worth telling on the emptiest server
-EXPLORE = 64  # in so many steps one draft is told that is not worth it, or nothing more would be learnt of its kind
+EXPLORE = 64  # in so many steps one row has a draft more than pays, or nothing would be learnt of such drafts
 
 
-class Drafting:
+class DraftedText:
     """What is kept of a request. asked: the kind of its last drafts, and how many of each place should be right."""
 
-    __slots__ = ("answer", "asked", "corpus", "text", "trust")
+    __slots__ = ("answer", "asked", "corpus", "stop_ids", "text", "trust")
 
-    def __init__(self, text: SuffixText, corpus: SuffixText | None) -> None:
-        self.text, self.corpus, self.trust = text, corpus, Trust()
+    def __init__(self, text: SuffixText, corpus: SuffixText | None, stop_ids: tuple[int, ...]) -> None:
+        self.text, self.corpus, self.stop_ids, self.trust = text, corpus, stop_ids, Trust()
         self.answer: list[int] = []
         self.asked: tuple[DraftKind, tuple[float, ...]] | None = None
 
@@ -43,9 +43,9 @@ class SuffixDrafter:
     def __init__(self, most: int, max_model_len: int, min_match: int = MIN_MATCH, has_corpus: bool = True) -> None:
         self._max_model_len, self._min_match, self._has_corpus = max_model_len, min_match, has_corpus
         self._acceptance, self._follower = Acceptance(most), Follower(most)
-        self._requests: dict[str, Drafting] = {}
+        self._requests: dict[str, DraftedText] = {}
         self._corpora: OrderedDict[str, SuffixText] = OrderedDict()
-        self._together: list[Drafting] = []  # who got tokens last, and their handles
+        self._together: list[DraftedText] = []  # who got tokens last, and their handles
         self._batch: SuffixBatch = suffix_batch((), ())
         self._num_steps = 0
 
@@ -53,7 +53,7 @@ class SuffixDrafter:
         text = SuffixText(self._max_model_len)
         text.append(admitted.token_ids)
         corpus = self._corpus(admitted.cache_salt) if self._has_corpus else None
-        self._requests[admitted.request_id] = Drafting(text, corpus)
+        self._requests[admitted.request_id] = DraftedText(text, corpus, admitted.stop_token_ids)
 
     def release(self, request_id: str) -> None:
         gone = self._requests.pop(request_id, None)
@@ -78,31 +78,33 @@ class SuffixDrafter:
             request.answer += tokens
         self._num_steps += 1
         lengths, least_survival = self._follower.lengths, max(LEAST_SURVIVAL, least_survival)
-        drafts = {}
-        explores = self._num_steps % EXPLORE == 0
-        for line, (name, request) in enumerate(zip(new_tokens, together, strict=True)):
-            if lengths[line] >= self._min_match:
-                draft = self._draft(line, request, least_survival, explores)
-                if draft is not None:
-                    drafts[name], explores = draft, False
-        return drafts
+        matched = [line for line in range(len(together)) if lengths[line] >= self._min_match]
+        turn, rest = divmod(self._num_steps, EXPLORE)
+        explored = matched[turn % len(matched)] if matched and not rest else None
+        names = list(new_tokens) if matched else []
+        drafts = {names[line]: self._draft(line, together[line], least_survival, line == explored) for line in matched}
+        return {name: draft for name, draft in drafts.items() if draft is not None}
 
-    def _draft(self, line: int, request: Drafting, least_survival: float, explores: bool) -> Draft | None:
-        """Returns the tokens that are likely enough to be right; one that is not, told as if it were sure, where it is
-        to be explored."""
+    def _draft(self, line: int, request: DraftedText, least_survival: float, explores: bool) -> Draft | None:
+        """Returns the tokens that are likely enough to be right. explores: and one more, all of them whatever they
+        cost."""
         kind = kind_of(self._follower.sources[line], self._follower.lengths[line])
         survival, factor = self._acceptance.survival(kind), request.trust.factor
-        if survival[0] * factor >= least_survival:
-            request.asked = kind, survival
-            found = self._follower.drafts(line)
-            chances = [chance for one in survival[: len(found)] if (chance := one * factor) >= least_survival]
-            return Draft(tuple(found[: len(chances)]), tuple(chances)) if found else None
-        request.trust.recover()
-        found = self._follower.drafts(line) if explores else []
+        is_believed = survival[0] * factor >= least_survival
+        if not is_believed:
+            request.trust.recover()
+        found = self._followers(line, request.stop_ids) if is_believed or explores else ()
         if not found:
             return None
         request.asked = kind, survival
-        return Draft((found[0],), (1.0,))
+        chances = tuple(chance for one in survival[: len(found)] if (chance := one * factor) >= least_survival)
+        return Draft(found[: len(chances) + 1], ()) if explores else Draft(found[: len(chances)], chances)
+
+    def _followers(self, line: int, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns what followed, up to a token that ends the answer: nothing that comes behind would be told."""
+        found = self._follower.drafts(line)
+        ends = [place for place, token_id in enumerate(found, 1) if token_id in stop_ids]
+        return tuple(found[: ends[0]] if ends else found)
 
     def _corpus(self, salt: str) -> SuffixText:
         corpus = self._corpora.get(salt)

@@ -73,15 +73,12 @@ class Planner:
         admitted = self._plan_admissions(rows, budget, may_admit, now_ns)
         if not rows:
             return None
-        requests.speculation.note_plan(now_ns)
-        if requests.speculation.active:
-            num_tokens_left = config.max_num_batched_tokens - sum(row.num_tokens for row in rows)
-            requests.speculation.widen(rows, num_tokens_left, len(requests.running))
+        least_survival = requests.speculation.plan(rows, config.max_num_batched_tokens, len(requests.running), now_ns)
         self._step_id += 1
         requests.begin_step(self._step_id, rows)
         offloads, restores = requests.cache.take_moves()
-        least = requests.speculation.least_survival(len(rows))
-        return StepPlan(self._step_id, tuple(rows), admitted, requests.take_released(), offloads, restores, least)
+        released = requests.take_released()
+        return StepPlan(self._step_id, tuple(rows), admitted, released, offloads, restores, least_survival)
 
     def quiet_until_ns(self, now_ns: int) -> float:
         """Until when a plan of nothing but a row for each of the running says of those who wait what the last one said,

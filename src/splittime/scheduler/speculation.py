@@ -25,9 +25,11 @@ from splittime.scheduler.state import RequestState
 
 MARGIN = 0.03
 MEMORY = 0.97  # what is left of a step in `RowCosts` when another follows
+LEAST_OFF = 0.5  # rows by which a step must differ from the mean to tell what a row costs
 ROWS_WITHOUT = 9.0  # by the prior, a step without rows takes as long as so many rows
 PRIOR_WEIGHT = 4.0  # of the prior slope, in rows squared
 MOST_TIMES = 3.0  # a step that takes longer than so many times what is expected is the machine's doing
+LEAST_SHARE = 0.1  # of what the prior says of a step: where the line falls below it, it is drawn too far
 
 
 class RowCosts:
@@ -45,8 +47,9 @@ class RowCosts:
         self._rows += rows_off / weight
         self._ns += ns_off / weight
         kept = MEMORY * self._weight / weight
-        self._spread = MEMORY * self._spread + kept * rows_off * rows_off
-        self._product = MEMORY * self._product + kept * rows_off * ns_off
+        memory = MEMORY if abs(rows_off) >= LEAST_OFF else 1.0  # a step like the others says nothing of the slope
+        self._spread = memory * self._spread + kept * rows_off * rows_off
+        self._product = memory * self._product + kept * rows_off * ns_off
         self._weight = weight
 
     @property
@@ -60,7 +63,8 @@ class RowCosts:
         return max(0.0, (self._product + PRIOR_WEIGHT * prior) / (self._spread + PRIOR_WEIGHT))
 
     def expected_ns(self, num_rows: int) -> float:
-        return max(1.0, self._ns + self.ns_per_row * (num_rows - self._rows))
+        by_prior = self._ns * (num_rows + ROWS_WITHOUT) / (self._rows + ROWS_WITHOUT)
+        return max(1.0, LEAST_SHARE * by_prior, self._ns + self.ns_per_row * (num_rows - self._rows))
 
 
 class Speculation:
@@ -74,8 +78,15 @@ class Speculation:
         self._counts = counts
         self._planned_ns = 0
 
-    def note_plan(self, now_ns: int) -> None:
-        self._planned_ns = now_ns
+    def plan(self, rows: list[Row], max_tokens: int, num_running: int, now_ns: int) -> float:
+        """Put drafts into the rows of a step that is otherwise planned. Returns how likely one must be to pay in a step
+        of these rows; 0 where nobody knows."""
+        if self.costs is None:  # there has never been a draft
+            return 0.0
+        self._planned_ns, num_rows = now_ns, sum(row.num_samples for row in rows)
+        if self.active:
+            self._widen(rows, max_tokens - sum(row.num_tokens for row in rows), num_running)
+        return self._least_survival(num_rows)
 
     def learn(self, rows: tuple[Row, ...], now_ns: int) -> None:
         """A step that ran alone was committed now."""
@@ -87,17 +98,16 @@ class Speculation:
         if self.costs is not None:
             self.costs.learn(num_rows, now_ns - self._planned_ns)
 
-    def least_survival(self, num_rows: int) -> float:
-        """Returns how likely a draft must be to pay in a step of so many rows; 0 where nobody knows."""
+    def _least_survival(self, num_rows: int) -> float:
         if self.costs is None or not self.costs.is_known:
             return 0.0
         return (1 + MARGIN) * num_rows * self.costs.ns_per_row / self.costs.expected_ns(num_rows)
 
-    def widen(self, rows: list[Row], num_tokens_left: int, num_running: int) -> None:
-        """Put drafts into the rows of a step that is otherwise planned. Those that do not pay or do not fit are
-        dropped: the row's result makes them old."""
+    def _widen(self, rows: list[Row], num_tokens_left: int, num_running: int) -> None:
+        """Drafts that do not pay or do not fit are dropped: the row's result makes them old."""
         drafted = {state.request_id: state for state in self.active if state.draft_token_ids}
-        chosen = self._chosen([drafted[row.request_id] for row in rows if row.request_id in drafted], rows)
+        states = [drafted[row.request_id] for row in rows if row.request_id in drafted]
+        chosen = self._chosen(states, sum(row.num_samples for row in rows), num_tokens_left)
         for place, row in enumerate(rows):
             state = drafted.get(row.request_id)
             if state is None:
@@ -108,15 +118,16 @@ class Speculation:
                 rows[place] = _widened(state, row, drafts[:num_drafts])
                 num_tokens_left -= num_drafts
 
-    def _chosen(self, states: list[RequestState], rows: list[Row]) -> Mapping[str, int]:
-        """Returns how many drafts each of these requests gets."""
+    def _chosen(self, states: list[RequestState], num_rows: int, num_tokens_left: int) -> Mapping[str, int]:
+        """Returns how many drafts each of these requests gets. Those of which nobody told the chance are all taken."""
         chosen = {state.request_id: 0 for state in states}
-        certain = {state.request_id: len(state.draft_token_ids) for state in states if not state.draft_survival}
-        costs, num_rows = self.costs, sum(row.num_samples for row in rows)
+        untold = {state.request_id: len(state.draft_token_ids) for state in states if not state.draft_survival}
+        costs = self.costs
         if costs is None or not costs.is_known or not num_rows:
-            return chosen | certain
+            return chosen | untold
         step_ns, row_ns = costs.expected_ns(num_rows), costs.ns_per_row
-        slots = sorted(_slots(states, self.least_survival(num_rows)), key=lambda slot: -slot[0])
+        slots = sorted(_slots(states, self._least_survival(num_rows)), key=lambda slot: -slot[0])
+        slots = slots[: max(0, num_tokens_left - sum(untold.values()))]
         expected, best = float(num_rows), 0.0
         for number, (chance, _) in enumerate(slots, 1):
             expected += chance
@@ -128,7 +139,7 @@ class Speculation:
         if best >= (1 + MARGIN) * num_rows / step_ns:
             for _, request_id in slots:
                 chosen[request_id] += 1
-        return chosen | certain
+        return chosen | untold
 
     def _num_that_fit(self, state: RequestState, num_drafts: int, num_running: int) -> int:
         """As many of its drafts as it may still have tokens, and as there are blocks for, which it then holds."""

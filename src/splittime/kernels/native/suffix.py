@@ -13,11 +13,12 @@ HANDLES, TOKENS = "Q", "i"  # types of arrays
 
 
 class SuffixText:
-    """Keeps the newest `capacity` tokens. Raises `LibraryMissing`."""
+    """Keeps the newest `capacity` tokens, the power of two that is at least what was asked for. Raises
+    `LibraryMissing`."""
 
     def __init__(self, capacity: int) -> None:
-        self._free = library().st_text_free
-        self.handle: int = library().st_text_new(capacity)
+        self._free, self.capacity = library().st_text_free, 1 << (capacity - 1).bit_length()
+        self.handle: int = library().st_text_new(self.capacity)
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
@@ -46,8 +47,8 @@ def suffix_batch(texts: Sequence[SuffixText], corpora: Sequence[SuffixText | Non
 
 class Follower:
     """What followed, by text of the batch: `lengths`, how many of its last tokens stood before, 0 if fewer than two;
-    `sources`, where, `OWN` or `CORPUS`; `drafts(line)`, what followed there. Of the latest call. One call takes about
-    as long as a numpy array is made in, since it comes in every step.
+    `sources`, where, `OWN` or `CORPUS`; `drafts(line)`, what followed there. Of the latest call; the lines behind those
+    of its batch mean nothing. Kept buffers, and no numpy: a call comes in every step.
 
     most: drafts of a text."""
 
@@ -57,7 +58,7 @@ class Follower:
 
     def follow(self, batch: SuffixBatch, new_tokens: Sequence[Sequence[int]]) -> None:
         """Appends each text's new tokens and looks for the longest end of it that stood before, in the text or in its
-        corpus, the newest place of it."""
+        corpus, with something behind it."""
         rows = len(batch.text_handles)
         if rows > len(self.lengths):
             self.lengths, self.sources, self._counts = (array(TOKENS, bytes(4 * rows)) for _ in range(3))
