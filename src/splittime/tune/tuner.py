@@ -69,7 +69,7 @@ class Tuner:
         ]
         self._changes: dict[str, Any] = {}
         self._notes: list[str] = []
-        self._lacked_time = self._is_unpredicted = False
+        self._lacked_time, self._unpredicted = False, ""  # why the latest search could predict nothing
 
     def run(self) -> Tuned:
         """Returns what it came to; of one that has ended by itself, what is in the notebook. Raises KeyboardInterrupt,
@@ -161,13 +161,20 @@ class Tuner:
         return [run for one in alike if (run := self._notebook.run(one.changes, one.number)) is not None]
 
     def _searched(self) -> bool:
-        """Returns whether a change was kept. Where nothing can be predicted, or the SLO is missed and no finalist was
-        better, what gained in a run that was made to learn from is tried."""
+        """Returns whether a change was kept. First come trials that time cut off, then the simulator's finalists. Where
+        nothing can be predicted, or the SLO is still missed, what gained in a run to learn from is tried."""
+        if any(self._has_time() and self._try(trial.change, trial.predicted) for trial in self._cut_off()):
+            return True
         if any(self._has_time() and self._try(forecast.change, forecast) for forecast in self._finalists()):
             return True
-        if not self._is_unpredicted and self._score().keeps:
+        if not self._unpredicted and self._score().keeps:
             return False
         return any(self._has_time() and self._try(change, None) for change in self._gained_in_learning())
+
+    def _cut_off(self) -> list[TuneTrial]:
+        """Returns the trials of the present settings that time cut off, of knobs that may be turned now."""
+        of_these = [one for one in self._notebook.trials if one.is_cut_off and one.base == self._changes]
+        return [trial for trial in of_these if set(self._names).issuperset(trial.change)]
 
     def _gained_in_learning(self) -> list[dict[str, Any]]:
         """Returns the changes to the present settings that gained enough in the runs so far, the best first."""
@@ -184,7 +191,7 @@ class Tuner:
     def _finalists(self) -> list[Forecast]:
         """Returns what the simulator names. Where the runs so far have too few kinds of steps to predict the present
         settings from, it learns from one more run; if that is not enough, it names nothing, and a note says why."""
-        self._is_unpredicted = False
+        self._unpredicted = ""
         try:
             return self._predicted()
         except OutOfRange as error:
@@ -193,8 +200,7 @@ class Tuner:
             with suppress(OutOfRange, VoidRun):
                 self._measurer.run(self._changes, LEARNING_RUN)
                 return self._predicted()
-        self._is_unpredicted = True
-        self._notes.append(f"nothing more could be predicted: {why}")
+        self._unpredicted = why
         return []
 
     def _predicted(self) -> list[Forecast]:
@@ -268,6 +274,7 @@ class Tuner:
 
     def _tuned(self) -> Tuned:
         after = self._score()
+        unpredicted = [f"nothing more could be predicted: {self._unpredicted}"] if self._unpredicted else []
         return Tuned(
             outcome=self._outcome(after),
             knobs=self._names,
@@ -276,14 +283,14 @@ class Tuner:
             after=after,
             best=best_terms([one.score for one in self._notebook.measured]),
             trials=tuple(self._notebook.trials),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *unpredicted),
             seconds=self._budget.spent_s,
         )
 
     def _outcome(self, after: Score) -> Outcome:
         if after.keeps and self._changes:
             return "better"
-        if self._lacked_time or self._is_unpredicted or any(trial.is_open for trial in self._notebook.trials):
+        if self._lacked_time or self._unpredicted or any(trial.is_open for trial in self._notebook.trials):
             return "inconclusive"
         return "nothing to change" if after.keeps else "slo missed"
 
