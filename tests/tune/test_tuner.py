@@ -202,7 +202,7 @@ def test_a_trial_that_was_cut_off_is_ended_though_nothing_names_it_again() -> No
     made, trial = measurer(runs), msgspec.structs.replace(open_trial(None, 0), change={"max_num_seqs": 60})
     made.notebook.add(trial)
     found = Tuner(made, load(), TimeBudget(5), lambda what, share: None, None, ("max_num_seqs",)).run()
-    assert [one.change for one in found.trials][0] == trial.change
+    assert found.trials[0].change == trial.change
     assert found.trials[0].runs >= LOOKS[0]
     assert ({"max_num_seqs": 60}, 0) in runs.made
 

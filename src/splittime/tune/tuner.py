@@ -62,6 +62,7 @@ class Tuner:
         self._measurer, self._load, self._budget, self._say, self._gate = measurer, load, budget, say, gate
         self._kept = kept
         self._goal, self._notebook = measurer.goal, measurer.notebook
+        self._left = [trial for trial in self._notebook.trials if trial.is_cut_off]
         self._knobs = [
             knob
             for knob in KNOBS.values()
@@ -161,7 +162,7 @@ class Tuner:
         return [run for one in alike if (run := self._notebook.run(one.changes, one.number)) is not None]
 
     def _searched(self) -> bool:
-        """Returns whether a change was kept. First come trials that time cut off, then the simulator's finalists. Where
+        """Returns whether a change was kept. First come trials that were left open, then the simulator's finalists. Where
         nothing can be predicted, or the SLO is still missed, what gained in a run to learn from is tried."""
         if any(self._has_time() and self._try(trial.change, trial.predicted) for trial in self._cut_off()):
             return True
@@ -172,9 +173,8 @@ class Tuner:
         return any(self._has_time() and self._try(change, None) for change in self._gained_in_learning())
 
     def _cut_off(self) -> list[TuneTrial]:
-        """Returns the trials of the present settings that time cut off, of knobs that may be turned now."""
-        of_these = [one for one in self._notebook.trials if one.is_cut_off and one.base == self._changes]
-        return [trial for trial in of_these if set(self._names).issuperset(trial.change)]
+        """Returns the trials of the present settings that an earlier tune left, of knobs that may be turned now."""
+        return [one for one in self._left if one.base == self._changes and set(self._names).issuperset(one.change)]
 
     def _gained_in_learning(self) -> list[dict[str, Any]]:
         """Returns the changes to the present settings that gained enough in the runs so far, the best first."""
