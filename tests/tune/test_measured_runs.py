@@ -150,6 +150,17 @@ def test_what_a_signal_ended_is_no_run(fails: bool, run: Run) -> None:
         assert signal.getsignal(signal.SIGTERM) is interrupt
 
 
+def test_a_signal_that_comes_when_the_work_has_ended_ends_it_too(run: Run) -> None:
+    """While a loop is being closed its handlers are still there, and nobody waits for what they set."""
+
+    async def work(stop: asyncio.Event) -> Run:
+        asyncio.get_running_loop().call_soon(stop.set)  # as a handler would, in the loop's last turn
+        return run
+
+    with sigterm_interrupts(), pytest.raises(KeyboardInterrupt):
+        run_until_interrupted(work)
+
+
 def test_what_fails_by_itself_says_so(run: Run) -> None:
     async def whole(stop: asyncio.Event) -> Run:
         return run

@@ -128,23 +128,24 @@ class RealRuns:
 
 
 def run_until_interrupted(work: Callable[[asyncio.Event], Any]) -> Run:
-    """Returns what the work returns. Raises KeyboardInterrupt if Ctrl-C or SIGTERM ended it."""
+    """Returns what the work returns. Raises KeyboardInterrupt if Ctrl-C or SIGTERM came before its loop was closed."""
+    stops: list[asyncio.Event] = []
 
     async def watched() -> Run | None:
-        stop = interrupted()
+        stops.append(stop := interrupted())
         try:
             run = await work(stop)
         except SplittimeError:
             if stop.is_set():
                 return None
             raise
-        return None if stop.is_set() else run
+        return run
 
     try:
         found = run_loop(watched())
     finally:
         signal.signal(signal.SIGTERM, interrupt)  # the loop has taken it off
-    if found is None:
+    if found is None or stops[0].is_set():  # it may come while the loop is being closed, too
         raise KeyboardInterrupt
     return found
 

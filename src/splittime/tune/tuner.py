@@ -162,7 +162,7 @@ class Tuner:
         return [run for one in alike if (run := self._notebook.run(one.changes, one.number)) is not None]
 
     def _searched(self) -> bool:
-        """Returns whether a change was kept. First come trials that were left open, then the simulator's finalists. Where
+        """Returns whether a change was kept. First come trials left open, then the simulator's finalists. Where
         nothing can be predicted, or the SLO is still missed, what gained in a run to learn from is tried."""
         if any(self._has_time() and self._try(trial.change, trial.predicted) for trial in self._cut_off()):
             return True
