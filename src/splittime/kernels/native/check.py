@@ -44,6 +44,7 @@ PRODUCTS = (  # of the check: scheme, columns of a group, extras
 )
 RATED = ((BFLOAT16, 0), (BFLOAT16, ROUNDED_ACTIVATIONS), (INT8, 0))  # products that are timed: scheme and extras
 RATED_TOKENS, RATED_WIDTH, RATED_ROUNDS = 32, 512, 5
+GAIN_TOKENS = 256  # a prompt's: with fewer, neighbours on the same core can hide what tiles gain
 CLEARLY = 0.9  # faster is who takes less than so much of the time
 TOKENS = (1, 7, 40)
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 64, 16
@@ -100,15 +101,15 @@ def fastest(names: Sequence[str]) -> tuple[str, str]:
 @functools.cache
 def rounding_gain() -> float:
     """How many times as fast the chosen instruction set multiplies by bfloat16 weights when activations are rounded to
-    bfloat16 too: some five with tiles of AMX, below two with AVX512-BF16, one where there is no instruction for it.
+    bfloat16 too: four to nine with tiles of AMX, below two with AVX512-BF16, one where there is no instruction for it.
     """
-    plain_s, rounded_s, _ = _product_times([choose_isa()[0]])[choose_isa()[0]]
+    plain_s, rounded_s, _ = _product_times([choose_isa()[0]], GAIN_TOKENS)[choose_isa()[0]]
     return plain_s / rounded_s
 
 
-def _product_times(names: Sequence[str]) -> dict[str, list[float]]:
+def _product_times(names: Sequence[str], num_tokens: int = RATED_TOKENS) -> dict[str, list[float]]:
     """The shortest time of each product in `RATED`, by instruction set; they take turns."""
-    width, x = RATED_WIDTH, _normal(0, RATED_TOKENS, RATED_WIDTH)
+    width, x = RATED_WIDTH, _normal(0, num_tokens, RATED_WIDTH)
     taken_s = {name: [math.inf] * len(RATED) for name in names}
     for place, (scheme, extras) in enumerate(RATED):
         raw, linear = _packed(scheme, 0, extras, width, width)

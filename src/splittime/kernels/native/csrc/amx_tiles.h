@@ -46,6 +46,7 @@ template <int T> void tile_load(const void *from, int64_t stride) {
   for (int r = 0; r < emulated.config.rows[T]; r++)
     memcpy(emulated.data[T][r], (const uint8_t *)from + r * stride, emulated.config.row_bytes[T]);
 }
+template <int T> void tile_load_far(const void *from, int64_t stride) { tile_load<T>(from, stride); }
 template <int T> void tile_store(void *to, int64_t stride) {
   for (int r = 0; r < emulated.config.rows[T]; r++)
     memcpy((uint8_t *)to + r * stride, emulated.data[T][r], emulated.config.row_bytes[T]);
@@ -54,17 +55,23 @@ template <int T> void tile_store(void *to, int64_t stride) {
 // sums[m][n] += a[m] * b[n] for 16 tokens m and 16 outputs n; depth: bytes of a token. The innermost loop is one that a
 // compiler makes vectors of: tests on processors without tiles spend most of their time here.
 using TileBytes = uint8_t[16][64];
-static WIDE void multiply_bytes(TileBytes &sums, const TileBytes &a, const TileBytes &b, int depth) {
+template <class Weight> static INLINE void multiply_bytes(TileBytes &sums, const TileBytes &a, const TileBytes &b, int depth) {
   for (int m = 0; m < 16; m++) {
     int32_t sum[16];
     memcpy(sum, sums[m], 64);
     for (int k = 0; k < depth; k++) {
       uint32_t weights[16];
       memcpy(weights, b[k / 4], 64);
-      for (int n = 0; n < 16; n++) sum[n] += (int8_t)a[m][k] * (int32_t)(weights[n] >> 8 * (k % 4) & 255);
+      for (int n = 0; n < 16; n++) sum[n] += (int8_t)a[m][k] * (Weight)(weights[n] >> 8 * (k % 4));
     }
     memcpy(sums[m], sum, 64);
   }
+}
+static WIDE void multiply_unsigned(TileBytes &sums, const TileBytes &a, const TileBytes &b, int depth) {
+  multiply_bytes<uint8_t>(sums, a, b, depth);
+}
+static WIDE void multiply_signed(TileBytes &sums, const TileBytes &a, const TileBytes &b, int depth) {
+  multiply_bytes<int8_t>(sums, a, b, depth);
 }
 // TDPBF16PS adds the even and the odd products up apart, then both to each other, then that to the sum. A product of two
 // bfloat16 is exact in float32, so it makes no difference whether a compiler joins it with its addition.
@@ -90,7 +97,10 @@ static WIDE void multiply_bfloat16(TileBytes &sums, const TileBytes &a, const Ti
   }
 }
 template <int C, int A, int B> void tile_product_bytes() {
-  multiply_bytes(emulated.data[C], emulated.data[A], emulated.data[B], emulated.config.row_bytes[A]);
+  multiply_unsigned(emulated.data[C], emulated.data[A], emulated.data[B], emulated.config.row_bytes[A]);
+}
+template <int C, int A, int B> void tile_product_signed() {
+  multiply_signed(emulated.data[C], emulated.data[A], emulated.data[B], emulated.config.row_bytes[A]);
 }
 template <int C, int A, int B> void tile_product_bfloat16() {
   multiply_bfloat16(emulated.data[C], emulated.data[A], emulated.data[B], emulated.config.row_bytes[A]);
@@ -109,12 +119,20 @@ template <int T> inline __attribute__((always_inline)) void tile_zero() { asm vo
 template <int T> inline __attribute__((always_inline)) void tile_load(const void *from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");
 }
+// With the hint that the lines need not stay in the first-level cache.
+template <int T> inline __attribute__((always_inline)) void tile_load_far(const void *from, int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");
+}
 template <int T> inline __attribute__((always_inline)) void tile_store(void *to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(T) : "memory");
 }
 // Signed bytes of A times unsigned bytes of B.
 template <int C, int A, int B> inline __attribute__((always_inline)) void tile_product_bytes() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+// Signed bytes times signed bytes.
+template <int C, int A, int B> inline __attribute__((always_inline)) void tile_product_signed() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 template <int C, int A, int B> inline __attribute__((always_inline)) void tile_product_bfloat16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));

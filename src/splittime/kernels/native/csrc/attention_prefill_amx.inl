@@ -69,13 +69,13 @@ struct AmxPrefill : Prefill {
 
   void score_tile(int32_t at, int32_t from, int32_t to) {
     AmxCall block{};
-    block.x_stride = call.kv.head_dim * 2, block.w_stride = KEY_TILE * 4, block.steps = call.kv.head_dim / 32;
+    block.x_stride = call.kv.head_dim * 2, block.x_step = 64, block.second_x = 16 * block.x_stride, block.w_stride = KEY_TILE * 4, block.steps = call.kv.head_dim / 32;
     block.second_w = 64, block.second_sums = 64, block.sum_stride = KEY_TILE * 4, block.is_first = true;
     for (int32_t row = 0; row < rows; row += 32)
       for (int32_t key = from / 32 * 32; key < to && at + key <= last_of_block(row); key += 32) {
         block.x = (const uint8_t *)(q16 + row * call.kv.head_dim), block.w = (const uint8_t *)(keys16 + key);
         block.sums = scores + row * KEY_TILE + key;
-        amx_block_of<true>(rows - row, 2)(block);
+        amx_block_of<true, false>(rows - row, 2)(block);
       }
   }
 
@@ -96,7 +96,7 @@ struct AmxPrefill : Prefill {
   void mix_tile(int32_t at, int32_t from, int32_t to) {
     const int32_t dim = call.kv.head_dim, first = from / 32 * 32;
     AmxCall block{};
-    block.x_stride = KEY_TILE * 2, block.w_stride = dim * 4;
+    block.x_stride = KEY_TILE * 2, block.x_step = 64, block.second_x = 16 * block.x_stride, block.w_stride = dim * 4;
     block.second_w = 64, block.second_sums = 64, block.sum_stride = call.wide_dim * 4;
     for (int32_t row = 0; row < rows; row += 32) {
       const int32_t seen = last_of_block(row) + 1 - at;
@@ -104,7 +104,7 @@ struct AmxPrefill : Prefill {
       for (int32_t d = 0; d < dim && block.steps > 0; d += 32) {
         block.x = (const uint8_t *)(weights16 + row * KEY_TILE + first), block.w = (const uint8_t *)(values16 + first / 2 * dim + d);
         block.sums = results + (int64_t)row * call.wide_dim + d;
-        amx_block_of<true>(rows - row, 2)(block);
+        amx_block_of<true, false>(rows - row, 2)(block);
       }
     }
   }

@@ -3,147 +3,210 @@
 //
 // Integer products are exact and the code after them is shared, so a token's result has the same bits on AMX as on vectors:
 // which is used depends on the number of tokens, by speed alone. bfloat16 products add in another order than the vector
-// kernels' do: on this instruction set they use AMX whatever the number of tokens.
+// kernels' do: on this instruction set they use AMX whatever the number of tokens, and each sum runs over all columns in order.
 //
-// With many tokens, a chunk of the columns of 32 tokens (16 KB) stays in the first-level cache while the weights of an item's
-// panels come from the second, 32 outputs at a time. Measured on a Sapphire Rapids class Xeon, one core, int8: 3.5 to 4 TOP/s
-// of at most 6.4; 5.3 where all loads hit the first level. Prefetching into the first level costs more than it saves.
+// Weights are read in the order of memory, two panels at a time for all tokens of an item, whose activations the second-level
+// cache holds: DEEP chunks of them where there are more than 32 tokens. What so many chunks come to leaves its tiles and comes back,
+// which after each chunk would cost a quarter of the rate.
+//
+// Weights in groups have a scale for every block of columns, so each product of tiles leaves its register at once: 16 tokens
+// times 16 outputs stay in vector registers over the blocks of a chunk.
 #pragma once
 #include "amx_block.inl"
 #include "vecmath.inl"
 
 namespace ST_ISA {
 
-constexpr int64_t TILE_TOKENS = AMX_ROWS, BLOCK_TOKENS = 2 * TILE_TOKENS;
+constexpr int64_t BLOCK_TOKENS = 2 * TILE_TOKENS, DEEP = 4;
 
-// Unpacks pairs of four-bit integers into bytes, in the order of an int8 panel.
-inline void split_pairs(const uint8_t *pairs, int64_t bytes, uint8_t *to) {
+// Unpacks pairs of four-bit integers into signed bytes, in the order of an int8 panel. ahead: what is unpacked next.
+inline void split_pairs(const uint8_t *pairs, int64_t bytes, const uint8_t *ahead, uint8_t *to) {
   for (int64_t i = 0; i < bytes; i += 64, to += 128) {
+    __builtin_prefetch(ahead + i, 0, 3);
     const U8 both = load<U8>(pairs + i);
-    store(to, both & 15), store(to + 64, both >> 4);
+    store(to, (both & 15) - 8), store(to + 64, (both >> 4) - 8);
   }
 }
 
-// A part of an AmxPart that one call computes: tokens [token, token + tokens) times panels [panel, panel + panels) of one chunk,
-// counted from the part's first; at most BLOCK_TOKENS and 2.
+// 16 tokens times a panel over the blocks of a chunk. sums: [16][PANEL]; about: of the first token, those of the next
+// about_step further.
+struct AmxGroups {
+  const int8_t *x;
+  const uint8_t *w;
+  const Block *about;
+  int64_t about_step, block;  // columns of a block
+  const Blocks &of_panel;
+  float *sums;
+};
+
+// sums += scales * products of the first ROWS tokens; the other tokens' are left as they are. IS_SIGNED: the weights are what
+// split_pairs makes of them, and not bytes with the zero point 128.
+template <int ROWS, int EXTRAS, bool IS_SIGNED> void amx_groups(const AmxGroups &c) {
+  alignas(64) int32_t dots[4][TILE_TOKENS][PANEL];  // one is read while others are still on their way
+  F32 sums[ROWS];
+  ST_UNROLL for (int r = 0; r < ROWS; r++) sums[r] = load<F32>(c.sums + r * PANEL);
+  const int64_t depth = c.block < 64 ? c.block : 64;
+  const int8_t *x = c.x;
+  const uint8_t *w = c.w;
+  const Block *about = c.about;
+  int64_t group = c.of_panel.first / c.of_panel.a_group;
+  int32_t left = c.of_panel.a_group - c.of_panel.first % c.of_panel.a_group;  // blocks of this group
+  for (int32_t b = 0; b < c.of_panel.count; b++, about++) {
+    int32_t(*here)[PANEL] = dots[b % 4];
+    tile_zero<4>();
+    for (int64_t k = 0; k < c.block; k += depth, x += TILE_TOKENS * depth, w += PANEL * depth) {
+      tile_load<0>(x, depth), tile_load<2>(w, 64);
+      if constexpr (IS_SIGNED)
+        tile_product_signed<4, 0, 2>();
+      else
+        tile_product_bytes<4, 0, 2>();
+    }
+    tile_store<4>(here, 64);
+    if (left == 0) group++, left = c.of_panel.a_group;
+    left--;
+    const Group<EXTRAS> of_group(c.of_panel, group, 0);
+    ST_UNROLL for (int r = 0; r < ROWS; r++) {
+      const Block &its = about[r * c.about_step];
+      const I32 dot = load<I32>(here[r]);
+      sums[r] = of_group.added(sums[r], to_f32(IS_SIGNED ? dot : dot + its.start), its);
+    }
+  }
+  ST_UNROLL for (int r = 0; r < ROWS; r++) store(c.sums + r * PANEL, sums[r]);
+}
+
+typedef void (*AmxGroupsKernel)(const AmxGroups &);
+
+template <int EXTRAS, bool IS_SIGNED> inline AmxGroupsKernel amx_groups_for_rows(int64_t rows) {
+  return rows > 8 ? amx_groups<16, EXTRAS, IS_SIGNED> : amx_groups<8, EXTRAS, IS_SIGNED>;
+}
+inline AmxGroupsKernel amx_groups_of(const StLinear &weight, int64_t rows) {
+  if (weight.scheme == ST_INT8)
+    return weight.extras & ST_MINIMA ? amx_groups_for_rows<ST_MINIMA, false>(rows) : amx_groups_for_rows<0, false>(rows);
+  if (weight.extras & ST_MINIMA) return amx_groups_for_rows<ST_MINIMA, true>(rows);
+  if (weight.extras & ST_ZEROS) return amx_groups_for_rows<ST_ZEROS, true>(rows);
+  return amx_groups_for_rows<0, true>(rows);
+}
+
+// A part of an AmxPart that one call computes: tokens [token, token + tokens) times panels [panel, panel + panels), counted
+// from the part's first, over `chunks` chunks; at most BLOCK_TOKENS and 2 panels.
 struct PartBlock {
-  int64_t chunk, token, tokens, panel, panels;
+  int64_t chunk, chunks, token, tokens, panel, panels;
 };
 
 // Some panels times some tokens: an item of a thread's work, or as much of one as its scratch memory holds.
 struct AmxPart {
   const IntProduct &c;
   int64_t panel, panels, token, tokens;
-  uint8_t *split;  // [panel][CHUNK * PANEL], of int4
+  uint8_t *split;  // of int4: a panel's chunk
   uint8_t *sums;   // [panel][tokens, rounded up][PANEL], of 4 bytes each
 
-  // Each weight is used once, so they are read in the order of memory.
-  bool is_ordered() const { return tokens <= TILE_TOKENS; }
+  bool is_grouped() const { return c.weight.scheme != ST_BFLOAT16 && !is_by_row(c.weight.scheme, c.weight.group); }
+  // Chunks that are added up in tiles, if a few tokens do not take them all.
+  int64_t together(int64_t chunks) const { return tokens <= BLOCK_TOKENS || c.chunks() < chunks ? c.chunks() : chunks; }
   // Bytes from a block's first panel to its second.
   int64_t second_panel() const { return (c.place_of(1) - c.place_of(0)) * c.layout.panel_bytes; }
   int64_t panel_sums() const { return (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS * BLOCK_TOKENS * PANEL * 4; }
+  uint8_t *sums_at(int64_t p, int64_t t) const { return sums + p * panel_sums() + t * PANEL * 4; }
 
   void run() const {
-    const bool by_row = is_by_row(c.weight.scheme, c.weight.group) || c.weight.scheme == ST_BFLOAT16;
-    if (!by_row) memset(sums, 0, panels * panel_sums());
-    if (is_ordered()) {
+    if (is_grouped()) return run_groups();
+    const int64_t deep = together(DEEP);
+    for (int64_t chunk = 0; chunk < c.chunks(); chunk += deep) {
+      const int64_t chunks = c.chunks() - chunk < deep ? c.chunks() - chunk : deep;
       for (int64_t p = 0; p < panels; p += 2)
-        for (int64_t chunk = 0; chunk < c.chunks(); chunk++) add({chunk, 0, tokens, p, panels - p < 2 ? 1 : 2});
-      return finish_tokens(0, tokens);
+        for (int64_t t = 0; t < tokens; t += BLOCK_TOKENS) {
+          const int64_t count = tokens - t < BLOCK_TOKENS ? tokens - t : BLOCK_TOKENS, pair = panels - p < 2 ? 1 : 2;
+          const PartBlock block = {chunk, chunks, t, count, p, pair};
+          c.weight.scheme == ST_BFLOAT16 ? add<true>(block) : add<false>(block);
+          if (chunk + chunks == c.chunks()) finish_block(p, pair, t, count);
+        }
     }
-    for (int64_t chunk = 0; chunk < c.chunks(); chunk++)
-      for (int64_t t = 0; t < tokens; t += BLOCK_TOKENS) {
-        const int64_t count = tokens - t < BLOCK_TOKENS ? tokens - t : BLOCK_TOKENS;
-        for (int64_t p = 0; p < panels; p += 2) add({chunk, t, count, p, panels - p < 2 ? 1 : 2});
-        if (chunk + 1 == c.chunks()) finish_tokens(t, count);  // while their sums are in the cache
-      }
   }
 
-  void add(const PartBlock &block) const {
-    if (c.weight.scheme == ST_BFLOAT16) return add_chunk<true>(block);
-    if (is_by_row(c.weight.scheme, c.weight.group)) return add_chunk<false>(block);
-    if (c.weight.extras & ST_MINIMA) return add_groups<ST_MINIMA>(block);
-    if (c.weight.extras & ST_ZEROS) return add_groups<ST_ZEROS>(block);
-    add_groups<0>(block);
+  template <bool IS_FLOAT> void add(const PartBlock &at) const {
+    const AmxBlock products =
+        (tokens > BLOCK_TOKENS ? amx_block_of<IS_FLOAT, true> : amx_block_of<IS_FLOAT, false>)(at.tokens, at.panels);
+    AmxCall call = call_of(at);
+    const int64_t last = at.chunk + at.chunks - 1, whole = c.x.width(last) == CHUNK ? at.chunks : at.chunks - 1;
+    if (whole) {
+      call.steps = CHUNK / 64, call.pieces = whole, call.next_piece = CHUNK * c.x.room();
+      products(call);
+      call.is_first = false, call.w += whole * CHUNK * PANEL, call.ahead += whole * call.steps * call.ahead_lines * 64;
+    }
+    if (whole == at.chunks) return;
+    const int64_t width = c.x.width(last), short_step = width % 64;
+    call.x = c.x.values + c.x.at(last, token + at.token), call.second_x = TILE_TOKENS * c.x.room(last);
+    call.steps = width / 64, call.pieces = 1;
+    if (call.steps) products(call), call.is_first = false;
+    if (!short_step) return;
+    tiles_begin(short_step);  // of bfloat16 alone
+    call.x += call.steps * call.x_step, call.w += call.steps * 1024, call.steps = 1, call.ahead_lines = 0;
+    products(call);
+    tiles_begin(64);
   }
 
   AmxCall call_of(const PartBlock &at) const {
     AmxCall call{};
-    call.x_stride = c.x.width(at.chunk);
+    call.x_stride = 64, call.x_step = TILE_TOKENS * 64, call.second_x = TILE_TOKENS * CHUNK;
     call.x = c.x.values + c.x.at(at.chunk, token + at.token);
-    const bool is_split = c.weight.scheme == ST_INT4;
-    call.w = is_split ? split + at.panel * CHUNK * PANEL : c.values(c.place_of(panel + at.panel), at.chunk);
-    call.second_w = is_split ? CHUNK * PANEL : second_panel();
+    call.w = c.values(c.place_of(panel + at.panel), at.chunk);
+    call.second_w = second_panel();
     call.w_stride = 64, call.sum_stride = 64, call.second_sums = panel_sums();
-    call.sums = sums + at.panel * panel_sums() + at.token * PANEL * 4;
+    call.sums = sums_at(at.panel, at.token);
     call.is_first = at.chunk == 0;
     fetch(call, at);
     return call;
   }
 
-  // Prefetch the weights of the next chunk, or panels, into the second-level cache: each block of tokens a share of them.
+  // Prefetch weights into the second-level cache: those a chunk ahead; or, where several blocks of tokens take the same, the
+  // next that all of them will take, each its share.
   void fetch(AmxCall &call, const PartBlock &at) const {
-    const int64_t shares = panel_sums() / (BLOCK_TOKENS * PANEL * 4), bytes = c.values(0, 1) - c.values(0, 0);
-    const int64_t lines = (bytes / 64 + shares - 1) / shares, following = panel + at.panel + (is_ordered() ? 2 : panels);
-    const bool is_last = at.chunk + 1 == c.chunks();
-    const uint8_t *next = c.values(c.place_of(is_last ? following : panel + at.panel), is_last ? 0 : at.chunk + 1);
-    call.ahead = next + at.token / BLOCK_TOKENS * lines * 64, call.second_ahead = second_panel();
-    call.ahead_lines = (lines + CHUNK / 64 - 1) / (CHUNK / 64);
+    const int64_t shares = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+    call.second_ahead = second_panel(), call.ahead_lines = (PANEL + shares - 1) / shares;
+    if (shares == 1) {
+      call.ahead = call.w + CHUNK * PANEL;
+      return;
+    }
+    const bool is_last = at.panel + at.panels == panels, is_end = is_last && at.chunk + at.chunks == c.chunks();
+    const int64_t following = is_last && !is_end ? panel : panel + at.panel + at.panels;
+    const int64_t chunk = is_end ? 0 : is_last ? at.chunk + at.chunks : at.chunk;
+    call.ahead = c.values(c.place_of(following), chunk) + at.token / BLOCK_TOKENS * at.chunks * CHUNK / 64 * call.ahead_lines * 64;
   }
 
-  // For weights whose sums run over whole rows: int8 without groups, and bfloat16, whose last step may be short.
-  template <bool IS_FLOAT> void add_chunk(const PartBlock &at) const {
-    const int64_t width = c.x.width(at.chunk), short_step = width % 64;
-    const AmxBlock products = amx_block_of<IS_FLOAT>(at.tokens, at.panels);
-    AmxCall call = call_of(at);
-    call.steps = width / 64;
-    products(call);
-    if (!short_step) return;
-    tiles_begin(short_step);
-    call.x += call.steps * 64, call.w += call.steps * 1024, call.steps = 1, call.is_first = false, call.ahead_lines = 0;
-    products(call);
-    tiles_begin(64);
+  // Panel by panel, each unpacked once for all tokens.
+  void run_groups() const {
+    memset(sums, 0, panels * panel_sums());
+    const int64_t deep = together(1);
+    for (int64_t first = 0; first < c.chunks(); first += deep)
+      for (int64_t p = 0; p < panels; p++)
+        for (int64_t chunk = first; chunk < first + deep; chunk++) {
+          const bool is_last = chunk + 1 == first + deep, is_end = is_last && p + 1 == panels;
+          const int64_t next_panel = panel + (is_end && chunk + 1 < c.chunks() ? 0 : p + is_last);
+          const int64_t next_chunk = !is_last ? chunk + 1 : !is_end ? first : chunk + 1 < c.chunks() ? chunk + 1 : 0;
+          add_groups(p, chunk, c.values(c.place_of(next_panel), next_chunk));
+        }
+    for (int64_t p = 0; p < panels; p += 2) finish_block(p, panels - p < 2 ? 1 : 2, 0, tokens);
   }
 
-  // For weights in groups: sums run over the blocks of a chunk, each of which has scales of its own.
-  template <int EXTRAS> void add_groups(const PartBlock &at) const {
-    const int64_t block = c.x.block, depth = block < 64 ? block : 64, blocks = c.x.width(at.chunk) / block;
-    alignas(64) int32_t dots[2][BLOCK_TOKENS][PANEL];
-    if (c.weight.scheme == ST_INT4 && at.token == 0)
-      for (int64_t i = at.panel; i < at.panel + at.panels; i++)
-        split_pairs(c.values(c.place_of(panel + i), at.chunk), blocks * block * PANEL / 2, split + i * CHUNK * PANEL);
-    AmxCall call = call_of(at);
-    float *to = (float *)call.sums;
-    call.sums = dots, call.second_sums = sizeof dots[0], call.is_first = true, call.steps = block / depth;
-    const AmxBlock products = amx_block_of<false>(at.tokens, at.panels);
-    const Block *about = c.x.blocks + c.x.at(at.chunk, token + at.token) / block;
-    for (int64_t b = 0; b < blocks; b++, about++, call.x += block, call.w += block * PANEL) {
-      products(call);
-      call.ahead += call.steps * call.ahead_lines * 64;
-      for (int64_t i = 0; i < at.panels; i++)
-        add_dots<EXTRAS>(c.place_of(panel + at.panel + i), (at.chunk * CHUNK + b * block) / c.weight.group, dots[i], at.tokens, about,
-                         blocks, to + i * panel_sums() / 4);
+  void add_groups(int64_t p, int64_t chunk, const uint8_t *ahead) const {
+    const int64_t width = c.x.width(chunk);
+    const Blocks of_panel = blocks_of(c, c.place_of(panel + p), chunk, nullptr);
+    const bool is_split = c.weight.scheme == ST_INT4;
+    if (is_split) split_pairs(of_panel.values, width * PANEL / 2, ahead, split);
+    for (int64_t t = 0; t < tokens; t += TILE_TOKENS) {
+      const int64_t at = c.x.at(chunk, token + t);
+      float *to = (float *)sums_at(p, t);
+      amx_groups_of(c.weight, tokens - t)({(const int8_t *)c.x.values + at, is_split ? split : of_panel.values,
+                                           c.x.blocks + at / c.x.block, c.x.room(chunk) / c.x.block, c.x.block, of_panel, to});
     }
   }
 
-  // to += scales * (a block's products), for `count` tokens.
-  template <int EXTRAS>
-  void add_dots(int64_t p, int64_t group, const int32_t (*dots)[PANEL], int64_t count, const Block *about, int64_t blocks,
-                float *to) const {
-    Blocks of_panel;
-    of_panel.scales = c.panel(p);
-    of_panel.zeros = c.panel(p) + c.layout.zeros_at, of_panel.minima = c.panel(p) + c.layout.minima_at;
-    const Group<EXTRAS> of_group(of_panel, group, 0);
-    for (int64_t r = 0; r < count; r++, about += blocks, to += PANEL)
-      of_group.add(to_f32(load<I32>(dots[r]) + about->start), *about, to);
-  }
-
-  void finish_tokens(int64_t first, int64_t count) const {
-    for (int64_t t = first; t < first + count; t++)
+  void finish_block(int64_t p, int64_t count, int64_t first, int64_t num_tokens) const {
+    for (int64_t t = first; t < first + num_tokens; t++)
       if (c.gated)
-        for (int64_t p = 0; p < panels; p += 2) finish_gated(p, t);
+        finish_gated(p, t);
       else
-        for (int64_t p = 0; p < panels; p++) finish(c, panel + p, token + t, [&](int) { return result(p, t); });
+        for (int64_t i = p; i < p + count; i++) finish(c, panel + i, token + t, [&](int) { return result(i, t); });
   }
 
   // y = silu(gates) * ups for one token: p is a panel of gates, p + 1 the panel of ups that belongs to it.
@@ -157,7 +220,7 @@ struct AmxPart {
   }
 
   F32 result(int64_t p, int64_t t) const {
-    const uint8_t *at = sums + p * panel_sums() + t * PANEL * 4;
+    const uint8_t *at = sums_at(p, t);
     if (!is_by_row(c.weight.scheme, c.weight.group)) return load<F32>(at);
     const F32 scales = load<F32>(c.panel(c.place_of(panel + p)));
     return to_f32(load<I32>(at) + c.x.starts[token + t]) * scales * c.x.scales[token + t];
@@ -169,8 +232,8 @@ void amx_item(const IntProduct &c, int64_t first, int64_t last, int64_t begin, i
   static thread_local Room<uint8_t> scratch;
   const int64_t together = last - first < AMX_ITEM_PANELS ? last - first : AMX_ITEM_PANELS;
   AmxPart part = {c, first, together, begin, tokens, nullptr, nullptr};
-  part.split = scratch.of(together * (CHUNK * PANEL + part.panel_sums()));
-  part.sums = part.split + together * CHUNK * PANEL;
+  part.split = scratch.of(CHUNK * PANEL + together * part.panel_sums());
+  part.sums = part.split + CHUNK * PANEL;
   tiles_begin(c.x.depth());
   for (; part.panel < last; part.panel += together) {
     part.panels = last - part.panel < together ? last - part.panel : together;

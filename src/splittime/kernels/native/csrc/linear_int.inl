@@ -232,15 +232,16 @@ inline int32_t block_columns(int32_t group) {
 }
 
 // The scratch memory of `now` tokens' activations.
-inline Activations activations_for(const StLinear &weight, const IntLayout &layout, int64_t now) {
+inline Activations activations_for(const StLinear &weight, const IntLayout &layout, int64_t now, bool is_tiled) {
   static thread_local Room<uint8_t> scratch;
   Activations a;
-  a.tokens = now, a.columns = layout.columns, a.block = block_columns(weight.group);
-  const int64_t values = aligned((now + SPARE_TOKENS) * layout.columns * sizeof(Wide)), numbers = aligned(now * 4);
-  a.values = scratch.of(values + numbers * 2 + now * layout.columns / a.block * sizeof(Block));
+  a.tokens = now, a.columns = layout.columns, a.block = block_columns(weight.group), a.is_tiled = is_tiled;
+  const int64_t values = aligned(a.bytes()), numbers = aligned(now * 4);
+  a.values = scratch.of(values + numbers * 2 + a.bytes() / a.block * sizeof(Block));
   a.scales = (float *)(a.values + values);
   a.starts = (int32_t *)(a.values + values + numbers);
   a.blocks = (Block *)(a.values + values + numbers * 2);
+  if (a.room() > now) memset(a.blocks, 0, a.bytes() / a.block * sizeof(Block));  // what fills up a tile is computed too
   return a;
 }
 
@@ -294,7 +295,7 @@ inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int
   const bool by_amx = goes_by_amx(weight, tokens);
   for (int64_t done = 0; done < tokens; done += MOST_TOKENS) {
     const int64_t now = tokens - done < MOST_TOKENS ? tokens - done : MOST_TOKENS;
-    const Activations a = activations_for(weight, layout, now);
+    const Activations a = activations_for(weight, layout, now, by_amx);
     const int64_t pieces = now * in < 32768 ? 1 : now < 4 * pool_threads() ? now : 4 * pool_threads();
     for_each((int32_t)pieces, [&](int32_t piece) {
       for (int64_t t = now * piece / pieces; t < now * (piece + 1) / pieces; t++)
@@ -305,12 +306,12 @@ inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int
     const bool streams = is_streamed(weight, now, to.y, to.y_stride);
     const IntProduct product = {weight,     layout,  a,       residual, to.residual_stride, to.y_stride, to.y + done * to.y_stride,
                                 streams, to.gated};
-    const int64_t each = by_amx ? AMX_ITEM_TOKENS : ITEM_TOKENS;
+    const int64_t each = by_amx ? AMX_ITEM_TOKENS : ITEM_TOKENS, unit = by_amx ? TILE_TOKENS : 1, units = (now + unit - 1) / unit;
     const int64_t parts = (now + each - 1) / each, pairs = (layout.panels + 1) / 2;
     const int64_t items = panel_items(layout, now, parts, by_amx ? AMX_ITEM_PANELS : ITEM_PANELS);
     for_each((int32_t)(items * parts), [&](int32_t index) {
       const int64_t item = index / parts, part = index % parts;
-      const int64_t begin = now * part / parts, end = now * (part + 1) / parts;
+      const int64_t begin = units * part / parts * unit, rest = units * (part + 1) / parts * unit, end = rest < now ? rest : now;
       const int64_t first = pairs * item / items * 2, last = pairs * (item + 1) / items * 2;
       (by_amx ? amx_item : int_item)(product, first, last < layout.panels ? last : layout.panels, begin, end - begin);
     });

@@ -7,13 +7,9 @@
 namespace ST_ISA {
 
 constexpr int64_t CHUNK = 512;  // columns at a time: their weights in L1, many tokens' activations in L2
-#ifdef ST_AMX
-constexpr int64_t SPARE_TOKENS = 32;  // linear_amx.inl reads whole tiles of tokens
-#else
-constexpr int64_t SPARE_TOKENS = 0;
-#endif
 
-inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t aligned(int64_t bytes) { return rounded_up(bytes, 64); }
 
 // Round to integers, ties to even. Beyond 127 there is only what comes of an infinity or a NaN: any number will do.
 inline __attribute__((always_inline)) I32 rounded(F32 v) {
@@ -53,23 +49,34 @@ inline float largest(const float *x, int64_t count) {
 // What to multiply with to get integers of -127..127. Below 1e-30 all round to 0, which keeps it finite.
 inline float inverse_scale(float largest) { return largest < 1e-30f ? 0 : 127 / largest; }
 
-// Tokens' activations, rounded, in chunks of columns: [chunk][token][columns of the chunk].
+constexpr int64_t TILE_TOKENS = 16;  // of a tile of AMX
+
+// Tokens' activations, rounded, in chunks of columns: [chunk][token][columns of the chunk]; or, for AMX, in whole tiles,
+// [chunk][tile of tokens][step of `depth` columns][token][depth].
 struct Activations {
   int64_t tokens, columns;
+  bool is_tiled;
   uint8_t *values;
   float *scales;    // by row: [token]
   int32_t *starts;  // by row: [token], -128 times the sum
   Block *blocks;    // in groups: [chunk][token][blocks of the chunk]
   int32_t block;    // in groups: columns of a block
 
-  int depth() const { return block < 64 ? block : 64; }  // of a tile's product, in bytes
+  int64_t depth() const { return block < 64 ? block : 64; }  // of a tile's product, in bytes
   int64_t width(int64_t chunk) const { return columns - chunk * CHUNK < CHUNK ? columns - chunk * CHUNK : CHUNK; }
-  int64_t at(int64_t chunk, int64_t token) const { return chunk * CHUNK * tokens + token * width(chunk); }
+  // As much memory as tokens and columns take.
+  int64_t room() const { return is_tiled ? rounded_up(tokens, TILE_TOKENS) : tokens; }
+  int64_t room(int64_t chunk) const { return is_tiled ? aligned(width(chunk)) : width(chunk); }
+  int64_t bytes() const { return room() * (is_tiled ? aligned(columns) : columns) * sizeof(Wide); }
+  int64_t at(int64_t chunk, int64_t token) const { return chunk * CHUNK * room() + token * room(chunk); }
 };
 
 // The place of column k, for a store of up to LANES columns from there.
 template <class T> inline T *place(const Activations &a, int64_t token, int64_t k) {
-  return (T *)a.values + a.at(k / CHUNK, token) + k % CHUNK;
+  const int64_t chunk = k / CHUNK, column = k % CHUNK, row = token % TILE_TOKENS;
+  if (!a.is_tiled) return (T *)a.values + a.at(chunk, token) + column;
+  const int64_t depth = a.depth(), in_step = column & (depth - 1);  // depth: a power of two
+  return (T *)a.values + a.at(chunk, token - row) + (column - in_step) * TILE_TOKENS + row * depth + in_step;
 }
 
 // By row: one scale a token.

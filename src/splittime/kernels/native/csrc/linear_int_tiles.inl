@@ -161,12 +161,15 @@ template <int EXTRAS> struct Group {
     if (EXTRAS & ST_MINIMA) minimum = load_f16(blocks.minima + 2 * at);
   }
 
-  // to += scale * (a block's products) - minimum * (its activations).
-  inline __attribute__((always_inline)) void add(F32 dot, const Block &here, float *to) const {
+  // sum + scale * (a block's products) - minimum * (its activations).
+  inline __attribute__((always_inline)) F32 added(F32 sum, F32 dot, const Block &here) const {
     if (EXTRAS & ST_ZEROS) dot = fma(zero, splat(here.sum), dot);
-    F32 sum = fma(scale * splat(here.scale), dot, load<F32>(to));
+    sum = fma(scale * splat(here.scale), dot, sum);
     if (EXTRAS & ST_MINIMA) sum = fma(minimum, splat(here.sum * -here.scale), sum);
-    store(to, sum);
+    return sum;
+  }
+  inline __attribute__((always_inline)) void add(F32 dot, const Block &here, float *to) const {
+    store(to, added(load<F32>(to), dot, here));
   }
 };
 
