@@ -1,8 +1,9 @@
 """What each mechanism is worth on this machine: the same requests with it and without it, on one engine, interleaved.
 
     python -m benchmarks.scenarios.mechanisms --model MODEL_FOLDER [--repeats 5] [--json]
+    python -m benchmarks.scenarios.mechanisms --model FOLDER --quantization int8 --what batching --slots 32 --variation 1.2
 
-* batching: static against continuous at mixed output lengths: tokens/s, p99 of E2E.
+* batching: static against continuous at mixed output lengths: tokens/s, p99 of E2E. --variation: how mixed they are.
 * chunking: off against on while long prompts arrive among decoding requests: max stall of those requests.
 * prefix cache: off against on with 0 %, 50 % and 90 % of each prompt shared: TTFT, tokens/s.
 * reservation: the longest context reserved for each request in one piece, against blocks as they are needed, in the
@@ -16,6 +17,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +117,9 @@ def comparisons(
     plain = PLAIN | {"max_num_seqs": sizes.slots, "max_num_batched_tokens": sizes.budget}
     if "batching" in what:
         arms = {"static": plain | {"batching": "static"}, "continuous": plain}
-        yield "batching", compare(crank, arms, lambda rng: mixed_outputs(rng, sizes), throughput, repeats)
+        found = compare(crank, arms, lambda rng: mixed_outputs(rng, sizes), throughput, repeats)
+        lengths = [arrival.output_tokens for seed in range(repeats) for arrival in mixed_outputs(random.Random(seed), sizes)]
+        yield "batching", found | {"variation_of_outputs": statistics.pstdev(lengths) / statistics.mean(lengths)}
     if "chunking" in what:
         cut = {f"on, {n} a step": plain | {"max_num_batched_tokens": max(n, sizes.slots)} for n in sizes.budgets}
         arms = {"off": plain | {"enable_chunked_prefill": False}, **cut}
@@ -176,17 +180,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(Path(splittime.__file__).parent / "packaged" / "code"))
     parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
+    parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--slots", type=int, help="requests at once; six times as many come")
+    parser.add_argument("--variation", type=float, help="of output lengths: standard deviation over mean; log-normal")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="to see that it works: the figures mean nothing")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    sizes = TINY if arguments.small else CPU
-    runner, asked = load_runner(arguments.model, scheduler_of(sizes), max_model_len=sizes.max_model_len)
+    sizes = asked_sizes(TINY if arguments.small else CPU, arguments)
+    settings = {"max_model_len": sizes.max_model_len, "quantization": arguments.quantization}
+    runner, asked = load_runner(arguments.model, scheduler_of(sizes), **settings)
     figures = dict(comparisons(runner, asked, sizes, arguments.what, arguments.repeats))
-    path = file_result("mechanisms", figures, vars(arguments), arguments.json)
+    path = file_result(f"mechanisms{name_of(arguments)}", figures, vars(arguments), arguments.json)
     if not arguments.json:
         show(figures)
         print(f"written to {path}")
+
+
+def asked_sizes(sizes: Sizes, arguments: argparse.Namespace) -> Sizes:
+    sizes = replace(sizes, variation=arguments.variation)
+    if arguments.slots is None:
+        return sizes
+    _, longest, mean, prompt = sizes.mixed
+    return replace(sizes, slots=arguments.slots, mixed=(6 * arguments.slots, longest, mean, prompt))
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """What a result's name has of what was asked for."""
+    return f"_{arguments.slots}_slots" if arguments.slots else ""
 
 
 def scheduler_of(sizes: Sizes) -> SchedulerConfig:

@@ -3,6 +3,7 @@
 Prompts are random tokens of the vocabulary's first few hundred; outputs have the length that is asked for.
 """
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ FIRST_TOKEN = 10
 class Sizes:
     """slots: requests at once. budget: tokens a step. vocabulary: ids are below it. max_model_len: of the engine.
 
-    mixed: requests, longest output, mean of what it is over 8 tokens, prompt. chats: how many, their outputs.
+    mixed: requests, longest output, mean of what it is over 8 tokens, prompt. variation: the coefficient of variation of those
+    outputs, log-normal then and cut at the longest; None: as `output_length` has it. chats: how many, their outputs.
     long_prompts: how many, tokens, seconds apart. budgets: that prompts are cut to. shared: prompts, tokens of each,
     seconds apart. reserved: requests, prompt from and to, mean and longest output; a reservation is the longest
     of both. kv_tokens: memory that reservations share.
@@ -26,6 +28,7 @@ class Sizes:
     vocabulary: int = 4000
     max_model_len: int = 2048
     mixed: tuple[int, int, float, int] = (96, 256, 50, 32)
+    variation: float | None = None
     chats: tuple[int, int] = (8, 300)
     long_prompts: tuple[int, int, float] = (5, 1500, 0.5)
     budgets: tuple[int, ...] = (128,)
@@ -75,10 +78,17 @@ def output_length(rng: random.Random, mean: float, longest: int) -> int:
     return min(longest, 8 + int(rng.expovariate(1 / mean)))
 
 
+def _mixed_length(rng: random.Random, mean: float, longest: int, variation: float | None) -> int:
+    if variation is None:
+        return output_length(rng, mean, longest)
+    sigma = math.sqrt(math.log(1 + variation**2))
+    return min(longest, max(1, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+
+
 def mixed_outputs(rng: random.Random, sizes: Sizes) -> list[Arrival]:
     """All at once; the many short ones wait for the few long ones."""
     count, longest, mean, prompt = sizes.mixed
-    lengths = [output_length(rng, mean, longest) for _ in range(count)]
+    lengths = [_mixed_length(rng, mean, longest, sizes.variation) for _ in range(count)]
     return [Arrival(0.0, random_prompt(rng, prompt, sizes), length) for length in lengths]
 
 

@@ -11,6 +11,8 @@
 // token 1, top_p by its probability; all else is the same. Ties at a threshold stay, as in runner/sampler.py, whose
 // definitions these are.
 //
+// Where very many tokens are kept, writing them down costs more than all else: sampling_wide.inl does without.
+//
 // A token is told as ~token where something in its row is not finite, -INFINITY too, which spares a reading for that alone.
 #include <float.h>
 
@@ -298,14 +300,21 @@ struct Drawing {
     return members.ids && members.count ? members.ids[found] : found;
   }
 
-  int32_t token() {
-    find_extremes();
-    find_coarse_floor();
-    const double weight = gather();
-    const int32_t found = pick(floor_of(weight));
-    return is_finite ? found : ~found;
-  }
+  int32_t token();
 };
+
+#include "sampling_wide.inl"
+
+int32_t Drawing::token() {
+  find_extremes();
+  find_coarse_floor();
+  int32_t found = WideDrawing{*this}.token();
+  if (found < 0) {
+    const double weight = gather();
+    found = pick(floor_of(weight));
+  }
+  return is_finite ? found : ~found;
+}
 
 int32_t largest(int32_t vocab, const float *line) {
   F32 most = splat(-INFINITY), faults = splat(0.0f);
