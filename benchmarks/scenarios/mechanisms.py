@@ -1,7 +1,7 @@
 """What each mechanism is worth on this machine: the same requests with it and without it, on one engine, interleaved.
 
     python -m benchmarks.scenarios.mechanisms --model MODEL_FOLDER [--repeats 5] [--json]
-    python -m benchmarks.scenarios.mechanisms --model FOLDER --quantization int8 --what batching --slots 32 --variation 1.2
+    python -m benchmarks.scenarios.mechanisms --model MODEL_FOLDER --what batching --slots 32 --variation 1.2
 
 * batching: static against continuous at mixed output lengths: tokens/s, p99 of E2E. --variation: how mixed they are.
 * chunking: off against on while long prompts arrive among decoding requests: max stall of those requests.
@@ -118,7 +118,9 @@ def comparisons(
     if "batching" in what:
         arms = {"static": plain | {"batching": "static"}, "continuous": plain}
         found = compare(crank, arms, lambda rng: mixed_outputs(rng, sizes), throughput, repeats)
-        lengths = [arrival.output_tokens for seed in range(repeats) for arrival in mixed_outputs(random.Random(seed), sizes)]
+        lengths = [
+            arrival.output_tokens for seed in range(repeats) for arrival in mixed_outputs(random.Random(seed), sizes)
+        ]
         yield "batching", found | {"variation_of_outputs": statistics.pstdev(lengths) / statistics.mean(lengths)}
     if "chunking" in what:
         cut = {f"on, {n} a step": plain | {"max_num_batched_tokens": max(n, sizes.slots)} for n in sizes.budgets}
