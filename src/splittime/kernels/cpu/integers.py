@@ -1,7 +1,7 @@
 """int8 weights with a scale a row. Activations are rounded to int8 with a scale a token, as in the native kernels.
 
-Where the processor has instructions for it, oneDNN multiplies bytes by bytes: the products are exact, and both scales are
-applied to their sums. Without VNNI or AMX it would add up pairs of products in 16 bits, which may saturate: there the
+Where the processor has instructions for it, oneDNN multiplies bytes by bytes: the products are exact, and both scales
+are applied to their sums. Without VNNI or AMX it would add up pairs of products in 16 bits, which may saturate: there the
 weight is rebuilt for each product (`kernels.reference.rounding`), and the rounded activations with it, so that a
 checkpoint's answers are the same kind of answers on every processor.
 """
@@ -26,8 +26,8 @@ _onednn = torch.ops.onednn
 
 @dataclass(frozen=True)
 class ByteWeight(PackedWeight):
-    """packed: opaque oneDNN tensor; scales: float32 [out]; zeros: int32 [out], all 0; bias: [out] or None; columns: as in
-    `Ops.pack_rounded`."""
+    """packed: opaque oneDNN tensor; scales: float32 [out]; zeros: int32 [out], all 0; bias: [out] or None; columns: as
+    in `Ops.pack_rounded`."""
 
     packed: Tensor
     scales: Tensor

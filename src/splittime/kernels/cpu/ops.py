@@ -1,4 +1,4 @@
-"""The torch backend, for a CPU without the native kernels; `attention` and int8 products (`integers`) have files of their
+"""The torch backend, for a CPU without the native kernels; attention and int8 products (`integers`) have files of their
 own. All other integer weights are rebuilt for each product (`kernels.reference.rounding`): small, and slow.
 
 The small operations count: a model of width 256 spends most of a decode step in call overhead, so each is written for
