@@ -113,7 +113,7 @@ def test_products_stay_within_the_bound(scheme, shape, kernels):
 @pytest.mark.parametrize("has_byte_products", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_torch_multiplies_int8_as_the_native_kernels_do(shape, has_byte_products, monkeypatch):
-    """By bytes, or with the weight rebuilt: the same integers. A token of zeros, or one that is not finite, stays so."""
+    """By bytes, or with the weight rebuilt: the same integers. A token of zeros or of NaNs stays so."""
     if has_byte_products and not integers.has_byte_products():
         pytest.skip("the processor multiplies no bytes")
     monkeypatch.setattr(integers, "has_byte_products", lambda: has_byte_products)

@@ -1,8 +1,8 @@
 """int8 weights with a scale a row. Activations are rounded to int8 with a scale a token, as in the native kernels.
 
 Where the processor has instructions for it, oneDNN multiplies bytes by bytes: the products are exact, and both scales
-are applied to their sums. Without VNNI or AMX it would add up pairs of products in 16 bits, which may saturate: there the
-weight is rebuilt for each product (`kernels.reference.rounding`), and the rounded activations with it, so that a
+are applied to their sums. Without VNNI or AMX it would add up pairs of products in 16 bits, which may saturate: there
+the weight is rebuilt for each product (`kernels.reference.rounding`), and the rounded activations with it, so that a
 checkpoint's answers are the same kind of answers on every processor.
 """
 
