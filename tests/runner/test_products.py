@@ -59,25 +59,26 @@ def test_products_are_told_as_they_are(load, settings, products):
 
 
 @pytest.mark.parametrize(
-    ("gain", "settings", "products", "reason"),
+    ("isa", "settings", "products", "reason"),
     [
-        (5.04, {}, "bfloat16 x bfloat16", "by 5.0, measured"),
-        (3.0, {}, "bfloat16 x bfloat16", "by 3.0, measured"),
-        (2.94, {}, "bfloat16 x float32", "by 2.9, measured: below 3"),
-        (5.04, {"activation_dtype": "float32"}, "bfloat16 x float32", "as asked"),
-        (5.04, {"quantization": "int8"}, "int8 x int8", "as the scheme of each weight has it"),
-        (5.04, {"kernels": "reference"}, "bfloat16 x bfloat16", "the reference kernels compute in their own dtype"),
+        ("amx", {}, "bfloat16 x bfloat16", "by 2.4, measured"),
+        ("avx512bf16", {}, "bfloat16 x float32", "by 2.4, measured: worth it with tiles of AMX only"),
+        ("amx", {"activation_dtype": "float32"}, "bfloat16 x float32", "as asked"),
+        ("amx", {"quantization": "int8"}, "int8 x int8", "as the scheme of each weight has it"),
+        ("amx", {"kernels": "reference"}, "bfloat16 x bfloat16", "the reference kernels compute in their own dtype"),
     ],
 )
-def test_auto_rounds_activations_where_that_pays_threefold(load, monkeypatch, gain, settings, products, reason):
-    monkeypatch.setattr(machine, "rounding_gain", lambda: gain)
+def test_auto_rounds_activations_for_tiles_alone(load, monkeypatch, isa, settings, products, reason):
+    """Whatever was measured: a noisy start must not answer with other numbers."""
+    monkeypatch.setattr(machine, "choose_isa", lambda: (isa, "as the test has it"))
+    monkeypatch.setattr(machine, "rounding_gain", lambda: 2.44)
     resolved = load(**{"kernels": "native", "dtype": "bfloat16"} | settings).resolved
     assert resolved.products == f"weights x activations: layers {products}, head {products}"
     assert resolved.products_reason.endswith(reason)
 
 
-def test_ranks_do_not_measure_whether_to_round(monkeypatch):
-    monkeypatch.setattr(machine, "rounding_gain", lambda: 5.0)
+def test_ranks_do_not_round(monkeypatch):
+    monkeypatch.setattr(machine, "choose_isa", lambda: ("amx", "as the test has it"))
     config = RunnerConfig(model_path="", tensor_parallel_size=2)
     assert machine.choose_weights(config, "bfloat16", "native").layers.rounds_activations is False
 

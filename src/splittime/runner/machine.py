@@ -22,7 +22,7 @@ import torch
 from splittime.core.cache_folder import cache_folder
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import Ops
-from splittime.kernels.native.check import rounding_gain
+from splittime.kernels.native.check import TILES, choose_isa, rounding_gain
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan, choose
@@ -34,7 +34,6 @@ CGROUP = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
 SMALL_MODEL_BYTES = 128 << 20
 FREE_MEMORY_SHARE = 0.5
-WORTH_ROUNDING = 3.0
 
 
 def multiplies_bfloat16() -> bool:
@@ -95,9 +94,10 @@ def choose_rounding(config: RunnerConfig, dtype: str, kernels: str) -> tuple[str
         return "auto", "as the scheme of each weight has it"
     if config.tensor_parallel_size > 1:
         return "float32", "each rank would measure for itself whether to round"
-    gain = rounding_gain()
-    told = f"rounding activations multiplies the rate of products by {gain:.1f}, measured"
-    return ("bfloat16", told) if gain >= WORTH_ROUNDING else ("float32", f"{told}: below {WORTH_ROUNDING:g}")
+    told = f"rounding activations multiplies the rate of products by {rounding_gain():.1f}, measured"
+    if choose_isa()[0] == TILES:
+        return "bfloat16", f"tiles of AMX multiply bfloat16 by bfloat16 alone; {told}"
+    return "float32", f"{told}: worth it with tiles of AMX only"
 
 
 def choose_kv_cache_dtype(asked: str, dtype: torch.dtype, kernels: str) -> torch.dtype:

@@ -16,7 +16,7 @@ TOKENS = torch.randint(TEACHER.vocab_size, (5, 40), generator=torch.Generator().
 @pytest.fixture(autouse=True)
 def not_rounded(monkeypatch):
     """Activations stay float32, as the training model's, on processors with AMX too."""
-    monkeypatch.setattr(machine, "rounding_gain", lambda: 1.0)
+    monkeypatch.setattr(machine, "choose_isa", lambda: ("avx2", "as the test has it"))
 
 
 def test_logits_are_those_of_the_training_model(tmp_path):

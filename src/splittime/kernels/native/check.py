@@ -36,6 +36,7 @@ from splittime.kernels.native.library import (
 )
 
 ASKED = "SPLITTIME_ISA"
+TILES = "amx"
 EMULATED = "amx_emulated"  # for tests
 OUT, IN, GROUP = 48, 192, 64
 PRODUCTS = (  # of the check: scheme, columns of a group, extras
