@@ -204,12 +204,14 @@ def asked_sizes(sizes: Sizes, arguments: argparse.Namespace) -> Sizes:
     if arguments.slots is None:
         return sizes
     _, longest, mean, prompt = sizes.mixed
-    return replace(sizes, slots=arguments.slots, mixed=(6 * arguments.slots, longest, mean, prompt))
+    budget = max(sizes.budget, arguments.slots)
+    return replace(sizes, slots=arguments.slots, budget=budget, mixed=(6 * arguments.slots, longest, mean, prompt))
 
 
 def name_of(arguments: argparse.Namespace) -> str:
     """What a result's name has of what was asked for."""
-    return f"_{arguments.slots}_slots" if arguments.slots else ""
+    asked = {"slots": arguments.slots, "variation": arguments.variation, "weights": arguments.quantization}
+    return "".join(f"_{name}_{value}" for name, value in asked.items() if value is not None)
 
 
 def scheduler_of(sizes: Sizes) -> SchedulerConfig:

@@ -16,8 +16,8 @@ FIRST_TOKEN = 10
 class Sizes:
     """slots: requests at once. budget: tokens a step. vocabulary: ids are below it. max_model_len: of the engine.
 
-    mixed: requests, longest output, mean of what it is over 8 tokens, prompt. variation: standard deviation over mean,
-    of outputs, log-normal then and cut at the longest; None: as `output_length` has it. chats: how many, their outputs.
+    mixed: requests, longest output, mean of what it is over 8 tokens (with a variation: of all), prompt. variation:
+    standard deviation over mean of outputs, log-normal then and cut at the longest. chats: how many, their outputs.
     long_prompts: how many, tokens, seconds apart. budgets: that prompts are cut to. shared: prompts, tokens of each,
     seconds apart. reserved: requests, prompt from and to, mean and longest output; a reservation is the longest
     of both. kv_tokens: memory that reservations share.

@@ -130,6 +130,8 @@ def test_nobody_knows_where_the_time_of_a_lost_engine_went():
     account = unexplained(api_book(finish_reason=None, done_ns=None, num_tokens=0, written_ns=()))
     assert spent(account)["unattributed"] == 120
     assert account.finish_reason == "error"
+    left = unexplained(api_book(finish_reason=None, done_ns=None, num_tokens=0, written_ns=(), cancelled_ns=130))
+    assert left.finish_reason == "abort"
 
 
 @pytest.fixture

@@ -338,3 +338,18 @@ def test_requests_in_flight_are_told_apart(layer):
     asyncio.run(both())  # calls that no HTTP request made are nobody's
     layer(body={"id": "c"})
     assert [each["group_id"] for each in accounts(layer, 1)] == ["cmpl-c"]
+
+
+def test_mail_whose_thread_has_died_keeps_nothing(monkeypatch, tmp_path, caplog):
+    """A folder whose name is too long for a socket: the engine goes on, and its memory does not grow."""
+    monkeypatch.setenv(mail.FOLDER, str(tmp_path / ("long" * 30)))
+    sender = Sender(
+        0, ServerFacts(version="1", model="m", max_model_len=64, engine="vllm 0", settings=SETTINGS, unknown=UNKNOWN)
+    )
+    sender._thread.join(10)
+    for number in range(3):
+        sender.book(0, number)
+    assert not sender._thread.is_alive()
+    assert not sender._queue
+    assert "the mail of the books ends here" in caplog.text
+    sender.close()

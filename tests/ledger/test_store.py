@@ -223,6 +223,17 @@ def test_a_full_queue_drops_and_counts(tmp_path):
     writer.close()
 
 
+def test_a_record_that_cannot_be_encoded_does_not_end_the_file(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    ledger.add_account(books.example("half of two codes \ud800", start_ns=0))
+    assert ledger.flush()
+    ledger.add_account(books.example("whole", start_ns=1))
+    assert ledger.flush()
+    ledger.close()
+    assert ledger.counts().unwritten == 1
+    assert [account.request_id for account in open_readonly(tmp_path / "l.sqlite").accounts()] == ["whole"]
+
+
 def test_a_failing_disk_is_logged_once_and_survived(tmp_path, caplog):
     ledger = Ledger(tmp_path / "l.sqlite")
     other = sqlite3.connect(tmp_path / "l.sqlite")

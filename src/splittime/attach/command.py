@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from splittime.attach.mail import LEDGER_FILE
+from splittime.attach.mail import FOLDER, LEDGER_FILE, new_folder
 from splittime.attach.versions import require_known
 from splittime.core.errors import ConfigError
 
@@ -34,6 +34,8 @@ def command_of(asked: Sequence[str], environment: Mapping[str, str], ledger_file
     if any(each.split("=")[0] in ("--scheduler-cls", "--scheduler_cls") for each in asked):
         hint = "leave it out: the books need to be told by the scheduler that decides"
         raise ConfigError("--scheduler-cls names another scheduler", param="scheduler_cls", hint=hint)
-    more = {} if ledger_file is None else {LEDGER_FILE: os.path.abspath(ledger_file)}
+    more = {FOLDER: new_folder()}  # also where another server's is inherited
+    if ledger_file is not None:
+        more[LEDGER_FILE] = os.path.abspath(ledger_file)
     flags = ["--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
     return Command([sys.executable, "-m", VLLM_COMMAND, *asked, *flags], {**environment, **more})

@@ -227,7 +227,7 @@ def unexplained(api_book: ApiBook) -> ClosedAccount:
     account.close(max(api_book.end_ns, account.marks[-1].begin_ns))
     return ClosedAccount(
         **_about(api_book, account),
-        finish_reason=_finish_reason(api_book.finish_reason or "error"),
+        finish_reason=_finish_reason(api_book.finish_reason or ("abort" if api_book.cancelled_ns else "error")),
         error=api_book.error,
         output_tokens=api_book.num_tokens,
         first_chunk_tokens=api_book.first_chunk_tokens,

@@ -54,9 +54,14 @@ class Mail(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stopped: str = ""
 
 
+def new_folder() -> str:
+    """Returns a name that nobody else has."""
+    return f"{tempfile.gettempdir()}/splittime-{os.getuid()}-{secrets.token_hex(8)}"
+
+
 def name_folder() -> None:
     """Names the folder for this process and those that it starts, unless one is named."""
-    os.environ.setdefault(FOLDER, f"{tempfile.gettempdir()}/splittime-{os.getuid()}-{secrets.token_hex(8)}")
+    os.environ.setdefault(FOLDER, new_folder())
 
 
 def ledger_file() -> str | None:
@@ -74,6 +79,7 @@ class Sender:
         self._engine, self._facts, self._waiting_for = engine, facts, waiting_for
         self._queue: deque[tuple[int | None, FirstTokenBook | EndedBook | StepRecord]] = deque()
         self._is_closed = threading.Event()
+        self._is_dead = False  # the thread has ended of a fault: nobody takes what is put
         self._stopped = self._told_stopped = ""
         self._lost: dict[int, int] = {}
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
@@ -81,10 +87,14 @@ class Sender:
         self._thread.start()
 
     def step(self, record: StepRecord) -> None:
-        self._queue.append((None, record))
+        self._put(None, record)
 
     def book(self, client: int, book: FirstTokenBook | EndedBook) -> None:
-        self._queue.append((client, book))
+        self._put(client, book)
+
+    def _put(self, client: int | None, what: FirstTokenBook | EndedBook | StepRecord) -> None:
+        if not self._is_dead:
+            self._queue.append((client, what))
 
     def stop(self, why: str) -> None:
         """The books end here."""
@@ -100,6 +110,14 @@ class Sender:
         self._thread.join(LAST_MAIL_S)
 
     def _run(self) -> None:
+        try:
+            self._carry()
+        except Exception:  # the engine goes on without its books
+            self._is_dead = True
+            self._queue.clear()
+            log.exception("the mail of the books ends here")
+
+    def _carry(self) -> None:
         context = zmq.Context()
         self._connect(context, FIRST)
         while not self._is_closed.wait(GATHER_S):

@@ -6,6 +6,7 @@ each request that may ask for tokens (`visits`), and lets all else through untou
 
 import atexit
 import logging
+import os
 from typing import Any
 
 from splittime.attach import mail
@@ -23,6 +24,9 @@ class WithBooks:
     """The layer. vLLM makes one for each API process."""
 
     def __init__(self, app: http.Application) -> None:
+        if mail.FOLDER not in os.environ:
+            told = "the engine was started without %s: no account will be complete. Does VLLM_PLUGINS name splittime?"
+            log.error(told, mail.FOLDER)
         mail.name_folder()
         self._app = app
         self._books: AttachedBooks | None = None
@@ -56,12 +60,16 @@ class WithBooks:
             joining = Joining(lambda engine: Ledger(_file_of(index, engine)))
             books = AttachedBooks(joining, state)
             self._receiver = mail.Receiver(index, joining.take, joining.join)
+            routes = BookRoutes(books)
             atexit.register(self._end)
             watch(client)
         except Exception:
             log.exception("no books are kept of this server; it goes on without them")
+            receiver, self._receiver = self._receiver, None
+            if receiver is not None:
+                receiver.close()
             return
-        self._books, self._routes = books, BookRoutes(books)
+        self._books, self._routes = books, routes
 
     async def _live(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
         """Lets the application live, and ends the books with it."""

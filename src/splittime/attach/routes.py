@@ -53,7 +53,7 @@ class AttachedBooks:
         self.max_model_len: int = config.max_model_len
         args = getattr(state, "args", None)
         given = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
-        self.keys = tuple(key for key in given if key)
+        self.keys = tuple(dict.fromkeys(key for key in given if key))
         self.host: str = getattr(args, "host", None) or "0.0.0.0"
         self.ledger.describe_by(self.facts)
 

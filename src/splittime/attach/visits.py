@@ -41,6 +41,11 @@ LAST_EVENT = re.compile(rb"(?:\A|\n\n)(data: \[DONE\]\s*)\Z")  # an answer's tex
 log = logging.getLogger("splittime.attach")
 
 
+def _writable(name: str) -> str:
+    """A client's own id may hold half of a character's two codes, which no encoder takes (nor vLLM's)."""
+    return name.encode("utf-8", "replace").decode()
+
+
 class WatchedRequest:
     """One HTTP request that asks for tokens."""
 
@@ -84,7 +89,8 @@ class WatchedRequest:
         """request: vLLM's `EngineCoreRequest`, on its way to the engine's process."""
         marks = self._marks(call.asked_ns if call is not None else None)
         marks.append(Mark(Stage.HANDOFF, None, now_ns()))
-        answer = Answer(request.request_id, self._group_of(request), tuple(marks), salt_hash(request.cache_salt or ""))
+        names = _writable(request.request_id), _writable(self._group_of(request))
+        answer = Answer(*names, tuple(marks), salt_hash(request.cache_salt or ""))
         answer.prompt_ids = request.prompt_token_ids or ()
         self.answers.append(answer)
         self._books.joining.expect(answer.request_id)

@@ -21,6 +21,7 @@ from splittime.attach.engine_books import AskedRequest, BegunStep, DecidedPlan, 
 from splittime.attach.mail import Sender, name_folder
 from splittime.attach.versions import require_known
 from splittime.attach.vllm_causes import StatesCauses, is_in_flight
+from splittime.core.errors import ConfigError
 from splittime.ledger.stages import Cause
 from splittime.ledger.steps import StepRecord
 
@@ -35,6 +36,9 @@ def scheduler(*args: Any, **kwargs: Any) -> Any:
     require_known()
     name_folder()
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    if getattr(config, "diffusion_config", None) is not None:
+        message, hint = "no books are kept of a diffusion model: its scheduler is another", "start vLLM as it is"
+        raise ConfigError(message, param="attach", hint=hint)
     _note_arrivals()
     return (_async_class() if config.scheduler_config.async_scheduling else _plain_class())(*args, **kwargs)
 
@@ -211,7 +215,8 @@ class Bookkeeping(StatesCauses):
 
     @_guarded
     def _receive(self, request: Request) -> None:
-        if request.request_id in self._st_books.books:  # more input of a session that is known
+        is_known = request.request_id in self._st_books.books  # more input of a session
+        if is_known or request.request_id not in self.requests:  # or a session's end, for which vLLM schedules nothing
             return
         params = request.sampling_params
         asked = AskedRequest(

@@ -129,7 +129,7 @@ class FileWriter:
                 insert()
                 self._delete_oldest()
             self._is_failing = False
-        except sqlite3.Error as error:
+        except Exception as error:  # also what a record cannot be encoded for: the thread goes on
             if not self._is_failing:
                 log.error("ledger file %s: %s; records are lost until it can be written again", self._path, error)
             self._is_failing = True

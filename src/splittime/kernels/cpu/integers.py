@@ -6,7 +6,7 @@ the weight is rebuilt for each product (`kernels.reference.rounding`), and the r
 checkpoint's answers are the same kind of answers on every processor.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -19,6 +19,7 @@ from splittime.kernels.reference import rounding
 from splittime.kernels.reference.rounding import RebuiltWeight
 
 PACKING_ROWS_HINT = 16
+ZERO = 128
 LEAST = 1e-30  # a token of smaller activations is rounded to zeros
 
 _onednn = torch.ops.onednn
@@ -62,8 +63,9 @@ def lay_out(weight: RebuiltWeight) -> ByteWeight:
 def product(x: Tensor, weight: ByteWeight, residual: Tensor | None = None) -> Tensor:
     """x [T, in] -> [T, out], see `kernels.api.Ops.linear`."""
     integers, scales = rounded(x if weight.columns is None else x.index_select(1, weight.columns))
+    bytes_ = (integers + ZERO).to(torch.uint8)  # the layout is made for unsigned activations
     kept = (weight.packed, weight.scales, weight.zeros)
-    y = _onednn.qlinear_pointwise(integers.to(torch.int8), 1.0, 0, *kept, None, 1.0, 0, torch.float32, "none", [], "")
+    y = _onednn.qlinear_pointwise(bytes_, 1.0, ZERO, *kept, None, 1.0, 0, torch.float32, "none", [], "")
     if len(x):
         plain.count_weight("int8", weight.packed, weight.scales)
     y = (y * scales).to(x.dtype)
@@ -74,7 +76,7 @@ def product(x: Tensor, weight: ByteWeight, residual: Tensor | None = None) -> Te
 
 def rebuilt_product(x: Tensor, weight: RebuiltWeight, residual: Tensor | None = None) -> Tensor:
     """As `product`, for weights in any scheme."""
-    if rounds(weight.scheme):
-        integers, scales = rounded(x)
-        x = (integers * scales).to(x.dtype)
-    return rounding.product(x, weight, residual)
+    if not rounds(weight.scheme):
+        return rounding.product(x, weight, residual)
+    integers, scales = rounded(x if weight.columns is None else x.index_select(1, weight.columns))
+    return rounding.product((integers * scales).to(x.dtype), replace(weight, columns=None), residual)

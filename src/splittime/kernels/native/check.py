@@ -45,7 +45,7 @@ PRODUCTS = (  # of the check: scheme, columns of a group, extras
 )
 RATED = ((BFLOAT16, 0), (BFLOAT16, ROUNDED_ACTIVATIONS), (INT8, 0))  # products that are timed: scheme and extras
 RATED_TOKENS, RATED_WIDTH, RATED_ROUNDS = 32, 512, 5
-GAIN_TOKENS = 256  # a prompt's: with fewer, neighbours on the same core can hide what tiles gain
+GAIN_TOKENS = 256  # a prompt's
 CLEARLY = 0.9  # faster is who takes less than so much of the time
 TOKENS = (1, 7, 40)
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 64, 16
@@ -102,7 +102,8 @@ def fastest(names: Sequence[str]) -> tuple[str, str]:
 @functools.cache
 def rounding_gain() -> float:
     """How many times as fast the chosen instruction set multiplies by bfloat16 weights when activations are rounded to
-    bfloat16 too: four to nine with tiles of AMX, below two with AVX512-BF16, one where there is no instruction for it.
+    bfloat16 too: two (beside a neighbour on the same core) to nine with tiles of AMX, below two with AVX512-BF16, one
+    where there is no instruction for it.
     """
     plain_s, rounded_s, _ = _product_times([choose_isa()[0]], GAIN_TOKENS)[choose_isa()[0]]
     return plain_s / rounded_s

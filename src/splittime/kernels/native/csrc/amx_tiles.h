@@ -4,7 +4,7 @@
 // tested, on any processor.
 //
 // Each tile has one use everywhere: 0 and 1 hold activations (16 tokens each), 2 and 3 weights (16 outputs each), 4 to 7 sums:
-// 4 = 0 x 2, 5 = 0 x 3, 6 = 1 x 2, 7 = 1 x 3. All have 16 rows. Where there are fewer tokens, the other rows are computed too
+// 4 = 0 x 2, 5 = 0 x 3, 6 = 1 x 2, 7 = 1 x 3. All have 16 rows, but weights a quarter of `depth`. Where there are fewer tokens, the other rows are computed too
 // and their results are thrown away: memory takes longer to bring the weights than the whole product takes.
 #pragma once
 #include <stdint.h>

@@ -69,7 +69,8 @@ struct AmxPrefill : Prefill {
 
   void score_tile(int32_t at, int32_t from, int32_t to) {
     AmxCall block{};
-    block.x_stride = call.kv.head_dim * 2, block.x_step = 64, block.second_x = 16 * block.x_stride, block.w_stride = KEY_TILE * 4, block.steps = call.kv.head_dim / 32;
+    block.x_stride = call.kv.head_dim * 2, block.x_step = 64, block.second_x = 16 * block.x_stride;
+    block.w_stride = KEY_TILE * 4, block.steps = call.kv.head_dim / 32;
     block.second_w = 64, block.second_sums = 64, block.sum_stride = KEY_TILE * 4, block.is_first = true;
     for (int32_t row = 0; row < rows; row += 32)
       for (int32_t key = from / 32 * 32; key < to && at + key <= last_of_block(row); key += 32) {

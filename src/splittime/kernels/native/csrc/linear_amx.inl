@@ -5,9 +5,9 @@
 // which is used depends on the number of tokens, by speed alone. bfloat16 products add in another order than the vector
 // kernels' do: on this instruction set they use AMX whatever the number of tokens, and each sum runs over all columns in order.
 //
-// Weights are read in the order of memory, two panels at a time for all tokens of an item, whose activations the second-level
-// cache holds: DEEP chunks of them where there are more than 32 tokens. What so many chunks come to leaves its tiles and comes back,
-// which after each chunk would cost a quarter of the rate.
+// Two panels at a time are multiplied with all tokens of an item, whose activations the second-level cache holds: over all columns,
+// so in the order of memory, up to 32 tokens, and over DEEP chunks of them where there are more. What these come to leaves its
+// tiles and comes back, which after each chunk would cost a quarter of the rate.
 //
 // Weights in groups have a scale for every block of columns, so each product of tiles leaves its register at once: 16 tokens
 // times 16 outputs stay in vector registers over the blocks of a chunk.
@@ -101,8 +101,8 @@ struct AmxPart {
   uint8_t *sums;   // [panel][tokens, rounded up][PANEL], of 4 bytes each
 
   bool is_grouped() const { return c.weight.scheme != ST_BFLOAT16 && !is_by_row(c.weight.scheme, c.weight.group); }
-  // Chunks that are added up in tiles, if a few tokens do not take them all.
-  int64_t together(int64_t chunks) const { return tokens <= BLOCK_TOKENS || c.chunks() < chunks ? c.chunks() : chunks; }
+  // How many chunks are added up before sums leave their tiles: all of them where one block has all tokens.
+  int64_t chunks_at_once(int64_t most) const { return tokens <= BLOCK_TOKENS || c.chunks() < most ? c.chunks() : most; }
   // Bytes from a block's first panel to its second.
   int64_t second_panel() const { return (c.place_of(1) - c.place_of(0)) * c.layout.panel_bytes; }
   int64_t panel_sums() const { return (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS * BLOCK_TOKENS * PANEL * 4; }
@@ -110,7 +110,7 @@ struct AmxPart {
 
   void run() const {
     if (is_grouped()) return run_groups();
-    const int64_t deep = together(DEEP);
+    const int64_t deep = chunks_at_once(DEEP);
     for (int64_t chunk = 0; chunk < c.chunks(); chunk += deep) {
       const int64_t chunks = c.chunks() - chunk < deep ? c.chunks() - chunk : deep;
       for (int64_t p = 0; p < panels; p += 2)
@@ -129,13 +129,13 @@ struct AmxPart {
     AmxCall call = call_of(at);
     const int64_t last = at.chunk + at.chunks - 1, whole = c.x.width(last) == CHUNK ? at.chunks : at.chunks - 1;
     if (whole) {
-      call.steps = CHUNK / 64, call.pieces = whole, call.next_piece = CHUNK * c.x.room();
+      call.steps = CHUNK / 64, call.pieces = whole, call.next_piece = CHUNK * c.x.padded_tokens();
       products(call);
       call.is_first = false, call.w += whole * CHUNK * PANEL, call.ahead += whole * call.steps * call.ahead_lines * 64;
     }
     if (whole == at.chunks) return;
     const int64_t width = c.x.width(last), short_step = width % 64;
-    call.x = c.x.values + c.x.at(last, token + at.token), call.second_x = TILE_TOKENS * c.x.room(last);
+    call.x = c.x.values + c.x.at(last, token + at.token), call.second_x = TILE_TOKENS * c.x.padded_width(last);
     call.steps = width / 64, call.pieces = 1;
     if (call.steps) products(call), call.is_first = false;
     if (!short_step) return;
@@ -158,8 +158,8 @@ struct AmxPart {
     return call;
   }
 
-  // Prefetch weights into the second-level cache: those a chunk ahead; or, where several blocks of tokens take the same, the
-  // next that all of them will take, each its share.
+  // Prefetch weights into the second-level cache: those a chunk further in memory; or, where several blocks of tokens take the
+  // same, the next that all of them will take, each its share.
   void fetch(AmxCall &call, const PartBlock &at) const {
     const int64_t shares = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
     call.second_ahead = second_panel(), call.ahead_lines = (PANEL + shares - 1) / shares;
@@ -176,7 +176,7 @@ struct AmxPart {
   // Panel by panel, each unpacked once for all tokens.
   void run_groups() const {
     memset(sums, 0, panels * panel_sums());
-    const int64_t deep = together(1);
+    const int64_t deep = chunks_at_once(1);
     for (int64_t first = 0; first < c.chunks(); first += deep)
       for (int64_t p = 0; p < panels; p++)
         for (int64_t chunk = first; chunk < first + deep; chunk++) {
@@ -197,7 +197,7 @@ struct AmxPart {
       const int64_t at = c.x.at(chunk, token + t);
       float *to = (float *)sums_at(p, t);
       amx_groups_of(c.weight, tokens - t)({(const int8_t *)c.x.values + at, is_split ? split : of_panel.values,
-                                           c.x.blocks + at / c.x.block, c.x.room(chunk) / c.x.block, c.x.block, of_panel, to});
+                                           c.x.blocks + at / c.x.block, c.x.padded_width(chunk) / c.x.block, c.x.block, of_panel, to});
     }
   }
 

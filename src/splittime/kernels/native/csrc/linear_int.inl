@@ -241,7 +241,11 @@ inline Activations activations_for(const StLinear &weight, const IntLayout &layo
   a.scales = (float *)(a.values + values);
   a.starts = (int32_t *)(a.values + values + numbers);
   a.blocks = (Block *)(a.values + values + numbers * 2);
-  if (a.room() > now) memset(a.blocks, 0, a.bytes() / a.block * sizeof(Block));  // what fills up a tile is computed too
+  if (is_tiled && weight.scheme != ST_BFLOAT16 && !is_by_row(weight.scheme, weight.group))  // what fills up a tile is computed too, and slowly if it is subnormal
+    for (int64_t at = 0; at < layout.columns; at += CHUNK) {
+      Block *first = a.blocks + a.at(at / CHUNK, now) / a.block;
+      memset(first, 0, (a.padded_tokens() - now) * a.padded_width(at / CHUNK) / a.block * sizeof(Block));
+    }
   return a;
 }
 
@@ -275,7 +279,7 @@ inline IntLayout layout_of(const StLinear &weight) {
   return layout;
 }
 
-// Whether results are better written around the caches: more than they hold, in whole lines, and not what is added to.
+// Whether results are better written around the caches: more than they hold, in whole lines.
 inline bool is_streamed(const StLinear &weight, int64_t tokens, const float *y, int64_t y_stride) {
   const int64_t bytes = tokens * weight.out_features * (int64_t)sizeof(float);
   return CAN_STREAM && bytes > STREAMED_BYTES && (uintptr_t)y % 64 == 0 && y_stride % 16 == 0;

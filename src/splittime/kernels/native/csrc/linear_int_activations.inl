@@ -64,11 +64,11 @@ struct Activations {
 
   int64_t depth() const { return block < 64 ? block : 64; }  // of a tile's product, in bytes
   int64_t width(int64_t chunk) const { return columns - chunk * CHUNK < CHUNK ? columns - chunk * CHUNK : CHUNK; }
-  // As much memory as tokens and columns take.
-  int64_t room() const { return is_tiled ? rounded_up(tokens, TILE_TOKENS) : tokens; }
-  int64_t room(int64_t chunk) const { return is_tiled ? aligned(width(chunk)) : width(chunk); }
-  int64_t bytes() const { return room() * (is_tiled ? aligned(columns) : columns) * sizeof(Wide); }
-  int64_t at(int64_t chunk, int64_t token) const { return chunk * CHUNK * room() + token * room(chunk); }
+  // What tokens and columns take of the memory, with what fills up their tiles.
+  int64_t padded_tokens() const { return is_tiled ? rounded_up(tokens, TILE_TOKENS) : tokens; }
+  int64_t padded_width(int64_t chunk) const { return is_tiled ? aligned(width(chunk)) : width(chunk); }
+  int64_t bytes() const { return padded_tokens() * (is_tiled ? aligned(columns) : columns) * sizeof(Wide); }
+  int64_t at(int64_t chunk, int64_t token) const { return chunk * CHUNK * padded_tokens() + token * padded_width(chunk); }
 };
 
 // The place of column k, for a store of up to LANES columns from there.

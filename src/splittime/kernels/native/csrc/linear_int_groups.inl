@@ -40,7 +40,7 @@ inline __attribute__((always_inline)) void add_quad(I32 (&sum)[R][VECTORS4], con
 #endif
 }
 
-// As tile4. A block is 64 columns at most, so that its sums (255 * 127 * 64 and what they begin with) are whole floats.
+// As tile4. A block is 128 columns at most, so that its sums (255 * 127 * 128 and what they begin with) are whole floats.
 template <int R, int EXTRAS>
 void tile8_groups(const Wide *x, int64_t x_step, const Block *about, int64_t about_step, const Blocks &blocks, float *sums,
                   const uint8_t *ahead) {

@@ -120,7 +120,7 @@ void tile8(const Wide *x, int64_t x_step, const uint8_t *w, int64_t quads, int32
     ST_UNROLL for (int v = 0; v < V; v++) store(sums + r * SUMS8 + v * LANES, sum[r][v]);
 }
 
-// What a token's activations of a product in groups come with, a block of columns (64, 32 or 16, within a group).
+// What a token's activations of a product in groups come with, a block of columns (128 at most, within a group).
 struct Block {
   int32_t start;  // -8 (int8: -128) times their sum, in the form of the tile's sums
   float scale, sum;
@@ -147,7 +147,7 @@ enum Nibbles { PAIRS, SPLITTING, SPLIT };
 struct Blocks {
   const uint8_t *values, *scales, *zeros, *minima;
   uint8_t *split;
-  int32_t first, count, a_group, quads;    // blocks of this chunk; blocks a group; four-column steps a block, 4 to 16
+  int32_t first, count, a_group, quads;    // blocks of this chunk; blocks a group; four-column steps a block
 };
 
 // What LANES outputs of a group have. Loaded before the tokens' sums are stored, after which it would be loaded again.

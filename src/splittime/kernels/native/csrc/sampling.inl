@@ -282,15 +282,16 @@ struct Drawing {
   // Inverse CDF over the kept tokens in the order of their ids.
   int32_t pick(float floor) {
     const double target = how.uniform * sum_chunks(floor);
-    double below = 0;
+    double below = 0, before = 0;  // before: of what `begin` begins
     int32_t begin = 0, found = 0;  // the last chunk that weighs anything, in case rounding leaves the sum short
     for (int32_t i = 0; i < members.count; i += CHUNK) {
       const double sum = own.sums[i / CHUNK];
       if (sum <= 0) continue;
-      begin = i;
+      begin = i, before = below;
       if (below + sum > target) break;
       below += sum;
     }
+    below = before;
     for (int32_t i = begin; i < members.count && i < begin + CHUNK; i++) {
       if (members.logits[i] < floor || members.weights[i] <= 0) continue;
       below += members.weights[i];

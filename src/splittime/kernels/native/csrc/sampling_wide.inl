@@ -13,6 +13,7 @@ struct WideDrawing {
   // -1: not drawn.
   int32_t token() {
     if (row.vocab < LEAST_VOCAB || row.has_top_k() || !row.is_finite) return -1;
+    if (row.how.top_p == 1 && row.how.min_p > 0) return -1;  // which leaves out whole blocks unread
     float low = -INFINITY, high = -INFINITY;
     if (row.how.top_p < 1 && !look_ahead(&low, &high)) return -1;
     sweep(low, high);
@@ -47,7 +48,7 @@ struct WideDrawing {
       sums += weight, squares = fma(weight, weight, squares);
     }
     const double sum = total_of(sums), tokens = sum * sum / total_of(squares), share = row.how.top_p;
-    if (!(tokens >= LEAST_TOKENS)) return false;
+    if (sum < 1 || !(tokens >= LEAST_TOKENS)) return false;  // the largest weighs 1: these are no fair sample of such a row
     const double error = ERRORS * sqrt(share * (1 - share) / tokens);
     if (share <= error) return false;
     row.members = {logits, weights, nullptr, seen};
@@ -92,15 +93,16 @@ struct WideDrawing {
   // Inverse CDF over the kept tokens in the order of their ids.
   int32_t pick(float floor) const {
     const double target = row.how.uniform * kept, *sums = row.own.sums.data;
-    double below = 0;
+    double below = 0, before = 0;  // before: of what `begin` begins
     int32_t begin = 0, found = 0;  // the last chunk that weighs anything, in case rounding leaves the sum short
     for (int32_t i = 0; i < row.vocab; i += Drawing::CHUNK) {
       const double sum = sums[i / Drawing::CHUNK];
       if (sum <= 0) continue;
-      begin = i;
+      begin = i, before = below;
       if (below + sum > target) break;
       below += sum;
     }
+    below = before;
     for (int32_t i = begin; i < row.vocab && i < begin + Drawing::CHUNK; i++) {
       const float weight = row.logits[i] < floor ? 0.0f : weight_of(splat(row.logits[i]))[0];
       if (weight <= 0) continue;
