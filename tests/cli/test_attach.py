@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splittime.attach import command, versions
-from splittime.attach.mail import LEDGER_FILE
+from splittime.attach.mail import FOLDER, LEDGER_FILE
 from splittime.cli.main import app
 from splittime.core.errors import ConfigError
 from splittime.ledger.store import Ledger
@@ -32,7 +32,10 @@ def test_the_command_has_two_flags_more(vllm):
 
 def test_the_ledgers_file_is_named_in_the_environment(vllm, tmp_path):
     found = command.command_of(["serve", "M"], {"A": "b"}, str(tmp_path / "x.sqlite"))
-    assert found.environment == {"A": "b", LEDGER_FILE: str(tmp_path / "x.sqlite")}
+    folder = found.environment[FOLDER]
+    assert found.environment == {"A": "b", FOLDER: folder, LEDGER_FILE: str(tmp_path / "x.sqlite")}
+    other = command.command_of(["serve", "M"], found.environment)
+    assert other.environment[FOLDER] != folder  # two servers share none, whatever is inherited
 
 
 @pytest.mark.parametrize(
