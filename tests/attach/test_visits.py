@@ -13,8 +13,10 @@ import pytest
 
 from splittime.attach import mail
 from splittime.attach.engine_books import UNKNOWN, AskedRequest, DecidedPlan, EngineBooks
+from splittime.attach.joining import Joining
 from splittime.attach.mail import Sender
 from splittime.attach.middleware import WithBooks
+from splittime.attach.routes import AttachedBooks, BookRoutes
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.store import Ledger
 
@@ -353,3 +355,12 @@ def test_mail_whose_thread_has_died_keeps_nothing(monkeypatch, tmp_path, caplog)
     assert not sender._queue
     assert "the mail of the books ends here" in caplog.text
     sender.close()
+
+
+def test_equal_api_keys_are_one():
+    client = Client()
+    state = SimpleNamespace(engine_client=client, args=SimpleNamespace(api_key=["K", "K"], host="127.0.0.1"))
+    books = AttachedBooks(Joining(lambda _: Ledger()), state)
+    BookRoutes(books)
+    assert books.keys == ("K",)
+    client.engine_core.mail.close()

@@ -224,12 +224,15 @@ def test_a_token_depends_on_itself_alone(isa: str, scheme: int, group: int) -> N
     rng = np.random.default_rng(5)
     weight = packed(scheme, rng.normal(size=(100, 1088)).astype(np.float32), group)
     x = activations(rng, 140, 1088)
-    alone = np.concatenate([product(weight, x[i : i + 1]) for i in range(len(x))])
+    bias, residual = rng.normal(size=100).astype(np.float32), rng.normal(size=(140, 100)).astype(np.float32)
+    weight.linear.bias = address(bias)
+    alone = np.concatenate([product(weight, x[i : i + 1], residual=residual[i : i + 1]) for i in range(len(x))])
     for threads in (1, 2, 3):
         LIB.st_set_threads(threads)
         for tokens in (1, 2, 3, 4, 5, 6, 9, 12, 13, 16, 31, 64, 129, 140):
             begin = int(rng.integers(0, len(x) - tokens + 1))
-            assert (product(weight, x[begin : begin + tokens]) == alone[begin : begin + tokens]).all()
+            some = slice(begin, begin + tokens)
+            assert (product(weight, x[some], residual=residual[some]) == alone[some]).all()
 
 
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES)
