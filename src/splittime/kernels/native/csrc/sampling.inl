@@ -22,6 +22,9 @@
 
 namespace ST_ISA {
 
+// How many logits ahead a first reading asks for: a page of 4 KB, at whose end the processor's own prefetchers stop.
+constexpr int32_t AHEAD = 1024;
+
 struct Sorted {
   float logit, weight;
 };
@@ -44,6 +47,15 @@ __attribute__((noinline, cold)) inline F32 few(const float *p, int32_t left, flo
   return v;
 }
 ST_INLINE F32 some(const float *p, int32_t left, float fill) { return left >= LANES ? load<F32>(p) : few(p, left, fill); }
+
+// sum and, in the lanes whose logits reach `floor`, the weights.
+ST_INLINE F32 add_from(F32 sum, F32 logits, float floor, F32 weights) {
+#if defined(__AVX512F__) && LANES == 16
+  return _mm512_mask_add_ps(sum, _mm512_cmp_ps_mask(logits, splat(floor), _CMP_GE_OQ), sum, weights);
+#else
+  return sum + (logits >= floor ? weights : splat(0.0f));
+#endif
+}
 
 // In pairs, which is several times as fast as one after another.
 ST_INLINE float total_of(F32 v) {
@@ -114,8 +126,10 @@ struct Drawing {
   void find_extremes() {
     float *maxima = own.maxima.of(blocks() + LANES), *peaks = own.peaks.of(blocks() + LANES);
     F32 low = splat(INFINITY), faults = splat(0.0f);
+    most = -INFINITY;
     for (int32_t block = 0; block < blocks(); block++) {
       F32 high = splat(-INFINITY);
+      for (int32_t i = 0; i < BLOCK; i += LANES) __builtin_prefetch(logits + block * BLOCK + i + AHEAD);
       for (int32_t i = block * BLOCK; i < vocab && i < (block + 1) * BLOCK; i += LANES) {
         const F32 x = some(logits + i, vocab - i, logits[i]);
         low = smaller(x, low), high = larger(x, high), faults += x * 0.0f;
@@ -190,7 +204,7 @@ struct Drawing {
       for (int32_t i = begin; i < end; i += LANES) {
         const F32 x = some(left.logits + i, end - i, -INFINITY);
         const F32 weight = counts ? splat(1.0f) : some(left.weights + i, end - i, 0.0f);
-        for (int pivot = 0; pivot < PIVOTS; pivot++) sums[pivot] += x >= pivots[pivot] ? weight : splat(0.0f);
+        for (int pivot = 0; pivot < PIVOTS; pivot++) sums[pivot] = add_from(sums[pivot], x, pivots[pivot], weight);
       }
       for (int pivot = 0; pivot < PIVOTS; pivot++) reach[pivot] += total_of(sums[pivot]);
     }
@@ -211,10 +225,11 @@ struct Drawing {
   }
 
   // The least logit v at or above `floor` for which all members above v weigh (or, if it counts, are) less than `target`.
+  // No member lies above `top`.
   // It is in [low, high); `above` is what reaches high.
-  float threshold(float floor, double target, bool counts) {
+  float threshold(float floor, float top, double target, bool counts) {
     const float lightest = most - 127 / scale;  // what lies below weighs nothing
-    float low = fmaxf(fmaxf(floor, least), fmaxf(lightest, -FLT_MAX)), top = most, high = INFINITY;
+    float low = fmaxf(fmaxf(floor, least), fmaxf(lightest, -FLT_MAX)), high = INFINITY;
     double above = 0;
     Members left = members;
     while (low < top) {
@@ -273,10 +288,10 @@ struct Drawing {
   float floor_of(double weight) {
     float floor = coarse;
     if (has_top_k()) {
-      floor = threshold(floor, how.top_k, true);
+      floor = threshold(floor, most, how.top_k, true);
       weight = sum_chunks(floor);
     }
-    return how.top_p < 1 ? threshold(floor, how.top_p * weight, false) : floor;
+    return how.top_p < 1 ? threshold(floor, most, how.top_p * weight, false) : floor;
   }
 
   // Inverse CDF over the kept tokens in the order of their ids.
@@ -307,13 +322,12 @@ struct Drawing {
 #include "sampling_wide.inl"
 
 int32_t Drawing::token() {
+  int32_t found = WideDrawing{*this}.token();
+  if (found >= 0) return found;
   find_extremes();
   find_coarse_floor();
-  int32_t found = WideDrawing{*this}.token();
-  if (found < 0) {
-    const double weight = gather();
-    found = pick(floor_of(weight));
-  }
+  const double weight = gather();
+  found = pick(floor_of(weight));
   return is_finite ? found : ~found;
 }
 
@@ -323,6 +337,7 @@ int32_t largest(int32_t vocab, const float *line) {
   int32_t i = 0;
   for (; i + LANES <= vocab; i += LANES, here += 1) {
     F32 x = load<F32>(line + i);
+    __builtin_prefetch(line + i + AHEAD);
     place = x > most ? here : place;
     most = x > most ? x : most;
     faults += x * 0.0f;

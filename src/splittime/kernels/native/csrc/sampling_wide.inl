@@ -1,28 +1,29 @@
-// Drawing where the nucleus (or, without top_p, what is kept) is a large part of a large vocabulary. A 32nd of the row tells
-// about where the threshold lies; one pass then adds up what is certainly kept, chunk by chunk, and writes down only the tokens
-// near the threshold, among which it is found exactly. Should it lie outside, the row is drawn the other way.
+// Drawing where the nucleus (or, without top_p, all that is kept) is a large part of a large vocabulary. A 32nd of the row tells
+// about where the threshold lies. The rest is read once: that pass adds up what is certainly kept, chunk by chunk, and writes
+// down only the tokens near the threshold, among which it is found exactly. Weights are relative to the largest logit of that
+// 32nd. Should the threshold lie elsewhere, or a weight not fit a float, the row is drawn the other way.
 #pragma once
 
 struct WideDrawing {
   static constexpr int32_t LEAST_VOCAB = 1 << 15, EVERY = 32;  // EVERY: one block of so many is looked at first
   static constexpr double LEAST_TOKENS = 256, ERRORS = 3;      // tokens that would tell as much; standard errors
+  static constexpr float MOST_POWERS = 64;  // of two: how much more than the largest of those one may weigh
 
   Drawing &row;
-  double total = 0, kept = 0, near = 0;  // weights: of all that min_p leaves, of what is certainly kept, of what may be
+  double total = 0, kept = 0;  // weights: of all, of what is certainly kept
 
   // -1: not drawn.
   int32_t token() {
-    if (row.vocab < LEAST_VOCAB || row.has_top_k() || !row.is_finite) return -1;
-    if (row.how.top_p == 1 && row.how.min_p > 0) return -1;  // which leaves out whole blocks unread
+    if (row.vocab < LEAST_VOCAB || row.has_top_k() || row.how.min_p > 0) return -1;
     float low = -INFINITY, high = -INFINITY;
-    if (row.how.top_p < 1 && !look_ahead(&low, &high)) return -1;
-    sweep(low, high);
+    if (!look_ahead() || (row.how.top_p < 1 && !find_ends(&low, &high))) return -1;
+    if (!sweep(low, high)) return -1;
     if (row.how.top_p == 1) return pick(-INFINITY);
     const double target = row.how.top_p * total;
-    if (kept >= target || kept + near < target) return -1;
-    const float floor = row.threshold(low, target - kept, false);
+    if (kept >= target || kept + near_weight(0, chunks(), low) < target) return -1;
+    const float floor = row.threshold(low, high, target - kept, false);
     for (int32_t chunk = 0; chunk < chunks(); chunk++) {
-      const double more = near_weight(chunk, floor);
+      const double more = near_weight(chunk, chunk + 1, floor);
       row.own.sums[chunk] += more, kept += more;
     }
     return pick(floor);
@@ -30,60 +31,105 @@ struct WideDrawing {
 
   int32_t chunks() const { return (row.vocab + Drawing::CHUNK - 1) / Drawing::CHUNK; }
 
-  // The weight of LANES logits, 0 for what min_p leaves out.
-  ST_INLINE F32 weight_of(F32 logits) const {
-    const F32 all = row.weight_of(logits);
-    return all >= row.how.min_p ? all : splat(0.0f);
-  }
-
-  // Between which logits the threshold most likely lies, by some of the blocks; false if they tell too little. Kish's effective
-  // size, (sum w)^2 / sum w^2, takes the place of their number in the standard error of a share.
-  bool look_ahead(float *low, float *high) {
+  // Makes some of the row's blocks its members, and the largest of them its largest logit; false if that is not finite.
+  bool look_ahead() {
     const int32_t seen = row.blocks() / EVERY * Drawing::BLOCK;
     float *logits = row.own.logits.of(row.vocab + LANES), *weights = row.own.weights.of(row.vocab + LANES);
-    F32 sums = splat(0.0f), squares = splat(0.0f);
+    F32 most = splat(-INFINITY), least = splat(INFINITY), faults = splat(0.0f);
     for (int32_t i = 0; i < seen; i += LANES) {
-      const F32 x = load<F32>(row.logits + i / Drawing::BLOCK * EVERY * Drawing::BLOCK + i % Drawing::BLOCK), weight = weight_of(x);
-      store(logits + i, x), store(weights + i, weight);
+      const F32 x = load<F32>(row.logits + i / Drawing::BLOCK * EVERY * Drawing::BLOCK + i % Drawing::BLOCK);
+      store(logits + i, x);
+      most = larger(x, most), least = smaller(x, least), faults += x * 0.0f;
+    }
+    row.most = largest_of(most), row.least = -largest_of(-least);
+    for (int32_t i = 0; i < seen; i += LANES) store(weights + i, row.weight_of(load<F32>(logits + i)));
+    row.members = {logits, weights, nullptr, seen};
+    return is_zero(faults);
+  }
+
+  // Between which logits the threshold most likely lies, by the members; false if they tell too little. Kish's effective size,
+  // (sum w)^2 / sum w^2, takes the place of their number in the standard error of a share.
+  bool find_ends(float *low, float *high) const {
+    F32 sums = splat(0.0f), squares = splat(0.0f);
+    for (int32_t i = 0; i < row.members.count; i += LANES) {
+      const F32 weight = load<F32>(row.members.weights + i);
       sums += weight, squares = fma(weight, weight, squares);
     }
     const double sum = total_of(sums), tokens = sum * sum / total_of(squares), share = row.how.top_p;
-    if (sum < 1 || !(tokens >= LEAST_TOKENS)) return false;  // the largest weighs 1: these are no fair sample of such a row
+    if (!(tokens >= LEAST_TOKENS)) return false;
     const double error = ERRORS * sqrt(share * (1 - share) / tokens);
     if (share <= error) return false;
-    row.members = {logits, weights, nullptr, seen};
-    *high = row.threshold(-INFINITY, (share - error) * sum, false);
-    if (share + error < 1) *low = row.threshold(-INFINITY, (share + error) * sum, false);
+    Cut cut(row, (share - error) * sum, (share + error) * sum);
+    *high = cut.high();
+    if (share + error < 1) *low = cut.low();
     return true;
   }
 
+  // About where so much of the members' weight lies above: from eight pivots, then from eight in the gap or gaps that hold both
+  // weights, and between two of these on a line.
+  struct Cut {
+    static constexpr int LAST = Drawing::PIVOTS - 1;
+    double less, more;  // weights
+    float pivots[Drawing::PIVOTS];
+    double reach[Drawing::PIVOTS];
+
+    Cut(const Drawing &row, double less, double more) : less(less), more(more) {
+      measure(row, fmaxf(row.least, row.most - 127 / row.scale), row.most);
+      measure(row, pivots[first_below(more) - 1], pivots[first_below(less)]);
+    }
+    void measure(const Drawing &row, float from, float to) {
+      for (int i = 0; i <= LAST; i++) pivots[i] = from + (to - from) * i / LAST, reach[i] = 0;
+      Drawing::measure(row.members, pivots, false, reach);
+    }
+    // The first pivot above which less than `weight` lies.
+    int first_below(double weight) const {
+      int i = 1;
+      while (i < LAST && reach[i] >= weight) i++;
+      return i;
+    }
+    float at(double weight) const {
+      const int i = first_below(weight);
+      const double gap = reach[i - 1] - reach[i];
+      return gap > 0 ? pivots[i] - (pivots[i] - pivots[i - 1]) * ((weight - reach[i]) / gap) : pivots[i];
+    }
+    float low() const { return at(more); }
+    float high() const { return at(less); }
+  };
+
   // Adds up all weights, and those of logits at or above `high` by chunk. The tokens in [low, high) become the row's members.
-  void sweep(float low, float high) {
+  // False if something in the row is not finite, or weighs too much.
+  bool sweep(float low, float high) {
     double *sums = row.own.sums.of(chunks());
-    float *logits = row.own.logits.of(row.vocab + LANES), *weights = row.own.weights.of(row.vocab + LANES);
+    float *logits = row.own.logits.data, *weights = row.own.weights.data;
     int32_t *starts = row.own.ids.of(chunks() + 1), count = 0;  // of a chunk's members
+    F32 faults = splat(0.0f), most = splat(-INFINITY);
     for (int32_t chunk = 0; chunk < chunks(); chunk++) {
       const int32_t begin = chunk * Drawing::CHUNK, end = begin + Drawing::CHUNK < row.vocab ? begin + Drawing::CHUNK : row.vocab;
-      F32 all = splat(0.0f), above = splat(0.0f), reached = splat(0.0f);
+      F32 all = splat(0.0f), above = splat(0.0f);
       starts[chunk] = count;
       for (int32_t i = begin; i < end; i += LANES) {
-        const F32 x = some(row.logits + i, end - i, -INFINITY), weight = weight_of(x);
-        all += weight, above += x >= high ? weight : splat(0.0f), reached += x >= low ? weight : splat(0.0f);
+        __builtin_prefetch(row.logits + i + AHEAD);
+        const F32 x = some(row.logits + i, end - i, -FLT_MAX), weight = row.weight_of(x);
+        faults += x * 0.0f, most = larger(x, most);
+        all += weight, above = add_from(above, x, high, weight);
         const uint32_t bits = reaching(x, low) & ~reaching(x, high);
-        squeeze(logits + count, bits, x), squeeze(weights + count, bits, weight);
+        squeeze(logits + count, bits, x);
         count += __builtin_popcount(bits);
       }
-      total += total_of(all), near += total_of(reached - above), kept += sums[chunk] = total_of(above);
+      total += total_of(all), kept += sums[chunk] = total_of(above);
     }
     starts[chunks()] = count;
+    for (int32_t i = 0; i < count; i += LANES) store(weights + i, row.weight_of(load<F32>(logits + i)));
     row.members = {logits, weights, nullptr, count};
+    row.least = -INFINITY;  // was that of the blocks seen first
+    return is_zero(faults) && (largest_of(most) - row.most) * row.scale <= MOST_POWERS;
   }
 
-  // What the members of a chunk that reach `floor` weigh.
-  double near_weight(int32_t chunk, float floor) const {
-    const int32_t end = row.own.ids[chunk + 1];
+  // What the members of chunks [from, to) that reach `floor` weigh.
+  double near_weight(int32_t from, int32_t to, float floor) const {
+    const int32_t end = row.own.ids[to];
     F32 sum = splat(0.0f);
-    for (int32_t i = row.own.ids[chunk]; i < end; i += LANES) {  // there is room for a whole vector after the last
+    for (int32_t i = row.own.ids[from]; i < end; i += LANES) {  // there is room for a whole vector after the last
       const F32 weight = load<F32>(row.members.weights + i);
       sum += (lane_numbers() + i < end) & (load<F32>(row.members.logits + i) >= floor) ? weight : splat(0.0f);
     }
@@ -104,7 +150,7 @@ struct WideDrawing {
     }
     below = before;
     for (int32_t i = begin; i < row.vocab && i < begin + Drawing::CHUNK; i++) {
-      const float weight = row.logits[i] < floor ? 0.0f : weight_of(splat(row.logits[i]))[0];
+      const float weight = row.logits[i] < floor ? 0.0f : row.weight_of(splat(row.logits[i]))[0];
       if (weight <= 0) continue;
       below += weight;
       found = i;

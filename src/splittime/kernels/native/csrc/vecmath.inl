@@ -6,10 +6,13 @@ namespace ST_ISA {
 
 #define ST_INLINE inline __attribute__((always_inline))
 
-// b where one of them is a NaN, as the instructions have it, which GCC 12 does not find.
+// b where one of them is a NaN, as the instructions have it, which GCC 12 does not find. With a mask, without which it warns.
 #if defined(__AVX2__) && LANES == 8
 ST_INLINE F32 larger(F32 a, F32 b) { return _mm256_max_ps(a, b); }
 ST_INLINE F32 smaller(F32 a, F32 b) { return _mm256_min_ps(a, b); }
+#elif defined(__AVX512F__) && LANES == 16
+ST_INLINE F32 larger(F32 a, F32 b) { return _mm512_maskz_max_ps(-1, a, b); }
+ST_INLINE F32 smaller(F32 a, F32 b) { return _mm512_maskz_min_ps(-1, a, b); }
 #else
 ST_INLINE F32 larger(F32 a, F32 b) { return a > b ? a : b; }
 ST_INLINE F32 smaller(F32 a, F32 b) { return a < b ? a : b; }
