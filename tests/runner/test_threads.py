@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 import tiny_checkpoint
 
@@ -97,10 +98,19 @@ def test_prefill_tokens_follow_the_time_that_a_step_takes(runner, monkeypatch):
 
 
 def test_a_prompt_is_timed_until_its_shortest_is_confirmed(runner, monkeypatch):
-    taken_ms = iter([50, 31, 40, 30.2, 99])
+    taken_ms = iter([400, 500, 310, 400, 302, 990])
     monkeypatch.setattr(start_memory, "_time_ns", lambda step, num_threads: next(taken_ms) * 1e6)
     prefill_tokens_within(runner, 1.0)
-    assert "took 30.20 ms, the shortest of 4 runs" in runner.resolved.prefill_reason
+    assert "took 302.00 ms, the shortest of 4 runs" in runner.resolved.prefill_reason
+
+
+def test_a_prompt_that_takes_little_is_doubled_before_it_is_timed(runner, monkeypatch):
+    taken_ms = iter([30, 60, 110, 100, 100, 100])  # of 32, 64 and 128 tokens, then three of 128
+    monkeypatch.setattr(start_memory, "_time_ns", lambda step, num_threads: next(taken_ms) * 1e6)
+    runner.resolved = msgspec.structs.replace(runner.resolved, max_model_len=1024, max_num_batched_tokens=1024)
+    assert prefill_tokens_within(runner, 1.0) == 1280
+    assert "a prompt of 128 tokens took 100.00 ms" in runner.resolved.prefill_reason
+    assert not len(runner.slots)
 
 
 def test_measuring_leaves_no_trace(runner):

@@ -8,7 +8,9 @@ A measurement beside somebody else's work is worth less: it is used, but not kep
 
 What a token of a prompt takes decides how much of a prompt one step computes. The shortest of some runs counts, if a
 second one confirms it. Of the native kernels it is the processors' time, shared among the threads, where that is less
-than the time that went by: what a neighbour takes from the cores is not in it.
+than the time that went by: what a neighbour takes from the cores is not in it. Where a short prompt waits for the weights
+rather than for products, as it does with AMX, a token of it takes several times what a token of a longer one takes; so the
+prompt is made longer until it takes as long as a step may.
 """
 
 import hashlib
@@ -22,13 +24,14 @@ import msgspec
 
 from splittime.runner import kept_json, machine, threads
 from splittime.runner.torch_runner import TorchRunner
-from splittime.runner.warm_up import Probe
+from splittime.runner.warm_up import PROBE_TOKENS, Probe
 
 T = TypeVar("T", bound=msgspec.Struct)
 NAME = "start.json"
 MIN_RUNS, MAX_RUNS = 3, 12  # of a prompt
 BUDGET_S = 0.5  # beyond the least number of runs
 CONFIRMED = 0.03  # the next shortest is within this share
+LONG_NS, LONGEST_TOKENS = 100_000_000, 256  # of a prompt: it is doubled until it takes or has so much
 DISTURBED_CORES = 0.25  # that others kept busy while it was measured
 
 
@@ -116,10 +119,9 @@ def prefill_tokens_within(runner: TorchRunner, seconds: float) -> int:
     num_threads = runner.resolved.num_threads
 
     def measure() -> PrefillRate:
-        with Probe(runner.run, runner.resolved) as probe:
-            return measure_prefill(probe, num_threads if is_alone else None)
+        return measure_prefill(runner, num_threads if is_alone else None)
 
-    found, told = memory_of(runner).get("prefill", (num_threads,), PrefillRate, measure)
+    found, told = memory_of(runner).get("prefill", (num_threads, LONGEST_TOKENS), PrefillRate, measure)
     ns, reason = round(found.ns_per_token), f"measured, {found.evidence}; {told}"
     runner.resolved = msgspec.structs.replace(runner.resolved, prefill_ns_per_token=ns, prefill_reason=reason)
     return max(1, int(seconds * 1e9 / found.ns_per_token))
@@ -132,8 +134,19 @@ class PrefillRate(msgspec.Struct, frozen=True):
     evidence: str
 
 
-def measure_prefill(probe: Probe, threads: int | None) -> PrefillRate:
+def measure_prefill(runner: TorchRunner, threads: int | None) -> PrefillRate:
     """threads: that do all the work of this process; None where others do some, and only the clock can tell."""
+    longest = min(LONGEST_TOKENS, runner.resolved.max_num_batched_tokens)
+    num_tokens = PROBE_TOKENS
+    while True:
+        with Probe(runner.run, runner.resolved, num_tokens) as probe:
+            is_longest = probe.max_tokens < num_tokens or 2 * num_tokens > longest
+            if is_longest or _time_ns(probe.prefill, threads) >= LONG_NS:
+                return _rate_of(probe, threads)
+        num_tokens *= 2
+
+
+def _rate_of(probe: Probe, threads: int | None) -> PrefillRate:
     probe.prefill()
     taken_ns: list[float] = []
     begin_ns = time.monotonic_ns()

@@ -45,9 +45,11 @@ class Probe:
     """Requests that can be run again and again at the same place, to time a step: a prompt, and a decode step of one
     request or of as many as are served at once."""
 
-    def __init__(self, run: Callable[[StepPlan], StepResult], resolved: Resolved) -> None:
+    def __init__(
+        self, run: Callable[[StepPlan], StepResult], resolved: Resolved, max_tokens: int = PROBE_TOKENS
+    ) -> None:
         self.run = run
-        self.max_tokens = min(PROBE_TOKENS, resolved.max_model_len, resolved.num_blocks * resolved.block_size)
+        self.max_tokens = min(max_tokens, resolved.max_model_len, resolved.num_blocks * resolved.block_size)
         blocks = -(-self.max_tokens // resolved.block_size)
         self.num_rows = max(1, min(SERVED_ROWS, resolved.max_num_seqs, resolved.num_blocks // blocks))
         self._tables = [tuple(range(place * blocks, (place + 1) * blocks)) for place in range(self.num_rows)]
