@@ -7,6 +7,8 @@ float32 product instead, both lower than the machine's limits, and the other rat
     bandwidth bound    tokens / (bytes / read rate)
     arithmetic bound   tokens / (operations / rate of the class's arithmetic)
     roofline           the lower of the two, in tokens/s
+    held               as the arithmetic bound, at the rate that all threads keep up for a third of a second; the clock
+                       falls, and neighbours come and go, so a prompt of as long is better compared with this
 
 bytes: the weights once, and the KV cache of all streams in 16 bits. The arithmetic of `float32` is the float32
 multiply-add, of `bf16` the faster of that and bfloat16 products, of `int8` and `int4` 8-bit products. A step of prefill
@@ -40,7 +42,7 @@ Limits = dict[str, Any]  # rates by name; "by": the loop behind each
 
 
 class Prober:
-    """`probe` takes about half a second of all threads, the start some seconds."""
+    """`probe` takes about a second of all threads, the start some seconds."""
 
     def __init__(self, threads: int, folder: Path, num_bytes: int | None = None) -> None:
         self._native: Contender | None = None
@@ -119,7 +121,7 @@ class Shape:
 
 
 def bounds(shape: Shape, cell: dict[str, Any], precision: str, limits: Limits) -> dict[str, float]:
-    """Tokens per second by "bandwidth" and by "arithmetic"; what was not measured is missing."""
+    """Returns tokens per second by "bandwidth", "arithmetic" and "held"; what was not measured is missing."""
     if cell["cell"] == "prefill":
         tokens, context = cell["tokens"], cell["tokens"]
         operations = 2 * (tokens * shape.layer_weights + shape.head_weights)
@@ -128,10 +130,18 @@ def bounds(shape: Shape, cell: dict[str, Any], precision: str, limits: Limits) -
         operations = 2 * tokens * (shape.layer_weights + shape.head_weights)
     weights = (shape.layer_weights + shape.head_weights) * BYTES_A_WEIGHT[precision]
     total_bytes = weights + 2 * context * shape.kv_numbers_a_token
-    rates = [limits[name] for name in ARITHMETIC[precision] if name in limits]
+    rates = {
+        "arithmetic": [limits[name] for name in ARITHMETIC[precision] if name in limits],
+        "held": [limits[held_name(name)] for name in ARITHMETIC[precision] if held_name(name) in limits],
+    }
     read = limits.get("read_gb_per_s")
     found = {"bandwidth": tokens / total_bytes * read * 1e9} if read is not None else {}
-    return found | ({"arithmetic": tokens / operations * max(rates) * 1e9} if rates else {})
+    return found | {bound: tokens / operations * max(each) * 1e9 for bound, each in rates.items() if each}
+
+
+def held_name(name: str) -> str:
+    """Returns the name of a rate of products where it was kept up for longer."""
+    return name.replace("_g", "_held_g")
 
 
 def scratch() -> tempfile.TemporaryDirectory:

@@ -4,6 +4,8 @@
 //   fma_gflop_per_s    float32;  bf16_gflop_per_s  bfloat16;  int8_gop_per_s  8-bit integers: products on registers or
 //                      tiles, where a multiplication and its addition are two; a kind that nothing here multiplies is
 //                      missing
+//   *_held             of products, with all threads for `HELD_S`: what the clock and whoever shares the cores leave of a
+//                      burst. The names end in _held_gflop_per_s and _held_gop_per_s.
 //   by                 the loop behind each
 // The loops: src/splittime/kernels/native/csrc/peaks.cpp, and why there are several. The first line tries them all, the
 // later ones the fastest of each kind then, best of `PASSES`. The memory stays allocated between lines, so that the
@@ -24,7 +26,9 @@ namespace {
 
 constexpr int PASSES = 3, NUM_KINDS = 4;
 constexpr double PRODUCT_S = 0.01;  // of a pass: long enough to wake the threads and the wide units
+constexpr double HELD_S = 0.3;
 const char *const NAMES[NUM_KINDS] = {"fma_gflop_per_s", "bf16_gflop_per_s", "int8_gop_per_s", "read_gb_per_s"};
+const char *const HELD_NAMES[NUM_KINDS] = {"fma_held_gflop_per_s", "bf16_held_gflop_per_s", "int8_held_gop_per_s", NULL};
 
 struct Memory {
   char *bytes;
@@ -73,9 +77,18 @@ double best_of(int loop, int threads, const Memory &memory) {
   return best;
 }
 
+double held(int loop, int threads) {
+  const int64_t rounds = rounds_of(loop);
+  return rate(threads, [&](int) {
+    double done = 0;
+    for (const double begin = now_s(); now_s() - begin < HELD_S;) done += st_peak_multiply(loop, rounds);
+    return done;
+  });
+}
+
 struct Fastest {
   int loop = -1;
-  double rate = 0;
+  double rate = 0, held = 0;
 };
 
 void choose(int threads, const Memory &memory, Fastest (&fastest)[NUM_KINDS]) {
@@ -83,7 +96,7 @@ void choose(int threads, const Memory &memory, Fastest (&fastest)[NUM_KINDS]) {
     if (!st_peak_runs(loop)) continue;
     Fastest &one = fastest[st_peak_kind(loop)];
     const double found = best_of(loop, threads, memory);
-    if (found > one.rate) one = {loop, found};
+    if (found > one.rate) one = {loop, found, 0};
   }
 }
 
@@ -94,6 +107,10 @@ std::string line_of(const Fastest (&fastest)[NUM_KINDS]) {
     char text[160];
     snprintf(text, sizeof text, "\"%s\": %.2f, ", NAMES[kind], fastest[kind].rate);
     limits += text;
+    if (HELD_NAMES[kind]) {
+      snprintf(text, sizeof text, "\"%s\": %.2f, ", HELD_NAMES[kind], fastest[kind].held);
+      limits += text;
+    }
     snprintf(text, sizeof text, "%s\"%s\": \"%s\"", by.empty() ? "" : ", ", NAMES[kind], st_peak_name(fastest[kind].loop));
     by += text;
   }
@@ -123,7 +140,8 @@ int main(int count, char **arguments) {
     Fastest now[NUM_KINDS];
     for (int kind = 0; kind < NUM_KINDS; kind++) {
       if (fastest[kind].loop < 0) continue;
-      now[kind] = {fastest[kind].loop, best_of(fastest[kind].loop, threads_of(line, most), memory)};
+      const int loop = fastest[kind].loop, threads = threads_of(line, most);
+      now[kind] = {loop, best_of(loop, threads, memory), HELD_NAMES[kind] ? held(loop, threads) : 0};
     }
     puts(line_of(now).c_str());
     fflush(stdout);

@@ -8,9 +8,9 @@ A measurement beside somebody else's work is worth less: it is used, but not kep
 
 What a token of a prompt takes decides how much of a prompt one step computes. The shortest of some runs counts, if a
 second one confirms it. Of the native kernels it is the processors' time, shared among the threads, where that is less
-than the time that went by: what a neighbour takes from the cores is not in it. Where a short prompt waits for the weights
-rather than for products, as it does with AMX, a token of it takes several times what a token of a longer one takes; so the
-prompt is made longer until it takes as long as a step may.
+than the time that went by: what a neighbour takes from the cores is not in it. Where a short prompt waits for weights
+rather than for products, as it does with AMX, one of its tokens takes several times what a longer prompt's token takes;
+so the prompt is doubled until products take most of its time.
 """
 
 import hashlib
