@@ -104,8 +104,8 @@ def summary(samples: Samples, most: dict[str, float]) -> dict[str, Any]:
 
 
 def typical(probes: list[Limits]) -> Limits:
-    """Returns the medians of what moves with the host, reading and products that are kept up; of the rest the best, which
-    other load only hides."""
+    """Returns the medians of what moves with the host, which is reading and products that are kept up, and the best of
+    the rest, which other load only hides."""
     rates: dict[str, list[float]] = {}
     for one in probes:
         for name, value in one.items():
