@@ -1,7 +1,7 @@
 """The packaged model in int8 and int4 on every backend: how far its next-token distributions move from float32's.
 
 The bounds are about three times what was measured over some lines of Python (mean KL divergence in nats, all of them):
-int8 0.0003 in torch and 0.0008 with native kernels, which round activations too; int4 0.020 both.
+int8 0.0003 in the reference and 0.0008 with torch and native kernels, which round activations too; int4 0.020 all.
 """
 
 from pathlib import Path
@@ -46,11 +46,3 @@ def test_a_quantised_model_predicts_nearly_the_same(exact, kernels, quantization
     resolved = runner.resolved
     assert resolved.weights.startswith(quantization)
     assert resolved.weights_bytes < MOST_BYTES[quantization] * 2 * resolved.num_parameters
-
-
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_torch_computes_what_the_reference_does(quantization):
-    mine, want = (
-        distributions(kernels=name, dtype="float32", quantization=quantization)[0] for name in ("torch", "reference")
-    )
-    assert (mine - want).abs().max() < 1e-3

@@ -7,8 +7,9 @@ import pytest
 import torch
 from native_or_not import has_native_kernels
 
-from splittime.kernels.api import WeightScheme
+from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
 from splittime.kernels.choose import make_backend
+from splittime.kernels.cpu import integers
 from splittime.kernels.native import library as native
 from splittime.kernels.native import memory
 from splittime.kernels.reference import rounding
@@ -91,7 +92,7 @@ def test_native_packing_rounds_alike_to_the_last_bit(scheme, shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kernels", ["native", "torch", "reference"])
 def test_products_stay_within_the_bound(scheme, shape, kernels):
-    """On every backend, with a bias and a residual; and torch's equals the reference's, which rounds nothing else."""
+    """On every backend, with a bias and a residual; without rounded activations equal to the kept weight's product."""
     if kernels == "native" and not has_native_kernels():
         pytest.skip("no native kernels")
     weight, x = weight_of(*shape), inputs_of(shape[1])
@@ -100,11 +101,50 @@ def test_products_stay_within_the_bound(scheme, shape, kernels):
     parts = [weight[:16], weight[16:]] if shape[0] > 16 else [weight]
     y = ops.linear(x, ops.pack_linear(parts, bias, scheme), residual.clone())
     true = x.double() @ weight.double().T + bias + residual
-    bound = bounds.product_error(x, weight, scheme, rounds_activations=kernels == "native")
+    rounds = ops.product_dtype(scheme) == "int8"
+    assert rounds == (kernels == "native" or (kernels == "torch" and scheme == INT8))
+    bound = bounds.product_error(x, weight, scheme, rounds_activations=rounds)
     assert ((y - true).abs() <= bound + 1e-6 * true.abs() + 1e-6).all()
     exact = x @ rounding.dequantize(*rounding.quantize(weight, scheme), scheme).T + bias + residual
-    if kernels != "native":
+    if not rounds:
         torch.testing.assert_close(y, exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_byte_products", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torch_multiplies_int8_as_the_native_kernels_do(shape, has_byte_products, monkeypatch):
+    """By bytes, or with the weight rebuilt: the same integers. A token of zeros or of NaNs stays so."""
+    if has_byte_products and not integers.has_byte_products():
+        pytest.skip("the processor multiplies no bytes")
+    monkeypatch.setattr(integers, "has_byte_products", lambda: has_byte_products)
+    weight, x, bias, residual = weight_of(*shape), inputs_of(shape[1]), inputs_of(shape[0])[0], inputs_of(shape[0])
+    x[1], x[2, 0] = 0, torch.nan
+    ops = make_backend("torch", torch.float32)
+    packed = ops.pack_linear([weight], bias, INT8)
+    assert isinstance(packed, integers.ByteWeight) == has_byte_products
+    y = ops.linear(x, packed, residual.clone())
+    assert torch.equal(y[1], bias + residual[1])
+    assert y[2].isnan().all()
+    x[2] = 0
+    kept = rounding.dequantize(*rounding.quantize(weight, INT8), INT8).double()
+    most = x.double().abs().amax(1, keepdim=True)
+    steps = (x * torch.where(most == 0, 0.0, 127 / most).float()).round().double()
+    expected = (steps * most / 127) @ kept.T + bias + residual
+    torch.testing.assert_close(y[[0, 1, 3, 4, 5, 6]].double(), expected[[0, 1, 3, 4, 5, 6]], rtol=1e-5, atol=1e-5)
+
+
+def test_the_torch_backend_takes_int8_in_another_order_of_columns():
+    weight, x, order = (
+        weight_of(48, 256),
+        inputs_of(256),
+        torch.randperm(256, generator=torch.Generator().manual_seed(1)),
+    )
+    ops = make_backend("torch", torch.float32)
+    rows = RoundedRows(*rounding.quantize(weight[:, order], INT8))
+    ordered = ops.pack_rounded([rows], LinearShape(48, 256, None, INT8, order))
+    torch.testing.assert_close(
+        ops.linear(x, ordered), ops.linear(x, ops.pack_linear([weight], None, INT8)), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_torch_weight_stays_integers(monkeypatch):

@@ -37,9 +37,9 @@ class WeightScheme:
     group: columns that share a scale; 0, one scale an output (of int8 and fp8 only). has_zeros, has_minima: what
     `RoundedRows` comes with; only checkpoints that are already quantised do. rounds_activations, of "fp8" and of "int8"
     without groups: each token of x may be rounded too, as it comes (of "fp8" in groups each group of it), so that the
-    product is one of 8-bit numbers. The torch backend never does so, the native one always with integers, the others
-    where it is set, and a card with fp8 unless it is an expert's. Of "bfloat16", native: x is rounded to bfloat16, on
-    every processor alike; where it is not set x stays float32. `Ops.product_dtype` tells which.
+    product is one of 8-bit numbers. The torch backend always does so with such int8, the native one with all integers,
+    the others where it is set, and a card with fp8 unless it is an expert's. Of "bfloat16", native: x is rounded to
+    bfloat16, on every processor alike; where it is not set x stays float32. `Ops.product_dtype` tells which.
     """
 
     name: str

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_round_trip import EVERY, PROMPT, logprobs
+from test_round_trip import EVERY, PROMPT, exact_logprobs, logprobs
 from tiny import BIASED, EXPERTS, QWEN3, make_model, make_text
 
 from splittime.lab.quantize.job import quantize
@@ -34,14 +34,14 @@ def their_logprobs(folder, round_activations=True):
 def test_the_same_log_probabilities(name, changes, tmp_path):
     model = make_model(tmp_path / "model", **changes)
     quantize(model, tmp_path / "out", EVERY[name], make_text())
-    wanted = logprobs(tmp_path / "out", "torch")
+    wanted = exact_logprobs(tmp_path / "out", name)
     torch.testing.assert_close(their_logprobs(tmp_path / "out", round_activations=False), wanted, rtol=1e-4, atol=1e-4)
     assert (their_logprobs(model) - wanted).abs().max() > 1e-3  # it is not the unquantised model that was read
 
 
 def test_experts_and_their_router(tmp_path):
     quantize(make_model(tmp_path / "model", **EXPERTS), tmp_path / "out", EVERY["int8"])
-    wanted = logprobs(tmp_path / "out", "torch")
+    wanted = exact_logprobs(tmp_path / "out", "int8")
     torch.testing.assert_close(their_logprobs(tmp_path / "out"), wanted, rtol=1e-3, atol=1e-3)
 
 

@@ -1,5 +1,5 @@
-"""The torch backend, for a CPU without the native kernels; `attention` has a file of its own. Integer weights are
-rebuilt for each product (`kernels.reference.rounding`): small, and slow.
+"""The torch backend, for a CPU without the native kernels; attention and int8 products (`integers`) have files of their
+own. All other integer weights are rebuilt for each product (`kernels.reference.rounding`): small, and slow.
 
 The small operations count: a model of width 256 spends most of a decode step in call overhead, so each is written for
 the fewest torch calls. Measured at [1, 256]: `torch.rms_norm` 14 us, norm-hypot-multiply-divide 10; rotate-half with
@@ -37,7 +37,7 @@ from splittime.kernels.api import (
     WeightScheme,
     own,
 )
-from splittime.kernels.cpu import attention
+from splittime.kernels.cpu import attention, integers
 from splittime.kernels.layer import PackedNorm, PackedWeight
 from splittime.kernels.plain import HostOps, Stack
 from splittime.kernels.reference import rounding
@@ -106,6 +106,10 @@ def _apply_transposed(x: Tensor, transposed: Tensor, bias: Tensor | None, residu
     return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
 
 
+def _laid_out(weight: rounding.RebuiltWeight) -> PackedWeight:
+    return integers.lay_out(weight) if integers.rounds(weight.scheme) and integers.has_byte_products() else weight
+
+
 @dataclass(frozen=True)
 class CpuNorm(PackedNorm):
     """scaled: weight * sqrt(D). floor: sqrt(D * eps), so that the divisor is hypot(|x|, floor)."""
@@ -124,21 +128,26 @@ class CpuOps(HostOps):
         self.linear_name = "onednn-packed" if can_pack(dtype) else "torch-dense"
         self.activation_dtype = dtype
 
+    def product_dtype(self, scheme: WeightScheme) -> str:
+        return "int8" if integers.rounds(scheme) else super().product_dtype(scheme)
+
     def pack_linear(self, parts: Sequence[Tensor], bias: Tensor | None, scheme: WeightScheme) -> PackedWeight:
         bias = None if bias is None else bias.to(self.activation_dtype)
         if scheme.name in rounding.INTEGER_SCHEMES:
-            return rounding.pack(parts, bias, scheme)
+            return _laid_out(rounding.pack(parts, bias, scheme))
         return lay_out(torch.cat([part.to(self.activation_dtype) for part in parts]), bias)
 
     def pack_rounded(self, parts: Iterable[RoundedRows], shape: LinearShape) -> PackedWeight:
         bias = None if shape.bias is None else shape.bias.to(self.activation_dtype)
-        return rounding.pack_rounded(parts, replace(shape, bias=bias))
+        return _laid_out(rounding.pack_rounded(parts, replace(shape, bias=bias)))
 
     def linear(self, x: Tensor, packed: PackedWeight, residual: Tensor | None = None) -> Tensor:
         if isinstance(packed, Stack):
             return packed.product(self.linear, x, residual)
+        if isinstance(packed, integers.ByteWeight):
+            return integers.product(x, packed, residual)
         if isinstance(packed, rounding.RebuiltWeight):
-            return rounding.product(x, packed, residual)
+            return integers.rebuilt_product(x, packed, residual)
         return product(x, own(packed, CpuWeight), residual)
 
     def pack_norm(self, weight: Tensor, eps: float) -> CpuNorm:
