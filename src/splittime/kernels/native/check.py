@@ -38,12 +38,13 @@ from splittime.kernels.native.library import (
 ASKED = "SPLITTIME_ISA"
 TILES = "amx"
 EMULATED = "amx_emulated"  # for tests
-OUT, IN, GROUP = 48, 192, 64
+OUT, IN, GROUP = 48, 704, 64  # columns: a whole chunk of the integer products, and a part of one
 PRODUCTS = (  # of the check: scheme, columns of a group, extras
     *((FLOAT32, 0, 0), (BFLOAT16, 0, 0), (BFLOAT16, 0, ROUNDED_ACTIVATIONS)),
     *((INT8, 0, 0), (INT8, 16, 0), (INT4, GROUP, 0)),
 )
-RATED = ((BFLOAT16, 0), (BFLOAT16, ROUNDED_ACTIVATIONS), (INT8, 0))  # products that are timed: scheme and extras
+FLOATS = ((BFLOAT16, 0), (BFLOAT16, ROUNDED_ACTIVATIONS))  # products that are timed: scheme and extras
+RATED = (*FLOATS, (INT8, 0))
 RATED_TOKENS, RATED_WIDTH, RATED_ROUNDS = 32, 512, 5
 GAIN_TOKENS = 256  # a prompt's
 CLEARLY = 0.9  # faster is who takes less than so much of the time
@@ -90,7 +91,7 @@ def fastest(names: Sequence[str]) -> tuple[str, str]:
     if len(names) == 1:
         return names[0], f"{names[0]}: the only one that runs here"
     tried = names[1:]
-    taken_s = _product_times(tried)
+    taken_s = _product_times(tried, RATED, RATED_TOKENS)
     means_s = {name: math.prod(taken_s[name]) ** (1 / len(RATED)) for name in tried}
     best = min(tried, key=lambda name: means_s[name])
     chosen = best if means_s[best] < CLEARLY * means_s[tried[-1]] else tried[-1]
@@ -105,15 +106,18 @@ def rounding_gain() -> float:
     bfloat16 too: two (beside a neighbour on the same core) to nine with tiles of AMX, below two with AVX512-BF16, one
     where there is no instruction for it.
     """
-    plain_s, rounded_s, _ = _product_times([choose_isa()[0]], GAIN_TOKENS)[choose_isa()[0]]
+    isa = choose_isa()[0]
+    plain_s, rounded_s = _product_times([isa], FLOATS, GAIN_TOKENS)[isa]
     return plain_s / rounded_s
 
 
-def _product_times(names: Sequence[str], num_tokens: int = RATED_TOKENS) -> dict[str, list[float]]:
-    """The shortest time of each product in `RATED`, by instruction set; they take turns."""
+def _product_times(
+    names: Sequence[str], products: Sequence[tuple[int, int]], num_tokens: int
+) -> dict[str, list[float]]:
+    """Returns the shortest time of each product by instruction set; they take turns."""
     width, x = RATED_WIDTH, _normal(0, num_tokens, RATED_WIDTH)
-    taken_s = {name: [math.inf] * len(RATED) for name in names}
-    for place, (scheme, extras) in enumerate(RATED):
+    taken_s = {name: [math.inf] * len(products) for name in names}
+    for place, (scheme, extras) in enumerate(products):
         raw, linear = _packed(scheme, 0, extras, width, width)
         for name in [*names] * RATED_ROUNDS:
             native.select_isa(name)

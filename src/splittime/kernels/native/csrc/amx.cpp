@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <string>
+#include <type_traits>
 
 #define ST_ISA amx
 #define LANES 16
@@ -43,18 +44,20 @@ bool has_tiles() {
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-// Multiplies 16 x 64 signed bytes by 64 x 16 unsigned ones, then 16 x 32 numbers of bfloat16 by 32 x 16, and compares both
-// with sums made one by one.
-void *try_tiles(void *is_right) {
+// Multiplies 16 x 64 signed bytes by 64 x 16 bytes, W, which come past the first-level cache, and compares the products with
+// sums made one by one.
+template <class W> bool bytes_are_right() {
   using namespace amx;
   int8_t x[16][64];
-  uint8_t w[16][64];
+  W w[16][64];
   int32_t sums[16][16] = {};
-  for (int i = 0; i < 1024; i++) x[i / 64][i % 64] = (int8_t)(i * 37), w[i / 64][i % 64] = (uint8_t)(i * 91 + 5);
-  tiles_begin(64);
+  for (int i = 0; i < 1024; i++) x[i / 64][i % 64] = (int8_t)(i * 37), w[i / 64][i % 64] = (W)(i * 91 + 5);
   tile_zero<4>();
-  tile_load<0>(x, 64), tile_load<2>(w, 64);
-  tile_product_bytes<4, 0, 2>();
+  tile_load<0>(x, 64), tile_load_far<2>(w, 64);
+  if constexpr (std::is_signed_v<W>)
+    tile_product_signed<4, 0, 2>();
+  else
+    tile_product_bytes<4, 0, 2>();
   tile_store<4>(sums, 64);
   bool right = true;
   for (int m = 0; m < 16; m++)
@@ -63,6 +66,12 @@ void *try_tiles(void *is_right) {
       for (int k = 0; k < 64; k++) sum += x[m][k] * w[k / 4][4 * n + k % 4];
       right &= sum == sums[m][n];
     }
+  return right;
+}
+
+// The same of 16 x 32 numbers of bfloat16 by 32 x 16.
+bool halves_are_right() {
+  using namespace amx;
   uint16_t halves[16][32];
   float products[16][16];
   for (int i = 0; i < 512; i++) halves[i / 32][i % 32] = (uint16_t)(0x3f80 + i % 7 * 16);  // 1 to 1.75
@@ -70,14 +79,20 @@ void *try_tiles(void *is_right) {
   tile_load<0>(halves, 64), tile_load<2>(halves, 64);
   tile_product_bfloat16<4, 0, 2>();
   tile_store<4>(products, 64);
-  tiles_end();
+  bool right = true;
   for (int m = 0; m < 16; m++)
     for (int n = 0; n < 16; n++) {
       float sum = 0;  // exact: small multiples of 2^-6
       for (int k = 0; k < 32; k++) sum += f32_of_bf16(halves[m][k]) * f32_of_bf16(halves[k / 2][2 * n + k % 2]);
       right &= sum == products[m][n];
     }
-  *(bool *)is_right = right;
+  return right;
+}
+
+void *try_tiles(void *is_right) {
+  amx::tiles_begin(64);
+  *(bool *)is_right = bytes_are_right<uint8_t>() && bytes_are_right<int8_t>() && halves_are_right();
+  amx::tiles_end();
   return nullptr;
 }
 

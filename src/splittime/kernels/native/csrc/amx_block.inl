@@ -6,8 +6,6 @@
 
 namespace ST_ISA {
 
-constexpr int64_t AMX_ROWS = 16;
-
 // sums (+)= x w^T. A step multiplies 64 bytes (or fewer, see TileConfig) of each row of x with as many of each column of w; of
 // w they lie as 16 lines, each with four bytes of every column. Strides and distances are in bytes; second_...: from the
 // first 16 rows of x, or columns of w, to the second. x lies in `pieces` of `steps` steps each. The sums are 32-bit integers,
@@ -41,7 +39,7 @@ template <bool IS_FAR, int T> inline __attribute__((always_inline)) void load_we
 // Calls body(tile, address) for each tile of sums.
 template <int ROWS, int COLUMNS, class F> inline __attribute__((always_inline)) void each_sum(const AmxCall &call, F &&body) {
   uint8_t *first = (uint8_t *)call.sums, *second = first + call.second_sums;
-  const int64_t below = AMX_ROWS * call.sum_stride;
+  const int64_t below = TILE_ROWS * call.sum_stride;
   body(std::integral_constant<int, 4>(), first);
   if (COLUMNS == 2) body(std::integral_constant<int, 5>(), second);
   if (ROWS == 2) body(std::integral_constant<int, 6>(), first + below);
@@ -80,7 +78,7 @@ typedef void (*AmxBlock)(const AmxCall &);
 
 // rows: of x, 1 to 32; columns: in tiles of 16.
 template <bool IS_FLOAT, bool IS_FAR> inline AmxBlock amx_block_of(int64_t rows, int64_t columns) {
-  if (rows > AMX_ROWS) return columns == 2 ? amx_block<IS_FLOAT, IS_FAR, 2, 2> : amx_block<IS_FLOAT, IS_FAR, 2, 1>;
+  if (rows > TILE_ROWS) return columns == 2 ? amx_block<IS_FLOAT, IS_FAR, 2, 2> : amx_block<IS_FLOAT, IS_FAR, 2, 1>;
   return columns == 2 ? amx_block<IS_FLOAT, IS_FAR, 1, 2> : amx_block<IS_FLOAT, IS_FAR, 1, 1>;
 }
 

@@ -17,7 +17,7 @@
 
 namespace ST_ISA {
 
-constexpr int64_t BLOCK_TOKENS = 2 * TILE_TOKENS, DEEP = 4;
+constexpr int64_t BLOCK_TOKENS = 2 * TILE_ROWS, DEEP = 4;
 
 // Unpacks pairs of four-bit integers into signed bytes, in the order of an int8 panel. ahead: what is unpacked next.
 inline void split_pairs(const uint8_t *pairs, int64_t bytes, const uint8_t *ahead, uint8_t *to) {
@@ -42,10 +42,10 @@ struct AmxGroups {
 // sums += scales * products of the first ROWS tokens; the other tokens' are left as they are. IS_SIGNED: the weights are what
 // split_pairs makes of them, and not bytes with the zero point 128.
 template <int ROWS, int EXTRAS, bool IS_SIGNED> void amx_groups(const AmxGroups &c) {
-  alignas(64) int32_t dots[4][TILE_TOKENS][PANEL];  // one is read while others are still on their way
+  alignas(64) int32_t dots[4][TILE_ROWS][PANEL];  // one is read while others are still on their way
   F32 sums[ROWS];
   ST_UNROLL for (int r = 0; r < ROWS; r++) sums[r] = load<F32>(c.sums + r * PANEL);
-  const int64_t depth = c.block < 64 ? c.block : 64;
+  const int64_t depth = depth_of(c.block);
   const int8_t *x = c.x;
   const uint8_t *w = c.w;
   const Block *about = c.about;
@@ -54,7 +54,7 @@ template <int ROWS, int EXTRAS, bool IS_SIGNED> void amx_groups(const AmxGroups 
   for (int32_t b = 0; b < c.of_panel.count; b++, about++) {
     int32_t(*here)[PANEL] = dots[b % 4];
     tile_zero<4>();
-    for (int64_t k = 0; k < c.block; k += depth, x += TILE_TOKENS * depth, w += PANEL * depth) {
+    for (int64_t k = 0; k < c.block; k += depth, x += TILE_ROWS * depth, w += PANEL * depth) {
       tile_load<0>(x, depth), tile_load<2>(w, 64);
       if constexpr (IS_SIGNED)
         tile_product_signed<4, 0, 2>();
@@ -100,7 +100,6 @@ struct AmxPart {
   uint8_t *split;  // of int4: a panel's chunk
   uint8_t *sums;   // [panel][tokens, rounded up][PANEL], of 4 bytes each
 
-  bool is_grouped() const { return c.weight.scheme != ST_BFLOAT16 && !is_by_row(c.weight.scheme, c.weight.group); }
   // How many chunks are added up before sums leave their tiles: all of them where one block has all tokens.
   int64_t chunks_at_once(int64_t most) const { return tokens <= BLOCK_TOKENS || c.chunks() < most ? c.chunks() : most; }
   // Bytes from a block's first panel to its second.
@@ -109,7 +108,7 @@ struct AmxPart {
   uint8_t *sums_at(int64_t p, int64_t t) const { return sums + p * panel_sums() + t * PANEL * 4; }
 
   void run() const {
-    if (is_grouped()) return run_groups();
+    if (is_grouped(c.weight)) return run_groups();
     const int64_t deep = chunks_at_once(DEEP);
     for (int64_t chunk = 0; chunk < c.chunks(); chunk += deep) {
       const int64_t chunks = c.chunks() - chunk < deep ? c.chunks() - chunk : deep;
@@ -135,7 +134,7 @@ struct AmxPart {
     }
     if (whole == at.chunks) return;
     const int64_t width = c.x.width(last), short_step = width % 64;
-    call.x = c.x.values + c.x.at(last, token + at.token), call.second_x = TILE_TOKENS * c.x.padded_width(last);
+    call.x = c.x.values + c.x.at(last, token + at.token), call.second_x = TILE_ROWS * c.x.padded_width(last);
     call.steps = width / 64, call.pieces = 1;
     if (call.steps) products(call), call.is_first = false;
     if (!short_step) return;
@@ -147,7 +146,7 @@ struct AmxPart {
 
   AmxCall call_of(const PartBlock &at) const {
     AmxCall call{};
-    call.x_stride = 64, call.x_step = TILE_TOKENS * 64, call.second_x = TILE_TOKENS * CHUNK;
+    call.x_stride = 64, call.x_step = TILE_ROWS * 64, call.second_x = TILE_ROWS * CHUNK;
     call.x = c.x.values + c.x.at(at.chunk, token + at.token);
     call.w = c.values(c.place_of(panel + at.panel), at.chunk);
     call.second_w = second_panel();
@@ -193,7 +192,7 @@ struct AmxPart {
     const Blocks of_panel = blocks_of(c, c.place_of(panel + p), chunk, nullptr);
     const bool is_split = c.weight.scheme == ST_INT4;
     if (is_split) split_pairs(of_panel.values, width * PANEL / 2, ahead, split);
-    for (int64_t t = 0; t < tokens; t += TILE_TOKENS) {
+    for (int64_t t = 0; t < tokens; t += TILE_ROWS) {
       const int64_t at = c.x.at(chunk, token + t);
       float *to = (float *)sums_at(p, t);
       amx_groups_of(c.weight, tokens - t)({(const int8_t *)c.x.values + at, is_split ? split : of_panel.values,

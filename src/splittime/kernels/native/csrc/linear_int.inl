@@ -241,7 +241,7 @@ inline Activations activations_for(const StLinear &weight, const IntLayout &layo
   a.scales = (float *)(a.values + values);
   a.starts = (int32_t *)(a.values + values + numbers);
   a.blocks = (Block *)(a.values + values + numbers * 2);
-  if (is_tiled && weight.scheme != ST_BFLOAT16 && !is_by_row(weight.scheme, weight.group))  // what fills up a tile is computed too, and slowly if it is subnormal
+  if (is_tiled && is_grouped(weight))  // what fills up a tile is computed too, and slowly if it is subnormal
     for (int64_t at = 0; at < layout.columns; at += CHUNK) {
       Block *first = a.blocks + a.at(at / CHUNK, now) / a.block;
       memset(first, 0, (a.padded_tokens() - now) * a.padded_width(at / CHUNK) / a.block * sizeof(Block));
@@ -310,7 +310,7 @@ inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int
     const bool streams = is_streamed(weight, now, to.y, to.y_stride);
     const IntProduct product = {weight,     layout,  a,       residual, to.residual_stride, to.y_stride, to.y + done * to.y_stride,
                                 streams, to.gated};
-    const int64_t each = by_amx ? AMX_ITEM_TOKENS : ITEM_TOKENS, unit = by_amx ? TILE_TOKENS : 1, units = (now + unit - 1) / unit;
+    const int64_t each = by_amx ? AMX_ITEM_TOKENS : ITEM_TOKENS, unit = by_amx ? TILE_ROWS : 1, units = (now + unit - 1) / unit;
     const int64_t parts = (now + each - 1) / each, pairs = (layout.panels + 1) / 2;
     const int64_t items = panel_items(layout, now, parts, by_amx ? AMX_ITEM_PANELS : ITEM_PANELS);
     for_each((int32_t)(items * parts), [&](int32_t index) {

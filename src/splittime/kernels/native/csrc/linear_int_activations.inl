@@ -49,7 +49,8 @@ inline float largest(const float *x, int64_t count) {
 // What to multiply with to get integers of -127..127. Below 1e-30 all round to 0, which keeps it finite.
 inline float inverse_scale(float largest) { return largest < 1e-30f ? 0 : 127 / largest; }
 
-constexpr int64_t TILE_TOKENS = 16;  // of a tile of AMX
+// Bytes of a row that one product of tiles takes.
+inline int64_t depth_of(int64_t block) { return block < 64 ? block : 64; }
 
 // Tokens' activations, rounded, in chunks of columns: [chunk][token][columns of the chunk]; or, for AMX, in whole tiles,
 // [chunk][tile of tokens][step of `depth` columns][token][depth].
@@ -62,10 +63,10 @@ struct Activations {
   Block *blocks;    // in groups: [chunk][token][blocks of the chunk]
   int32_t block;    // in groups: columns of a block
 
-  int64_t depth() const { return block < 64 ? block : 64; }  // of a tile's product, in bytes
+  int64_t depth() const { return depth_of(block); }
   int64_t width(int64_t chunk) const { return columns - chunk * CHUNK < CHUNK ? columns - chunk * CHUNK : CHUNK; }
   // What tokens and columns take of the memory, with what fills up their tiles.
-  int64_t padded_tokens() const { return is_tiled ? rounded_up(tokens, TILE_TOKENS) : tokens; }
+  int64_t padded_tokens() const { return is_tiled ? rounded_up(tokens, TILE_ROWS) : tokens; }
   int64_t padded_width(int64_t chunk) const { return is_tiled ? aligned(width(chunk)) : width(chunk); }
   int64_t bytes() const { return padded_tokens() * (is_tiled ? aligned(columns) : columns) * sizeof(Wide); }
   int64_t at(int64_t chunk, int64_t token) const { return chunk * CHUNK * padded_tokens() + token * padded_width(chunk); }
@@ -73,10 +74,10 @@ struct Activations {
 
 // The place of column k, for a store of up to LANES columns from there.
 template <class T> inline T *place(const Activations &a, int64_t token, int64_t k) {
-  const int64_t chunk = k / CHUNK, column = k % CHUNK, row = token % TILE_TOKENS;
+  const int64_t chunk = k / CHUNK, column = k % CHUNK, row = token % TILE_ROWS;
   if (!a.is_tiled) return (T *)a.values + a.at(chunk, token) + column;
   const int64_t depth = a.depth(), in_step = column & (depth - 1);  // depth: a power of two
-  return (T *)a.values + a.at(chunk, token - row) + (column - in_step) * TILE_TOKENS + row * depth + in_step;
+  return (T *)a.values + a.at(chunk, token - row) + (column - in_step) * TILE_ROWS + row * depth + in_step;
 }
 
 // By row: one scale a token.

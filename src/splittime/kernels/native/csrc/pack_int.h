@@ -28,6 +28,7 @@ struct IntLayout {
 
 // Whether a scale belongs to a row. Such weights have a kernel of their own; all others have groups.
 inline bool is_by_row(int32_t scheme, int32_t group) { return scheme == ST_INT8 && group == 0; }
+inline bool is_grouped(const StLinear &weight) { return weight.scheme != ST_BFLOAT16 && !is_by_row(weight.scheme, weight.group); }
 
 inline IntLayout int_layout(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras) {
   IntLayout layout;

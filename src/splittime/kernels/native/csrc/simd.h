@@ -51,6 +51,8 @@ template <class V> inline __attribute__((always_inline)) V load(const void *p) {
 }
 template <class V> inline __attribute__((always_inline)) void store(void *p, V v) { memcpy(p, &v, sizeof v); }
 
+constexpr int64_t TILE_ROWS = 16;  // of a tile of AMX
+
 // A store of a whole line, aligned, past the caches.
 #if defined(__AVX512F__) && LANES == 16
 constexpr bool CAN_STREAM = true;
