@@ -79,15 +79,17 @@ def heldout_text() -> Iterator[str]:
 
 
 def windows_of(texts: Iterator[str], tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
-    """The first window of each text, then (if that is not enough) the next ones of the last."""
+    """Returns so many windows: some of each text and, if these are too few, the next ones of the last."""
     found: list[tuple[int, ...]] = []
+    rest: list[tuple[int, ...]] = []
     for text in texts:
         ids = tokenizer.encode(text).ids
         whole = [tuple(ids[begin : begin + WINDOW]) for begin in range(0, len(ids) - WINDOW + 1, WINDOW)]
-        found += whole[: max(1, count // 16)] if len(found) + len(whole) > count else whole
+        taken = max(1, count // 16) if len(found) + len(whole) > count else len(whole)
+        found, rest = found + whole[:taken], whole[taken:]
         if len(found) >= count:
             break
-    return found[:count]
+    return (found + rest)[:count]
 
 
 def compare(base: Route, route: Route, windows: list[tuple[int, ...]]) -> dict[str, float]:
