@@ -6,17 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.attach.engine_books import AskedRequest, DecidedPlan, EngineBooks
+from splittime.attach.engine_book import AskedRequest
+from splittime.attach.engine_books import DecidedPlan, EngineBooks
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import verify_steps
 
 
-def plan(*rows, stalled=(), waiting=(), hits=(), victims=(), drafts=()) -> DecidedPlan:
+def plan(*rows, stalled=(), waiting=(), hits=(), victims=(), drafts=(), rest=None) -> DecidedPlan:
     """rows: (request id, start, count). One token and a start above 0 is a decode here."""
     decodes = sum(count for _, start, count in rows if count == 1 and start)
     read = sum(start + count for _, start, count in rows)
-    return DecidedPlan(tuple(rows), decodes, read, stalled, waiting, hits, victims, 1, len(rows), len(waiting), drafts)
+    counts = (1, len(rows), len(waiting))
+    return DecidedPlan(tuple(rows), decodes, read, stalled, waiting, hits, victims, *counts, drafts, rest)
 
 
 class Engine:
@@ -197,7 +199,7 @@ def test_a_pause_that_begins_while_a_step_runs_is_idle_from_its_end_on(pause):
     engine.receive("a")
     flight = engine.books.begin(plan(("a", 0, 4)), engine.now(), engine.now())
     engine.receive("late")
-    engine.books.pause(pause, [], ["late"], engine.now())
+    engine.books.pause(pause, [], engine.now())
     ready_ns = engine.now()
     engine.books.commit(flight, [("a", 1)], ready_ns)
     if pause == "new":
@@ -220,7 +222,7 @@ def test_who_is_in_two_steps_stalls_by_a_pause_once_the_second_has_ended():
     engine.receive("a")
     first = engine.books.begin(plan(("a", 0, 4)), engine.now(), engine.now())
     second = engine.books.begin(plan(("a", 4, 1)), engine.now(), engine.now())
-    engine.books.pause("all", [], [], engine.now())
+    engine.books.pause("all", [], engine.now())
     for flight, stage in ((first, ("decode", None)), (second, ("decode_stall", "paused"))):
         ready_ns = engine.now()
         engine.books.commit(flight, [("a", 1)], ready_ns)
@@ -233,7 +235,7 @@ def test_a_pause_of_the_waiting_leaves_who_runs_at_work():
     engine.receive("a")
     engine.step(plan(("a", 0, 4)), [("a", 1)])
     engine.receive("late")
-    engine.books.pause("new", [], ["late"], engine.now())
+    engine.books.pause("new", [], engine.now())
     engine.step(plan(("a", 4, 1)), [("a", 1)])
     engine.now()
     engine.step(plan(("a", 5, 1)), [("a", 1)])
@@ -244,10 +246,16 @@ def test_who_waits_is_counted_by_cause():
     engine = Engine()
     for name in "abcd":
         engine.receive(name)
-    engine.step(plan(("a", 0, 4), waiting=[(name, Cause.BATCH_SLOTS) for name in "bc"]), [("a", 1)])
-    assert engine.books.waiting_for() == {"batch_slots": 2, "engine_loop": 1}
-    engine.step(plan(("a", 4, 1), ("b", 0, 4), waiting=[("c", None)]), [("a", 1), ("b", 1)])
-    assert engine.books.waiting_for() == {"unknown": 1, "engine_loop": 1}
+    assert engine.books.waiting_for() == {"engine_loop": 4}
+    engine.step(plan(("a", 0, 4), waiting=[("b", Cause.GRAMMAR)], rest=Cause.BATCH_SLOTS), [("a", 1)])
+    assert engine.books.waiting_for() == {"batch_slots": 2, "grammar": 1}
+    engine.receive("e")
+    assert engine.books.waiting_for() == {"batch_slots": 2, "grammar": 1, "engine_loop": 1}
+    engine.books.pause("new", [], engine.now())
+    assert engine.books.waiting_for() == {"paused": 4}
+    engine.books.resume()
+    engine.step(plan(("a", 4, 1), ("b", 0, 4), waiting=[("c", None)], rest=Cause.POLICY), [("a", 1), ("b", 1)])
+    assert engine.books.waiting_for() == {"unknown": 1, "policy": 2}
 
 
 def test_drafts_are_counted_by_row():

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from splittime.attach import joining
-from splittime.attach.engine_books import EndedBook, FirstTokenBook
+from splittime.attach.engine_book import EndedBook, FirstTokenBook
 from splittime.attach.joining import ApiBook, Joining, joined, unexplained
 from splittime.attach.mail import Mail
 from splittime.ledger.account import Mark

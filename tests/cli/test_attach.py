@@ -52,12 +52,25 @@ def test_what_cannot_have_books_is_refused(vllm, asked, why):
 
 
 @pytest.mark.parametrize(
-    ("found", "why"), [(None, "not installed"), ("0.99.0", "never tested"), ("0.2.0", "never tested")]
+    ("found", "why"),
+    [
+        (None, "not installed"),
+        ("0.99.0", "never tested"),
+        ("0.2.0", "never tested"),
+        ("0.32.1.dev17+g0a1b2c3d4", "this build is none"),
+        ("0.32.0rc1", "this build is none"),
+    ],
 )
 def test_a_release_that_no_test_has_run_is_refused(monkeypatch, found, why):
     monkeypatch.setattr(versions, "vllm_version", lambda: found)
     with pytest.raises(ConfigError, match=why):
         versions.require_known()
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0.post1"])
+def test_a_release_that_tests_have_run_is_taken_whatever_it_was_built_for(monkeypatch, found):
+    monkeypatch.setattr(versions, "vllm_version", lambda: found)
+    assert versions.require_known() == found
 
 
 def test_an_untested_release_can_be_tried(monkeypatch):

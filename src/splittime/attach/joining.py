@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from splittime.attach.engine_books import EndedBook, FirstTokenBook
+from splittime.attach.engine_book import EndedBook, FirstTokenBook
 from splittime.attach.mail import Mail
 from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason

@@ -21,12 +21,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 
-from splittime.attach.engine_books import EndedBook, FirstTokenBook
+from splittime.attach.engine_book import EndedBook, FirstTokenBook
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 
@@ -70,6 +70,18 @@ def ledger_file() -> str | None:
 
 def address(client: int) -> str:
     return f"ipc://{os.environ[FOLDER]}/{client}"
+
+
+class TakesMail(Protocol):
+    """Who is told of books and steps: `Sender` where a server runs."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def book(self, client: int, book: FirstTokenBook | EndedBook) -> None: ...
+
+    def stop(self, why: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Sender:
