@@ -326,7 +326,7 @@ def test_a_stranger_cannot_hide_anothers_account(layer):
 
 def test_books_that_cannot_be_kept_leave_the_server_as_it_is(layer, monkeypatch, tmp_path):
     taken = Ledger(tmp_path / "taken.sqlite")
-    monkeypatch.setenv(mail.LEDGER_FILE, str(tmp_path / "taken.sqlite"))
+    monkeypatch.setenv("SPLITTIME_LEDGER_FILE", str(tmp_path / "taken.sqlite"))
     assert layer("/own")[2] == b"own"
     assert layer(body={"id": "x"})[0] == 200
     assert layer.around._routes is None

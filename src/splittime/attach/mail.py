@@ -31,7 +31,6 @@ from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 
 FOLDER = "SPLITTIME_ATTACH_FOLDER"
-LEDGER_FILE = "SPLITTIME_LEDGER_FILE"
 GATHER_S = 0.025
 FIRST = 0  # the API process that is told of the engine before it has sent a request
 LAST_S, LAST_MAIL_S = 0.3, 2.0  # for what the engine still sends as the server ends, and for the thread to end
@@ -62,10 +61,6 @@ def new_folder() -> str:
 def name_folder() -> None:
     """Names the folder for this process and those that it starts, unless one is named."""
     os.environ.setdefault(FOLDER, new_folder())
-
-
-def ledger_file() -> str | None:
-    return os.environ.get(LEDGER_FILE)
 
 
 def address(client: int) -> str:
