@@ -85,7 +85,7 @@ def test_steps_whose_results_vllm_drops_are_forgotten():
 
 def told_of(joining: Joining) -> dict[str, object]:
     until = time.monotonic() + 30
-    while joining.engines[0].facts_and_gaps() is None and time.monotonic() < until:
+    while not joining.engines[0].stopped and time.monotonic() < until:
         time.sleep(0.01)
     facts = joining.engines[0].facts_and_gaps()
     assert facts is not None

@@ -74,9 +74,9 @@ def attach(
         max_file_steps=max_file_steps,
         max_file_bytes=max_file_bytes,
     )
-    if ledger_file is not None:
-        check_writable(ledger_file, replaces=False)
-        require_free(ledger_file)
+    if ledger.ledger_file is not None:
+        check_writable(Path(ledger.ledger_file), replaces=False)
+        require_free(Path(ledger.ledger_file))
     started = command_of(command, os.environ, ledger)
     if dry_run:
         text = orjson.dumps(started.arguments).decode() if json else shlex.join(started.arguments)
