@@ -42,7 +42,7 @@ def page(found: Found) -> str:
         "<!-- Made by docs/vllm_versions.py from runs of tests; change it there. -->\n\n"
         "# Releases of vLLM\n\n"
         "What works of the [books inside vLLM](../guides/why-is-my-vllm-slow.md) on which release, as "
-        "`make check-vllm` found on a CPU. A release that is not in this table is refused; "
+        "`make check-vllm` found on a CPU. A release that is not in this table is refused, and a build between releases; "
         "`SPLITTIME_VLLM_UNTESTED=1` tries it all the same.\n\n" + header + rows + "\n"
         "Not tried for want of hardware: cards, tensor and pipeline parallel engines, KV connectors. The asynchronous "
         "scheduler of vLLM, which a card has by default and a CPU cannot have, was tested with vLLM's own "
