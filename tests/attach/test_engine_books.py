@@ -114,6 +114,21 @@ def test_what_a_preemption_threw_away_is_recomputed():
     assert engine.records[2].victims == ("a",)
 
 
+def test_who_is_preempted_and_not_first_waits_for_what_the_rest_waits_for():
+    engine = Engine()
+    for name in "abc":
+        engine.receive(name)
+    engine.step(plan(*((name, 0, 4) for name in "abc")), [(name, 1) for name in "abc"])
+    for name in "bc":
+        engine.books.preempt(name, num_computed=4)
+    engine.step(plan(("a", 4, 1), waiting=[("c", Cause.KV_BLOCKS)], rest=Cause.POLICY, victims=("b", "c")), [("a", 1)])
+    assert engine.books.waiting_for() == {"kv_blocks": 1, "policy": 1}
+    engine.step(plan(("c", 0, 4), waiting=[("b", Cause.KV_BLOCKS)], rest=Cause.POLICY), [("c", 1)])
+    engine.end("b", "abort")
+    assert stages(engine.ended[0])[-3:] == [("decode", None), ("preempted", "policy"), ("preempted", "kv_blocks")]
+    sums(engine.ended[0])
+
+
 def test_who_gets_no_row_stalls_where_it_was():
     engine = Engine()
     engine.receive("a")
