@@ -129,6 +129,18 @@ def test_who_is_preempted_and_not_first_waits_for_what_the_rest_waits_for():
     sums(engine.ended[0])
 
 
+def test_who_is_preempted_and_has_a_row_at_once_computes_again():
+    """No plan says that it waited."""
+    engine = Engine()
+    engine.receive("a")
+    engine.step(plan(("a", 0, 4)), [("a", 1)])
+    engine.books.preempt("a", num_computed=4)
+    engine.step(plan(("a", 0, 4)), [("a", 1)])
+    assert engine.books.waiting_for() == {}
+    engine.step(plan(("a", 4, 1), rest=Cause.POLICY), [("a", 1)], ends=["a"])
+    assert [name for name, _ in stages(engine.ended[0])] == ["queue", "prefill", "decode", "recompute", "decode"]
+
+
 def test_who_gets_no_row_stalls_where_it_was():
     engine = Engine()
     engine.receive("a")

@@ -11,7 +11,7 @@ from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
 
 
-class Waits(Protocol):
+class CauseReader(Protocol):
     """What waits. waiting_stage: does not change while it reads a log. cause_log: which it reads; None: its account
     says why it waits. next_cause: the entry that it has not read yet."""
 
@@ -29,7 +29,7 @@ class CauseLog:
     def __init__(self) -> None:
         self._entries: deque[tuple[int, Cause | None]] = deque()
         self._num_dropped = 0
-        self._readers: deque[tuple[int, Waits]] = deque()  # by the entry each will read next
+        self._readers: deque[tuple[int, CauseReader]] = deque()  # by the entry each will read next
         self.num_readers = 0
 
     @property
@@ -52,14 +52,14 @@ class CauseLog:
             self._entries.clear()
         self._entries.append((now_ns, cause))
 
-    def join(self, state: Waits, now_ns: int) -> None:
+    def join(self, state: CauseReader, now_ns: int) -> None:
         """From `now_ns` on, `state` waits for the log's last cause and whatever follows it."""
         state.account.enter(state.waiting_stage, now_ns, self._entries[-1][1])
         state.cause_log, state.next_cause = self, self._end
         self._readers.append((self._end, state))
         self.num_readers += 1
 
-    def leave(self, state: Waits) -> None:
+    def leave(self, state: CauseReader) -> None:
         """Copy what the log says since `state` joined into its account; it reads no further."""
         for i in range(state.next_cause - self._num_dropped, len(self._entries)):
             since_ns, cause = self._entries[i]
@@ -76,10 +76,10 @@ class CauseLog:
             self._entries.popleft()
             self._num_dropped += 1
 
-    def _reads(self, next_cause: int, state: Waits) -> bool:
+    def _reads(self, next_cause: int, state: CauseReader) -> bool:
         return state.cause_log is self and state.next_cause == next_cause
 
 
-def leave_log(state: Waits) -> None:
+def leave_log(state: CauseReader) -> None:
     if state.cause_log is not None:
         state.cause_log.leave(state)
