@@ -57,6 +57,22 @@ def test_a_reader_copies_what_was_said_while_it_read_and_no_more_is_kept(script:
         assert [(mark.cause, mark.begin_ns) for mark in state.account.marks[1:]] == changes
 
 
+def test_one_that_nobody_admits_keeps_nobody_who_left() -> None:
+    """Where a policy lets others pass it for ever, as vLLM's priorities do."""
+    log, starved = CauseLog(), waiting_state("starved")
+    log.state_cause(0, CAUSES[0])
+    log.join(starved, 0)
+    for now_ns in range(1, 5_000):
+        state = waiting_state(f"r{now_ns}")
+        log.state_cause(now_ns, CAUSES[now_ns % 2])
+        log.join(state, now_ns)
+        log.leave(state)
+    assert (log.num_readers, len(log._readers) < 100) == (1, True)
+    log.leave(starved)
+    assert len(starved.account.marks) == 5_001
+    assert not log._readers
+
+
 def test_overdue_is_who_has_waited_longer_than_the_bound_and_not_who_has_waited_so_long() -> None:
     for waited_ns, first in ((1_000, "loved"), (1_001, "unloved")):
         scheduler = make_scheduler(policy="priority", max_num_seqs=1, starvation_bound_ms=0.001)

@@ -1,4 +1,4 @@
-"""Those of an engine's requests that wait, and why, without touching each of 10,000 at each plan.
+"""The requests of an engine that wait, and why, without touching each of 10,000 at each plan.
 
 All that stand behind the point where the scheduler's loop stopped wait for the same: they share one history
 (`scheduler.cause_log`), and each copies its stretch of it into its account when it leaves. Beside it stands alone who
@@ -25,13 +25,13 @@ class EngineQueue:
         return len(self._alone) + self._log.num_readers
 
     def join(self, book: EngineBook) -> None:
-        """It waits from now on; the next `wait` says why. Nothing happens if it waits already."""
+        """Takes in one that waits from now on; the next `wait` says why. Nothing happens if it waits already."""
         if not book.waits:
             book.waits = True
             self._alone[book] = None
 
     def leave(self, book: EngineBook) -> None:
-        """Its account learns why it waited. Nothing happens if it does not wait."""
+        """Lets one go, whose account learns why it waited. Nothing happens if it does not wait."""
         if book.waits:
             book.waits = False
             leave_log(book)

@@ -11,6 +11,9 @@ from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
 
 
+MOST_GONE = 64  # readers that have left and stand behind one that has not, before they are looked for
+
+
 class CauseReader(Protocol):
     """What waits. waiting_stage: does not change while it reads a log. cause_log: which it reads; None: its account
     says why it waits. next_cause: the entry that it has not read yet."""
@@ -67,6 +70,8 @@ class CauseLog:
         state.cause_log = None
         self.num_readers -= 1
         self._forget_read_entries()
+        if len(self._readers) > 2 * self.num_readers + MOST_GONE:
+            self._readers = deque(reader for reader in self._readers if self._reads(*reader))
 
     def _forget_read_entries(self) -> None:
         while self._readers and not self._reads(*self._readers[0]):
