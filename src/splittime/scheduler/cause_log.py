@@ -10,7 +10,6 @@ from typing import Protocol
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
 
-
 MOST_GONE = 64  # readers that have left and stand behind one that has not, before they are looked for
 
 
