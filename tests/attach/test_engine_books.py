@@ -6,17 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.attach.engine_books import AskedRequest, DecidedPlan, EngineBooks
+from splittime.attach.engine_books import DecidedPlan, EngineBooks
+from splittime.attach.request_book import AskedRequest
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import verify_steps
 
 
-def plan(*rows, stalled=(), waiting=(), hits=(), victims=(), drafts=()) -> DecidedPlan:
+def plan(*rows, stalled=(), waiting=(), hits=(), victims=(), drafts=(), rest=None) -> DecidedPlan:
     """rows: (request id, start, count). One token and a start above 0 is a decode here."""
     decodes = sum(count for _, start, count in rows if count == 1 and start)
     read = sum(start + count for _, start, count in rows)
-    return DecidedPlan(tuple(rows), decodes, read, stalled, waiting, hits, victims, 1, len(rows), len(waiting), drafts)
+    counts = (1, len(rows), len(waiting))
+    return DecidedPlan(tuple(rows), decodes, read, stalled, waiting, hits, victims, *counts, drafts, rest)
 
 
 class Engine:
@@ -112,6 +114,33 @@ def test_what_a_preemption_threw_away_is_recomputed():
     assert engine.records[2].victims == ("a",)
 
 
+def test_who_is_preempted_and_not_first_waits_for_what_the_rest_waits_for():
+    engine = Engine()
+    for name in "abc":
+        engine.receive(name)
+    engine.step(plan(*((name, 0, 4) for name in "abc")), [(name, 1) for name in "abc"])
+    for name in "bc":
+        engine.books.preempt(name, num_computed=4)
+    engine.step(plan(("a", 4, 1), waiting=[("c", Cause.KV_BLOCKS)], rest=Cause.POLICY, victims=("b", "c")), [("a", 1)])
+    assert engine.books.waiting_for() == {"kv_blocks": 1, "policy": 1}
+    engine.step(plan(("c", 0, 4), waiting=[("b", Cause.KV_BLOCKS)], rest=Cause.POLICY), [("c", 1)])
+    engine.end("b", "abort")
+    assert stages(engine.ended[0])[-3:] == [("decode", None), ("preempted", "policy"), ("preempted", "kv_blocks")]
+    sums(engine.ended[0])
+
+
+def test_who_is_preempted_and_has_a_row_at_once_computes_again():
+    """No plan says that it waited."""
+    engine = Engine()
+    engine.receive("a")
+    engine.step(plan(("a", 0, 4)), [("a", 1)])
+    engine.books.preempt("a", num_computed=4)
+    engine.step(plan(("a", 0, 4)), [("a", 1)])
+    assert engine.books.waiting_for() == {}
+    engine.step(plan(("a", 4, 1), rest=Cause.POLICY), [("a", 1)], ends=["a"])
+    assert [name for name, _ in stages(engine.ended[0])] == ["queue", "prefill", "decode", "recompute", "decode"]
+
+
 def test_who_gets_no_row_stalls_where_it_was():
     engine = Engine()
     engine.receive("a")
@@ -197,7 +226,7 @@ def test_a_pause_that_begins_while_a_step_runs_is_idle_from_its_end_on(pause):
     engine.receive("a")
     flight = engine.books.begin(plan(("a", 0, 4)), engine.now(), engine.now())
     engine.receive("late")
-    engine.books.pause(pause, [], ["late"], engine.now())
+    engine.books.pause(pause, [], engine.now())
     ready_ns = engine.now()
     engine.books.commit(flight, [("a", 1)], ready_ns)
     if pause == "new":
@@ -220,7 +249,7 @@ def test_who_is_in_two_steps_stalls_by_a_pause_once_the_second_has_ended():
     engine.receive("a")
     first = engine.books.begin(plan(("a", 0, 4)), engine.now(), engine.now())
     second = engine.books.begin(plan(("a", 4, 1)), engine.now(), engine.now())
-    engine.books.pause("all", [], [], engine.now())
+    engine.books.pause("all", [], engine.now())
     for flight, stage in ((first, ("decode", None)), (second, ("decode_stall", "paused"))):
         ready_ns = engine.now()
         engine.books.commit(flight, [("a", 1)], ready_ns)
@@ -233,7 +262,7 @@ def test_a_pause_of_the_waiting_leaves_who_runs_at_work():
     engine.receive("a")
     engine.step(plan(("a", 0, 4)), [("a", 1)])
     engine.receive("late")
-    engine.books.pause("new", [], ["late"], engine.now())
+    engine.books.pause("new", [], engine.now())
     engine.step(plan(("a", 4, 1)), [("a", 1)])
     engine.now()
     engine.step(plan(("a", 5, 1)), [("a", 1)])
@@ -244,10 +273,16 @@ def test_who_waits_is_counted_by_cause():
     engine = Engine()
     for name in "abcd":
         engine.receive(name)
-    engine.step(plan(("a", 0, 4), waiting=[(name, Cause.BATCH_SLOTS) for name in "bc"]), [("a", 1)])
-    assert engine.books.waiting_for() == {"batch_slots": 2, "engine_loop": 1}
-    engine.step(plan(("a", 4, 1), ("b", 0, 4), waiting=[("c", None)]), [("a", 1), ("b", 1)])
-    assert engine.books.waiting_for() == {"unknown": 1, "engine_loop": 1}
+    assert engine.books.waiting_for() == {"engine_loop": 4}
+    engine.step(plan(("a", 0, 4), waiting=[("b", Cause.GRAMMAR)], rest=Cause.BATCH_SLOTS), [("a", 1)])
+    assert engine.books.waiting_for() == {"batch_slots": 2, "grammar": 1}
+    engine.receive("e")
+    assert engine.books.waiting_for() == {"batch_slots": 2, "grammar": 1, "engine_loop": 1}
+    engine.books.pause("new", [], engine.now())
+    assert engine.books.waiting_for() == {"paused": 4}
+    engine.books.resume()
+    engine.step(plan(("a", 4, 1), ("b", 0, 4), waiting=[("c", None)], rest=Cause.POLICY), [("a", 1), ("b", 1)])
+    assert engine.books.waiting_for() == {"unknown": 1, "policy": 2}
 
 
 def test_drafts_are_counted_by_row():

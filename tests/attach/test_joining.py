@@ -5,9 +5,9 @@ import time
 import pytest
 
 from splittime.attach import joining
-from splittime.attach.engine_books import EndedBook, FirstTokenBook
 from splittime.attach.joining import ApiBook, Joining, joined, unexplained
 from splittime.attach.mail import Mail
+from splittime.attach.request_book import EndedBook, FirstTokenBook
 from splittime.ledger.account import Mark
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from splittime.attach import mail
-from splittime.attach.engine_books import UNKNOWN, AskedRequest, DecidedPlan, EngineBooks
+from splittime.attach.engine_books import UNKNOWN, DecidedPlan, EngineBooks
 from splittime.attach.joining import Joining
 from splittime.attach.mail import Sender
 from splittime.attach.middleware import WithBooks
+from splittime.attach.request_book import AskedRequest
 from splittime.attach.routes import AttachedBooks, BookRoutes
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.store import Ledger
@@ -44,8 +45,8 @@ class Core:
         plan = DecidedPlan(((name, start, count),), int(count == 1), start + count, (), (), [(name, 0)], (), 1, 1, 0)
         flight = self.books.begin(plan, begin_ns, time.monotonic_ns())
         ready_ns = time.monotonic_ns()
-        for first in self.books.commit(flight, [(name, 1)], ready_ns):
-            self.mail.book(0, first)
+        for client, first in self.books.commit(flight, [(name, 1)], ready_ns):
+            self.mail.book(client, first)
         if is_last:
             self.mail.book(0, self.books.end(name, "length", ready_ns))
         self.mail.step(self.books.end_step(flight, {}, ready_ns, time.monotonic_ns()))
@@ -267,6 +268,18 @@ def test_other_paths_are_let_through_untouched(layer):
     assert json.loads(layer("/ledger/requests")[2]) == {"accounts": []}
 
 
+def test_an_id_of_any_length_is_a_short_name_and_is_found_by_itself(layer):
+    own = "x" * 100_000
+    layer(body={"id": own})
+    (account,) = accounts(layer, 1)
+    assert max(len(account["request_id"]), len(account["group_id"])) < 150
+    for asked in (own, f"cmpl-{own}", f"cmpl-{own}-0-12345678", account["group_id"]):
+        assert json.loads(layer(f"/ledger/requests/{asked}")[2])["request_id"] == account["request_id"]
+        assert layer(f"/dashboard/requests/{asked}")[0] == 200
+    assert layer(f"/ledger/requests/{own}y")[0] == 404
+    assert len(layer("/ledger/steps")[2]) < 5_000
+
+
 def test_the_page_and_the_ledger_are_there(layer):
     layer(body={"id": "one"})
     accounts(layer, 1)
@@ -313,7 +326,7 @@ def test_a_stranger_cannot_hide_anothers_account(layer):
 
 def test_books_that_cannot_be_kept_leave_the_server_as_it_is(layer, monkeypatch, tmp_path):
     taken = Ledger(tmp_path / "taken.sqlite")
-    monkeypatch.setenv(mail.LEDGER_FILE, str(tmp_path / "taken.sqlite"))
+    monkeypatch.setenv("SPLITTIME_LEDGER_FILE", str(tmp_path / "taken.sqlite"))
     assert layer("/own")[2] == b"own"
     assert layer(body={"id": "x"})[0] == 200
     assert layer.around._routes is None

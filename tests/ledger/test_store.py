@@ -126,6 +126,65 @@ def test_file_retention(tmp_path, monkeypatch):
     assert [s.step_id for s in file.steps(limit=99)] == list(range(45, 50))
 
 
+def file_size(path) -> int:
+    return sum(each.stat().st_size for each in path.parent.iterdir() if each.name.startswith(path.name))
+
+
+def written(path, num_records: int, **bounds) -> None:
+    """Steps of 100 rows and accounts of 1,000 tokens, about 4 and 10 kB."""
+    rows = tuple((f"cmpl-{row}-0-{'x' * 16}", 0, 1) for row in range(100))
+    ledger = Ledger(path, max_accounts=1, max_steps=1, **bounds)
+    for i in range(num_records):
+        ledger.add_step(msgspec.structs.replace(books.step(i, i * 100), rows=rows))
+        ledger.add_account(msgspec.structs.replace(books.example(f"cmpl-{i}-0"), token_steps=(12_345_678,) * 1_000))
+        if not i % 50:
+            assert ledger.flush()
+    ledger.close()
+
+
+def test_a_file_has_no_more_bytes_than_it_may(tmp_path):
+    """The oldest go, of accounts and of steps alike."""
+    path, most = tmp_path / "l.sqlite", 2 * 2**20
+    written(path, 2_000, max_file_bytes=most)
+    assert most / 2 < file_size(path) < 1.5 * most  # and a batch
+    file = open_readonly(path)
+    steps = [step.step_id for step in file.steps(limit=9999)]
+    ended = [account.request_id for account in file.accounts(limit=9999)]
+    file.close()
+    assert steps == list(range(2_000 - len(steps), 2_000))
+    assert ended == [f"cmpl-{i}-0" for i in range(2_000 - len(ended), 2_000)]
+    assert len(steps) > 50
+    assert abs(len(steps) - len(ended)) < 0.2 * len(steps)
+
+
+def test_a_file_that_is_too_large_already_loses_its_oldest_and_counts_its_steps_on(tmp_path):
+    path, most = tmp_path / "l.sqlite", 2**20
+    written(path, 300)
+    before = path.stat().st_size
+    assert before > 3 * most
+    written(path, 2, max_file_bytes=most)
+    file = open_readonly(path)
+    steps = [step.step_id for step in file.steps(limit=9999)]
+    file.close()
+    assert steps[-2:] == [301 - 1, 302 - 1]
+    assert 20 < len(steps) < 150
+    assert path.stat().st_size < 1.1 * before  # no smaller: its pages are free for what comes
+
+
+def test_one_record_that_is_larger_than_all_may_be_is_kept_as_the_latest(tmp_path):
+    path, most = tmp_path / "l.sqlite", 2**20
+    rows = tuple((f"{row}-{'x' * 1_000}", 0, 1) for row in range(2_000))
+    ledger = Ledger(path, max_file_bytes=most)
+    for i in range(3):
+        ledger.add_step(msgspec.structs.replace(books.step(i, i * 100), rows=rows))
+        assert ledger.flush()
+    assert ledger.counts().unwritten == 0
+    ledger.close()
+    file = open_readonly(path)
+    assert [step.step_id for step in file.steps()] == [2]
+    file.close()
+
+
 def test_what_was_refused_pushes_nobody_out(tmp_path):
     """In memory and in the file; both tell of all in the order in which they ended."""
     path = tmp_path / "l.sqlite"

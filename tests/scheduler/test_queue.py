@@ -10,7 +10,8 @@ from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler import heap
-from splittime.scheduler.queue import CauseLog, WaitingQueue
+from splittime.scheduler.cause_log import CauseLog
+from splittime.scheduler.queue import WaitingQueue
 from splittime.scheduler.state import RequestState
 
 CAUSES = (Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET, Cause.POLICY)
@@ -54,6 +55,22 @@ def test_a_reader_copies_what_was_said_while_it_read_and_no_more_is_kept(script:
     for state, marks in zip(states, expected, strict=True):
         changes = [mark for i, mark in enumerate(marks) if not i or marks[i - 1][0] is not mark[0]]
         assert [(mark.cause, mark.begin_ns) for mark in state.account.marks[1:]] == changes
+
+
+def test_one_that_nobody_admits_keeps_nobody_who_left() -> None:
+    """Where a policy lets others pass it for ever, as vLLM's priorities do."""
+    log, starved = CauseLog(), waiting_state("starved")
+    log.state_cause(0, CAUSES[0])
+    log.join(starved, 0)
+    for now_ns in range(1, 5_000):
+        state = waiting_state(f"r{now_ns}")
+        log.state_cause(now_ns, CAUSES[now_ns % 2])
+        log.join(state, now_ns)
+        log.leave(state)
+    assert (log.num_readers, len(log._readers) < 100) == (1, True)
+    log.leave(starved)
+    assert len(starved.account.marks) == 5_001
+    assert not log._readers
 
 
 def test_overdue_is_who_has_waited_longer_than_the_bound_and_not_who_has_waited_so_long() -> None:

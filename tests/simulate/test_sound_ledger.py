@@ -7,7 +7,8 @@ import msgspec
 import pytest
 from known_runs import TIGHT, record_run
 
-from splittime.attach.engine_books import AskedRequest, DecidedPlan, EngineBooks
+from splittime.attach.engine_books import DecidedPlan, EngineBooks
+from splittime.attach.request_book import AskedRequest
 from splittime.core.errors import ConfigError
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord

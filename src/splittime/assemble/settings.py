@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.core.settings import ENV_PREFIX, Doc, Setting, settings_of
+from splittime.core.settings import ENV_PREFIX, Doc, Setting, parse_bytes, settings_of
 from splittime.ledger.store import LedgerConfig
 from splittime.runner.config import RunnerConfig  # no torch in it
 from splittime.scheduler.config import SchedulerConfig
@@ -37,8 +37,6 @@ SETTINGS = tuple(BY_NAME.values())
 ENGINE = {MODEL.name} | {setting.name for part in ("runner", "scheduler") for setting in settings_of(PARTS[part])}
 DEFAULT_FILE = "splittime.toml"
 _PLENTY_BLOCKS = 2**40
-_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SWITCH_WORDS = {
     "1": True,
     "true": True,
@@ -216,14 +214,6 @@ def _typed(setting: Setting, value: Any) -> Any:
         return tuple(_text(text) for text in ([value] if isinstance(value, str) else value))
     is_table = isinstance(value, dict) and setting.name == "speculative_config"
     return msgspec.json.encode(value).decode() if is_table else _text(value)
-
-
-def parse_bytes(text: str) -> int:
-    """`512MiB`, `4g`, `1048576`. Powers of two, but for kB, MB, GB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(text)
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -2,14 +2,19 @@
 
     engine core     vllm_scheduler     vLLM's scheduler, which says what it decided; it decides nothing else
                     vllm_causes        why a request waits, or has no row
+                    vllm_plans         a plan and a request, in the books' words
                     engine_books       what that means for each request's account and each step's record
+                    request_book       of one request
+                    engine_queue       of those who wait: one history for all
                     mail               carries both to the API process, beside the hot path
     API process     middleware         an ASGI layer around vLLM's application
                     visits             one HTTP request: what it waited for before the engine and behind it
                     engine_client      what vLLM's own client of its engine is asked, and gives
                     joining            one account from a visit and the engine's book of it, into the ledger
                     routes             /ledger/..., the page
-    both            versions           which releases of vLLM are known
+                    ledger_files       the file of each ledger, and how much it keeps
+    both            names              a request's name in the books: its id, however long that is
+                    versions           which releases of vLLM are known
                     vllm_plugin        names the folder of the sockets, in each process of vLLM's
 
     a start         command            vLLM's own command with two flags more (`vllm_command` where its package has

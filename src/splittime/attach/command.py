@@ -1,13 +1,14 @@
 """The command that starts vLLM with books: vLLM's own, with two flags more."""
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from splittime.attach.mail import FOLDER, LEDGER_FILE, new_folder
+from splittime.attach.ledger_files import environment_of
+from splittime.attach.mail import FOLDER, new_folder
 from splittime.attach.versions import require_known
 from splittime.core.errors import ConfigError
+from splittime.ledger.store import LedgerConfig
 
 SCHEDULER = "splittime.attach.vllm_scheduler.scheduler"
 MIDDLEWARE = "splittime.attach.middleware.WithBooks"
@@ -21,8 +22,9 @@ class Command(NamedTuple):
     environment: dict[str, str]
 
 
-def command_of(asked: Sequence[str], environment: Mapping[str, str], ledger_file: str | None = None) -> Command:
-    """Returns how to start vLLM with books. asked: what would stand behind `vllm`: `serve MODEL ...`.
+def command_of(asked: Sequence[str], environment: Mapping[str, str], ledger: LedgerConfig | None = None) -> Command:
+    """Returns how to start vLLM with books. asked: what would stand behind `vllm`: `serve MODEL ...`. ledger: its
+    file; None: as the environment has it.
 
     Raises `ConfigError` for another command of vLLM's, for a scheduler of somebody else's, and where there is no vLLM
     that is known.
@@ -35,7 +37,7 @@ def command_of(asked: Sequence[str], environment: Mapping[str, str], ledger_file
         hint = "leave it out: the books need to be told by the scheduler that decides"
         raise ConfigError("--scheduler-cls names another scheduler", param="scheduler_cls", hint=hint)
     more = {FOLDER: new_folder()}  # also where another server's is inherited
-    if ledger_file is not None:
-        more[LEDGER_FILE] = os.path.abspath(ledger_file)
+    if ledger is not None:
+        more |= environment_of(ledger)
     flags = ["--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
     return Command([sys.executable, "-m", VLLM_COMMAND, *asked, *flags], {**environment, **more})

@@ -8,13 +8,14 @@ device's own clock) is 0 in a step's record and named in `UNKNOWN`: `device_ns` 
 of a step that was planned while another ran, from that one's end to its own result.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from splittime.ledger.account import Account, Mark
+from splittime.attach.engine_queue import EngineQueue
+from splittime.attach.names import name_of
+from splittime.attach.request_book import WAITING, AskedRequest, EndedBook, EngineBook, FirstTokenBook
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
@@ -24,26 +25,13 @@ ENGINE_DECODES = Stage.DECODE  # looked up once: Python 3.11 calls a function fo
 
 RowOf = tuple[str, int, int]  # request id, start, number of tokens
 PauseOf = Literal["all", "new"]  # of everybody, or of those who wait
-WAITING = (Stage.QUEUE, Stage.PREEMPTED)
-
-
-class AskedRequest(NamedTuple):
-    """A request as the engine took it in. client: whose API process. answer_ids: they grow."""
-
-    request_id: str
-    client: int
-    prompt_tokens: int
-    max_tokens: int
-    priority: int = 0
-    computes_prompt: bool = False
-    answer_ids: Iterable[int] = ()
 
 
 class DecidedPlan(NamedTuple):
     """A plan, as the scheduler made it. rows: in its order. decode_tokens, kv_tokens_read: as in `StepRecord`.
-    stalled, waiting: who runs without a row and who waits, with causes (None where nobody knows one); those of whom
-    nothing new is to be said may be left out. hits: tokens found
-    in the prefix cache, of those who were admitted. drafts: of each row that verifies some. num_*: behind the plan."""
+    stalled, waiting: who runs without a row and who waits, with causes of their own (None where nobody knows one).
+    rest: what all others wait for. hits: tokens found in the prefix cache, of those who were admitted. drafts: of each
+    row that verifies some. num_*: behind the plan."""
 
     rows: tuple[RowOf, ...]
     decode_tokens: int
@@ -56,71 +44,7 @@ class DecidedPlan(NamedTuple):
     num_running: int
     num_waiting: int
     drafts: tuple[tuple[str, int], ...] = ()
-
-
-class EndedBook(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The engine's part of a request's account, which has ended there at `ended_ns`."""
-
-    request_id: str
-    marks: list[Mark]
-    ended_ns: int
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    token_steps: list[int]
-    token_ready_ns: list[int]
-    num_preemptions: int
-    max_tokens: int
-    priority: int
-    computes_prompt: bool
-    answer_ids: list[int]
-
-
-class FirstTokenBook(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the engine's part says when the first token is there."""
-
-    request_id: str
-    marks: list[Mark]
-
-
-class EngineBook:
-    """The engine's part of one request's account, while it is open there. recompute_until: as in
-    `scheduler.state.RequestState`."""
-
-    __slots__ = (
-        "account",
-        "asked",
-        "cached_tokens",
-        "num_preemptions",
-        "recompute_until",
-        "token_ready_ns",
-        "token_steps",
-    )
-
-    def __init__(self, asked: AskedRequest, received_ns: int, cause: Cause) -> None:
-        self.asked = asked
-        self.account = Account(asked.request_id, received_ns, Stage.QUEUE)
-        self.account.marks[0] = Mark(Stage.QUEUE, cause, received_ns)
-        self.account.cause = cause
-        self.cached_tokens: int | None = None
-        self.num_preemptions = self.recompute_until = 0
-        self.token_steps: list[int] = []
-        self.token_ready_ns: list[int] = []
-
-    def wait(self, cause: Cause | None, now_ns: int) -> None:
-        self.account.enter(Stage.PREEMPTED if self.num_preemptions else Stage.QUEUE, now_ns, cause)
-
-    def stall(self, cause: Cause | None, now_ns: int) -> None:
-        self.account.enter(Stage.DECODE_STALL if self.token_steps else Stage.PREFILL_STALL, now_ns, cause)
-
-    def compute(self, start: int, now_ns: int) -> None:
-        """Notes that it has a row which begins at this position."""
-        if start < self.recompute_until:
-            self.account.enter(Stage.RECOMPUTE, now_ns)
-        elif self.account.stage is Stage.DECODE_STALL:
-            self.account.enter(Stage.DECODE, now_ns)
-        else:
-            self.account.enter(Stage.PREFILL, now_ns)
+    rest: Cause | None = None
 
 
 class BegunStep(msgspec.Struct):
@@ -138,24 +62,25 @@ class BegunStep(msgspec.Struct):
 
 class EngineBooks:
     """All requests that an engine has, and its steps. Not thread-safe: the engine's loop is the only caller.
-    plans_ahead: it plans a step while another runs, whenever it can."""
+    plans_ahead: it plans a step while another runs, whenever it can. name: of a request's id, for what is told."""
 
-    def __init__(self, plans_ahead: bool = False) -> None:
-        self._plans_ahead = plans_ahead
-        self.books: dict[str, EngineBook] = {}
+    def __init__(self, plans_ahead: bool = False, name: Callable[[str], str] = name_of) -> None:
+        self._plans_ahead, self._name_of = plans_ahead, name
+        self.books: dict[str, EngineBook] = {}  # by the engine's own ids, as all that comes in here names them
+        self._renames = False  # there was an id that is not its name
+        self._queue = EngineQueue()
         self.num_steps = 0
         self._flights: list[BegunStep] = []
         self._last_end_ns: int | None = None  # of the last step that was committed
         self._idle_since_ns: int | None = None
         self._idle_ns = 0
-        self.num_changes = 0  # of who waits for what, but for plans
         self._pause: PauseOf | None = None
         self._victims: tuple[str, ...] = ()  # preempted by plans of which no step came
 
     def waiting_for(self) -> dict[str, int]:
         """Returns how many requests wait, by cause. May be called from another thread."""
-        waiting = [book.account.cause for book in list(self.books.values()) if book.account.stage in WAITING]
-        return dict(Counter("unknown" if cause is None else cause.value for cause in waiting))
+        found = self._queue.waiting_for()
+        return {"unknown" if cause is None else cause.value: count for cause, count in found.items()}
 
     # ---- requests come and go
 
@@ -165,8 +90,10 @@ class EngineBooks:
             self._stop_idling(now_ns)
         is_busy = bool(self._flights) or received_ns < (self._last_end_ns or 0)
         cause = Cause.PAUSED if is_paused else Cause.STEP_IN_FLIGHT if is_busy else Cause.ENGINE_LOOP
-        self.books[asked.request_id] = EngineBook(asked, received_ns, cause)
-        self.num_changes += 1
+        name = self._name_of(asked.request_id)
+        self._renames = self._renames or name != asked.request_id
+        self.books[asked.request_id] = book = EngineBook(asked, name, received_ns, cause)
+        self._queue.join(book)
 
     def preempt(self, request_id: str, num_computed: int) -> None:
         """Its blocks were taken back; what was computed is lost. The next plan says why it waits."""
@@ -174,24 +101,21 @@ class EngineBooks:
         if book is not None:
             book.num_preemptions += 1
             book.recompute_until = max(book.recompute_until, num_computed)
-        self.num_changes += 1
+            self._queue.join(book)
 
     def set_back(self, request_id: str, cause: Cause | None, now_ns: int) -> None:
         """One that was preempted by no plan waits from now on, for this."""
         if request_id in self.books:
             self.books[request_id].wait(cause, now_ns)
 
-    def pause(self, pause: PauseOf, running: Iterable[str], waiting: Iterable[str], now_ns: int) -> None:
-        """No plan is made from now on for these; time without a step is idle, though there is work. Who is in a step
-        that runs stalls once no step runs."""
+    def pause(self, pause: PauseOf, running: Iterable[str], now_ns: int) -> None:
+        """No plan is made from now on for these and for those who wait; time without a step is idle, though there is
+        work. Who is in a step that runs stalls once no step runs."""
         self._pause = pause
         for request_id in running:
             if request_id in self.books:
                 self.books[request_id].stall(Cause.PAUSED, now_ns)
-        for request_id in waiting:
-            if request_id in self.books:
-                self.books[request_id].wait(Cause.PAUSED, now_ns)
-        self.num_changes += 1
+        self._queue.pause(now_ns)
         if not self._flights and self._idle_since_ns is None:
             self._idle_since_ns = now_ns
 
@@ -202,11 +126,11 @@ class EngineBooks:
         """Returns whether anybody may be in the next plan."""
         if self._pause is None:
             return bool(self.books)
-        return self._pause == "new" and any(book.account.stage not in WAITING for book in self.books.values())
+        return self._pause == "new" and len(self.books) > len(self._queue)
 
     def _stall_all(self, now_ns: int) -> None:
         for book in self.books.values():
-            if book.account.stage not in WAITING:
+            if not book.waits:
                 book.stall(Cause.PAUSED, now_ns)
 
     def _stop_idling(self, now_ns: int) -> None:
@@ -219,25 +143,10 @@ class EngineBooks:
         book = self.books.pop(request_id, None)
         if book is None:
             return None
-        book.account.enter(Stage.DELIVER, now_ns)
-        self.num_changes += 1
+        self._queue.leave(book)
         if not self.books and not self._flights and self._idle_since_ns is None:
             self._idle_since_ns = now_ns
-        return EndedBook(
-            request_id,
-            book.account.marks[:-1],
-            now_ns,
-            reason,
-            book.asked.prompt_tokens,
-            book.cached_tokens or 0,
-            book.token_steps,
-            book.token_ready_ns,
-            book.num_preemptions,
-            book.asked.max_tokens,
-            book.asked.priority,
-            book.asked.computes_prompt,
-            list(book.asked.answer_ids),
-        )
+        return book.ended(reason, now_ns)
 
     # ---- a step
 
@@ -260,7 +169,8 @@ class EngineBooks:
         books = self.books
         for request_id, start, _ in plan.rows:
             book = books.get(request_id)
-            if book is not None and book.account.stage is not ENGINE_DECODES:
+            if book is not None and (book.account.stage is not ENGINE_DECODES or book.waits):
+                self._queue.leave(book)
                 book.compute(start, now_ns)
         for request_id, num_tokens in plan.hits:
             book = books.get(request_id)
@@ -268,14 +178,17 @@ class EngineBooks:
                 book.cached_tokens = num_tokens
         for request_id, cause in plan.stalled:
             if request_id in books:
+                self._queue.leave(books[request_id])
                 books[request_id].stall(cause, now_ns)
-        for request_id, cause in plan.waiting:
-            if request_id in books:
-                books[request_id].wait(cause, now_ns)
+        if self._queue or plan.waiting:
+            told = [(books[name], cause) for name, cause in plan.waiting if name in books]
+            self._queue.wait(told, plan.rest, now_ns)
 
-    def commit(self, flight: BegunStep, sampled: Iterable[tuple[str, int]], ready_ns: int) -> list[FirstTokenBook]:
+    def commit(
+        self, flight: BegunStep, sampled: Iterable[tuple[str, int]], ready_ns: int
+    ) -> list[tuple[int, FirstTokenBook]]:
         """The step's result was there at `ready_ns`: so many new tokens for each request that has some. Returns the
-        books of those that have their first."""
+        books of those that have their first, with whose API process each is."""
         first_tokens = []
         step_id, books = flight.step_id, self.books
         for request_id, count in sampled:
@@ -285,7 +198,7 @@ class EngineBooks:
             if book.account.stage is not ENGINE_DECODES and book.account.stage not in WAITING:
                 book.account.enter(Stage.DECODE, ready_ns)  # else it was preempted while its token was computed
             if not book.token_steps:
-                first_tokens.append(FirstTokenBook(request_id, list(book.account.marks)))
+                first_tokens.append((book.asked.client, FirstTokenBook(book.name, list(book.account.marks))))
             book.token_steps += [step_id] * count
             book.token_ready_ns += [ready_ns] * count
         for request_id, start, count in flight.plan.rows:
@@ -296,8 +209,10 @@ class EngineBooks:
 
     def end_step(self, flight: BegunStep, accepted: dict[str, int], ready_ns: int, end_ns: int) -> StepRecord:
         """Returns the record of a step whose result was taken in between these instants. accepted: of its drafts."""
-        self._flights.remove(flight)
+        done = self._flights.index(flight) + 1
+        del self._flights[:done]  # whatever vLLM dropped, recovering from a fault, was before it
         record = self._record(flight, accepted, ready_ns, end_ns)
+        record = self._named(record) if self._renames else record
         self._last_end_ns, self._idle_ns, self._victims = record.end_ns, 0, ()
         if self._pause == "all" and not self._flights:
             self._stall_all(end_ns)
@@ -340,3 +255,17 @@ class EngineBooks:
             ahead_ns=max(0, looked_ns - begin_ns) if self._plans_ahead else None,
             verified=tuple((name, count, min(count, accepted.get(name, 0))) for name, count in plan.drafts),
         )
+
+    def _named(self, record: StepRecord) -> StepRecord:
+        """Returns the record with names for ids."""
+        name = self._name
+        return msgspec.structs.replace(
+            record,
+            rows=tuple((name(request_id), start, count) for request_id, start, count in record.rows),
+            victims=tuple(map(name, record.victims)),
+            verified=tuple((name(request_id), *counts) for request_id, *counts in record.verified),
+        )
+
+    def _name(self, request_id: str) -> str:
+        book = self.books.get(request_id)
+        return self._name_of(request_id) if book is None else book.name

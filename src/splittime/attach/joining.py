@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from splittime.attach.engine_books import EndedBook, FirstTokenBook
 from splittime.attach.mail import Mail
+from splittime.attach.request_book import EndedBook, FirstTokenBook
 from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason
 from splittime.ledger.account import Account, ClosedAccount, Mark

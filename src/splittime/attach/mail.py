@@ -21,17 +21,16 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 
-from splittime.attach.engine_books import EndedBook, FirstTokenBook
+from splittime.attach.request_book import EndedBook, FirstTokenBook
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 
 FOLDER = "SPLITTIME_ATTACH_FOLDER"
-LEDGER_FILE = "SPLITTIME_LEDGER_FILE"
 GATHER_S = 0.025
 FIRST = 0  # the API process that is told of the engine before it has sent a request
 LAST_S, LAST_MAIL_S = 0.3, 2.0  # for what the engine still sends as the server ends, and for the thread to end
@@ -64,12 +63,20 @@ def name_folder() -> None:
     os.environ.setdefault(FOLDER, new_folder())
 
 
-def ledger_file() -> str | None:
-    return os.environ.get(LEDGER_FILE)
-
-
 def address(client: int) -> str:
     return f"ipc://{os.environ[FOLDER]}/{client}"
+
+
+class TakesMail(Protocol):
+    """Who is told of books and steps: `Sender` where a server runs."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def book(self, client: int, book: FirstTokenBook | EndedBook) -> None: ...
+
+    def stop(self, why: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Sender:

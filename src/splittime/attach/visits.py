@@ -17,11 +17,12 @@ from typing import Any
 
 import orjson
 
-from splittime.attach.engine_books import EndedBook
 from splittime.attach.engine_client import VISIT, Answer, Call, harmless, now_ns
 from splittime.attach.joining import ApiBook, with_engine
+from splittime.attach.names import name_of
+from splittime.attach.request_book import EndedBook
 from splittime.attach.routes import AttachedBooks
-from splittime.core.errors import ErrorInfo, RequestError
+from splittime.core.errors import ErrorInfo
 from splittime.ledger.account import REFUSED, Account, ClosedAccount, Mark
 from splittime.ledger.account_json import stages_json
 from splittime.ledger.export import server_timing
@@ -39,11 +40,6 @@ EVENTS = b"text/event-stream"
 LAST_EVENT = re.compile(rb"(?:\A|\n\n)(data: \[DONE\]\s*)\Z")  # an answer's text may hold the same words
 
 log = logging.getLogger("splittime.attach")
-
-
-def _writable(name: str) -> str:
-    """A client's own id may hold half of a character's two codes, which no encoder takes (nor vLLM's)."""
-    return name.encode("utf-8", "replace").decode()
 
 
 class WatchedRequest:
@@ -89,7 +85,7 @@ class WatchedRequest:
         """request: vLLM's `EngineCoreRequest`, on its way to the engine's process."""
         marks = self._marks(call.asked_ns if call is not None else None)
         marks.append(Mark(Stage.HANDOFF, None, now_ns()))
-        names = _writable(request.request_id), _writable(self._group_of(request))
+        names = name_of(request.request_id), name_of(self._group_of(request))
         answer = Answer(*names, tuple(marks), salt_hash(request.cache_salt or ""))
         answer.prompt_ids = request.prompt_token_ids or ()
         self.answers.append(answer)
@@ -260,13 +256,9 @@ class WatchedRequest:
     def _refused(self, end_ns: int) -> ClosedAccount:
         account = with_engine(self._marks(), (), 0)
         account.close(end_ns)
-        try:
-            given = http.request_id(self._scope)
-        except RequestError:  # as vLLM takes it, but too long for a ledger
-            given = http.new_request_id()
         return ClosedAccount(
             request_id=f"refused-{http.new_request_id()}",
-            group_id=given,
+            group_id=name_of(http.header(self._scope, b"x-request-id") or http.new_request_id()),
             model=self._books.model_name,
             endpoint=self.endpoint,
             started_at_unix_ns=self._started_at_unix_ns,

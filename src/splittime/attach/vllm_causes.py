@@ -2,19 +2,19 @@
 
 It follows from where vLLM's loop over the waiting stopped, in the loop's own order: budget, slots, then what the first
 of the queue lacks. That keys and values had no room is not inferred: `allocate_slots` is watched. Who stands behind a
-first that lacks blocks waits by the policy (nobody overtakes), as in our own engine.
+first that lacks blocks waits by the policy (nobody overtakes), as in our own engine. Of all who stand behind the point
+where the loop stopped one cause is said, and nobody among them is looked at.
 """
 
 from collections.abc import Collection
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from splittime.attach.engine_books import EngineBooks
 from splittime.ledger.stages import Cause
 
-MANY_WAITING = 64  # of more, nothing is said again that was said before
 OWN_CAUSES = {
     RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: Cause.GRAMMAR,
     RequestStatus.WAITING_FOR_REMOTE_KVS: Cause.KV_TRANSFER,
@@ -32,53 +32,41 @@ class StatesCauses:
     max_num_scheduled_tokens: int
     max_num_running_reqs: int
     _pause_state: PauseState
-    _st_books: EngineBooks
     _st_lacking: str | None
     _st_has_preempted: bool
-    _st_said: object = None
 
     @property
     def _is_paused(self) -> bool:
         return self._pause_state != PauseState.UNPAUSED
 
-    def _waiting(self) -> list[Request]:
-        """Everybody who waits, the first first."""
-        return [*getattr(self, "kv_holding_waiting", ()), *getattr(self, "skipped_waiting", ()), *self.waiting]
-
     def _num_waiting(self) -> int:
         others = (getattr(self, name, ()) for name in ("kv_holding_waiting", "skipped_waiting"))
         return len(self.waiting) + sum(map(len, others))
 
-    def _first_waiting(self, deferred: Collection[Request]) -> Request | None:
-        """Returns whom vLLM would admit next. Of nobody deferred it is the queue's first, which costs no copy of it."""
-        if not deferred and self.waiting and not getattr(self, "kv_holding_waiting", ()):
-            first = self.waiting.peek_request()
-            if first.status not in OWN_CAUSES:
-                return first
-        return next((each for each in self._waiting() if each not in deferred and each.status not in OWN_CAUSES), None)
+    def _deferred(self) -> Collection[Request]:
+        """Whom the loop passed over, or would: they wait for something of their own."""
+        return getattr(self, "deferred_waiting", None) or set(getattr(self, "skipped_waiting", ()))
 
-    def _why(self, output: Any, num_waiting: int) -> list[tuple[str, Cause | None]]:
-        """Who waits for what; nothing where a long queue was told the same before."""
-        deferred = getattr(self, "deferred_waiting", None) or set(getattr(self, "skipped_waiting", ()))
+    def _first_waiting(self, deferred: Collection[Request]) -> Request | None:
+        """Returns whom vLLM would admit next. It looks at nobody behind that one."""
+        queues = (getattr(self, "kv_holding_waiting", ()), getattr(self, "skipped_waiting", ()))
+        if not deferred and not any(queues):  # a queue by priority is copied where it is looked through
+            return self.waiting.peek_request() if self.waiting else None
+        return next((each for each in chain(*queues, self.waiting) if each not in deferred), None)
+
+    def _why(self, output: Any) -> tuple[list[tuple[str, Cause | None]], Cause | None]:
+        """Who waits for something of its own, and what all others wait for."""
+        deferred = self._deferred()
         first = self._first_waiting(deferred)
         cause = self._obstacle(output, first)
-        said = (cause, "" if first is None else first.request_id, self._st_books.num_changes, len(deferred))
-        if num_waiting > MANY_WAITING and said == self._st_said:
-            return []
-        self._st_said = said
-        rest = Cause.POLICY if cause is Cause.KV_BLOCKS else cause
-        return [
-            (each.request_id, self._own_cause(each, each is first, each in deferred, cause, rest))
-            for each in self._waiting()
-        ]
+        told = [(each.request_id, self._own_cause(each)) for each in deferred]
+        if first is not None:
+            told.append((first.request_id, cause))
+        return told, Cause.POLICY if cause is Cause.KV_BLOCKS else cause
 
-    def _own_cause(
-        self, request: Request, is_first: bool, is_deferred: bool, cause: Cause | None, rest: Cause | None
-    ) -> Cause | None:
+    def _own_cause(self, request: Request) -> Cause | None:
         if request.status in OWN_CAUSES:
             return OWN_CAUSES[request.status]
-        if not is_deferred:
-            return cause if is_first else rest
         if getattr(request, "num_stale_output_tokens", 0):
             return Cause.STEP_IN_FLIGHT
         if request.lora_request is not None:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import RequestStatus
 
-from splittime.attach.engine_books import DecidedPlan, EndedBook
+from splittime.attach.engine_books import DecidedPlan
+from splittime.attach.request_book import EndedBook
 from splittime.attach.settings import VllmSettings
 from splittime.attach.vllm_offline import PlannedStep, TimeOf, offline_request, offline_scheduler, plan_step, sampled
 from splittime.core.clock import VirtualClock

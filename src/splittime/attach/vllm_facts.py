@@ -21,17 +21,27 @@ SCHEDULING = (  # what else decides; no release has all
 
 def facts_of(scheduler: Any) -> ServerFacts:
     """Returns the facts of the engine whose scheduler this is."""
-    config, found = scheduler.vllm_config, vllm_version() or ""
+    config = scheduler.vllm_config
     now_ns = time.monotonic_ns()
     return ServerFacts(
         version=__version__,
-        engine=f"vllm {found}" + ("" if is_tested(found) else " (untested)"),
+        engine=_engine(),
         model=str(config.model_config.served_model_name or config.model_config.model),
         max_model_len=config.model_config.max_model_len,
         settings=_settings(scheduler),
         processes=(Process(name="engine", started_ns=process_start_ns(), ready_ns=now_ns),),
         unknown=UNKNOWN + (UNKNOWN_AHEAD if config.scheduler_config.async_scheduling else ()),
     )
+
+
+def engine_alone() -> ServerFacts:
+    """Returns which engine it is, where nothing else of it could be read."""
+    return ServerFacts(version=__version__, engine=_engine(), model="", max_model_len=0, unknown=UNKNOWN)
+
+
+def _engine() -> str:
+    found = vllm_version() or ""
+    return f"vllm {found}" + ("" if is_tested(found) else " (untested)")
 
 
 def _settings(scheduler: Any) -> dict[str, Any]:

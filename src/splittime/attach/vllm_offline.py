@@ -30,7 +30,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from splittime.attach.engine_books import BegunStep, DecidedPlan, EndedBook, EngineBooks, FirstTokenBook
+from splittime.attach.engine_books import BegunStep, DecidedPlan, EngineBooks
+from splittime.attach.request_book import EndedBook, FirstTokenBook
 from splittime.attach.settings import VllmSettings
 from splittime.attach.vllm_scheduler import RECEIVED_NS, Bookkeeping
 from splittime.core.clock import VirtualClock
@@ -51,7 +52,7 @@ class OfflineBooks(EngineBooks):
     what that step takes which was planned, or has ended, last."""
 
     def __init__(self, clock: VirtualClock, time_of: TimeOf, plans_ahead: bool) -> None:
-        super().__init__(plans_ahead)
+        super().__init__(plans_ahead, name=str)  # a ledger's names, whatever wrote it
         self.planned = self.ended = StepTime()
         self._times: dict[int, StepTime] = {}  # of the steps that run, by their numbers
         self._clock, self._time_of = clock, time_of

@@ -3,27 +3,27 @@
 A subclass of whichever scheduler vLLM would have used, synchronous or asynchronous. It calls vLLM's method first and
 reads what came of it; it changes no decision. A fault of ours ends the books, never a request: it is logged once, told
 to the API process, and vLLM goes on.
-Why a request waits is read in `vllm_causes`.
+What a plan says is read in `vllm_plans`, why a request waits in `vllm_causes`.
 """
 
 import logging
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from splittime.attach import vllm_facts
-from splittime.attach.engine_books import AskedRequest, BegunStep, DecidedPlan, EndedBook, EngineBooks, FirstTokenBook
-from splittime.attach.mail import Sender, name_folder
+from splittime.attach.engine_books import BegunStep, EngineBooks
+from splittime.attach.mail import Sender, TakesMail, name_folder
 from splittime.attach.versions import require_known
-from splittime.attach.vllm_causes import StatesCauses, is_in_flight
+from splittime.attach.vllm_causes import is_in_flight
+from splittime.attach.vllm_plans import ReadsPlans, asked_of
 from splittime.core.errors import ConfigError
 from splittime.ledger.stages import Cause
-from splittime.ledger.steps import StepRecord
 
 now_ns = time.monotonic_ns
 RECEIVED_NS = "_splittime_received_ns"  # an attribute of vLLM's request
@@ -88,36 +88,25 @@ def _guarded(work: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-class TakesMail(Protocol):
-    """Who is told of books and steps: `mail.Sender` where a server runs."""
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def book(self, client: int, book: FirstTokenBook | EndedBook) -> None: ...
-
-    def stop(self, why: str) -> None: ...
-
-    def close(self) -> None: ...
+def reason_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
-class Bookkeeping(StatesCauses):
+class Bookkeeping(ReadsPlans):
     """The part of the class that keeps books; the other base is vLLM's scheduler, whose attributes it reads. Where no
     server runs (`vllm_offline`) it has another clock, other takers of its mail, and a fault of ours is raised."""
 
     _st_now = staticmethod(now_ns)
 
     vllm_config: Any
-    requests: dict[str, Any]
-    kv_cache_manager: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._st_books = EngineBooks(bool(self.vllm_config.scheduler_config.async_scheduling))
-        self._st_flights: dict[int, BegunStep] = {}  # by the id of vLLM's output object
+        self._st_flights: dict[int, tuple[Any, BegunStep]] = {}  # by the id of vLLM's plan, with the plan
         self._st_victims: list[str] = []  # preempted since the last plan was told of, in this one or before it
         self._st_is_planning = self._st_has_preempted = False  # has_preempted: in this plan
         self._st_lacking: str | None = None  # whom `allocate_slots` refused last in this plan
-        self._st_said: object = None
         self._st_mail: TakesMail | None = None
         try:
             self._st_mail = self._st_open_mail()
@@ -127,13 +116,18 @@ class Bookkeeping(StatesCauses):
 
     def _st_open_mail(self) -> TakesMail:
         number = self.vllm_config.parallel_config.data_parallel_index
-        return Sender(number, vllm_facts.facts_of(self), self._st_books.waiting_for)
+        try:
+            facts = vllm_facts.facts_of(self)
+        except Exception as error:
+            Sender(number, vllm_facts.engine_alone()).stop(reason_of(error))  # else nobody would be told
+            raise
+        return Sender(number, facts, self._st_books.waiting_for)
 
     def _st_fail(self, error: Exception) -> None:
         """The books end here, and vLLM goes on."""
         log.exception("the books of this engine end here; it goes on without them")
         if self._st_mail is not None:
-            self._st_mail.stop(f"{type(error).__name__}: {error}")
+            self._st_mail.stop(reason_of(error))
             self._st_mail = None
 
     def _watch_allocations(self) -> None:
@@ -210,80 +204,51 @@ class Bookkeeping(StatesCauses):
             return
         is_for_all = self._pause_state == PauseState.PAUSED_ALL
         running = [each.request_id for each in self.running if is_for_all and not is_in_flight(each)]
-        waiting = [each.request_id for each in self._waiting()]
-        self._st_books.pause("all" if is_for_all else "new", running, waiting, self._st_now())
+        self._st_books.pause("all" if is_for_all else "new", running, self._st_now())
 
     @_guarded
     def _receive(self, request: Request) -> None:
         is_known = request.request_id in self._st_books.books  # more input of a session
         if is_known or request.request_id not in self.requests:  # or a session's end, for which vLLM schedules nothing
             return
-        params = request.sampling_params
-        asked = AskedRequest(
-            request.request_id,
-            request.client_index,
-            request.num_prompt_tokens,
-            request.max_tokens,
-            request.priority,
-            params is not None and params.prompt_logprobs is not None,
-            request.output_token_ids,
-        )
         added_ns = self._st_now()
         received_ns = getattr(request, RECEIVED_NS, added_ns)
-        self._st_books.receive(asked, received_ns, added_ns, is_paused=self._is_paused)
+        self._st_books.receive(asked_of(request), received_ns, added_ns, is_paused=self._is_paused)
 
     @_guarded
     def _begin(self, output: Any, begin_ns: int) -> None:
         flight = self._st_books.begin(self._planned(output), begin_ns, self._st_now())
         self._st_victims = []
         if flight is not None:
-            self._st_flights[id(output)] = flight
-
-    def _planned(self, output: Any) -> DecidedPlan:
-        counts = output.num_scheduled_tokens
-        drafts = output.scheduled_spec_decode_tokens
-        rows, decode_tokens, kv_tokens_read = [], 0, 0
-        for name, count in counts.items():
-            request = self.requests[name]
-            end = request.num_computed_tokens  # this plan's tokens are among them
-            rows.append((name, end - count, count))
-            kv_tokens_read += end
-            if not request.is_prefill_chunk and count == 1 + (len(drafts[name]) if name in drafts else 0):
-                decode_tokens += count
-        running, num_waiting = self.running, self._num_waiting()
-        pool = self.kv_cache_manager.block_pool
-        return DecidedPlan(
-            rows=tuple(rows),
-            decode_tokens=decode_tokens,
-            kv_tokens_read=kv_tokens_read,
-            stalled=self._stalled(counts) if len(running) > len(rows) else (),
-            waiting=self._why(output, num_waiting) if num_waiting else (),
-            hits=[(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs],
-            victims=tuple(self._st_victims),
-            blocks_used=pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # one is the null block
-            num_running=len(running),
-            num_waiting=num_waiting,
-            drafts=tuple((name, len(ids)) for name, ids in drafts.items()) if drafts else (),
-        )
+            self._st_flights[id(output)] = output, flight
 
     # ---- results and ends
 
     @_guarded
     def _commit(self, scheduler_output: Any, outputs: Any, ready_ns: int) -> None:
-        flight = self._st_flights.pop(id(scheduler_output), None)
+        flight = self._take_flight(scheduler_output)
         told = [each for of_client in outputs.values() for each in of_client.outputs]
         mail = self._st_mail
         assert mail is not None
         if flight is not None:
             sampled = [(each.request_id, len(each.new_token_ids)) for each in told]
-            for first in self._st_books.commit(flight, sampled, ready_ns):
-                mail.book(self._st_books.books[first.request_id].asked.client, first)
+            for client, first in self._st_books.commit(flight, sampled, ready_ns):
+                mail.book(client, first)
         for each in told:
             if each.finish_reason is not None:
                 self._end(each.request_id, str(each.finish_reason), ready_ns)
         if flight is not None:
             accepted = {name: count - 1 for name, count in sampled} if flight.plan.drafts else {}
             mail.step(self._st_books.end_step(flight, accepted, ready_ns, self._st_now()))
+
+    def _take_flight(self, output: Any) -> BegunStep | None:
+        """Returns the step that began with this plan. Those before it are forgotten: their results were dropped when
+        vLLM recovered from a fault."""
+        _, flight = self._st_flights.pop(id(output), (None, None))
+        if flight is not None and self._st_flights:
+            later = {key: kept for key, kept in self._st_flights.items() if kept[1].step_id > flight.step_id}
+            self._st_flights = later
+        return flight
 
     def _named(self, request_ids: Any) -> list[str]:
         if request_ids is None:

@@ -5,13 +5,17 @@ import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
 
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk
+from splittime.core.settings import ENV_PREFIX
 from splittime.core.whole_file import check_writable
+
+if TYPE_CHECKING:
+    from splittime.ledger.store import LedgerConfig
 
 EXAMPLES = f"""\b
 Examples:
@@ -47,6 +51,16 @@ def attach(
     ledger_file: Annotated[
         Path | None, typer.Option("--ledger-file", metavar="FILE", help="SQLite file for all accounts and steps.")
     ] = None,
+    max_file_accounts: Annotated[
+        int | None, typer.Option("--max-file-accounts", metavar="N", help="Accounts kept in it.")
+    ] = None,
+    max_file_steps: Annotated[
+        int | None, typer.Option("--max-file-steps", metavar="N", help="Steps kept in it.")
+    ] = None,
+    max_file_bytes: Annotated[
+        str | None,
+        typer.Option("--max-file-bytes", metavar="SIZE", help="Bytes kept in it; the oldest go. Default: 2GiB."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
     json: JsonFlag = False,
 ) -> None:
@@ -54,13 +68,27 @@ def attach(
     from splittime.attach.command import command_of
     from splittime.ledger.sqlite_open import require_free
 
-    if ledger_file is not None:
-        check_writable(ledger_file, replaces=False)
-        require_free(ledger_file)
-    started = command_of(command, os.environ, None if ledger_file is None else str(ledger_file))
+    ledger = _ledger_config(
+        ledger_file=None if ledger_file is None else str(ledger_file),
+        max_file_accounts=max_file_accounts,
+        max_file_steps=max_file_steps,
+        max_file_bytes=max_file_bytes,
+    )
+    if ledger.ledger_file is not None:
+        check_writable(Path(ledger.ledger_file), replaces=False)
+        require_free(Path(ledger.ledger_file))
+    started = command_of(command, os.environ, ledger)
     if dry_run:
         text = orjson.dumps(started.arguments).decode() if json else shlex.join(started.arguments)
         sys.stdout.write(f"{text}\n")
         return
     talk().print("starting vLLM with splittime's books")
     os.execve(started.arguments[0], started.arguments, started.environment)
+
+
+def _ledger_config(**flags: str | int | None) -> "LedgerConfig":
+    """Returns the settings of the file: flags over the environment, which vLLM's own command reads too."""
+    from splittime.attach.ledger_files import config_of
+
+    given = {ENV_PREFIX + name.upper(): str(value) for name, value in flags.items() if value is not None}
+    return config_of({**os.environ, **given})

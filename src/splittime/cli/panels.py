@@ -69,7 +69,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "tokenize_cpu_s",
         "tokenize_memory_bytes",
     ),
-    "The ledger file": ("ledger_file", "max_file_accounts", "max_file_steps"),
+    "The ledger file": ("ledger_file", "max_file_accounts", "max_file_steps", "max_file_bytes"),
 }
 _PLACES = {name: (panel, place) for panel, names in PANELS.items() for place, name in enumerate(names)}
 _ORDER = [*PANELS, OTHER]

@@ -8,6 +8,7 @@ The kind follows from the type (and from the unit in the name: `_bytes` is a siz
 """
 
 import functools
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import msgspec
 from splittime.core.errors import ConfigError
 
 ENV_PREFIX = "SPLITTIME_"
+_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9}
 Kind = Literal["text", "texts", "whole", "number", "switch", "bytes"]
 
 
@@ -111,6 +114,16 @@ def check(config: msgspec.Struct) -> None:
         if fault is not None:
             message = f"{setting.name} = {value!r} {fault}"
             raise ConfigError(message, param=setting.name, value=value, limit=setting.limit, hint=setting.doc.help)
+
+
+def parse_bytes(text: str) -> int:
+    """Returns a size as it is written: `512MiB`, `4g`, `1048576`. Powers of two, but for kB, MB, GB.
+
+    Raises ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(text)
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def _doc(hint: Any) -> Doc | None:

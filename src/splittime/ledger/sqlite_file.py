@@ -1,7 +1,8 @@
 """The ledger on disk: SQLite in WAL mode, written by a thread of its own from a bounded queue, in batches.
 
 Promises: `put` never waits and never raises (a full queue drops the record and counts it); the file is readable at any
-moment, also after kill -9, and then lacks at most the last batch; rows beyond the bound are deleted, oldest first.
+moment, also after kill -9, and then lacks at most the last batch; what is beyond a bound, of rows or of bytes, is
+deleted, oldest first. The file holds at most `max_bytes` and a batch; beside it lies what is not folded in (`-wal`).
 The server's facts are asked for every `FACTS_INTERVAL_S` and at the end, and kept when they differ from the last.
 A path that cannot be written, or that another process writes (`sqlite_open`), is a `ConfigError` at once; a disk that
 fails later costs records (`num_unwritten`), logged once for each outage, and serving goes on.
@@ -39,6 +40,7 @@ MAX_FACTS = 100
 BATCH_INTERVAL_S = 0.1
 MAX_BATCH_RECORDS = 2_000
 MAX_QUEUED_RECORDS = 50_000
+DELETED_SHARE = 64  # of the rows, one in so many goes at a time where there are too many bytes
 
 
 class FileWriter:
@@ -51,8 +53,9 @@ class FileWriter:
         max_steps: int,
         max_queued_records: int = MAX_QUEUED_RECORDS,
         tell_facts: Callable[[], ServerFacts | None] = lambda: None,
+        max_bytes: int | None = None,
     ) -> None:
-        self._path = path
+        self._path, self._max_bytes = path, max_bytes
         self._max_rows = {"accounts": max_accounts, "refused": max_accounts, "steps": max_steps, "facts": MAX_FACTS}
         self._tell_facts = tell_facts
         self._facts: ServerFacts | None = None  # the last ones written
@@ -165,6 +168,27 @@ class FileWriter:
             self._connection.execute(
                 f"DELETE FROM {table} WHERE seq <= (SELECT max(seq) FROM {table}) - ?", (max_rows,)
             )
+        while self._max_bytes is not None and self._num_bytes() > self._max_bytes and self._delete_a_share():
+            pass
+
+    def _num_bytes(self) -> int:
+        """Returns what the rows take; pages that are free again are used before the file grows."""
+        pages, free, size = (
+            self._connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return (pages - free) * size
+
+    def _delete_a_share(self) -> bool:
+        """Deletes the oldest of each table, so that they go back equally far; the latest row stays. Returns whether any
+        was deleted."""
+        deleted = 0
+        for table in (*ACCOUNT_TABLES, "steps"):
+            first, last = self._connection.execute(f"SELECT min(seq), max(seq) FROM {table}").fetchone()
+            if first is not None:
+                until = min(first + (last - first) // DELETED_SHARE, last - 1)
+                deleted += self._connection.execute(f"DELETE FROM {table} WHERE seq <= ?", (until,)).rowcount
+        return deleted > 0
 
 
 class LedgerFile:

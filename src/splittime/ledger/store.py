@@ -46,6 +46,7 @@ class Ran(NamedTuple):
 
 TellRan = Callable[[], Ran | None]
 MAX_FILE_ACCOUNTS, MAX_FILE_STEPS = 100_000, 1_000_000
+LEAST_FILE_BYTES = 2**20  # an empty one has some pages
 ID_PREFIXES = ("cmpl-", "chatcmpl-")
 
 
@@ -66,6 +67,9 @@ class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ledger_file: Annotated[str | None, Doc("SQLite file for all accounts and steps; default: memory only.")] = None
     max_file_accounts: Annotated[int, Doc("Accounts kept in the ledger file.", 1)] = MAX_FILE_ACCOUNTS
     max_file_steps: Annotated[int, Doc("Steps kept in the ledger file.", 1)] = MAX_FILE_STEPS
+    max_file_bytes: Annotated[
+        int | None, Doc("Bytes of accounts and steps kept in the ledger file; the oldest go.", LEAST_FILE_BYTES)
+    ] = None
 
 
 class Ledger:
@@ -79,6 +83,7 @@ class Ledger:
         max_steps: int = 16384,
         max_file_accounts: int = MAX_FILE_ACCOUNTS,
         max_file_steps: int = MAX_FILE_STEPS,
+        max_file_bytes: int | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self._served: deque[ClosedAccount] = deque()
@@ -91,7 +96,7 @@ class Ledger:
         self._tell_facts: TellFacts | None = None
         self._tell_ran: TellRan | None = None
         self._file = (
-            FileWriter(Path(path), max_file_accounts, max_file_steps, tell_facts=self.facts)
+            FileWriter(Path(path), max_file_accounts, max_file_steps, tell_facts=self.facts, max_bytes=max_file_bytes)
             if path is not None
             else None
         )

@@ -11,11 +11,12 @@ their own, which says `policy`. Who waits for something of its own stands elsewh
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from splittime.ledger.stages import Cause
+from splittime.scheduler.cause_log import CauseLog, leave_log
 from splittime.scheduler.heap import MortalHeap
 from splittime.scheduler.state import Rank, RequestState, overdue_rank
 
@@ -75,63 +76,6 @@ class ArrivalOrder:
 
     def _stands(self, entry: tuple[int, int, RequestState]) -> bool:
         return entry[2].pushed == entry[1] or entry[1] in self._early
-
-
-class CauseLog:
-    """What the waiting wait for, as (since_ns, cause), and up to where each of them has copied it."""
-
-    def __init__(self) -> None:
-        self._entries: deque[tuple[int, Cause]] = deque()
-        self._num_dropped = 0
-        self._readers: deque[tuple[int, RequestState]] = deque()  # by the entry each will read next
-        self.num_readers = 0
-
-    @property
-    def _end(self) -> int:
-        return self._num_dropped + len(self._entries)
-
-    @property
-    def cause(self) -> Cause:
-        """What its readers wait for now."""
-        return self._entries[-1][1]
-
-    def states(self, cause: Cause) -> bool:
-        return bool(self._entries) and self._entries[-1][1] is cause
-
-    def state_cause(self, now_ns: int, cause: Cause) -> None:
-        if self._entries and self._entries[-1][1] is cause:
-            return
-        if not self._readers:  # nobody will ever read what was
-            self._num_dropped += len(self._entries)
-            self._entries.clear()
-        self._entries.append((now_ns, cause))
-
-    def join(self, state: RequestState, now_ns: int) -> None:
-        """From `now_ns` on, `state` waits for the log's last cause and whatever follows it."""
-        state.account.enter(state.waiting_stage, now_ns, self._entries[-1][1])
-        state.cause_log, state.next_cause = self, self._end
-        self._readers.append((self._end, state))
-        self.num_readers += 1
-
-    def leave(self, state: RequestState) -> None:
-        """Copy what the log says since `state` joined into its account; it reads no further."""
-        for i in range(state.next_cause - self._num_dropped, len(self._entries)):
-            since_ns, cause = self._entries[i]
-            state.account.enter(state.waiting_stage, since_ns, cause)
-        state.cause_log = None
-        self.num_readers -= 1
-        self._forget_read_entries()
-
-    def _forget_read_entries(self) -> None:
-        while self._readers and not self._reads(*self._readers[0]):
-            self._readers.popleft()
-        keep_from = self._readers[0][0] if self._readers else self._end
-        while self._num_dropped < keep_from - 1:  # the last entry is the current cause
-            self._entries.popleft()
-            self._num_dropped += 1
-
-    def _reads(self, next_cause: int, state: RequestState) -> bool:
-        return state.cause_log is self and state.next_cause == next_cause
 
 
 class WaitingQueue:
@@ -255,11 +199,6 @@ class WaitingQueue:
 
 def _waits(entry: tuple[Any, int, RequestState]) -> bool:
     return entry[2].pushed == entry[1]
-
-
-def leave_log(state: RequestState) -> None:
-    if state.cause_log is not None:
-        state.cause_log.leave(state)
 
 
 def _overtaken_cause(cause: Cause) -> Cause:
