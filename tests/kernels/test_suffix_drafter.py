@@ -144,11 +144,10 @@ def test_where_time_is_short_a_text_without_repetitions_is_searched_less_and_les
     admit(drafter, "a", (1,))
     steps = range(1, 4 * LONGEST_PAUSE + 1)
     looked = [step for step in steps if drafted(drafter, {"a": (10 + step,)}, is_cheap=False) is not None]
-    assert looked[:7] == [1, 2, 4, 8, 16, 32, 64]
-    assert looked[7:] == [2 * LONGEST_PAUSE, 3 * LONGEST_PAUSE, 4 * LONGEST_PAUSE]
+    assert looked == [1, 2, 4, 8, 16, 32, 48, 64]
 
 
-def test_a_draft_that_was_right_ends_the_pause_and_no_token_was_missed() -> None:
+def test_a_draft_ends_the_pause_and_no_token_was_missed() -> None:
     drafter = SuffixDrafter(4, 10_000)
     admit(drafter, "a", (1, 2, 3, 4, 5, 6, 7, 8))
     for step in range(LONGEST_PAUSE - 2):
@@ -157,7 +156,6 @@ def test_a_draft_that_was_right_ends_the_pause_and_no_token_was_missed() -> None
     told = drafted(drafter, {"a": (3,)}, is_cheap=False)
     assert told is not None
     assert told["a"].token_ids == (4, 5, 6, 7)
-    drafter.learn("a", 4, 2)
     told = drafted(drafter, {"a": (4, 5, 30, 31, 10, 11)}, is_cheap=False)
     assert told is not None
     assert told["a"].token_ids == (12, 13, 14, 15)

@@ -26,9 +26,7 @@ from splittime.runner.speculative import CORPUS_TOKENS, MOST_TOKENS
 
 CERTAIN = 1.0  # where drafts pay that are less likely than this, there is something to look for
 LEAST_SURVIVAL = 0.05  # of a draft that is worth telling on the emptiest server
-EXPLORE = (
-    LONGEST_PAUSE  # in so many steps one row has a draft more than pays, or nothing would be learnt of such drafts
-)
+EXPLORE = 4 * LONGEST_PAUSE  # in so many steps one row has a draft more than pays, or nothing is learnt of such
 
 
 class DraftedText:
@@ -88,9 +86,6 @@ class SuffixDrafter:
         kind, survival = request.asked
         self._acceptance.learn(kind, num_drafts, num_right)
         request.trust.learn(sum(survival[:num_drafts]), num_right)
-        if num_right:
-            request.pace.succeed()
-            self._next_step = 0
 
     def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft] | None:
         self._take_in(results)
@@ -147,6 +142,8 @@ class SuffixDrafter:
         found = self._followers(line, request.stop_ids) if is_believed or explores else ()
         if not found:
             return None
+        if is_believed:
+            request.pace.succeed()
         request.asked = kind, survival
         chances = tuple(chance for one in survival[: len(found)] if (chance := one * factor) >= least_survival)
         return Draft(found[: len(chances) + 1], ()) if explores else Draft(found[: len(chances)], chances)
