@@ -16,6 +16,7 @@ PARTS = {
     "test_vllm_causes": "the scheduler's causes and steps",
     "test_vllm": "a served model: accounts, counters, page",
     "test_vllm_replica": "replay and what-if",
+    "test_vllm_faults": "faults, ends and refusals",
 }
 Found = dict[str, dict[str, dict[str, int]]]  # by version and part: how many tests passed and failed
 

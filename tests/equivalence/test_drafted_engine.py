@@ -15,7 +15,7 @@ from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.step import Runner
+from splittime.core.step import RowResult, Runner
 from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.runner.compose import RunnerThread
@@ -121,8 +121,8 @@ def test_a_runner_that_verifies_no_drafts_is_refused_when_it_is_made_to_draft(
 class AllTaken(SuffixDrafter):
     """Tells no chance, so that what is verified does not hang on the machine's pace."""
 
-    def draft(self, new_tokens: Mapping[str, Sequence[int]], least_survival: float) -> Mapping[str, Draft]:
-        drafts = super().draft(new_tokens, least_survival)
+    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft]:
+        drafts = super().draft(results, 0.0, is_cheap=True) or {}
         return {name: Draft(draft.token_ids, ()) for name, draft in drafts.items()}
 
 

@@ -1,12 +1,14 @@
 """Drafts from a request's own text and from past answers: whose, how many, and what is learnt of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from splittime.core.sampling import SamplingParams
-from splittime.core.step import Admitted
+from splittime.core.step import Admitted, RowResult
 from splittime.runner import suffix_drafter
+from splittime.runner.drafting import Draft
+from splittime.runner.search_pace import LONGEST_PAUSE
 from splittime.runner.suffix_drafter import EXPLORE, SuffixDrafter
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -17,19 +19,27 @@ def admit(drafter: SuffixDrafter, name: str, tokens: Sequence[int], salt: str = 
     drafter.admit(Admitted(name, tuple(tokens), 0, GREEDY, (), salt))
 
 
+def drafted(
+    drafter: SuffixDrafter, new_tokens: Mapping[str, Sequence[int]], least_survival: float = 0.0, is_cheap: bool = True
+) -> Mapping[str, Draft] | None:
+    """A step that gave these requests so many tokens."""
+    results = [RowResult(name, tuple(tokens)) for name, tokens in new_tokens.items()]
+    return drafter.draft(results, least_survival, is_cheap)
+
+
 def answered(drafter: SuffixDrafter, name: str, tokens: Sequence[int], salt: str = "") -> None:
     """A request that has come and gone."""
     admit(drafter, name, (99,), salt)
-    drafter.draft({name: tuple(tokens)}, 0.0)
+    drafted(drafter, {name: tuple(tokens)}, 0.0)
     drafter.release(name)
 
 
 def test_a_prompt_that_is_quoted_is_guessed() -> None:
     drafter = SuffixDrafter(4, 1000)
     admit(drafter, "a", (1, 2, 3, 4, 5, 6, 7))
-    assert drafter.draft({"a": (9,)}, 0.0) == {}
-    assert drafter.draft({"a": (2,)}, 0.0) == {}
-    draft = drafter.draft({"a": (3,)}, 0.0)["a"]
+    assert drafted(drafter, {"a": (9,)}, 0.0) == {}
+    assert drafted(drafter, {"a": (2,)}, 0.0) == {}
+    draft = drafted(drafter, {"a": (3,)}, 0.0)["a"]
     assert draft.token_ids == (4, 5, 6, 7)
     assert list(draft.survival) == sorted(draft.survival, reverse=True)
 
@@ -39,32 +49,32 @@ def test_what_was_answered_is_guessed_for_the_same_tenant_alone() -> None:
     answered(drafter, "a", (1, 2, 3, 4, 5), salt="ours")
     for name, salt in (("b", "ours"), ("c", "theirs"), ("d", "")):
         admit(drafter, name, (1,), salt)
-    assert drafter.draft({"b": (2,), "c": (2,), "d": (2,)}, 0.0)["b"].token_ids == (3, 4, 5)
-    assert set(drafter.draft({"b": (3,), "c": (3,), "d": (3,)}, 0.0)) == {"b"}
+    assert drafted(drafter, {"b": (2,), "c": (2,), "d": (2,)}, 0.0)["b"].token_ids == (3, 4, 5)
+    assert set(drafted(drafter, {"b": (3,), "c": (3,), "d": (3,)}, 0.0)) == {"b"}
 
 
 def test_a_text_alone_has_no_corpus() -> None:
     drafter = SuffixDrafter(3, 1000, has_corpus=False)
     answered(drafter, "a", (1, 2, 3, 4, 5))
     admit(drafter, "b", (1,))
-    assert drafter.draft({"b": (2,)}, 0.0) == {}
+    assert drafted(drafter, {"b": (2,)}, 0.0) == {}
 
 
 def test_prompts_are_in_no_corpus() -> None:
     drafter = SuffixDrafter(3, 1000)
     admit(drafter, "a", (1, 2, 3, 4))
-    drafter.draft({"a": (9,)}, 0.0)
+    drafted(drafter, {"a": (9,)}, 0.0)
     drafter.release("a")
     admit(drafter, "b", (1,))
-    assert drafter.draft({"b": (2,)}, 0.0) == {}
+    assert drafted(drafter, {"b": (2,)}, 0.0) == {}
 
 
 def test_a_short_match_may_be_too_short() -> None:
     drafter = SuffixDrafter(3, 1000, min_match=3)
     admit(drafter, "a", (1, 2, 3, 4, 5, 6))
-    assert drafter.draft({"a": (2,)}, 0.0) == {}
-    assert drafter.draft({"a": (3,)}, 0.0) == {}
-    assert drafter.draft({"a": (4,)}, 0.0)["a"].token_ids == (5, 6, 2)
+    assert drafted(drafter, {"a": (2,)}, 0.0) == {}
+    assert drafted(drafter, {"a": (3,)}, 0.0) == {}
+    assert drafted(drafter, {"a": (4,)}, 0.0)["a"].token_ids == (5, 6, 2)
 
 
 def test_one_that_is_always_wrong_is_asked_no_more_but_now_and_then() -> None:
@@ -72,7 +82,7 @@ def test_one_that_is_always_wrong_is_asked_no_more_but_now_and_then() -> None:
     admit(drafter, "a", (1, 2, 5))
     asked = []
     for number in range(6 * EXPLORE):
-        drafts = drafter.draft({"a": (3 + number % 2 * 4 + number, 1, 2)}, 0.0)
+        drafts = drafted(drafter, {"a": (3 + number % 2 * 4 + number, 1, 2)}, 0.0)
         asked.append(len(drafts["a"].token_ids) if drafts else 0)
         if drafts:
             drafter.learn("a", asked[-1], 0)
@@ -85,7 +95,7 @@ def test_one_that_is_always_wrong_is_asked_no_more_but_now_and_then() -> None:
 def test_what_came_behind_the_end_of_an_answer_is_not_guessed() -> None:
     drafter = SuffixDrafter(4, 1000)
     drafter.admit(Admitted("a", (1, 2, 3, 0, 4, 5), 0, GREEDY, (0,)))
-    assert drafter.draft({"a": (1, 2)}, 0.0)["a"].token_ids == (3, 0)
+    assert drafted(drafter, {"a": (1, 2)}, 0.0)["a"].token_ids == (3, 0)
 
 
 def test_a_place_that_was_long_wrong_is_tried_now_and_then() -> None:
@@ -93,7 +103,7 @@ def test_a_place_that_was_long_wrong_is_tried_now_and_then() -> None:
     admit(drafter, "a", (1, 2, 3, 4))
     asked = []
     for number in range(6 * EXPLORE):
-        drafts = drafter.draft({"a": (10 + number, 1, 2)}, 0.0)
+        drafts = drafted(drafter, {"a": (10 + number, 1, 2)}, 0.0)
         asked.append(len(drafts["a"].token_ids))
         drafter.learn("a", asked[-1], 1)
     assert asked[-EXPLORE:].count(2) == 1
@@ -103,21 +113,59 @@ def test_a_place_that_was_long_wrong_is_tried_now_and_then() -> None:
 def test_an_explored_draft_is_told_as_one_to_be_taken() -> None:
     drafter = SuffixDrafter(4, 100_000)
     admit(drafter, "a", (1, 2, 3, 4))
-    told = [drafter.draft({"a": (10 + number, 1, 2)}, 2.0) for number in range(EXPLORE)]
+    told = [drafted(drafter, {"a": (10 + number, 1, 2)}, 2.0) or {} for number in range(EXPLORE)]
     assert [len(drafts) for drafts in told] == [0] * (EXPLORE - 1) + [1]
     assert (len(told[-1]["a"].token_ids), told[-1]["a"].survival) == (1, ())
 
 
 def test_of_the_tenants_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_drafter, "MOST_TENANTS", 2)
+    """All together have room for three answers of four tokens, each with its end."""
+    monkeypatch.setattr(suffix_drafter, "MOST_TOKENS", 15)
     drafter = SuffixDrafter(3, 1000)
     for salt in ("one", "two", "one", "three"):
         answered(drafter, "a", (1, 2, 3, 4), salt)
     admit(drafter, "b", (1,), "one")
     admit(drafter, "d", (1,), "three")
-    assert set(drafter.draft({"b": (2,), "d": (2,)}, 0.0)) == {"b", "d"}
+    assert set(drafted(drafter, {"b": (2,), "d": (2,)}) or ()) == {"b", "d"}
     admit(drafter, "c", (1,), "two")
-    assert drafter.draft({"c": (2,)}, 0.0) == {}
+    assert drafted(drafter, {"c": (2,)}) == {}
+
+
+def test_what_was_answered_is_forgotten_when_asked() -> None:
+    drafter = SuffixDrafter(3, 1000)
+    answered(drafter, "a", (1, 2, 3, 4, 5))
+    drafter.forget()
+    admit(drafter, "b", (1,))
+    assert drafted(drafter, {"b": (2,)}) == {}
+
+
+def test_where_time_is_short_a_text_without_repetitions_is_searched_less_and_less() -> None:
+    drafter = SuffixDrafter(4, 10_000)
+    admit(drafter, "a", (1,))
+    steps = range(1, 4 * LONGEST_PAUSE + 1)
+    looked = [step for step in steps if drafted(drafter, {"a": (10 + step,)}, is_cheap=False) is not None]
+    assert looked == [1, 2, 4, 8, 16, 32, 48, 64]
+
+
+def test_a_draft_ends_the_pause_and_no_token_was_missed() -> None:
+    drafter = SuffixDrafter(4, 10_000)
+    admit(drafter, "a", (1, 2, 3, 4, 5, 6, 7, 8))
+    for step in range(LONGEST_PAUSE - 2):
+        drafted(drafter, {"a": (10 + step,)}, is_cheap=False)
+    assert drafted(drafter, {"a": (1, 2)}, is_cheap=False) is None
+    told = drafted(drafter, {"a": (3,)}, is_cheap=False)
+    assert told is not None
+    assert told["a"].token_ids == (4, 5, 6, 7)
+    told = drafted(drafter, {"a": (4, 5, 30, 31, 10, 11)}, is_cheap=False)
+    assert told is not None
+    assert told["a"].token_ids == (12, 13, 14, 15)
+
+
+def test_where_not_even_a_sure_draft_would_pay_nobody_looks_but_now_and_then() -> None:
+    drafter = SuffixDrafter(4, 10_000)
+    admit(drafter, "a", (1, 2, 3, 4))
+    told = [drafted(drafter, {"a": (10 + step, 1, 2)}, 1.0) for step in range(2 * EXPLORE)]
+    assert [step for step, one in enumerate(told, 1) if one is not None] == [EXPLORE, 2 * EXPLORE]
 
 
 def test_one_that_is_unknown_or_gone_is_no_error() -> None:
@@ -126,4 +174,4 @@ def test_one_that_is_unknown_or_gone_is_no_error() -> None:
     drafter.learn("never", 3, 1)
     admit(drafter, "a", (1, 2))
     drafter.learn("a", 3, 1)  # it was never asked
-    assert drafter.draft({"a": (7,)}, 0.0) == {}
+    assert drafted(drafter, {"a": (7,)}, 0.0) == {}

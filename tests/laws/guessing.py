@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from zlib import crc32
 
-from splittime.core.step import Admitted
+from splittime.core.step import Admitted, RowResult
 from splittime.runner.drafting import Draft
 
 
@@ -36,10 +36,16 @@ class Guesser:
         self.num_learnt += num_drafts
         self.num_learnt_right += num_right
 
-    def draft(self, new_tokens: Mapping[str, Sequence[int]], least_survival: float) -> Mapping[str, Draft]:
+    def forget(self) -> None:
+        """It keeps nothing."""
+
+    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft]:
         drafts = {}
-        for request_id, tokens in new_tokens.items():
-            self._tokens[request_id] += tokens
+        for row in results:
+            request_id = row.request_id
+            if not row.token_ids or row.error is not None:
+                continue
+            self._tokens[request_id] += row.token_ids
             guessed = tuple(self._guess(request_id, self._tokens[request_id]))
             survival = (
                 () if self._chance is None else tuple(self._chance**place for place in range(1, len(guessed) + 1))

@@ -38,7 +38,7 @@ def drafts_given(chances: Sequence[Sequence[float]], costs: RowCosts | None, **c
         RowResult(row.request_id, (7,), draft_token_ids=(8,) * len(some), draft_survival=tuple(some))
         for row, some in zip(plan.rows, chances, strict=True)
     ]
-    scheduler.speculation.learn = lambda rows, now_ns: None  # type: ignore[method-assign]
+    scheduler.speculation.learn = lambda now_ns: None  # type: ignore[method-assign]
     committed(scheduler, plan, 20, *rows)
     return [len(row.draft_token_ids) for row in planned(scheduler, 30).rows]
 
@@ -118,14 +118,10 @@ class Exact(RowCosts):
     is_known = True  # type: ignore[assignment]
 
     def __init__(self, ns_per_row: float) -> None:
-        self.row_ns = ns_per_row
-
-    @property
-    def ns_per_row(self) -> float:
-        return self.row_ns
+        self.ns_per_row = ns_per_row
 
     def expected_ns(self, num_rows: int) -> float:
-        return 100.0 + self.row_ns * (num_rows - 1)
+        return 100.0 + self.ns_per_row * (num_rows - 1)
 
 
 @pytest.mark.parametrize(("share", "number"), [(1.01, 0), (0.99, 1)])

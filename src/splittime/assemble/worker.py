@@ -67,12 +67,12 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     scheduler_config = _fit(config.scheduler, runner)
     timeline.append(("warm-up", begin_ns, time.monotonic_ns()))
     ahead = compose.overlap_of(runner) if config.runner.async_scheduling else None
-    gauge = compose.gauge_of(runner)
+    gauge, answering = compose.gauge_of(runner), ahead or compose.drafting_of(runner)
     return EngineParts(
         engine=Engine(Scheduler(scheduler_config), plans_ahead=ahead is not None),
-        runner=ahead or compose.drafting_of(runner),
+        runner=answering,
         facts=_facts(config, scheduler_config, runner, gauge.known()),
-        sleeper=compose.sleeper_of(runner),
+        sleeper=compose.sleeper_of(runner, answering),
         measuring=gauge.measure() if gauge.is_due() else None,
         watch=runner.watch,
         resolved={**msgspec.to_builtins(runner.resolved), "scheduler": msgspec.to_builtins(scheduler_config)},

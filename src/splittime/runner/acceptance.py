@@ -82,7 +82,8 @@ class Trust:
         self._right = TRUST_MEMORY * self._right + num_right
         self._expected = TRUST_MEMORY * self._expected + expected
 
-    def recover(self) -> None:
-        """Forgets a little: a match was there, and was not believed."""
-        self._right *= TRUST_BACK
-        self._expected *= TRUST_BACK
+    def recover(self, times: int = 1) -> None:
+        """Forgets a little: a match was there, and was not believed. times: so many searches that one stands for."""
+        left = TRUST_BACK**times
+        self._right *= left
+        self._expected *= left

@@ -235,9 +235,11 @@ def drafting_of(runner: TorchRunner) -> Runner:
     return DraftingRunner(runner, SuffixDrafter(most, runner.resolved.max_model_len, least, has_corpus))
 
 
-def sleeper_of(runner: TorchRunner) -> TorchSleeper | None:
-    """What puts this runner to sleep and wakes it; None for ranks, which do not sleep."""
-    return TorchSleeper(runner) if runner.lead is None else None
+def sleeper_of(runner: TorchRunner, answering: object = None) -> TorchSleeper | None:
+    """What puts this runner to sleep and wakes it; None for ranks, which do not sleep. answering: what carries out its
+    steps, of `drafting_of`."""
+    forget = answering.forget if isinstance(answering, DraftingRunner) else None
+    return TorchSleeper(runner, forget) if runner.lead is None else None
 
 
 def gauge_of(runner: TorchRunner, remembers: bool = True) -> Gauge:

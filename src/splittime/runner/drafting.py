@@ -3,17 +3,28 @@
 A `Drafter` guesses what follows the requests' tokens, and `DraftingRunner` puts the guesses into the results of the
 runner that it wraps. The scheduler says how many of them the next rows get (`scheduler.speculation`), and that runner
 verifies them. Guesses cost time and change no token: what is accepted is what would have been sampled anyway.
+
+Looking for drafts costs time too. A share of the model's time is there for it, and a share of what right drafts have
+saved; while there is some left, the drafter may look at all rows, else only where it has reason to. So where steps are
+long, or guesses right, every row is searched in every step.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.core.step import Admitted, AsyncRunner, RowResult, Runner, StepPlan, StepResult
+
+FREE_SHARE = 0.002  # of the model's time
+EARNED_SHARE = 0.25  # of the time that right drafts saved
+LONGEST_SHARE = 0.25  # of the model's time: what takes longer was the machine's doing
+MOST_KEPT_NS = 500_000  # of time that was not used, and of time that was used before it was there
+drafts_of: Callable[[Any], tuple[int, ...]] = attrgetter("draft_token_ids")
 
 
 class Draft(NamedTuple):
@@ -36,9 +47,14 @@ class Drafter(Protocol):
         """Takes in how many of the request's last drafts were verified, and right."""
         ...
 
-    def draft(self, new_tokens: Mapping[str, Sequence[int]], least_survival: float) -> Mapping[str, Draft]:
-        """Takes in the requests' new tokens, and guesses what follows, where there is something to go by.
-        least_survival: what is less likely than that would not pay."""
+    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft] | None:
+        """Takes in the new tokens of a step's rows, and guesses what follows, where there is something to go by. None:
+        it did not look. least_survival: what is less likely than that would not pay. is_cheap: there is time to look at
+        all rows."""
+        ...
+
+    def forget(self) -> None:
+        """Forgets what is kept of requests that have ended, while there are no others."""
         ...
 
 
@@ -63,6 +79,11 @@ class DraftingRunner:
             raise ConfigError(f"{name} does not verify drafts", hint="run the model on a CPU in one process")
         self._runner, self._ahead, self._drafter, self._now_ns = runner, ahead, drafter, now_ns
         self._launched: deque[StepPlan] = deque()
+        self._free_ns = float(MOST_KEPT_NS)  # to look for drafts
+
+    def forget(self) -> None:
+        """Forgets what is kept of requests that have ended, while there are no others."""
+        self._drafter.forget()
 
     def run(self, plan: StepPlan) -> StepResult:
         took_ns = self._take_in(plan)
@@ -88,17 +109,26 @@ class DraftingRunner:
         return self._now_ns() - begin_ns
 
     def _with_drafts(self, plan: StepPlan, result: StepResult, took_ns: int) -> StepResult:
-        begin_ns = self._now_ns() - took_ns
-        self._learn(plan, result)
-        sampled = {row.request_id: row.token_ids for row in result.rows if row.token_ids and row.error is None}
-        drafts = self._drafter.draft(sampled, plan.least_survival) if sampled else {}
-        rows = tuple(_with_draft(row, drafts.get(row.request_id)) for row in result.rows) if drafts else result.rows
-        return msgspec.structs.replace(result, rows=rows, draft_ns=self._now_ns() - begin_ns)
+        begin_ns = self._now_ns()
+        num_right = self._learn(plan, result) if any(map(drafts_of, plan.rows)) else 0
+        drafts = self._drafter.draft(result.rows, plan.least_survival, self._free_ns > 0)
+        rows = tuple([_with_draft(row, drafts.get(row.request_id)) for row in result.rows]) if drafts else result.rows
+        draft_ns = self._now_ns() - begin_ns
+        self._free_ns += FREE_SHARE * result.device_ns
+        if drafts is not None:
+            self._free_ns -= min(draft_ns, LONGEST_SHARE * result.device_ns)
+            self._free_ns += EARNED_SHARE * result.device_ns * num_right / len(rows)
+            self._free_ns = max(-MOST_KEPT_NS, min(self._free_ns, MOST_KEPT_NS))
+        return msgspec.structs.replace(result, rows=rows, draft_ns=took_ns + draft_ns)
 
-    def _learn(self, plan: StepPlan, result: StepResult) -> None:
+    def _learn(self, plan: StepPlan, result: StepResult) -> int:
+        """Returns how many drafts were right."""
+        num_right = 0
         for row, one in zip(plan.rows, result.rows, strict=True):
             if row.draft_token_ids and one.error is None:
                 self._drafter.learn(row.request_id, len(row.draft_token_ids), len(one.token_ids) - 1)
+                num_right += len(one.token_ids) - 1
+        return num_right
 
 
 def _with_draft(row: RowResult, draft: Draft | None) -> RowResult:

@@ -27,6 +27,7 @@ from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan, choose
 from splittime.runner.config import RunnerConfig
+from splittime.runner.speculative import speculative_config
 
 log = logging.getLogger("splittime.runner")
 
@@ -276,7 +277,9 @@ def choose_num_blocks(
         budget, reason = room
         num_blocks = budget // bytes_per_block
     else:
-        budget = int(free_memory_bytes() // config.tensor_parallel_size * FREE_MEMORY_SHARE)
+        drafts = speculative_config(config.speculative_config)
+        free_bytes = max(0, free_memory_bytes() - (0 if drafts is None else drafts.memory_bytes))
+        budget = int(free_bytes // config.tensor_parallel_size * FREE_MEMORY_SHARE)
         num_blocks = min(wanted, budget // bytes_per_block)
         reason = f"max_num_seqs={config.max_num_seqs} full contexts"
         if num_blocks < wanted:

@@ -5,6 +5,7 @@
     weights, level 2    dropped; read from their files again       the same
     KV cache            freed, allocated again                     its pages given back, taken again when written to
     captured steps      dropped, captured again                    there are none
+    past answers        (no drafts come from them)                 forgotten, where drafts come from them
 
 A card's memory is freed under its tensors: a storage is resized to nothing and back (as FSDP does with its flat
 parameters, Zhao et al. 2023), so every tensor, view and tied weight stays the object that it is, and only addresses
@@ -18,7 +19,7 @@ import ctypes
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,11 +42,12 @@ STAY = "weights stay where they are, in host memory; level 2 drops them too"
 class TorchSleeper:
     """A `core.sleep.Sleeper` for a `TorchRunner` of one process.
 
-    parks: level 1 moves the weights to host memory.
+    parks: level 1 moves the weights to host memory. forget: forgets what is kept of past requests' texts; None: nothing
+    is.
     """
 
-    def __init__(self, runner: TorchRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: TorchRunner, forget: Callable[[], None] | None = None) -> None:
+        self._runner, self._forget = runner, forget
         self._device = runner.decoder.ops.device
         self.parks = self._device.type == "cuda"
         self._parked: Parked | None = None
@@ -72,6 +74,9 @@ class TorchSleeper:
                 self._drop_weights()
             else:
                 self._weights_bytes = 0
+        if self._forget is not None:
+            with self._part("texts"):
+                self._forget()
         resident = self._memory_bytes()
         with self._part("kv"):
             self._kv.free()

@@ -14,6 +14,9 @@ import msgspec
 from splittime.core.errors import ConfigError
 
 MOST_DRAFTS = 64
+CORPUS_TOKENS = 2**18  # of a tenant's past answers
+MOST_TOKENS = 2**21  # of all tenants' together
+TOKEN_BYTES = 104  # at most, with its place in the tables: those in use and larger ones that are being filled
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +33,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             if not least <= value <= most:
                 message = f"{name} = {value} of speculative_config is not in {least} to {most}"
                 raise ConfigError(message, param="speculative_config", value=value, limit=most)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What past answers may come to take."""
+        return MOST_TOKENS * TOKEN_BYTES if self.method == "suffix" else 0
 
 
 def speculative_config(text: str | None) -> SpeculativeConfig | None:

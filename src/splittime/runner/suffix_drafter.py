@@ -4,33 +4,47 @@ Where the last tokens of a text stood before, what followed them is likely to fo
 "SuffixDecoding"; prompt lookup is the case without a corpus). `kernels.native.suffix` finds the longest such end;
 `acceptance` says how likely its followers are to be right.
 
+A search takes microseconds, which a small model's step feels. So there is none where even a sure draft would not pay,
+and a request whose last search came to nothing is left alone for a while (`search_pace`), where time is short
+(`runner.drafting`). Tokens are kept as they come, and indexed when a search wants them. In one step of `EXPLORE` all
+are searched.
+
 A corpus is of one tenant (the request's `cache_salt`): what is guessed from another's answers would show in how fast
-tokens come. It holds the newest `CORPUS_TOKENS` of the answers, and of the tenants the `MOST_TENANTS` who asked last.
+tokens come. It holds the newest `CORPUS_TOKENS` of the answers; all together `MOST_TOKENS`, of the tenants who asked
+last.
 """
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from splittime.core.step import Admitted
+from splittime.core.step import Admitted, RowResult
 from splittime.kernels.native.suffix import BETWEEN_TEXTS, Follower, SuffixBatch, SuffixText, suffix_batch
 from splittime.runner.acceptance import MIN_MATCH, Acceptance, DraftKind, Trust, kind_of
 from splittime.runner.drafting import Draft
+from splittime.runner.search_pace import LONGEST_PAUSE, SearchPace
+from splittime.runner.speculative import CORPUS_TOKENS, MOST_TOKENS
 
-CORPUS_TOKENS = 2**18
-MOST_TENANTS = 64
+CERTAIN = 1.0  # where drafts pay that are less likely than this, there is something to look for
 LEAST_SURVIVAL = 0.05  # of a draft that is worth telling on the emptiest server
-EXPLORE = 64  # in so many steps one row has a draft more than pays, or nothing would be learnt of such drafts
+EXPLORE = 4 * LONGEST_PAUSE  # in so many steps one row has a draft more than pays, or nothing is learnt of such
 
 
 class DraftedText:
-    """What is kept of a request. asked: the kind of its last drafts, and how many of each place should be right."""
+    """What is kept of a request. num_indexed: tokens of the answer that its text has. asked: the kind of its last
+    drafts, and how many of each place should be right."""
 
-    __slots__ = ("answer", "asked", "corpus", "stop_ids", "text", "trust")
+    __slots__ = ("answer", "asked", "corpus", "num_indexed", "pace", "stop_ids", "text", "trust")
 
     def __init__(self, text: SuffixText, corpus: SuffixText | None, stop_ids: tuple[int, ...]) -> None:
-        self.text, self.corpus, self.stop_ids, self.trust = text, corpus, stop_ids, Trust()
+        self.text, self.corpus, self.stop_ids, self.trust, self.pace = text, corpus, stop_ids, Trust(), SearchPace()
         self.answer: list[int] = []
+        self.num_indexed = 0
         self.asked: tuple[DraftKind, tuple[float, ...]] | None = None
+
+    def not_indexed(self) -> list[int]:
+        """Returns the answer's tokens that the text does not have, once."""
+        begin, self.num_indexed = self.num_indexed, len(self.answer)
+        return self.answer[begin:]
 
 
 class SuffixDrafter:
@@ -45,20 +59,25 @@ class SuffixDrafter:
         self._acceptance, self._follower = Acceptance(most), Follower(most)
         self._requests: dict[str, DraftedText] = {}
         self._corpora: OrderedDict[str, SuffixText] = OrderedDict()
-        self._together: list[DraftedText] = []  # who got tokens last, and their handles
+        self._together: list[DraftedText] = []  # who was searched last, and their handles
         self._batch: SuffixBatch = suffix_batch((), ())
-        self._num_steps = 0
+        self._num_steps = self._next_step = 0  # the latter: before it nobody is to be searched
 
     def admit(self, admitted: Admitted) -> None:
         text = SuffixText(self._max_model_len)
         text.append(admitted.token_ids)
         corpus = self._corpus(admitted.cache_salt) if self._has_corpus else None
         self._requests[admitted.request_id] = DraftedText(text, corpus, admitted.stop_token_ids)
+        self._next_step = 0
 
     def release(self, request_id: str) -> None:
         gone = self._requests.pop(request_id, None)
         if gone is not None and gone.corpus is not None and gone.answer:
             gone.corpus.append([*gone.answer, BETWEEN_TEXTS])
+
+    def forget(self) -> None:
+        self._corpora.clear()
+        self._together, self._batch = [], suffix_batch((), ())
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
         request = self._requests.get(request_id)
@@ -68,20 +87,47 @@ class SuffixDrafter:
         self._acceptance.learn(kind, num_drafts, num_right)
         request.trust.learn(sum(survival[:num_drafts]), num_right)
 
-    def draft(self, new_tokens: Mapping[str, Sequence[int]], least_survival: float) -> Mapping[str, Draft]:
-        together = [self._requests[name] for name in new_tokens]
+    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft] | None:
+        self._take_in(results)
+        self._num_steps += 1
+        explores = self._num_steps % EXPLORE == 0
+        is_due = (is_cheap or self._num_steps >= self._next_step) and least_survival < CERTAIN
+        if not is_due and not explores:
+            return None
+        found = self._search(self._due(results, is_cheap), max(LEAST_SURVIVAL, least_survival), explores)
+        self._next_step = min((one.pace.next_step for one in self._requests.values()), default=0)
+        return found
+
+    def _take_in(self, results: Sequence[RowResult]) -> None:
+        requests = self._requests
+        for row in results:
+            request = requests.get(row.request_id)
+            if request is not None:
+                request.answer += row.token_ids
+
+    def _due(self, results: Sequence[RowResult], is_cheap: bool) -> dict[str, DraftedText]:
+        """Returns whom to search. is_cheap: all who have new tokens."""
+        step, due = self._num_steps, {}
+        for row in results:
+            request = self._requests.get(row.request_id) if row.token_ids and row.error is None else None
+            if request is not None and (is_cheap or request.pace.next_step <= step):
+                request.pace.searched(step)
+                due[row.request_id] = request
+        return due
+
+    def _search(self, due: dict[str, DraftedText], least_survival: float, explores: bool) -> dict[str, Draft]:
+        """explores: one row, in turn, has a draft more."""
+        if not due:
+            return {}
+        together = list(due.values())
         if together != self._together:
             self._together = together
             self._batch = suffix_batch([one.text for one in together], [one.corpus for one in together])
-        self._follower.follow(self._batch, list(new_tokens.values()))
-        for request, tokens in zip(together, new_tokens.values(), strict=True):
-            request.answer += tokens
-        self._num_steps += 1
-        lengths, least_survival = self._follower.lengths, max(LEAST_SURVIVAL, least_survival)
+        self._follower.follow(self._batch, [one.not_indexed() for one in together])
+        lengths, names = self._follower.lengths, list(due)
         matched = [line for line in range(len(together)) if lengths[line] >= self._min_match]
-        turn, rest = divmod(self._num_steps, EXPLORE)
-        explored = matched[turn % len(matched)] if matched and not rest else None
-        names = list(new_tokens) if matched else []
+        turn = self._num_steps // EXPLORE
+        explored = matched[turn % len(matched)] if matched and explores else None
         drafts = {names[line]: self._draft(line, together[line], least_survival, line == explored) for line in matched}
         return {name: draft for name, draft in drafts.items() if draft is not None}
 
@@ -92,10 +138,12 @@ class SuffixDrafter:
         survival, factor = self._acceptance.survival(kind), request.trust.factor
         is_believed = survival[0] * factor >= least_survival
         if not is_believed:
-            request.trust.recover()
+            request.trust.recover(request.pace.num_steps)
         found = self._followers(line, request.stop_ids) if is_believed or explores else ()
         if not found:
             return None
+        if is_believed:
+            request.pace.succeed()
         request.asked = kind, survival
         chances = tuple(chance for one in survival[: len(found)] if (chance := one * factor) >= least_survival)
         return Draft(found[: len(chances) + 1], ()) if explores else Draft(found[: len(chances)], chances)
@@ -111,6 +159,6 @@ class SuffixDrafter:
         if corpus is None:
             corpus = self._corpora[salt] = SuffixText(CORPUS_TOKENS)
         self._corpora.move_to_end(salt)
-        if len(self._corpora) > MOST_TENANTS:
+        while len(self._corpora) > 1 and sum(one.num_tokens for one in self._corpora.values()) > MOST_TOKENS:
             self._corpora.popitem(last=False)
         return corpus

@@ -68,12 +68,14 @@ class Planner:
         may_admit = config.batching == "continuous" or not requests.running
         rows: list[Row] = []
         behind = self._plan_decodes(rows, now_ns)
-        budget = StepBudget(config, len(rows))
+        num_decodes = len(rows)
+        budget = StepBudget(config, num_decodes)
         self._plan_prefills(behind, rows, budget, now_ns)
         admitted = self._plan_admissions(rows, budget, may_admit, now_ns)
         if not rows:
             return None
-        least_survival = requests.speculation.plan(rows, config.max_num_batched_tokens, len(requests.running), now_ns)
+        sizes = (num_decodes, config.max_num_batched_tokens, len(requests.running))
+        least_survival = requests.speculation.plan(rows, *sizes, now_ns)
         self._step_id += 1
         requests.begin_step(self._step_id, rows)
         offloads, restores = requests.cache.take_moves()

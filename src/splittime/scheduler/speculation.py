@@ -38,6 +38,7 @@ class RowCosts:
 
     def __init__(self) -> None:
         self._weight = self._rows = self._ns = self._spread = self._product = 0.0  # means; sums of products about them
+        self.ns_per_row = 0.0  # what one more row costs, at least 0
 
     def learn(self, num_rows: int, ns: int) -> None:
         if self._weight > 1.0:
@@ -51,16 +52,12 @@ class RowCosts:
         self._spread = memory * self._spread + kept * rows_off * rows_off
         self._product = memory * self._product + kept * rows_off * ns_off
         self._weight = weight
+        prior = self._ns / (self._rows + ROWS_WITHOUT)
+        self.ns_per_row = max(0.0, (self._product + PRIOR_WEIGHT * prior) / (self._spread + PRIOR_WEIGHT))
 
     @property
     def is_known(self) -> bool:
         return self._weight > 0
-
-    @property
-    def ns_per_row(self) -> float:
-        """What one more row costs, at least 0."""
-        prior = self._ns / (self._rows + ROWS_WITHOUT)
-        return max(0.0, (self._product + PRIOR_WEIGHT * prior) / (self._spread + PRIOR_WEIGHT))
 
     def expected_ns(self, num_rows: int) -> float:
         by_prior = self._ns * (num_rows + ROWS_WITHOUT) / (self._rows + ROWS_WITHOUT)
@@ -76,38 +73,39 @@ class Speculation:
         self.costs: RowCosts | None = None
         self._cache = cache
         self._counts = counts
-        self._planned_ns = 0
+        self._num_drafted = 0  # rows with drafts that were planned and not committed
+        self._planned_ns = self._num_planned = 0  # of the step planned last: when, and its rows; 0: not decodes alone
 
-    def plan(self, rows: list[Row], max_tokens: int, num_running: int, now_ns: int) -> float:
-        """Put drafts into the rows of a step that is otherwise planned. Returns how likely one must be to pay in a step
-        of these rows; 0 where nobody knows."""
+    def plan(self, rows: list[Row], num_decodes: int, max_tokens: int, num_running: int, now_ns: int) -> float:
+        """Put drafts into the rows of a step that is otherwise planned, the first of them decodes. Returns how likely
+        one must be to pay in a step of these rows; 0 where nobody knows."""
         if self.costs is None:  # there has never been a draft
             return 0.0
-        self._planned_ns, num_rows = now_ns, sum(row.num_samples for row in rows)
+        is_decode = num_decodes == len(rows)
+        num_rows = num_decodes if is_decode else sum(row.num_samples for row in rows)
+        num_drafts = 0
         if self.active:
-            self._widen(rows, max_tokens - sum(row.num_tokens for row in rows), num_running)
+            num_drafts = self._widen(rows, max_tokens - sum(row.num_tokens for row in rows), num_running)
+        self._planned_ns, self._num_planned = now_ns, num_rows + num_drafts if is_decode else 0
         return self._least_survival(num_rows)
 
-    def learn(self, rows: tuple[Row, ...], now_ns: int) -> None:
-        """A step that ran alone was committed now."""
-        num_rows = 0
-        for row in rows:
-            if len(row.token_ids) > 1 or not row.num_samples:
-                return
-            num_rows += row.num_samples
-        if self.costs is not None:
-            self.costs.learn(num_rows, now_ns - self._planned_ns)
+    def learn(self, now_ns: int) -> None:
+        """The step planned last ran alone and was committed now."""
+        if self.costs is not None and self._num_planned:
+            self.costs.learn(self._num_planned, now_ns - self._planned_ns)
 
     def _least_survival(self, num_rows: int) -> float:
         if self.costs is None or not self.costs.is_known:
             return 0.0
         return (1 + MARGIN) * num_rows * self.costs.ns_per_row / self.costs.expected_ns(num_rows)
 
-    def _widen(self, rows: list[Row], num_tokens_left: int, num_running: int) -> None:
-        """Drafts that do not pay or do not fit are dropped: the row's result makes them old."""
+    def _widen(self, rows: list[Row], num_tokens_left: int, num_running: int) -> int:
+        """Drafts that do not pay or do not fit are dropped: the row's result makes them old. Returns how many are
+        left."""
         drafted = {state.request_id: state for state in self.active if state.draft_token_ids}
         states = [drafted[row.request_id] for row in rows if row.request_id in drafted]
         chosen = self._chosen(states, sum(row.num_samples for row in rows), num_tokens_left)
+        num_left_before = num_tokens_left
         for place, row in enumerate(rows):
             state = drafted.get(row.request_id)
             if state is None:
@@ -117,6 +115,8 @@ class Speculation:
             if num_drafts > 0:
                 rows[place] = _widened(state, row, drafts[:num_drafts])
                 num_tokens_left -= num_drafts
+                self._num_drafted += 1
+        return num_left_before - num_tokens_left
 
     def _chosen(self, states: list[RequestState], num_rows: int, num_tokens_left: int) -> Mapping[str, int]:
         """Returns how many drafts each of these requests gets. Those of which nobody told the chance are all taken."""
@@ -151,7 +151,10 @@ class Speculation:
 
     def count(self, states: list[RequestState | None], rows: tuple[Row, ...], results: tuple[RowResult, ...]) -> None:
         """The drafts of a step, but for those of rows that are of no interest any more."""
+        if not self._num_drafted:
+            return
         for state, row, result in zip(states, rows, results, strict=True):
+            self._num_drafted -= bool(row.draft_token_ids)
             if state is not None and row.draft_token_ids:
                 self._counts.draft_tokens += len(row.draft_token_ids)
                 self._counts.accepted_draft_tokens += max(0, len(result.token_ids) - 1)

@@ -4,31 +4,79 @@
 // tables need neither chains nor deletions, and a text of any length takes memory for `capacity` tokens. A match is
 // followed backwards, so it may be longer than its n-gram.
 //
+// Tables grow beside the ones in use: with each token that comes, some of those that are there go into the larger ones
+// too, until these know all. So no single token pays for the whole text.
+//
 // A suffix automaton would find every end: here one is missed where a newer n-gram of its length goes on differently, or
 // other tokens fell on its entry. But it takes five times the memory, and cannot forget its oldest tokens.
 #include "suffix.h"
 
+#include <stdlib.h>
+
 #include <algorithm>
+#include <memory>
+#include <utility>
 #include <vector>
 
 namespace {
 
-constexpr int32_t LENGTHS[] = {16, 8, 4, 2};
+constexpr int32_t LENGTHS[] = {2, 4, 8, 16};
 constexpr int32_t LEVELS = 4;
 constexpr int64_t LONGEST = 64;  // no match is followed further back
 constexpr int64_t SMALLEST_TABLE = 256;
+constexpr int64_t MOVED_AT_ONCE = 4;  // tokens that go into larger tables with each that comes
+constexpr uint64_t MIX = 0x9E3779B97F4A7C15ull;
 
 struct Match {
   int64_t end = -1, length = 0;  // of the matching tokens: the last one's place
 };
 
+// Of the n-grams that end at one place, the shortest first; behind the beginning of the text there are none.
+struct Hashes {
+  uint64_t of[LEVELS];
+  int32_t levels = 0;
+
+  // token: counted backwards from the end, of which there are `length`.
+  template <class Token> Hashes(int64_t length, Token token) {
+    uint64_t hash = 0;
+    for (int32_t back = 0; levels < LEVELS && LENGTHS[levels] <= length; levels++) {
+      for (; back < LENGTHS[levels]; back++) {
+        hash = (hash ^ (uint32_t)token(back)) * MIX;
+        hash ^= hash >> 29;
+      }
+      of[levels] = hash * MIX;
+    }
+  }
+};
+
+struct Free {
+  void operator()(int32_t *memory) const { free(memory); }
+};
+
+// 1 + the slot where an n-gram ends, 0: nothing; by level. Pages that were never written to take no memory.
+struct Tables {
+  int64_t size = 0, indexed = 0;  // entries of a level; n-grams that end before `indexed` are known
+  int shift = 64;
+  std::unique_ptr<int32_t[], Free> entries;
+
+  Tables() = default;
+  Tables(int64_t size, int64_t indexed)
+      : size(size), indexed(indexed), shift(64 - __builtin_ctzll(size)),
+        entries((int32_t *)calloc(LEVELS * size, sizeof(int32_t))) {
+    if (!entries) abort();
+  }
+
+  int32_t *pair_of(int32_t level, const Hashes &hashes) const {
+    return &entries[level * size + ((hashes.of[level] >> shift) & ~1ull)];
+  }
+};
+
 }  // namespace
 
 struct StText {
-  int64_t capacity, count = 0, indexed = 0;  // n-grams that end before `indexed` are in the tables
-  std::vector<int32_t> tokens;               // of place p at p & (capacity - 1)
-  std::vector<int32_t> tables[LEVELS];       // 1 + (end & (capacity - 1)); 0: nothing
-  int shift = 64;
+  int64_t capacity, count = 0;
+  std::vector<int32_t> tokens;  // of place p at p & (capacity - 1)
+  Tables tables, larger;        // those in use, and those that come
 
   explicit StText(int64_t capacity) : capacity(capacity) {}
 
@@ -43,43 +91,39 @@ struct StText {
       else
         tokens[slot(count)] = more[i];
     }
-    grow();
-    indexed = std::max(indexed, oldest());
-    for (; indexed < count - 1; indexed++) index(indexed);  // not the very end, which would be its own match
+    grow(number);
+    index_up_to(tables, count - 1);  // not the very end, which would be its own match
+    if (!larger.size) return;
+    index_up_to(larger, std::min(count - 1, larger.indexed + MOVED_AT_ONCE * number));
+    if (larger.indexed == count - 1) tables = std::exchange(larger, {});
   }
 
-  void grow() {
+  // number: of tokens that have just come. Where they are many, all are indexed at once.
+  void grow(int64_t number) {
     const int64_t wanted = 2 * std::min(count, capacity);
-    int64_t size = tables[0].size();
-    if (wanted <= size) return;
-    size = std::max(size, SMALLEST_TABLE);
+    if (wanted <= std::max(tables.size, larger.size)) return;
+    int64_t size = SMALLEST_TABLE;
     while (size < wanted) size *= 2;
-    shift = 64 - __builtin_ctzll(size);
-    for (auto &table : tables) table.assign(size, 0);
-    indexed = oldest();
+    const bool is_at_once = number * MOVED_AT_ONCE >= count - oldest();
+    larger = is_at_once ? Tables() : Tables(size, oldest());
+    if (is_at_once) tables = Tables(size, oldest());
   }
 
-  void index(int64_t end) {
-    for (int32_t level = 0; level < LEVELS; level++) {
-      const int64_t begin = end + 1 - LENGTHS[level];
-      if (begin < oldest()) continue;
-      const auto token = [&](int32_t back) { return at(end - back); };
-      int32_t *entries = pair_of(level, token);
+  void index_up_to(Tables &into, int64_t end) {
+    into.indexed = std::max(into.indexed, oldest());
+    for (; into.indexed < end; into.indexed++) index(into, into.indexed);
+  }
+
+  void index(const Tables &into, int64_t end) {
+    const auto token = [&](int32_t back) { return at(end - back); };
+    const Hashes hashes(end + 1 - oldest(), token);
+    for (int32_t level = 0; level < hashes.levels; level++) {
+      int32_t *entries = into.pair_of(level, hashes);
       const int64_t first = end_of(entries[0]), second = end_of(entries[1]);
       const bool is_first = matches(first, LENGTHS[level], token) == LENGTHS[level];
       const bool is_second = !is_first && matches(second, LENGTHS[level], token) == LENGTHS[level];
       entries[is_first ? 0 : is_second ? 1 : first > second] = 1 + slot(end);  // else the older of the two goes
     }
-  }
-
-  // token: of an n-gram, counted backwards from its end. The two entries that its hash chooses.
-  template <class Token> int32_t *pair_of(int32_t level, Token token) {
-    uint64_t hash = LENGTHS[level];
-    for (int32_t back = 0; back < LENGTHS[level]; back++) {
-      hash = (hash ^ (uint32_t)token(back)) * 0x9E3779B97F4A7C15ull;
-      hash ^= hash >> 29;
-    }
-    return &tables[level][((hash * 0x9E3779B97F4A7C15ull) >> shift) & ~1ull];
   }
 
   // Where an entry says that an n-gram ends; -1: nowhere.
@@ -94,11 +138,10 @@ struct StText {
   }
 
   // tail: the last `length` tokens of a text, the last one first.
-  Match find(const int32_t *tail, int64_t length) {
+  Match find(const int32_t *tail, int64_t length, const Hashes &hashes) const {
     const auto token = [&](int64_t back) { return tail[back]; };
-    for (int32_t level = 0; level < LEVELS && count; level++) {
-      if (length < LENGTHS[level]) continue;
-      const int32_t *entries = pair_of(level, token);
+    for (int32_t level = count ? hashes.levels - 1 : -1; level >= 0; level--) {
+      const int32_t *entries = tables.pair_of(level, hashes);
       Match found;
       for (int32_t which = 0; which < 2; which++) {
         const int64_t end = end_of(entries[which]), same = matches(end, length, token);
@@ -135,7 +178,9 @@ void st_text_follow(int32_t rows, StText *const *texts, StText *const *corpora, 
     int32_t tail[LONGEST];
     const int64_t length = std::min(LONGEST, text.count - text.oldest());
     for (int64_t i = 0; i < length; i++) tail[i] = text.at(text.count - 1 - i);
-    const Match own = text.find(tail, length), other = corpora[row] ? corpora[row]->find(tail, length) : Match{};
+    const Hashes hashes(length, [&](int32_t back) { return tail[back]; });
+    const Match own = text.find(tail, length, hashes);
+    const Match other = corpora[row] ? corpora[row]->find(tail, length, hashes) : Match{};
     const int32_t of_other = other.length > own.length ? corpora[row]->followers(other, false, most, drafts) : 0;
     lengths[row] = of_other ? other.length : own.length;
     sources[row] = of_other > 0;
