@@ -8,6 +8,7 @@ from splittime.kernels.choose import make_backend
 from splittime.kernels.native.library import LibraryMissing
 from splittime.runner import machine
 from splittime.runner.config import RunnerConfig
+from splittime.runner.speculative import speculative_config
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,18 @@ def test_blocks_for_all_contexts_or_half_of_what_is_free(monkeypatch):
     assert "free memory" in reason
     with pytest.raises(ConfigError, match="needs 4 blocks, 800 bytes"):
         machine.choose_num_blocks(config, 64, 200)
+
+
+def test_what_past_answers_may_take_is_left_free(monkeypatch):
+    drafts = '{"method": "suffix"}'
+    needed = speculative_config(drafts).memory_bytes
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: needed + 1000)
+    plain, drafting = (
+        RunnerConfig(model_path="x", max_num_seqs=10**8, block_size=16, speculative_config=one)
+        for one in (None, drafts)
+    )
+    assert machine.choose_num_blocks(drafting, 16, 10)[0] == 50
+    assert machine.choose_num_blocks(plain, 16, 10)[0] == (needed + 1000) // 20
 
 
 def test_free_memory_is_a_sensible_number():

@@ -337,3 +337,13 @@ def test_pieces_of_pages_are_zeroed() -> None:
     small: Tensor = torch.ones(50)
     Emptied([small[10:30]]).free()
     assert small.sum() == 30
+
+
+def test_what_is_kept_of_past_answers_is_forgotten(tmp_path: Path) -> None:
+    tiny_checkpoint.write(tmp_path)
+    runner, _ = load(tmp_path)
+    told: list[str] = []
+    sleeper = TorchSleeper(runner, lambda: told.append("forgotten"))
+    slept = sleeper.sleep(1)
+    assert told == ["forgotten"]
+    assert "texts" in [name for name, _, _ in slept.parts]
