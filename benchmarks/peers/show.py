@@ -62,7 +62,7 @@ def table(figures: dict[str, Any]) -> Group:
     """Tokens/s (quartiles) by cell and contender; ours over the best peer; shares of the roofline and its two parts."""
     names = [name for name, about in figures["contenders"].items() if "absent" not in about]
     shown = Table(title=f"{figures['model']}, {figures['precision']}: % of roofline, tokens/s: median (quartiles)")
-    for column in ("cell", *names, "roofline", "ours: % of bandwidth\n/ arithmetic / held", "ours / best peer"):
+    for column in ("cell", *names, "roofline", f"ours: % of {_bounds_told(figures)}", "ours / best peer"):
         shown.add_column(column, justify="left" if column == "cell" else "right")
     for name, cell in figures["cells"].items():
         top = cell["roofline_tokens_per_s"]
@@ -95,6 +95,11 @@ def geometric_means(cells: dict[str, Any]) -> dict[str, float]:
     return {kind: math.exp(sum(map(math.log, each)) / len(each)) for kind, each in ratios.items() if each}
 
 
+def _bounds_told(figures: dict[str, Any]) -> str:
+    has_held = any("held" in cell.get("share_of_bounds", {}) for cell in figures["cells"].values())
+    return "bandwidth / arithmetic" + (" / held" if has_held else "")
+
+
 def _of_bounds(cell: dict[str, Any]) -> str:
     shares = cell.get("share_of_bounds", {})
     told = ("bandwidth", "arithmetic", *(("held",) if "held" in shares else ()))
@@ -121,7 +126,7 @@ def _ratio(cell: dict[str, Any]) -> str:
 def markdown(figures: dict[str, Any]) -> str:
     """The figures of `table` for a document."""
     names = [name for name, about in figures["contenders"].items() if "absent" not in about]
-    rows = [[figures["precision"], *names, "roofline", "bandwidth / arithmetic / held", "ours over the best peer"]]
+    rows = [[figures["precision"], *names, "roofline", _bounds_told(figures), "ours over the best peer"]]
     rows.append(["---"] * len(rows[0]))
     for name, cell in figures["cells"].items():
         top, ratio = cell["roofline_tokens_per_s"], cell.get("ours_over_best_peer")

@@ -79,14 +79,14 @@ def heldout_text() -> Iterator[str]:
 
 
 def windows_of(texts: Iterator[str], tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
-    """Returns so many windows: some of each text and, if these are too few, the next ones of the last."""
+    """Returns so many windows: some of each text and, if these are too few, the next ones."""
     found: list[tuple[int, ...]] = []
     rest: list[tuple[int, ...]] = []
     for text in texts:
         ids = tokenizer.encode(text).ids
         whole = [tuple(ids[begin : begin + WINDOW]) for begin in range(0, len(ids) - WINDOW + 1, WINDOW)]
         taken = max(1, count // 16) if len(found) + len(whole) > count else len(whole)
-        found, rest = found + whole[:taken], whole[taken:]
+        found, rest = found + whole[:taken], rest + whole[taken:]
         if len(found) >= count:
             break
     return (found + rest)[:count]

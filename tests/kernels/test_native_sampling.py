@@ -37,6 +37,7 @@ ROWS = {
     "masked": masked,
     "one of all": lambda vocab: np.where(np.arange(vocab) == vocab - 1, 0, -np.inf).astype(np.float32),
     "one far above": lambda vocab: np.where(np.arange(vocab) == vocab // 3, 3e4, normal(vocab, 1.0)).astype(np.float32),
+    "one above": lambda vocab: np.where(np.arange(vocab) == vocab // 3, 20, normal(vocab, 1.0)).astype(np.float32),
     "falling": lambda vocab: np.linspace(40, -40, vocab, dtype=np.float32),
     "clustered": clustered,
     "wide": lambda vocab: np.random.default_rng(2).standard_cauchy(vocab).astype(np.float32),
@@ -99,7 +100,7 @@ def token_at(weights: np.ndarray, uniform: float) -> int:
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("row", ROWS)
 def test_tokens_are_those_of_the_definition(isa, row, filters):
-    for vocab in (1, 37, 1024, 40_000):
+    for vocab in (1, 37, 1024, 40_007):  # the last a large one that no vector divides
         logits, draws = ROWS[row](vocab), draws_of(FILTERS[filters])
         for told, draw in zip(tokens_of(isa, logits, draws), draws, strict=True):
             token = max(told, ~told)
@@ -125,13 +126,14 @@ def test_a_row_of_nothing_gives_some_token(isa, filters):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 7, 64, 999])
-def test_a_row_that_is_not_finite_is_told_with_a_token_all_the_same(isa, place, value):
-    row = normal(1000, 3.0)
-    broken = np.where(np.arange(1000) == place, np.float32(value), row).astype(np.float32)
+@pytest.mark.parametrize(("vocab", "places"), [(1000, (0, 7, 64, 999)), (33_007, (0, 100, 33_006))])
+def test_a_row_that_is_not_finite_is_told_with_a_token_all_the_same(isa, vocab, places, value):
+    row = normal(vocab, 3.0 if vocab == 1000 else 0.5)
     for filters in ({"temperature": 0}, *FILTERS.values()):
-        assert all(0 <= token < 1000 for token in tokens_of(isa, row, draws_of(filters)))
-        assert all(-1000 <= token < 0 for token in tokens_of(isa, broken, draws_of(filters)))
+        assert all(0 <= token < vocab for token in tokens_of(isa, row, draws_of(filters)))
+        for place in places:
+            broken = np.where(np.arange(vocab) == place, np.float32(value), row).astype(np.float32)
+            assert all(-vocab <= token < 0 for token in tokens_of(isa, broken, draws_of(filters)))
 
 
 def test_what_is_masked_changes_nothing_but_that_the_row_is_told(isa):
@@ -149,14 +151,15 @@ def test_a_greedy_row_among_others_has_the_first_of_the_largest(isa):
     assert tokens[1] == largest[1] == rows[1].argmax()
 
 
-def test_a_row_has_the_same_token_in_any_company_and_on_any_number_of_threads(isa):
+@pytest.mark.parametrize(("vocab", "deviation"), [(5000, 3.0), (33_007, 0.5)])
+def test_a_row_has_the_same_token_in_any_company_and_on_any_number_of_threads(isa, vocab, deviation):
     draws = np.concatenate([draws_of(filters) for filters in FILTERS.values()])
-    rows = np.stack([normal(5000 + place, 3.0)[:5000] for place in range(len(draws))])
+    rows = np.stack([normal(vocab + place, deviation)[:vocab] for place in range(len(draws))])
     tokens = np.zeros(len(draws), dtype=np.int32)
     found = []
     for threads in (1, 2):
         isa.lib.st_set_threads(threads)
-        isa.lib.st_draw(len(draws), 5000, rows.ctypes.data, draws.ctypes.data, tokens.ctypes.data)
+        isa.lib.st_draw(len(draws), vocab, rows.ctypes.data, draws.ctypes.data, tokens.ctypes.data)
         found.append(tokens.tolist())
     alone = [tokens_of(isa, row, draws[place : place + 1])[0] for place, row in enumerate(rows)]
     assert found == [alone, alone]

@@ -92,25 +92,35 @@ def test_a_clear_case_is_short_and_a_doubtful_one_ends(monkeypatch):
 def test_prefill_tokens_follow_the_time_that_a_step_takes(runner, monkeypatch):
     assert prefill_tokens_within(runner, 10.0) > prefill_tokens_within(runner, 1e-9) == 1
     monkeypatch.setattr(start_memory, "_time_ns", lambda step, num_threads: 1e9)
-    assert prefill_tokens_within(runner, 0.5) == min(32, runner.resolved.max_model_len) // 2
+    assert prefill_tokens_within(runner, 0.5) == 128 // 2  # the longest that this model takes
     assert "took 1000.00 ms, the shortest of 3 runs, the next 0% more" in runner.resolved.prefill_reason
     assert not len(runner.slots)
 
 
 def test_a_prompt_is_timed_until_its_shortest_is_confirmed(runner, monkeypatch):
-    taken_ms = iter([400, 500, 310, 400, 302, 990])
+    taken_ms = iter([300, 500, 500, 310, 400, 302, 990])  # of 32 tokens and 64, then of 32
     monkeypatch.setattr(start_memory, "_time_ns", lambda step, num_threads: next(taken_ms) * 1e6)
     prefill_tokens_within(runner, 1.0)
     assert "took 302.00 ms, the shortest of 4 runs" in runner.resolved.prefill_reason
 
 
-def test_a_prompt_that_takes_little_is_doubled_before_it_is_timed(runner, monkeypatch):
-    taken_ms = iter([30, 60, 110, 100, 100, 100])  # of 32, 64 and 128 tokens, then three of 128
+def test_a_prompt_is_doubled_while_that_makes_it_cheaper(runner, monkeypatch):
+    taken_ms = iter([60, 70, 105, 200, 100, 100, 100])  # of 32, 64, 128 and 256 tokens, then three of 128
     monkeypatch.setattr(start_memory, "_time_ns", lambda step, num_threads: next(taken_ms) * 1e6)
     runner.resolved = msgspec.structs.replace(runner.resolved, max_model_len=1024, max_num_batched_tokens=1024)
     assert prefill_tokens_within(runner, 1.0) == 1280
     assert "a prompt of 128 tokens took 100.00 ms" in runner.resolved.prefill_reason
     assert not len(runner.slots)
+
+
+def test_no_prompt_is_timed_that_a_step_could_not_have(runner, monkeypatch):
+    monkeypatch.setattr(start_memory, "_time_ns", lambda step, num_threads: 1e9)
+    for limit in ("max_num_batched_tokens", "max_model_len"):
+        limits = {"max_num_batched_tokens": 1024, "max_model_len": 1024, limit: 40}
+        runner.resolved = msgspec.structs.replace(runner.resolved, **limits)
+        assert prefill_tokens_within(runner, 1.0) == 32
+    runner.resolved = msgspec.structs.replace(runner.resolved, max_num_batched_tokens=8)
+    assert prefill_tokens_within(runner, 1.0) == 8
 
 
 def test_measuring_leaves_no_trace(runner):

@@ -45,7 +45,7 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         Dtype,
         Doc(
             "Activations in products. auto, native kernels: int8 by integers; float32 by float weights, but rounded to "
-            "bfloat16 by those of bfloat16 on AMX; others: as dtype, but int8 by int8."
+            "bfloat16 by those of bfloat16 on AMX; torch: as dtype, but int8 by int8 with a scale a row."
         ),
     ] = "auto"
     quantization: Annotated[

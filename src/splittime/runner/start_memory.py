@@ -10,7 +10,7 @@ What a token of a prompt takes decides how much of a prompt one step computes. T
 second one confirms it. Of the native kernels it is the processors' time, shared among the threads, where that is less
 than the time that went by: what a neighbour takes from the cores is not in it. Where a short prompt waits for weights
 rather than for products, as it does with AMX, one of its tokens takes several times what a longer prompt's token takes;
-so the prompt is doubled until products take most of its time.
+so the prompt is doubled until twice the tokens take nearly twice the time.
 """
 
 import hashlib
@@ -23,15 +23,17 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from splittime.runner import kept_json, machine, threads
+from splittime.runner.config import Resolved
 from splittime.runner.torch_runner import TorchRunner
-from splittime.runner.warm_up import PROBE_TOKENS, Probe
+from splittime.runner.warm_up import PROBE_TOKENS, Probe, longest_probe
 
 T = TypeVar("T", bound=msgspec.Struct)
 NAME = "start.json"
 MIN_RUNS, MAX_RUNS = 3, 12  # of a prompt
 BUDGET_S = 0.5  # beyond the least number of runs
 CONFIRMED = 0.03  # the next shortest is within this share
-LONG_NS, LONGEST_TOKENS = 100_000_000, 256  # of a prompt: it is doubled until it takes or has so much
+LONGEST_TOKENS = 256  # of a prompt that is timed
+NEARLY_TWICE, DOUBLING_S = 1.6, 2.0  # as long, by twice the tokens; doubling goes on for no longer
 DISTURBED_CORES = 0.25  # that others kept busy while it was measured
 
 
@@ -121,7 +123,8 @@ def prefill_tokens_within(runner: TorchRunner, seconds: float) -> int:
     def measure() -> PrefillRate:
         return measure_prefill(runner, num_threads if is_alone else None)
 
-    found, told = memory_of(runner).get("prefill", (num_threads, LONGEST_TOKENS), PrefillRate, measure)
+    facts = (num_threads, _longest(runner.resolved), NEARLY_TWICE)
+    found, told = memory_of(runner).get("prefill", facts, PrefillRate, measure)
     ns, reason = round(found.ns_per_token), f"measured, {found.evidence}; {told}"
     runner.resolved = msgspec.structs.replace(runner.resolved, prefill_ns_per_token=ns, prefill_reason=reason)
     return max(1, int(seconds * 1e9 / found.ns_per_token))
@@ -136,18 +139,28 @@ class PrefillRate(msgspec.Struct, frozen=True):
 
 def measure_prefill(runner: TorchRunner, threads: int | None) -> PrefillRate:
     """threads: that do all the work of this process; None where others do some, and only the clock can tell."""
-    longest = min(LONGEST_TOKENS, runner.resolved.max_num_batched_tokens)
-    num_tokens = PROBE_TOKENS
-    while True:
-        with Probe(runner.run, runner.resolved, num_tokens) as probe:
-            is_longest = probe.max_tokens < num_tokens or 2 * num_tokens > longest
-            if is_longest or _time_ns(probe.prefill, threads) >= LONG_NS:
-                return _rate_of(probe, threads)
-        num_tokens *= 2
+    longest = _longest(runner.resolved)
+    num_tokens = min(PROBE_TOKENS, longest)
+    taken_ns, until_ns = _once_ns(runner, num_tokens, threads), time.monotonic_ns() + int(DOUBLING_S * 1e9)
+    while 2 * num_tokens <= longest and time.monotonic_ns() < until_ns:
+        doubled_ns = _once_ns(runner, 2 * num_tokens, threads)
+        if doubled_ns >= NEARLY_TWICE * taken_ns:
+            break
+        num_tokens, taken_ns = 2 * num_tokens, doubled_ns
+    with Probe(runner.run, runner.resolved, num_tokens, 1) as probe:
+        return _rate_of(probe, threads)
+
+
+def _longest(resolved: Resolved) -> int:
+    return min(LONGEST_TOKENS, longest_probe(resolved))
+
+
+def _once_ns(runner: TorchRunner, num_tokens: int, threads: int | None) -> float:
+    with Probe(runner.run, runner.resolved, num_tokens, 1) as probe:
+        return _time_ns(probe.prefill, threads)
 
 
 def _rate_of(probe: Probe, threads: int | None) -> PrefillRate:
-    probe.prefill()
     taken_ns: list[float] = []
     begin_ns = time.monotonic_ns()
     while len(taken_ns) < MIN_RUNS or not _is_confirmed(taken_ns):

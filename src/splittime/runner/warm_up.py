@@ -41,17 +41,26 @@ def warm_up_plans(resolved: Resolved) -> Iterator[StepPlan]:
     yield StepPlan(0, (), released=tuple(names), offloads=moves, restores=moves)
 
 
+def longest_probe(resolved: Resolved) -> int:
+    """Returns how many prompt tokens one request may compute in one step."""
+    return min(resolved.max_num_batched_tokens, resolved.max_model_len, resolved.num_blocks * resolved.block_size)
+
+
 class Probe:
     """Requests that can be run again and again at the same place, to time a step: a prompt, and a decode step of one
     request or of as many as are served at once."""
 
     def __init__(
-        self, run: Callable[[StepPlan], StepResult], resolved: Resolved, max_tokens: int = PROBE_TOKENS
+        self,
+        run: Callable[[StepPlan], StepResult],
+        resolved: Resolved,
+        max_tokens: int = PROBE_TOKENS,
+        num_rows: int = SERVED_ROWS,
     ) -> None:
         self.run = run
-        self.max_tokens = min(max_tokens, resolved.max_model_len, resolved.num_blocks * resolved.block_size)
+        self.max_tokens = min(max_tokens, longest_probe(resolved))
         blocks = -(-self.max_tokens // resolved.block_size)
-        self.num_rows = max(1, min(SERVED_ROWS, resolved.max_num_seqs, resolved.num_blocks // blocks))
+        self.num_rows = max(1, min(num_rows, resolved.max_num_seqs, resolved.num_blocks // blocks))
         self._tables = [tuple(range(place * blocks, (place + 1) * blocks)) for place in range(self.num_rows)]
         self._names = [f"probe-{place}" for place in range(self.num_rows)]
 

@@ -1,9 +1,10 @@
 """int8 weights with a scale a row. Activations are rounded to int8 with a scale a token, as in the native kernels.
 
-Where the processor has instructions for it, oneDNN multiplies bytes by bytes: the products are exact, and both scales
-are applied to their sums. Without VNNI or AMX it would add up pairs of products in 16 bits, which may saturate: there
-the weight is rebuilt for each product (`kernels.reference.rounding`), and the rounded activations with it, so that a
-checkpoint's answers are the same kind of answers on every processor.
+Where the processor has instructions for it, oneDNN multiplies bytes by bytes: the products are exact, up to
+`MOST_COLUMNS`, and both scales are applied to their sums. Without VNNI or AMX, or where ONEDNN_MAX_CPU_ISA forbids
+them, it adds up pairs of products in 16 bits, which may saturate; a product of the largest bytes tells, before the
+first weight is laid out. There the weight is rebuilt for each product (`kernels.reference.rounding`), and the rounded
+activations with it, so that a checkpoint's answers are the same kind of answers on every processor.
 """
 
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from splittime.kernels.reference.rounding import RebuiltWeight
 PACKING_ROWS_HINT = 16
 ZERO = 128
 LEAST = 1e-30  # a token of smaller activations is rounded to zeros
+MOST_COLUMNS = 2**31 // 127**2  # sums of products stay within 32 bits
 
 _onednn = torch.ops.onednn
 
@@ -42,9 +44,23 @@ def rounds(scheme: WeightScheme) -> bool:
     return scheme.name == "int8" and not scheme.group
 
 
+def multiplies(weight: RebuiltWeight) -> bool:
+    """Returns whether oneDNN's products with this weight are those of its bytes."""
+    return rounds(weight.scheme) and weight.values.shape[1] <= MOST_COLUMNS and has_byte_products()
+
+
 @cache
 def has_byte_products() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.cpu._is_vnni_supported())
+    """Returns whether oneDNN adds up products of bytes without saturation, by trying."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    values = torch.full((PACKING_ROWS_HINT, 64), 127, dtype=torch.int8)
+    weight = _packed(values, torch.ones(PACKING_ROWS_HINT))
+    for tokens in (1, 2 * PACKING_ROWS_HINT):
+        sums = _sums(torch.full((tokens, 64), 127 + ZERO, dtype=torch.uint8), weight)
+        if not bool((sums == 127 * 127 * 64).all()):
+            return False
+    return True
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,17 +71,25 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lay_out(weight: RebuiltWeight) -> ByteWeight:
-    packed = _onednn.qlinear_prepack(weight.values, [PACKING_ROWS_HINT, weight.in_features])
-    zeros = torch.zeros(len(weight.scales), dtype=torch.int32)
-    return ByteWeight(packed, weight.scales.flatten(), zeros, weight.bias, weight.columns)
+    return replace(_packed(weight.values, weight.scales.flatten()), bias=weight.bias, columns=weight.columns)
+
+
+def _packed(values: Tensor, scales: Tensor) -> ByteWeight:
+    packed = _onednn.qlinear_prepack(values, [PACKING_ROWS_HINT, values.shape[1]])
+    return ByteWeight(packed, scales, torch.zeros(len(scales), dtype=torch.int32), None, None)
+
+
+def _sums(bytes_: Tensor, weight: ByteWeight) -> Tensor:
+    """uint8 [T, in], less `ZERO`, times the weight -> float32 [T, out]."""
+    kept = (weight.packed, weight.scales, weight.zeros)
+    return _onednn.qlinear_pointwise(bytes_, 1.0, ZERO, *kept, None, 1.0, 0, torch.float32, "none", [], "")
 
 
 def product(x: Tensor, weight: ByteWeight, residual: Tensor | None = None) -> Tensor:
     """x [T, in] -> [T, out], see `kernels.api.Ops.linear`."""
     integers, scales = rounded(x if weight.columns is None else x.index_select(1, weight.columns))
     bytes_ = (integers + ZERO).to(torch.uint8)  # the layout is made for unsigned activations
-    kept = (weight.packed, weight.scales, weight.zeros)
-    y = _onednn.qlinear_pointwise(bytes_, 1.0, ZERO, *kept, None, 1.0, 0, torch.float32, "none", [], "")
+    y = _sums(bytes_, weight)
     if len(x):
         plain.count_weight("int8", weight.packed, weight.scales)
     y = (y * scales).to(x.dtype)

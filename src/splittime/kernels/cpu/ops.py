@@ -107,7 +107,7 @@ def _apply_transposed(x: Tensor, transposed: Tensor, bias: Tensor | None, residu
 
 
 def _laid_out(weight: rounding.RebuiltWeight) -> PackedWeight:
-    return integers.lay_out(weight) if integers.rounds(weight.scheme) and integers.has_byte_products() else weight
+    return integers.lay_out(weight) if integers.multiplies(weight) else weight
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ What comes as integers (`pack_rounded`) may have zero points and minima; its sca
 float16, as in the native kernels. What comes as e4m3 stays e4m3, with float32 scales.
 
 The product rebuilds a chunk of rows at a time in the activations' dtype, so that the weight stays integers in memory.
-It serves the torch backend and is the reference for the kernels. Those also round the activations, this does not:
-tests/models/product_bounds.py says how far either may be from the unrounded product.
+It serves the torch backend and is the reference for the kernels. Those also round activations; here whoever calls may
+have rounded them: tests/models/product_bounds.py says how far either may be from the unrounded product.
 
 How a key or value of one head is kept as int8 or as float8_e4m3fn: one scale, max |x| / 127 or max |x| / 448, so
 that the largest becomes the largest that the dtype has, and the nearest of its values, ties to even.

@@ -69,7 +69,7 @@ template <class W> bool bytes_are_right() {
   return right;
 }
 
-// The same of 16 x 32 numbers of bfloat16 by 32 x 16.
+// Multiplies 16 x 32 numbers of bfloat16 by 32 x 16, and compares the products with sums made one by one.
 bool halves_are_right() {
   using namespace amx;
   uint16_t halves[16][32];

@@ -11,7 +11,8 @@
 // token 1, top_p by its probability; all else is the same. Ties at a threshold stay, as in runner/sampler.py, whose
 // definitions these are.
 //
-// Where very many tokens are kept, writing them down costs more than all else: sampling_wide.inl does without.
+// Where very many tokens are kept, writing them down costs more than all else: sampling_wide.inl does without, and without the
+// first of the two readings.
 //
 // A token is told as ~token where something in its row is not finite, -INFINITY too, which spares a reading for that alone.
 #include <float.h>
@@ -225,8 +226,7 @@ struct Drawing {
   }
 
   // The least logit v at or above `floor` for which all members above v weigh (or, if it counts, are) less than `target`.
-  // No member lies above `top`.
-  // It is in [low, high); `above` is what reaches high.
+  // The threshold is in [low, high), and `above` is what reaches high. top: no member lies above it.
   float threshold(float floor, float top, double target, bool counts) {
     const float lightest = most - 127 / scale;  // what lies below weighs nothing
     float low = fmaxf(fmaxf(floor, least), fmaxf(lightest, -FLT_MAX)), high = INFINITY;

@@ -10,20 +10,21 @@ struct WideDrawing {
   static constexpr float MOST_POWERS = 64;  // of two: how much more than the largest of those one may weigh
 
   Drawing &row;
-  double total = 0, kept = 0;  // weights: of all, of what is certainly kept
+  double seen = 0, tokens = 0;  // what the tokens looked at first weigh, and how many alike would tell as much
+  double total = 0, kept = 0;   // weights: of all, of what is certainly kept
 
   // -1: not drawn.
   int32_t token() {
     if (row.vocab < LEAST_VOCAB || row.has_top_k() || row.how.min_p > 0) return -1;
     float low = -INFINITY, high = -INFINITY;
-    if (!look_ahead() || (row.how.top_p < 1 && !find_ends(&low, &high))) return -1;
+    if (!look_ahead() || (row.how.top_p < 1 && !find_bounds(&low, &high))) return -1;
     if (!sweep(low, high)) return -1;
     if (row.how.top_p == 1) return pick(-INFINITY);
     const double target = row.how.top_p * total;
-    if (kept >= target || kept + near_weight(0, chunks(), low) < target) return -1;
+    if (kept >= target || kept + near_weight(low) < target) return -1;
     const float floor = row.threshold(low, high, target - kept, false);
     for (int32_t chunk = 0; chunk < chunks(); chunk++) {
-      const double more = near_weight(chunk, chunk + 1, floor);
+      const double more = near_weight_of(chunk, floor);
       row.own.sums[chunk] += more, kept += more;
     }
     return pick(floor);
@@ -32,52 +33,51 @@ struct WideDrawing {
   int32_t chunks() const { return (row.vocab + Drawing::CHUNK - 1) / Drawing::CHUNK; }
 
   // Makes some of the row's blocks its members, and the largest of them its largest logit; false if that is not finite.
+  // tokens: Kish's effective size, (sum w)^2 / sum w^2.
   bool look_ahead() {
-    const int32_t seen = row.blocks() / EVERY * Drawing::BLOCK;
+    const int32_t count = row.blocks() / EVERY * Drawing::BLOCK;
     float *logits = row.own.logits.of(row.vocab + LANES), *weights = row.own.weights.of(row.vocab + LANES);
-    F32 most = splat(-INFINITY), least = splat(INFINITY), faults = splat(0.0f);
-    for (int32_t i = 0; i < seen; i += LANES) {
+    F32 most = splat(-INFINITY), least = splat(INFINITY), faults = splat(0.0f), sums = splat(0.0f), squares = splat(0.0f);
+    for (int32_t i = 0; i < count; i += LANES) {
       const F32 x = load<F32>(row.logits + i / Drawing::BLOCK * EVERY * Drawing::BLOCK + i % Drawing::BLOCK);
       store(logits + i, x);
       most = larger(x, most), least = smaller(x, least), faults += x * 0.0f;
     }
     row.most = largest_of(most), row.least = -largest_of(-least);
-    for (int32_t i = 0; i < seen; i += LANES) store(weights + i, row.weight_of(load<F32>(logits + i)));
-    row.members = {logits, weights, nullptr, seen};
+    for (int32_t i = 0; i < count; i += LANES) {
+      const F32 weight = row.weight_of(load<F32>(logits + i));
+      store(weights + i, weight);
+      sums += weight, squares = fma(weight, weight, squares);
+    }
+    seen = total_of(sums), tokens = seen * seen / total_of(squares);
+    row.members = {logits, weights, nullptr, count};
     return is_zero(faults);
   }
 
-  // Between which logits the threshold most likely lies, by the members; false if they tell too little. Kish's effective size,
-  // (sum w)^2 / sum w^2, takes the place of their number in the standard error of a share.
-  bool find_ends(float *low, float *high) const {
-    F32 sums = splat(0.0f), squares = splat(0.0f);
-    for (int32_t i = 0; i < row.members.count; i += LANES) {
-      const F32 weight = load<F32>(row.members.weights + i);
-      sums += weight, squares = fma(weight, weight, squares);
-    }
-    const double sum = total_of(sums), tokens = sum * sum / total_of(squares), share = row.how.top_p;
+  // Between which logits the threshold most likely lies, by the members; false if they tell too little.
+  bool find_bounds(float *low, float *high) const {
     if (!(tokens >= LEAST_TOKENS)) return false;
-    const double error = ERRORS * sqrt(share * (1 - share) / tokens);
+    const double share = row.how.top_p, error = ERRORS * sqrt(share * (1 - share) / tokens);
     if (share <= error) return false;
-    Cut cut(row, (share - error) * sum, (share + error) * sum);
+    const Cut cut(row, (share - error) * seen, (share + error) * seen);
     *high = cut.high();
     if (share + error < 1) *low = cut.low();
     return true;
   }
 
   // About where so much of the members' weight lies above: from eight pivots, then from eight in the gap or gaps that hold both
-  // weights, and between two of these on a line.
+  // weights, and between two of these on a line. Above the last pivot it goes on as a line: token() checks what comes of it.
   struct Cut {
     static constexpr int LAST = Drawing::PIVOTS - 1;
-    double less, more;  // weights
+    double above_high, above_low;  // weights
     float pivots[Drawing::PIVOTS];
     double reach[Drawing::PIVOTS];
 
-    Cut(const Drawing &row, double less, double more) : less(less), more(more) {
-      measure(row, fmaxf(row.least, row.most - 127 / row.scale), row.most);
-      measure(row, pivots[first_below(more) - 1], pivots[first_below(less)]);
+    Cut(const Drawing &row, double above_high, double above_low) : above_high(above_high), above_low(above_low) {
+      look_between(row, fmaxf(row.least, row.most - 127 / row.scale), row.most);
+      look_between(row, pivots[first_below(above_low) - 1], pivots[first_below(above_high)]);
     }
-    void measure(const Drawing &row, float from, float to) {
+    void look_between(const Drawing &row, float from, float to) {
       for (int i = 0; i <= LAST; i++) pivots[i] = from + (to - from) * i / LAST, reach[i] = 0;
       Drawing::measure(row.members, pivots, false, reach);
     }
@@ -92,13 +92,15 @@ struct WideDrawing {
       const double gap = reach[i - 1] - reach[i];
       return gap > 0 ? pivots[i] - (pivots[i] - pivots[i - 1]) * ((weight - reach[i]) / gap) : pivots[i];
     }
-    float low() const { return at(more); }
-    float high() const { return at(less); }
+    float low() const { return at(above_low); }
+    float high() const { return at(above_high); }
   };
 
   // Adds up all weights, and those of logits at or above `high` by chunk. The tokens in [low, high) become the row's members.
-  // False if something in the row is not finite, or weighs too much.
+  // False if something in the row is not finite, or weighs too much: with top_p, if one chunk weighs more than the row should by
+  // what was looked at first, which missed it.
   bool sweep(float low, float high) {
+    const double most_weight = row.how.top_p < 1 ? EVERY * seen : ldexp(1, MOST_POWERS);
     double *sums = row.own.sums.of(chunks());
     float *logits = row.own.logits.data, *weights = row.own.weights.data;
     int32_t *starts = row.own.ids.of(chunks() + 1), count = 0;  // of a chunk's members
@@ -116,7 +118,9 @@ struct WideDrawing {
         squeeze(logits + count, bits, x);
         count += __builtin_popcount(bits);
       }
-      total += total_of(all), kept += sums[chunk] = total_of(above);
+      const double weight = total_of(all);
+      if (!(weight <= most_weight)) return false;
+      total += weight, kept += sums[chunk] = total_of(above);
     }
     starts[chunks()] = count;
     for (int32_t i = 0; i < count; i += LANES) store(weights + i, row.weight_of(load<F32>(logits + i)));
@@ -125,15 +129,20 @@ struct WideDrawing {
     return is_zero(faults) && (largest_of(most) - row.most) * row.scale <= MOST_POWERS;
   }
 
-  // What the members of chunks [from, to) that reach `floor` weigh.
-  double near_weight(int32_t from, int32_t to, float floor) const {
-    const int32_t end = row.own.ids[to];
+  // What the members of a chunk that reach `floor` weigh.
+  double near_weight_of(int32_t chunk, float floor) const {
+    const int32_t end = row.own.ids[chunk + 1];
     F32 sum = splat(0.0f);
-    for (int32_t i = row.own.ids[from]; i < end; i += LANES) {  // there is room for a whole vector after the last
+    for (int32_t i = row.own.ids[chunk]; i < end; i += LANES) {  // there is room for a whole vector after the last
       const F32 weight = load<F32>(row.members.weights + i);
       sum += (lane_numbers() + i < end) & (load<F32>(row.members.logits + i) >= floor) ? weight : splat(0.0f);
     }
     return total_of(sum);
+  }
+  double near_weight(float floor) const {
+    double sum = 0;
+    for (int32_t chunk = 0; chunk < chunks(); chunk++) sum += near_weight_of(chunk, floor);
+    return sum;
   }
 
   // Inverse CDF over the kept tokens in the order of their ids.
