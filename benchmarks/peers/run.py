@@ -16,6 +16,7 @@ import argparse
 import fcntl
 import json
 import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ DEFAULT_CELLS = ["decode:1,2,4,8,16,32", "prefill:128,512,2048"]
 PROMPT_TOKENS = 16
 BOUNDS = ("bandwidth", "arithmetic")
 READ, HELD = "read_gb_per_s", "_held_"
+SETTLE_S = 0.5  # some engines' threads go on looking for work so long after their turn
 STAMPED = ("commit", "is_dirty", "date", "load_1min")
 Samples = dict[str, dict[int, float]]  # tokens/s by contender and round
 
@@ -67,7 +69,10 @@ def play_round(
     names = list(racing)
     first = number % len(names)
     limits = [prober.probe()]
-    answers = {name: _answer(racing[name], {**cell, "seed": number}) for name in names[first:] + names[:first]}
+    answers = {}
+    for name in names[first:] + names[:first]:
+        time.sleep(SETTLE_S)
+        answers[name] = _answer(racing[name], {**cell, "seed": number})
     limits.append(prober.probe())
     return answers, limits
 

@@ -124,10 +124,10 @@ def dated(count: int, prompt: int, output: int) -> list[Ask]:
 
 
 def chats_and_prompts(pace: Pace) -> list[Line]:
-    """Four streams, and long prompts that keep the machine busy for half of the time."""
-    apart_s = 2 * pace.alone_s(900, 2)
-    prompts = [Line(1 + apart_s * i, (Ask(ids(900, 5000 + i), 2),)) for i in range(24)]
-    answers = max(3, int(24 * apart_s / (100 * pace.step_s * 2)))
+    """Four streams, and long prompts one soon after another."""
+    apart_s = 1.4 * pace.alone_s(900, 2)
+    prompts = [Line(1 + apart_s * i, (Ask(ids(900, 5000 + i), 2),)) for i in range(40)]
+    answers = max(3, int(40 * apart_s / (100 * pace.step_s * 2)))
     return users(4, answers, 32, 100) + prompts
 
 
@@ -227,8 +227,8 @@ CASES = (
         "256 tokens a step, which long prompts take while short ones wait",
         short_behind_long,
         {"max-num-batched-tokens": "256"},
-        ("head_of_line",),
-        "--long-prefill-token-threshold",
+        ("head_of_line", "token_budget_bound"),  # the latter first where a step of 256 tokens is mostly overhead
+        "token",
     ),
     Case(
         "overload",

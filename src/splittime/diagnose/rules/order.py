@@ -48,7 +48,12 @@ def static_batching(books: Books) -> Answer:
     )
 
 
-@rule("accounts", "facts", root_of=("head_of_line", "deadlines_missed"), explains=(Cause.POLICY,))
+@rule(
+    "accounts",
+    "facts",
+    root_of=("head_of_line", "token_budget_bound", "deadlines_missed"),  # who stands back waits for what others take
+    explains=(Cause.POLICY,),
+)
 def starvation(books: Books) -> Answer:
     """A policy lets some requests wait for very long, since others that came later always go first."""
     policy = setting(books, "policy")
