@@ -1,5 +1,6 @@
 """Causes that are known by construction, stated by vLLM's real scheduler, to the step. Needs no server."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,8 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import verify_steps
 
 pytestmark = pytest.mark.vllm
+
+GRAMMAR = {"structured_outputs": StructuredOutputsParams(regex="a+")}
 
 
 def test_slots():
@@ -172,12 +175,60 @@ def test_a_prompt_that_must_go_whole():
 
 def test_a_grammar_that_is_being_compiled():
     driver = Driver()
-    wanted = {"structured_outputs": StructuredOutputsParams(regex="a+")}
-    driver.add("a", sampling=wanted)
+    driver.add("a", sampling=GRAMMAR)
     driver.add("b")
     driver.step()
     assert driver.now("a") == (Stage.QUEUE, Cause.GRAMMAR)
     assert driver.now("b") == (Stage.DECODE, None)  # it keeps nobody else waiting
+
+
+def test_a_grammar_that_is_made_while_no_slot_is_free():
+    """vLLM leaves its status as it was: it looks again when there is a slot."""
+    driver = Driver(max_num_seqs=1)
+    driver.add("runs")
+    driver.step()
+    asking = driver.add("a", sampling=GRAMMAR)
+    driver.add("b")
+    driver.step()
+    assert driver.now("a") == (Stage.QUEUE, Cause.GRAMMAR)
+    assert driver.now("b") == (Stage.QUEUE, Cause.BATCH_SLOTS)
+    made: Future[object] = Future()
+    asking.structured_output_request._grammar = made
+    driver.step()
+    assert driver.now("a") == (Stage.QUEUE, Cause.GRAMMAR)
+    made.set_result(object())
+    driver.step()
+    assert asking.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    driver.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    driver.step()
+    assert [mark.cause for mark in driver.ended["a"].marks][-2:] == [Cause.GRAMMAR, Cause.BATCH_SLOTS]
+
+
+def test_blocks_that_one_lacks_whose_grammar_is_made_keep_all_behind_it():
+    driver = Driver(num_blocks=5, max_model_len=64)
+    driver.add("runs", prompt=40)
+    driver.step()
+    asking = driver.add("a", prompt=40, sampling=GRAMMAR)
+    driver.step()
+    asking.structured_output_request._grammar = object()
+    driver.add("b", prompt=40)
+    driver.step()
+    assert asking.status == RequestStatus.WAITING
+    assert driver.now("a") == (Stage.QUEUE, Cause.KV_BLOCKS)
+    driver.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    driver.step()
+    assert driver.ended["b"].marks[-1].cause is Cause.POLICY
+
+
+def test_prompts_that_are_left_to_other_engines():
+    """Data-parallel engines take turns with prompts: why one waits then has no word, and gets none."""
+    driver = Driver()
+    driver.add("runs")
+    driver.step()
+    driver.add("a")
+    plan = driver.scheduler.schedule(throttle_prefills=True)
+    driver.end(plan)
+    assert driver.now("a") == (Stage.QUEUE, None)
 
 
 def test_adapters():

@@ -157,6 +157,23 @@ def test_a_file_has_no_more_bytes_than_it_may(tmp_path):
     assert abs(len(steps) - len(ended)) < 0.2 * len(steps)
 
 
+def test_few_accounts_beside_many_steps_go_back_at_least_as_far(tmp_path):
+    path, most = tmp_path / "l.sqlite", 2 * 2**20
+    ledger = Ledger(path, max_file_bytes=most)
+    for i in range(6_000):
+        ledger.add_step(msgspec.structs.replace(books.step(i, i * 100), rows=(("x" * 1_000, 0, 1),)))
+        if i % 100 == 0:
+            ledger.add_account(books.example(f"cmpl-{i}-0", start_ns=i * 100))
+            assert ledger.flush()
+    ledger.close()
+    file = open_readonly(path)
+    oldest_step = min(step.step_id for step in file.steps(limit=9999))
+    kept = {int(account.request_id.split("-")[1]) for account in file.accounts(limit=9999)}
+    file.close()
+    assert oldest_step > 3_000
+    assert kept >= set(range(-(-oldest_step // 100) * 100, 6_000, 100))
+
+
 def test_a_file_that_is_too_large_already_loses_its_oldest_and_counts_its_steps_on(tmp_path):
     path, most = tmp_path / "l.sqlite", 2**20
     written(path, 300)

@@ -144,8 +144,9 @@ class EngineBooks:
         if book is None:
             return None
         self._queue.leave(book)
-        if not self.books and not self._flights and self._idle_since_ns is None:
-            self._idle_since_ns = now_ns
+        if not self.books and not self._flights:
+            self._renames = False
+            self._idle_since_ns = now_ns if self._idle_since_ns is None else self._idle_since_ns
         return book.ended(reason, now_ns)
 
     # ---- a step

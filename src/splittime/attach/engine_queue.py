@@ -18,7 +18,6 @@ class EngineQueue:
 
     def __init__(self) -> None:
         self._log = CauseLog()
-        self._rest: Cause | None = None  # what the log says now
         self._alone: dict[EngineBook, None] = {}
 
     def __len__(self) -> int:
@@ -49,15 +48,15 @@ class EngineQueue:
         for book in self._alone:
             if book not in alone:
                 self._log.join(book, now_ns)
-        self._alone, self._rest = alone, rest
+        self._alone = alone
 
     def pause(self, now_ns: int) -> None:
         """All wait for the pause's end, whatever else they wait for."""
-        self.wait([(book, Cause.PAUSED) for book in self._alone], Cause.PAUSED, now_ns)
+        self.wait((), Cause.PAUSED, now_ns)
 
     def waiting_for(self) -> Counter[Cause | None]:
         """Returns how many wait for what. May be called from another thread."""
         found = Counter(book.account.cause for book in list(self._alone) if book.account.stage in WAITING)
         if self._log.num_readers:
-            found[self._rest] += self._log.num_readers
+            found[self._log.cause] += self._log.num_readers
         return found

@@ -34,7 +34,7 @@ def _value(setting: Setting, text: str) -> str | int:
         return text
     try:
         return parse_bytes(text) if setting.kind == "bytes" else int(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(f"{setting.env} is {text!r}", param=setting.name, value=text, hint=setting.doc.help) from None
 
 

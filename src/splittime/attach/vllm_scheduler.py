@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from splittime.attach import vllm_facts
 from splittime.attach.engine_books import BegunStep, EngineBooks
@@ -106,7 +106,8 @@ class Bookkeeping(ReadsPlans):
         self._st_flights: dict[int, tuple[Any, BegunStep]] = {}  # by the id of vLLM's plan, with the plan
         self._st_victims: list[str] = []  # preempted since the last plan was told of, in this one or before it
         self._st_is_planning = self._st_has_preempted = False  # has_preempted: in this plan
-        self._st_lacking: str | None = None  # whom `allocate_slots` refused last in this plan
+        self._st_lacking: str | None = None  # which of the waiting `allocate_slots` refused last in this plan
+        self._st_lacks_running = self._st_is_throttled = False  # one that runs was refused; other engines go first
         self._st_mail: TakesMail | None = None
         try:
             self._st_mail = self._st_open_mail()
@@ -136,7 +137,9 @@ class Bookkeeping(ReadsPlans):
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
             blocks = allocate(request, *args, **kwargs)
-            if blocks is None:
+            if blocks is None and request.status == RequestStatus.RUNNING:
+                self._st_lacks_running = True
+            elif blocks is None:
                 self._st_lacking = request.request_id
             return blocks
 
@@ -151,6 +154,9 @@ class Bookkeeping(ReadsPlans):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         begin_ns = self._st_now()
         self._st_lacking, self._st_has_preempted, self._st_is_planning = None, False, True
+        may_throttle = kwargs.get("throttle_prefills", args[0] if args else False)
+        self._st_lacks_running = False
+        self._st_is_throttled = bool(may_throttle) and not getattr(self, "prefill_capacity_bound", False)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._st_is_planning = False
         self._begin(output, begin_ns)
@@ -192,8 +198,8 @@ class Bookkeeping(ReadsPlans):
         self._st_books.preempt(request_id, num_computed)
         if self._st_is_planning:
             self._st_has_preempted = True
-        else:  # the cache was reset
-            cause = Cause.PAUSED if self._is_paused else Cause.KV_BLOCKS
+        else:  # the cache was reset, for which the books have no word
+            cause = Cause.PAUSED if self._is_paused else None
             self._st_books.set_back(request_id, cause, self._st_now())
 
     @_guarded

@@ -41,6 +41,7 @@ BATCH_INTERVAL_S = 0.1
 MAX_BATCH_RECORDS = 2_000
 MAX_QUEUED_RECORDS = 50_000
 DELETED_SHARE = 64  # of the rows, one in so many goes at a time where there are too many bytes
+DELETING_S = 0.5  # for a batch: of a file that is far too large the rest goes with later ones
 
 
 class FileWriter:
@@ -168,8 +169,10 @@ class FileWriter:
             self._connection.execute(
                 f"DELETE FROM {table} WHERE seq <= (SELECT max(seq) FROM {table}) - ?", (max_rows,)
             )
+        until_s = monotonic() + DELETING_S
         while self._max_bytes is not None and self._num_bytes() > self._max_bytes and self._delete_a_share():
-            pass
+            if monotonic() > until_s:
+                break
 
     def _num_bytes(self) -> int:
         """Returns what the rows take; pages that are free again are used before the file grows."""
@@ -180,15 +183,22 @@ class FileWriter:
         return (pages - free) * size
 
     def _delete_a_share(self) -> bool:
-        """Deletes the oldest of each table, so that they go back equally far; the latest row stays. Returns whether any
-        was deleted."""
+        """Deletes the oldest share of each table, so that they go back equally far; of a short one nothing, unless all
+        are short. The latest row stays. Returns whether any was deleted."""
+        spans = {table: self._span(table) for table in (*ACCOUNT_TABLES, "steps")}
+        shares = {table: (last - first) // DELETED_SHARE for table, (first, last) in spans.items()}
+        least = 0 if any(shares.values()) else 1
         deleted = 0
-        for table in (*ACCOUNT_TABLES, "steps"):
-            first, last = self._connection.execute(f"SELECT min(seq), max(seq) FROM {table}").fetchone()
-            if first is not None:
-                until = min(first + (last - first) // DELETED_SHARE, last - 1)
-                deleted += self._connection.execute(f"DELETE FROM {table} WHERE seq <= ?", (until,)).rowcount
+        for table, (first, last) in spans.items():
+            until = min(first + max(shares[table], least) - 1, last - 1)
+            deleted += self._connection.execute(f"DELETE FROM {table} WHERE seq <= ?", (until,)).rowcount
         return deleted > 0
+
+    def _span(self, table: str) -> tuple[int, int]:
+        """Returns the oldest and the latest row's number, found without reading the others; 0 where there is none."""
+        ends = f"SELECT (SELECT min(seq) FROM {table}), (SELECT max(seq) FROM {table})"
+        first, last = self._connection.execute(ends).fetchone()
+        return (first or 0, last or 0)
 
 
 class LedgerFile:

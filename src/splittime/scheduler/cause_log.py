@@ -47,7 +47,7 @@ class CauseLog:
         return bool(self._entries) and self._entries[-1][1] is cause
 
     def state_cause(self, now_ns: int, cause: Cause | None) -> None:
-        if self._entries and self._entries[-1][1] is cause:
+        if self.states(cause):
             return
         if not self._readers:  # nobody will ever read what was
             self._num_dropped += len(self._entries)
