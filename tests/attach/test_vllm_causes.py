@@ -151,7 +151,7 @@ def test_a_preemption_by_no_plan_is_in_the_next_step():
     driver.add("a", prompt=40)
     driver.step(2)
     driver.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert driver.now("a") == (Stage.PREEMPTED, Cause.KV_BLOCKS)
+    assert driver.now("a") == (Stage.PREEMPTED, None)
     driver.step()
     assert driver.records[-1].victims == ("a",)
     driver.step(2)
