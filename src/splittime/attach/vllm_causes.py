@@ -54,7 +54,7 @@ class StatesCauses:
 
     def _deferred(self) -> set[Request]:
         """Whom the loop passed over, or would: they wait for something of their own."""
-        passed_over = getattr(self, "deferred_waiting", None) or getattr(self, "skipped_waiting", ())
+        passed_over: Any = getattr(self, "deferred_waiting", None) or getattr(self, "skipped_waiting", ())
         return {each for each in passed_over if self._is_deferred(each)}
 
     def _is_deferred(self, request: Request) -> bool:
