@@ -27,6 +27,7 @@ WITH_TORCH = {
     "micro.model_step": ["--layers", "0", "--steps", "2"],
     "micro.host_overhead": ["--batches", "1"],
     "micro.load": ["--model", PACKAGED, "--quantization", "int8", "--rounds", "1"],
+    "micro.speculation_step": ["--batches", "1", "2", "--steps", "128", "--group", "16"],
     "micro.long_context": ["--model", PACKAGED, "--context", "64", "--rounds", "2"],
     "scenarios.routes": ["--windows", "2"],
     "scenarios.ledger_price": ["--repeats", "2"],
