@@ -55,6 +55,7 @@ ALONE = {
     "scenarios.kv_use": ["--trace", "TRACE", "--seconds", "2"],
     "scenarios.overload": ["--seconds", "1", "--tokens", "8", "--no-file"],
 }
+MOST_S = 300  # of one benchmark
 ENDS_WITH = {"gpu.goals": 3}  # as it must, where no card has run the rest
 WHY_NOT = {
     "scenarios.foreign_servers": "needs other people's servers, installed in a folder",
@@ -126,7 +127,7 @@ def run(folder: Path, *command: str, stdin: str = "") -> subprocess.CompletedPro
         input=stdin.replace('"RESULTS"', json.dumps(results)),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=MOST_S,
         check=False,
     )
 
@@ -147,6 +148,7 @@ def test_it_runs_to_its_end(name, endings):
 
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.sweep
+@pytest.mark.timeout(MOST_S + 30)
 def test_it_runs_to_its_end_with_processes_of_its_own(name, folder):
     done = run(folder, "-m", f"benchmarks.{name}", *ALONE[name])
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,6 +1,6 @@
 """Whole quantised checkpoints through the loader and the kernels: the model that they stand for, in float32, is the
-oracle. Torch's kernels round nothing more than the file did; native ones round activations to 8 bits as well, and so
-does the reference where the file says so."""
+oracle. Native kernels round activations to 8 bits as well, and every route does where the file says so; the others
+round nothing more than the file did."""
 
 import json
 
@@ -158,7 +158,7 @@ def test_a_quantised_model_is_the_model_that_it_stands_for(tmp_path, name, kerne
     want, wanted_tokens, plain = run(tmp_path / "plain")
     spread = float(want.std())
     worst = float((got - want).abs().max()) / spread
-    if kernels == "native" or (kernels == "reference" and name == "w8a8"):
+    if kernels == "native" or name == "w8a8":
         assert 1e-4 < worst < NATIVE_ERROR
     else:
         assert worst < (1e-2 if "8 bits" in name else 1e-4)  # minima are float16
