@@ -28,12 +28,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from benchmarks.report import file_result
 from splittime.assemble import model_source
 from splittime.core.clock import SystemClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.step import RowResult, Runner
+from splittime.core.step import Runner, StepPlan, StepResult
 from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.runner import compose
@@ -86,8 +88,8 @@ class Replaying:
 class Fixed(SuffixDrafter):
     """Looks in each step, and says of no draft how likely it is, so that all are verified."""
 
-    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft] | None:
-        return super().draft(results, 0.0, is_cheap=True)
+    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft] | None:
+        return super().draft(msgspec.structs.replace(plan, least_survival=0.0), result, is_cheap=True)
 
     def _draft(self, line: int, request: DraftedText, least_survival: float, explores: bool) -> Draft | None:
         found = self._follower.drafts(line)[:FIXED_DRAFTS]

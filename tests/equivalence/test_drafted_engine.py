@@ -7,6 +7,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import pytest
 from guessing import Guesser
 from test_engine_equivalence import load_runner, make_prompts
@@ -15,7 +16,7 @@ from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.step import RowResult, Runner
+from splittime.core.step import Runner, StepPlan, StepResult
 from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.runner.compose import RunnerThread
@@ -121,8 +122,8 @@ def test_a_runner_that_verifies_no_drafts_is_refused_when_it_is_made_to_draft(
 class AllTaken(SuffixDrafter):
     """Tells no chance, so that what is verified does not hang on the machine's pace."""
 
-    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft]:
-        drafts = super().draft(results, 0.0, is_cheap=True) or {}
+    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft]:
+        drafts = super().draft(msgspec.structs.replace(plan, least_survival=0.0), result, is_cheap=True) or {}
         return {name: Draft(draft.token_ids, ()) for name, draft in drafts.items()}
 
 

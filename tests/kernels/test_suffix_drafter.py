@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from splittime.core.sampling import SamplingParams
-from splittime.core.step import Admitted, RowResult
+from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
 from splittime.runner import suffix_drafter
 from splittime.runner.drafting import Draft
 from splittime.runner.search_pace import LONGEST_PAUSE
@@ -23,8 +23,8 @@ def drafted(
     drafter: SuffixDrafter, new_tokens: Mapping[str, Sequence[int]], least_survival: float = 0.0, is_cheap: bool = True
 ) -> Mapping[str, Draft] | None:
     """A step that gave these requests so many tokens."""
-    results = [RowResult(name, tuple(tokens)) for name, tokens in new_tokens.items()]
-    return drafter.draft(results, least_survival, is_cheap)
+    rows = tuple(RowResult(name, tuple(tokens)) for name, tokens in new_tokens.items())
+    return drafter.draft(StepPlan(0, (), least_survival=least_survival), StepResult(0, rows), is_cheap)
 
 
 def answered(drafter: SuffixDrafter, name: str, tokens: Sequence[int], salt: str = "") -> None:

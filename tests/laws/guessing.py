@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from zlib import crc32
 
-from splittime.core.step import Admitted, RowResult
+from splittime.core.step import Admitted, StepPlan, StepResult
 from splittime.runner.drafting import Draft
 
 
@@ -39,9 +39,9 @@ class Guesser:
     def forget(self) -> None:
         """It keeps nothing."""
 
-    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft]:
+    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft]:
         drafts = {}
-        for row in results:
+        for row in result.rows:
             request_id = row.request_id
             if not row.token_ids or row.error is not None:
                 continue

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from test_draft_rows import committed, planned
 from test_scheduler import add, make_scheduler
 
+from splittime.core.row_costs import RowCosts
 from splittime.core.step import RowResult
 from splittime.scheduler.scheduler import Scheduler
-from splittime.scheduler.speculation import MARGIN, RowCosts
+from splittime.scheduler.speculation import MARGIN
 
 MS = 1_000_000
 

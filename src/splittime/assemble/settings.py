@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from splittime.assemble.model_source import locate
 from splittime.core.errors import ConfigError
 from splittime.core.settings import ENV_PREFIX, Doc, Setting, parse_bytes, settings_of
 from splittime.ledger.store import LedgerConfig
 from splittime.runner.config import RunnerConfig  # no torch in it
+from splittime.runner.speculative import speculative_config
 from splittime.scheduler.config import SchedulerConfig
 from splittime.server.config import ServerConfig
 
@@ -106,6 +108,9 @@ def worker_settings(settings: Settings, model_path: Path) -> bytes:
     """
     _check_path(model_path)
     runner = RunnerConfig(model_path=str(model_path), **settings.part("runner"))
+    drafts = speculative_config(runner.speculative_config)
+    if drafts is not None and drafts.model is not None:
+        runner = msgspec.structs.replace(runner, draft_model_path=str(locate(drafts.model)))
     scheduler = SchedulerConfig(num_blocks=_PLENTY_BLOCKS, **settings.part("scheduler"))
     runner.validate()
     scheduler.validate()

@@ -31,7 +31,7 @@ PREFILL_SLICE_S = 0.25
 Products are as fast for some dozens of tokens as for thousands, so small slices cost little."""
 
 
-NOT_TOLD = ("model_path", "packed_cache")  # where things lie is nobody's business
+NOT_TOLD = ("model_path", "draft_model_path", "packed_cache")  # where things lie is nobody's business
 DECIDED = (
     *("dtype", "kv_cache_dtype", "kernels", "num_threads", "num_threads_reason", "linear_backend", "attention_backend"),
     *("weights", "weights_bytes", "activation_dtype", "products", "num_blocks", "kv_bytes_per_block", "num_parameters"),
@@ -57,9 +57,13 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
 
     timeline.append(("import torch", begin_ns, time.monotonic_ns()))
     config = msgspec.json.decode(settings, type=WorkerSettings)
+
+    def note(name: str, begin_ns: int, end_ns: int) -> None:
+        timeline.append((name, begin_ns, end_ns))
+
     runner = compose.load_torch_runner(
         config.runner,
-        lambda name, begin, end: timeline.append((name, begin, end)),
+        note,
         lambda done, total, num_bytes: tell(f"layer {done} of {total}, {num_bytes / 1e6:.0f} MB", done / (total + 1)),
     )
     begin_ns = time.monotonic_ns()
@@ -67,7 +71,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     scheduler_config = _fit(config.scheduler, runner)
     timeline.append(("warm-up", begin_ns, time.monotonic_ns()))
     ahead = compose.overlap_of(runner) if config.runner.async_scheduling else None
-    gauge, answering = compose.gauge_of(runner), ahead or compose.drafting_of(runner)
+    gauge, answering = compose.gauge_of(runner), ahead or compose.drafting_of(runner, note)
     return EngineParts(
         engine=Engine(Scheduler(scheduler_config), plans_ahead=ahead is not None),
         runner=answering,

@@ -90,6 +90,15 @@ class Slot:
         """Whether this token is known to stand there; of a draft, whether it was right."""
         return position < self.num_known and int(self.tokens[position]) == token_id
 
+    def rewind(self, num_known: int) -> None:
+        """Forget tokens behind so many; a penalised request's outputs are counted anew."""
+        if num_known >= self.num_known:
+            return
+        self.num_known = num_known
+        if self.counts is not None:
+            self.counts = TokenCounts(len(self.counts.seen), self.tokens[: self.prompt_len])
+            self.counts.add_outputs(self.tokens[self.prompt_len : num_known])
+
     def drop_blocks(self, block_size: int) -> None:
         """Forget the blocks behind that of the last known token whose KV was written: all but the very last."""
         del self.block_ids[-(-(self.num_known - 1) // block_size) :]

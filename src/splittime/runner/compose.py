@@ -31,14 +31,15 @@ from splittime.runner import machine, start_memory
 from splittime.runner.ceilings import Gauge
 from splittime.runner.config import RunnerConfig
 from splittime.runner.device.ceilings import CardGauge
+from splittime.runner.draft_model import ModelDrafter, num_spare_blocks
 from splittime.runner.drafting import DraftingRunner
 from splittime.runner.execution import Execution, HostExecution
-from splittime.runner.load import OnPhase, load
+from splittime.runner.load import OnPhase, draft_bytes_per_block, load
 from splittime.runner.ranks.group import RankGroup, RankLost, device_of
 from splittime.runner.ranks.lead import Lead
 from splittime.runner.ranks.members import Members
 from splittime.runner.sleep import TorchSleeper
-from splittime.runner.speculative import speculative_config
+from splittime.runner.speculative import LEAST_LOOKUP, OWN_BITS, SpeculativeConfig, speculative_config
 from splittime.runner.suffix_drafter import SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
 
@@ -226,13 +227,46 @@ def overlap_of(runner: TorchRunner) -> AsyncRunner:
     return RunnerThread(runner.run, lambda: runner.decoder.ops.set_threads(runner.resolved.num_threads))
 
 
-def drafting_of(runner: TorchRunner) -> Runner:
-    """Returns the runner, with a drafter if its settings ask for one."""
+def drafting_of(runner: TorchRunner, on_phase: OnPhase | None = None) -> Runner:
+    """Returns the runner, with a drafter if its settings ask for one; a draft model is loaded now, and warmed up.
+    on_phase: told of that, as of the parts of `load_torch_runner`. Raises ConfigError."""
     asked = speculative_config(runner.config.speculative_config)
     if asked is None:
         return runner
-    most, least, has_corpus = asked.num_speculative_tokens, asked.prompt_lookup_min, asked.method == "suffix"
-    return DraftingRunner(runner, SuffixDrafter(most, runner.resolved.max_model_len, least, has_corpus))
+    if asked.has_model:
+        begin_ns = time.monotonic_ns()
+        drafting = DraftingRunner(runner, _model_drafter(runner, asked))
+        if on_phase is not None:
+            on_phase("draft model", begin_ns, time.monotonic_ns())
+        return drafting
+    most, least = asked.num_speculative_tokens, asked.prompt_lookup_min or LEAST_LOOKUP
+    return DraftingRunner(runner, SuffixDrafter(most, runner.resolved.max_model_len, least, asked.method == "suffix"))
+
+
+def _model_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter:
+    config, resolved = runner.config, runner.resolved
+    path, most = config.draft_model_path or config.model_path, asked.num_speculative_tokens
+    most_tokens = min(resolved.max_model_len, read_config(Path(path)).max_position_embeddings)
+    num_blocks = resolved.num_blocks + num_spare_blocks(most, config.block_size, config.max_num_seqs)
+    bytes_per_block = draft_bytes_per_block(config, runner.decoder.config, runner.store.layers[0].data.dtype)
+    is_own = asked.method == "self"
+    drafting = load_torch_runner(
+        msgspec.structs.replace(
+            config,
+            model_path=path,
+            quantization=asked.quantization or (OWN_BITS if is_own else None),
+            load_format=config.load_format if is_own else "auto",
+            activation_dtype="auto",
+            kv_cache_dtype=resolved.kv_cache_dtype,
+            kv_cache_memory_bytes=num_blocks * bytes_per_block,
+            max_model_len=most_tokens,
+            num_threads=resolved.num_threads,
+            speculative_config=None,
+            draft_model_path=None,
+        )
+    )
+    drafting.warm_up()
+    return ModelDrafter(drafting, most, resolved.num_blocks, most_tokens)
 
 
 def sleeper_of(runner: TorchRunner, answering: object = None) -> TorchSleeper | None:

@@ -34,6 +34,7 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
     kv_cache_dtype: "fp8" is e4m3 with a scale for each token and head.
     kv_cache_memory_bytes: None takes what `max_num_seqs` full contexts need, at most half of the free memory.
     kv_offload_memory_bytes: pinned at start; each rank takes as much.
+    draft_model_path: of the model that speculative_config names, where it names one; as model_path.
     tensor_parallel_size: a process for each rank (`runner.ranks`); kv_cache_memory_bytes is what each rank takes.
     """
 
@@ -108,9 +109,11 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         str | None,
         Doc(
             'Guess tokens and verify several in a step, native kernels: {"method": "suffix"} from the text and past '
-            'answers, {"method": "ngram"} from the text; num_speculative_tokens: at most, 16.'
+            'answers, {"method": "ngram"} from the text, {"method": "self"} by the model in 4 bits, {"method": '
+            '"draft_model", "model": NAME} by another; num_speculative_tokens: at most, 16.'
         ),
     ] = None
+    draft_model_path: str | None = None
     tensor_parallel_size: Annotated[
         int, Doc("Processes that share the model, each with its part of every layer; they divide num_threads.", 1, 64)
     ] = 1
@@ -132,8 +135,12 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
 
     def _check_speculation(self) -> None:
         """A row whose drafts are verified cannot be planned ahead, and ranks verify none."""
-        if speculative_config(self.speculative_config) is None:
+        asked = speculative_config(self.speculative_config)
+        if asked is None:
             return
+        if asked.method == "draft_model" and self.draft_model_path is None:
+            message = f"speculative_config names {asked.model!r}, and draft_model_path does not say where it lies"
+            raise ConfigError(message, param="draft_model_path", value=None, hint="the folder, or the GGUF file")
         obstacle = "async_scheduling" if self.async_scheduling else "tensor_parallel_size"
         if self.async_scheduling or self.tensor_parallel_size > 1:
             message = f"speculative_config does not go with {obstacle} = {getattr(self, obstacle)}"

@@ -11,7 +11,7 @@ long, or guesses right, every row is searched in every step.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -47,10 +47,10 @@ class Drafter(Protocol):
         """Takes in how many of the request's last drafts were verified, and right."""
         ...
 
-    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft] | None:
-        """Takes in the new tokens of a step's rows, and guesses what follows, where there is something to go by. None:
-        it did not look. least_survival: what is less likely than that would not pay. is_cheap: there is time to look at
-        all rows."""
+    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft] | None:
+        """Takes in a step and the new tokens of its rows, and guesses what follows, where there is something to go by.
+        None: it did not look. What is less likely than `plan.least_survival` would not pay. is_cheap: there is time to
+        look at all rows."""
         ...
 
     def forget(self) -> None:
@@ -111,7 +111,7 @@ class DraftingRunner:
     def _with_drafts(self, plan: StepPlan, result: StepResult, took_ns: int) -> StepResult:
         begin_ns = self._now_ns()
         num_right = self._learn(plan, result) if any(map(drafts_of, plan.rows)) else 0
-        drafts = self._drafter.draft(result.rows, plan.least_survival, self._free_ns > 0)
+        drafts = self._drafter.draft(plan, result, self._free_ns > 0)
         rows = tuple([_with_draft(row, drafts.get(row.request_id)) for row in result.rows]) if drafts else result.rows
         draft_ns = self._now_ns() - begin_ns
         self._free_ns += FREE_SHARE * result.device_ns

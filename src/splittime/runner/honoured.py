@@ -7,9 +7,10 @@ from splittime.kernels.api import Ops
 from splittime.kernels.choose import BACKENDS
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan
-from splittime.models.weights.load import is_gguf, open_source
+from splittime.models.weights.load import is_gguf, open_source, read_config
 from splittime.models.weights.source import PLAIN
 from splittime.runner.config import GPU_MEMORY_UTILIZATION, RunnerConfig
+from splittime.runner.speculative import OWN_BITS, speculative_config
 
 EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
 
@@ -20,12 +21,37 @@ def check_eight_bits(asked: str | None, kernels: str) -> None:
         raise ConfigError(message, param="quantization", value=asked, hint="int8, or kernels=triton on a card")
 
 
-def check_speculation(asked: str | None, kernels: str) -> None:
-    """Drafts could change an answer where a token is not computed alike in every batch, to the last bit."""
-    if asked is not None and kernels != "native":
+def check_speculation(config: RunnerConfig, model: ModelConfig, kernels: str) -> None:
+    """Drafts could change an answer where a token is not computed alike in every batch, to the last bit. A draft model
+    must have the vocabulary, and the model's own copy fewer bits."""
+    asked = speculative_config(config.speculative_config)
+    if asked is None:
+        return
+    if kernels != "native":
         message = f"speculative_config needs the native kernels, and these are {kernels}"
         hint = "Install with a C++ compiler and serve on a CPU, or leave --speculative-config out."
         raise ConfigError(message, param="speculative_config", value=kernels, hint=hint)
+    if config.draft_model_path is not None:
+        _check_vocabulary(read_config(Path(config.draft_model_path)), model, config.draft_model_path)
+    if asked.method == "self":
+        _check_fewer_bits(asked.quantization or OWN_BITS, config, model)
+
+
+def _check_vocabulary(drafting: ModelConfig, model: ModelConfig, path: str) -> None:
+    if drafting.vocab_size != model.vocab_size:
+        message = f"the draft model {path} has {drafting.vocab_size} tokens, and the model has {model.vocab_size}"
+        hint = "a draft model needs the model's tokenizer: a smaller one of the same family"
+        raise ConfigError(
+            message, param="speculative_config", value=drafting.vocab_size, limit=model.vocab_size, hint=hint
+        )
+
+
+def _check_fewer_bits(asked: str, config: RunnerConfig, model: ModelConfig) -> None:
+    """A checkpoint that is quantised already cannot be rounded once more (`check_rounding`)."""
+    kept = "quantised in the checkpoint" if model.quantization is not None else config.quantization
+    if kept is not None and not (asked == "int4" and kept in ("int8", "w8a8")):
+        message = f"speculative_config: drafts of the model itself in {asked}, whose weights are {kept} already"
+        raise ConfigError(message, param="speculative_config", value=asked, hint='{"method": "suffix"} needs no model')
 
 
 def check_activations(asked: str, plan: WeightPlan, ops: Ops) -> None:

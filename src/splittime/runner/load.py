@@ -32,6 +32,7 @@ from splittime.runner.honoured import (
     check_speculation,
 )
 from splittime.runner.kv_store import KvStore, bytes_per_block, num_host_slots, staging_bytes, story
+from splittime.runner.speculative import speculative_config
 
 OnPhase = Callable[[str, int, int], None]
 TURN_BYTES = 12  # of an element of a head at one position, while the rotary turns are made (`models.rope.turns`)
@@ -112,7 +113,7 @@ class _Choices:
             check_rounding(config, model, path)
         kernels, kernels_reason = machine.choose_kernels(config.kernels)
         check_eight_bits(config.quantization, kernels)
-        check_speculation(config.speculative_config, kernels)
+        check_speculation(config, model, kernels)
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
         machine.packed_cache_folder(config.packed_cache)
@@ -208,9 +209,20 @@ def _bytes_per_block(config: RunnerConfig, model: ModelConfig, kv_cache_dtype: t
     return bytes_per_block(kv_groups(model.layers), config.block_size, kv_cache_dtype)
 
 
+def draft_bytes_per_block(config: RunnerConfig, model: ModelConfig, kv_cache_dtype: torch.dtype) -> int:
+    """Returns the bytes of a block in the cache of the model that makes drafts, which has as many as the model's; 0
+    where no model does."""
+    asked = speculative_config(config.speculative_config)
+    if asked is None or not asked.has_model:
+        return 0
+    path = config.draft_model_path
+    return _bytes_per_block(config, model if path is None else read_config(Path(path)), kv_cache_dtype)
+
+
 def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int = 0) -> tuple[int, str]:
     """step_bytes: what the largest step takes of a card's memory."""
     block_bytes = _bytes_per_block(config, choices.model, choices.kv_cache_dtype)
+    block_bytes += draft_bytes_per_block(config, choices.model, choices.kv_cache_dtype)
     device = choices.ops.device
     if device.type == "cuda":
         room = room_bytes(device, config.gpu_memory_utilization, step_bytes)

@@ -3,6 +3,8 @@
     {"method": "suffix"}                                     the request's own text, and past answers to its tenant
     {"method": "ngram", "num_speculative_tokens": 8}         the request's own text alone
     {"method": "ngram", "prompt_lookup_min": 4}              only behind so many tokens that stood there before
+    {"method": "draft_model", "model": "code-draft"}         a smaller model with the same vocabulary
+    {"method": "self", "quantization": "int4"}               the model itself, in fewer bits
 
 How many of the drafts a step really verifies, the scheduler decides (`scheduler.speculation`).
 """
@@ -17,22 +19,46 @@ MOST_DRAFTS = 64
 CORPUS_TOKENS = 2**18  # of a tenant's past answers
 MOST_TOKENS = 2**21  # of all tenants' together
 TOKEN_BYTES = 104  # at most, with its place in the tables: those in use and larger ones that are being filled
+LEAST_LOOKUP = 2
+OWN_BITS: Literal["int4"] = "int4"  # of the model's copy, unless another quantization is asked for
+FIELDS = {  # beside num_speculative_tokens, which every method has
+    "suffix": {"prompt_lookup_min"},
+    "ngram": {"prompt_lookup_min"},
+    "draft_model": {"model", "quantization"},
+    "self": {"quantization"},
+}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """num_speculative_tokens: drafts of a row, at most. prompt_lookup_min: matching tokens that drafts need."""
+    """num_speculative_tokens: drafts of a row, at most. prompt_lookup_min: matching tokens that drafts need. model: of
+    drafts, as `--model` takes it. quantization: of that model's weights, "int8" or "int4"; None is the model's own, and
+    "int4" for the method "self"."""
 
-    method: Literal["suffix", "ngram"]
+    method: Literal["suffix", "ngram", "draft_model", "self"]
     num_speculative_tokens: int = 16
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int | None = None
+    model: str | None = None
+    quantization: Literal["int8", "int4"] | None = None
 
     def check(self) -> None:
-        """Raises ConfigError for a number out of its bounds."""
-        for name, least, most in (("num_speculative_tokens", 1, MOST_DRAFTS), ("prompt_lookup_min", 2, 64)):
+        """Raises ConfigError for a number out of its bounds, and for a field that the method has no use for."""
+        for name, least, most in (("num_speculative_tokens", 1, MOST_DRAFTS), ("prompt_lookup_min", LEAST_LOOKUP, 64)):
             value = getattr(self, name)
-            if not least <= value <= most:
+            if value is not None and not least <= value <= most:
                 message = f"{name} = {value} of speculative_config is not in {least} to {most}"
                 raise ConfigError(message, param="speculative_config", value=value, limit=most)
+        for name in ("prompt_lookup_min", "model", "quantization"):
+            if getattr(self, name) is not None and name not in FIELDS[self.method]:
+                message = f"speculative_config: the method {self.method!r} has no use for {name}"
+                raise ConfigError(message, param="speculative_config", value=getattr(self, name), hint="leave it out")
+        if self.method == "draft_model" and self.model is None:
+            hint = '{"method": "draft_model", "model": "code-draft"}: a folder, a GGUF file or an id, as --model takes'
+            raise ConfigError("speculative_config names no model", param="speculative_config", hint=hint)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model makes the drafts."""
+        return self.method in ("draft_model", "self")
 
     @property
     def memory_bytes(self) -> int:
@@ -48,7 +74,8 @@ def speculative_config(text: str | None) -> SpeculativeConfig | None:
         config = msgspec.json.decode(text, type=SpeculativeConfig)
     except msgspec.DecodeError as error:
         message = f"speculative_config is not understood: {error}"
-        hint = 'Can be: {"method": "suffix"} or {"method": "ngram"}, with num_speculative_tokens, prompt_lookup_min.'
+        hint = 'Can be: {"method": "suffix"}, {"method": "ngram"}, {"method": "self"} or {"method": "draft_model", '
+        hint += '"model": NAME}, with num_speculative_tokens.'
         raise ConfigError(message, param="speculative_config", value=text, hint=hint) from error
     config.check()
     return config

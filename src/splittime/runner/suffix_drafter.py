@@ -17,7 +17,7 @@ last.
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from splittime.core.step import Admitted, RowResult
+from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
 from splittime.kernels.native.suffix import BETWEEN_TEXTS, Follower, SuffixBatch, SuffixText, suffix_batch
 from splittime.runner.acceptance import MIN_MATCH, Acceptance, DraftKind, Trust, kind_of
 from splittime.runner.drafting import Draft
@@ -87,14 +87,15 @@ class SuffixDrafter:
         self._acceptance.learn(kind, num_drafts, num_right)
         request.trust.learn(sum(survival[:num_drafts]), num_right)
 
-    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft] | None:
-        self._take_in(results)
+    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft] | None:
+        self._take_in(result.rows)
         self._num_steps += 1
         explores = self._num_steps % EXPLORE == 0
-        is_due = (is_cheap or self._num_steps >= self._next_step) and least_survival < CERTAIN
+        is_due = (is_cheap or self._num_steps >= self._next_step) and plan.least_survival < CERTAIN
         if not is_due and not explores:
             return None
-        found = self._search(self._due(results, is_cheap), max(LEAST_SURVIVAL, least_survival), explores)
+        due = self._due(result.rows, is_cheap)
+        found = self._search(due, max(LEAST_SURVIVAL, plan.least_survival), explores)
         self._next_step = min((one.pace.next_step for one in self._requests.values()), default=0)
         return found
 

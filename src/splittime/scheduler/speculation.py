@@ -5,8 +5,9 @@ The scheduler guesses nothing and asks nobody to. Three rules make drafts harmle
 
 * They pay: a step with drafts is expected to give more tokens for its time than one without, by `MARGIN` at least. The
   chance that a draft and all before it are right comes with it; what one more decode row costs is learnt from the steps
-  (`RowCosts`). Of all drafts of all rows the likeliest come first, so a row that is rarely right gets none where the
-  batch is large. Where none pays, the step is the plain one.
+  (`core.row_costs`), less the time in which drafts were made: that is spent when drafts are chosen. Of all drafts of
+  all rows the likeliest come first, so a row that is rarely right gets none where the batch is large. Where none pays,
+  the step is the plain one.
 * They come last: a row is widened with tokens of the budget and with blocks that no row, prompt or admission of the
   step had use for, while a block stays free for each running request. Nobody is preempted or kept waiting for one.
 * Who has drafts is not planned ahead: where its next row begins hangs on what is accepted. It waits for the result and
@@ -18,50 +19,13 @@ accepted: the blocks behind go back, and none of them was in the prefix index.
 
 from collections.abc import Iterator, Mapping
 
+from splittime.core.row_costs import RowCosts
 from splittime.core.step import Row, RowResult
 from splittime.kv.cache import KVCache
 from splittime.scheduler.counts import Counts
 from splittime.scheduler.state import RequestState
 
 MARGIN = 0.03
-MEMORY = 0.97  # what is left of a step in `RowCosts` when another follows
-LEAST_OFF = 0.5  # rows by which a step must differ from the mean to tell what a row costs
-ROWS_WITHOUT = 9.0  # by the prior, a step without rows takes as long as so many rows
-PRIOR_WEIGHT = 4.0  # of the prior slope, in rows squared
-MOST_TIMES = 3.0  # a step that takes longer than so many times what is expected is the machine's doing
-LEAST_SHARE = 0.1  # of what the prior says of a step: where the line falls below it, it is drawn too far
-
-
-class RowCosts:
-    """How long a step takes by the number of its decode rows, drafts among them: a line, fitted to the latest steps
-    that had nothing but such rows. From a plan's instant to its commit's, so the host's part is in it."""
-
-    def __init__(self) -> None:
-        self._weight = self._rows = self._ns = self._spread = self._product = 0.0  # means; sums of products about them
-        self.ns_per_row = 0.0  # what one more row costs, at least 0
-
-    def learn(self, num_rows: int, ns: int) -> None:
-        if self._weight > 1.0:
-            ns = min(ns, round(MOST_TIMES * self.expected_ns(num_rows)))
-        weight = MEMORY * self._weight + 1.0
-        rows_off, ns_off = num_rows - self._rows, ns - self._ns
-        self._rows += rows_off / weight
-        self._ns += ns_off / weight
-        kept = MEMORY * self._weight / weight
-        memory = MEMORY if abs(rows_off) >= LEAST_OFF else 1.0  # a step like the others says nothing of the slope
-        self._spread = memory * self._spread + kept * rows_off * rows_off
-        self._product = memory * self._product + kept * rows_off * ns_off
-        self._weight = weight
-        prior = self._ns / (self._rows + ROWS_WITHOUT)
-        self.ns_per_row = max(0.0, (self._product + PRIOR_WEIGHT * prior) / (self._spread + PRIOR_WEIGHT))
-
-    @property
-    def is_known(self) -> bool:
-        return self._weight > 0
-
-    def expected_ns(self, num_rows: int) -> float:
-        by_prior = self._ns * (num_rows + ROWS_WITHOUT) / (self._rows + ROWS_WITHOUT)
-        return max(1.0, LEAST_SHARE * by_prior, self._ns + self.ns_per_row * (num_rows - self._rows))
 
 
 class Speculation:
@@ -89,10 +53,10 @@ class Speculation:
         self._planned_ns, self._num_planned = now_ns, num_rows + num_drafts if is_decode else 0
         return self._least_survival(num_rows)
 
-    def learn(self, now_ns: int) -> None:
-        """The step planned last ran alone and was committed now."""
+    def learn(self, now_ns: int, draft_ns: int) -> None:
+        """The step planned last ran alone and was committed now. draft_ns: what guessing for the next one took."""
         if self.costs is not None and self._num_planned:
-            self.costs.learn(self._num_planned, now_ns - self._planned_ns)
+            self.costs.learn(self._num_planned, max(0, now_ns - self._planned_ns - draft_ns))
 
     def _least_survival(self, num_rows: int) -> float:
         if self.costs is None or not self.costs.is_known:

@@ -1,0 +1,130 @@
+"""Is one more draft worth its time? By what steps of both models took, and how often drafts were right.
+
+A step of the model gives each of its requests a token. A draft that is right with a chance p adds p tokens, and costs a
+row of the draft model's step and a row of the model's. So drafts are made one of each request at a time, while the step
+that will verify them is expected to give more tokens for its time with one more than without; the first ones must make
+it better by `MARGIN`.
+
+When a request comes, the draft model has computed none of its text. To compute it is worth it if what is left of the
+answer is expected to save more time than that takes. How long answers are is learnt, and an answer that is longer than
+most is expected to go on for as long as it has.
+"""
+
+from splittime.core.row_costs import RowCosts
+from splittime.core.step import StepPlan, StepResult
+
+MARGIN = 0.03
+EDGES = (0.3, 0.5, 0.7, 0.85, 0.95)  # of classes of the draft model's own probability
+PRIOR_TRIALS, PRIOR_CHANCE = 4.0, 0.8  # of a class: what is believed before drafts were verified, so that some are
+MEMORY = 0.98  # what is left of a trial when another of its class follows
+FADES = 0.998  # what is left of all trials with each step that makes no drafts: it will try again
+ANSWER_TOKENS = 128.0  # how long answers are, before one has ended
+ANSWER_WEIGHT = 0.1  # of the newest answer
+LESS_THAN_DECODED = 1 / 16  # of the model's step: a token of a text, before the draft model has computed one
+
+
+class Confidence:
+    """How often drafts were right where all before them were, by how sure the draft model was."""
+
+    def __init__(self) -> None:
+        self._right = [0.0] * (len(EDGES) + 1)
+        self._tried = [0.0] * (len(EDGES) + 1)
+
+    def chance(self, probability: float) -> float:
+        """Returns how likely a draft to which the draft model gave this probability is to be right."""
+        return self._share(*self._of(probability))
+
+    @property
+    def mean(self) -> float:
+        """Returns how likely a draft is to be right that is not made yet."""
+        return self._share(sum(self._right), sum(self._tried))
+
+    def learn(self, probability: float, is_right: bool) -> None:
+        kind = _class_of(probability)
+        self._right[kind] = MEMORY * self._right[kind] + is_right
+        self._tried[kind] = MEMORY * self._tried[kind] + 1
+
+    def fade(self) -> None:
+        self._right = [FADES * one for one in self._right]
+        self._tried = [FADES * one for one in self._tried]
+
+    def _of(self, probability: float) -> tuple[float, float]:
+        kind = _class_of(probability)
+        return self._right[kind], self._tried[kind]
+
+    @staticmethod
+    def _share(right: float, tried: float) -> float:
+        return (right + PRIOR_TRIALS * PRIOR_CHANCE) / (tried + PRIOR_TRIALS)
+
+
+def _class_of(probability: float) -> int:
+    return sum(probability >= edge for edge in EDGES)
+
+
+class DraftCosts:
+    """model, draft: how long steps of either take, by their rows. text_ns: what a token of a text takes the draft
+    model, 0 before one was computed."""
+
+    def __init__(self) -> None:
+        self.model, self.draft = RowCosts(), RowCosts()
+        self.text_ns = 0.0
+        self._answer_tokens = ANSWER_TOKENS
+
+    def learn_model(self, plan: StepPlan, result: StepResult) -> None:
+        """Takes in a step, if it had nothing but decode rows."""
+        if plan.rows and all(len(row.token_ids) == 1 and row.num_samples for row in plan.rows):
+            self.model.learn(sum(row.num_tokens for row in plan.rows), result.device_ns + result.sample_ns)
+
+    def learn_draft(self, num_rows: int, num_tokens: int, ns: int) -> None:
+        """Takes in a step of the draft model. num_tokens: of all rows together."""
+        if num_tokens <= 2 * num_rows:  # one behind the last draft is often not computed
+            self.draft.learn(num_rows, ns)
+            return
+        each = max(0.0, ns - self.draft.expected_ns(num_rows)) / (num_tokens - num_rows)
+        self.text_ns = each if not self.text_ns else 0.5 * (self.text_ns + each)
+
+    def learn_answer(self, num_tokens: int) -> None:
+        """Takes in how long an answer was."""
+        self._answer_tokens += ANSWER_WEIGHT * (num_tokens - self._answer_tokens)
+
+    def text_token_ns(self) -> float:
+        """Returns what a token of a text is expected to take the draft model."""
+        return self.text_ns or LESS_THAN_DECODED * self.model.expected_ns(1)
+
+    def num_left(self, num_outputs: int, num_allowed: int) -> float:
+        """Returns how many tokens a request that has so many outputs, and may have so many more, is expected to get."""
+        return min(num_allowed, max(self._answer_tokens - num_outputs, num_outputs))
+
+    def saved_ns(self, num_rows: int, chance: float, most: int) -> float:
+        """Returns the time that drafts save of a request's token in steps of so many rows, all of them with drafts that
+        are right with this chance; 0 where no number of drafts pays."""
+        step = StepWorth(self, num_rows)
+        alone = step.tokens / step.ns
+        survival = 1.0
+        for number in range(most):
+            survival *= chance
+            if not step.gains(survival * num_rows, num_rows, MARGIN if number == 0 else 0.0):
+                break
+            step.add(survival * num_rows, num_rows)
+        return max(0.0, 1 / alone - step.ns / step.tokens)
+
+
+class StepWorth:
+    """What the step that verifies drafts is worth: tokens that it is expected to give, and its time, with that in which
+    its drafts are made."""
+
+    def __init__(self, costs: DraftCosts, num_rows: int) -> None:
+        self._costs = costs
+        self.tokens, self.ns = float(num_rows), costs.model.expected_ns(num_rows)
+
+    def gains(self, more_tokens: float, num_drafts: int, margin: float = 0.0) -> bool:
+        """Whether as many drafts more, which are expected to give so many tokens, make it better by `margin`."""
+        better = (self.tokens + more_tokens) / (self.ns + self._more_ns(num_drafts))
+        return better > (1 + margin) * self.tokens / self.ns
+
+    def add(self, more_tokens: float, num_drafts: int) -> None:
+        self.ns += self._more_ns(num_drafts)
+        self.tokens += more_tokens
+
+    def _more_ns(self, num_drafts: int) -> float:
+        return self._costs.draft.expected_ns(num_drafts) + num_drafts * self._costs.model.ns_per_row
