@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.report import file_result
-from benchmarks.scenarios.speculation import KINDS, MOST_DRAFTS, Ask, Lengths, Replaying
+from benchmarks.scenarios.speculation import MOST_DRAFTS, Replaying
+from benchmarks.scenarios.speculation_texts import KINDS, Ask, Lengths
 from splittime.assemble import model_source
 from splittime.core.clock import SystemClock
 from splittime.core.request import Request
@@ -129,7 +130,7 @@ def main() -> None:
     lengths = {"max_num_seqs": max(arguments.batches), "max_model_len": PROMPT_TOKENS + length}
     runner = compose.load_torch_runner(RunnerConfig(**config, **lengths))
     runner.warm_up()
-    replaying = Replaying(runner.execution)
+    replaying = Replaying(runner.execution, {})
     runner.execution = replaying  # type: ignore[assignment]
     tokenizer, rows = Tokenizer.load(model_source.locate(None)), []
     for batch in arguments.batches:

@@ -1,36 +1,33 @@
 """Tokens a second with speculation over without, by kind of text and number of requests. The engine alone, no HTTP.
 
     python -m benchmarks.scenarios.speculation [--model FOLDER] [--quantization int8] [--threads 2] [--repeats 3]
-        [--sizes 1 4 16 64] [--kinds code ...] [--small] [--json]
+        [--modes adaptive self ...] [--sizes 1 4 16 64] [--kinds code ...] [--right 0.8] [--small] [--json]
 
 All requests of a run come at once, and what counts is the time from when the last has its first token until all have
-ended. `off`, `adaptive` (what `{"method": "suffix"}` does) and `fixed` (eight drafts a row whatever they cost) take
-turns.
+ended. `off` and the modes take turns:
+
+    adaptive     what `{"method": "suffix"}` does
+    fixed        eight drafts from the text a row, whatever they cost
+    self         what `{"method": "self"}` does
+    draft_model  what `{"method": "draft_model"}` does with the packaged draft model
 
 Answers are replayed: the model computes every row, drafts included, and then what it chose is replaced by the next
-token of a written text (`Replaying`). So acceptance is that of real text on any weights, also on random ones:
-
-    code         the middle of a module of Python's library; the prompt is what stands before
-    prose        likewise of this project's documents
-    extraction   the answer quotes lines of the prompt, with a few words of its own between them
-    agent        calls of tools, as JSON, alike but for their arguments; others of the same kind were answered before
-    random       tokens drawn evenly from the vocabulary
-
-`own` is what the model says itself after the prompts of `code`, greedy: on random weights it means nothing.
+token of a text (`speculation_texts`). So acceptance is that of real text on any weights, also on random ones. A draft
+model guesses these texts as well as it can. With random weights it cannot, so `--right` says which share of its tokens
+is replaced by the right one, and the others by a wrong one.
 """
 
 import argparse
-import json
-import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from benchmarks.report import file_result
+from benchmarks.scenarios.speculation_texts import KINDS, Ask, Lengths
 from splittime.assemble import model_source
 from splittime.core.clock import SystemClock
 from splittime.core.request import Request
@@ -40,7 +37,8 @@ from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.runner import compose
 from splittime.runner.config import RunnerConfig
-from splittime.runner.drafting import Draft, DraftingRunner
+from splittime.runner.drafting import Draft, Drafter, DraftingRunner
+from splittime.runner.speculative import SpeculativeConfig
 from splittime.runner.suffix_drafter import DraftedText, SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
@@ -48,29 +46,19 @@ from splittime.scheduler.scheduler import Scheduler
 from splittime.text.tokenizer import Tokenizer
 
 MOST_DRAFTS, FIXED_DRAFTS = 16, 8
-MODES = ("off", "adaptive", "fixed")
-MODULES = ("argparse", "ast", "asyncio.base_events", "configparser", "csv", "datetime", "difflib", "email.message")
-ROOT = Path(__file__).parents[2]
-
-
-class Lengths(NamedTuple):
-    prompt: int
-    answer: int
-
-
-class Ask(NamedTuple):
-    """answer: what is replayed; () for what the model says itself."""
-
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+MODES = ("adaptive", "fixed", "self", "draft_model")
+BY_A_MODEL = {
+    "self": SpeculativeConfig(method="self"),
+    "draft_model": SpeculativeConfig(method="draft_model", model="code-draft"),
+}
 
 
 class Replaying:
-    """An `Execution` whose choices are replaced by the next token of its request's answer."""
+    """An `Execution` whose choices are replaced by the next token of its request's answer; by a wrong one, where fewer
+    than all are to be right."""
 
-    def __init__(self, execution: Any) -> None:
-        self._execution = execution
-        self.answers: dict[str, tuple[int, ...]] = {}
+    def __init__(self, execution: Any, answers: dict[str, tuple[int, ...]], right: float = 1.0) -> None:
+        self._execution, self.answers, self._right = execution, answers, right
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._execution, name)
@@ -81,7 +69,8 @@ class Replaying:
         for line, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             answer = self.answers.get(slot.admitted.request_id, ())
             if count < len(answer):
-                tokens[line] = answer[count]
+                drawn = zlib.crc32(f"{slot.admitted.request_id} {count}".encode()) / 2**32
+                tokens[line] = answer[count] ^ (drawn >= self._right)
         return chosen._replace(tokens=lambda: tokens)
 
 
@@ -96,96 +85,31 @@ class Fixed(SuffixDrafter):
         return Draft(tuple(found), ()) if found else None
 
 
-# ---- texts
-
-
-def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def code(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
-    files = [Path(__import__(name, fromlist=["_"]).__file__ or "") for name in MODULES]
-    return list(_of_texts(tokenizer, [path.read_text("utf-8") for path in files], count, lengths))
-
-
-def prose(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
-    pages = [ROOT / "BENCHMARKS.md", *sorted(ROOT.glob("docs/**/*.md"))]
-    return list(_of_texts(tokenizer, [path.read_text("utf-8") for path in pages], count, lengths))
-
-
-def _of_texts(tokenizer: Tokenizer, texts: Sequence[str], count: int, lengths: Lengths) -> Iterator[Ask]:
-    """Pieces from the middle of these texts, in turn, none twice."""
-    wanted = lengths.prompt + lengths.answer
-    ids = [encoded(tokenizer, text) for text in texts]
-    places = [(number, begin) for number, some in enumerate(ids) for begin in range(0, len(some) - wanted, wanted)]
-    random.Random(0).shuffle(places)
-    if count > len(places):
-        raise SystemExit(f"{count} pieces are asked for, and the texts have {len(places)}: fewer requests or repeats")
-    for number, begin in places[:count]:
-        piece = tuple(ids[number][begin : begin + wanted])
-        yield Ask(piece[: lengths.prompt], piece[lengths.prompt :])
-
-
-def extraction(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
-    """A quarter of the prompt's tokens at a time, the order of the quarters drawn."""
-    rng, asks = random.Random(1), []
-    for ask in prose(tokenizer, count, lengths):
-        size, answer = lengths.prompt // 4, list[int]()
-        while len(answer) < lengths.answer:
-            begin = rng.randrange(0, lengths.prompt - size + 1, 8)
-            answer += [*encoded(tokenizer, f"\n{len(answer)}. says: "), *ask.prompt[begin : begin + size]]
-        asks.append(Ask(ask.prompt, tuple(answer[: lengths.answer])))
-    return asks
-
-
-def agent(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
-    rng, asks = random.Random(2), []
-    words = ("invoice", "customer", "shipment", "warehouse", "refund", "contract", "ticket", "region")
-    for _ in range(count):
-        prompt = encoded(tokenizer, f"Look up {rng.choice(words)} {rng.randrange(10**6)}. " * 40)[: lengths.prompt]
-        answer: list[int] = []
-        while len(answer) < lengths.answer:
-            call = {
-                "tool": "search_records",
-                "arguments": {
-                    "table": rng.choice(words),
-                    "id": rng.randrange(10**6),
-                    "limit": rng.choice((10, 20, 50)),
-                },
-            }
-            answer += encoded(tokenizer, json.dumps(call, indent=2) + "\n")
-        asks.append(Ask(tuple(prompt), tuple(answer[: lengths.answer])))
-    return asks
-
-
-def drawn(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
-    rng, ids = random.Random(3), range(10, 1000)
-    return [
-        Ask(tuple(rng.choices(ids, k=lengths.prompt)), tuple(rng.choices(ids, k=lengths.answer))) for _ in range(count)
-    ]
-
-
-def own(tokenizer: Tokenizer, count: int, lengths: Lengths) -> list[Ask]:
-    return [ask._replace(answer=()) for ask in code(tokenizer, count, lengths)]
-
-
-KINDS = {"extraction": extraction, "code": code, "prose": prose, "agent": agent, "random": drawn, "own": own}
-
-
-# ---- runs
-
-
 class Bench:
-    def __init__(self, runner: TorchRunner, lengths: Lengths) -> None:
-        self.replaying = Replaying(runner.execution)
+    """right: which share of a draft model's tokens is right; None: what it guesses itself counts."""
+
+    def __init__(self, runner: TorchRunner, lengths: Lengths, right: float | None = None) -> None:
+        self.replaying = Replaying(runner.execution, {})
         runner.execution = self.replaying  # type: ignore[assignment]
-        self._runner, self._lengths, self._num_runs = runner, lengths, 0
+        self._runner, self._lengths, self._right, self._num_runs = runner, lengths, right, 0
 
     def drafting(self, mode: str) -> Runner:
-        made = {"adaptive": SuffixDrafter, "fixed": Fixed}
         if mode == "off":
             return self._runner
+        if mode in BY_A_MODEL:
+            return DraftingRunner(self._runner, self._model(BY_A_MODEL[mode]))
+        made = {"adaptive": SuffixDrafter, "fixed": Fixed}
         return DraftingRunner(self._runner, made[mode](MOST_DRAFTS, self._runner.resolved.max_model_len))
+
+    def _model(self, asked: SpeculativeConfig) -> Drafter:
+        path = None if asked.model is None else str(model_source.locate(asked.model))
+        self._runner.config = msgspec.structs.replace(
+            self._runner.config, speculative_config=msgspec.json.encode(asked).decode(), draft_model_path=path
+        )
+        drafter = compose.model_drafter(self._runner, asked)
+        if self._right is not None:
+            drafter.runner.execution = Replaying(drafter.runner.execution, self.replaying.answers, self._right)  # type: ignore[assignment]
+        return drafter
 
     def run(self, runner: Runner, asks: Sequence[Ask]) -> dict[str, float]:
         """Returns tokens a second from when all had their first token, and how many drafts were verified and right."""
@@ -222,20 +146,20 @@ class Bench:
         return {"tokens_per_s": rate, "drafts": counts.draft_tokens, "right": counts.accepted_draft_tokens}
 
 
-def cell(bench: Bench, asks: Sequence[Ask], size: int, repeats: int) -> dict[str, Any]:
+def cell(bench: Bench, modes: Sequence[str], asks: Sequence[Ask], size: int, repeats: int) -> dict[str, Any]:
     """One kind of text with so many requests at once: the modes by turns, each with other requests in each round. What
     learns has answered one round before."""
-    runners = {mode: bench.drafting(mode) for mode in MODES}
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    runners = {mode: bench.drafting(mode) for mode in modes}
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
     for number in range(repeats + 1):
         some = asks[number * size : (number + 1) * size]
-        for mode in MODES if number % 2 == 0 else reversed(MODES):
+        for mode in modes if number % 2 == 0 else reversed(modes):
             told = bench.run(runners[mode], some)
             if number:
                 found[mode].append(told)
     rates = {mode: [one["tokens_per_s"] for one in runs] for mode, runs in found.items()}
     row: dict[str, Any] = {"tokens_per_s_off": statistics.median(rates["off"])}
-    for mode in MODES[1:]:
+    for mode in modes[1:]:
         ratios = [one / off for one, off in zip(rates[mode], rates["off"], strict=True)]
         drafts, right = (sum(one[name] for one in found[mode]) for name in ("drafts", "right"))
         row |= {f"{mode}_ratio": statistics.median(ratios), f"{mode}_from": min(ratios), f"{mode}_to": max(ratios)}
@@ -249,6 +173,8 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["adaptive", "fixed"], metavar="MODE")
+    parser.add_argument("--right", type=float, help="share of a draft model's tokens that are right")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
@@ -270,22 +196,22 @@ def main() -> None:
     }
     runner = compose.load_torch_runner(RunnerConfig(**settings))
     runner.warm_up()
-    tokenizer, bench = Tokenizer.load(model_source.locate(None)), Bench(runner, lengths)
+    tokenizer, bench = Tokenizer.load(model_source.locate(None)), Bench(runner, lengths, arguments.right)
     rows = []
     for kind in arguments.kinds:
         asks = KINDS[kind](tokenizer, (repeats + 1) * max(sizes), lengths)
         for size in sizes:
-            rows.append({"kind": kind, "requests": size, **cell(bench, asks, size, repeats)})
+            rows.append({"kind": kind, "requests": size, **cell(bench, ["off", *arguments.modes], asks, size, repeats)})
             if not arguments.json:
-                print(_line(rows[-1]), flush=True)
+                print(_line(rows[-1], arguments.modes), flush=True)
     path = file_result("speculation", {"rows": rows}, vars(arguments), arguments.json)
     if not arguments.json:
         print(f"written to {path}")
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, Any], modes: Sequence[str]) -> str:
     told = [f"{row['kind']:<10} {row['requests']:>3} at once {row['tokens_per_s_off']:7.0f}/s"]
-    for mode in MODES[1:]:
+    for mode in modes:
         right = row[f"{mode}_right"]
         spread = f"({row[f'{mode}_from']:.2f} to {row[f'{mode}_to']:.2f})"
         share = "no drafts" if right is None else f"{row[f'{mode}_drafts']:.0f} drafts, {right:.0%} right"

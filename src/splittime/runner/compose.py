@@ -235,7 +235,7 @@ def drafting_of(runner: TorchRunner, on_phase: OnPhase | None = None) -> Runner:
         return runner
     if asked.has_model:
         begin_ns = time.monotonic_ns()
-        drafting = DraftingRunner(runner, _model_drafter(runner, asked))
+        drafting = DraftingRunner(runner, model_drafter(runner, asked))
         if on_phase is not None:
             on_phase("draft model", begin_ns, time.monotonic_ns())
         return drafting
@@ -243,7 +243,8 @@ def drafting_of(runner: TorchRunner, on_phase: OnPhase | None = None) -> Runner:
     return DraftingRunner(runner, SuffixDrafter(most, runner.resolved.max_model_len, least, asked.method == "suffix"))
 
 
-def _model_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter:
+def model_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter:
+    """Returns what drafts for this runner by a model, which is loaded and warmed up. Raises ConfigError."""
     config, resolved = runner.config, runner.resolved
     path, most = config.draft_model_path or config.model_path, asked.num_speculative_tokens
     most_tokens = min(resolved.max_model_len, read_config(Path(path)).max_position_embeddings)

@@ -129,7 +129,7 @@ class ModelDrafter:
         most_tokens: int,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._runner, self._most, self._most_tokens, self._now_ns = runner, most, most_tokens, now_ns
+        self.runner, self._most, self._most_tokens, self._now_ns = runner, most, most_tokens, now_ns
         self._block_size = runner.store.block_size
         spare = range(num_blocks, runner.store.num_blocks)
         self._blocks = DraftBlocks(num_blocks, spare, self._block_size)
@@ -142,14 +142,14 @@ class ModelDrafter:
         spare = self._blocks.take_spare(spare_blocks(self._most, self._block_size))
         self._answers[admitted.request_id] = DraftedAnswer(admitted, spare, self._most_tokens)
         told = msgspec.structs.replace(admitted.sampling, logprobs=0, prompt_logprobs=None)
-        self._runner.slots.update((), (msgspec.structs.replace(admitted, sampling=told),))
+        self.runner.slots.update((), (msgspec.structs.replace(admitted, sampling=told),))
 
     def release(self, request_id: str) -> None:
         gone = self._answers.pop(request_id, None)
         if gone is None:
             return
         self._blocks.give_spare(gone.spare)
-        self._runner.slots.update((request_id,), ())
+        self.runner.slots.update((request_id,), ())
         if gone.num_outputs:
             self._costs.learn_answer(gone.num_outputs)
 
@@ -158,8 +158,8 @@ class ModelDrafter:
 
     def forget(self) -> None:
         self._blocks.forget()
-        kept = [layer.data for layer in self._runner.store.layers]
-        kept += [layer.scales for layer in self._runner.store.layers if layer.scales is not None]
+        kept = [layer.data for layer in self.runner.store.layers]
+        kept += [layer.scales for layer in self.runner.store.layers if layer.scales is not None]
         Emptied(kept).free()
 
     # ---- a step
@@ -207,7 +207,7 @@ class ModelDrafter:
         answer.trust.learn(sum(answer.survival[: len(came)]) / factor, num_right)
         end = min(answer.num_computed, answer.drafted_at + num_right)
         self._blocks.set_computed(answer.table, answer.num_computed, end)
-        self._runner.slots[answer.request_id].rewind(answer.drafted_at + num_right)
+        self.runner.slots[answer.request_id].rewind(answer.drafted_at + num_right)
         answer.num_computed, answer.drafts, answer.survival, answer.probabilities = end, [], [], []
 
     def _make_drafts(self, asking: Sequence[DraftedAnswer]) -> None:
@@ -278,9 +278,9 @@ class ModelDrafter:
             return ()
         for row in rows:
             answer = self._answers[row.request_id]
-            self._runner.slots[row.request_id].block_ids = [*answer.table, *answer.spare]
+            self.runner.slots[row.request_id].block_ids = [*answer.table, *answer.spare]
         begin_ns = self._now_ns()
-        results = self._runner.run(StepPlan(0, tuple(rows))).rows
+        results = self.runner.run(StepPlan(0, tuple(rows))).rows
         num_tokens = sum(row.num_tokens for row in rows)
         self._costs.learn_draft(len(rows), num_tokens, self._now_ns() - begin_ns)
         for row, result in zip(rows, results, strict=True):
