@@ -35,14 +35,16 @@ Examples:
       --held-out b.jsonl --minutes 10 --beside code-draft --out ./draft
   splittime distill code --student code-draft --text a.jsonl --alpha 0 \\
       --minutes 10 --out ./plain
-  splittime serve ./draft
+  splittime serve code --speculative-config \\
+      '{"method": "draft_model", "model": "./draft"}'
 \b
 The loss is alpha T^2 KL(teacher || student) at temperature T, and (1 - alpha)
 of the cost of the text's own tokens; --alpha 0 is text alone, to compare.
 \b
 At the end the student is measured on text that it has not learnt from: what
 it is worth (task) and, apart from that, how like its teacher it is (KL,
-top-1, expected acceptance as a draft), each with a 95 % interval.
+top-1, expected acceptance as a draft), each with a 95 % interval; and what
+it would gain as a draft model, predicted from that and timed steps.
 \b
 If it is killed, repeat the command: it goes on from the last checkpoint, at
 most a minute old.
@@ -143,6 +145,11 @@ def _show(result: "Result") -> None:
         console.print(
             f"{each.first} less {each.second}: bits per byte {_signed(each.bits_per_byte)}, KL {_signed(each.kl)}, "
             f"top-1 {_signed(each.top1)}, acceptance {_signed(each.acceptance)}"
+        )
+    for gain in result.gains:
+        console.print(
+            f"{gain.name} as a draft model: {gain.gain:.2f} times the tokens a second [{gain.low:.2f}, {gain.high:.2f}], predicted "
+            f"for one greedy request; a step takes {gain.student_step_ns / 1e6:.2f} ms, the teacher's {gain.teacher_step_ns / 1e6:.2f}"
         )
     console.print(
         f"{result.out}: {result.student_parameters:,} parameters (teacher {result.teacher_parameters:,}), "

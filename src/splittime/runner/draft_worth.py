@@ -96,8 +96,12 @@ class DraftCosts:
         return min(num_allowed, max(self._answer_tokens - num_outputs, num_outputs))
 
     def saved_ns(self, num_rows: int, chance: float, most: int) -> float:
-        """Returns the time that drafts save of a request's token in steps of so many rows, all of them with drafts that
-        are right with this chance; 0 where no number of drafts pays."""
+        """Returns the time that drafts save of a request's token in steps of so many rows; 0 where none pays."""
+        return self.model.expected_ns(num_rows) / num_rows * (1 - 1 / self.gain(num_rows, chance, most))
+
+    def gain(self, num_rows: int, chance: float, most: int) -> float:
+        """Returns tokens for a step's time with drafts over without, where all rows have as many as pay, `most` at most,
+        and each draft is right with this chance; 1 where none pays."""
         step = StepWorth(self, num_rows)
         alone = step.tokens / step.ns
         survival = 1.0
@@ -106,7 +110,7 @@ class DraftCosts:
             if not step.gains(survival * num_rows, num_rows, MARGIN if number == 0 else 0.0):
                 break
             step.add(survival * num_rows, num_rows)
-        return max(0.0, 1 / alone - step.ns / step.tokens)
+        return step.tokens / step.ns / alone
 
 
 class StepWorth:

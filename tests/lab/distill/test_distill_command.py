@@ -42,6 +42,10 @@ def test_a_student_is_made_measured_and_served(school, tmp_path):
     teacher, student, other = result["scores"]
     assert (teacher["kl"]["value"], teacher["acceptance"]["value"]) == (0, pytest.approx(1))
     assert student["documents"] == 3
+    assert [gain["name"] for gain in result["gains"]] == ["student", str(school / "other")]
+    for gain in result["gains"]:
+        assert 1 <= gain["low"] <= gain["gain"] <= gain["high"]
+        assert gain["teacher_step_ns"] > 0 < gain["student_step_ns"]
     assert 0 < student["acceptance"]["value"] < 1
     gap = result["differences"][0]["kl"]["value"]
     assert gap == pytest.approx(student["kl"]["value"] - other["kl"]["value"])

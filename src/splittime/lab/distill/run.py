@@ -16,6 +16,7 @@ from splittime.core.errors import EngineError
 from splittime.core.sampling import SamplingParams
 from splittime.lab.distill import fidelity, own, student, text
 from splittime.lab.distill.fidelity import STUDENT, TEACHER, BytesOf, FidelityDifference, Scores
+from splittime.lab.distill.gain import DraftGain, draft_gain
 from splittime.lab.distill.inputs import DistillRequest, Inputs, folder_of, identity, read
 from splittime.lab.distill.job import DistillRun, OnCheckpoint, OnUpdate, Task
 from splittime.lab.distill.llama import parameter_count
@@ -56,6 +57,7 @@ class Result(msgspec.Struct, frozen=True):
     notes: tuple[str, ...]
     scores: tuple[Scores, ...]
     differences: tuple[FidelityDifference, ...]
+    gains: tuple[DraftGain, ...]
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def _report(
         windows, teacher, students, _byte_counter(inputs.tokenizer), lambda done, of: tell("measuring", done, of)
     )
     own_sums = (STUDENT, measured[STUDENT])
+    scores = tuple(fidelity.scores(name, sums) for name, sums in measured.items())
     sizes = teacher.runner.resolved.num_parameters, parameter_count(run.model)
     return Result(
         out=str(asked.out),
@@ -162,8 +165,9 @@ def _report(
         updates=run.state.step,
         seconds=round(run.state.seconds, 1),
         notes=_notes(inputs, sizes, tokens, run.state),
-        scores=tuple(fidelity.scores(name, sums) for name, sums in measured.items()),
+        scores=scores,
         differences=tuple(fidelity.difference(own_sums, (name, measured[name])) for name in asked.beside),
+        gains=tuple(draft_gain(teacher.runner, students[one.name].runner, one) for one in scores[1:]),
     )
 
 

@@ -1,0 +1,60 @@
+"""What a student would gain as its teacher's draft model: predicted from how often it is right and what steps take.
+
+A draft of greedy decoding is right where both models have the same likeliest token, so the chance is `top1` of the
+held-out text, taken to be the same at each place. Steps of both models are timed here, with one request: the gain is
+that of one reader of a server without other work, and of text like the held-out one. Batches gain less.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from splittime.lab.distill.fidelity import Scores
+from splittime.runner.draft_worth import DraftCosts
+from splittime.runner.torch_runner import TorchRunner
+from splittime.runner.warm_up import Probe
+
+MOST_DRAFTS = 16
+NUM_RUNS, ROWS = 15, 4
+
+
+class DraftGain(msgspec.Struct, frozen=True):
+    """gain: tokens a second with drafts of this student over without, by its value and the ends of the interval of
+    `top1`; 1 where drafts do not pay. teacher_step_ns, student_step_ns: of one request."""
+
+    name: str
+    gain: float
+    low: float
+    high: float
+    teacher_step_ns: int
+    student_step_ns: int
+
+
+def draft_gain(teacher: TorchRunner, student: TorchRunner, scores: Scores) -> DraftGain:
+    """Times steps of both, and returns what their scores then say."""
+    costs = DraftCosts()
+    with Probe(teacher.run, teacher.resolved, 1, ROWS) as probe:
+        teacher_ns = _median_ns(probe.decode)
+        costs.model.learn(1, teacher_ns)
+        if probe.num_rows > 1:
+            costs.model.learn(probe.num_rows, _median_ns(probe.decode_served))
+    with Probe(student.run, student.resolved, 1, 1) as probe:
+        student_ns = _median_ns(probe.decode)
+    costs.draft.learn(1, student_ns)
+    value, low, high = (costs.gain(1, chance, MOST_DRAFTS) for chance in _chances(scores))
+    return DraftGain(scores.name, value, low, high, teacher_ns, student_ns)
+
+
+def _chances(scores: Scores) -> tuple[float, float, float]:
+    return scores.top1.value, scores.top1.low, scores.top1.high
+
+
+def _median_ns(step: Callable[[], None]) -> int:
+    taken = []
+    for _ in range(NUM_RUNS):
+        begin_ns = time.monotonic_ns()
+        step()
+        taken.append(time.monotonic_ns() - begin_ns)
+    return round(statistics.median(taken))
