@@ -147,9 +147,10 @@ def _show(result: "Result") -> None:
             f"top-1 {_signed(each.top1)}, acceptance {_signed(each.acceptance)}"
         )
     for gain in result.gains:
+        steps = f"{gain.student_step_ns / 1e6:.2f} ms a step, the teacher {gain.teacher_step_ns / 1e6:.2f}"
         console.print(
-            f"{gain.name} as a draft model: {gain.gain:.2f} times the tokens a second [{gain.low:.2f}, {gain.high:.2f}], predicted "
-            f"for one greedy request; a step takes {gain.student_step_ns / 1e6:.2f} ms, the teacher's {gain.teacher_step_ns / 1e6:.2f}"
+            f"{gain.name} as a draft model, predicted for one greedy request: {gain.gain:.2f} times the tokens/s "
+            f"[{gain.low:.2f}, {gain.high:.2f}]; it takes {steps}"
         )
     console.print(
         f"{result.out}: {result.student_parameters:,} parameters (teacher {result.teacher_parameters:,}), "

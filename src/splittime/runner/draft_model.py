@@ -252,16 +252,7 @@ class ModelDrafter:
         return ready
 
     def _draft_one_more(self, going: Sequence[DraftedAnswer]) -> None:
-        rows = []
-        for answer in going:
-            if not answer.drafts:
-                answer.drafted_at = len(answer.tokens)
-            known = (*answer.tokens[answer.num_computed :], *answer.drafts)
-            begin = answer.num_computed
-            if answer.drafts:
-                known, begin = (answer.drafts[-1],), len(answer.tokens) + len(answer.drafts) - 1
-            rows.append(Row(answer.request_id, begin, known, (), 1))
-        for result in self._run(rows):
+        for result in self._run([_next_row(answer) for answer in going]):
             if result.token_ids:
                 self._take_draft(self._answers[result.request_id], result)
 
@@ -294,6 +285,15 @@ class ModelDrafter:
         if end > answer.num_computed and not answer.is_broken:
             self._blocks.set_computed(answer.table, answer.num_computed, end)
             answer.num_computed = end
+
+
+def _next_row(answer: DraftedAnswer) -> Row:
+    """Returns the row that samples the next draft: behind the last one, or behind what is known."""
+    if answer.drafts:
+        begin = len(answer.tokens) + len(answer.drafts) - 1
+        return Row(answer.request_id, begin, (answer.drafts[-1],), (), 1)
+    answer.drafted_at = len(answer.tokens)
+    return Row(answer.request_id, answer.num_computed, tuple(answer.tokens[answer.num_computed :]), (), 1)
 
 
 def spare_blocks(most: int, block_size: int) -> int:

@@ -100,7 +100,7 @@ class DraftCosts:
         return self.model.expected_ns(num_rows) / num_rows * (1 - 1 / self.gain(num_rows, chance, most))
 
     def gain(self, num_rows: int, chance: float, most: int) -> float:
-        """Returns tokens for a step's time with drafts over without, where all rows have as many as pay, `most` at most,
+        """Returns tokens for a step's time with drafts over without, where each row has as many as pay, `most` at most,
         and each draft is right with this chance; 1 where none pays."""
         step = StepWorth(self, num_rows)
         alone = step.tokens / step.ns
