@@ -37,7 +37,7 @@ from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.runner import compose
 from splittime.runner.config import RunnerConfig
-from splittime.runner.drafting import Draft, Drafter, DraftingRunner
+from splittime.runner.drafting import Draft, Drafter, DraftingRunner, Look
 from splittime.runner.speculative import SpeculativeConfig
 from splittime.runner.suffix_drafter import DraftedText, SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
@@ -77,8 +77,8 @@ class Replaying:
 class Fixed(SuffixDrafter):
     """Looks in each step, and says of no draft how likely it is, so that all are verified."""
 
-    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft] | None:
-        return super().draft(msgspec.structs.replace(plan, least_survival=0.0), result, is_cheap=True)
+    def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft] | None:
+        return super().draft(msgspec.structs.replace(plan, least_survival=0.0), result, Look.EVERYWHERE)
 
     def _draft(self, line: int, request: DraftedText, least_survival: float, explores: bool) -> Draft | None:
         found = self._follower.drafts(line)[:FIXED_DRAFTS]

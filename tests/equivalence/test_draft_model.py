@@ -19,7 +19,7 @@ from splittime.core.step import StepPlan, StepResult
 from splittime.runner.compose import drafting_of, load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.draft_model import ModelDrafter, num_spare_blocks
-from splittime.runner.drafting import Draft, DraftingRunner
+from splittime.runner.drafting import Draft, DraftingRunner, Look
 from splittime.runner.torch_runner import TorchRunner
 
 pytestmark = pytest.mark.skipif(not has_native_kernels(), reason="no native kernels")
@@ -41,8 +41,8 @@ def plain(runner: TorchRunner) -> dict[str, list]:
 class AllTaken(ModelDrafter):
     """Tells no chance, so that what is verified does not depend on the machine's pace."""
 
-    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft] | None:
-        drafts = super().draft(plan, result, is_cheap) or {}
+    def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft] | None:
+        drafts = super().draft(plan, result, look) or {}
         return {name: Draft(draft.token_ids, ()) for name, draft in drafts.items()}
 
 

@@ -20,7 +20,7 @@ from splittime.core.step import Runner, StepPlan, StepResult
 from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.runner.compose import RunnerThread
-from splittime.runner.drafting import Draft, DraftingRunner
+from splittime.runner.drafting import Draft, DraftingRunner, Look
 from splittime.runner.ranks.lead import Lead
 from splittime.runner.suffix_drafter import SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
@@ -122,8 +122,8 @@ def test_a_runner_that_verifies_no_drafts_is_refused_when_it_is_made_to_draft(
 class AllTaken(SuffixDrafter):
     """Tells no chance, so that what is verified does not hang on the machine's pace."""
 
-    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft]:
-        drafts = super().draft(msgspec.structs.replace(plan, least_survival=0.0), result, is_cheap=True) or {}
+    def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft]:
+        drafts = super().draft(msgspec.structs.replace(plan, least_survival=0.0), result, Look.EVERYWHERE) or {}
         return {name: Draft(draft.token_ids, ()) for name, draft in drafts.items()}
 
 

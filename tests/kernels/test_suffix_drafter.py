@@ -7,7 +7,7 @@ import pytest
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
 from splittime.runner import suffix_drafter
-from splittime.runner.drafting import Draft
+from splittime.runner.drafting import Draft, Look
 from splittime.runner.search_pace import LONGEST_PAUSE
 from splittime.runner.suffix_drafter import EXPLORE, SuffixDrafter
 
@@ -20,11 +20,18 @@ def admit(drafter: SuffixDrafter, name: str, tokens: Sequence[int], salt: str = 
 
 
 def drafted(
-    drafter: SuffixDrafter, new_tokens: Mapping[str, Sequence[int]], least_survival: float = 0.0, is_cheap: bool = True
+    drafter: SuffixDrafter,
+    new_tokens: Mapping[str, Sequence[int]],
+    least_survival: float = 0.0,
+    look: Look = Look.EVERYWHERE,
 ) -> Mapping[str, Draft] | None:
     """A step that gave these requests so many tokens."""
     rows = tuple(RowResult(name, tuple(tokens)) for name, tokens in new_tokens.items())
-    return drafter.draft(StepPlan(0, (), least_survival=least_survival), StepResult(0, rows), is_cheap)
+    return drafter.draft(
+        StepPlan(0, (), least_survival=least_survival),
+        StepResult(0, rows),
+        look,
+    )
 
 
 def answered(drafter: SuffixDrafter, name: str, tokens: Sequence[int], salt: str = "") -> None:
@@ -143,7 +150,7 @@ def test_where_time_is_short_a_text_without_repetitions_is_searched_less_and_les
     drafter = SuffixDrafter(4, 10_000)
     admit(drafter, "a", (1,))
     steps = range(1, 4 * LONGEST_PAUSE + 1)
-    looked = [step for step in steps if drafted(drafter, {"a": (10 + step,)}, is_cheap=False) is not None]
+    looked = [step for step in steps if drafted(drafter, {"a": (10 + step,)}, look=Look.WHERE_DUE) is not None]
     assert looked == [1, 2, 4, 8, 16, 32, 48, 64]
 
 
@@ -151,12 +158,12 @@ def test_a_draft_ends_the_pause_and_no_token_was_missed() -> None:
     drafter = SuffixDrafter(4, 10_000)
     admit(drafter, "a", (1, 2, 3, 4, 5, 6, 7, 8))
     for step in range(LONGEST_PAUSE - 2):
-        drafted(drafter, {"a": (10 + step,)}, is_cheap=False)
-    assert drafted(drafter, {"a": (1, 2)}, is_cheap=False) is None
-    told = drafted(drafter, {"a": (3,)}, is_cheap=False)
+        drafted(drafter, {"a": (10 + step,)}, look=Look.WHERE_DUE)
+    assert drafted(drafter, {"a": (1, 2)}, look=Look.WHERE_DUE) is None
+    told = drafted(drafter, {"a": (3,)}, look=Look.WHERE_DUE)
     assert told is not None
     assert told["a"].token_ids == (4, 5, 6, 7)
-    told = drafted(drafter, {"a": (4, 5, 30, 31, 10, 11)}, is_cheap=False)
+    told = drafted(drafter, {"a": (4, 5, 30, 31, 10, 11)}, look=Look.WHERE_DUE)
     assert told is not None
     assert told["a"].token_ids == (12, 13, 14, 15)
 
@@ -175,3 +182,15 @@ def test_one_that_is_unknown_or_gone_is_no_error() -> None:
     admit(drafter, "a", (1, 2))
     drafter.learn("a", 3, 1)  # it was never asked
     assert drafted(drafter, {"a": (7,)}, 0.0) == {}
+
+
+def test_while_there_is_no_time_nothing_is_searched_and_nothing_is_lost() -> None:
+    drafter = SuffixDrafter(4, 1000)
+    admit(drafter, "a", (1, 2, 3, 4, 5, 6, 7))
+    for token in (9, 2, 3):
+        assert drafted(drafter, {"a": (token,)}, look=Look.NOWHERE) is None
+    drafter.release("a")
+    admit(drafter, "b", (8,))
+    for _ in range(EXPLORE):
+        assert drafted(drafter, {"b": (50,)}, look=Look.NOWHERE) is None
+    assert drafted(drafter, {"b": (9, 2)})["b"].token_ids == (3,)

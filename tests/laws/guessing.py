@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from zlib import crc32
 
 from splittime.core.step import Admitted, StepPlan, StepResult
-from splittime.runner.drafting import Draft
+from splittime.runner.drafting import Draft, Look
 
 
 class Guesser:
@@ -39,7 +39,7 @@ class Guesser:
     def forget(self) -> None:
         """It keeps nothing."""
 
-    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft]:
+    def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft]:
         drafts = {}
         for row in result.rows:
             request_id = row.request_id

@@ -39,7 +39,7 @@ def drafts_given(chances: Sequence[Sequence[float]], costs: RowCosts | None, **c
         RowResult(row.request_id, (7,), draft_token_ids=(8,) * len(some), draft_survival=tuple(some))
         for row, some in zip(plan.rows, chances, strict=True)
     ]
-    scheduler.speculation.learn = lambda now_ns: None  # type: ignore[method-assign]
+    scheduler.speculation.learn = lambda now_ns, draft_ns: None  # type: ignore[method-assign]
     committed(scheduler, plan, 20, *rows)
     return [len(row.draft_token_ids) for row in planned(scheduler, 30).rows]
 
@@ -118,8 +118,8 @@ class Exact(RowCosts):
 
     is_known = True  # type: ignore[assignment]
 
-    def __init__(self, ns_per_row: float) -> None:
-        self.ns_per_row = ns_per_row
+    def __init__(self, ns_per_row: float, ns_per_drafted: float = 0.0) -> None:
+        self.ns_per_row, self.ns_per_drafted = ns_per_row, ns_per_drafted
 
     def expected_ns(self, num_rows: int) -> float:
         return 100.0 + self.ns_per_row * (num_rows - 1)
@@ -147,6 +147,32 @@ def test_no_other_number_of_drafts_would_give_more(chances: list[list[float]], r
     if best < 0.999999 * (1 + MARGIN) * none:
         assert given_drafts == [0] * len(chances)
     assert rate(given_drafts) >= best / (1 + MARGIN) * 0.999999
+
+
+def test_what_a_row_with_drafts_costs_beyond_its_drafts_is_learnt() -> None:
+    costs = known_costs(10.0, 0.5)
+    for number in range(600):
+        drafted, drafts = number % 3, 1 + number % 5
+        rows = 4 + drafted * drafts
+        costs.learn(rows, (10.0 + 0.5 * rows + 0.8 * drafted) * MS, drafted)
+    assert costs.ns_per_drafted == pytest.approx(0.8 * MS, rel=0.15)
+    assert costs.ns_per_row == pytest.approx(0.5 * MS, rel=0.15)
+
+
+def test_plain_steps_say_nothing_of_rows_with_drafts() -> None:
+    costs = known_costs(10.0, 0.5)
+    assert costs.ns_per_drafted == 0
+
+
+@pytest.mark.parametrize(("ns_per_drafted", "numbers"), [(0.0, [2, 1]), (60.0, [2, 0]), (300.0, [0, 0])])
+def test_a_row_gets_drafts_if_they_pay_for_what_it_costs_to_have_some(
+    ns_per_drafted: float, numbers: list[int]
+) -> None:
+    assert drafts_given([(0.9, 0.8), (0.5,)], Exact(5.0, ns_per_drafted)) == numbers
+
+
+def test_a_first_draft_that_does_not_pay_alone_comes_with_those_behind_it() -> None:
+    assert drafts_given([(0.5,) * 8], Exact(1.0, 60.0)) == [8]
 
 
 def test_before_a_step_was_seen_nothing_is_verified() -> None:

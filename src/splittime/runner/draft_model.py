@@ -28,7 +28,7 @@ import msgspec
 from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
 from splittime.runner.acceptance import Trust
 from splittime.runner.draft_worth import MARGIN, Confidence, DraftCosts, StepWorth
-from splittime.runner.drafting import Draft
+from splittime.runner.drafting import Draft, Look
 from splittime.runner.parked import Emptied
 from splittime.runner.torch_runner import TorchRunner
 
@@ -164,7 +164,7 @@ class ModelDrafter:
 
     # ---- a step
 
-    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft] | None:
+    def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft] | None:
         self._costs.learn_model(plan, result)
         asking = []
         for row, one in zip(plan.rows, result.rows, strict=True):

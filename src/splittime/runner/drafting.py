@@ -5,13 +5,15 @@ runner that it wraps. The scheduler says how many of them the next rows get (`sc
 verifies them. Guesses cost time and change no token: what is accepted is what would have been sampled anyway.
 
 Looking for drafts costs time too. A share of the model's time is there for it, and a share of what right drafts have
-saved; while there is some left, the drafter may look at all rows, else only where it has reason to. So where steps are
-long, or guesses right, every row is searched in every step.
+saved. While there is plenty, the drafter may look at all rows; while there is some, where it has reason to; and when it
+is used up, nowhere. So where steps are long, or guesses right, every row is searched in every step, and where nothing
+repeats itself, a small model loses no more than that share.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from enum import IntEnum
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -20,11 +22,21 @@ import msgspec
 from splittime.core.errors import ConfigError
 from splittime.core.step import Admitted, AsyncRunner, RowResult, Runner, StepPlan, StepResult
 
-FREE_SHARE = 0.002  # of the model's time
+FREE_SHARE = 0.006  # of the model's time
 EARNED_SHARE = 0.25  # of the time that right drafts saved
 LONGEST_SHARE = 0.25  # of the model's time: what takes longer was the machine's doing
-MOST_KEPT_NS = 500_000  # of time that was not used, and of time that was used before it was there
+MOST_KEPT_NS = 1_000_000  # of time that was not used
+PLENTY_NS = MOST_KEPT_NS // 2
+MOST_OWED_NS = 20_000_000  # what was used beyond is forgotten
 drafts_of: Callable[[Any], tuple[int, ...]] = attrgetter("draft_token_ids")
+
+
+class Look(IntEnum):
+    """Which rows there is time to search."""
+
+    NOWHERE = 0
+    WHERE_DUE = 1
+    EVERYWHERE = 2
 
 
 class Draft(NamedTuple):
@@ -47,10 +59,9 @@ class Drafter(Protocol):
         """Takes in how many of the request's last drafts were verified, and right."""
         ...
 
-    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft] | None:
+    def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft] | None:
         """Takes in a step and the new tokens of its rows, and guesses what follows, where there is something to go by.
-        None: it did not look. What is less likely than `plan.least_survival` would not pay. is_cheap: there is time to
-        look at all rows."""
+        None: it did not look. What is less likely than `plan.least_survival` would not pay."""
         ...
 
     def forget(self) -> None:
@@ -111,15 +122,20 @@ class DraftingRunner:
     def _with_drafts(self, plan: StepPlan, result: StepResult, took_ns: int) -> StepResult:
         begin_ns = self._now_ns()
         num_right = self._learn(plan, result) if any(map(drafts_of, plan.rows)) else 0
-        drafts = self._drafter.draft(plan, result, self._free_ns > 0)
+        drafts = self._drafter.draft(plan, result, self._look())
         rows = tuple([_with_draft(row, drafts.get(row.request_id)) for row in result.rows]) if drafts else result.rows
         draft_ns = self._now_ns() - begin_ns
         self._free_ns += FREE_SHARE * result.device_ns
         if drafts is not None:
             self._free_ns -= min(draft_ns, LONGEST_SHARE * result.device_ns)
             self._free_ns += EARNED_SHARE * result.device_ns * num_right / len(rows)
-            self._free_ns = max(-MOST_KEPT_NS, min(self._free_ns, MOST_KEPT_NS))
+        self._free_ns = max(-MOST_OWED_NS, min(self._free_ns, MOST_KEPT_NS))
         return msgspec.structs.replace(result, rows=rows, draft_ns=took_ns + draft_ns)
+
+    def _look(self) -> Look:
+        if self._free_ns > PLENTY_NS:
+            return Look.EVERYWHERE
+        return Look.WHERE_DUE if self._free_ns > 0 else Look.NOWHERE
 
     def _learn(self, plan: StepPlan, result: StepResult) -> int:
         """Returns how many drafts were right."""

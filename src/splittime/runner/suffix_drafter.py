@@ -6,45 +6,48 @@ Where the last tokens of a text stood before, what followed them is likely to fo
 
 A search takes microseconds, which a small model's step feels. So there is none where even a sure draft would not pay,
 and a request whose last search came to nothing is left alone for a while (`search_pace`), where time is short
-(`runner.drafting`). Tokens are kept as they come, and indexed when a search wants them. In one step of `EXPLORE` all
-are searched.
+(`runner.drafting`). Tokens are kept as they come, and indexed when a search wants them, past answers among them. In one
+step of `EXPLORE` all are searched, if there is time for any.
 
 A corpus is of one tenant (the request's `cache_salt`): what is guessed from another's answers would show in how fast
 tokens come. It holds the newest `CORPUS_TOKENS` of the answers; all together `MOST_TOKENS`, of the tenants who asked
 last.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 
 from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
 from splittime.kernels.native.suffix import BETWEEN_TEXTS, Follower, SuffixBatch, SuffixText, suffix_batch
 from splittime.runner.acceptance import MIN_MATCH, Acceptance, DraftKind, Trust, kind_of
-from splittime.runner.drafting import Draft
+from splittime.runner.drafting import Draft, Look
 from splittime.runner.search_pace import LONGEST_PAUSE, SearchPace
 from splittime.runner.speculative import CORPUS_TOKENS, MOST_TOKENS
 
 CERTAIN = 1.0  # where drafts pay that are less likely than this, there is something to look for
 LEAST_SURVIVAL = 0.05  # of a draft that is worth telling on the emptiest server
+MOST_ENDED = 64  # answers that wait to be kept until there is time
 EXPLORE = 4 * LONGEST_PAUSE  # in so many steps one row has a draft more than pays, or nothing is learnt of such
 
 
 class DraftedText:
-    """What is kept of a request. num_indexed: tokens of the answer that its text has. asked: the kind of its last
-    drafts, and how many of each place should be right."""
+    """What is kept of a request. text: the first `num_indexed` of its tokens; None until it is searched. asked: the
+    kind of its last drafts, and how many of each place should be right."""
 
-    __slots__ = ("answer", "asked", "corpus", "num_indexed", "pace", "stop_ids", "text", "trust")
+    __slots__ = ("asked", "corpus", "num_indexed", "num_prompt", "pace", "stop_ids", "text", "tokens", "trust")
 
-    def __init__(self, text: SuffixText, corpus: SuffixText | None, stop_ids: tuple[int, ...]) -> None:
-        self.text, self.corpus, self.stop_ids, self.trust, self.pace = text, corpus, stop_ids, Trust(), SearchPace()
-        self.answer: list[int] = []
+    def __init__(self, admitted: Admitted, corpus: SuffixText | None) -> None:
+        self.corpus, self.stop_ids, self.trust, self.pace = corpus, admitted.stop_token_ids, Trust(), SearchPace()
+        self.tokens = list(admitted.token_ids)
+        self.num_prompt = len(self.tokens) - admitted.num_output_tokens
+        self.text: SuffixText | None = None
         self.num_indexed = 0
         self.asked: tuple[DraftKind, tuple[float, ...]] | None = None
 
     def not_indexed(self) -> list[int]:
-        """Returns the answer's tokens that the text does not have, once."""
-        begin, self.num_indexed = self.num_indexed, len(self.answer)
-        return self.answer[begin:]
+        """Returns the tokens that the text does not have, once."""
+        begin, self.num_indexed = self.num_indexed, len(self.tokens)
+        return self.tokens[begin:]
 
 
 class SuffixDrafter:
@@ -59,24 +62,24 @@ class SuffixDrafter:
         self._acceptance, self._follower = Acceptance(most), Follower(most)
         self._requests: dict[str, DraftedText] = {}
         self._corpora: OrderedDict[str, SuffixText] = OrderedDict()
+        self._ended: deque[tuple[SuffixText, list[int]]] = deque(maxlen=MOST_ENDED)
         self._together: list[DraftedText] = []  # who was searched last, and their handles
         self._batch: SuffixBatch = suffix_batch((), ())
         self._num_steps = self._next_step = 0  # the latter: before it nobody is to be searched
 
     def admit(self, admitted: Admitted) -> None:
-        text = SuffixText(self._max_model_len)
-        text.append(admitted.token_ids)
         corpus = self._corpus(admitted.cache_salt) if self._has_corpus else None
-        self._requests[admitted.request_id] = DraftedText(text, corpus, admitted.stop_token_ids)
+        self._requests[admitted.request_id] = DraftedText(admitted, corpus)
         self._next_step = 0
 
     def release(self, request_id: str) -> None:
         gone = self._requests.pop(request_id, None)
-        if gone is not None and gone.corpus is not None and gone.answer:
-            gone.corpus.append([*gone.answer, BETWEEN_TEXTS])
+        if gone is not None and gone.corpus is not None and len(gone.tokens) > gone.num_prompt:
+            self._ended.append((gone.corpus, gone.tokens[gone.num_prompt :]))
 
     def forget(self) -> None:
         self._corpora.clear()
+        self._ended.clear()
         self._together, self._batch = [], suffix_batch((), ())
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
@@ -87,14 +90,17 @@ class SuffixDrafter:
         self._acceptance.learn(kind, num_drafts, num_right)
         request.trust.learn(sum(survival[:num_drafts]), num_right)
 
-    def draft(self, plan: StepPlan, result: StepResult, is_cheap: bool) -> Mapping[str, Draft] | None:
+    def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft] | None:
         self._take_in(result.rows)
         self._num_steps += 1
-        explores = self._num_steps % EXPLORE == 0
-        is_due = (is_cheap or self._num_steps >= self._next_step) and plan.least_survival < CERTAIN
-        if not is_due and not explores:
+        explores, looks_everywhere = self._num_steps % EXPLORE == 0, look is Look.EVERYWHERE
+        is_due = (looks_everywhere or self._num_steps >= self._next_step) and plan.least_survival < CERTAIN
+        if look is Look.NOWHERE or not (is_due or explores):
             return None
-        due = self._due(result.rows, is_cheap)
+        while self._ended:
+            corpus, answer = self._ended.popleft()
+            corpus.append([*answer, BETWEEN_TEXTS])
+        due = self._due(result.rows, looks_everywhere)
         found = self._search(due, max(LEAST_SURVIVAL, plan.least_survival), explores)
         self._next_step = min((one.pace.next_step for one in self._requests.values()), default=0)
         return found
@@ -104,14 +110,14 @@ class SuffixDrafter:
         for row in results:
             request = requests.get(row.request_id)
             if request is not None:
-                request.answer += row.token_ids
+                request.tokens += row.token_ids
 
-    def _due(self, results: Sequence[RowResult], is_cheap: bool) -> dict[str, DraftedText]:
-        """Returns whom to search. is_cheap: all who have new tokens."""
+    def _due(self, results: Sequence[RowResult], looks_everywhere: bool) -> dict[str, DraftedText]:
+        """Returns whom to search: who is due, or all who have new tokens."""
         step, due = self._num_steps, {}
         for row in results:
             request = self._requests.get(row.request_id) if row.token_ids and row.error is None else None
-            if request is not None and (is_cheap or request.pace.next_step <= step):
+            if request is not None and (looks_everywhere or request.pace.next_step <= step):
                 request.pace.searched(step)
                 due[row.request_id] = request
         return due
@@ -123,7 +129,8 @@ class SuffixDrafter:
         together = list(due.values())
         if together != self._together:
             self._together = together
-            self._batch = suffix_batch([one.text for one in together], [one.corpus for one in together])
+            texts = [self._text(one) for one in together]
+            self._batch = suffix_batch(texts, [one.corpus for one in together])
         self._follower.follow(self._batch, [one.not_indexed() for one in together])
         lengths, names = self._follower.lengths, list(due)
         matched = [line for line in range(len(together)) if lengths[line] >= self._min_match]
@@ -154,6 +161,11 @@ class SuffixDrafter:
         found = self._follower.drafts(line)
         ends = [place for place, token_id in enumerate(found, 1) if token_id in stop_ids]
         return tuple(found[: ends[0]] if ends else found)
+
+    def _text(self, request: DraftedText) -> SuffixText:
+        if request.text is None:
+            request.text = SuffixText(self._max_model_len)
+        return request.text
 
     def _corpus(self, salt: str) -> SuffixText:
         corpus = self._corpora.get(salt)

@@ -39,6 +39,7 @@ class Speculation:
         self._counts = counts
         self._num_drafted = 0  # rows with drafts that were planned and not committed
         self._planned_ns = self._num_planned = 0  # of the step planned last: when, and its rows; 0: not decodes alone
+        self._num_planned_drafted = 0  # of these, with drafts
 
     def plan(self, rows: list[Row], num_decodes: int, max_tokens: int, num_running: int, now_ns: int) -> float:
         """Put drafts into the rows of a step that is otherwise planned, the first of them decodes. Returns how likely
@@ -47,16 +48,18 @@ class Speculation:
             return 0.0
         is_decode = num_decodes == len(rows)
         num_rows = num_decodes if is_decode else sum(row.num_samples for row in rows)
-        num_drafts = 0
+        num_drafts, num_before = 0, self._num_drafted
         if self.active:
             num_drafts = self._widen(rows, max_tokens - sum(row.num_tokens for row in rows), num_running)
         self._planned_ns, self._num_planned = now_ns, num_rows + num_drafts if is_decode else 0
+        self._num_planned_drafted = self._num_drafted - num_before
         return self._least_survival(num_rows)
 
     def learn(self, now_ns: int, draft_ns: int) -> None:
         """The step planned last ran alone and was committed now. draft_ns: what guessing for the next one took."""
         if self.costs is not None and self._num_planned:
-            self.costs.learn(self._num_planned, max(0, now_ns - self._planned_ns - draft_ns))
+            took_ns = max(0, now_ns - self._planned_ns - draft_ns)
+            self.costs.learn(self._num_planned, took_ns, self._num_planned_drafted)
 
     def _least_survival(self, num_rows: int) -> float:
         if self.costs is None or not self.costs.is_known:
@@ -89,20 +92,10 @@ class Speculation:
         costs = self.costs
         if costs is None or not costs.is_known or not num_rows:
             return chosen | untold
-        step_ns, row_ns = costs.expected_ns(num_rows), costs.ns_per_row
         slots = sorted(_slots(states, self._least_survival(num_rows)), key=lambda slot: -slot[0])
         slots = slots[: max(0, num_tokens_left - sum(untold.values()))]
-        expected, best = float(num_rows), 0.0
-        for number, (chance, _) in enumerate(slots, 1):
-            expected += chance
-            rate = expected / (step_ns + number * row_ns)
-            if rate <= best:
-                slots = slots[: number - 1]
-                break
-            best = rate
-        if best >= (1 + MARGIN) * num_rows / step_ns:
-            for _, request_id in slots:
-                chosen[request_id] += 1
+        for _, request_id in slots[: _best_number(slots, num_rows, costs)]:
+            chosen[request_id] += 1
         return chosen | untold
 
     def _num_that_fit(self, state: RequestState, num_drafts: int, num_running: int) -> int:
@@ -153,6 +146,23 @@ def _slots(states: list[RequestState], least: float) -> Iterator[tuple[float, st
             if chance < least:
                 break
             yield chance, state.request_id
+
+
+def _best_number(slots: list[tuple[float, str]], num_rows: int, costs: RowCosts) -> int:
+    """Returns how many of these drafts, the likeliest first, give the step most tokens for its time; 0 if that is not
+    better by `MARGIN` than none."""
+    expected, ns = float(num_rows), costs.expected_ns(num_rows)
+    best, number_best = (1 + MARGIN) * expected / ns, 0
+    drafted: set[str] = set()
+    for number, (chance, request_id) in enumerate(slots, 1):
+        if chance <= best * costs.ns_per_row:  # neither this nor a later one can make it better
+            break
+        expected += chance
+        ns += costs.ns_per_row + (0.0 if request_id in drafted else costs.ns_per_drafted)
+        drafted.add(request_id)
+        if expected / ns > best:
+            best, number_best = expected / ns, number
+    return number_best
 
 
 def _widened(state: RequestState, row: Row, drafts: tuple[int, ...]) -> Row:
