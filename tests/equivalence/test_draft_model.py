@@ -16,10 +16,11 @@ from test_engine_equivalence import MODEL, load_runner
 from splittime.assemble import model_source, settings
 from splittime.core.errors import ConfigError
 from splittime.core.step import StepPlan, StepResult
-from splittime.runner.compose import drafting_of, load_torch_runner
+from splittime.runner.compose import drafting_of, load_torch_runner, model_drafter
 from splittime.runner.config import RunnerConfig
 from splittime.runner.draft_model import ModelDrafter, num_spare_blocks
 from splittime.runner.drafting import Draft, DraftingRunner, Look
+from splittime.runner.speculative import speculative_config
 from splittime.runner.torch_runner import TorchRunner
 
 pytestmark = pytest.mark.skipif(not has_native_kernels(), reason="no native kernels")
@@ -47,11 +48,13 @@ class AllTaken(ModelDrafter):
 
 
 def drafting_by(runner: TorchRunner, kind: type[ModelDrafter] = AllTaken, **changes: Any) -> DraftingRunner:
-    """A clock that stands still makes drafts cost nothing, so that they are worth it."""
+    """A clock that stands still makes drafts cost nothing, and a text is said to, so that they are worth it."""
     blocks = runner.resolved.num_blocks + num_spare_blocks(MOST, 16, runner.resolved.max_num_seqs)
     sizes = {"kv_cache_memory_bytes": blocks * runner.resolved.kv_bytes_per_block} if not changes else {}
     drafts = load_runner(**(sizes | changes))
-    return DraftingRunner(runner, kind(drafts, MOST, drafts.resolved.num_blocks - blocks_of(drafts), 256, lambda: 0))
+    drafter = kind(drafts, MOST, drafts.resolved.num_blocks - blocks_of(drafts), 256, lambda: 0)
+    drafter.costs.text_ns = 1.0
+    return DraftingRunner(runner, drafter)
 
 
 def blocks_of(drafts: TorchRunner) -> int:
@@ -92,11 +95,16 @@ def asked_runner(request: pytest.FixtureRequest) -> TorchRunner:
 @pytest.mark.parametrize("asked_runner", [DRAFT_MODEL, '{"method": "self"}'], indirect=True)
 def test_what_is_asked_for_is_made_and_changes_no_token(asked_runner: TorchRunner, plain: dict[str, list]) -> None:
     told: list[str] = []
-    answering = drafting_of(asked_runner, lambda name, begin_ns, end_ns: told.append(name))
-    found, scheduler = generate(answering, asked_runner.resolved.num_blocks)
+    found, _ = generate(
+        drafting_of(asked_runner, lambda name, begin_ns, end_ns: told.append(name)), asked_runner.resolved.num_blocks
+    )
     assert found == plain
     assert told == ["draft model"]
-    assert scheduler.counts.draft_tokens > 0
+    drafter = model_drafter(asked_runner, speculative_config(asked_runner.config.speculative_config))
+    drafter.now_ns, drafter.costs.text_ns = lambda: 0, 1.0
+    found, scheduler = generate(DraftingRunner(asked_runner, drafter), asked_runner.resolved.num_blocks)
+    assert found == plain
+    assert scheduler.counts.accepted_draft_tokens > 0
 
 
 def test_falling_asleep_forgets_what_the_draft_model_computed(runner: TorchRunner, plain: dict[str, list]) -> None:

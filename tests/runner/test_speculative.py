@@ -22,7 +22,10 @@ def test_what_is_asked_for() -> None:
         ("suffix", "not understood"),
         ("{}", "missing required field `method`"),
         ('{"method": "eagle"}', "Invalid enum value 'eagle'"),
-        ('{"method": "draft_model", "model": "x"}', "draft_model"),
+        ('{"method": "draft_model"}', "names no model"),
+        ('{"method": "ngram", "model": "code-draft"}', "'ngram' has no use for model"),
+        ('{"method": "self", "prompt_lookup_min": 4}', "'self' has no use for prompt_lookup_min"),
+        ('{"method": "self", "quantization": "fp8"}', "Invalid enum value 'fp8'"),
         ('{"method": "ngram", "prompt_lookup_max": 4}', "unknown field `prompt_lookup_max`"),
         ('{"method": "suffix", "num_speculative_tokens": 0}', "num_speculative_tokens = 0"),
         (f'{{"method": "suffix", "num_speculative_tokens": {MOST_DRAFTS + 1}}}', "is not in 1 to 64"),
@@ -35,6 +38,12 @@ def test_what_is_not_done_is_refused_by_name(text: str, words: str) -> None:
         RunnerConfig(model_path="x", speculative_config=text).validate()
     assert words in caught.value.info.message
     assert caught.value.info.param == "speculative_config"
+
+
+def test_a_draft_model_must_lie_somewhere() -> None:
+    config = RunnerConfig(model_path="x", speculative_config='{"method": "draft_model", "model": "small"}')
+    with pytest.raises(ConfigError, match="names 'small', and draft_model_path does not say where it lies"):
+        config.validate()
 
 
 @pytest.mark.parametrize(

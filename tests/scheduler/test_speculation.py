@@ -151,7 +151,7 @@ def test_no_other_number_of_drafts_would_give_more(chances: list[list[float]], r
 
 def test_what_a_row_with_drafts_costs_beyond_its_drafts_is_learnt() -> None:
     costs = known_costs(10.0, 0.5)
-    for number in range(600):
+    for number in range(3000):
         drafted, drafts = number % 3, 1 + number % 5
         rows = 4 + drafted * drafts
         costs.learn(rows, (10.0 + 0.5 * rows + 0.8 * drafted) * MS, drafted)
@@ -172,7 +172,7 @@ def test_a_row_gets_drafts_if_they_pay_for_what_it_costs_to_have_some(
 
 
 def test_a_first_draft_that_does_not_pay_alone_comes_with_those_behind_it() -> None:
-    assert drafts_given([(0.5,) * 8], Exact(1.0, 60.0)) == [8]
+    assert drafts_given([(0.5,) * 6], Exact(1.0, 60.0)) == [6]
 
 
 def test_before_a_step_was_seen_nothing_is_verified() -> None:

@@ -13,7 +13,7 @@ LEAST_OFF = 0.5  # rows by which a step must differ from the mean to tell what a
 ROWS_WITHOUT = 9.0  # by the prior, a step without rows takes as long as so many rows
 PRIOR_WEIGHT = 4.0  # of the prior slope, in rows squared
 MOST_TIMES = 3.0  # a step that takes longer than so many times what is expected is the machine's doing
-DRAFTED_WEIGHT = 0.05  # of the newest step with drafts, in what such a row costs more
+DRAFTED_WEIGHT = 0.1  # of the newest step with drafts, in what such a row costs more
 LEAST_SHARE = 0.1  # of what the prior says of a step: where the line falls below it, it is drawn too far
 
 

@@ -118,7 +118,8 @@ class ModelDrafter:
     """Implements `runner.drafting.Drafter`.
 
     runner: of the draft model; behind the `num_blocks` blocks of the model it has those that `num_spare_blocks` counts.
-    most: drafts a row. most_tokens: that a request may have in either model. now_ns: reads the clock.
+    most: drafts a row. most_tokens: that a request may have in either model. now_ns: reads the clock. costs: what
+    steps of both models took.
     """
 
     def __init__(
@@ -129,16 +130,17 @@ class ModelDrafter:
         most_tokens: int,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.runner, self._most, self._most_tokens, self._now_ns = runner, most, most_tokens, now_ns
+        self.runner, self._most, self._most_tokens, self.now_ns = runner, most, most_tokens, now_ns
         self._block_size = runner.store.block_size
         spare = range(num_blocks, runner.store.num_blocks)
         self._blocks = DraftBlocks(num_blocks, spare, self._block_size)
-        self._confidence, self._costs = Confidence(), DraftCosts()
+        self._confidence, self.costs = Confidence(), DraftCosts()
         self._answers: dict[str, DraftedAnswer] = {}
 
     # ---- what happens to requests
 
     def admit(self, admitted: Admitted) -> None:
+        self.release(admitted.request_id)
         spare = self._blocks.take_spare(spare_blocks(self._most, self._block_size))
         self._answers[admitted.request_id] = DraftedAnswer(admitted, spare, self._most_tokens)
         told = msgspec.structs.replace(admitted.sampling, logprobs=0, prompt_logprobs=None)
@@ -151,7 +153,7 @@ class ModelDrafter:
         self._blocks.give_spare(gone.spare)
         self.runner.slots.update((request_id,), ())
         if gone.num_outputs:
-            self._costs.learn_answer(gone.num_outputs)
+            self.costs.learn_answer(gone.num_outputs)
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
         """There is nothing to learn that the answer's next tokens do not tell (`_compare`)."""
@@ -165,13 +167,13 @@ class ModelDrafter:
     # ---- a step
 
     def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft] | None:
-        self._costs.learn_model(plan, result)
+        self.costs.learn_model(plan, result)
         asking = []
         for row, one in zip(plan.rows, result.rows, strict=True):
             answer = self._answers.get(row.request_id)
             if answer is not None and self._take_in(answer, row, one):
                 asking.append(answer)
-        if not (asking and self._costs.model.is_known):
+        if not (asking and self.costs.model.is_known):
             return None
         self._make_drafts(asking)
         for answer in asking:
@@ -205,7 +207,9 @@ class ModelDrafter:
             self._confidence.learn(answer.probabilities[place], place < num_right)
         factor = answer.trust.factor
         answer.trust.learn(sum(answer.survival[: len(came)]) / factor, num_right)
-        end = min(answer.num_computed, answer.drafted_at + num_right)
+        end = min(
+            answer.num_computed, answer.drafted_at + num_right, len(answer.tokens) - 1
+        )  # the last one gives a draft
         self._blocks.set_computed(answer.table, answer.num_computed, end)
         self.runner.slots[answer.request_id].rewind(answer.drafted_at + num_right)
         answer.num_computed, answer.drafts, answer.survival, answer.probabilities = end, [], [], []
@@ -213,7 +217,7 @@ class ModelDrafter:
     def _make_drafts(self, asking: Sequence[DraftedAnswer]) -> None:
         """Puts drafts into the answers, one more of each in a step of the draft model, while they are worth it."""
         num_rows = len(asking)
-        worth, chance = StepWorth(self._costs, num_rows), self._confidence.mean
+        worth, chance = StepWorth(self.costs, num_rows), self._confidence.mean
         going = self._ready([one for one in asking if self._is_worth_reading(one, num_rows)])
         for number in range(self._most):
             expected = sum((one.survival[-1] if number else one.trust.factor) * chance for one in going)
@@ -230,16 +234,16 @@ class ModelDrafter:
         if num_text <= 0:
             return True
         chance = self._confidence.mean * answer.trust.factor
-        left = self._costs.num_left(answer.num_outputs, answer.most_tokens - len(answer.tokens))
-        saved_ns = self._costs.saved_ns(num_rows, chance, self._most)
-        return left * saved_ns > num_text * self._costs.text_token_ns()
+        left = self.costs.num_left(answer.num_outputs, answer.most_tokens - len(answer.tokens))
+        saved_ns = self.costs.saved_ns(num_rows, chance, self._most)
+        return left * saved_ns > num_text * self.costs.text_token_ns()
 
     def _ready(self, asking: Sequence[DraftedAnswer]) -> list[DraftedAnswer]:
         """Returns the answers whose text is computed, but for a token or two; computes what there is time for of the
         others': as much as makes this step twice as long."""
         ready = [one for one in asking if one.num_behind <= 2]
-        time_left = self._costs.model.expected_ns(len(asking)) if asking else 0.0
-        num_left = max(LEAST_TEXT, int(time_left / self._costs.text_token_ns()))
+        time_left = self.costs.model.expected_ns(len(asking)) if asking else 0.0
+        num_left = max(LEAST_TEXT, int(time_left / self.costs.text_token_ns()))
         rows = []
         for answer in asking:
             num_tokens = min(answer.num_behind - 1, num_left)
@@ -270,10 +274,10 @@ class ModelDrafter:
         for row in rows:
             answer = self._answers[row.request_id]
             self.runner.slots[row.request_id].block_ids = [*answer.table, *answer.spare]
-        begin_ns = self._now_ns()
+        begin_ns = self.now_ns()
         results = self.runner.run(StepPlan(0, tuple(rows))).rows
         num_tokens = sum(row.num_tokens for row in rows)
-        self._costs.learn_draft(len(rows), num_tokens, self._now_ns() - begin_ns)
+        self.costs.learn_draft(len(rows), num_tokens, self.now_ns() - begin_ns)
         for row, result in zip(rows, results, strict=True):
             self._note_computed(self._answers[row.request_id], row, result)
         return results

@@ -20,7 +20,7 @@ MEMORY = 0.98  # what is left of a trial when another of its class follows
 FADES = 0.998  # what is left of all trials with each step that makes no drafts: it will try again
 ANSWER_TOKENS = 128.0  # how long answers are, before one has ended
 ANSWER_WEIGHT = 0.1  # of the newest answer
-LESS_THAN_DECODED = 1 / 16  # of the model's step: a token of a text, before the draft model has computed one
+LESS_THAN_DECODED = 1 / 32  # of the model's step: a token of a text, before the draft model has computed one
 
 
 class Confidence:

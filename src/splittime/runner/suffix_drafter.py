@@ -97,9 +97,7 @@ class SuffixDrafter:
         is_due = (looks_everywhere or self._num_steps >= self._next_step) and plan.least_survival < CERTAIN
         if look is Look.NOWHERE or not (is_due or explores):
             return None
-        while self._ended:
-            corpus, answer = self._ended.popleft()
-            corpus.append([*answer, BETWEEN_TEXTS])
+        self._keep_answers()
         due = self._due(result.rows, looks_everywhere)
         found = self._search(due, max(LEAST_SURVIVAL, plan.least_survival), explores)
         self._next_step = min((one.pace.next_step for one in self._requests.values()), default=0)
@@ -172,6 +170,16 @@ class SuffixDrafter:
         if corpus is None:
             corpus = self._corpora[salt] = SuffixText(CORPUS_TOKENS)
         self._corpora.move_to_end(salt)
+        self._bound_corpora()
+        return corpus
+
+    def _keep_answers(self) -> None:
+        for corpus, answer in self._ended:
+            corpus.append([*answer, BETWEEN_TEXTS])
+        if self._ended:
+            self._ended.clear()
+            self._bound_corpora()
+
+    def _bound_corpora(self) -> None:
         while len(self._corpora) > 1 and sum(one.num_tokens for one in self._corpora.values()) > MOST_TOKENS:
             self._corpora.popitem(last=False)
-        return corpus
