@@ -6,15 +6,15 @@ Where the last tokens of a text stood before, what followed them is likely to fo
 
 A search takes microseconds, which a small model's step feels. So there is none where even a sure draft would not pay,
 and a request whose last search came to nothing is left alone for a while (`search_pace`), where time is short
-(`runner.drafting`). Tokens are kept as they come, and indexed when a search wants them, past answers among them. In one
-step of `EXPLORE` all are searched, if there is time for any.
+(`runner.drafting`). Prompts are indexed when they come and answers when they end; in between, tokens are kept as they
+come and indexed when a search wants them. In one step of `EXPLORE` all are searched, if there is time for any.
 
 A corpus is of one tenant (the request's `cache_salt`): what is guessed from another's answers would show in how fast
 tokens come. It holds the newest `CORPUS_TOKENS` of the answers; all together `MOST_TOKENS`, of the tenants who asked
 last.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
@@ -26,22 +26,22 @@ from splittime.runner.speculative import CORPUS_TOKENS, MOST_TOKENS
 
 CERTAIN = 1.0  # where drafts pay that are less likely than this, there is something to look for
 LEAST_SURVIVAL = 0.05  # of a draft that is worth telling on the emptiest server
-MOST_ENDED = 64  # answers that wait to be kept until there is time
 EXPLORE = 4 * LONGEST_PAUSE  # in so many steps one row has a draft more than pays, or nothing is learnt of such
 
 
 class DraftedText:
-    """What is kept of a request. text: the first `num_indexed` of its tokens; None until it is searched. asked: the
-    kind of its last drafts, and how many of each place should be right."""
+    """What is kept of a request. text: the first `num_indexed` of its tokens. asked: the kind of its last drafts, and
+    how many of each place should be right."""
 
     __slots__ = ("asked", "corpus", "num_indexed", "num_prompt", "pace", "stop_ids", "text", "tokens", "trust")
 
-    def __init__(self, admitted: Admitted, corpus: SuffixText | None) -> None:
-        self.corpus, self.stop_ids, self.trust, self.pace = corpus, admitted.stop_token_ids, Trust(), SearchPace()
+    def __init__(self, admitted: Admitted, text: SuffixText, corpus: SuffixText | None) -> None:
+        self.text, self.corpus, self.stop_ids = text, corpus, admitted.stop_token_ids
+        self.trust, self.pace = Trust(), SearchPace()
         self.tokens = list(admitted.token_ids)
         self.num_prompt = len(self.tokens) - admitted.num_output_tokens
-        self.text: SuffixText | None = None
         self.num_indexed = 0
+        text.append(self.not_indexed())
         self.asked: tuple[DraftKind, tuple[float, ...]] | None = None
 
     def not_indexed(self) -> list[int]:
@@ -62,24 +62,22 @@ class SuffixDrafter:
         self._acceptance, self._follower = Acceptance(most), Follower(most)
         self._requests: dict[str, DraftedText] = {}
         self._corpora: OrderedDict[str, SuffixText] = OrderedDict()
-        self._ended: deque[tuple[SuffixText, list[int]]] = deque(maxlen=MOST_ENDED)
         self._together: list[DraftedText] = []  # who was searched last, and their handles
         self._batch: SuffixBatch = suffix_batch((), ())
         self._num_steps = self._next_step = 0  # the latter: before it nobody is to be searched
 
     def admit(self, admitted: Admitted) -> None:
         corpus = self._corpus(admitted.cache_salt) if self._has_corpus else None
-        self._requests[admitted.request_id] = DraftedText(admitted, corpus)
+        self._requests[admitted.request_id] = DraftedText(admitted, SuffixText(self._max_model_len), corpus)
         self._next_step = 0
 
     def release(self, request_id: str) -> None:
         gone = self._requests.pop(request_id, None)
         if gone is not None and gone.corpus is not None and len(gone.tokens) > gone.num_prompt:
-            self._ended.append((gone.corpus, gone.tokens[gone.num_prompt :]))
+            gone.corpus.append([*gone.tokens[gone.num_prompt :], BETWEEN_TEXTS])
 
     def forget(self) -> None:
         self._corpora.clear()
-        self._ended.clear()
         self._together, self._batch = [], suffix_batch((), ())
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
@@ -97,7 +95,6 @@ class SuffixDrafter:
         is_due = (looks_everywhere or self._num_steps >= self._next_step) and plan.least_survival < CERTAIN
         if look is Look.NOWHERE or not (is_due or explores):
             return None
-        self._keep_answers()
         due = self._due(result.rows, looks_everywhere)
         found = self._search(due, max(LEAST_SURVIVAL, plan.least_survival), explores)
         self._next_step = min((one.pace.next_step for one in self._requests.values()), default=0)
@@ -127,8 +124,7 @@ class SuffixDrafter:
         together = list(due.values())
         if together != self._together:
             self._together = together
-            texts = [self._text(one) for one in together]
-            self._batch = suffix_batch(texts, [one.corpus for one in together])
+            self._batch = suffix_batch([one.text for one in together], [one.corpus for one in together])
         self._follower.follow(self._batch, [one.not_indexed() for one in together])
         lengths, names = self._follower.lengths, list(due)
         matched = [line for line in range(len(together)) if lengths[line] >= self._min_match]
@@ -160,26 +156,11 @@ class SuffixDrafter:
         ends = [place for place, token_id in enumerate(found, 1) if token_id in stop_ids]
         return tuple(found[: ends[0]] if ends else found)
 
-    def _text(self, request: DraftedText) -> SuffixText:
-        if request.text is None:
-            request.text = SuffixText(self._max_model_len)
-        return request.text
-
     def _corpus(self, salt: str) -> SuffixText:
         corpus = self._corpora.get(salt)
         if corpus is None:
             corpus = self._corpora[salt] = SuffixText(CORPUS_TOKENS)
         self._corpora.move_to_end(salt)
-        self._bound_corpora()
-        return corpus
-
-    def _keep_answers(self) -> None:
-        for corpus, answer in self._ended:
-            corpus.append([*answer, BETWEEN_TEXTS])
-        if self._ended:
-            self._ended.clear()
-            self._bound_corpora()
-
-    def _bound_corpora(self) -> None:
         while len(self._corpora) > 1 and sum(one.num_tokens for one in self._corpora.values()) > MOST_TOKENS:
             self._corpora.popitem(last=False)
+        return corpus
