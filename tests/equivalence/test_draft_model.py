@@ -48,13 +48,11 @@ class AllTaken(ModelDrafter):
 
 
 def drafting_by(runner: TorchRunner, kind: type[ModelDrafter] = AllTaken, **changes: Any) -> DraftingRunner:
-    """A clock that stands still makes drafts cost nothing, and a text is said to, so that they are worth it."""
+    """A clock that stands still makes drafts cost nothing, so that they are worth it."""
     blocks = runner.resolved.num_blocks + num_spare_blocks(MOST, 16, runner.resolved.max_num_seqs)
     sizes = {"kv_cache_memory_bytes": blocks * runner.resolved.kv_bytes_per_block} if not changes else {}
     drafts = load_runner(**(sizes | changes))
-    drafter = kind(drafts, MOST, drafts.resolved.num_blocks - blocks_of(drafts), 256, lambda: 0)
-    drafter.costs.text_ns = 1.0
-    return DraftingRunner(runner, drafter)
+    return DraftingRunner(runner, kind(drafts, MOST, drafts.resolved.num_blocks - blocks_of(drafts), 256, lambda: 0))
 
 
 def blocks_of(drafts: TorchRunner) -> int:
@@ -70,7 +68,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     for _ in range(2):
         found, scheduler = generate(drafting, num_blocks or runner.resolved.num_blocks)
         assert found == plain
-        assert scheduler.counts.accepted_draft_tokens == scheduler.counts.draft_tokens > 100
+        assert scheduler.counts.accepted_draft_tokens == scheduler.counts.draft_tokens > (20 if num_blocks else 100)
         assert bool(scheduler.counts.num_preemptions) is (num_blocks is not None)
 
 

@@ -36,7 +36,7 @@ def test_what_was_never_right_is_tried_again() -> None:
     for _ in range(300):
         confidence.learn(0.9, False)
     assert confidence.mean < 0.1
-    for _ in range(3000):
+    for _ in range(20_000):
         confidence.fade()
     assert confidence.mean > 0.6
 
@@ -104,11 +104,12 @@ def test_steps_of_decode_rows_alone_are_learnt_from() -> None:
     assert costs.model.expected_ns(1) == pytest.approx(4 * MS)
 
 
-def test_a_text_costs_what_it_takes_beyond_a_draft() -> None:
+def test_what_a_token_of_a_text_costs_is_learnt_of_long_ones() -> None:
     costs = costs_of(10.0, 0.1, 1.0)
-    assert costs.text_token_ns() == pytest.approx(10 * MS / 32, rel=0.02)
-    costs.learn_draft(1, 101, 21 * MS)
-    assert costs.text_token_ns() == pytest.approx(0.2 * MS, rel=0.01)
+    for _ in range(20):
+        costs.learn_text(100, 20 * MS)
+    costs.learn_text(3, 20 * MS)  # too few to tell
+    assert costs.text_ns == pytest.approx(0.2 * MS, rel=0.01)
 
 
 def test_answers_are_expected_to_be_as_long_as_others_were() -> None:

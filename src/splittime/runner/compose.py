@@ -267,7 +267,9 @@ def model_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter
         )
     )
     drafting.warm_up()
-    return ModelDrafter(drafting, most, resolved.num_blocks, most_tokens)
+    drafter = ModelDrafter(drafting, most, resolved.num_blocks, most_tokens)
+    drafter.measure()
+    return drafter
 
 
 def sleeper_of(runner: TorchRunner, answering: object = None) -> TorchSleeper | None:

@@ -27,12 +27,22 @@ import msgspec
 
 from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
 from splittime.runner.acceptance import Trust
-from splittime.runner.draft_worth import MARGIN, Confidence, DraftCosts, StepWorth
+from splittime.runner.draft_worth import (
+    FADES,
+    LEAST_TEXT,
+    MARGIN,
+    VERIFIED_WEIGHT,
+    Confidence,
+    DraftCosts,
+    StepWorth,
+)
 from splittime.runner.drafting import Draft, Look
 from splittime.runner.parked import Emptied
 from splittime.runner.torch_runner import TorchRunner
+from splittime.runner.warm_up import Probe
 
-LEAST_TEXT = 16  # tokens of texts that a step may compute, however long they take
+FORGIVE_STEPS = 16
+MEASURED_STEPS = 8
 FIRST_OUTPUTS = 2  # tokens that an answer has before it is drafted
 
 
@@ -45,7 +55,7 @@ class DraftBlocks:
         self._num_filled, self._spare, self._block_size = [0] * num_blocks, list(spare), block_size
 
     def lend(self, table: list[int], new_block_ids: Sequence[int], start: int) -> None:
-        """A request's table grows, as a row of the model begins at position `start`: what lies behind is to come."""
+        """A request's table grows, as a row of the model begins at `start`; positions from there on are to come."""
         for block in new_block_ids:
             held = max(0, start - len(table) * self._block_size)
             self._num_filled[block] = min(self._num_filled[block], held)
@@ -64,7 +74,8 @@ class DraftBlocks:
                 self._num_filled[table[place]] = max(0, min(held, self._block_size))
 
     def take_spare(self, num_blocks: int) -> list[int]:
-        return [self._spare.pop() for _ in range(num_blocks)]
+        """Returns so many, or none."""
+        return [self._spare.pop() for _ in range(num_blocks)] if num_blocks <= len(self._spare) else []
 
     def give_spare(self, blocks: Iterable[int]) -> None:
         self._spare.extend(blocks)
@@ -76,8 +87,8 @@ class DraftBlocks:
 
 class DraftedAnswer:
     """What is kept of a request. tokens: all that are known. table: the model's blocks; spare: further ones, for
-    drafts. num_computed: positions that the draft model has computed, of known tokens. drafts: the last ones, which
-    begin at the position `drafted_at`; probabilities: that the draft model gave to each; survival: of each the chance
+    drafts. num_computed: positions that the draft model has computed, those of drafts in lent blocks among them.
+    drafts: the last ones, which begin at the position `drafted_at`; probabilities: that the draft model gave to each; survival: of each the chance
     that it and all before it are right."""
 
     __slots__ = (
@@ -85,13 +96,13 @@ class DraftedAnswer:
         *("request_id", "spare", "stop_ids", "survival", "table", "tokens", "trust"),
     )
 
-    def __init__(self, admitted: Admitted, spare: list[int], most_tokens: int) -> None:
+    def __init__(self, admitted: Admitted, most_tokens: int) -> None:
         self.request_id, self.stop_ids, self.trust = admitted.request_id, admitted.stop_token_ids, Trust()
         self.tokens = list(admitted.token_ids)
         self.num_prompt = len(self.tokens) - admitted.num_output_tokens
         self.most_tokens = min(most_tokens, self.num_prompt + (admitted.sampling.max_tokens or most_tokens))
         self.table: list[int] = []
-        self.spare = spare
+        self.spare: list[int] = []
         self.num_computed = self.drafted_at = 0
         self.drafts: list[int] = []
         self.probabilities: list[float] = []
@@ -135,14 +146,14 @@ class ModelDrafter:
         spare = range(num_blocks, runner.store.num_blocks)
         self._blocks = DraftBlocks(num_blocks, spare, self._block_size)
         self._confidence, self.costs = Confidence(), DraftCosts()
+        self._verified, self._num_steps = 1.0, 0  # the share of drafts that the scheduler has verified
         self._answers: dict[str, DraftedAnswer] = {}
 
     # ---- what happens to requests
 
     def admit(self, admitted: Admitted) -> None:
         self.release(admitted.request_id)
-        spare = self._blocks.take_spare(spare_blocks(self._most, self._block_size))
-        self._answers[admitted.request_id] = DraftedAnswer(admitted, spare, self._most_tokens)
+        self._answers[admitted.request_id] = DraftedAnswer(admitted, self._most_tokens)
         told = msgspec.structs.replace(admitted.sampling, logprobs=0, prompt_logprobs=None)
         self.runner.slots.update((), (msgspec.structs.replace(admitted, sampling=told),))
 
@@ -154,6 +165,19 @@ class ModelDrafter:
         self.runner.slots.update((request_id,), ())
         if gone.num_outputs:
             self.costs.learn_answer(gone.num_outputs)
+
+    def measure(self) -> None:
+        """Times the draft model's steps, before the first request: a row, some rows, and a text."""
+        with Probe(self.runner.run, self.runner.resolved) as probe:
+            for _ in range(MEASURED_STEPS):
+                self.costs.draft.learn(1, self._timed(probe.decode))
+                self.costs.draft.learn(probe.num_rows, self._timed(probe.decode_served))
+            self.costs.text_ns = self._timed(probe.prefill) / probe.max_tokens
+
+    def _timed(self, step: Callable[[], None]) -> int:
+        begin_ns = self.now_ns()
+        step()
+        return self.now_ns() - begin_ns
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
         """There is nothing to learn that the answer's next tokens do not tell (`_compare`)."""
@@ -171,56 +195,76 @@ class ModelDrafter:
         asking = []
         for row, one in zip(plan.rows, result.rows, strict=True):
             answer = self._answers.get(row.request_id)
-            if answer is not None and self._take_in(answer, row, one):
-                asking.append(answer)
-        if not (asking and self.costs.model.is_known):
-            return None
-        self._make_drafts(asking)
-        for answer in asking:
-            if not answer.drafts:
-                answer.trust.recover()
+            if answer is not None:
+                self._take_in(answer, row, one)
+                if one.error is None and self._may_draft(answer, one.token_ids):
+                    asking.append(answer)
+        if asking and self.costs.model.is_known:
+            self._make_drafts(asking)
         drafts = {one.request_id: Draft(tuple(one.drafts), tuple(one.survival)) for one in asking if one.drafts}
+        self._num_steps += 1
         if not drafts:
-            self._confidence.fade()
+            self._forgive(asking)
         return drafts
 
-    def _take_in(self, answer: DraftedAnswer, row: Row, result: RowResult) -> bool:
-        """Returns whether the request may be drafted."""
+    def _forgive(self, asking: Sequence[DraftedAnswer]) -> None:
+        """Forgets a little of what speaks against drafts, so that they are tried again, seldom."""
+        self._confidence.fade()
+        self._verified += (1 - FADES) * (1 - self._verified)
+        if self._num_steps % FORGIVE_STEPS == 0:
+            for answer in asking:
+                answer.trust.recover()
+
+    def _take_in(self, answer: DraftedAnswer, row: Row, result: RowResult) -> None:
+        """What a row of the model brings: its blocks, its tokens, and what became of the drafts."""
         is_new = not answer.table
         self._blocks.lend(answer.table, row.new_block_ids, row.start)
         if is_new:
-            answer.num_computed = min(self._blocks.computed(answer.table), len(answer.tokens) - 1)
+            self._find_computed(answer)
         answer.tokens += result.token_ids
-        self._compare(answer)
+        if answer.drafts:
+            share = len(row.draft_token_ids) / len(answer.drafts)
+            self._verified += VERIFIED_WEIGHT * (min(1.0, share) - self._verified)
+            self._compare(answer)
         if row.draft_token_ids and result.token_ids:  # the scheduler has taken the blocks behind
             del answer.table[-(-(len(answer.tokens) - 1) // self._block_size) :]
-        is_fine = result.error is None and not answer.is_broken
-        return is_fine and bool(result.token_ids) and answer.num_outputs >= FIRST_OUTPUTS and answer.may_go_on
+
+    def _may_draft(self, answer: DraftedAnswer, new_tokens: Sequence[int]) -> bool:
+        is_ended = not set(answer.stop_ids).isdisjoint(new_tokens)
+        is_wanted = bool(new_tokens) and not is_ended and answer.num_outputs >= FIRST_OUTPUTS
+        return is_wanted and not answer.is_broken and answer.may_go_on and self._has_spare(answer)
+
+    def _has_spare(self, answer: DraftedAnswer) -> bool:
+        """More requests may run than the start said, since that may be changed: some then have no drafts."""
+        if not answer.spare:
+            answer.spare = self._blocks.take_spare(spare_blocks(self._most, self._block_size))
+        return bool(answer.spare)
+
+    def _find_computed(self, answer: DraftedAnswer) -> None:
+        """Blocks of a prefix may have been computed for another request."""
+        found = min(self._blocks.computed(answer.table), len(answer.tokens) - 1)
+        answer.num_computed = max(answer.num_computed, found)
 
     def _compare(self, answer: DraftedAnswer) -> None:
         """Learns of the last drafts how many were right, and forgets them with what was computed for wrong ones."""
-        if not answer.drafts:
-            return
         came = answer.tokens[answer.drafted_at :]
         num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer.drafts, came, strict=False)))
         for place in range(min(num_right + 1, len(answer.drafts), len(came))):
             self._confidence.learn(answer.probabilities[place], place < num_right)
-        factor = answer.trust.factor
-        answer.trust.learn(sum(answer.survival[: len(came)]) / factor, num_right)
-        end = min(
-            answer.num_computed, answer.drafted_at + num_right, len(answer.tokens) - 1
-        )  # the last one gives a draft
+        answer.trust.learn(sum(answer.survival[: len(came)]) / answer.trust.factor, num_right)
+        end = min(answer.num_computed, answer.drafted_at + num_right, len(answer.tokens) - 1)  # the last gives a draft
         self._blocks.set_computed(answer.table, answer.num_computed, end)
         self.runner.slots[answer.request_id].rewind(answer.drafted_at + num_right)
         answer.num_computed, answer.drafts, answer.survival, answer.probabilities = end, [], [], []
 
     def _make_drafts(self, asking: Sequence[DraftedAnswer]) -> None:
         """Puts drafts into the answers, one more of each in a step of the draft model, while they are worth it."""
-        num_rows = len(asking)
-        worth, chance = StepWorth(self.costs, num_rows), self._confidence.mean
-        going = self._ready([one for one in asking if self._is_worth_reading(one, num_rows)])
+        worth, chance = StepWorth(self.costs, len(asking)), self._verified * self._confidence.mean
+        if not worth.gains(chance * len(asking), len(asking), MARGIN):  # not even if all were ready
+            return
+        going, expected = self._ready(asking, chance), 0.0
         for number in range(self._most):
-            expected = sum((one.survival[-1] if number else one.trust.factor) * chance for one in going)
+            expected = sum((one.survival[-1] if number else one.trust.factor) for one in going) * chance
             if not going or not worth.gains(expected, len(going), 0.0 if number else MARGIN):
                 break
             self._draft_one_more(going)
@@ -228,35 +272,47 @@ class ModelDrafter:
             worth.add(sum(one.survival[-1] for one in going), len(going))
             going = [one for one in going if one.may_go_on]
 
-    def _is_worth_reading(self, answer: DraftedAnswer, num_rows: int) -> bool:
-        """Whether the drafts of what is left of an answer are worth it to compute the text before them."""
-        num_text = answer.num_behind - 2  # a token or two are no text: that is a draft's own step
-        if num_text <= 0:
-            return True
-        chance = self._confidence.mean * answer.trust.factor
-        left = self.costs.num_left(answer.num_outputs, answer.most_tokens - len(answer.tokens))
-        saved_ns = self.costs.saved_ns(num_rows, chance, self._most)
-        return left * saved_ns > num_text * self.costs.text_token_ns()
-
-    def _ready(self, asking: Sequence[DraftedAnswer]) -> list[DraftedAnswer]:
-        """Returns the answers whose text is computed, but for a token or two; computes what there is time for of the
-        others': as much as makes this step twice as long."""
-        ready = [one for one in asking if one.num_behind <= 2]
-        time_left = self.costs.model.expected_ns(len(asking)) if asking else 0.0
-        num_left = max(LEAST_TEXT, int(time_left / self.costs.text_token_ns()))
-        rows = []
+    def _ready(self, asking: Sequence[DraftedAnswer], chance: float) -> list[DraftedAnswer]:
+        """Returns those who lack no more than drafts leave behind, and computes texts of the others, if that is worth
+        it. chance: that a draft is verified and right."""
+        ready: list[DraftedAnswer] = []
+        behind: list[DraftedAnswer] = []
         for answer in asking:
-            num_tokens = min(answer.num_behind - 1, num_left)
-            if answer.num_behind > 2 and num_tokens > 0:
-                begin = answer.num_computed
-                text = tuple(answer.tokens[begin : begin + num_tokens])
-                rows.append(Row(answer.request_id, begin, text, (), 0))
-                num_left -= num_tokens
-        self._run(rows)
+            if answer.num_behind > self._most + 1:
+                self._find_computed(answer)
+            (ready if answer.num_behind <= self._most + 1 else behind).append(answer)
+        if behind:
+            saved_ns = self.costs.saved_ns(len(asking), chance, self._most)
+            self._read([one for one in behind if self._is_worth_reading(one, saved_ns)], len(asking))
         return ready
 
+    def _is_worth_reading(self, answer: DraftedAnswer, saved_ns: float) -> bool:
+        """Whether drafts of what is left of an answer are worth it to compute the text before them. saved_ns: of a
+        token."""
+        left = self.costs.num_left(answer.num_outputs, answer.most_tokens - len(answer.tokens))
+        return left * saved_ns * answer.trust.factor > answer.num_behind * self.costs.text_ns
+
+    def _read(self, behind: Sequence[DraftedAnswer], num_rows: int) -> None:
+        """Computes texts, for about as long as the model's step takes."""
+        time_left = self.costs.model.expected_ns(num_rows)
+        num_left = min(
+            max(LEAST_TEXT, int(time_left / self.costs.text_ns)), self.runner.resolved.max_num_batched_tokens
+        )
+        rows = []
+        for answer in behind:
+            begin, num_tokens = answer.num_computed, min(answer.num_behind - 1, num_left)
+            if num_tokens > 0:
+                rows.append(Row(answer.request_id, begin, tuple(answer.tokens[begin : begin + num_tokens]), (), 0))
+                num_left -= num_tokens
+        _, took_ns = self._run(rows)
+        self.costs.learn_text(sum(row.num_tokens for row in rows), took_ns)
+
     def _draft_one_more(self, going: Sequence[DraftedAnswer]) -> None:
-        for result in self._run([_next_row(answer) for answer in going]):
+        rows = [_next_row(answer) for answer in going]
+        results, took_ns = self._run(rows)
+        if sum(row.num_tokens for row in rows) <= 2 * len(rows):  # the last draft is often not computed yet
+            self.costs.draft.learn(len(rows), took_ns)
+        for result in results:
             if result.token_ids:
                 self._take_draft(self._answers[result.request_id], result)
 
@@ -267,20 +323,19 @@ class ModelDrafter:
         answer.probabilities.append(probability)
         answer.survival.append(before * self._confidence.chance(probability))
 
-    def _run(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
-        """A step of the draft model."""
+    def _run(self, rows: Sequence[Row]) -> tuple[tuple[RowResult, ...], int]:
+        """Returns what came of a step of the draft model, and how long it took."""
         if not rows:
-            return ()
+            return (), 0
         for row in rows:
             answer = self._answers[row.request_id]
             self.runner.slots[row.request_id].block_ids = [*answer.table, *answer.spare]
         begin_ns = self.now_ns()
         results = self.runner.run(StepPlan(0, tuple(rows))).rows
-        num_tokens = sum(row.num_tokens for row in rows)
-        self.costs.learn_draft(len(rows), num_tokens, self.now_ns() - begin_ns)
+        took_ns = self.now_ns() - begin_ns
         for row, result in zip(rows, results, strict=True):
             self._note_computed(self._answers[row.request_id], row, result)
-        return results
+        return results, took_ns
 
     def _note_computed(self, answer: DraftedAnswer, row: Row, result: RowResult) -> None:
         """What lies in spare blocks is computed again once the scheduler has lent blocks for it."""
@@ -301,8 +356,8 @@ def _next_row(answer: DraftedAnswer) -> Row:
 
 
 def spare_blocks(most: int, block_size: int) -> int:
-    """Returns how many blocks a request needs for the KV of its drafts, whose first may be a block's last position."""
-    return -(-most // block_size) + 1
+    """Returns how many blocks a request needs for the KV of its last token and its drafts."""
+    return -(-most // block_size)
 
 
 def num_spare_blocks(most: int, block_size: int, max_num_seqs: int) -> int:

@@ -17,10 +17,11 @@ MARGIN = 0.03
 EDGES = (0.3, 0.5, 0.7, 0.85, 0.95)  # of classes of the draft model's own probability
 PRIOR_TRIALS, PRIOR_CHANCE = 4.0, 0.8  # of a class: what is believed before drafts were verified, so that some are
 MEMORY = 0.98  # what is left of a trial when another of its class follows
-FADES = 0.998  # what is left of all trials with each step that makes no drafts: it will try again
+FADES = 0.9997  # what is left of all trials with each step that makes no drafts: it will try again
+VERIFIED_WEIGHT = 0.05  # of the newest row with drafts, in which share of them is verified
+LEAST_TEXT = 16  # tokens that a step of texts computes at least, and of which their price is learnt
 ANSWER_TOKENS = 128.0  # how long answers are, before one has ended
 ANSWER_WEIGHT = 0.1  # of the newest answer
-LESS_THAN_DECODED = 1 / 32  # of the model's step: a token of a text, before the draft model has computed one
 
 
 class Confidence:
@@ -63,11 +64,11 @@ def _class_of(probability: float) -> int:
 
 class DraftCosts:
     """model, draft: how long steps of either take, by their rows. text_ns: what a token of a text takes the draft
-    model, 0 before one was computed."""
+    model."""
 
     def __init__(self) -> None:
         self.model, self.draft = RowCosts(), RowCosts()
-        self.text_ns = 0.0
+        self.text_ns = 1.0
         self._answer_tokens = ANSWER_TOKENS
 
     def learn_model(self, plan: StepPlan, result: StepResult) -> None:
@@ -75,21 +76,14 @@ class DraftCosts:
         if plan.rows and all(len(row.token_ids) == 1 and row.num_samples for row in plan.rows):
             self.model.learn(sum(row.num_tokens for row in plan.rows), result.device_ns + result.sample_ns)
 
-    def learn_draft(self, num_rows: int, num_tokens: int, ns: int) -> None:
-        """Takes in a step of the draft model. num_tokens: of all rows together."""
-        if num_tokens <= 2 * num_rows:  # one behind the last draft is often not computed
-            self.draft.learn(num_rows, ns)
-            return
-        each = max(0.0, ns - self.draft.expected_ns(num_rows)) / (num_tokens - num_rows)
-        self.text_ns = each if not self.text_ns else 0.5 * (self.text_ns + each)
+    def learn_text(self, num_tokens: int, ns: int) -> None:
+        """Takes in that the draft model has computed so many tokens of texts in one step."""
+        if num_tokens >= LEAST_TEXT:
+            self.text_ns = 0.5 * (self.text_ns + ns / num_tokens)
 
     def learn_answer(self, num_tokens: int) -> None:
         """Takes in how long an answer was."""
         self._answer_tokens += ANSWER_WEIGHT * (num_tokens - self._answer_tokens)
-
-    def text_token_ns(self) -> float:
-        """Returns what a token of a text is expected to take the draft model."""
-        return self.text_ns or LESS_THAN_DECODED * self.model.expected_ns(1)
 
     def num_left(self, num_outputs: int, num_allowed: int) -> float:
         """Returns how many tokens a request that has so many outputs, and may have so many more, is expected to get."""

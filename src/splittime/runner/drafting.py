@@ -24,7 +24,7 @@ from splittime.core.step import Admitted, AsyncRunner, RowResult, Runner, StepPl
 
 FREE_SHARE = 0.006  # of the model's time
 EARNED_SHARE = 0.25  # of the time that right drafts saved
-LONGEST_SHARE = 0.25  # of the model's time: what takes longer was the machine's doing
+LONGEST_NS = 4_000_000  # what takes longer was the machine's doing
 MOST_KEPT_NS = 1_000_000  # of time that was not used
 PLENTY_NS = MOST_KEPT_NS // 2
 MOST_OWED_NS = 20_000_000  # what was used beyond is forgotten
@@ -127,7 +127,8 @@ class DraftingRunner:
         draft_ns = self._now_ns() - begin_ns
         self._free_ns += FREE_SHARE * result.device_ns
         if drafts is not None:
-            self._free_ns -= min(draft_ns, LONGEST_SHARE * result.device_ns)
+            self._free_ns -= min(draft_ns, LONGEST_NS)
+        if num_right:
             self._free_ns += EARNED_SHARE * result.device_ns * num_right / len(rows)
         self._free_ns = max(-MOST_OWED_NS, min(self._free_ns, MOST_KEPT_NS))
         return msgspec.structs.replace(result, rows=rows, draft_ns=took_ns + draft_ns)

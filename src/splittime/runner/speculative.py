@@ -18,6 +18,7 @@ from splittime.core.errors import ConfigError
 MOST_DRAFTS = 64
 CORPUS_TOKENS = 2**18  # of a tenant's past answers
 MOST_TOKENS = 2**21  # of all tenants' together
+MOST_TENANTS = 1024  # of whom answers are kept
 TOKEN_BYTES = 104  # at most, with its place in the tables: those in use and larger ones that are being filled
 LEAST_LOOKUP = 2
 OWN_BITS: Literal["int4"] = "int4"  # of the model's copy, unless another quantization is asked for

@@ -22,7 +22,7 @@ from splittime.kernels.native.suffix import BETWEEN_TEXTS, Follower, SuffixBatch
 from splittime.runner.acceptance import MIN_MATCH, Acceptance, DraftKind, Trust, kind_of
 from splittime.runner.drafting import Draft, Look
 from splittime.runner.search_pace import LONGEST_PAUSE, SearchPace
-from splittime.runner.speculative import CORPUS_TOKENS, MOST_TOKENS
+from splittime.runner.speculative import CORPUS_TOKENS, MOST_TENANTS, MOST_TOKENS
 
 CERTAIN = 1.0  # where drafts pay that are less likely than this, there is something to look for
 LEAST_SURVIVAL = 0.05  # of a draft that is worth telling on the emptiest server
@@ -33,10 +33,11 @@ class DraftedText:
     """What is kept of a request. text: the first `num_indexed` of its tokens. asked: the kind of its last drafts, and
     how many of each place should be right."""
 
-    __slots__ = ("asked", "corpus", "num_indexed", "num_prompt", "pace", "stop_ids", "text", "tokens", "trust")
+    __slots__ = ("asked", "corpus", "num_indexed", "num_prompt", "pace", "salt", "stop_ids", "text", "tokens", "trust")
 
     def __init__(self, admitted: Admitted, text: SuffixText, corpus: SuffixText | None) -> None:
-        self.text, self.corpus, self.stop_ids = text, corpus, admitted.stop_token_ids
+        self.text, self.corpus, self.salt = text, corpus, admitted.cache_salt
+        self.stop_ids = admitted.stop_token_ids
         self.trust, self.pace = Trust(), SearchPace()
         self.tokens = list(admitted.token_ids)
         self.num_prompt = len(self.tokens) - admitted.num_output_tokens
@@ -62,6 +63,7 @@ class SuffixDrafter:
         self._acceptance, self._follower = Acceptance(most), Follower(most)
         self._requests: dict[str, DraftedText] = {}
         self._corpora: OrderedDict[str, SuffixText] = OrderedDict()
+        self._num_kept = 0  # tokens of all corpora
         self._together: list[DraftedText] = []  # who was searched last, and their handles
         self._batch: SuffixBatch = suffix_batch((), ())
         self._num_steps = self._next_step = 0  # the latter: before it nobody is to be searched
@@ -73,11 +75,12 @@ class SuffixDrafter:
 
     def release(self, request_id: str) -> None:
         gone = self._requests.pop(request_id, None)
-        if gone is not None and gone.corpus is not None and len(gone.tokens) > gone.num_prompt:
-            gone.corpus.append([*gone.tokens[gone.num_prompt :], BETWEEN_TEXTS])
+        if gone is not None and len(gone.tokens) > gone.num_prompt:
+            self._keep(gone)
 
     def forget(self) -> None:
         self._corpora.clear()
+        self._num_kept = 0
         self._together, self._batch = [], suffix_batch((), ())
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
@@ -161,6 +164,19 @@ class SuffixDrafter:
         if corpus is None:
             corpus = self._corpora[salt] = SuffixText(CORPUS_TOKENS)
         self._corpora.move_to_end(salt)
-        while len(self._corpora) > 1 and sum(one.num_tokens for one in self._corpora.values()) > MOST_TOKENS:
-            self._corpora.popitem(last=False)
+        self._bound_corpora()
         return corpus
+
+    def _keep(self, gone: DraftedText) -> None:
+        corpus = gone.corpus
+        if corpus is None or self._corpora.get(gone.salt) is not corpus:  # it was dropped meanwhile
+            return
+        num_before = corpus.num_tokens
+        corpus.append([*gone.tokens[gone.num_prompt :], BETWEEN_TEXTS])
+        self._num_kept += corpus.num_tokens - num_before
+        self._bound_corpora()
+
+    def _bound_corpora(self) -> None:
+        while len(self._corpora) > 1 and (self._num_kept > MOST_TOKENS or len(self._corpora) > MOST_TENANTS):
+            _, dropped = self._corpora.popitem(last=False)
+            self._num_kept -= dropped.num_tokens

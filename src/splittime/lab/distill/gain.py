@@ -18,6 +18,7 @@ from splittime.runner.warm_up import Probe
 
 MOST_DRAFTS = 16
 NUM_RUNS, ROWS = 15, 4
+LEARNT = 50  # times that the line learns both figures: it believes a prior first
 
 
 class DraftGain(msgspec.Struct, frozen=True):
@@ -36,10 +37,10 @@ def draft_gain(teacher: TorchRunner, student: TorchRunner, scores: Scores) -> Dr
     """Times steps of both, and returns what their scores then say."""
     costs = DraftCosts()
     with Probe(teacher.run, teacher.resolved, 1, ROWS) as probe:
-        teacher_ns = _median_ns(probe.decode)
-        costs.model.learn(1, teacher_ns)
-        if probe.num_rows > 1:
-            costs.model.learn(probe.num_rows, _median_ns(probe.decode_served))
+        teacher_ns, served_ns = _median_ns(probe.decode), _median_ns(probe.decode_served)
+        for _ in range(LEARNT):
+            costs.model.learn(1, teacher_ns)
+            costs.model.learn(probe.num_rows, served_ns)
     with Probe(student.run, student.resolved, 1, 1) as probe:
         student_ns = _median_ns(probe.decode)
     costs.draft.learn(1, student_ns)
