@@ -86,10 +86,13 @@ class DraftBlocks:
 
 
 class DraftedAnswer:
-    """What is kept of a request. tokens: all that are known. table: the model's blocks; spare: further ones, for
-    drafts. num_computed: positions that the draft model has computed, those of drafts in lent blocks among them.
-    drafts: the last ones, which begin at the position `drafted_at`; probabilities: that the draft model gave to each; survival: of each the chance
-    that it and all before it are right."""
+    """What is kept of a request.
+
+    tokens: all that are known. table: the model's blocks; spare: further ones, for drafts. num_computed: positions that
+    the draft model has computed, those of drafts in lent blocks among them. drafts: the last ones, which begin at the
+    position `drafted_at`; probabilities: that the draft model gave to each; survival: of each the chance that it and
+    all before it are right.
+    """
 
     __slots__ = (
         *("drafted_at", "drafts", "is_broken", "most_tokens", "num_computed", "num_prompt", "probabilities"),
