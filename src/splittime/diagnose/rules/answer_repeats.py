@@ -55,21 +55,22 @@ def blocks_guessed(blocks: Sequence[int], first: int, corpus: Mapping[int, int])
     num_right = 0
     for place, (before, block) in enumerate(pairwise(blocks), 1):
         if place >= first:
-            guess = _looked_up(followers, before)
-            guess = _looked_up(corpus, before) if guess is None else guess
+            guess = followers.get(_key(followers, before), corpus.get(_key(corpus, before)))
             num_right += guess is not None and _is_same(guess, block)
-        followers[before] = block
+        followers[_key(followers, before)] = block
     return num_right
 
 
 def _add_answer(account: ClosedAccount, corpora: dict[str, Followers]) -> None:
     corpus = corpora.setdefault(account.cache_salt, {})
-    corpus.update(pairwise(blocks_of(account)[first_of_answer(account) :]))
+    for before, block in pairwise(blocks_of(account)[first_of_answer(account) :]):
+        corpus[_key(corpus, before)] = block
 
 
-def _looked_up(followers: Mapping[int, int], block: int) -> int | None:
+def _key(followers: Mapping[int, int], block: int) -> int:
+    """Returns the hash under which such a block is known; its own where it is new."""
     near = (block, (block + 1) % HASHES, (block - 1) % HASHES)
-    return next((followers[one] for one in near if one in followers), None)
+    return next((one for one in near if one in followers), block)
 
 
 def _is_same(one: int, other: int) -> bool:

@@ -25,7 +25,6 @@ from splittime.diagnose.rules.evidence import LIKELY, ms, served, setting, slowe
 from splittime.diagnose.rules.share import Share
 from splittime.diagnose.rules.step_cost import MIN_STEPS_TO_FIT
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ FLAG = "--speculative-config"
 TOO_FEW = f"fewer than {MIN_STEPS_TO_FIT} steps are without prompts: what a guess costs is not known"
 
 
-@rule("accounts", "steps", root_of=("overload", "slot_bound", "host_bound"), explains=(Stage.DECODE,))
+@rule("accounts", "steps", root_of=("overload", "slot_bound", "host_bound"))
 def speculation_costs(books: Books) -> Answer:
     """Tokens are guessed ahead, and guessing and verifying them takes more time than the right ones save."""
     accounts = served(books.accounts)
@@ -116,7 +115,7 @@ def _guessing(books: Books, lost: numpy.ndarray) -> tuple[float | str, str]:
 
 def _saved_ns(lost: numpy.ndarray, prices: "Line") -> float:
     """Returns what the steps would have taken that right guesses have spared their requests."""
-    return -float(sum(lost[:, term].sum() * prices.coefficients[term] for term in (FIXED, ROW, CONTEXT)))
+    return 0.0 - float(sum(lost[:, term].sum() * prices.coefficients[term] for term in (FIXED, ROW, CONTEXT)))
 
 
 def _plain_ns(rows: GuessedRows, prices: "Line") -> float:

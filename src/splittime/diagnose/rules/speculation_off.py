@@ -41,7 +41,7 @@ OURS = Guesser({"method": "suffix"}, 16, has_corpus=True)
 OF_VLLM = Guesser({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}, 4, has_corpus=False)
 
 
-class Trial(NamedTuple):
+class LeastGain(NamedTuple):
     """What is counted on. accounts: the requests; right: how many tokens of each would have been guessed right. most:
     drafts of a row. row_ns: what a draft costs."""
 
@@ -79,19 +79,19 @@ def speculation_would_pay(books: Books) -> Answer:
         return None
     accounts = _latest(served(books.accounts))
     right = tokens_guessed(accounts, guesser.has_corpus)
-    trial = Trial(accounts, right, _most_drafts(books.steps, guesser.most), 0.0)
-    if not trial.num_right:
-        return _cannot_tell(trial, guesser)
+    least = LeastGain(accounts, right, _most_drafts(books.steps, guesser.most), 0.0)
+    if not least.num_right:
+        return _cannot_tell(least, guesser)
     prices = prices_of(books.steps)
     if prices is None:
         return Abstention(why=TOO_FEW)
     row_ns, variance = float(prices.coefficients[ROW]), float(prices.covariance[ROW, ROW])
-    trial = trial._replace(row_ns=row_ns + reach(sqrt(max(0.0, variance))))
-    saved_ns = trial.saved_ns(books.steps)
+    least = least._replace(row_ns=row_ns + reach(sqrt(max(0.0, variance))))
+    saved_ns = least.saved_ns(books.steps)
     share = of_requests(saved_ns, accounts)
     if not share.is_worth_it:
-        return share.unsure() or _cannot_tell(trial, guesser)
-    return _would_pay(books, guesser, trial, saved_ns, share)
+        return share.unsure() or _cannot_tell(least, guesser)
+    return _would_pay(books, guesser, least, saved_ns, share)
 
 
 def _that_is_off(books: Books) -> Guesser | None:
@@ -119,34 +119,36 @@ def _most_drafts(steps: Sequence[StepRecord], most: int) -> int:
     return max(0, min(most, int(REACH * max(num_rows, default=0) / max(1.0, mean)) - 1))
 
 
-def _cannot_tell(trial: Trial, guesser: Guesser) -> Abstention:
+def _cannot_tell(least: LeastGain, guesser: Guesser) -> Abstention:
     return Abstention(
         why=f"cannot tell: books keep no texts, and by their hashes of {PREFIX_TOKENS} tokens "
-        f"{percent(trial.num_right, trial.num_tokens)} of the answers' tokens at the least could have been guessed, "
+        f"{percent(least.num_right, least.num_tokens)} of the answers' tokens at the least could have been guessed, "
         f"which alone would not surely pay. Only a trial tells: the same load with {FLAG} {typed(guesser.config)}"
     )
 
 
-def _would_pay(books: Books, guesser: Guesser, trial: Trial, saved_ns: Mapping[str, float], share: Share) -> Finding:
-    at_best_ns = sum(trial._replace(row_ns=0.0).saved_ns(books.steps).values())
+def _would_pay(
+    books: Books, guesser: Guesser, least: LeastGain, saved_ns: Mapping[str, float], share: Share
+) -> Finding:
+    at_best_ns = sum(least._replace(row_ns=0.0).saved_ns(books.steps).values())
     return Finding(
-        claim=f"At least {percent(trial.num_right, trial.num_tokens)} of the answers' tokens stood before, where a "
+        claim=f"At least {percent(least.num_right, least.num_tokens)} of the answers' tokens stood before, where a "
         f"guess would have found them: guessing ahead, which is off, would save {share.value:.0%} of all requests' "
         "time or more.",
         evidence=(
-            Fact(f"tokens behind {PREFIX_TOKENS} others that they have followed before", trial.num_right, "tokens"),
-            Fact("tokens of all answers", trial.num_tokens, "tokens"),
-            Fact("guesses counted for each row of each step, wrong but for these", trial.most),
-            Fact("a guess costs a step, by the fitted line at the most", ms(trial.row_ns), "ms"),
+            Fact(f"tokens behind {PREFIX_TOKENS} others that they have followed before", least.num_right, "tokens"),
+            Fact("tokens of all answers", least.num_tokens, "tokens"),
+            Fact("guesses counted for each row of each step, wrong but for these", least.most),
+            Fact("a guess costs a step, by the fitted line at the most", ms(least.row_ns), "ms"),
             Fact("the requests' time with it, expected at the most", less(share), "estimated from the same line"),
-            Fact("the same if guesses cost nothing", f"{-at_best_ns / total_ns(trial.accounts):+.0%}"),
+            Fact("the same if guesses cost nothing", f"{-at_best_ns / total_ns(least.accounts):+.0%}"),
         ),
         request_ids=worst({name: ns for name, ns in saved_ns.items() if ns > 0}),
         share_of_time=share.value,
         share_interval=share.interval,
         confidence=LIKELY,
         confidence_from="hashes of 48 bits, and a line fitted to the steps' lengths: an estimate",
-        cure=_cure(guesser, trial.most),
+        cure=_cure(guesser, least.most),
         cost=f"Memory for past answers, 208 MiB at most; `simulate` and `tune` refuse ledgers with guesses. {RESTART}",
         counter_check="With it, at the same load, the mean request takes as long.",
         regime="answers that repeat as these do; where more requests run at once, a guess is dearer",
