@@ -10,7 +10,17 @@ from ward import Case, Guessing, Ward
 from splittime.diagnose.books import Books
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
-from splittime.diagnose.rules.draft_balance import CONTEXT, DRAFT, FIXED, GUESSING, ROW, guessed_rows, work_of
+from splittime.diagnose.rules.draft_balance import (
+    CONTEXT,
+    DRAFT,
+    FIXED,
+    GUESSING,
+    ROW,
+    gain,
+    guessed_rows,
+    prices_of,
+    work_of,
+)
 from splittime.diagnose.rules.evidence import served, total_ns
 from splittime.ledger.steps import StepRecord, verify_steps
 
@@ -58,7 +68,7 @@ def test_wrong_guesses_that_are_dear_are_named_and_sized():
     assert "Leave --speculative-config out" in finding.cure.sentence
     assert " 0 were right (0%)" in finding.claim
     assert fact(finding, "a guess costs") == pytest.approx(DEAR_MS, rel=0.05)
-    assert fact(finding, "saved by right guesses") == 0
+    assert str(fact(finding, "saved by right guesses")) == "0.0"
     assert set(finding.step_ids) <= {step.step_id for step in ill.steps if step.verified}
     assert orjson.loads(orjson.dumps(diagnose(ill).as_json()))["findings"][0]["name"] == NAME
 
@@ -86,6 +96,7 @@ def test_guessing_itself_may_be_what_takes_the_time():
     low, high = finding.share_interval
     assert low <= shorter(books_of(None, token_ms=0.02), than=ill) <= high
     assert fact(finding, "taken by guessing") > 20 * fact(finding, "taken by verifying")
+    assert prices_of(ill.steps).coefficients[FIXED] == pytest.approx(4.05e6, rel=0.01), "and no part of a step without"
 
 
 def test_fewer_guesses_are_prescribed_where_the_first_ones_are_right():
@@ -100,6 +111,7 @@ def test_fewer_guesses_are_prescribed_where_the_first_ones_are_right():
     assert 1 <= most <= 4
     assert finding.cure.command.endswith(typed)
     told = str(fact(finding, f"the requests' time with at most {most} a row"))
+    assert 0 < fact(finding, "saved by right guesses") < fact(finding, "taken by verifying")
     best, low, high = (float(part.strip("()%").rstrip("%")) for part in told.replace("to ", "").split())
     truth = -100 * shorter(books_of(Guessing(most=most, share=0.7)), than=ill)
     assert low - 3 <= truth <= high + 3
@@ -130,8 +142,20 @@ def test_books_in_which_each_row_has_as_many_guesses_do_not_tell_what_one_costs(
     works = [(step, work_of(step)) for step in books.steps]
     alike = msgspec.structs.replace(books, steps=tuple(s for s, work in works if work[DRAFT] == 4 * work[ROW]))
     assert len(alike.steps) > 0.5 * len(books.steps)
-    assert "another may show" in why(alike)
+    assert "another may show 0% to 100%" in why(alike)
     assert found(books).cure.flags == (), "while a few others are enough"
+
+
+def test_a_share_is_as_sure_as_the_price_of_a_guess():
+    ill = books_of(Guessing(most=6))
+    accounts = served(ill.accounts)
+    rows, prices = guessed_rows(ill.steps, accounts), prices_of(ill.steps)
+    sure = gain(rows, prices, accounts)
+    dear_ns = prices.coefficients[DRAFT] / 2  # of error, half of the price
+    prices.covariance[DRAFT, DRAFT] += dear_ns**2
+    unsure = gain(rows, prices, accounts)
+    assert unsure.value == sure.value
+    assert sure.value - unsure.interval[0] == pytest.approx(1.34 * sure.value / 2, rel=0.05), "Student's t, one in ten"
 
 
 def test_few_steps_without_prompts_are_too_few():
@@ -200,3 +224,7 @@ def test_rows_of_others_count_for_the_step_alone():
     assert rows.gained(0).tolist() == [[0, 0, 6, 0, 0]]
     assert guessed_rows([step_of((("a", 6, 4),))], [Of("x")]) is None
     assert guessed_rows([step_of(())], [Of("a")]) is None
+
+
+def test_looking_in_vain_takes_time_too():
+    assert guessed_rows([step_of((), 7)], [Of("b")]).gained(0).tolist() == [[0, 0, 0, 0, 7]]

@@ -5,6 +5,7 @@ import random
 
 import msgspec
 import orjson
+import pytest
 from attached import in_vllm
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +15,24 @@ from ward import Case, Guessing, Ward, ids
 from splittime.diagnose.books import Books
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
+from splittime.diagnose.rules import speculation_off
 from splittime.diagnose.rules.answer_repeats import HASHES, blocks_guessed, blocks_of, tokens_guessed
+from splittime.diagnose.rules.draft_balance import ROW, prices_of, reach
 from splittime.diagnose.rules.evidence import served, total_ns
+from splittime.diagnose.rules.speculation_off import LeastGain
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
 
 NAME = "speculation_would_pay"
 ABLE = {"kernels": "native", "tensor_parallel_size": 1, "async_scheduling": False, "speculative_config": None}
+
+
+class Text:
+    """As much of an account as is asked for."""
+
+    def __init__(self, prompt: list[int], answer: list[int], begin: int = 0, end: int = 1, salt: str = "") -> None:
+        self.request_id, self.cache_salt, self.start_ns, self.end_ns = f"{begin}", salt, begin, end
+        self.prompt_tokens = len(prompt)
+        self.prefixes, self.answer_prefixes = prompt_hashes(prompt).prefixes, answer_hashes(prompt, answer)
 
 
 def again(distinct: int = 6, output: int = 60, rate: float = 8) -> list[Case]:
@@ -71,6 +84,21 @@ def test_a_server_that_guesses_as_well_and_no_better_saves_at_least_as_much():
     assert finding.share_interval[0] <= saved
 
 
+def test_a_guess_counts_for_as_dear_as_it_may_be():
+    """Steps of a machine whose pace changes do not tell exactly what a row costs."""
+    rng, slow_ns = random.Random(1), 0
+    steps = []
+    for number, step in enumerate(books_of(again()).steps):
+        slow_ns = rng.randrange(10**6) if number % 20 == 0 else slow_ns
+        steps.append(msgspec.structs.replace(step, host_gap_ns=step.host_gap_ns + slow_ns))
+    finding = found(msgspec.structs.replace(books_of(again()), steps=tuple(steps)))
+    prices = prices_of(steps)
+    most_ns = prices.coefficients[ROW] + reach(prices.covariance[ROW, ROW] ** 0.5)
+    assert most_ns > 1.1 * prices.coefficients[ROW]
+    (told_ms,) = (fact.value for fact in finding.evidence if fact.what.startswith("a guess costs a step"))
+    assert told_ms == round(most_ns / 1e6, 3)
+
+
 def test_where_a_guess_is_dear_it_is_not_promised():
     """The worst is assumed of all that is not known: each row of each step with wrong guesses."""
     assert "could have been guessed, which alone would not surely pay" in why(books_of(again(), token_ms=3.0))
@@ -92,7 +120,49 @@ def test_who_guesses_or_cannot_is_not_asked():
         ("speculative_config", '{"method": "suffix"}'),
     ):
         assert is_silent(books_of(again(), told=ABLE | {name: value})), name
-    assert is_silent(books_of(again(), told={})), "an early version's books do not say"
+    early = {name: value for name, value in ABLE.items() if name != "speculative_config"}
+    assert is_silent(books_of(again(), told=early)), "an early version's books do not say"
+
+
+def test_a_few_that_came_one_after_another_may_not_come_again():
+    cases = poisson(8, 80, output=60)
+    same = [Case(case.at_ms, ids(40, 900), 60) for case in cases[44:]]
+    assert "another may show" in why(books_of([*cases[:44], *same], token_ms=0.02))
+
+
+def test_steps_of_one_row_do_not_tell_what_a_guess_costs():
+    alone = [Case(500 * i, ids(40, 900 + i % 6), 60) for i in range(40)]
+    assert "would not surely pay" in why(books_of(alone))
+
+
+def test_the_latest_requests_are_looked_at(monkeypatch):
+    texts = [Text(ids(32, i), ids(32, 100 + i)) for i in range(5)]
+    assert list(speculation_off._latest(texts)) == texts
+    monkeypatch.setattr(speculation_off, "MOST_HASHES", 11)
+    assert list(speculation_off._latest(texts)) == texts[3:]
+
+
+def test_as_many_guesses_are_prescribed_as_were_counted_on():
+    flags = speculation_off._cure(speculation_off.OURS, 2).elsewhere["vllm"].flags
+    assert msgspec.json.decode(flags[1].strip("'"))["num_speculative_tokens"] == 2
+
+
+class Counted(Text):
+    token_steps = (1, 2, 3, 4, 5)
+    output_tokens = 5
+
+
+def test_what_each_request_would_save():
+    """Four steps of 100 ns behind the first token, with two rows and two guesses each at 10 ns: 140 ns. Three of their
+    four tokens are right, and come three a step instead of one."""
+    books = books_of(again())
+    shape = {"begin_ns": 0, "end_ns": 90, "host_gap_ns": 10, "decode_tokens": 2}
+    steps = [msgspec.structs.replace(books.steps[0], step_id=number, **shape) for number in range(1, 6)]
+    account = Counted([], [])
+    least = LeastGain([account], {"0": 3}, most=2, row_ns=10.0)
+    assert least.saved_ns(steps) == {"0": pytest.approx(400 - 560 * (1 - 3 / 4 * 2 / 3))}
+    assert least.saved_ns(steps[:3]) == {"0": pytest.approx(200 - 280 * (1 - 3 / 4 * 2 / 3))}, "of steps that are known"
+    assert (least.num_right, least.num_tokens) == (3, 5)
 
 
 def quoting(books: Books) -> Books:
@@ -131,15 +201,6 @@ def test_both_are_not_told_at_once():
 
 
 # ---- what hashes show
-
-
-class Text:
-    """As much of an account as is asked for."""
-
-    def __init__(self, prompt: list[int], answer: list[int], begin: int = 0, end: int = 1, salt: str = "") -> None:
-        self.request_id, self.cache_salt, self.start_ns, self.end_ns = f"{begin}", salt, begin, end
-        self.prompt_tokens = len(prompt)
-        self.prefixes, self.answer_prefixes = prompt_hashes(prompt).prefixes, answer_hashes(prompt, answer)
 
 
 def guessed(*texts: Text, has_corpus: bool = True) -> list[int]:
@@ -198,7 +259,13 @@ def test_past_answers_count_once_they_have_ended_and_for_their_own_salt():
 def test_what_begins_in_the_prompt_is_no_answer():
     """The prompt ends in the middle of 16 tokens: these are not counted, and what follows them is."""
     text = ids(64, 1)
-    assert guessed(Text([*text, *text[:24]], text[24:])) == [32]
+    assert guessed(Text([*text, *text[:40]], text[40:])) == [16]
+
+
+def test_the_text_itself_is_believed_before_other_answers():
+    a, b, c = ids(32, 1), ids(16, 2), ids(16, 3)
+    other = Text(ids(16, 4), [*a, *c], begin=0, end=10)
+    assert guessed(other, Text([*ids(16, 5), *a, *b], [*a, *b], begin=10, end=20)) == [0, 16]
 
 
 def test_sums_that_were_cut_differ_by_one_at_most():
@@ -206,6 +273,7 @@ def test_sums_that_were_cut_differ_by_one_at_most():
     assert blocks_guessed([5, 9, 6, 8], 2, {}) == 1
     assert blocks_guessed([5, 9, 7, 9], 2, {}) == 0
     assert blocks_guessed([5, 9, 5, 11], 2, {}) == 0
+    assert blocks_guessed([5, 11, 5, 9], 2, {}) == 0
     assert blocks_guessed([HASHES - 1, 9, 0, 9], 2, {}) == 1
     assert blocks_guessed([5, 0, 5, HASHES - 1], 2, {}) == 1
 

@@ -57,11 +57,6 @@ class GuessedRows(NamedTuple):
     work: Array
     guess_ns: Array
 
-    @property
-    def most(self) -> int:
-        """The most drafts that a row had."""
-        return int(self.drafts.max(initial=0))
-
     def gained(self, most: int) -> Array:
         """Returns [requests, 5]: how much less of each price every request would have paid with at most so many drafts
         a row, and how many ns less of guessing; 0 drafts are no guessing."""

@@ -56,9 +56,9 @@ def _fewer(
     rows: GuessedRows, prices: "Line", accounts: Sequence[ClosedAccount], without: Share
 ) -> tuple[int, Share] | None:
     """Returns how many drafts a row at most would clearly save more than none, and how much; None if no number does."""
-    tried = [(most, gain(rows, prices, accounts, most)) for most in FEWER if most < rows.most]
-    best = max(tried, key=lambda one: one[1].value, default=None)
-    return best if best is not None and best[1].value >= without.value + BETTER else None
+    tried = [(most, gain(rows, prices, accounts, most)) for most in FEWER]
+    best = max(tried, key=lambda one: one[1].value)
+    return best if best[1].value >= without.value + BETTER else None
 
 
 def _costs(books: Books, rows: GuessedRows, prices: "Line", without: Share, fewer: tuple[int, Share] | None) -> Finding:
