@@ -87,7 +87,7 @@ def _costs(books: Books, rows: GuessedRows, prices: "Line", without: Share, fewe
         confidence=LIKELY,
         confidence_from="the drafts of each row, and a line fitted to the steps' lengths: an estimate",
         cure=Cure(sentence=f"Leave {FLAG} out.") if fewer is None else _take_fewer(books, fewer[0]),
-        cost=f"The {num_right} right guesses are lost, which saved their requests as many steps."
+        cost=f"Tokens that were guessed right, {num_right} here, take a step each."
         if fewer is None
         else "Text that repeats itself for long is answered in more steps.",
         counter_check=f"The same load {which} takes as long, in the mean request.",
