@@ -162,9 +162,9 @@ def findings_page() -> str:
         f"The doctor says nothing below {doctor.MIN_REQUESTS} requests or {doctor.MIN_STEPS} steps, or if more than "
         f"{doctor.MAX_RESIDUAL:.0%} of the requests' time is in neither book.\n\n"
         "It prints illnesses before limits. Limits are what binds a healthy server: `weight_bandwidth_bound`, "
-        "`kv_bandwidth_bound` and `compute_bound`. Among illnesses, the one with the larger share of time comes first, "
-        "but a root always comes before its symptoms.\n\n"
-        + _table(("finding", "meaning", "needs", "is the root of"), rows)
+        "`kv_bandwidth_bound` and `compute_bound`. `speculation_would_pay` is told with them, since nothing is wrong "
+        "with a server that does not guess. Among illnesses, the one with the larger share of time comes first, but a "
+        "root always comes before its symptoms.\n\n" + _table(("finding", "meaning", "needs", "is the root of"), rows)
     )
 
 

@@ -72,5 +72,5 @@ def in_vllm(books: Books, **settings: Any) -> Books:
 def _as_seen_inside(step: StepRecord) -> StepRecord:
     """From the plan to the result all is the device's."""
     device_ns = step.launch_ns + step.device_ns + step.sample_ns
-    nobody = {"launch_ns": 0, "sample_ns": 0, "cpu_wait_ns": None, "off_cpu_ns": None}
+    nobody = {"launch_ns": 0, "draft_ns": 0, "sample_ns": 0, "cpu_wait_ns": None, "off_cpu_ns": None}
     return msgspec.structs.replace(step, device_ns=device_ns, server_ran_ns=None, others_ran_ns=None, **nobody)

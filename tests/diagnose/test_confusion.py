@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_rules_client import held_until, in_bursts, with_client
 from test_rules_queue import poisson
-from ward import MS, Case, Ward, ids
+from ward import MS, Case, Guessing, Ward, ids
 
 from splittime.diagnose.doctor import diagnose
 
@@ -117,6 +117,15 @@ ILL: dict[str, tuple[set[str], Callable[[], Books]]] = {
     "deadlines too short": ({"deadlines_missed"}, lambda: Ward().run(*deadlines())),
     "a gateway that holds the answer's begin": ({"slow_way"}, lambda: with_client(mixed(), held_until(300 * MS))),
     "a proxy that buffers": ({"buffering_proxy"}, lambda: with_client(mixed(), in_bursts)),
+    "wrong guesses": ({"speculation_costs"}, lambda: calm(token_ms=0.4, guessing=Guessing(most=6))),
+    "guesses that take long to make": (
+        {"speculation_costs"},
+        lambda: calm(guessing=Guessing(most=2, share=0.2, take_ms=4)),
+    ),
+    "wrong guesses, and four slots": (
+        {"slot_bound", "speculation_costs"},
+        lambda: Ward(token_ms=0.4, settings=FOUR, guessing=Guessing(most=6)).run(*poisson(40, 200)),
+    ),
 }
 HEALTHY: dict[str, Callable[[], Books]] = {
     "calm": calm,
@@ -132,6 +141,9 @@ HEALTHY: dict[str, Callable[[], Books]] = {
     "arrivals by eights": lambda: Ward().run(*[Case(1000 * (i // 8) + i % 8, ids(32, i), 20) for i in range(120)]),
     "small and fast": lambda: Ward(step_ms=0.4, token_ms=0.01, gap_ms=0.15).run(*poisson(50, 300, output=60)),
     "a hop of two milliseconds": lambda: with_client(calm(), lambda written_ns: [at + 1_800_000 for at in written_ns]),
+    "right guesses": lambda: calm(guessing=Guessing(share=0.9)),
+    "wrong guesses that cost nothing": lambda: calm(token_ms=0.005, guessing=Guessing(most=8)),
+    "a guess or two now and then": lambda: calm(token_ms=0.2, guessing=Guessing(most=2, share=0.5, asked=0.2)),
     "short prompts first": lambda: Ward(settings={"policy": "shortest_prefill"}).run(*poisson(8, 100)),
 }
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.diagnose.rules.share import CONFIDENCE, MIN_LOSERS, MIN_SHARE, counted, ratio
+from splittime.diagnose.rules.share import CONFIDENCE, MIN_LOSERS, MIN_SHARE, counted, ratio, widened
 
 amounts = st.lists(st.tuples(st.floats(0, 1e12), st.floats(1, 1e12)), min_size=1, max_size=60)
 
@@ -63,3 +63,13 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
         low, high = ratio(lost, [100.0] * 60).interval
         held += low <= 0.25 <= high
     assert held / 150 >= CONFIDENCE - 0.1
+
+
+def test_what_a_share_was_worked_out_from_widens_it():
+    """Errors that have nothing to do with each other add by their squares."""
+    share = ratio([3.0] * 40, [10.0] * 40)
+    assert widened(share, 0.05).interval == pytest.approx((0.25, 0.35))
+    assert widened(widened(share, 0.03), 0.04).interval == pytest.approx((0.25, 0.35))
+    assert widened(share, 2.0).interval == (0.0, 1.0)
+    assert not widened(share, 0.25).is_worth_it
+    assert widened(ratio([0.0] * 40, [10.0] * 40), 0.05).interval is None

@@ -6,10 +6,12 @@ stated by the scheduler itself.
     books = ward.books()
 
 Beside the scheduler's own causes it makes what the kernel would state: steps in which the engine's thread is stopped,
-or waits for a processor (`Hindered`).
+or waits for a processor (`Hindered`); and guesses of what follows (`Guessing`), which the scheduler has verified.
 """
 
 import random
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,7 @@ from splittime.core.clock import VirtualClock
 from splittime.core.facts import Machine, TokenCost
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.step import StepPlan, StepResult
+from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
 from splittime.diagnose.books import Books, make_books
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.messages import Configure
@@ -27,9 +29,10 @@ from splittime.engine.engine import Engine
 from splittime.engine.recorder import ThreadTime
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.prompt_parts import prompt_hashes
+from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
+from splittime.runner.drafting import Draft, DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
@@ -87,12 +90,57 @@ class Hindered(FakeRunner):
 
 
 @dataclass
+class Guessing:
+    """How a server guesses what follows, whatever that costs. most: drafts of a row. share: of the tokens that are
+    guessed right; it looks only at so many of the rows (`asked`). take_ms: what looking takes a step."""
+
+    most: int = 4
+    share: float = 0.0
+    asked: float = 0.7
+    take_ms: float = 0.0
+
+
+class GuessingDrafter:
+    """Implements `runner.drafting.Drafter`: it asks the fake model itself, and tells some of it wrong."""
+
+    def __init__(self, how: Guessing, runner: FakeRunner, clock: VirtualClock) -> None:
+        self._how, self._runner, self._clock, self._rng = how, runner, clock, random.Random(7)
+        self._known: dict[str, array] = {}
+
+    def admit(self, admitted: Admitted) -> None:
+        self._known[admitted.request_id] = array("I", admitted.token_ids)
+
+    def release(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+
+    def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
+        pass  # it stays as it is
+
+    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft]:
+        self._clock.advance(int(self._how.take_ms * MS))
+        for row in results:
+            self._known[row.request_id].extend(row.token_ids)
+        asked = [row.request_id for row in results if row.token_ids and self._rng.random() < self._how.asked]
+        return {name: Draft(self._guesses(name), ()) for name in asked}
+
+    def _guesses(self, request_id: str) -> tuple[int, ...]:
+        known, found = self._known[request_id][:], []
+        for _ in range(self._how.most):
+            known.append(self._runner._next_token(known.tobytes()))
+            found.append(known[-1] if self._rng.random() < self._how.share else 4000)
+        return tuple(found)
+
+    def forget(self) -> None:
+        pass
+
+
+@dataclass
 class Ward:
     """step_ms and token_ms: what a step and each token in it cost; gap_ms: what the host does after each. wake_ms: what
     an engine without work takes to wake; take_ms: what it takes to take a request in. execution: `FakeRunner`'s. knobs:
     (at ms, settings) changed while it runs. stops_ms: (at, for so long). machine: threads and cores. beside:
-    how many cores this server's other processes, and all others, keep busy. Other arguments are the scheduler's
-    settings, and `Hindered`'s."""
+    how many cores this server's other processes, and all others, keep busy. guessing: None: nothing is guessed. Other
+    arguments are the scheduler's settings, and `Hindered`'s."""
 
     step_ms: float = 4.0
     token_ms: float = 0.05
@@ -108,6 +156,7 @@ class Ward:
     sample_share: float = 0.0
     machine: tuple[int, int] | None = None
     beside: tuple[float, float] | None = None
+    guessing: Guessing | None = None
     told: dict[str, Any] = field(default_factory=dict)
     clock: VirtualClock = field(default_factory=lambda: VirtualClock(10**9))
 
@@ -115,7 +164,7 @@ class Ward:
         config = SchedulerConfig(**({"max_model_len": 4096, "num_blocks": 4096} | self.settings))
         costs = (int(self.step_ms * MS), int(self.token_ms * MS))
         runner = Hindered(config.block_size, 4000, 0, *costs, self.clock, self.execution)
-        parts = EngineParts(Engine(Scheduler(config), plans_ahead=self.plans_ahead), runner)
+        parts = EngineParts(Engine(Scheduler(config), plans_ahead=self.plans_ahead), self._answering(runner))
         self.crank = Crank(parts, self.clock, processor=runner)  # type: ignore[arg-type]
         host = HostCosts(int(self.gap_ms * MS), int(self.wake_ms * MS), int(self.take_ms * MS))
         played = TimedRun(self.crank, self.clock, host, on_end=self._close)
@@ -148,6 +197,12 @@ class Ward:
             processes=(Process(name="engine", started_ns=begin_ns - 10**10, ready_ns=begin_ns - 10**10),),
         )
         return make_books(facts, self.closed, self.steps, "a ward")
+
+    def _answering(self, runner: Hindered) -> Any:
+        if self.guessing is None:
+            return runner
+        drafter = GuessingDrafter(self.guessing, runner, self.clock)
+        return DraftingRunner(runner, drafter, now_ns=self.clock.now_ns)
 
     def _submit(self, played: TimedRun, at_ns: int, request_id: str, case: Case) -> None:
         engine_ns = _engine_ns(at_ns, case)
@@ -200,5 +255,7 @@ class Ward:
                 token_ready_ns=tuple(outcome.token_ready_ns),
                 token_written_ns=tuple(at_ns + WRITE_NS for at_ns in outcome.token_ready_ns),
                 prompt_parts=prompt_hashes(case.prompt).parts,
+                prefixes=prompt_hashes(case.prompt).prefixes,
+                answer_prefixes=answer_hashes(case.prompt, outcome.token_ids),
             )
         )

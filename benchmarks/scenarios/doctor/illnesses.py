@@ -54,6 +54,7 @@ class Ward(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SMALL_CACHE = ("--max-model-len", "512", "--kv-cache-memory-bytes", str(40 * BLOCK_BYTES))
+GUESSING = ("--speculative-config", '{"method": "suffix"}')
 WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048")
 
 ILLNESSES: tuple[Ward, ...] = (
@@ -182,6 +183,13 @@ ILLNESSES: tuple[Ward, ...] = (
         settings=("--max-num-batched-tokens", "16", "--max-num-seqs", "16"),
         load=poisson(4, 300, 4),
     ),
+    Ward(
+        name="guesses at random",
+        expected="speculation_costs",
+        settings=GUESSING,
+        sabotage="guesses",
+        load=poisson(3, 24, 60),
+    ),
     Ward(name="clients that read slowly", expected="slow_client", spoiler=SlowReader, load=wide_answers),
 )
 
@@ -202,5 +210,6 @@ HEALTHY: tuple[Ward, ...] = (
     Ward(
         name="short ones first, no contention", expected=None, settings=("--policy", "shortest_prefill"), load=_SHARED
     ),
+    Ward(name="guessing ahead", expected=None, settings=GUESSING, load=_well(4, 24, 40, 9.0)),
     Ward(name="eight slots, enough", expected=None, settings=("--max-num-seqs", "8"), load=_well(5, 24, 40, 8.0)),
 )

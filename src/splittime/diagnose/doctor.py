@@ -31,7 +31,7 @@ from splittime.ledger.stages import Stage
 
 THEMES = (
     "failures client network loops stated processor threads order admission overload burst kv interference prefill "
-    "prompts host device start decode "
+    "prompts host device start decode speculation speculation_off "
     "reported_queue reported_memory reported_prefixes reported_prompts reported_interference"
 )
 for _theme in THEMES.split():

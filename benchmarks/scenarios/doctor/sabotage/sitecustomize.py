@@ -2,18 +2,21 @@
 
 SABOTAGE=host         burns 4 ms of Python before each step
 SABOTAGE=gc           keeps a million objects alive in the engine process and has them collected twice a second
+SABOTAGE=guesses      has the engine guess 12 tokens at random in most rows, and verify them whatever that costs
 SABOTAGE=tokenizer    takes 60 ms longer for each text
 SABOTAGE=loop         holds up the server's event loop for 150 ms, 100 ms after the last time
 """
 
 import gc
 import os
+import random
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+NUM_GUESSES, GUESSING_SHARE = 12, 0.7
 HOST_S, COLLECT_S, TOKENIZE_S, LOOP_S = 0.004, 0.5, 0.06, 0.15
 IN_SERVER = ("tokenizer", "loop")  # the others in the engine process
 
@@ -46,6 +49,16 @@ def _spoil_heap(crank_class: type) -> None:
         gc.collect()
 
 
+def _spoil_guesses(drafter_class: type) -> None:
+    def draft(drafter: Any, results: Any, least_survival: float, is_cheap: bool) -> Any:
+        from splittime.runner.drafting import Draft  # by now the runner has loaded it
+
+        asked = [row.request_id for row in results if row.token_ids and random.random() < GUESSING_SHARE]
+        return {name: Draft(tuple(random.randrange(200, 1000) for _ in range(NUM_GUESSES)), ()) for name in asked}
+
+    drafter_class.draft = draft  # type: ignore[attr-defined]
+
+
 def _spoil_tokenizer(tokenizer_class: type) -> None:
     _slower(tokenizer_class, "encode", lambda tokenizer: time.sleep(TOKENIZE_S))
 
@@ -64,6 +77,7 @@ def _spoil_loop(server_class: type) -> None:
 ILLNESSES = {
     "host": ("splittime.drive.crank", "Crank", _spoil_host),
     "gc": ("splittime.drive.crank", "Crank", _spoil_heap),
+    "guesses": ("splittime.runner.suffix_drafter", "SuffixDrafter", _spoil_guesses),
     "tokenizer": ("splittime.text.tokenizer", "Tokenizer", _spoil_tokenizer),
     "loop": ("splittime.web.connection", "ManyAcceptingServer", _spoil_loop),
 }

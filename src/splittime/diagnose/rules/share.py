@@ -10,6 +10,7 @@ requests, or one event, lost it all. A finding is told only if the whole interva
 """
 
 from collections.abc import Mapping, Sequence
+from math import hypot
 
 import msgspec
 import numpy
@@ -64,6 +65,16 @@ def ratio(lost: Sequence[float], felt: Sequence[float], least: float = MIN_SHARE
     is_asked = value >= least and num_losers >= MIN_LOSERS and len(losses) >= MIN_REQUESTS
     interval = _interval(losses, times, value) if is_asked else None
     return Share(value=value, interval=interval, num_losers=num_losers, least=least)
+
+
+def widened(share: Share, reach: float) -> Share:
+    """Returns a share of which not only the requests are a sample: what it was worked out from may be off by `reach`
+    either way, whichever requests come."""
+    if share.interval is None:
+        return share
+    low, high = share.interval
+    low, high = share.value - hypot(share.value - low, reach), share.value + hypot(high - share.value, reach)
+    return msgspec.structs.replace(share, interval=(max(0.0, low), min(1.0, high)))
 
 
 def counted(value: float, num_losers: int, least: float = MIN_SHARE) -> Share:
