@@ -109,6 +109,7 @@ def errors_page() -> str:
     listed = (errors.RequestError, errors.NotFound, errors.Conflict, errors.DeadlineExceeded, errors.Overloaded)
     rows = [(f"`{cls.__name__}`", str(cls.status), f"`{cls.kind}`", f"`{cls.code}`") for cls in listed]
     rows.append((f"`{errors.EngineError.__name__}`", "500", "`engine_error`", "`engine_error`"))
+    rows.append((f"`{errors.UpstreamError.__name__}`", "502, 504", "`upstream_error`", "`upstream_failed`"))
     tree = errors.__doc__ or ""
     return (
         "# Errors\n\n```\n"
