@@ -82,6 +82,12 @@ async def facts(gateway: GatewayService, scope: http.Scope, receive: http.Receiv
     await http.respond(send, msgspec.json.encode(gateway.facts()))
 
 
+async def steps(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """None: a gateway computes nothing. `splittime explain` asks for the steps of a request's time."""
+    limit_of(http.query_of(scope, "limit"))
+    await http.respond_json(send, {"steps": []})
+
+
 async def requests(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The latest accounts that the key may see, oldest first; with `slower_than_ms` only those that took longer."""
     wanted = http.query_of(scope, *QUERY)
@@ -112,6 +118,7 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/stats", stats),
     ("GET", "/ledger/requests", requests),
     ("GET", "/ledger/requests/{request_id}", one_request),
+    ("GET", "/ledger/steps", steps),
     ("GET", "/ledger/facts", facts),
 )
 HINTS = {

@@ -22,6 +22,7 @@ from splittime.gateway.upstreams import Routed, Router
 
 now_ns = time.monotonic_ns
 RETRY_AFTER_S = 1.0
+QUEUE_TIMEOUT = "queue_timeout"  # the reason of a refusal
 
 
 class Waiting:
@@ -94,7 +95,7 @@ class FairQueue:
                 return await waiting.granted
         except TimeoutError:
             self._abandon(waiting)
-            raise self._refused("queue_timeout", "it waited for as long as it may") from None
+            raise self._refused(QUEUE_TIMEOUT, "it waited for as long as it may") from None
         except asyncio.CancelledError:
             self._abandon(waiting)
             raise

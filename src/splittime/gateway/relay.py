@@ -40,12 +40,11 @@ class Deadline(NamedTuple):
     at_ns: int
     is_clients: bool
 
-    def left_s(self) -> float:
-        return max(0.0, (self.at_ns - now_ns()) / 1e9)
-
-    @property
-    def has_passed(self) -> bool:
-        return now_ns() >= self.at_ns
+    def within(self, seconds: float) -> tuple[float, bool]:
+        """Returns how long something may take that may take so long at most, and whether the deadline says so. An event
+        loop's timers are a millisecond coarse: what has run out is not asked of a clock afterwards."""
+        left_s = max(0.0, (self.at_ns - now_ns()) / 1e9)
+        return (left_s, True) if left_s <= seconds else (seconds, False)
 
 
 class PassedAnswer(NamedTuple):
@@ -133,8 +132,9 @@ class Relay:
         config = self._upstream.config
         url, timeout = self._upstream.base_url + self._request.path, aiohttp.ClientTimeout(connect=config.connect_s)
         response: aiohttp.ClientResponse | None = None
+        limit_s, is_deadline = self._deadline.within(config.first_byte_s)
         try:
-            async with asyncio.timeout(min(config.first_byte_s, self._deadline.left_s())):
+            async with asyncio.timeout(limit_s):
                 response = await self._session.post(
                     url, data=self._request.body, headers=self._headers, allow_redirects=False, timeout=timeout
                 )
@@ -143,17 +143,17 @@ class Relay:
         except BaseException as error:
             if response is not None:
                 response.close()
-            raise self._not_begun(error) from error
+            raise self._not_begun(error, is_deadline) from error
         self.first_byte_ns = now_ns()
         return response, first
 
-    def _not_begun(self, error: BaseException) -> BaseException:
+    def _not_begun(self, error: BaseException, is_deadline: bool) -> BaseException:
         name, config = self._upstream.name, self._upstream.config
         if isinstance(error, aiohttp.ServerTimeoutError):
             words = f"no connection to upstream {name!r} within {config.connect_s:g} s"
             return _failure(words, "upstream_connect_timeout", 504)
         if isinstance(error, TimeoutError):
-            if self._deadline.has_passed:
+            if is_deadline:
                 return UpstreamFailure(self._too_late(), is_fault=False)
             words = f"no byte of an answer from upstream {name!r} within {config.first_byte_s:g} s"
             return _failure(words, "upstream_first_byte_timeout", 504)
@@ -173,11 +173,12 @@ class Relay:
     async def _next(self, response: aiohttp.ClientResponse) -> bytes:
         """Returns the next piece, b"" at the end. Raises `BrokenStream`, told to nobody yet."""
         name, between_s = self._upstream.name, self._upstream.config.between_s
+        limit_s, is_deadline = self._deadline.within(between_s)
         try:
-            async with asyncio.timeout(min(between_s, self._deadline.left_s())):
+            async with asyncio.timeout(limit_s):
                 return await response.content.readany()
         except TimeoutError:
-            if self._deadline.has_passed:
+            if is_deadline:
                 raise BrokenStream(self._too_late(), is_fault=False) from None
             words = f"upstream {name!r} sent nothing for {between_s:g} s"
             raise BrokenStream(UpstreamError(words, code="upstream_stalled", status=504)) from None

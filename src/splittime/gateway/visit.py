@@ -27,6 +27,7 @@ from splittime.core.errors import (
 )
 from splittime.core.request import FinishReason
 from splittime.gateway.answer_events import NestedAccount
+from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
 from splittime.gateway.relay import BrokenStream, Deadline, Relay, UpstreamFailure
 from splittime.gateway.service import GatewayService
@@ -208,8 +209,8 @@ class GatewayVisit:
                 tried=tried,
                 on_wait=lambda: self.account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
             )
-        except Refused:
-            if client_ns is not None and now_ns() >= client_ns:
+        except Refused as refused:
+            if until_ns == client_ns and refused.reason == QUEUE_TIMEOUT:
                 raise DeadlineExceeded.before("an upstream had room for it") from None
             raise
         self._was_granted = True
