@@ -16,12 +16,26 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.core.settings import check
-from splittime.gateway.config import GatewayConfig, TenantConfig, UpstreamConfig
+from splittime.gateway.config import (
+    BreakerConfig,
+    GatewayConfig,
+    QueueConfig,
+    RetryConfig,
+    TenantConfig,
+    UpstreamConfig,
+)
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
 from splittime.web.tenants import Tenant, check_key
 from splittime.wire.target import Target
 
+TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
+    ("[[upstream]]", UpstreamConfig),
+    ("[[tenant]]", TenantConfig),
+    ("[queue]", QueueConfig),
+    ("[retries]", RetryConfig),
+    ("[breaker]", BreakerConfig),
+)
 NOT_BUILT = {
     "aliases": "a request's model name is passed on unchanged; list that name in models",
     "api_key": "keys stand in no config file; use key_env or key_file",
@@ -134,8 +148,7 @@ def _unknown_key(name: str, path: str) -> ConfigError:
 def _struct_of(table: str) -> type[msgspec.Struct]:
     if not table:
         return GatewayConfig
-    lists: dict[str, type[msgspec.Struct]] = {"upstream": UpstreamConfig, "tenant": TenantConfig}
-    return lists.get(table) or type(next(f.default for f in msgspec.structs.fields(GatewayConfig) if f.name == table))
+    return next(kind for name, kind in TABLES if name.strip("[]") == table)
 
 
 def _check_bounds(config: GatewayConfig) -> None:

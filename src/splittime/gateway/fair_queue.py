@@ -25,7 +25,7 @@ RETRY_AFTER_S = 1.0
 QUEUE_TIMEOUT = "queue_timeout"  # the reason of a refusal
 
 
-class Waiting:
+class QueuedRequest:
     """One request in the queue. granted: who gets it, or why nobody does. tokens: prompt and answer, as estimated."""
 
     __slots__ = ("granted", "is_retry", "model", "tenant", "tokens", "tried")
@@ -36,7 +36,7 @@ class Waiting:
         self.granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
 
 
-class Share:
+class TenantShare:
     """What one tenant has: of the queue now, of upstreams' tokens so far (by weight), and in flight."""
 
     def __init__(self, weight: float) -> None:
@@ -44,13 +44,13 @@ class Share:
         self.counter = 0.0
         self.requests = self.tokens = 0  # that wait
         self.in_flight = 0
-        self.by_model: dict[str, deque[Waiting]] = {}
+        self.by_model: dict[str, deque[QueuedRequest]] = {}
 
     @property
     def is_active(self) -> bool:
         return self.requests > 0 or self.in_flight > 0
 
-    def latest(self) -> Waiting | None:
+    def latest(self) -> QueuedRequest | None:
         """Returns the request that came last, as far as the models' queues tell: of the longest one."""
         longest = max(self.by_model.values(), key=len, default=None)
         return longest[-1] if longest else None
@@ -62,7 +62,7 @@ class FairQueue:
     def __init__(self, config: QueueConfig, router: Router, weights: Mapping[str, float] | None = None) -> None:
         self._config, self._router = config, router
         self._weights = dict(weights or {})
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, TenantShare] = {}
         self._least = 0.0  # the counter of whoever was served last
         self.requests = self.tokens = 0  # that wait
 
@@ -84,7 +84,7 @@ class FairQueue:
         """
         if not self._router.allowed(model, now_ns()):
             raise self._nobody(model)
-        waiting = Waiting(tenant, model, tokens, tried)
+        waiting = QueuedRequest(tenant, model, tokens, tried)
         self._make_room(waiting)
         self._add(waiting)
         self.dispatch()
@@ -123,17 +123,17 @@ class FairQueue:
 
     # ---- in
 
-    def _share(self, tenant: str) -> Share:
+    def _share(self, tenant: str) -> TenantShare:
         share = self._shares.get(tenant)
         if share is None:
-            share = self._shares[tenant] = Share(self._weights.get(tenant, 1.0))
+            share = self._shares[tenant] = TenantShare(self._weights.get(tenant, 1.0))
         return share
 
     def _is_full(self, tokens: int) -> bool:
         is_long = self.requests > 0 and self.tokens + tokens > self._config.max_tokens
         return self.requests >= self._config.max_requests or is_long
 
-    def _make_room(self, newcomer: Waiting) -> None:
+    def _make_room(self, newcomer: QueuedRequest) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
         if self._router.choose(newcomer.model, now_ns(), newcomer.tried) is not None:
             return  # whoever waits waits for others
@@ -143,7 +143,7 @@ class FairQueue:
                 raise self._queue_full()
             self._refuse(over, self._queue_full())
 
-    def _most_over(self, tenant: str, tokens: int) -> Waiting | None:
+    def _most_over(self, tenant: str, tokens: int) -> QueuedRequest | None:
         """Returns the latest request of the tenant that has most of the queue by weight, if it has more than the
         newcomer's would."""
         own = self._share(tenant)
@@ -153,7 +153,7 @@ class FairQueue:
             return None
         return most.latest()
 
-    def _add(self, waiting: Waiting) -> None:
+    def _add(self, waiting: QueuedRequest) -> None:
         share = self._share(waiting.tenant)
         if not share.is_active:
             active = [other.counter for other in self._shares.values() if other.is_active]
@@ -162,13 +162,13 @@ class FairQueue:
         line.appendleft(waiting) if waiting.is_retry else line.append(waiting)
         self._count(share, waiting, 1)
 
-    def _count(self, share: Share, waiting: Waiting, sign: int) -> None:
+    def _count(self, share: TenantShare, waiting: QueuedRequest, sign: int) -> None:
         share.requests += sign
         share.tokens += sign * waiting.tokens
         self.requests += sign
         self.tokens += sign * waiting.tokens
 
-    def _remove(self, waiting: Waiting) -> None:
+    def _remove(self, waiting: QueuedRequest) -> None:
         share = self._shares[waiting.tenant]
         line = share.by_model[waiting.model]
         line.remove(waiting)
@@ -182,7 +182,7 @@ class FairQueue:
         shares = sorted((share for share in self._shares.values() if share.requests), key=lambda share: share.counter)
         return any(self._grant_first(share) for share in shares)
 
-    def _grant_first(self, share: Share) -> bool:
+    def _grant_first(self, share: TenantShare) -> bool:
         at_ns = now_ns()
         for model, line in list(share.by_model.items()):
             waiting = line[0]
@@ -198,7 +198,7 @@ class FairQueue:
                 return True
         return False
 
-    def _grant(self, share: Share, waiting: Waiting, routed: Routed) -> None:
+    def _grant(self, share: TenantShare, waiting: QueuedRequest, routed: Routed) -> None:
         self._remove(waiting)
         routed.upstream.enter(waiting.tokens)
         share.in_flight += 1
@@ -207,12 +207,12 @@ class FairQueue:
             share.counter += waiting.tokens / share.weight
         waiting.granted.set_result(routed)
 
-    def _refuse(self, waiting: Waiting, error: Refused) -> None:
+    def _refuse(self, waiting: QueuedRequest, error: Refused) -> None:
         self._remove(waiting)
         if not waiting.granted.done():
             waiting.granted.set_exception(error)
 
-    def _abandon(self, waiting: Waiting) -> None:
+    def _abandon(self, waiting: QueuedRequest) -> None:
         """Its task was cancelled, or waited too long: leave the line, or give back a place granted at that moment."""
         granted = waiting.granted
         if granted.done() and not granted.cancelled() and granted.exception() is None:
