@@ -178,10 +178,13 @@ def test_a_full_model_keeps_no_other_waiting():
         configs = [
             UpstreamConfig(name=name, url="http://127.0.0.1:1", models=(name,), max_in_flight=1) for name in "xy"
         ]
-        queue = FairQueue(QueueConfig(), Router([Upstream(one, BreakerConfig()) for one in configs]))
+        queue = FairQueue(QueueConfig(max_requests=1), Router([Upstream(one, BreakerConfig()) for one in configs]))
         await queue.enter("a", "x", 10, until_ns=FAR_NS)
         waiting = await wait_in(queue, "a", 10, "x")
+        queue.require_room("a")  # the queue is full, and nobody knows yet of which model the next is
         assert (await queue.enter("a", "y", 10, until_ns=FAR_NS)).upstream.name == "y"
+        with pytest.raises(Refused):
+            queue.require_room("a")
         waiting.cancel()
 
     asyncio.run(run())

@@ -112,8 +112,8 @@ class FairQueue:
         share.counter += tokens / share.weight
 
     def require_room(self, tenant: str) -> None:
-        """Raises `Refused` if any request of this tenant would be refused now, however short it is."""
-        if self._is_full(1) and self._most_over(tenant, 1) is None:
+        """Raises `Refused` if any request of this tenant would be refused now, however short, and of whatever model."""
+        if self._is_full(1) and not self._router.has_room and self._most_over(tenant, 1) is None:
             raise self._queue_full()
 
     def dispatch(self) -> None:

@@ -291,7 +291,8 @@ class GatewayVisit:
         if self._first_token_by_ns is not None:
             headers[SLO_HEADER] = _left_ms(self._first_token_by_ns)
         for name in TRACE_HEADERS:
-            if (value := http.header(self._scope, name)) is not None:
+            value = http.header(self._scope, name)
+            if value is not None and value.isascii() and value.isprintable():  # else no header of ours
                 headers[name.decode()] = value
         return headers
 
