@@ -1,6 +1,7 @@
 """What is read of an answer that is passed on, in whatever pieces it came."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ def test_pieces_do_not_matter(cuts, has_usage):
     told = [CHUNK, CHUNK, {**LAST, "timing": TIMING}, *([USAGE] if has_usage else []), b"[DONE]"]
     whole = b"".join(event(each) for each in told)
     events, places = AnswerEvents(), sorted({0, len(whole), *(min(cut, len(whole)) for cut in cuts)})
-    for begin, end in zip(places, places[1:], strict=False):
+    for begin, end in pairwise(places):
         assert not events.is_done
         events.feed(whole[begin:end])
     assert events.is_done

@@ -137,6 +137,39 @@ def test_a_tenant_that_fills_the_queue_keeps_nobody_out():
     asyncio.run(run())
 
 
+def test_an_equal_share_takes_nobodys_place():
+    async def run():
+        queue = FairQueue(QueueConfig(max_requests=2), router_of(1), {"heavy": 2.0})
+        await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        tasks = [await wait_in(queue, tenant, 10) for tenant in "ab"]
+        with pytest.raises(Refused):
+            await queue.enter("c", "m", 10, until_ns=FAR_NS)
+        tasks.append(await wait_in(queue, "heavy", 10))  # by weight it has less
+        await asyncio.sleep(0)
+        assert sum(task.done() for task in tasks) == 1
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_tenant_with_requests_in_flight_keeps_its_count():
+    async def run():
+        queue = FairQueue(QueueConfig(), router_of(2))
+        queue.correct("b", 0)  # known first: it would win a tie
+        await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        large = await queue.enter("b", "m", 1000, until_ns=FAR_NS)
+        of_b, of_a = await wait_in(queue, "b", 10), await wait_in(queue, "a", 10)
+        queue.leave(large, "b", 1000)
+        await asyncio.sleep(0)
+        assert of_a.done()
+        assert not of_b.done()
+        of_b.cancel()
+
+    asyncio.run(run())
+
+
 def test_who_waits_too_long_is_refused_and_leaves_nothing():
     async def run():
         queue = FairQueue(QueueConfig(), router_of(1))
@@ -215,6 +248,7 @@ def test_the_less_laden_of_two_is_chosen():
         assert routed.upstream is not router.upstreams[0]
         assert routed.considered[0].upstream == routed.upstream.name
         assert len(routed.considered) == 2
+    assert {router.choose("m", now_ns(), ["u1", "u2"]).upstream.name for _ in range(20)} == {"u0"}
     router.upstreams[1].enter(2000)
     router.upstreams[2].enter(3000)
     chosen = Counter(router.choose("m", now_ns()).upstream.name for _ in range(300))

@@ -193,7 +193,8 @@ def _waits(account: ClosedAccount, totals_ns: dict[Key, int]) -> Text:
 def _tokens(account: ClosedAccount, steps: Sequence[StepRecord]) -> Text:
     ttft_ns, tpot_ns, stall = derive.ttft_ns(account), derive.tpot_ns(account), derive.max_stall(account)
     if ttft_ns is None:
-        return Text("\nNo token was written.\n")
+        passed_on = "A gateway passes on pieces, and knows no token's time." if account.attempts else ""
+        return Text(f"\n{passed_on or 'No token was written.'}\n")
     text = Text(f"\nTTFT {_ms(ttft_ns)} ms")
     if tpot_ns is not None:
         text.append(f", TPOT {_ms(tpot_ns)} ms")

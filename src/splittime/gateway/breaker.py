@@ -47,7 +47,7 @@ class Breaker:
 
     def note_failure(self, now_ns: int) -> None:
         self._failures += 1
-        if self._is_trying or self._failures >= self._config.failures:
+        if self._failures >= self._config.failures:  # as it is, where one tried an open breaker
             self._open_until_ns = now_ns + int(self._config.open_s * 1e9)
         self._is_trying = False
 
