@@ -116,6 +116,13 @@ class Hostile:
         writer.write(whole(200, WHOLE))
         return False
 
+    async def do_paced(self, reader, writer, body) -> bool:
+        """As many tokens as are asked for, a millisecond each ten."""
+        tokens = body["max_tokens"]
+        await asyncio.sleep(tokens / 10_000)
+        writer.write(whole(200, WHOLE | {"usage": {"prompt_tokens": 10, "completion_tokens": tokens}}))
+        return False
+
     async def do_slow(self, reader, writer, body) -> bool:
         return await self._until_gone("slow", reader)
 

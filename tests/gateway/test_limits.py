@@ -172,6 +172,35 @@ def test_a_cap_a_queue_and_quick_refusals(hostile, tmp_path):
         assert sum(waits) == 4
 
 
+def test_shares_of_tokens_are_the_weights_whatever_is_asked(hostile, tmp_path):
+    """All ask for more than they get, in requests of different lengths; what they are served is 1 to 2 to 5."""
+    weights, lengths = {"ops": 1.0, "a": 2.0, "b": 5.0}, {"ops": 400, "a": 100, "b": 200}
+    text = upstream("paced", hostile.url("paced"), max_in_flight=3)
+    for name, weight in weights.items():
+        text += f'[[tenant]]\nname = "{name}"\nkey_env = "{name.upper()}_KEY"\nweight = {weight}\n'
+        text += "operator = true\n" * (name == "ops")
+    until_s = time.monotonic() + 4
+
+    def ask(gateway, tenant):
+        while time.monotonic() < until_s:
+            assert gateway.ask("paced", bearer(KEYS[f"{tenant.upper()}_KEY"]), max_tokens=lengths[tenant])[0] == 200
+
+    with gateway_of(tmp_path, text, **KEYS) as gateway:
+        asking = [threading.Thread(target=ask, args=(gateway, tenant)) for tenant in weights for _ in range(12)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+        accounts = gateway.get("/ledger/requests?limit=10000", "of-ops")["accounts"]
+    begin_ns, end_ns = accounts[0]["end_ns"], accounts[-1]["end_ns"]
+    served = dict.fromkeys(weights, 0)
+    for account in accounts:
+        if begin_ns + 0.1 * (end_ns - begin_ns) < account["end_ns"] < begin_ns + 0.8 * (end_ns - begin_ns):
+            served[account["tenant"]] += account["prompt_tokens"] + account["output_tokens"]
+    for tenant, weight in weights.items():
+        assert served[tenant] / sum(served.values()) == pytest.approx(weight / 8, rel=0.12), served
+
+
 def test_who_waits_and_leaves_takes_no_place(hostile, tmp_path):
     hostile.hold.clear()
     with gateway_of(tmp_path, upstream("held", hostile.url("held"), max_in_flight=1)) as gateway:

@@ -51,6 +51,7 @@ class AnswerEvents:
     def __init__(self) -> None:
         self._lines = EventLines()
         self._latest: deque[bytes] = deque(maxlen=KEPT_EVENTS)
+        self._reader: AnswerReader | None = None
         self.num_events = 0
         self.is_done = False
         self.error: str | None = None  # told inside the stream
@@ -75,10 +76,13 @@ class AnswerEvents:
         self.is_done = True
 
     def read(self) -> AnswerReader:
-        """Returns what the latest events say of tokens and the end."""
+        """Returns what the latest events say of tokens and the end; of an answer that is all there, the same again."""
+        if self._reader is not None:
+            return self._reader
         reader = AnswerReader()
         for data in self._latest:
             reader.take(data, 0)
+        self._reader = reader if self.is_done else None
         return reader
 
     def nested(self) -> NestedAccount:
