@@ -95,7 +95,7 @@ def hostile():
 
 ONE_EACH = (
     *("fine", "broken", "away", "busy", "strict", "redirect", "lying", "garbage", "hangup", "dying", "polite"),
-    *("claiming", "slow", "halfopen", "stalling", "endless"),
+    *("lingering", "claiming", "slow", "halfopen", "stalling", "endless"),
 )
 SHORT = {"first_byte_s": 0.4, "between_s": 0.4, "total_s": 20.0}
 

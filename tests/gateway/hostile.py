@@ -117,8 +117,8 @@ class Hostile:
         return False
 
     async def do_paced(self, reader, writer, body) -> bool:
-        """As many tokens as are asked for, a millisecond each ten."""
-        tokens = body["max_tokens"]
+        """So many tokens, of the `max_tokens` that there may be; a millisecond each ten."""
+        tokens = body["real_tokens"]
         await asyncio.sleep(tokens / 10_000)
         writer.write(whole(200, WHOLE | {"usage": {"prompt_tokens": 10, "completion_tokens": tokens}}))
         return False
@@ -172,6 +172,11 @@ class Hostile:
     async def do_polite(self, reader, writer, body) -> bool:
         writer.write(STREAM_HEAD + chunk(event(CHUNK)) + chunk(event(CHUNK)) + b"0\r\n\r\n")
         return False
+
+    async def do_lingering(self, reader, writer, body) -> bool:
+        """Its answer is whole, and it does not say that it ends there."""
+        writer.write(STREAM_HEAD + chunk(event(CHUNK) + event(LAST) + event(b"[DONE]")))
+        return await self._until_gone("lingering", reader)
 
     async def do_stalling(self, reader, writer, body) -> bool:
         writer.write(STREAM_HEAD + chunk(event(CHUNK)))

