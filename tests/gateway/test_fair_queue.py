@@ -176,6 +176,41 @@ def test_an_estimate_of_one_is_not_held_against_another():
     asyncio.run(run())
 
 
+def test_who_comes_when_nobody_is_there_begins_where_the_last_was():
+    async def run():
+        queue = FairQueue(QueueConfig(), router_of(2))
+        for routed in [await queue.enter("a", "m", 10_000, until_ns=FAR_NS) for _ in range(2)]:
+            queue.settle("a", 10_000, 100)
+            queue.leave(routed, "a", 10_000)
+        held = await queue.enter("b", "m", 10, until_ns=FAR_NS)
+        await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        of_a, of_b = await wait_in(queue, "a", 10), await wait_in(queue, "b", 10)
+        queue.leave(held, "b", 10)
+        await asyncio.sleep(0)
+        assert of_b.done()  # the 10,000 that were feared, and not used, are nothing that it begins with
+        assert not of_a.done()
+        of_a.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_place_granted_to_who_has_just_left_is_given_on():
+    async def run():
+        queue = FairQueue(QueueConfig(), router_of(1))
+        held = await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        leaver, of_a, of_b = [await wait_in(queue, *asked) for asked in (("b", 5000), ("a", 10), ("b", 10))]
+        queue.leave(held, "a", 10)
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert leaver.cancelled()
+        assert of_b.done()  # its tenant pays nothing for what was not served
+        assert not of_a.done()
+        of_a.cancel()
+
+    asyncio.run(run())
+
+
 def test_a_tenant_with_requests_in_flight_keeps_its_count():
     async def run():
         queue = FairQueue(QueueConfig(), router_of(2))

@@ -3,8 +3,9 @@
 Each tenant has a counter of the tokens that it was served, divided by its weight; whoever has the least is next: the
 virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A request is charged
 when it goes to an upstream, by its estimate, and corrected when its tokens are known. A tenant that comes back after a
-pause begins where the least of the active ones is, so that nobody saves up. Within a tenant the order is that of
-arrival, for each model; a request whose upstreams are full keeps none of another model waiting.
+pause begins where the least of the active ones is, so that nobody saves up; what they were charged for requests in
+flight is left out there, as it may never be used. Within a tenant the order is that of arrival, for each model; a
+request whose upstreams are full keeps none of another model waiting.
 
 The queue is bounded in requests and in tokens. When it is full a newcomer is refused, unless its tenant has less of the
 queue, by weight, than another: then that other's latest request is. Thus a tenant that fills the queue does not keep
