@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import typer
 
 from splittime.api.limits import BodyLimits
@@ -19,11 +20,14 @@ from splittime.api.openapi import document
 from splittime.assemble.settings import MODEL, SETTINGS
 from splittime.cli.main import app
 from splittime.core import errors
-from splittime.core.settings import Setting
+from splittime.core.settings import Setting, settings_of
 from splittime.diagnose import doctor, finding
+from splittime.gateway.config import GatewayConfig
+from splittime.gateway.config_file import NOT_BUILT, TABLES
+from splittime.gateway.metrics import GATEWAY_METRICS
 from splittime.ledger import derive
 from splittime.ledger.export.histogram import EDGES_NS
-from splittime.ledger.export.metrics import METRICS
+from splittime.ledger.export.metrics import METRICS, MetricSpec
 from splittime.ledger.export.vllm import ALIASES
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 
@@ -109,6 +113,7 @@ def errors_page() -> str:
     listed = (errors.RequestError, errors.NotFound, errors.Conflict, errors.DeadlineExceeded, errors.Overloaded)
     rows = [(f"`{cls.__name__}`", str(cls.status), f"`{cls.kind}`", f"`{cls.code}`") for cls in listed]
     rows.append((f"`{errors.EngineError.__name__}`", "500", "`engine_error`", "`engine_error`"))
+    rows.append((f"`{errors.UpstreamError.__name__}`", "502, 504", "`upstream_error`", "`upstream_failed`"))
     tree = errors.__doc__ or ""
     return (
         "# Errors\n\n```\n"
@@ -121,17 +126,43 @@ def errors_page() -> str:
 def metrics_page() -> str:
     edges = ", ".join(f"{edge_ns / 1e9:g}" for edge_ns in EDGES_NS)
     buckets = ", ".join(derive.prompt_bucket(edge) for edge in (*derive.PROMPT_BUCKET_EDGES, 10**9))
-    rows = [
-        (f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels) or "-", m.help)
-        for m in (*METRICS, *(alias.spec for alias in ALIASES))
-    ]
+    rows = [_metric(spec) for spec in (*METRICS, *(alias.spec for alias in ALIASES))]
     return (
         "# Metrics\n\nAt `/metrics`, in Prometheus' text form.\n\n"
         + _table(("name", "kind", "labels", "meaning"), rows)
+        + "\n## Of a gateway\n\n"
+        + _table(("name", "kind", "labels", "meaning"), [_metric(spec) for spec in GATEWAY_METRICS])
         + f"\nEdges of every histogram of times, in seconds: {edges}. Histograms of tokens have 1, 2 and 5 times the "
         "powers of ten, up to the model's context; those that count something else have vLLM's edges.\n\n"
         + f"Values of the label `prompt_tokens`: {buckets}.\n"
     )
+
+
+def _metric(spec: MetricSpec) -> tuple[str, ...]:
+    return f"`{spec.name}`", spec.kind, ", ".join(f"`{label}`" for label in spec.labels) or "-", spec.help
+
+
+def gateway_page() -> str:
+    """Every key of `gateway.toml`, table by table, and what is refused by name."""
+    tables = "".join(
+        f"\n## {title}\n\n{_first_paragraph(kind)}\n\n"
+        + _table(("key", "default", "range", "meaning"), [_key(one) for one in settings_of(kind)])
+        for title, kind in (("Of the file itself", GatewayConfig), *((f"`{name}`", kind) for name, kind in TABLES))
+    )
+    refused = _table(("key", "what there is"), [(f"`{name}`", why) for name, why in NOT_BUILT.items()])
+    return (
+        "# The gateway's config\n\n`splittime gateway --config FILE` reads it once, at the start. A key that is not "
+        f"here is an error.\n{tables}\n## What is refused by name\n\nThese are not built.\n\n{refused}"
+    )
+
+
+def _first_paragraph(kind: type[msgspec.Struct]) -> str:
+    return (kind.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
+
+
+def _key(setting: Setting) -> tuple[str, ...]:
+    default = "must be given" if setting.default is msgspec.NODEFAULT else _default(setting)
+    return f"`{setting.name}`", default, _range(setting), setting.doc.help
 
 
 def findings_page() -> str:
@@ -244,6 +275,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "exit_codes.md": exit_codes_page,
     "commands.md": commands_page,
     "api.md": api_page,
+    "gateway.md": gateway_page,
 }
 
 

@@ -15,6 +15,7 @@ NOT_RUN = {
         "splittime serve --api-keys-file keys.toml",
         "splittime serve --ssl-certfile cert.pem --ssl-keyfile key.pem",
     ],
+    "docs/guides/gateway.md": ["splittime gateway --config gateway.toml"],
     "docs/guides/gguf.md": [
         "hf download bartowski/Llama-3.2-1B-Instruct-GGUF Llama-3.2-1B-Instruct-Q4_K_M.gguf --local-dir ."
     ],

@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 
 from splittime.ledger.account import Account, ClosedAccount
+from splittime.ledger.attempts import Attempt, Considered, NestedStage
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
@@ -24,6 +25,27 @@ def closed(account: Account, **facts) -> ClosedAccount:
         end_ns=account.end_ns,
         intervals=tuple(account.intervals()),
         **(defaults | facts),
+    )
+
+
+@st.composite
+def attempts(draw, begin_ns: int, end_ns: int) -> Attempt:
+    """Any attempt of a gateway's account that lies within these instants."""
+    length_ns = draw(st.integers(0, 10**9))
+    nested = (NestedStage(Stage.DECODE, draw(st.none() | st.sampled_from(Cause)), 0, length_ns),)
+    return Attempt(
+        upstream=draw(st.sampled_from("ab")),
+        request_id="of the attempt",
+        considered=(Considered("a", draw(st.integers(0, 9)), draw(st.integers(0, 9))),),
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        status=draw(st.none() | st.just(200)),
+        first_byte_ns=draw(st.none() | st.just(end_ns)),
+        error=draw(st.sampled_from(["", "upstream_died"])),
+        num_events=draw(st.integers(0, 9)),
+        knows_tokens=draw(st.booleans()),
+        nested=draw(st.just(()) | st.just(nested)),
+        nested_fault=draw(st.sampled_from(["", "a gap"])),
     )
 
 
@@ -53,6 +75,7 @@ def accounts(draw) -> ClosedAccount:
             draw(st.lists(st.tuples(st.integers(0, 2**52), st.integers(0, 99), st.integers(1, 99)), max_size=3))
         ),
         prefixes=draw(st.binary(max_size=18)),
+        attempts=tuple(draw(st.lists(attempts(account.start_ns, account.end_ns), max_size=3))),
         max_tokens=draw(st.integers(0, 99)),
         priority=draw(st.integers(-2, 2)),
         deadline_ns=draw(st.none() | st.just(account.end_ns)),

@@ -124,7 +124,7 @@ def test_a_body_that_never_comes_is_408(launch, path: str) -> None:
 
 
 def test_an_answer_that_nobody_takes_does_not_hold_its_connection(launch, monkeypatch) -> None:
-    monkeypatch.setattr("splittime.server.app.STALL_MORE_S", 0.2)
+    monkeypatch.setattr("splittime.web.serving.STALL_MORE_S", 0.2)
     server = launch(config={"slow_reader_s": 0.2, "send_buffer_bytes": 4096})
     wait_until(lambda: not server.server.server_state.connections)  # that of the launch
     client = connect(server, receive_buffer=4096)

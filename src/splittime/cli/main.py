@@ -12,6 +12,7 @@ from splittime.cli import (
     distill,
     doctor,
     explain,
+    gateway,
     plan,
     quality,
     quantize,
@@ -35,6 +36,7 @@ app = typer.Typer(
 for _command, _examples, _summary in (  # a summary must fit into a line of 80 columns, or is cut there
     (serve.serve, serve.EXAMPLES, "Serve a model over an OpenAI-compatible HTTP API."),
     (run.run, run.EXAMPLES, "Answer a prompt or chat at the terminal, and say where time went."),
+    (gateway.gateway, gateway.EXAMPLES, "Stand in front of OpenAI-compatible servers, with accounts."),
     (explain.explain, explain.EXAMPLES, "Show where a request's time went, and why it was slow."),
     (doctor.doctor, doctor.EXAMPLES, "Say what holds a server's requests back, and what to try."),
     (simulate.command, simulate.EXAMPLES, "Say what a change would have done to recorded requests."),

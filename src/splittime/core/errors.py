@@ -7,6 +7,7 @@
         DeadlineExceeded  504  the request's own deadline passed before it was done
       Overloaded          429/503  the server is full (429: try again) or not serving (503); carries Retry-After
         Refused           the same, by this server's admission, with the numbers that led to it
+      UpstreamError       502/504  a server behind the gateway failed, or took too long; which one, and how
       EngineError         500  our fault; the engine stops admitting, drains and restarts
       ConfigError         -    a setting is unknown or out of range; raised before anything starts
 
@@ -161,6 +162,12 @@ class EngineError(SplittimeError):
     code = "engine_error"
 
 
+class UpstreamError(SplittimeError):
+    status = 502
+    kind = "upstream_error"
+    code = "upstream_failed"
+
+
 class ConfigError(SplittimeError):
     kind = "config_error"
     code = "invalid_config"
@@ -173,6 +180,7 @@ ERROR_CLASSES: tuple[type[SplittimeError], ...] = (
     DeadlineExceeded,
     Overloaded,
     EngineError,
+    UpstreamError,
     ConfigError,
 )
 

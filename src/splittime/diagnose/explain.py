@@ -35,6 +35,9 @@ STYLES: dict[Stage, str] = {
     Stage.TOKENIZE_QUEUE: "red",
     Stage.TOKENIZE: "cyan",
     Stage.ADMIT: "cyan",
+    Stage.ROUTE: "cyan",
+    Stage.UPSTREAM: "green",
+    Stage.NETWORK: "magenta",
     Stage.HANDOFF: "cyan",
     Stage.QUEUE: "red",
     Stage.PREFILL: "blue",
@@ -52,6 +55,9 @@ LETTERS: dict[Stage, str] = {
     Stage.TOKENIZE_QUEUE: "w",
     Stage.TOKENIZE: "t",
     Stage.ADMIT: "a",
+    Stage.ROUTE: "o",
+    Stage.UPSTREAM: "U",
+    Stage.NETWORK: "N",
     Stage.HANDOFF: "h",
     Stage.QUEUE: "q",
     Stage.PREFILL: "P",
@@ -86,11 +92,31 @@ def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
         text.append_text(_stage_line(account, key, total_ns))
     text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{_ms(sum(totals_ns.values())):>10}  100.0\n")
     text.append_text(_waits(account, totals_ns))
+    text.append(_attempts(account))
     in_its_time = steps_of(account, steps)
     text.append_text(_tokens(account, in_its_time))
     text.append(_copies(account, in_its_time))
     device = device_time(in_its_time)
     return text if device is None else text.append(_wrapped(sentence(device)))
+
+
+def _attempts(account: ClosedAccount) -> str:
+    """A gateway's account: who was asked, among whom, and what the upstream says of its own time."""
+    lines = []
+    for attempt in account.attempts:
+        others = ", ".join(f"{one.upstream} with {one.requests} requests" for one in attempt.considered)
+        ending = attempt.error or f"answered {attempt.status}"
+        lasted = _ms(attempt.end_ns - attempt.begin_ns)
+        lines.append(f"upstream {attempt.upstream} ({lasted} ms): {ending}; chosen of {others}")
+        totals_ns: dict[Stage, int] = {}
+        for stage in attempt.nested:
+            totals_ns[stage.stage] = totals_ns.get(stage.stage, 0) + stage.end_ns - stage.begin_ns
+        if totals_ns:
+            stages = ", ".join(f"{stage.value} {_ms(ns)}" for stage, ns in totals_ns.items())
+            lines.append(f"  its own account, ms: {stages}")
+        if attempt.nested_fault:
+            lines.append(f"  its own account is not nested: {attempt.nested_fault}")
+    return "".join(f"{_wrapped(line)}" for line in lines)
 
 
 def steps_of(account: ClosedAccount, steps: Sequence[StepRecord]) -> list[StepRecord]:
@@ -167,7 +193,8 @@ def _waits(account: ClosedAccount, totals_ns: dict[Key, int]) -> Text:
 def _tokens(account: ClosedAccount, steps: Sequence[StepRecord]) -> Text:
     ttft_ns, tpot_ns, stall = derive.ttft_ns(account), derive.tpot_ns(account), derive.max_stall(account)
     if ttft_ns is None:
-        return Text("\nNo token was written.\n")
+        passed_on = "A gateway passes on pieces, and knows no token's time." if account.attempts else ""
+        return Text(f"\n{passed_on or 'No token was written.'}\n")
     text = Text(f"\nTTFT {_ms(ttft_ns)} ms")
     if tpot_ns is not None:
         text.append(f", TPOT {_ms(tpot_ns)} ms")

@@ -16,6 +16,7 @@ import msgspec
 from splittime.core.errors import ErrorInfo
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount, StageInterval
+from splittime.ledger.attempts import Attempt
 from splittime.ledger.stages import Cause, Stage
 
 _PLAIN_FIELDS = (
@@ -33,6 +34,8 @@ _PLAIN_FIELDS = (
     "num_preemptions",
     "first_chunk_tokens",
 )
+
+_ATTEMPT_INSTANTS = ("begin_ns", "end_ns", "first_byte_ns")
 
 
 def account_json(account: ClosedAccount) -> dict[str, Any]:
@@ -55,6 +58,7 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "max_tokens": account.max_tokens,
         "priority": account.priority,
         "deadline_ns": _relative(account.deadline_ns, account.start_ns),
+        "attempts": [_attempt_json(attempt, account.start_ns) for attempt in account.attempts],
         "derived": _derived_json(account),
     }
 
@@ -95,7 +99,18 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         max_tokens=data.get("max_tokens", 0),
         priority=data.get("priority", 0),
         deadline_ns=_absolute(data.get("deadline_ns"), start_ns),
+        attempts=tuple(_attempt(entry, start_ns) for entry in data.get("attempts", ())),
     )
+
+
+def _attempt_json(attempt: Attempt, start_ns: int) -> dict[str, Any]:
+    instants = {name: _relative(getattr(attempt, name), start_ns) for name in _ATTEMPT_INSTANTS}
+    return {**msgspec.to_builtins(attempt), **instants}
+
+
+def _attempt(entry: dict[str, Any], start_ns: int) -> Attempt:
+    instants = {name: _absolute(entry[name], start_ns) for name in _ATTEMPT_INSTANTS}
+    return msgspec.convert({**entry, **instants}, Attempt)
 
 
 def _tokens_json(account: ClosedAccount) -> list[dict[str, Any]]:

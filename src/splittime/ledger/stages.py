@@ -10,6 +10,9 @@ class Stage(StrEnum):
     TOKENIZE_QUEUE = "tokenize_queue"
     TOKENIZE = "tokenize"
     ADMIT = "admit"
+    ROUTE = "route"
+    UPSTREAM = "upstream"
+    NETWORK = "network"
     HANDOFF = "handoff"
     QUEUE = "queue"
     PREFILL = "prefill"
@@ -41,6 +44,8 @@ class Cause(StrEnum):
     ENGINE_LOOP = "engine_loop"
     MEASURING = "measuring"
     ENGINE_DIED = "engine_died"
+    UPSTREAM_SLOTS = "upstream_slots"
+    RETRY_PAUSE = "retry_pause"
 
 
 STAGE_MEANING: dict[Stage, str] = {
@@ -48,6 +53,9 @@ STAGE_MEANING: dict[Stage, str] = {
     Stage.TOKENIZE_QUEUE: "The prompt waits for a process that renders and tokenises it; the cause says why.",
     Stage.TOKENIZE: "The prompt is rendered (chat template) and turned into token ids.",
     Stage.ADMIT: "The server decides whether there is room for it.",
+    Stage.ROUTE: "The gateway decides which upstream gets it, first or after one failed; the cause says why.",
+    Stage.UPSTREAM: "An upstream of the gateway has it: from the first byte sent to the last byte read.",
+    Stage.NETWORK: "What an upstream took by the gateway's clock beyond its own account: the way there and back.",
     Stage.HANDOFF: "On its way from the server process to the engine process.",
     Stage.QUEUE: "The engine has it and no step computes it yet; the cause says why.",
     Stage.PREFILL: "Steps compute its prompt, up to the first token.",
@@ -77,4 +85,6 @@ CAUSE_MEANING: dict[Cause, str] = {
     Cause.ENGINE_LOOP: "it arrived between steps: the engine's loop was waking up, taking in others, or telling news",
     Cause.MEASURING: "it arrived while a quiet server measured what its machine can do, a short piece at a time",
     Cause.ENGINE_DIED: "the engine process died",
+    Cause.UPSTREAM_SLOTS: "every upstream of its model has as many requests as the gateway gives it (max_in_flight)",
+    Cause.RETRY_PAUSE: "an upstream failed, and the next attempt is a random moment away",
 }

@@ -1,12 +1,12 @@
 """The settings of the HTTP server."""
 
 import re
-import ssl
 from typing import Annotated
 
 from splittime.api.limits import BodyLimits
 from splittime.core.errors import ConfigError
 from splittime.core.settings import Doc, check
+from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
 from splittime.web.tenants import check_key
 
@@ -77,7 +77,7 @@ class ServerConfig(BodyLimits, frozen=True, kw_only=True):
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             hint = "such as /llm: with a slash before, and none behind"
             raise ConfigError("root_path is no path", param="root_path", value=self.root_path, hint=hint)
-        _check_certificate(self.ssl_certfile, self.ssl_keyfile)
+        check_certificate(self.ssl_certfile, self.ssl_keyfile)
 
     @property
     def asks_for_key(self) -> bool:
@@ -94,19 +94,3 @@ class ServerConfig(BodyLimits, frozen=True, kw_only=True):
 
 
 _ROOT_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
-
-
-def _check_certificate(certfile: str | None, keyfile: str | None) -> None:
-    """Raise `ConfigError` now, rather than after the model is loaded."""
-    if certfile is None and keyfile is not None:
-        hint = "name the certificate: --ssl-certfile FILE"
-        raise ConfigError("ssl_keyfile is given without ssl_certfile", param="ssl_keyfile", value=keyfile, hint=hint)
-    if certfile is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: b"")
-    except (OSError, ValueError) as error:  # SSLError is an OSError
-        files = certfile if keyfile is None else f"{certfile} with {keyfile}"
-        hint = "two PEM files, or one that holds both; the key must not ask for a password"
-        message = f"cannot serve HTTPS with {files}: {error}"
-        raise ConfigError(message, param="ssl_certfile", value=certfile, hint=hint) from error

@@ -174,9 +174,16 @@ class ApiKeys:
     """
 
     def __init__(
-        self, api_key: Sequence[str] = (), api_keys_file: str | None = None, metrics_api_key: str | None = None
+        self,
+        api_key: Sequence[str] = (),
+        api_keys_file: str | None = None,
+        metrics_api_key: str | None = None,
+        holders: Sequence[tuple[bytes, Tenant]] = (),
     ) -> None:
+        """holders: digests of keys, and whose they are, from elsewhere (the gateway's config)."""
         self._holders: list[tuple[bytes, Tenant]] = []
+        for known, tenant in holders:
+            self._add(known, tenant, "tenant")
         for number, key in enumerate(api_key, 1):
             tenant = Tenant(name=f"key-{number}", salt=f"key:key-{number}", is_operator=number == 1)
             self._add(_digest(key), tenant, "api_key")

@@ -1,0 +1,87 @@
+"""`splittime gateway`: reads the config, and serves in front of the upstreams that it names."""
+
+import logging
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import orjson
+import typer
+
+from splittime.cli.options import JsonFlag, fails_clearly, talk
+
+if TYPE_CHECKING:
+    from splittime.gateway.config import GatewayConfig
+    from splittime.gateway.config_file import Secrets
+
+EXAMPLES = """\b
+Examples:
+  splittime gateway --config gateway.toml
+  splittime gateway --config gateway.toml --check    say what is wrong with it
+
+\b
+The smallest gateway.toml:
+  [[upstream]]
+  name = "a"
+  url = "http://127.0.0.1:8000"
+  models = ["my-model"]
+
+\b
+Ctrl-C and SIGTERM let open requests end, for grace_s at most; a second one
+does not.
+Exit codes:
+  0    ended by Ctrl-C or SIGTERM, or the config is good
+  1    failed
+  2    a usage or config error
+  130  ended by a second one of these
+"""
+
+
+@fails_clearly
+def gateway(
+    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The gateway's config, in TOML.")],
+    check: Annotated[bool, typer.Option("--check", help="Read the config and the keys; start nothing.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Stand in front of OpenAI-compatible servers: routing, limits, retries, and one exact account a request."""
+    from splittime.gateway.config_file import read_config, secrets_of
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    told = read_config(config)
+    secrets = secrets_of(told)
+    if check:
+        _say(told, "the config is good", json)
+        return
+    _serve(told, secrets, json)
+
+
+def _serve(config: "GatewayConfig", secrets: "Secrets", as_json: bool) -> None:
+    import uvloop
+
+    from splittime.cli.serve import check_port_is_free
+    from splittime.gateway.app import run
+    from splittime.ledger.store import Ledger
+
+    check_port_is_free(config.host, config.port)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    scheme = "https" if config.ssl_certfile else "http"
+
+    def on_listening(port: int) -> None:
+        _say(config, f"{scheme}://{host}:{port}", as_json)
+
+    with closing(Ledger(config.ledger_file, max_file_accounts=config.max_file_accounts)) as ledger:
+        uvloop.run(run(config, secrets, ledger, on_listening=on_listening))
+
+
+def _say(config: "GatewayConfig", what: str, as_json: bool) -> None:
+    """What is served, on standard error, or as JSON on standard output."""
+    if as_json:
+        upstreams = [{"name": one.name, "url": one.url, "models": one.models} for one in config.upstream]
+        sys.stdout.buffer.write(orjson.dumps({"gateway": what, "upstreams": upstreams}) + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    console = talk()
+    console.print(f"splittime gateway: {what}", style="bold", markup=False)
+    for one in config.upstream:
+        console.print(f"  {one.name}  {one.url}  {', '.join(one.models)}", markup=False)

@@ -1,0 +1,1 @@
+"""The gateway: HTTP in, HTTP out, in front of any OpenAI-compatible servers, with one account a request."""

@@ -1,0 +1,121 @@
+"""What an upstream's answer said of itself: its end, its tokens, an error inside it, and its own account.
+
+A stream is passed on as its bytes come; here the same bytes are cut into events, of which the latest few are kept: the
+usage, the timing and the end stand there. Nothing else is decoded.
+"""
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from splittime.ledger.attempts import NestedStage
+from splittime.ledger.stages import Cause, Stage
+from splittime.wire.sse import AnswerReader, EventLines, body_text
+
+KEPT_EVENTS = 4  # the last chunk, the usage, the end, and one to spare
+DONE = b"[DONE]"
+ERROR_BEGINS = (b'{"error":', b'{"error" :', b'{"object":"error"')
+
+
+class ToldStage(msgspec.Struct):
+    stage: str
+    cause: str | None
+    begin_ns: int
+    end_ns: int
+
+
+class ToldTiming(msgspec.Struct):
+    """`timing` as a splittime server tells it (`api.answer.timing`): stages from its own start, up to `sealed_ns`."""
+
+    start_ns: int
+    sealed_ns: int
+    stages: list[ToldStage]
+
+
+class TimedAnswer(msgspec.Struct):
+    timing: ToldTiming | None = None
+
+
+class NestedAccount(msgspec.Struct, frozen=True):
+    """An upstream's account: its length and its stages, or why it cannot be taken."""
+
+    duration_ns: int = 0
+    stages: tuple[NestedStage, ...] = ()
+    fault: str = ""
+
+
+class AnswerEvents:
+    """One answer, as it is read."""
+
+    def __init__(self) -> None:
+        self._lines = EventLines()
+        self._latest: deque[bytes] = deque(maxlen=KEPT_EVENTS)
+        self._reader: AnswerReader | None = None
+        self.num_events = 0
+        self.is_done = False
+        self.error: str | None = None  # told inside the stream
+
+    @property
+    def is_too_long(self) -> bool:
+        return self._lines.is_too_long
+
+    def feed(self, piece: bytes) -> None:
+        for data in self._lines.feed(piece):
+            if data == DONE:
+                self.is_done = True
+                continue
+            self.num_events += 1
+            self._latest.append(data)
+            if data.startswith(ERROR_BEGINS):
+                self.error = self.error or body_text(data)
+
+    def take_whole(self, body: bytes) -> None:
+        """An answer that is no stream."""
+        self._latest.append(body)
+        self.is_done = True
+
+    def read(self) -> AnswerReader:
+        """Returns what the latest events say of tokens and the end; of an answer that is all there, the same again."""
+        if self._reader is not None:
+            return self._reader
+        reader = AnswerReader()
+        for data in self._latest:
+            reader.take(data, 0)
+        self._reader = reader if self.is_done else None
+        return reader
+
+    def nested(self) -> NestedAccount:
+        """Returns the upstream's own account, as the last event that has one tells it."""
+        for data in reversed(self._latest):
+            if b'"timing"' in data:
+                return _nested(data)
+        return NestedAccount(fault="the answer told no timing")
+
+
+def _nested(data: bytes) -> NestedAccount:
+    try:
+        timing = msgspec.json.decode(data, type=TimedAnswer).timing
+        if timing is None:
+            return NestedAccount(fault="the answer told no timing")
+        stages = tuple(_stage(told) for told in timing.stages)
+    except (msgspec.MsgspecError, ValueError, UnicodeDecodeError) as error:
+        return NestedAccount(fault=f"the answer's timing cannot be read: {error}"[:200])
+    return _checked(stages, timing.sealed_ns - timing.start_ns)
+
+
+def _stage(told: ToldStage) -> NestedStage:
+    cause: Any = None if told.cause is None else Cause(told.cause)
+    return NestedStage(Stage(told.stage), cause, told.begin_ns, told.end_ns)
+
+
+def _checked(stages: tuple[NestedStage, ...], duration_ns: int) -> NestedAccount:
+    """The ledger's first law holds for what is nested, or it is not."""
+    expected_ns = 0
+    for stage in stages:
+        if stage.begin_ns != expected_ns or stage.end_ns < stage.begin_ns:
+            return NestedAccount(fault=f"the upstream's account has a gap at {expected_ns} ns")
+        expected_ns = stage.end_ns
+    if not stages or expected_ns != duration_ns:
+        return NestedAccount(fault=f"the upstream's stages sum to {expected_ns} ns of {duration_ns} ns")
+    return NestedAccount(duration_ns, stages)

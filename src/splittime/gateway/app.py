@@ -1,0 +1,169 @@
+"""The gateway's application: which path is answered by what (`GatewayApp`), and the same on a socket (`run`)."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from splittime import __version__
+from splittime.api.ledger_answers import QUERY, account_answer, accounts_body, limit_of, number_of
+from splittime.core.errors import NotFound, Refused
+from splittime.gateway.config import GatewayConfig
+from splittime.gateway.config_file import Secrets
+from splittime.gateway.service import GatewayService
+from splittime.gateway.visit import GatewayVisit
+from splittime.ledger.store import Ledger
+from splittime.web import http, serving
+from splittime.web.edge import Edge, Names
+from splittime.web.paths import Handler, PathTable
+from splittime.web.tenants import tenant_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ALIVE = {"status": "ok"}
+
+
+async def chat(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    await GatewayVisit(gateway, CHAT, scope, receive, send).serve()
+
+
+async def complete(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    await GatewayVisit(gateway, COMPLETIONS, scope, receive, send).serve()
+
+
+async def index(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    about = {"name": "splittime gateway", "version": __version__, "models": gateway.router.models}
+    await http.respond_json(send, {**about, "paths": [f"{method} {path}" for method, path, _ in PATHS]})
+
+
+async def health(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Alive: this process answers."""
+    await http.respond_json(send, ALIVE)
+
+
+async def ready(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Would a request of some model be passed on now?"""
+    gateway.require_serving()
+    if not gateway.is_ready:
+        raise Refused("no upstream may be asked now", reason="no_upstream", status=503)
+    await http.respond_json(send, {"status": "ready"})
+
+
+async def models(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The models of the config. Whether their upstreams answer is told by `/stats`."""
+    cards = [_card(gateway, name) for name in gateway.router.models]
+    await http.respond_json(send, {"object": "list", "data": cards})
+
+
+async def one_model(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    name = scope[http.PATH_REST]
+    if not gateway.router.of_model(name):
+        hint = "GET /v1/models lists the models"
+        raise NotFound(f"no upstream serves {name[:64]!r}", code="model_not_found", param="model", hint=hint)
+    await http.respond_json(send, _card(gateway, name))
+
+
+def _card(gateway: GatewayService, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": gateway.started_unix_s, "owned_by": "splittime-gateway"}
+
+
+async def metrics(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    content_type = gateway.metrics.content_type.encode()
+    await http.respond(send, gateway.metrics.render(), content_type=content_type)
+
+
+async def stats(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    await http.respond_json(send, gateway.stats())
+
+
+async def facts(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """What the gateway knows of itself, as `splittime.ledger.facts.ServerFacts`; keys are in none of it."""
+    await http.respond(send, msgspec.json.encode(gateway.facts()))
+
+
+async def steps(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """None: a gateway computes nothing. `splittime explain` asks for the steps of a request's time."""
+    limit_of(http.query_of(scope, "limit"))
+    await http.respond_json(send, {"steps": []})
+
+
+async def requests(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The latest accounts that the key may see, oldest first; with `slower_than_ms` only those that took longer."""
+    wanted = http.query_of(scope, *QUERY)
+    work = partial(
+        accounts_body, gateway.ledger, number_of(wanted, "slower_than_ms"), limit_of(wanted), tenant_of(scope).sees
+    )
+    await http.respond(send, await asyncio.get_running_loop().run_in_executor(gateway.pool, work))
+
+
+async def one_request(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The closed account of a request, by its X-Request-Id."""
+    request_id, tenant = scope[http.PATH_REST], tenant_of(scope)
+    work = partial(gateway.ledger.account, request_id, tenant.sees)
+    found = await asyncio.get_running_loop().run_in_executor(gateway.pool, work)
+    answer = account_answer(found, request_id, is_open=gateway.is_open(request_id, tenant))
+    await http.respond_json(send, answer)
+
+
+PATHS: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", CHAT, chat),
+    ("POST", COMPLETIONS, complete),
+    ("GET", "/", index),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{name}", one_model),
+    ("GET", "/health", health),
+    ("GET", "/ready", ready),
+    ("GET", "/metrics", metrics),
+    ("GET", "/stats", stats),
+    ("GET", "/ledger/requests", requests),
+    ("GET", "/ledger/requests/{request_id}", one_request),
+    ("GET", "/ledger/steps", steps),
+    ("GET", "/ledger/facts", facts),
+)
+HINTS = {
+    "/v1/embeddings": "not passed on: chats and completions are",
+    "/v1/responses": "not passed on: POST /v1/chat/completions answers a conversation",
+    "/completions": "the base URL of an OpenAI client ends with /v1",
+    "/chat/completions": "the base URL of an OpenAI client ends with /v1",
+    "/models": "the base URL of an OpenAI client ends with /v1",
+}
+
+
+class GatewayApp:
+    """The ASGI application; `service` is what it serves with (open it inside the event loop)."""
+
+    def __init__(self, service: GatewayService) -> None:
+        self.service, config = service, service.config
+        paths = PathTable(PATHS, service, HINTS, "GET /")
+        self._edge = Edge(paths.answer, Names(config.host, config.allowed_hosts), service.keys)
+
+    async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        await self._edge(scope, receive, send)
+
+    def at_once(self, scope: http.Scope) -> http.AtOnce | None:
+        """The answer to a request whose head is known, where that is enough to tell it; else None."""
+        if scope["path"] == "/health" and scope["method"] == "GET":
+            return self._edge.at_once(scope, lambda _: http.json_at_once(ALIVE))
+        if scope["path"] in (CHAT, COMPLETIONS) and scope["method"] == "POST":
+            return self._edge.at_once(scope, self._refuse_at_once)
+        return None
+
+    def _refuse_at_once(self, scope: http.Scope) -> http.AtOnce | None:
+        return GatewayVisit(self.service, scope["path"], scope).refuse_at_once()
+
+
+async def run(
+    config: GatewayConfig,
+    secrets: Secrets,
+    ledger: Ledger,
+    *,
+    on_listening: Callable[[int], None] = lambda port: None,
+) -> None:
+    """Serve until a signal has drained it. on_listening: is told the port."""
+    service = GatewayService(config, secrets, ledger)
+    await service.open()
+    try:
+        await serving.run(GatewayApp(service), config, service.drain, on_listening=on_listening)
+    finally:
+        await service.close()

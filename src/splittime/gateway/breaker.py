@@ -1,0 +1,61 @@
+"""Whether an upstream may be asked now: closed, open after failures in a row, then open for one request that tries.
+
+A failure says something about the upstream: no connection, no first byte in time, a stream that breaks off, 5xx. An
+answer of 4xx says something about the request, and never opens a breaker: else one oversized prompt after the other
+would close the gateway for everybody. 429 says that the upstream is busy: it is left alone for its Retry-After.
+"""
+
+from splittime.gateway.config import BreakerConfig
+
+LEAST_BACKOFF_S = 1.0  # where a 429 does not say for how long
+
+
+class Breaker:
+    """Times are ns of one monotonic clock, given by the caller."""
+
+    def __init__(self, config: BreakerConfig) -> None:
+        self._config = config
+        self._failures = 0  # in a row
+        self._open_until_ns: int | None = None
+        self._busy_until_ns = 0
+        self._is_trying = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether failures have opened it and no request has succeeded since."""
+        return self._open_until_ns is not None
+
+    def is_busy(self, now_ns: int) -> bool:
+        """Whether a 429 asked for a pause that is not over."""
+        return now_ns < self._busy_until_ns
+
+    def allows(self, now_ns: int) -> bool:
+        if self.is_busy(now_ns):
+            return False
+        return self._open_until_ns is None or (now_ns >= self._open_until_ns and not self._is_trying)
+
+    def wait_ns(self, now_ns: int) -> int:
+        """Returns how long until it may allow a request."""
+        return max(0, self._busy_until_ns - now_ns, (self._open_until_ns or 0) - now_ns)
+
+    def begin(self) -> None:
+        """A request goes to the upstream; one that tries an open breaker is alone."""
+        self._is_trying = self.is_open
+
+    def note_success(self) -> None:
+        self._failures, self._open_until_ns, self._is_trying = 0, None, False
+
+    def note_failure(self, now_ns: int) -> None:
+        self._failures += 1
+        if self._failures >= self._config.failures:  # as it is, where one tried an open breaker
+            self._open_until_ns = now_ns + int(self._config.open_s * 1e9)
+        self._is_trying = False
+
+    def note_busy(self, now_ns: int, retry_after_s: float | None) -> None:
+        asked_s = LEAST_BACKOFF_S if retry_after_s is None else retry_after_s
+        self._busy_until_ns = now_ns + int(min(asked_s, self._config.max_backoff_s) * 1e9)
+        self._is_trying = False
+
+    def note_nothing(self) -> None:
+        """The request ended without saying anything of the upstream: its client left, or its deadline passed."""
+        self._is_trying = False

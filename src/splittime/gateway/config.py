@@ -1,0 +1,101 @@
+"""What `gateway.toml` may say: one struct for each table, each key with its meaning and its bounds.
+
+`config_file` reads the file; the guide's table is made from these declarations.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from splittime.core.settings import Doc
+
+NAME = r"^[A-Za-z0-9._:-]{1,64}$"
+Name = Annotated[str, msgspec.Meta(pattern=NAME)]
+Kind = Literal["openai", "splittime"]
+
+
+class Strictly(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table in which every key means something."""
+
+
+class UpstreamConfig(Strictly, frozen=True, kw_only=True):
+    """`[[upstream]]`: a server that answers requests. Time-outs are in seconds."""
+
+    name: Annotated[Name, Doc("Its name in accounts and metrics.")]
+    url: Annotated[str, Doc("Its base URL, with or without /v1. Requests can name no other.")]
+    models: Annotated[tuple[str, ...], Doc("The models it serves, by the names that requests use.")]
+    kind: Annotated[Kind, Doc("splittime: it keeps accounts, which are nested in the gateway's.")] = "openai"
+    key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
+    key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
+    max_in_flight: Annotated[int, Doc("Requests that it is given at once.", 1, 65536)] = 64
+    connect_s: Annotated[float, Doc("To find its address and to connect.", 0.001, 3600)] = 1.0
+    first_byte_s: Annotated[float, Doc("From sending a request to the first byte of the answer.", 0.001, 86400)] = 60.0
+    between_s: Annotated[float, Doc("Between two pieces of an answer.", 0.001, 86400)] = 15.0
+    total_s: Annotated[float, Doc("For a request, all attempts and waiting included.", 0.001, 86400)] = 600.0
+
+
+class TenantConfig(Strictly, frozen=True, kw_only=True):
+    """`[[tenant]]`: the holder of a key. Without any, no key is asked for, and the gateway listens on loopback only."""
+
+    name: Annotated[Name, Doc("Its name in accounts.")]
+    key_env: Annotated[str | None, Doc("The environment variable that holds its key.")] = None
+    key_file: Annotated[str | None, Doc("The file that holds its key.")] = None
+    sha256: Annotated[str | None, Doc("The SHA-256 of its key, in hexadecimal.")] = None
+    operator: Annotated[bool, Doc("May ask for everything: metrics, and everybody's accounts.")] = False
+    weight: Annotated[float, Doc("Its share of tokens beside the others' weights.", 0.001, 1e6)] = 1.0
+    max_open_requests: Annotated[int | None, Doc("Requests that it may have at once.", 1)] = None
+    requests_per_minute: Annotated[int | None, Doc("Requests that it may send in a minute.", 1)] = None
+    tokens_per_minute: Annotated[int | None, Doc("Tokens that it may use in a minute.", 1)] = None
+
+
+class QueueConfig(Strictly, frozen=True, kw_only=True):
+    """`[queue]`: what waits while every upstream of its model is full."""
+
+    max_requests: Annotated[int, Doc("Requests that may wait; one more is refused (429).", 1)] = 1024
+    max_tokens: Annotated[int, Doc("Tokens that may wait, prompts and answers as estimated; more is 429.", 1)] = 500_000
+    max_wait_s: Annotated[float, Doc("The longest wait; then it is refused (429).", 0.001, 86400)] = 30.0
+    assumed_max_tokens: Annotated[int, Doc("The answer's length where a request has no max_tokens.", 1)] = 256
+
+
+class RetryConfig(Strictly, frozen=True, kw_only=True):
+    """`[retries]`: only before an answer's first byte."""
+
+    max_attempts: Annotated[int, Doc("Attempts of one request, the first included.", 1, 10)] = 3
+    ratio: Annotated[float, Doc("Retries of the window, as a share of its requests.", 0, 1)] = 0.1
+    spare: Annotated[int, Doc("Retries of the window beyond that share, for a quiet gateway.", 0)] = 1
+    window_s: Annotated[float, Doc("The length of the window.", 1, 3600)] = 60.0
+    pause_s: Annotated[float, Doc("The longest pause before the second attempt; doubles with each.", 0, 60)] = 0.05
+
+
+class BreakerConfig(Strictly, frozen=True, kw_only=True):
+    """`[breaker]`: an upstream that fails again and again is left alone for a while."""
+
+    failures: Annotated[int, Doc("Failures in a row that open it. Answers of 4xx are none.", 1)] = 5
+    open_s: Annotated[float, Doc("How long it stays open, until one request tries again.", 0.001, 3600)] = 10.0
+    max_backoff_s: Annotated[float, Doc("The longest that Retry-After of a 429 is obeyed.", 0.001, 3600)] = 60.0
+
+
+class GatewayConfig(Strictly, frozen=True, kw_only=True):
+    """The file's own keys and its tables."""
+
+    upstream: tuple[UpstreamConfig, ...]
+    tenant: tuple[TenantConfig, ...] = ()
+    queue: QueueConfig = QueueConfig()
+    retries: RetryConfig = RetryConfig()
+    breaker: BreakerConfig = BreakerConfig()
+    host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
+    port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
+    allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()
+    ssl_certfile: Annotated[str | None, Doc("PEM file of a certificate, to serve HTTPS.")] = None
+    ssl_keyfile: Annotated[str | None, Doc("PEM file of its key; default: in ssl_certfile.")] = None
+    ledger_file: Annotated[str | None, Doc("SQLite file for all accounts; default: memory only.")] = None
+    max_file_accounts: Annotated[int, Doc("Accounts kept in the ledger file.", 1)] = 100_000
+    max_body_bytes: Annotated[int, Doc("A longer request body is refused (413).", 1)] = 4 * 2**20
+    max_answer_bytes: Annotated[int, Doc("A longer answer that is no stream is refused (502).", 1)] = 64 * 2**20
+    body_timeout_s: Annotated[float, Doc("Seconds for a client to send its body (408).", 0.001)] = 60.0
+    slow_reader_s: Annotated[float, Doc("Seconds without progress at which a client is dropped.", 0.001)] = 20.0
+    grace_s: Annotated[float, Doc("Seconds that open requests get after SIGTERM.", 0)] = 30.0
+
+    @property
+    def send_buffer_bytes(self) -> int:
+        return 256 * 1024  # of each connection, as the server's

@@ -1,0 +1,255 @@
+"""From `gateway.toml` to a `GatewayConfig`, or a `ConfigError` that names the key, its value, its limit and a way out.
+
+A key that is planned and not built is refused by its name: nobody believes in a cache that is not there.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+from splittime.core.settings import check
+from splittime.gateway.config import (
+    BreakerConfig,
+    GatewayConfig,
+    QueueConfig,
+    RetryConfig,
+    TenantConfig,
+    UpstreamConfig,
+)
+from splittime.web.certificate import check_certificate
+from splittime.web.http import is_loopback
+from splittime.web.tenants import Tenant, check_key
+from splittime.wire.target import Target
+
+TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
+    ("[[upstream]]", UpstreamConfig),
+    ("[[tenant]]", TenantConfig),
+    ("[queue]", QueueConfig),
+    ("[retries]", RetryConfig),
+    ("[breaker]", BreakerConfig),
+)
+NOT_BUILT = {
+    "aliases": "a request's model name is passed on unchanged; list that name in models",
+    "api_key": "keys stand in no config file; use key_env or key_file",
+    "audit": "there is no audit log; ledger_file keeps every account, without prompts",
+    "budget": "tenants have limits by the minute, and no budgets",
+    "cache": "answers are not cached",
+    "canary": "a config is read at the start, whole",
+    "cors_origins": "pages of other origins are not let in",
+    "degradation": "no request is answered in a lesser way; it is served or refused",
+    "embeddings": "only chats and completions are passed on",
+    "escalate": "there is no routing by difficulty; route by model name",
+    "health_check": "upstreams are not probed; requests and the breaker tell",
+    "hedge": "no request is sent twice at once; [retries] tries again before the first byte",
+    "hops": "hops before the prompt are not joined",
+    "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
+    "prefix_affinity": "upstreams of one model are chosen by load alone",
+    "region": "upstreams of one model are chosen by load alone",
+    "resume": "a stream that breaks off ends with an error event",
+    "root_path": "the gateway's paths begin at /",
+    "rules": "requests are routed by model name alone",
+    "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
+    "semantic_cache": "answers are not cached",
+    "shed": "a request is refused when the queue is full, and not by chance before",
+    "tied": "no request is sent twice at once; [retries] tries again before the first byte",
+    "tracing": "spans are not exported; the ledger has every stage",
+}
+_UNKNOWN = re.compile(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
+_AT = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+
+
+class Secrets(NamedTuple):
+    """What the config only points at. upstream_keys: by the upstream's name. holders: digests of tenants' keys."""
+
+    upstream_keys: dict[str, str]
+    holders: tuple[tuple[bytes, Tenant], ...]
+
+
+def read_config(path: Path) -> GatewayConfig:
+    """Returns what the file says, checked. Raises `ConfigError`."""
+    try:
+        told = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # errors of TOML and of UTF-8 are ValueErrors
+        hint = "docs/guides/gateway.md has one to begin with"
+        raise ConfigError(f"cannot read {path}: {error}", param="config", value=str(path), hint=hint) from error
+    return config_of(told)
+
+
+def config_of(told: Mapping[str, Any]) -> GatewayConfig:
+    """Returns the config that a mapping describes, as TOML reads it. Raises `ConfigError`."""
+    try:
+        config = msgspec.convert(told, GatewayConfig)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from None
+    _check_bounds(config)
+    check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    _check_upstreams(config.upstream)
+    _check_names("tenant", [tenant.name for tenant in config.tenant])
+    if not is_loopback(config.host) and not config.tenant:
+        hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
+        message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"
+        raise ConfigError(message, param="host", value=config.host, hint=hint)
+    if config.tenant and not any(tenant.operator for tenant in config.tenant):
+        hint = "set operator = true for one: else nobody may ask for /metrics or everybody's accounts"
+        raise ConfigError("no [[tenant]] is an operator", param="tenant", hint=hint)
+    return config
+
+
+def secrets_of(config: GatewayConfig, environment: Mapping[str, str] | None = None) -> Secrets:
+    """Returns the keys that the config points at. Raises `ConfigError`, without the key, for one that is not there."""
+    environment = os.environ if environment is None else environment
+    keys = {}
+    for number, upstream in enumerate(config.upstream):
+        key = _key_of(upstream, f"upstream[{number}]", environment)
+        if key is not None:
+            keys[upstream.name] = key
+    holders = [_holder(tenant, f"tenant[{number}]", environment) for number, tenant in enumerate(config.tenant)]
+    return Secrets(keys, tuple(holders))
+
+
+# ---- what is refused
+
+
+def _refusal(message: str) -> ConfigError:
+    """Say which key, and whether it is unknown, not built, missing or of a wrong type."""
+    unknown, missing, located = _UNKNOWN.search(message), _MISSING.search(message), _AT.match(message)
+    if unknown:
+        return _unknown_key(unknown[1], unknown[2] or "")
+    if missing:
+        name = _join(missing[2], missing[1])
+        return ConfigError(f"{name} is missing", param=name, hint="docs/guides/gateway.md lists every key")
+    param = located[2] if located else None
+    what = located[1] if located else message
+    return ConfigError(f"{param}: {what}", param=param, hint="docs/guides/gateway.md lists every key")
+
+
+def _unknown_key(name: str, path: str) -> ConfigError:
+    full = _join(path, name)
+    if name in NOT_BUILT:
+        hint = f"take it out: {NOT_BUILT[name]}"
+        return ConfigError(f"{full} is not built", code="not_built", param=full, hint=hint)
+    table = path.split("[")[0].split(".")[0]
+    known = [field.name for field in msgspec.structs.fields(_struct_of(table))]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
+    return ConfigError(f"{full}: no such key", code="unknown_key", param=full, hint=hint)
+
+
+def _struct_of(table: str) -> type[msgspec.Struct]:
+    if not table:
+        return GatewayConfig
+    return next(kind for name, kind in TABLES if name.strip("[]") == table)
+
+
+def _check_bounds(config: GatewayConfig) -> None:
+    lists = {"upstream": config.upstream, "tenant": config.tenant}
+    _check_table("", config)
+    for name in ("queue", "retries", "breaker"):
+        _check_table(name, getattr(config, name))
+    for name, tables in lists.items():
+        for number, table in enumerate(tables):
+            _check_table(f"{name}[{number}]", table)
+
+
+def _check_table(path: str, table: msgspec.Struct) -> None:
+    """As `core.settings.check`, with the table's name before the key's."""
+    try:
+        check(table)
+    except ConfigError as error:
+        info, param = error.info, _join(path, error.info.param or "")
+        message = info.message.replace(info.param or "", param, 1)
+        raise ConfigError(message, param=param, value=info.value, limit=info.limit, hint=info.hint) from None
+
+
+def _check_upstreams(upstreams: Sequence[UpstreamConfig]) -> None:
+    if not upstreams:
+        hint = '[[upstream]] with name = "a", url = "http://127.0.0.1:8000" and models = ["m"]'
+        raise ConfigError("there is no [[upstream]]", param="upstream", hint=hint)
+    _check_names("upstream", [upstream.name for upstream in upstreams])
+    for number, upstream in enumerate(upstreams):
+        path = f"upstream[{number}]"
+        if not upstream.models or not all(upstream.models):
+            hint = "list the names that requests use; GET /v1/models of the upstream tells them"
+            raise ConfigError(f"{path}.models is empty, or has an empty name", param=f"{path}.models", hint=hint)
+        _check_url(f"{path}.url", upstream.url)
+
+
+def _check_url(param: str, url: str) -> None:
+    hint = "a base URL is as http://127.0.0.1:8000, and its key comes from key_env or key_file"
+    if "@" in url or "?" in url or "#" in url or any(character.isspace() for character in url):
+        raise ConfigError(f"{param} has more than an address", param=param, hint=hint)  # without it: it may have a key
+    try:
+        _ = Target(url=url).address
+    except ConfigError as error:
+        raise ConfigError(f"{param}: {error.info.message}", param=param, value=url, hint=hint) from None
+
+
+def _check_names(table: str, names: Sequence[str]) -> None:
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            param = f"{table}[{number}].name"
+            raise ConfigError(f"{param}: {name!r} stands twice", param=param, value=name, hint="give each its own")
+
+
+def _join(path: str | None, name: str) -> str:
+    return f"{path.lstrip('.')}.{name}" if path else name
+
+
+# ---- keys
+
+
+def _key_of(table: UpstreamConfig | TenantConfig, path: str, environment: Mapping[str, str]) -> str | None:
+    """Returns the key that a table points at; None if it points at none."""
+    if table.key_env is not None and table.key_file is not None:
+        raise ConfigError(f"{path} has key_env and key_file", param=f"{path}.key_env", hint="keep one of them")
+    if table.key_env is not None:
+        key, param = environment.get(table.key_env, ""), f"{path}.key_env"
+        if not key:
+            hint = f"set it before the gateway starts: {table.key_env}=..."
+            message = f"{param}: the environment has no {table.key_env}"
+            raise ConfigError(message, param=param, value=table.key_env, hint=hint)
+    elif table.key_file is not None:
+        param = f"{path}.key_file"
+        key = _read_key(table.key_file, param)
+    else:
+        return None
+    check_key(key, param)
+    return key
+
+
+def _read_key(path: str, param: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        hint = "write the key, and nothing else, into that file"
+        raise ConfigError(f"{param}: cannot read {path}: {error}", param=param, value=path, hint=hint) from error
+
+
+def _holder(tenant: TenantConfig, path: str, environment: Mapping[str, str]) -> tuple[bytes, Tenant]:
+    key = _key_of(tenant, path, environment)
+    if (key is None) == (tenant.sha256 is None):
+        hint = "give one of key_env, key_file and sha256"
+        raise ConfigError(f"{path} needs one key", param=f"{path}.key_env", hint=hint)
+    if key is None and not _DIGEST.fullmatch(tenant.sha256 or ""):
+        hint = "as `printf %s KEY | sha256sum` prints it"
+        raise ConfigError(f"{path}.sha256 is not 64 hexadecimal digits", param=f"{path}.sha256", hint=hint)
+    known = bytes.fromhex(tenant.sha256 or "") if key is None else sha256(key.encode()).digest()
+    if known == sha256(b"").digest():  # who sends no key would have it
+        raise ConfigError(f"{path}.sha256 is that of an empty key", param=f"{path}.sha256", hint="hash a key")
+    return known, Tenant(
+        name=tenant.name,
+        is_operator=tenant.operator,
+        max_open_requests=tenant.max_open_requests,
+        requests_per_minute=tenant.requests_per_minute,
+        tokens_per_minute=tenant.tokens_per_minute,
+    )

@@ -1,0 +1,254 @@
+"""Who waits for an upstream, and who is next: a bounded queue, fair among tenants by tokens.
+
+Each tenant has a counter of the tokens that it was served, divided by its weight; whoever has the least is next: the
+virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A request is charged
+when it goes to an upstream, by its estimate, and corrected when its tokens are known. A tenant that comes back after a
+pause begins where the least of the active ones is, so that nobody saves up; what they were charged for requests in
+flight is left out there, as it may never be used. Within a tenant the order is that of arrival, for each model; a
+request whose upstreams are full keeps none of another model waiting.
+
+The queue is bounded in requests and in tokens. When it is full a newcomer is refused, unless its tenant has less of the
+queue, by weight, than another: then that other's latest request is. Thus a tenant that fills the queue does not keep
+the others out of it.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+
+from splittime.core.errors import Refused
+from splittime.gateway.config import QueueConfig
+from splittime.gateway.upstreams import Routed, Router
+
+now_ns = time.monotonic_ns
+RETRY_AFTER_S = 1.0
+QUEUE_TIMEOUT = "queue_timeout"  # the reason of a refusal
+
+
+class QueuedRequest:
+    """One request in the queue. granted: who gets it, or why nobody does. tokens: prompt and answer, as estimated."""
+
+    __slots__ = ("granted", "is_retry", "model", "tenant", "tokens", "tried")
+
+    def __init__(self, tenant: str, model: str, tokens: int, tried: Collection[str]) -> None:
+        self.tenant, self.model, self.tokens, self.tried = tenant, model, tokens, tried
+        self.is_retry = bool(tried)
+        self.granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
+
+
+class TenantShare:
+    """What one tenant has: of the queue now, of upstreams' tokens so far (by weight), and in flight."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.counter = 0.0
+        self.requests = self.tokens = 0  # that wait
+        self.in_flight = self.unsettled = 0  # requests, and tokens that were charged by an estimate
+        self.by_model: dict[str, deque[QueuedRequest]] = {}
+
+    @property
+    def is_active(self) -> bool:
+        return self.requests > 0 or self.in_flight > 0
+
+    @property
+    def least_counter(self) -> float:
+        """The counter if nothing of what is not settled were used: what is known."""
+        return self.counter - self.unsettled / self.weight
+
+    def latest(self) -> QueuedRequest | None:
+        """Returns the request that came last, as far as the models' queues tell: of the longest one."""
+        longest = max(self.by_model.values(), key=len, default=None)
+        return longest[-1] if longest else None
+
+
+class FairQueue:
+    """weights: by tenant; one that is not named has 1."""
+
+    def __init__(self, config: QueueConfig, router: Router, weights: Mapping[str, float] | None = None) -> None:
+        self._config, self._router = config, router
+        self._weights = dict(weights or {})
+        self._shares: dict[str, TenantShare] = {}
+        self._least = 0.0  # the counter of whoever was served last
+        self.requests = self.tokens = 0  # that wait
+
+    async def enter(
+        self,
+        tenant: str,
+        model: str,
+        tokens: int,
+        *,
+        until_ns: int,
+        tried: Collection[str] = (),
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Routed:
+        """Returns who gets the request, with its place there taken: `leave` gives it back.
+
+        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. on_wait: called if
+        nobody has room for it now.
+        Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
+        """
+        if not self._router.allowed(model, now_ns()):
+            raise self._nobody(model)
+        waiting = QueuedRequest(tenant, model, tokens, tried)
+        self._make_room(waiting)
+        self._add(waiting)
+        self.dispatch()
+        if not waiting.granted.done():
+            on_wait()
+        try:
+            async with asyncio.timeout(max(0.0, (until_ns - now_ns()) / 1e9)):
+                return await waiting.granted
+        except TimeoutError:
+            self._abandon(waiting)
+            raise self._refused(QUEUE_TIMEOUT, "it waited for as long as it may") from None
+        except asyncio.CancelledError:
+            self._abandon(waiting)
+            raise
+
+    def leave(self, routed: Routed, tenant: str, tokens: int) -> None:
+        """A request that had a place at an upstream gives it back."""
+        routed.upstream.leave(tokens)
+        self._share(tenant).in_flight -= 1
+        self.dispatch()
+
+    def settle(self, tenant: str, charged: int, used: int) -> None:
+        """A request that had a place is over: of the tokens that it was charged, so many were used."""
+        share = self._share(tenant)
+        share.unsettled -= charged
+        share.counter += (used - charged) / share.weight
+
+    def require_room(self, tenant: str) -> None:
+        """Raises `Refused` if any request of this tenant would be refused now, however short, and of whatever model."""
+        if self._is_full(1) and not self._router.has_room and self._most_over(tenant, 1) is None:
+            raise self._queue_full()
+
+    def dispatch(self) -> None:
+        """Give free places to whoever is next, until nobody who waits can have one."""
+        while self.requests and self._grant_one():
+            pass
+
+    # ---- in
+
+    def _share(self, tenant: str) -> TenantShare:
+        share = self._shares.get(tenant)
+        if share is None:
+            share = self._shares[tenant] = TenantShare(self._weights.get(tenant, 1.0))
+        return share
+
+    def _is_full(self, tokens: int) -> bool:
+        is_long = self.requests > 0 and self.tokens + tokens > self._config.max_tokens
+        return self.requests >= self._config.max_requests or is_long
+
+    def _make_room(self, newcomer: QueuedRequest) -> None:
+        """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
+        if self._router.choose(newcomer.model, now_ns(), newcomer.tried) is not None:
+            return  # whoever waits waits for others
+        while self._is_full(newcomer.tokens):
+            over = self._most_over(newcomer.tenant, newcomer.tokens)
+            if over is None:
+                raise self._queue_full()
+            self._refuse(over, self._queue_full())
+
+    def _most_over(self, tenant: str, tokens: int) -> QueuedRequest | None:
+        """Returns the latest request of the tenant that has most of the queue by weight, if it has more than the
+        newcomer's would."""
+        own = self._share(tenant)
+        others = [share for name, share in self._shares.items() if name != tenant and share.requests]
+        most = max(others, key=lambda share: share.tokens / share.weight, default=None)
+        if most is None or most.tokens / most.weight <= (own.tokens + tokens) / own.weight:
+            return None
+        return most.latest()
+
+    def _add(self, waiting: QueuedRequest) -> None:
+        share = self._share(waiting.tenant)
+        if not share.is_active:
+            active = [other.least_counter for other in self._shares.values() if other.is_active]
+            share.counter = max(share.counter, min(active, default=self._least))
+        line = share.by_model.setdefault(waiting.model, deque())
+        line.appendleft(waiting) if waiting.is_retry else line.append(waiting)
+        self._count(share, waiting, 1)
+
+    def _count(self, share: TenantShare, waiting: QueuedRequest, sign: int) -> None:
+        share.requests += sign
+        share.tokens += sign * waiting.tokens
+        self.requests += sign
+        self.tokens += sign * waiting.tokens
+
+    def _remove(self, waiting: QueuedRequest) -> None:
+        share = self._shares[waiting.tenant]
+        line = share.by_model[waiting.model]
+        line.remove(waiting)
+        if not line:
+            del share.by_model[waiting.model]
+        self._count(share, waiting, -1)
+
+    # ---- out
+
+    def _grant_one(self) -> bool:
+        shares = sorted((share for share in self._shares.values() if share.requests), key=lambda share: share.counter)
+        return any(self._grant_first(share) for share in shares)
+
+    def _grant_first(self, share: TenantShare) -> bool:
+        at_ns = now_ns()
+        for model, line in list(share.by_model.items()):
+            waiting = line[0]
+            if waiting.granted.done():  # cancelled, and its task does not know yet
+                self._remove(waiting)
+                return True
+            routed = self._router.choose(model, at_ns, waiting.tried)
+            if routed is not None:
+                self._grant(share, waiting, routed)
+                return True
+            if not self._router.allowed(model, at_ns):
+                self._refuse(waiting, self._nobody(model))
+                return True
+        return False
+
+    def _grant(self, share: TenantShare, waiting: QueuedRequest, routed: Routed) -> None:
+        self._remove(waiting)
+        routed.upstream.enter(waiting.tokens)
+        share.in_flight += 1
+        self._least = share.least_counter
+        if not waiting.is_retry:
+            share.counter += waiting.tokens / share.weight
+            share.unsettled += waiting.tokens
+        waiting.granted.set_result(routed)
+
+    def _refuse(self, waiting: QueuedRequest, error: Refused) -> None:
+        self._remove(waiting)
+        if not waiting.granted.done():
+            waiting.granted.set_exception(error)
+
+    def _abandon(self, waiting: QueuedRequest) -> None:
+        """Its task was cancelled, or waited too long: leave the line, or give back a place granted at that moment."""
+        granted = waiting.granted
+        if granted.done() and not granted.cancelled() and granted.exception() is None:
+            if not waiting.is_retry:
+                self.settle(waiting.tenant, waiting.tokens, 0)
+            self.leave(granted.result(), waiting.tenant, waiting.tokens)
+        elif waiting in self._shares[waiting.tenant].by_model.get(waiting.model, ()):
+            self._remove(waiting)
+            self.dispatch()
+
+    # ---- what who gets nothing is told
+
+    def _refused(self, reason: str, why: str, limit: int | None = None) -> Refused:
+        message = f"the upstreams are full: {why}"
+        return Refused(message, reason=reason, queued=self.requests, limit=limit, retry_after_s=RETRY_AFTER_S)
+
+    def _queue_full(self) -> Refused:
+        if self.requests >= self._config.max_requests:
+            return self._refused("queue_full", "as many requests wait as may", self._config.max_requests)
+        return self._refused("queue_full", "as many tokens wait as may", self._config.max_tokens)
+
+    def _nobody(self, model: str) -> Refused:
+        """429 where an upstream lives and asked for a pause, 503 where none can be had."""
+        at_ns, upstreams = now_ns(), self._router.of_model(model)
+        busy = [one for one in upstreams if one.breaker.is_busy(at_ns) and not one.breaker.is_open]
+        wait_s = self._router.soonest_s(busy or upstreams, at_ns)
+        if busy:
+            message = f"every upstream of {model!r} asked for a pause"
+            return Refused(message, reason="upstreams_busy", retry_after_s=max(RETRY_AFTER_S, wait_s))
+        message = f"no upstream of {model!r} answers"
+        return Refused(message, reason="no_upstream", status=503, retry_after_s=max(RETRY_AFTER_S, wait_s))

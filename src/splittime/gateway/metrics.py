@@ -1,0 +1,130 @@
+"""What the gateway exports on `/metrics`. docs/reference/metrics.md lists it from `GATEWAY_METRICS`.
+
+Histograms of stages go by the server's name for them: a request has one account, whoever keeps it.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from splittime.ledger import derive
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.export.histogram import Histogram
+from splittime.ledger.export.metrics import MetricSpec
+from splittime.ledger.steps import StepRecord
+
+if TYPE_CHECKING:
+    from splittime.gateway.service import GatewayService
+
+GATEWAY_METRICS = (
+    MetricSpec("splittime_stage_seconds", "histogram", ("stage", "cause"), "Time of a request in a stage, by cause"),
+    MetricSpec(
+        "splittime_gateway_first_byte_seconds",
+        "histogram",
+        ("upstream",),
+        "Request sent to first byte of the answer read, of attempts that had one",
+    ),
+    MetricSpec("splittime_gateway_requests_total", "counter", ("finish_reason",), "Requests ended"),
+    MetricSpec(
+        "splittime_gateway_attempts_total",
+        "counter",
+        ("upstream", "result"),
+        "Attempts ended: answered, cancelled, or the code of the failure",
+    ),
+    MetricSpec("splittime_gateway_retries_total", "counter", (), "Attempts beyond a request's first"),
+    MetricSpec("splittime_gateway_refusals_total", "counter", ("reason",), "Requests refused by the gateway itself"),
+    MetricSpec("splittime_gateway_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
+    MetricSpec("splittime_gateway_ledger_drops_total", "counter", ("reason",), "Records missing in the ledger's file"),
+    MetricSpec("splittime_gateway_requests_in_flight", "gauge", ("upstream",), "Requests that an upstream has"),
+    MetricSpec("splittime_gateway_tokens_in_flight", "gauge", ("upstream",), "Their tokens, as estimated"),
+    MetricSpec(
+        "splittime_gateway_breaker_open", "gauge", ("upstream",), "1 after failures in a row, 0 after a success"
+    ),
+    MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
+    MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
+)
+_HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
+_COUNTED = ("requests", "attempts", "refusals")
+
+Series = dict[tuple[str, ...], float]
+
+
+class GatewayMetrics(Collector):
+    """Subscribes to the gateway's ledger; `render()` is the body of `/metrics`."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, gateway: "GatewayService") -> None:
+        self._gateway = gateway
+        self._histograms = {spec.name: Histogram() for spec in _HISTOGRAMS}
+        self._counts: dict[str, Series] = {f"splittime_gateway_{name}_total": {} for name in _COUNTED}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        gateway.ledger.subscribe(self._on_record)
+
+    def count_refusal(self, reason: str) -> None:
+        self._count("splittime_gateway_refusals_total", reason)
+
+    def count_attempt(self, upstream: str, result: str) -> None:
+        self._count("splittime_gateway_attempts_total", upstream, result)
+
+    def render(self) -> bytes:
+        text = "".join(line for spec in _HISTOGRAMS for line in self._histograms[spec.name].lines(spec))
+        return text.encode() + generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        values = {**self._counts, **self._totals(), **self._gauges()}
+        for spec in GATEWAY_METRICS:
+            if spec.kind != "histogram":
+                make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+                family = make(spec.name, spec.help, labels=spec.labels)
+                for labels, value in list(values[spec.name].items()):
+                    family.add_metric(labels, value)
+                yield family
+
+    def _totals(self) -> dict[str, Series]:
+        counts = self._gateway.ledger.counts()
+        return {
+            "splittime_gateway_retries_total": {(): self._gateway.retry_budget.num_taken},
+            "splittime_gateway_invalid_accounts_total": {(): counts.invalid_accounts},
+            "splittime_gateway_ledger_drops_total": {("queue_full",): counts.dropped, ("disk",): counts.unwritten},
+        }
+
+    def _gauges(self) -> dict[str, Series]:
+        upstreams, queue = self._gateway.router.upstreams, self._gateway.queue
+        return {
+            "splittime_gateway_requests_in_flight": {(one.name,): one.requests for one in upstreams},
+            "splittime_gateway_tokens_in_flight": {(one.name,): one.tokens for one in upstreams},
+            "splittime_gateway_breaker_open": {(one.name,): int(one.breaker.is_open) for one in upstreams},
+            "splittime_gateway_queued_requests": {(): queue.requests},
+            "splittime_gateway_queued_tokens": {(): queue.tokens},
+        }
+
+    def _on_record(self, record: ClosedAccount | StepRecord) -> None:
+        if isinstance(record, StepRecord):
+            return
+        for (stage, cause), duration_ns in derive.stage_totals_ns(record).items():
+            self._histograms["splittime_stage_seconds"].observe((stage, cause or ""), duration_ns)
+        for attempt in record.attempts:
+            if attempt.first_byte_ns is not None:
+                lasted_ns = attempt.first_byte_ns - attempt.begin_ns
+                self._histograms["splittime_gateway_first_byte_seconds"].observe((attempt.upstream,), lasted_ns)
+        self._count("splittime_gateway_requests_total", _known(record.finish_reason))
+
+    def _count(self, name: str, *labels: str) -> None:
+        series = self._counts[name]
+        series[labels] = series.get(labels, 0) + 1
+
+
+KNOWN_REASONS = frozenset(
+    {"stop", "length", "abort", "deadline", "error", "refused", "unknown", "tool_calls", "content_filter"}
+)
+
+
+def _known(finish_reason: str) -> str:
+    """A label that an upstream writes has a bounded number of values."""
+    return finish_reason if finish_reason in KNOWN_REASONS else "other"

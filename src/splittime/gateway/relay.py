@@ -1,0 +1,303 @@
+"""One attempt: a request goes to one upstream, and its answer comes back to the client, piece by piece as it is read.
+
+    connect and first byte in `first_byte_s` -> pieces, at most `between_s` apart -> the end, all before the deadline
+
+Until the first byte has gone to the client a failure is an `UpstreamFailure`, and another attempt may be made. After it
+the stream ends with an error event and without `[DONE]` (`BrokenStream`): the tokens before it stay true, and nobody
+takes half an answer for a whole one. A stream that ends without `[DONE]` has broken off, however politely.
+An answer that is no stream is given to the client when all of it is there, so one that breaks off is an error, not half
+a body.
+
+Nothing is buffered: while the client does not take a piece the next is not read, and TCP tells the upstream.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import aiohttp
+
+from splittime.core.errors import DeadlineExceeded, SplittimeError, UpstreamError
+from splittime.gateway.answer_events import AnswerEvents
+from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.upstreams import Upstream
+from splittime.web import http
+
+now_ns = time.monotonic_ns
+CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this is the client's doing, as in `api.choice`
+CLOSING_S = 1.0  # for an upstream to end an answer after its last event
+EVENT_STREAM = "text/event-stream"
+PASSED_ON = ("content-type", "content-encoding", "retry-after", "x-splittime-notice")
+TRY_ANOTHER = (502, 503, 504)
+BUSY = 429
+BROKEN = (aiohttp.ClientError, OSError, ValueError)
+
+
+class Deadline(NamedTuple):
+    """The instant at which a request is given up. is_clients: its client said so, else the config."""
+
+    at_ns: int
+    is_clients: bool
+
+    def within(self, seconds: float) -> tuple[float, bool]:
+        """Returns how long something may take that may take so long at most, and whether the deadline says so. An event
+        loop's timers are a millisecond coarse: what has run out is not asked of a clock afterwards."""
+        left_s = max(0.0, (self.at_ns - now_ns()) / 1e9)
+        return (left_s, True) if left_s <= seconds else (seconds, False)
+
+
+class PassedAnswer(NamedTuple):
+    """An answer of an upstream as it is given to the client."""
+
+    status: int
+    headers: http.Headers
+    body: bytes
+
+
+class UpstreamFailure(Exception):
+    """The attempt failed, and the client has seen nothing of it.
+
+    error: what the client is told if nobody does better. answer: what the upstream said itself, told in its place.
+    is_retryable: another attempt may be made. is_fault: it speaks against the upstream.
+    """
+
+    def __init__(
+        self,
+        error: SplittimeError,
+        *,
+        answer: PassedAnswer | None = None,
+        is_retryable: bool = False,
+        is_fault: bool = True,
+    ) -> None:
+        super().__init__(error.info.message)
+        self.error, self.answer = error, answer
+        self.is_retryable, self.is_fault = is_retryable, is_fault
+
+
+class BrokenStream(Exception):
+    """The answer ended before its end, after the client had the beginning; it has been told. is_fault: as above."""
+
+    def __init__(self, error: SplittimeError, *, is_fault: bool = True) -> None:
+        super().__init__(error.info.message)
+        self.error, self.is_fault = error, is_fault
+
+
+class Relay:
+    """headers: those of the request to the upstream. answer_headers: asked for when an answer begins, with ours.
+
+    on_read: called when the end of the answer has been read, and not yet given to the client.
+    blocked_ns: how long the client did not take what was there. ended_ns: when the system had taken the end.
+    has_begun: the client has the head of an answer. is_answered: and all of it.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        upstream: Upstream,
+        request: ForwardedRequest,
+        headers: dict[str, str],
+        deadline: Deadline,
+        *,
+        max_answer_bytes: int,
+        send: http.Send,
+        answer_headers: Callable[[], http.Headers],
+        on_read: Callable[[], None],
+    ) -> None:
+        self._session, self._upstream, self._request, self._headers = session, upstream, request, headers
+        self._deadline, self._max_answer_bytes = deadline, max_answer_bytes
+        self._send, self._answer_headers, self._on_read = send, answer_headers, on_read
+        self.events = AnswerEvents()
+        self.status: int | None = None
+        self.first_byte_ns: int | None = None
+        self.blocked_ns = 0
+        self.ended_ns: int | None = None
+        self.has_begun = self.is_answered = False
+
+    async def run(self) -> None:
+        """Returns when the client has the whole answer. Raises `UpstreamFailure` or `BrokenStream`."""
+        response, first = await self._open()
+        try:
+            if response.status == 200 and response.content_type == EVENT_STREAM:
+                await self._stream(response, first)
+            else:
+                await self._whole(response, first)
+        finally:
+            response.close()
+
+    # ---- the upstream
+
+    async def _open(self) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Returns the answer's head and its first piece, b"" if it has no body."""
+        config = self._upstream.config
+        url, timeout = self._upstream.base_url + self._request.path, aiohttp.ClientTimeout(connect=config.connect_s)
+        response: aiohttp.ClientResponse | None = None
+        limit_s, is_deadline = self._deadline.within(config.first_byte_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                response = await self._session.post(
+                    url, data=self._request.body, headers=self._headers, allow_redirects=False, timeout=timeout
+                )
+                self.status = response.status
+                first = await response.content.readany()
+        except BaseException as error:
+            if response is not None:
+                response.close()
+            raise self._not_begun(error, is_deadline) from error
+        self.first_byte_ns = now_ns()
+        return response, first
+
+    def _not_begun(self, error: BaseException, is_deadline: bool) -> BaseException:
+        name, config = self._upstream.name, self._upstream.config
+        if isinstance(error, aiohttp.ServerTimeoutError):
+            words = f"no connection to upstream {name!r} within {config.connect_s:g} s"
+            return _failure(words, "upstream_connect_timeout", 504)
+        if isinstance(error, TimeoutError):
+            if is_deadline:
+                return UpstreamFailure(self._too_late(), is_fault=False)
+            words = f"no byte of an answer from upstream {name!r} within {config.first_byte_s:g} s"
+            return _failure(words, "upstream_first_byte_timeout", 504)
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return _failure(f"no connection to upstream {name!r}", "upstream_unreachable", 502)
+        if isinstance(error, BROKEN):
+            return _failure(f"upstream {name!r} broke off before its answer", "upstream_broke_off", 502)
+        return error
+
+    def _too_late(self) -> SplittimeError:
+        if self._deadline.is_clients:
+            return DeadlineExceeded.before("its answer was complete")
+        total_s = self._upstream.config.total_s
+        message = f"the answer took longer than {total_s:g} s (total_s of upstream {self._upstream.name!r})"
+        return UpstreamError(message, code="upstream_total_timeout", status=504, limit=total_s)
+
+    async def _next(self, response: aiohttp.ClientResponse) -> bytes:
+        """Returns the next piece, b"" at the end. Raises `BrokenStream`, told to nobody yet."""
+        name, between_s = self._upstream.name, self._upstream.config.between_s
+        limit_s, is_deadline = self._deadline.within(between_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await response.content.readany()
+        except TimeoutError:
+            if is_deadline:
+                raise BrokenStream(self._too_late(), is_fault=False) from None
+            words = f"upstream {name!r} sent nothing for {between_s:g} s"
+            raise BrokenStream(UpstreamError(words, code="upstream_stalled", status=504)) from None
+        except BROKEN as error:
+            raise self._died() from error
+
+    def _died(self) -> BrokenStream:
+        words = f"upstream {self._upstream.name!r} broke off in the middle of its answer"
+        return BrokenStream(UpstreamError(words, code="upstream_died"))
+
+    # ---- a stream
+
+    async def _stream(self, response: aiohttp.ClientResponse, piece: bytes) -> None:
+        try:
+            while piece:
+                if await self._pass_on(response, piece):
+                    return
+                piece = await self._next(response)
+            raise self._died()
+        except BrokenStream as broken:
+            self._on_read()
+            await self._begin(response)
+            await self._give(http.error_event(broken.error.info))
+            await self._end()
+            raise
+
+    async def _pass_on(self, response: aiohttp.ClientResponse, piece: bytes) -> bool:
+        """Give a piece of a stream to the client. Returns whether it was the last."""
+        self.events.feed(piece)
+        if self.events.is_too_long:
+            words = f"upstream {self._upstream.name!r} sent an event without an end"
+            raise BrokenStream(UpstreamError(words, code="upstream_bad_answer"))
+        if self.events.is_done:
+            self._on_read()
+        await self._begin(response)
+        await self._give(piece)
+        if self.events.is_done:
+            await self._end()
+            await self._drain(response)
+        return self.events.is_done
+
+    async def _begin(self, response: aiohttp.ClientResponse) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            headers = [*_passed_on(response), *self._answer_headers(), (b"cache-control", b"no-store")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _give(self, piece: bytes) -> None:
+        begin_ns = now_ns()
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        lasted_ns = now_ns() - begin_ns
+        self.blocked_ns += lasted_ns if lasted_ns > CLIENT_WAIT_NS else 0
+
+    async def _end(self) -> None:
+        self.is_answered = True
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.ended_ns = now_ns()
+
+    async def _drain(self, response: aiohttp.ClientResponse) -> None:
+        """Read the end behind the last event, so that the connection can be used again; what else comes is dropped."""
+        try:
+            async with asyncio.timeout(CLOSING_S):
+                while await response.content.readany():
+                    pass
+        except (TimeoutError, *BROKEN):
+            pass  # the client has its answer; the connection is closed
+
+    # ---- an answer that is no stream
+
+    async def _whole(self, response: aiohttp.ClientResponse, first: bytes) -> None:
+        body = await self._read(response, first)
+        answer = PassedAnswer(response.status, _passed_on(response), body)
+        failure = self._judged(answer)
+        if failure is not None:
+            raise failure
+        self.events.take_whole(body)
+        self._on_read()
+        await self.give_answer(answer)
+
+    async def give_answer(self, answer: PassedAnswer) -> None:
+        """Give a whole answer to the client; returns when the system has taken it."""
+        self.has_begun = True
+        headers = [*answer.headers, *self._answer_headers(), (b"content-length", b"%d" % len(answer.body))]
+        await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        if answer.body:
+            await self._give(answer.body)
+        await self._end()
+
+    async def _read(self, response: aiohttp.ClientResponse, piece: bytes) -> bytes:
+        pieces, size = [], 0
+        try:
+            while piece:
+                pieces.append(piece)
+                size += len(piece)
+                if size > self._max_answer_bytes:
+                    words = f"upstream {self._upstream.name!r} answered more than {self._max_answer_bytes} bytes"
+                    raise BrokenStream(UpstreamError(words, code="upstream_bad_answer", limit=self._max_answer_bytes))
+                piece = await self._next(response)
+        except BrokenStream as broken:
+            raise UpstreamFailure(broken.error, is_fault=broken.is_fault) from broken
+        return b"".join(pieces)
+
+    def _judged(self, answer: PassedAnswer) -> UpstreamFailure | None:
+        """Returns the failure that an answer is; None for one that the client shall have: 2xx, and 4xx but 429."""
+        name, status = self._upstream.name, answer.status
+        if 200 <= status < 300 or (400 <= status < 500 and status != BUSY):
+            return None
+        if status < 400:
+            error = UpstreamError(f"upstream {name!r} answered {status}", code="upstream_bad_answer")
+            return UpstreamFailure(error)
+        error = UpstreamError(f"upstream {name!r} answered {status}", code=f"upstream_{status}", status=status)
+        is_retryable = status in TRY_ANOTHER or status == BUSY
+        return UpstreamFailure(error, answer=answer, is_retryable=is_retryable, is_fault=status != BUSY)
+
+
+def _failure(words: str, code: str, status: int) -> UpstreamFailure:
+    return UpstreamFailure(UpstreamError(words, code=code, status=status), is_retryable=True)
+
+
+def _passed_on(response: aiohttp.ClientResponse) -> http.Headers:
+    found = ((name, response.headers.get(name)) for name in PASSED_ON)
+    return [(name.encode(), value.encode("latin-1", "replace")) for name, value in found if value is not None]

@@ -1,0 +1,45 @@
+"""How many retries there may be: a share of the requests of the latest window, and a few for a quiet gateway.
+
+Without a bound every retry is one more request for upstreams that fail because they have too many.
+"""
+
+from collections import deque
+
+from splittime.gateway.config import RetryConfig
+
+PARTS = 60  # of a window; the oldest goes as a whole
+
+
+class RetryBudget:
+    """Counts by parts of the window. Times are ns of one monotonic clock, given by the caller."""
+
+    def __init__(self, config: RetryConfig) -> None:
+        self._config = config
+        self._part_ns = max(1, int(config.window_s * 1e9) // PARTS)
+        self._parts: deque[list[int]] = deque()  # [number of the part, requests, retries]
+        self._requests = self._retries = 0  # of all parts
+        self.num_taken = 0  # retries since the start
+
+    def note_request(self, now_ns: int) -> None:
+        self._part(now_ns)[1] += 1
+        self._requests += 1
+
+    def take(self, now_ns: int) -> bool:
+        """Returns whether one more retry may be had, which is then counted."""
+        part = self._part(now_ns)
+        if self._retries + 1 > self._config.ratio * self._requests + self._config.spare:
+            return False
+        part[2] += 1
+        self._retries += 1
+        self.num_taken += 1
+        return True
+
+    def _part(self, now_ns: int) -> list[int]:
+        number = now_ns // self._part_ns
+        while self._parts and self._parts[0][0] <= number - PARTS:
+            _, requests, retries = self._parts.popleft()
+            self._requests -= requests
+            self._retries -= retries
+        if not self._parts or self._parts[-1][0] != number:
+            self._parts.append([number, 0, 0])
+        return self._parts[-1]

@@ -1,0 +1,166 @@
+"""What the gateway's requests share: the upstreams, the queue, the keys, the ledger, and who is being served now."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+
+from splittime import __version__
+from splittime.core.errors import ErrorInfo, Refused
+from splittime.gateway.config import GatewayConfig
+from splittime.gateway.config_file import Secrets
+from splittime.gateway.fair_queue import FairQueue
+from splittime.gateway.metrics import GatewayMetrics
+from splittime.gateway.retry_budget import RetryBudget
+from splittime.gateway.upstreams import Router, Upstream
+from splittime.ledger.facts import Process, ServerFacts
+from splittime.ledger.store import Ledger
+from splittime.web.tenants import ANYBODY, ApiKeys, Quota, Tenant
+
+if TYPE_CHECKING:
+    from splittime.gateway.visit import GatewayVisit
+
+log = logging.getLogger("splittime.gateway")
+
+ENGINE = "splittime gateway"
+KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and so vLLM, closes an idle connection
+READING_THREADS = 2
+DRAIN_POLL_S = 0.02
+LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
+CUT_S = 1.0  # for those that did not read them to be gone
+UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preemptions")
+
+
+class GatewayService:
+    """`open` begins, inside the event loop; `drain` and `close` end."""
+
+    def __init__(self, config: GatewayConfig, secrets: Secrets, ledger: Ledger) -> None:
+        self.config, self.ledger = config, ledger
+        self.keys = ApiKeys(holders=secrets.holders)
+        self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
+        keys: Mapping[str, str] = secrets.upstream_keys
+        self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
+        self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
+        self.retry_budget = RetryBudget(config.retries)
+        self.metrics = GatewayMetrics(self)
+        self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
+        self.started_ns = time.monotonic_ns()
+        self.started_unix_s = int(time.time())
+        self.is_draining = False
+        self.visits: set[GatewayVisit] = set()
+        self._session: aiohttp.ClientSession | None = None
+        ledger.describe_by(self.facts)
+
+    async def open(self) -> None:
+        """Make the connections' pool. No proxy of the environment, no cookies, no redirects: only the config says
+        where requests go."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            trust_env=False,
+        )
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "open it first"
+        return self._session
+
+    # ---- may a request come in
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether some upstream may be asked now."""
+        at_ns = time.monotonic_ns()
+        return not self.is_draining and any(one.breaker.allows(at_ns) for one in self.router.upstreams)
+
+    def require_serving(self) -> None:
+        if self.is_draining:
+            raise Refused("the gateway is shutting down", reason="draining", status=503)
+
+    def quota(self, tenant: Tenant) -> Quota:
+        return self._quotas[tenant.name]
+
+    def enter(self, visit: "GatewayVisit") -> None:
+        self.visits.add(visit)
+
+    def leave(self, visit: "GatewayVisit") -> None:
+        self.visits.discard(visit)
+
+    def is_open(self, request_id: str, tenant: Tenant) -> bool:
+        mine = (visit for visit in self.visits if tenant.sees in (None, visit.tenant.name))
+        return any(visit.request_id == request_id for visit in mine)
+
+    # ---- what it knows of itself
+
+    def facts(self) -> ServerFacts:
+        upstreams = [msgspec.to_builtins(one.config) for one in self.router.upstreams]
+        settings: dict[str, Any] = {
+            "upstreams": upstreams,
+            **{name: msgspec.to_builtins(getattr(self.config, name)) for name in ("queue", "retries", "breaker")},
+        }
+        process = Process(name="gateway", started_ns=self.started_ns, ready_ns=self.started_ns)
+        return ServerFacts(
+            version=__version__,
+            model=", ".join(self.router.models),
+            max_model_len=0,
+            settings=settings,
+            processes=(process,),
+            engine=ENGINE,
+            unknown=UNKNOWN_TO_IT,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the state of the queue and of each upstream now."""
+        at_ns = time.monotonic_ns()
+        return {
+            "open_requests": len(self.visits),
+            "is_draining": self.is_draining,
+            "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
+            "retries": self.retry_budget.num_taken,
+            "upstreams": [_upstream_stats(upstream, at_ns) for upstream in self.router.upstreams],
+        }
+
+    # ---- the end
+
+    async def drain(self) -> None:
+        """Admit nobody; let what is open finish within the grace time; end the rest with an error."""
+        self.is_draining = True
+        log.warning("shutting down: %d requests open", len(self.visits))
+        await self._until_empty(self.config.grace_s)
+        error = ErrorInfo("overloaded_error", "the gateway is shutting down", "draining", 503, retry_after_s=1.0)
+        for visit in list(self.visits):
+            visit.end_early(error)
+        await self._until_empty(LAST_WORDS_S)
+        for visit in list(self.visits):
+            visit.cut()
+        await self._until_empty(CUT_S)
+
+    async def _until_empty(self, seconds: float) -> None:
+        deadline_s = time.monotonic() + seconds
+        while self.visits and time.monotonic() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _upstream_stats(upstream: Upstream, at_ns: int) -> dict[str, Any]:
+    breaker = upstream.breaker
+    return {
+        "name": upstream.name,
+        "requests": upstream.requests,
+        "tokens": upstream.tokens,
+        "is_open": breaker.is_open,
+        "is_busy": breaker.is_busy(at_ns),
+        "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),
+    }

@@ -1,0 +1,57 @@
+"""What a gateway's account says beside its stages: each attempt at an upstream, why it was chosen, and what it told.
+
+An upstream that keeps accounts of its own (a splittime server) returns its request's stages. They are kept here as they
+came, counted from the upstream's own beginning: no instant of its clock is compared with one of the gateway's. What is
+compared are lengths: `upstream` lasts as long as the upstream's account, and what the gateway's clock saw beyond that
+is `network` (ADR 23).
+"""
+
+import msgspec
+
+from splittime.ledger.stages import Cause, Stage
+
+
+class NestedStage(msgspec.Struct, frozen=True, gc=False):
+    """One stage of an upstream's account, in ns from that account's own beginning."""
+
+    stage: Stage
+    cause: Cause | None
+    begin_ns: int
+    end_ns: int
+
+
+class Considered(msgspec.Struct, frozen=True, gc=False):
+    """An upstream that was looked at for a request, with what the gateway had given it at that moment.
+
+    tokens: of its requests in flight, prompt and most output, as the gateway estimates them.
+    """
+
+    upstream: str
+    requests: int
+    tokens: int
+
+
+class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """One attempt to have a request answered by an upstream; times in ns of the gateway's monotonic clock.
+
+    request_id: by which the upstream knows it.
+    considered: among whom it was chosen; the first is the one that got it.
+    status: of its answer; None if there was none. first_byte_ns: when the first byte of the answer's body was read.
+    error: why it failed, as a code; empty if it did not.
+    num_events: of a stream, events passed on. This is no number of tokens.
+    knows_tokens: the answer told its tokens; else those of the account are 0 because nobody said.
+    nested: the upstream's own stages; () if it keeps none. nested_fault: why they could not be nested.
+    """
+
+    upstream: str
+    request_id: str
+    considered: tuple[Considered, ...]
+    begin_ns: int
+    end_ns: int
+    status: int | None = None
+    first_byte_ns: int | None = None
+    error: str = ""
+    num_events: int = 0
+    knows_tokens: bool = False
+    nested: tuple[NestedStage, ...] = ()
+    nested_fault: str = ""

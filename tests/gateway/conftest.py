@@ -1,0 +1,121 @@
+"""A gateway in a process of its own, started by its command, in front of hostile upstreams and of our own server."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from .hostile import Hostile
+
+DEAD = "http://127.0.0.1:9"  # nobody listens there
+
+
+def upstream(name: str, url: str, *models: str, **more) -> str:
+    told = {"name": name, "url": url, "models": list(models or [name]), **more}
+    return "[[upstream]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in told.items())
+
+
+class Gateway:
+    """url: where it listens. Its accounts are read over HTTP, as anybody would."""
+
+    def __init__(self, url: str, process: subprocess.Popen) -> None:
+        self.url, self.process, self.is_stopping = url, process, False
+
+    def stop(self) -> None:
+        """Tell it to drain, once: a second signal would end it at once."""
+        if not self.is_stopping:
+            self.is_stopping = True
+            self.process.terminate()
+
+    def ask(self, model: str, headers=None, path="/v1/chat/completions", timeout_s=30.0, **body):
+        """Returns status, headers and body of the answer."""
+        told = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, **body}
+        data = body["raw"] if "raw" in body else json.dumps(told).encode()
+        asked = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **(headers or {})})
+        try:
+            with urllib.request.urlopen(asked, timeout=timeout_s) as response:
+                return response.status, dict(response.headers), response.read()
+        except urllib.error.HTTPError as error:
+            return error.code, dict(error.headers), error.read()
+
+    def get(self, path: str, key: str | None = None):
+        asked = urllib.request.Request(self.url + path)
+        if key is not None:
+            asked.add_header("authorization", f"Bearer {key}")
+        with urllib.request.urlopen(asked, timeout=30) as response:
+            return json.load(response)
+
+    def account(self, request_id: str, key: str | None = None, tries: int = 200):
+        """The account as JSON; waits until it is closed."""
+        for _ in range(tries):
+            try:
+                return self.get(f"/ledger/requests/{request_id}", key)
+            except urllib.error.HTTPError as error:
+                if error.code != 404:
+                    raise
+                time.sleep(0.02)
+        raise AssertionError(f"no account of {request_id}")
+
+
+@contextmanager
+def gateway_of(folder, text: str, **environment):
+    """Start `splittime gateway` with this config; ends it with SIGTERM, which must end it well."""
+    config = folder / "gateway.toml"
+    config.write_text("port = 0\n" + text)
+    command = [sys.executable, "-m", "splittime.cli.main", "gateway", "--config", str(config), "--json"]
+    with open(folder / "words", "wb") as words:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=words, env={**os.environ, **environment}, cwd=folder
+        )
+        try:
+            told = process.stdout.readline()
+            assert told, (folder / "words").read_text()
+            gateway = Gateway(json.loads(told)["gateway"], process)
+            yield gateway
+            gateway.stop()
+            assert process.wait(timeout=30) == 0, (folder / "words").read_text()
+        finally:
+            process.kill()
+            process.stdout.close()
+            process.wait()
+
+
+@pytest.fixture(scope="session")
+def hostile():
+    server = Hostile()
+    yield server
+    server.stop()
+
+
+ONE_EACH = (
+    *("fine", "broken", "away", "busy", "strict", "redirect", "lying", "garbage", "hangup", "dying", "polite"),
+    *("lingering", "claiming", "slow", "halfopen", "stalling", "endless"),
+)
+SHORT = {"first_byte_s": 0.4, "between_s": 0.4, "total_s": 20.0}
+
+
+@pytest.fixture(scope="session")
+def gateway(hostile, tmp_path_factory):
+    """One upstream for each way to misbehave, and pairs of them: model `away+fine` has both. Breakers are patient, so
+    that one test does not close another's upstream."""
+    text = "[breaker]\nfailures = 1000\nmax_backoff_s = 0.05\n[retries]\nspare = 1000\npause_s = 0.01\n"
+    for name in ONE_EACH:
+        more = SHORT | ({"total_s": 1.0} if name == "endless" else {})
+        kind = {"kind": "splittime"} if name in ("claiming", "polite") else {}
+        text += upstream(name, hostile.url(name), **more, **kind)
+    text += upstream("dead", DEAD, **SHORT)
+    for name in ("away", "hangup", "garbage", "busy", "broken", "lying", "dying"):
+        pair = f"{name}+fine"
+        text += upstream(f"{name}2", hostile.url(name), pair, **SHORT) + upstream(
+            f"fine-after-{name}", hostile.url("second"), pair, **SHORT
+        )
+    text += upstream("dead2", DEAD, "dead+fine", **SHORT)
+    text += upstream("fine-after-dead", hostile.url("second"), "dead+fine", **SHORT)
+    with gateway_of(tmp_path_factory.mktemp("gateway"), text) as started:
+        yield started

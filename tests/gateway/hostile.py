@@ -1,0 +1,210 @@
+"""A server whose paths misbehave, each in its own way, on plain sockets: `http://127.0.0.1:PORT/NAME` is NAME's.
+
+It notes what it was asked, and when the connection of a request was gone, by the name of the path.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections import defaultdict
+
+CHUNK = {"choices": [{"index": 0, "delta": {"content": " tick"}, "finish_reason": None}]}
+LAST = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+WHOLE = {
+    "id": "x",
+    "choices": [{"index": 0, "message": {"content": "tick"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+}
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def event(value) -> bytes:
+    return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def whole(status: int, body: dict, *headers: str) -> bytes:
+    data = json.dumps(body).encode()
+    lines = [f"HTTP/1.1 {status} X", "content-type: application/json", f"content-length: {len(data)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+class Hostile:
+    """asked: (headers, body) of each request by name. gone_s: when each connection was found closed by the gateway."""
+
+    def __init__(self) -> None:
+        self.asked = defaultdict(list)
+        self.gone_s = defaultdict(list)
+        self.open = defaultdict(int)
+        self.most_open = defaultdict(int)
+        self.most_sent = 0  # bytes of `torrent`
+        self.hold = threading.Event()  # `held` answers when it is set
+        self._loop = asyncio.new_event_loop()
+        started = threading.Event()
+        threading.Thread(target=self._run, args=(started,), daemon=True).start()
+        started.wait()
+
+    def _run(self, started: threading.Event) -> None:
+        async def start() -> None:
+            self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+            self.port = self._server.sockets[0].getsockname()[1]
+            started.set()
+
+        self._loop.run_until_complete(start())
+        self._loop.run_forever()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.port}/{name}"
+
+    async def _serve(self, reader, writer) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                first, *lines = head.split("\r\n")
+                headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines if line)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                name = first.split("/")[1]
+                self.asked[name].append((headers, body))
+                self.open[name] += 1
+                self.most_open[name] = max(self.most_open[name], self.open[name])
+                try:
+                    if await getattr(self, f"do_{name}")(reader, writer, json.loads(body)):
+                        break
+                finally:
+                    self.open[name] -= 1
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _until_gone(self, name: str, reader, limit_s: float = 20) -> bool:
+        try:
+            async with asyncio.timeout(limit_s):
+                await reader.read(1)
+            self.gone_s[name].append(time.monotonic())
+        except (TimeoutError, ConnectionError):
+            pass
+        return True
+
+    # ---- the ways; True ends the connection
+
+    async def do_fine(self, reader, writer, body) -> bool:
+        if not body.get("stream"):
+            writer.write(whole(200, WHOLE))
+            return False
+        writer.write(STREAM_HEAD)
+        for each in (CHUNK, CHUNK, CHUNK, LAST, USAGE, b"[DONE]"):
+            writer.write(chunk(event(each)))
+            await writer.drain()
+            await asyncio.sleep(body.get("pause_s", 0))
+        writer.write(b"0\r\n\r\n")
+        return False
+
+    do_second = do_third = do_fine
+
+    async def do_held(self, reader, writer, body) -> bool:
+        while not self.hold.is_set():
+            await asyncio.sleep(0.005)
+        writer.write(whole(200, WHOLE))
+        return False
+
+    async def do_paced(self, reader, writer, body) -> bool:
+        """So many tokens, of the `max_tokens` that there may be; a millisecond each ten."""
+        tokens = body["real_tokens"]
+        await asyncio.sleep(tokens / 10_000)
+        writer.write(whole(200, WHOLE | {"usage": {"prompt_tokens": 10, "completion_tokens": tokens}}))
+        return False
+
+    async def do_slow(self, reader, writer, body) -> bool:
+        return await self._until_gone("slow", reader)
+
+    async def do_halfopen(self, reader, writer, body) -> bool:
+        writer.write(STREAM_HEAD)
+        return await self._until_gone("halfopen", reader)
+
+    async def do_broken(self, reader, writer, body) -> bool:
+        writer.write(whole(500, {"error": {"message": "it broke"}}))
+        return False
+
+    async def do_away(self, reader, writer, body) -> bool:
+        writer.write(whole(503, {"error": {"message": "not ready"}}))
+        return False
+
+    async def do_busy(self, reader, writer, body) -> bool:
+        writer.write(whole(429, {"error": {"message": "busy"}}, "retry-after: 7"))
+        return False
+
+    async def do_strict(self, reader, writer, body) -> bool:
+        writer.write(whole(400, {"error": {"message": "too long", "code": "context_length_exceeded"}}))
+        return False
+
+    async def do_redirect(self, reader, writer, body) -> bool:
+        writer.write(whole(307, {}, f"location: http://127.0.0.1:{self.port}/fine/v1/chat/completions"))
+        return False
+
+    async def do_lying(self, reader, writer, body) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{}")
+        await writer.drain()
+        return True
+
+    async def do_garbage(self, reader, writer, body) -> bool:
+        writer.write(b"this is no HTTP at all\r\n\r\n")
+        await writer.drain()
+        return True
+
+    async def do_hangup(self, reader, writer, body) -> bool:
+        return True
+
+    async def do_dying(self, reader, writer, body) -> bool:
+        writer.write(STREAM_HEAD + chunk(event(CHUNK)) + chunk(event(CHUNK)))
+        await writer.drain()
+        await asyncio.sleep(body.get("pause_s", 0.05))
+        return True
+
+    async def do_polite(self, reader, writer, body) -> bool:
+        writer.write(STREAM_HEAD + chunk(event(CHUNK)) + chunk(event(CHUNK)) + b"0\r\n\r\n")
+        return False
+
+    async def do_lingering(self, reader, writer, body) -> bool:
+        """Its answer is whole, and it does not say that it ends there."""
+        writer.write(STREAM_HEAD + chunk(event(CHUNK) + event(LAST) + event(b"[DONE]")))
+        return await self._until_gone("lingering", reader)
+
+    async def do_stalling(self, reader, writer, body) -> bool:
+        writer.write(STREAM_HEAD + chunk(event(CHUNK)))
+        return await self._until_gone("stalling", reader)
+
+    async def do_endless(self, reader, writer, body) -> bool:
+        writer.write(STREAM_HEAD)
+        gone = asyncio.ensure_future(self._until_gone("endless", reader))
+        while not gone.done():
+            writer.write(chunk(event(CHUNK)))
+            await asyncio.sleep(0.01)
+        return True
+
+    async def do_torrent(self, reader, writer, body) -> bool:
+        """As fast as it is read."""
+        writer.write(STREAM_HEAD)
+        large = chunk(event({**CHUNK, "filling": "x" * 65536}))
+        try:
+            while True:
+                writer.write(large)
+                await writer.drain()
+                self.most_sent += len(large)
+        except ConnectionError:
+            return True
+
+    async def do_claiming(self, reader, writer, body) -> bool:
+        """It tells an account that is longer than the whole exchange."""
+        hour_ns = 3600 * 10**9
+        stages = [{"stage": "decode", "cause": None, "begin_ns": 0, "end_ns": hour_ns}]
+        writer.write(whole(200, WHOLE | {"timing": {"start_ns": 5, "sealed_ns": 5 + hour_ns, "stages": stages}}))
+        return False

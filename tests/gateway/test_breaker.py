@@ -1,0 +1,93 @@
+"""The breaker and the retry budget, under a clock of the test's own."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splittime.gateway.breaker import Breaker
+from splittime.gateway.config import BreakerConfig, RetryConfig
+from splittime.gateway.retry_budget import RetryBudget
+
+S = 10**9
+
+
+def opened() -> Breaker:
+    breaker = Breaker(BreakerConfig(failures=3, open_s=10))
+    for at_s in (0, 1, 2):
+        assert breaker.allows(at_s * S)
+        breaker.begin()
+        breaker.note_failure(at_s * S)
+    return breaker
+
+
+def test_failures_in_a_row_open_it_and_one_request_tries():
+    breaker = opened()
+    assert breaker.is_open
+    assert not breaker.allows(12 * S - 1)
+    assert breaker.wait_ns(3 * S) == 9 * S
+    assert breaker.allows(12 * S)
+    breaker.begin()
+    assert not breaker.allows(12 * S)  # the one that tries is alone
+    breaker.note_failure(13 * S)
+    assert not breaker.allows(23 * S - 1)
+    breaker.begin()
+    breaker.note_success()
+    assert breaker.allows(23 * S)
+    assert not breaker.is_open
+
+
+def test_a_success_between_keeps_it_closed():
+    breaker = Breaker(BreakerConfig(failures=2, open_s=10))
+    for _ in range(10):
+        breaker.note_failure(0)
+        breaker.note_success()
+    assert breaker.allows(0)
+
+
+def test_one_that_tried_and_said_nothing_lets_another_try():
+    breaker = opened()
+    breaker.begin()
+    breaker.note_nothing()
+    assert breaker.allows(12 * S)
+
+
+def test_a_busy_upstream_is_left_alone_and_not_open():
+    breaker = Breaker(BreakerConfig(failures=1, max_backoff_s=60))
+    breaker.note_busy(0, 7.0)
+    assert not breaker.allows(7 * S - 1)
+    assert breaker.allows(7 * S)
+    assert not breaker.is_open
+    breaker.note_busy(0, 10**9)
+    assert breaker.allows(60 * S)
+    breaker.note_busy(100 * S, None)
+    assert not breaker.allows(100 * S)
+    assert breaker.allows(101 * S)
+
+
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 3 * S), st.booleans()), max_size=300),
+    ratio=st.sampled_from([0.0, 0.1, 0.5]),
+    spare=st.integers(0, 2),
+)
+def test_retries_of_a_window_are_within_the_budget(asked, ratio, spare):
+    """Of any window that ends at a retry, counted in parts as the budget counts it."""
+    budget = RetryBudget(RetryConfig(ratio=ratio, spare=spare, window_s=60))
+    at_ns, requests, retries = 0, [], []
+    for gap_ns, is_retry in asked:
+        at_ns += gap_ns
+        if not is_retry:
+            budget.note_request(at_ns)
+            requests.append(at_ns)
+        elif budget.take(at_ns):
+            retries.append(at_ns)
+            least = (at_ns // S - 59) * S
+            in_window = [sum(one >= least for one in each) for each in (requests, retries)]
+            assert in_window[1] <= ratio * in_window[0] + spare
+    assert budget.num_taken == len(retries)
+
+
+def test_a_retry_is_to_be_had_while_requests_come():
+    budget = RetryBudget(RetryConfig(ratio=0.1, spare=0, window_s=60))
+    for _ in range(20):
+        budget.note_request(0)
+    assert [budget.take(S) for _ in range(3)] == [True, True, False]
+    assert not budget.take(60 * S)  # the window is over

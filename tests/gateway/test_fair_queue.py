@@ -1,0 +1,362 @@
+"""Who is next: shares by tokens and weights, bounds of the queue, and places that never leak."""
+
+import asyncio
+import random
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splittime.core.errors import Refused
+from splittime.gateway.config import BreakerConfig, QueueConfig, UpstreamConfig
+from splittime.gateway.fair_queue import FairQueue, now_ns
+from splittime.gateway.upstreams import Router, Upstream
+
+FAR_NS = 10**18
+
+
+def router_of(*rooms: int, models=("m",), failures=1) -> Router:
+    upstreams = [
+        UpstreamConfig(name=f"u{i}", url="http://127.0.0.1:1", models=models, max_in_flight=room)
+        for i, room in enumerate(rooms)
+    ]
+    return Router([Upstream(one, BreakerConfig(failures=failures)) for one in upstreams], random.Random(7))
+
+
+def overload(weights: dict[str, float], lengths: dict[str, tuple[int, int]], *, num_served: int) -> Counter:
+    """All tenants have 20 requests waiting at any time; returns the tokens that each was served."""
+
+    async def run() -> Counter:
+        queue, served = FairQueue(QueueConfig(), router_of(2, 2), weights), Counter()
+        draw, in_flight = random.Random(1), deque()
+
+        def ask(tenant):
+            tokens = draw.randint(*lengths[tenant])
+            task = asyncio.ensure_future(queue.enter(tenant, "m", tokens, until_ns=FAR_NS))
+            task.add_done_callback(lambda done: done.cancelled() or in_flight.append((tenant, tokens, done.result())))
+            return task
+
+        tasks = [ask(tenant) for tenant in weights for _ in range(20)]
+        await asyncio.sleep(0.001)
+        for _ in range(num_served):
+            tenant, tokens, routed = in_flight.popleft()
+            served[tenant] += tokens
+            queue.settle(tenant, tokens, tokens)
+            queue.leave(routed, tenant, tokens)
+            tasks.append(ask(tenant))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return served
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("weights", "lengths"),
+    [
+        ({"a": 1, "b": 2, "c": 5}, dict.fromkeys("abc", (100, 100))),
+        ({"a": 1, "b": 1}, {"a": (10, 50), "b": (500, 900)}),
+        ({"a": 3, "b": 1, "c": 1}, {"a": (300, 400), "b": (10, 20), "c": (900, 1000)}),
+    ],
+)
+def test_under_overload_shares_by_tokens_are_the_weights(weights, lengths):
+    served = overload(weights, lengths, num_served=3000)
+    for tenant, weight in weights.items():
+        share = served[tenant] / served.total()
+        assert share == pytest.approx(weight / sum(weights.values()), rel=0.05)
+
+
+def test_nobody_saves_up():
+    """A tenant that asks for nothing while another is served has no claim to what it missed."""
+
+    async def run() -> list[str]:
+        queue, order = FairQueue(QueueConfig(), router_of(1)), []
+        for _ in range(50):
+            queue.leave(await queue.enter("busy", "m", 100, until_ns=FAR_NS), "busy", 100)
+            queue.settle("busy", 100, 100)
+        holder = await queue.enter("busy", "m", 100, until_ns=FAR_NS)
+
+        async def ask(tenant):
+            routed = await queue.enter(tenant, "m", 100, until_ns=FAR_NS)
+            order.append(tenant)
+            queue.settle(tenant, 100, 100)
+            queue.leave(routed, tenant, 100)
+
+        tasks = [asyncio.ensure_future(ask(tenant)) for tenant in ["late"] * 6 + ["busy"] * 6]
+        await asyncio.sleep(0)
+        queue.leave(holder, "busy", 100)
+        await asyncio.gather(*tasks)
+        return order
+
+    order = asyncio.run(run())
+    assert 3 <= order[:6].count("late") <= 4
+
+
+async def wait_in(queue, tenant, tokens, model="m", until_ns=FAR_NS):
+    task = asyncio.ensure_future(queue.enter(tenant, model, tokens, until_ns=until_ns))
+    await asyncio.sleep(0)
+    return task
+
+
+def test_a_full_queue_refuses_and_says_which_bound():
+    async def run():
+        queue = FairQueue(QueueConfig(max_requests=2, max_tokens=100), router_of(1))
+        await queue.enter("a", "m", 5, until_ns=FAR_NS)
+        tasks = [await wait_in(queue, "a", 60)]
+        with pytest.raises(Refused) as caught:
+            await queue.enter("a", "m", 41, until_ns=FAR_NS)
+        assert (caught.value.reason, caught.value.info.status, caught.value.info.limit) == ("queue_full", 429, 100)
+        tasks.append(await wait_in(queue, "a", 40))
+        with pytest.raises(Refused) as caught:
+            await queue.enter("a", "m", 1, until_ns=FAR_NS)
+        assert caught.value.info.limit == 2
+        with pytest.raises(Refused):
+            queue.require_room("a")
+        queue.require_room("b")  # has nothing of it
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_tenant_that_fills_the_queue_keeps_nobody_out():
+    async def run():
+        queue = FairQueue(QueueConfig(max_requests=4), router_of(1))
+        holder = await queue.enter("greedy", "m", 10, until_ns=FAR_NS)
+        greedy = [await wait_in(queue, "greedy", 10) for _ in range(4)]
+        modest = await wait_in(queue, "modest", 10)
+        await asyncio.sleep(0)
+        assert not modest.done()
+        assert isinstance(greedy[3].exception(), Refused)  # its latest gives way
+        assert [task.done() for task in greedy] == [False, False, False, True]
+        queue.leave(holder, "greedy", 10)
+        for task in (*greedy[:3], modest):
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_an_equal_share_takes_nobodys_place():
+    async def run():
+        queue = FairQueue(QueueConfig(max_requests=2), router_of(1), {"heavy": 2.0})
+        await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        tasks = [await wait_in(queue, tenant, 10) for tenant in "ab"]
+        with pytest.raises(Refused):
+            await queue.enter("c", "m", 10, until_ns=FAR_NS)
+        tasks.append(await wait_in(queue, "heavy", 10))  # by weight it has less
+        await asyncio.sleep(0)
+        assert sum(task.done() for task in tasks) == 1
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_an_estimate_of_one_is_not_held_against_another():
+    """Whoever comes while a request is in flight that may use 10,000 tokens begins where that one's tenant was."""
+
+    async def run():
+        queue = FairQueue(QueueConfig(), router_of(1))
+        large = await queue.enter("a", "m", 10_000, until_ns=FAR_NS)
+        of_b = [await wait_in(queue, "b", 10) for _ in range(2)]
+        queue.settle("a", 10_000, 100)
+        of_a = await wait_in(queue, "a", 10)
+        queue.leave(large, "a", 10_000)
+        await asyncio.sleep(0)
+        assert of_b[0].done()
+        assert not of_a.done()
+        for task in (of_a, of_b[1]):
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_who_comes_when_nobody_is_there_begins_where_the_last_was():
+    async def run():
+        queue = FairQueue(QueueConfig(), router_of(2))
+        for routed in [await queue.enter("a", "m", 10_000, until_ns=FAR_NS) for _ in range(2)]:
+            queue.settle("a", 10_000, 100)
+            queue.leave(routed, "a", 10_000)
+        held = await queue.enter("b", "m", 10, until_ns=FAR_NS)
+        await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        of_a, of_b = await wait_in(queue, "a", 10), await wait_in(queue, "b", 10)
+        queue.leave(held, "b", 10)
+        await asyncio.sleep(0)
+        assert of_b.done()  # the 10,000 that were feared, and not used, are nothing that it begins with
+        assert not of_a.done()
+        of_a.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_place_granted_to_who_has_just_left_is_given_on():
+    async def run():
+        queue = FairQueue(QueueConfig(), router_of(1))
+        held = await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        leaver, of_a, of_b = [await wait_in(queue, *asked) for asked in (("b", 5000), ("a", 10), ("b", 10))]
+        queue.leave(held, "a", 10)
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert leaver.cancelled()
+        assert of_b.done()  # its tenant pays nothing for what was not served
+        assert not of_a.done()
+        of_a.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_tenant_with_requests_in_flight_keeps_its_count():
+    async def run():
+        queue = FairQueue(QueueConfig(), router_of(2))
+        queue.settle("b", 0, 0)  # known first: it would win a tie
+        await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        large = await queue.enter("b", "m", 1000, until_ns=FAR_NS)
+        queue.settle("b", 1000, 1000)
+        of_b, of_a = await wait_in(queue, "b", 10), await wait_in(queue, "a", 10)
+        queue.leave(large, "b", 1000)
+        await asyncio.sleep(0)
+        assert of_a.done()
+        assert not of_b.done()
+        of_b.cancel()
+
+    asyncio.run(run())
+
+
+def test_who_waits_too_long_is_refused_and_leaves_nothing():
+    async def run():
+        queue = FairQueue(QueueConfig(), router_of(1))
+        await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        with pytest.raises(Refused) as caught:
+            await queue.enter("a", "m", 10, until_ns=now_ns() + 20_000_000)
+        assert caught.value.reason == "queue_timeout"
+        assert (queue.requests, queue.tokens) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_where_no_upstream_answers_nobody_waits():
+    async def run():
+        router = router_of(1, 1)
+        queue = FairQueue(QueueConfig(), router)
+        first, second = [await queue.enter("a", "m", 10, until_ns=FAR_NS) for _ in range(2)]
+        waiting = await wait_in(queue, "a", 10)
+        for routed in (first, second):
+            routed.upstream.breaker.note_failure(now_ns())
+            queue.leave(routed, "a", 10)
+        with pytest.raises(Refused) as caught:
+            await waiting
+        assert (caught.value.reason, caught.value.info.status) == ("no_upstream", 503)
+        with pytest.raises(Refused):
+            await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        router.upstreams[0].breaker.note_success()
+        router.upstreams[0].breaker.note_busy(now_ns(), 9)
+        with pytest.raises(Refused) as caught:
+            await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        assert (caught.value.reason, caught.value.info.status) == ("upstreams_busy", 429)
+        assert caught.value.info.retry_after_s == pytest.approx(9, abs=0.1)
+
+    asyncio.run(run())
+
+
+def test_a_full_model_keeps_no_other_waiting():
+    async def run():
+        configs = [
+            UpstreamConfig(name=name, url="http://127.0.0.1:1", models=(name,), max_in_flight=1) for name in "xy"
+        ]
+        queue = FairQueue(QueueConfig(max_requests=1), Router([Upstream(one, BreakerConfig()) for one in configs]))
+        await queue.enter("a", "x", 10, until_ns=FAR_NS)
+        waiting = await wait_in(queue, "a", 10, "x")
+        queue.require_room("a")  # the queue is full, and nobody knows yet of which model the next is
+        assert (await queue.enter("a", "y", 10, until_ns=FAR_NS)).upstream.name == "y"
+        with pytest.raises(Refused):
+            queue.require_room("a")
+        waiting.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_retry_goes_elsewhere_and_to_the_front():
+    async def run():
+        router = router_of(1, 1)
+        queue = FairQueue(QueueConfig(), router)
+        first, second = [await queue.enter("a", "m", 10, until_ns=FAR_NS) for _ in range(2)]
+        other = await wait_in(queue, "a", 10)
+        retried = asyncio.ensure_future(queue.enter("a", "m", 10, until_ns=FAR_NS, tried=[first.upstream.name]))
+        await asyncio.sleep(0)
+        queue.leave(second, "a", 10)
+        await asyncio.sleep(0)
+        assert retried.result().upstream is second.upstream
+        assert not other.done()
+        other.cancel()
+
+    asyncio.run(run())
+
+
+def test_the_less_laden_of_two_is_chosen():
+    router = router_of(9, 9, 9)
+    router.upstreams[0].enter(1000)
+    for _ in range(20):
+        routed = router.choose("m", now_ns())
+        assert routed.upstream is not router.upstreams[0]
+        assert routed.considered[0].upstream == routed.upstream.name
+        assert len(routed.considered) == 2
+    assert {router.choose("m", now_ns(), ["u1", "u2"]).upstream.name for _ in range(20)} == {"u0"}
+    router.upstreams[1].enter(2000)
+    router.upstreams[2].enter(3000)
+    chosen = Counter(router.choose("m", now_ns()).upstream.name for _ in range(300))
+    assert chosen["u2"] == 0  # it loses to either
+    assert chosen["u0"] > chosen["u1"] > 0  # two are drawn, not all
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "ask", "leave", "cancel", "fail"]), st.sampled_from("abc"), st.integers(1, 400)
+        ),
+        max_size=60,
+    )
+)
+def test_places_and_counts_never_leak(moves):
+    async def run():
+        router = router_of(1, 2, failures=3)
+        queue = FairQueue(QueueConfig(max_requests=5, max_tokens=1000), router)
+        tasks, held = [], []
+        for move, tenant, tokens in moves:
+            if move == "ask":
+                task = asyncio.ensure_future(queue.enter(tenant, "m", tokens, until_ns=FAR_NS))
+                task.asked = (tenant, tokens)
+                tasks.append(task)
+            elif move == "cancel" and tasks:
+                tasks[tokens % len(tasks)].cancel()
+            elif move in ("leave", "fail") and held:
+                routed, *asked = held.pop(0)
+                routed.upstream.breaker.note_failure(now_ns()) if move == "fail" else None
+                queue.leave(routed, *asked)
+            if tokens % 3:
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            for task in [one for one in tasks if one.done()]:
+                tasks.remove(task)
+                if not task.cancelled() and task.exception() is None:
+                    held.append((task.result(), *task.asked))
+            assert all(0 <= one.requests <= one.config.max_in_flight for one in router.upstreams)
+            assert queue.requests <= 5 + len(tasks)
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        held += [
+            (one, *task.asked) for one, task in zip(done, tasks, strict=True) if not isinstance(one, BaseException)
+        ]
+        for routed, *asked in held:
+            queue.leave(routed, *asked)
+        assert [(one.requests, one.tokens) for one in router.upstreams] == [(0, 0), (0, 0)]
+        assert (queue.requests, queue.tokens) == (0, 0)
+
+    asyncio.run(run())

@@ -1,0 +1,100 @@
+"""In front of our own server with the packaged model: its account is nested, and what is left is the network."""
+
+import json
+import subprocess
+import sys
+import uuid
+
+import pytest
+from openai import OpenAI
+
+from benchmarks.server_process import served
+from splittime.ledger.account_json import account_from_json
+from splittime.ledger.stages import Stage
+from splittime.ledger.store import open_readonly
+
+from .conftest import gateway_of, upstream
+from .test_relay import events
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    with served() as url:
+        text = f'ledger_file = "{folder}/gateway.sqlite"\n'
+        text += upstream("ours", url, "splittime-code", kind="splittime")
+        with gateway_of(folder, text) as gateway:
+            gateway.server_url, gateway.folder = url, folder
+            yield gateway
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_its_account_is_nested_and_the_difference_is_network(own, stream, path):
+    request_id = uuid.uuid4().hex
+    asked = {"prompt": "def f("} if path == "/v1/completions" else {}
+    headers = {"x-request-id": request_id}
+    body = {"model": "splittime-code", "max_tokens": 8, "stream": stream, **asked}
+    told = body if asked else body | {"messages": [{"role": "user", "content": "x"}]}
+    status, _, answer = own.ask("", headers, path, raw=json.dumps(told).encode())
+    assert status == 200, answer
+    account = account_from_json(own.account(request_id))
+    account.verify()
+    (attempt,) = account.attempts
+    lengths = {one.stage: one.duration_ns for one in account.intervals}
+    nested_ns = sum(one.end_ns - one.begin_ns for one in attempt.nested)
+    assert attempt.nested_fault == ""
+    assert {Stage.PREFILL, Stage.DECODE} <= {one.stage for one in attempt.nested}
+    assert lengths[Stage.UPSTREAM] == nested_ns  # to the nanosecond
+    assert lengths[Stage.NETWORK] >= 0
+    sealed = json.loads(answer if not stream else events(answer)[-2])["timing"]
+    assert sealed["sealed_ns"] - sealed["start_ns"] == nested_ns
+    upstreams_own = json.loads(_get(f"{own.server_url}/ledger/requests/{attempt.request_id}"))
+    for nested, theirs in zip(attempt.nested[:-1], upstreams_own["stages"], strict=False):  # the last goes on a little
+        assert (nested.stage, nested.begin_ns, nested.end_ns) == (theirs["stage"], theirs["begin_ns"], theirs["end_ns"])
+
+
+def _get(url: str) -> bytes:
+    import urllib.request
+
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return response.read()
+
+
+def test_a_real_client_streams_through_it(own):
+    client = OpenAI(base_url=f"{own.url}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["splittime-code"]
+    stream = client.chat.completions.create(
+        model="splittime-code",
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=6,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert chunks[-1].usage.completion_tokens == 6
+    account = own.get("/ledger/requests/" + chunks[0].id)  # by the id in the answer
+    assert account["output_tokens"] == 6
+
+
+def test_the_ledger_file_is_read_by_the_tools_there_are(own):
+    own.ask("splittime-code", {"x-request-id": "kept"})
+    own.account("kept")
+    command = [sys.executable, "-m", "splittime.cli.main", "explain", "kept", "--url", own.url]
+    words = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for word in ("route", "upstream", "network", "chosen of ours with 0 requests", "its own account, ms: receive"):
+        assert word in words
+    for _ in range(100):
+        ledger = open_readonly(own.folder / "gateway.sqlite")
+        found = ledger.account("kept")
+        ledger.close()
+        if found:
+            break
+    (account,) = found
+    account.verify()
+    assert account.attempts[0].nested
+
+
+def test_what_the_server_refuses_is_told_as_it_says_it(own):
+    status, _, body = own.ask("splittime-code", no_such_field=1)
+    assert (status, json.loads(body)["error"]["code"]) == (400, "unknown_field")
