@@ -50,6 +50,13 @@ def test_a_replay_plans_ahead_as_the_recorded_run_did(config: SchedulerConfig, s
     assert replay(recorded) is None
 
 
+@given(CONFIGS, st.integers(0, 10_000), st.booleans())
+def test_a_replay_tells_the_drafts_of_the_recorded_run(config: SchedulerConfig, seed: int, plans_ahead: bool) -> None:
+    recorded = record_run(config, seed, plans_ahead=plans_ahead, guess_ns=3)
+    verify_steps(recorded.steps)
+    assert replay(recorded) is None
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_stop_strings_are_found_while_rows_are_in_the_air(seed: int) -> None:
     config = msgspec.structs.replace(TIGHT, num_host_slots=seed % 3, batching=("static", "continuous")[seed % 2])

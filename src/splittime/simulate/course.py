@@ -14,7 +14,7 @@ from splittime.core.request import FinishReason
 from splittime.drive.messages import Abort, Submit, ToEngine
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.host_parts import is_queued
-from splittime.simulate.trace import TracedRequest, as_seen_ahead, ended_by_token
+from splittime.simulate.trace import TracedRequest, ended_by_token, unforeseen
 
 
 class Course:
@@ -22,6 +22,7 @@ class Course:
 
     def __init__(self, requests: Sequence[TracedRequest], records: Sequence[StepRecord]) -> None:
         self.is_ahead = records[0].ahead_ns is not None
+        self._foresees_ends = not self.is_ahead and not any(record.drafts for record in records)
         self._records = records
         self._last_step = {row[0]: record for record in records for row in record.rows}
         self._ended_in: dict[str, StepRecord] = {}  # by the engine, as far as accounts do not say so
@@ -64,7 +65,7 @@ class Course:
         for traced in requests:
             last, account = self._last_step.get(traced.request.request_id), traced.account
             if traced.stops_after is None:
-                traced = as_seen_ahead(traced) if self.is_ahead else traced
+                traced = traced if self._foresees_ends else unforeseen(traced)
             elif last is None:
                 pass
             elif account.freed_ns is not None:
@@ -97,7 +98,7 @@ class Course:
         self._ended_in[traced.request.request_id] = step
         request = traced.request
         count = max(1, end + 1 - len(request.prompt_token_ids))
-        if self.is_ahead:
+        if not self._foresees_ends:
             return ended_by_token(traced, count)._replace(stops_after=None)
         sampling = msgspec.structs.replace(request.sampling, max_tokens=count)
         return traced._replace(request=msgspec.structs.replace(request, sampling=sampling), stops_after=None)
@@ -144,6 +145,7 @@ class Course:
 
 
 def _end_of_row(traced: TracedRequest, step: StepRecord) -> int | None:
-    """Returns the place behind its row in this step; None if it has none."""
+    """Returns the place behind what is right of its row in this step; None if it has none."""
     name = traced.request.request_id
-    return next((start + count for request_id, start, count in step.rows if request_id == name), None)
+    wrong = next((drafts - right for request_id, drafts, right in step.verified if request_id == name), 0)
+    return next((start + count - wrong for request_id, start, count in step.rows if request_id == name), None)

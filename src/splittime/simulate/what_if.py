@@ -31,7 +31,7 @@ from splittime.simulate.draws import OTHER_HOUR, figures_of_draws, hours, interv
 from splittime.simulate.figures import Figures, figures
 from splittime.simulate.recorded import Recorded, latest_run, written_ledger
 from splittime.simulate.replica import AnyReplica, replica_of
-from splittime.simulate.trace import TracedRequest, refused_requests, traced_requests, with_own_ids
+from splittime.simulate.trace import TracedRequest, refused_requests, traced_requests, with_drafts, with_own_ids
 
 OtherRequests = Callable[[AnyReplica], Sequence[TracedRequest]]
 ReplicaOf = Callable[[Recorded], AnyReplica]
@@ -165,7 +165,7 @@ def write_simulated(load: ServedLoad, change: Change, path: Path) -> None:
 
 def requests_of(recorded: Recorded, max_model_len: int) -> list[TracedRequest]:
     """Returns the recorded requests, those that were refused among them, in the order in which they came."""
-    traced = traced_requests(recorded.accounts, max_model_len)
+    traced = with_drafts(traced_requests(recorded.accounts, max_model_len), recorded.steps)
     return with_own_ids([*traced, *refused_requests(recorded.accounts, traced)])
 
 
