@@ -66,7 +66,8 @@ class AskedBefore:
 
 
 class Guessing(Guesser):
-    """Tells other chances of each request's drafts in each step, and of some none. guess_ns: what it takes for a row."""
+    """Tells other chances of each request's drafts in each step, and of some none. guess_ns: what it takes, for each
+    request that it knows."""
 
     def __init__(self, eos_every: int, clock: VirtualClock, guess_ns: int) -> None:
         super().__init__(lambda name, tokens, count: expected_tokens(tokens, count, eos_every=eos_every), 1000)

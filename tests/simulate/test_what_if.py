@@ -124,8 +124,13 @@ def test_an_engine_that_cannot_be_simulated_is_refused(recorded: Recorded) -> No
     facts = msgspec.structs.replace(recorded.facts, settings=recorded.facts.settings | {"async_scheduling": True})
     with pytest.raises(ConfigError, match="plans ahead"):
         predict(msgspec.structs.replace(recorded, facts=facts), Change())
-    drafting = msgspec.structs.replace(recorded.steps[5], verified=(("r0", 1, 1),))
-    with pytest.raises(ConfigError, match="speculates"):
+    row = recorded.steps[5].rows[0]
+    drafting = msgspec.structs.replace(
+        recorded.steps[5],
+        rows=((row[0], row[1], row[2] + 1), *recorded.steps[5].rows[1:]),
+        verified=((row[0], 1, 1),),
+    )
+    with pytest.raises(ConfigError, match="does not say what was told"):
         predict(msgspec.structs.replace(recorded, steps=[*recorded.steps[:5], drafting, *recorded.steps[6:]]), Change())
 
 
