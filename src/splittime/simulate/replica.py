@@ -104,6 +104,11 @@ class AnyReplica(msgspec.Struct, frozen=True, kw_only=True):
     start_up_ns: int | None = None
     source: str
 
+    @property
+    def guesses_ahead(self) -> bool:
+        """Whether the server guessed tokens ahead. Of requests that it never had, nobody knows what it would guess."""
+        return bool(self.settings.get("speculative_config"))
+
     def with_settings(self, settings: dict[str, Any]) -> Self:
         """Returns the same server with other settings. Raises ConfigError for some that cannot be."""
         raise NotImplementedError
