@@ -81,9 +81,8 @@ def simulate(
         it is told none.
     """
     books = SimulatedBooks([], [])
-    sinks = books.accounts.append, books.steps.append
-    how = delivery, execution, skips_ahead, plans_ahead, drafts_seed
-    simulate_each(requests, config, costs, limits, *sinks, *how)
+    sinks, how = (books.accounts.append, books.steps.append), (skips_ahead, plans_ahead)
+    simulate_each(requests, config, costs, limits, *sinks, delivery, execution, *how, drafts_seed)
     return books
 
 
